@@ -1,0 +1,196 @@
+"""Where every head's KV entries lie: head groups, columns and slot arithmetic. Integers only.
+
+A *head group* is up to `Hp` (layer, head) pairs that share one page table; a page of the one pool holds `Hp` *columns*,
+each a contiguous single-head block of `P` keys and `P` values. A sequence's table for group g reads
+
+    [ chunk 0: sealed_pages[g] ] [ chunk 1: sealed_pages[g] ] … [ raw tail: up to C / P pages ]
+
+so a head's length after s sealed chunks and r raw tokens is  s · sealed_pages[g] · P + r  (Tangram, ragged paging).
+Groups of sliding-window layers come last, keep every entry of a chunk and only the newest `window_chunks` chunks;
+an entry's index in their tables equals its position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from tangram.errors import ConfigError
+from tangram.types import Geometry, Int32, Int64
+
+Head = tuple[int, int]  # (layer, KV head)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layout of one (profile, page size). Build it with `Layout.build`.
+
+    `groups[g]` lists the member heads by column. `sealed_pages[g]` is what each member keeps of a sealed chunk, in pages.
+    The first `full_groups` groups see the whole context; the others hold their newest `window_chunks` sealed chunks.
+    """
+
+    geometry: Geometry
+    chunk_tokens: int
+    page_tokens: int
+    heads_per_page: int
+    max_tokens: int
+    groups: tuple[tuple[Head, ...], ...]
+    sealed_pages: Int32
+    full_groups: int
+    window_chunks: int
+
+    @classmethod
+    def build(
+        cls,
+        geometry: Geometry,
+        *,
+        chunk_tokens: int,
+        page_tokens: int,
+        heads_per_page: int,
+        max_tokens: int,
+        groups: Sequence[Sequence[Head]],
+        sealed_pages: Sequence[int],
+    ) -> Layout:
+        """A layout from the groups of the full-attention layers and their page counts; window layers are added whole.
+
+        Raises `ConfigError` if the groups do not cover each full-attention head exactly once or a count is out of range.
+        """
+        chunk_pages = chunk_tokens // page_tokens
+        members = sorted(head for group in groups for head in group)
+        expected = [(layer, head) for layer in geometry.full_layers for head in range(geometry.kv_heads)]
+        if members != expected:
+            raise ConfigError(f"groups cover {len(members)} heads, the model's full-attention layers have {len(expected)}")
+        if any(not 1 <= len(group) <= heads_per_page for group in groups):
+            raise ConfigError(f"every group must have 1 to {heads_per_page} heads (heads_per_page)")
+        if any(not 1 <= pages <= chunk_pages for pages in sealed_pages) or len(sealed_pages) != len(groups):
+            raise ConfigError(f"sealed_pages must give 1 to {chunk_pages} pages for each of {len(groups)} groups")
+        all_groups = [tuple(group) for group in groups]
+        counts = list(sealed_pages)
+        window_chunks = 0
+        for layer, window in enumerate(geometry.windows):
+            if window is None:
+                continue
+            window_chunks = max(window_chunks, 1, -(-(window - 1) // chunk_tokens))
+            for group in adjacent_groups([layer], geometry.kv_heads, heads_per_page):
+                all_groups.append(group)
+                counts.append(chunk_pages)
+        return cls(
+            geometry, chunk_tokens, page_tokens, heads_per_page, max_tokens,
+            tuple(all_groups), np.asarray(counts, np.int32), len(groups), window_chunks,
+        )  # fmt: skip
+
+    @classmethod
+    def uncompressed(
+        cls, geometry: Geometry, *, chunk_tokens: int, page_tokens: int, heads_per_page: int, max_tokens: int
+    ) -> Layout:
+        """The layout of ρ = 1.0: adjacent heads share pages and every chunk keeps all of its tokens."""
+        groups = adjacent_groups(geometry.full_layers, geometry.kv_heads, heads_per_page)
+        return cls.build(
+            geometry, chunk_tokens=chunk_tokens, page_tokens=page_tokens, heads_per_page=heads_per_page,
+            max_tokens=max_tokens, groups=groups, sealed_pages=[chunk_tokens // page_tokens] * len(groups),
+        )  # fmt: skip
+
+    @property
+    def chunk_pages(self) -> int:
+        """Pages one group needs for a whole raw chunk, C / P."""
+        return self.chunk_tokens // self.page_tokens
+
+    @property
+    def keeps_everything(self) -> bool:
+        """True when sealing drops nothing (ρ = 1.0)."""
+        return bool((self.sealed_pages == self.chunk_pages).all())
+
+    @cached_property
+    def head_group(self) -> Int32:
+        """[L, H]: the group of each head."""
+        return self._per_head([[group] * len(members) for group, members in enumerate(self.groups)])
+
+    @cached_property
+    def head_column(self) -> Int32:
+        """[L, H]: the column of each head in its group's pages."""
+        return self._per_head([list(range(len(members))) for members in self.groups])
+
+    @cached_property
+    def head_kept_tokens(self) -> Int32:
+        """[L, H]: entries each head keeps of a sealed chunk."""
+        return np.asarray(self.sealed_pages[self.head_group] * self.page_tokens, np.int32)
+
+    def _per_head(self, values: list[list[int]]) -> Int32:
+        table = np.zeros((self.geometry.layers, self.geometry.kv_heads), np.int32)
+        for members, numbers in zip(self.groups, values, strict=True):
+            layers, heads = zip(*members, strict=True)
+            table[layers, heads] = numbers
+        return table
+
+    @cached_property
+    def group_offset(self) -> Int64:
+        """[groups + 1]: where each group's entries begin in a row of the block tables; the last is the row's width."""
+        chunks = -(-self.max_tokens // self.chunk_tokens)
+        return np.concatenate([[0], np.cumsum(self.sealed_pages.astype(np.int64) * chunks + self.chunk_pages)])
+
+    @cached_property
+    def span_group(self) -> Int32:
+        """[pages of a sealed chunk]: the group of each page, in the order a span lists its pages."""
+        return np.repeat(np.arange(len(self.groups), dtype=np.int32), self.sealed_pages)
+
+    @cached_property
+    def _span_rank(self) -> Int64:
+        starts = np.cumsum(self.sealed_pages) - self.sealed_pages
+        return np.arange(self.span_pages, dtype=np.int64) - starts[self.span_group]
+
+    @cached_property
+    def span_pages(self) -> int:
+        """Pages of one sealed chunk over all groups."""
+        return int(self.sealed_pages.sum())
+
+    @property
+    def max_raw_pages(self) -> int:
+        """Pages of a full raw chunk over all groups."""
+        return self.chunk_pages * len(self.groups)
+
+    def span_entries(self, chunk: int) -> Int64:
+        """Offsets, within a row of the block tables, of the pages of sealed chunk `chunk`, in span order."""
+        return self.group_offset[self.span_group] + chunk * self.sealed_pages[self.span_group] + self._span_rank
+
+    def raw_entries(self, sealed_chunks: int, page: int) -> Int64:
+        """Offsets, within a row of the block tables, of raw tail page `page` of every group."""
+        return self.group_offset[:-1] + sealed_chunks * self.sealed_pages.astype(np.int64) + page
+
+    def lengths(self, sealed_chunks: int, raw_tokens: int) -> Int32:
+        """[groups]: entries each member head of a group can address (a window group counts its dropped ones too)."""
+        return np.asarray(sealed_chunks * self.sealed_pages * self.page_tokens + raw_tokens, np.int32)
+
+    @cached_property
+    def full_span_pages(self) -> int:
+        """Pages of one sealed chunk over the groups that see the whole context; a span lists them first."""
+        return int(self.sealed_pages[: self.full_groups].sum())
+
+    @property
+    def window_span_pages(self) -> int:
+        """Pages of one sealed chunk over the sliding-window groups."""
+        return self.span_pages - self.full_span_pages
+
+    def held_pages(self, sealed_chunks: int, raw_tokens: int) -> int:
+        """Pages a sequence holds with `sealed_chunks` sealed chunks and `raw_tokens` raw ones: the footprint formula."""
+        windowed = min(sealed_chunks, self.window_chunks) * self.window_span_pages
+        raw = -(-raw_tokens // self.page_tokens) * len(self.groups)
+        return sealed_chunks * self.full_span_pages + windowed + raw
+
+    def peak_pages(self, tokens: int) -> int:
+        """The most pages a sequence ever holds on its way to `tokens` tokens."""
+        full, rest = divmod(tokens, self.chunk_tokens)
+        before_last_seal = self.held_pages(full - 1, self.chunk_tokens) if full else 0
+        return max(before_last_seal, self.held_pages(full, rest))
+
+    def page_bytes(self, element_bytes: int) -> int:
+        """Bytes of one page: keys and values of Hp heads × P tokens."""
+        return self.heads_per_page * 2 * self.page_tokens * self.geometry.head_dim * element_bytes
+
+
+def adjacent_groups(layers: Sequence[int], kv_heads: int, heads_per_page: int) -> list[tuple[Head, ...]]:
+    """Cut the heads of `layers`, in their natural order, into runs of `heads_per_page`; the last may be short."""
+    heads = [(layer, head) for layer in layers for head in range(kv_heads)]
+    return [tuple(heads[start : start + heads_per_page]) for start in range(0, len(heads), heads_per_page)]

@@ -1,0 +1,118 @@
+"""The prefix cache: tokens → pages that already hold their KV entries.
+
+A chain of keys, each SHA-256 over its parent's key and its own tokens, starts from (profile fingerprint, salt). Links are
+sealed chunks (`C` tokens) and, below the last sealed chunk, raw pages (`P` tokens). The pages of sliding-window groups of
+a chunk hang below it as a leaf of their own, so that they can go while the chunk stays. By the purity law equal keys mean
+equal contents, whoever computed them. What nobody uses is evicted least recently used first, leaves before parents.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from dataclasses import dataclass, field
+
+from tangram.cache.pages import Ledger
+from tangram.types import Int32, Int64
+
+
+def root_key(fingerprint: str, salt: str) -> bytes:
+    """The start of a chain: sequences with another profile or another salt share nothing."""
+    return hashlib.sha256(f"{len(fingerprint)}:{fingerprint}:{salt}".encode()).digest()
+
+
+def child_key(parent: bytes, tokens: Int64) -> bytes:
+    """The key of the link that holds `tokens` (int64) after the chain that ends in `parent`."""
+    return hashlib.sha256(parent + tokens.tobytes()).digest()
+
+
+def window_key(chunk: bytes) -> bytes:
+    """The key of the sliding-window part of a sealed chunk."""
+    return hashlib.sha256(chunk + b"window").digest()
+
+
+@dataclass(eq=False)
+class Node:
+    """One link: the cache holds one reference to each of `pages`. `users` counts the sequences that stand on it.
+
+    `transient` links (raw pages, window parts) may be let go by a sequence that goes on living.
+    """
+
+    key: bytes
+    parent: Node | None
+    pages: Int32
+    transient: bool
+    users: int = 0
+    children: int = 0
+    last_used: int = 0
+
+
+@dataclass
+class PrefixCache:
+    """Links by key over a ledger. `idle_pages` could be evicted now; `crowded_pages` counts the transient pages that
+    more than one sequence stands on, once for each further sequence: each of them may need a page of its own later."""
+
+    ledger: Ledger
+    nodes: dict[bytes, Node] = field(default_factory=dict)
+    idle_pages: int = 0
+    crowded_pages: int = 0
+    _clock: int = 0
+    _heap: list[tuple[int, bytes]] = field(default_factory=list)
+
+    def find(self, key: bytes) -> Node | None:
+        """The link with this key, if it is still here."""
+        return self.nodes.get(key)
+
+    def insert(self, key: bytes, parent: Node | None, pages: Int32, *, transient: bool) -> Node:
+        """A new link used by nobody yet; the cache takes its own reference to `pages`."""
+        node = Node(key, parent, pages, transient)
+        self.nodes[key] = node
+        self.ledger.share(pages)
+        if parent is not None:
+            parent.children += 1
+        self.idle_pages += len(pages)
+        return node
+
+    def acquire(self, node: Node) -> None:
+        """One more sequence stands on `node`: it cannot be evicted."""
+        if node.users == 0:
+            self.idle_pages -= len(node.pages)
+        elif node.transient:
+            self.crowded_pages += len(node.pages)
+        node.users += 1
+
+    def release(self, node: Node) -> None:
+        """One sequence fewer stands on `node`."""
+        node.users -= 1
+        if node.users == 0:
+            self.idle_pages += len(node.pages)
+            self._clock += 1
+            node.last_used = self._clock
+            self._offer(node)
+        elif node.transient:
+            self.crowded_pages -= len(node.pages)
+
+    def evict(self, pages: int) -> None:
+        """Free at least `pages` pages of links that nobody uses, or all there are."""
+        target = self.ledger.free + pages
+        while self.ledger.free < target and self._heap:
+            stamp, key = heapq.heappop(self._heap)
+            node = self.nodes.get(key)
+            if node is not None and node.users == 0 and node.children == 0 and node.last_used == stamp:
+                self._remove(node)
+
+    def clear(self) -> None:
+        """Evict everything that nobody uses."""
+        self.evict(self.ledger.total)
+
+    def _offer(self, node: Node) -> None:
+        if node.users == 0 and node.children == 0:
+            heapq.heappush(self._heap, (node.last_used, node.key))
+
+    def _remove(self, node: Node) -> None:
+        del self.nodes[node.key]
+        self.idle_pages -= len(node.pages)
+        self.ledger.release(node.pages)
+        if node.parent is not None:
+            node.parent.children -= 1
+            self._offer(node.parent)

@@ -1,0 +1,59 @@
+"""What one sequence holds in the pool: its state is (sealed chunks, raw tokens) and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tangram.cache.layout import Layout
+from tangram.cache.prefix import Node
+from tangram.types import Int32
+
+
+@dataclass(eq=False)
+class SequenceCache:
+    """The pages of one sequence and its place in the block tables (`slot`).
+
+    `spans[c]` are the pages of sealed chunk c over the full-attention groups, `window_spans` those of the newest chunks
+    over the sliding-window groups (oldest first), `raw_pages` the tail. `keys[c]` is the prefix key before chunk c.
+    The node lists name the prefix-cache links it stands on. `promised_pages` is what it may grow to without asking.
+    """
+
+    slot: int
+    layout_index: int
+    layout: Layout
+    keys: list[bytes]
+    spans: list[Int32] = field(default_factory=list)
+    window_spans: list[Int32] = field(default_factory=list)
+    raw_pages: list[Int32] = field(default_factory=list)
+    raw_tokens: int = 0
+    chunk_nodes: list[Node] = field(default_factory=list)
+    window_nodes: list[Node] = field(default_factory=list)
+    raw_nodes: list[Node] = field(default_factory=list)
+    promised_pages: int = 0
+    cached_tokens: int = 0
+
+    @property
+    def sealed_chunks(self) -> int:
+        """Chunks in their final pages."""
+        return len(self.spans)
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens whose KV state is in the pool."""
+        return self.sealed_chunks * self.layout.chunk_tokens + self.raw_tokens
+
+    @property
+    def held_pages(self) -> int:
+        """Pages held now; equals `layout.held_pages(sealed_chunks, raw_tokens)`."""
+        return sum(map(len, self.spans)) + sum(map(len, self.window_spans)) + sum(map(len, self.raw_pages))
+
+    @property
+    def formula_pages(self) -> int:
+        """What the footprint formula says it holds between two steps."""
+        return self.layout.held_pages(self.sealed_chunks, self.raw_tokens)
+
+    @property
+    def booked_pages(self) -> int:
+        """`held_pages` without counting: the formula, and a window part that the running step still reads."""
+        overdue = len(self.window_spans) > self.layout.window_chunks
+        return self.formula_pages + (self.layout.window_span_pages if overdue else 0)

@@ -1,0 +1,220 @@
+"""Measure how many entries each head needs, and write it down as profiles (Tangram, calibration).
+
+For each sample and each full chunk of it, the scoring method's own dynamic selection is run: the scores of all heads of
+a layer (scope "layer") or of the model (scope "model") compete and the best ρ stay. What each head got, averaged over
+a sample's chunks, is that sample's kept fraction; μ and σ are taken over samples. One pass over the scores serves
+every ρ. Host arithmetic only: the caller's `score_source` runs the model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+from rich.progress import track as rich_track
+from scipy.stats import rankdata  # type: ignore[import-untyped]
+
+from tangram.compress.groups import Grouping
+from tangram.compress.profile import ALPHA, SINK_TOKENS, Profile, Scope
+from tangram.compress.provenance import Calibration, ModelFingerprint, RankStability, ScorerSpec
+from tangram.errors import ConfigError, ProfileError
+from tangram.types import Float64, Geometry
+
+Scores = npt.NDArray[np.float32]
+# One sample's token ids in; the scores [L, H, C] of each of its full chunks out, chunk 0 first, higher = keep.
+ScoreSource = Callable[[Sequence[int]], Iterator[Scores]]
+Tracker = Callable[[Sequence[Sequence[int]]], Iterable[Sequence[int]]]
+
+
+def calibrate(
+    score_source: ScoreSource,
+    samples: Sequence[Sequence[int]],
+    *,
+    geometry: Geometry,
+    fingerprint: ModelFingerprint,
+    scorer: ScorerSpec,
+    scope: Scope,
+    retentions: Sequence[float],
+    chunk_tokens: int,
+    source: str,
+    page_tokens: int = 16,
+    heads_per_page: int = 4,
+    grouping: Grouping = "model",
+    alpha: float = ALPHA,
+    sink_tokens: int = SINK_TOKENS,
+    window_tokens: int | None = None,
+    track: Tracker = iter,
+) -> list[Profile]:
+    """One profile for each ρ of `retentions`, from the scores of `samples` (token ids).
+
+    Of each sample the full chunks within the model's context are used. L counts the model's full-attention layers, the only ones that are compressed. `source` says in words where the
+    samples are from. `track` wraps the samples to report progress (`in_terminal`).
+
+    Raises `ConfigError`, before any scoring, if a sample is shorter than a chunk or a ρ cannot be met; `ProfileError` if the scores have the wrong shape or hold NaN.
+    """
+    window = chunk_tokens // 64 if window_tokens is None else window_tokens
+    layers, heads = geometry.full_layers, geometry.kv_heads
+    derive = partial(
+        Profile.from_statistics, model=fingerprint, layers=layers, scorer=scorer, scope=scope,
+        chunk_tokens=chunk_tokens, page_tokens=page_tokens, heads_per_page=heads_per_page, grouping=grouping,
+        alpha=alpha, sink_tokens=sink_tokens, window_tokens=window,
+    )  # fmt: skip
+    nothing = np.zeros((len(layers), heads))
+    for retention in retentions:  # scoring takes minutes: refuse now what could not be derived then
+        derive(nothing, nothing, kv_retention=retention, calibration=Calibration(1, source))
+    samples = [sample[: geometry.max_positions] for sample in samples]
+    _check_lengths(samples, chunk_tokens)
+
+    def fractions(number: int, sample: Sequence[int]) -> Float64:
+        chunks = [
+            _chunk_fractions(scores, f"sample {number}, chunk {chunk}", chunk, (len(layers), heads, chunk_tokens),
+                             retentions, scope, sink_tokens, window)
+            for chunk, scores in enumerate(score_source(sample))
+        ]  # fmt: skip
+        if len(chunks) != len(sample) // chunk_tokens:
+            raise ProfileError(
+                f"sample {number} has {len(sample) // chunk_tokens} full chunks, the scores of {len(chunks)} came: the "
+                f"score source must yield one array for each full chunk"
+            )
+        return np.asarray(np.mean(chunks, axis=0), np.float64)
+
+    by_retention = np.stack([fractions(n, sample) for n, sample in enumerate(track(samples))], axis=1)  # [ρ, n, L, H]
+    tokens = sum(len(sample) // chunk_tokens * chunk_tokens for sample in samples)
+    return [
+        derive(
+            kept.mean(axis=0), kept.std(axis=0), kv_retention=retention,
+            calibration=Calibration(len(samples), source, tokens, rank_stability(kept)),
+        )
+        for retention, kept in zip(retentions, by_retention, strict=True)
+    ]  # fmt: skip
+
+
+def kept_fractions(
+    scores: Scores, retentions: Sequence[float], scope: Scope, *, sink_tokens: int, window_tokens: int
+) -> Float64:
+    """What dynamic selection gives each head: float64 [len(retentions), L, H], fractions of C, for scores [L, H, C].
+
+    The first `sink_tokens` and the last `window_tokens` are kept first and count towards the total; if they alone
+    exceed it, they alone are kept. Equal scores go to the lower position, then the lower head, so that no head wins by
+    its number.
+    """
+    layers, heads, tokens = scores.shape
+    start, stop = min(sink_tokens, tokens), max(min(sink_tokens, tokens), tokens - window_tokens)
+    forced = tokens - (stop - start)
+    # [pools, entries], position before head; the best entry is the smallest.
+    open_scores = -scores[:, :, start:stop]
+    pooled = open_scores[None] if scope == "model" else open_scores[:, None]
+    entries = pooled.transpose(0, 3, 1, 2).reshape(len(pooled), -1)
+    pool_heads = pooled.shape[1] * heads
+    spare = [
+        min(max(round(retention * pool_heads * tokens) - forced * pool_heads, 0), entries.shape[1])
+        for retention in retentions
+    ]
+    kept = np.stack([_best(entries, count) for count in spare])
+    per_head = kept.reshape(len(spare), len(entries), stop - start, -1).sum(axis=2) + forced
+    return np.asarray(per_head.reshape(len(spare), layers, heads) / tokens, np.float64)
+
+
+def _best(entries: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.bool_]:
+    """Which `count` entries of each row are the smallest, equal ones by index: bool, the shape of `entries`."""
+    if count in (0, entries.shape[1]):
+        return np.full(entries.shape, count > 0)
+    limit = np.partition(entries, count - 1, axis=1)[:, count - 1 : count]
+    below, level = entries < limit, entries == limit
+    spare = count - below.sum(axis=1, keepdims=True)
+    return np.asarray(below | (level & (np.cumsum(level, axis=1) <= spare)), np.bool_)
+
+
+def rank_stability(fractions: Float64) -> RankStability | None:
+    """Spearman's correlation of the heads' ranking over all pairs of samples; `fractions` is [samples, L, H].
+
+    None when there is nothing to compare: fewer than two samples, or a sample that gives every head the same.
+    """
+    ranks = np.asarray(rankdata(fractions.reshape(len(fractions), -1), axis=1), np.float64)
+    if len(ranks) < 2 or (np.ptp(ranks, axis=1) == 0).any():
+        return None
+    correlations = np.clip(np.asarray(np.corrcoef(ranks)), -1.0, 1.0)  # rounding may pass 1 by a bit
+    pairs = correlations[np.triu_indices(len(ranks), k=1)]
+    return RankStability(round(float(pairs.mean()), 4), round(float(pairs.min()), 4))
+
+
+def in_terminal(samples: Sequence[Sequence[int]]) -> Iterable[Sequence[int]]:
+    """A `track` that draws a progress bar on standard error, or nothing where that is no terminal."""
+    console = Console(stderr=True)
+    return rich_track(samples, "Calibrating", console=console, disable=not console.is_terminal)
+
+
+def read_texts(path: str | Path) -> list[str]:
+    """The texts of a calibration file: `.jsonl` holds one object a line, any other file is one text.
+
+    A line has "text", "prompt" or "messages" (chat messages, joined as `role: content`). Blank lines are skipped.
+    Raises `ConfigError` naming the file and the line.
+    """
+    try:
+        content = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"data {path}: cannot be read as UTF-8 text: {error}") from error
+    if Path(path).suffix != ".jsonl":
+        texts = [content]
+    else:
+        # Not splitlines(): a JSON string may hold the line separators of Unicode.
+        numbered = enumerate(content.split("\n"), start=1)
+        texts = [_text_of(line, f"data {path}, line {number}") for number, line in numbered if line.strip()]
+    if not any(text.strip() for text in texts):
+        raise ConfigError(f"data {path}: holds no text")
+    return texts
+
+
+def _text_of(line: str, place: str) -> str:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{place}: not valid JSON: {error}") from error
+    if isinstance(record, dict):
+        for key in ("text", "prompt"):
+            if isinstance(record.get(key), str):
+                return str(record[key])
+        if isinstance(record.get("messages"), list):
+            return "\n".join(_message_text(message, place) for message in record["messages"])
+    raise ConfigError(f'{place}: needs an object with "text" or "prompt" (a string) or "messages" (a list)')
+
+
+def _message_text(message: object, place: str) -> str:
+    if isinstance(message, dict) and isinstance(message.get("content"), str):
+        return f"{message.get('role', 'user')}: {message['content']}"
+    raise ConfigError(f'{place}: every message needs "content", a string')
+
+
+def _check_lengths(samples: Sequence[Sequence[int]], chunk_tokens: int) -> None:
+    if not samples:
+        raise ConfigError("there are no samples, calibration needs at least one")
+    for number, sample in enumerate(samples):
+        if len(sample) < chunk_tokens:
+            raise ConfigError(
+                f"sample {number} has {len(sample)} tokens, it must fill a chunk of {chunk_tokens} (chunk_tokens): join "
+                f"short texts or lower chunk_tokens"
+            )
+
+
+def _chunk_fractions(
+    scores: Scores,
+    place: str,
+    chunk: int,
+    shape: tuple[int, int, int],
+    retentions: Sequence[float],
+    scope: Scope,
+    sink_tokens: int,
+    window_tokens: int,
+) -> Float64:
+    if scores.shape != shape:
+        raise ProfileError(f"the scores of {place} have shape {scores.shape}, they must be {shape} [L, H, C]")
+    if np.isnan(scores).any():
+        layer, head, token = (int(index[0]) for index in np.nonzero(np.isnan(scores)))
+        raise ProfileError(f"the scores of {place} hold NaN, first at layer row {layer}, head {head}, token {token}")
+    sinks = sink_tokens if chunk == 0 else 0
+    return kept_fractions(scores, retentions, scope, sink_tokens=sinks, window_tokens=window_tokens)

@@ -1,0 +1,60 @@
+"""Finding the profile that fits a model and its options among folders of profile files."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+
+from tangram.compress.profile import ModelFingerprint, Profile
+from tangram.errors import ProfileError
+
+_log = logging.getLogger(__name__)
+
+
+def shipped_profiles() -> Path:
+    """The folder of the profiles that come with Tangram."""
+    return Path(__file__).parent.parent / "profiles"
+
+
+def find_profile(
+    directories: Iterable[str | Path],
+    fingerprint: ModelFingerprint,
+    scorer: str,
+    scope: str,
+    kv_retention: float,
+    chunk_tokens: int,
+) -> Profile | None:
+    """The first `*.json` that fits, in the order of the directories and of the names in each; None if none does.
+
+    A profile of exactly these weights goes before one that names no weights. A file that is no whole profile is passed
+    over with a logged warning that says what is wrong with it; folders that do not exist are empty.
+    """
+    without_weights: Profile | None = None
+    for path in (path for directory in directories for path in sorted(Path(directory).glob("*.json"))):
+        profile = _loaded(path)
+        if profile is None or not _fits(profile, fingerprint, scorer, scope, kv_retention, chunk_tokens):
+            continue
+        if profile.model.weights_sha256 is not None:
+            return profile
+        without_weights = without_weights or profile
+    return without_weights
+
+
+def _loaded(path: Path) -> Profile | None:
+    try:
+        return Profile.load(path)
+    except ProfileError as error:
+        _log.warning("passed over: %s", error)
+        return None
+
+
+def _fits(
+    profile: Profile, fingerprint: ModelFingerprint, scorer: str, scope: str, kv_retention: float, chunk_tokens: int
+) -> bool:
+    try:
+        profile.check_model(fingerprint)
+        profile.check_options(scorer=scorer, scope=scope, kv_retention=kv_retention, chunk_tokens=chunk_tokens)
+    except ProfileError:
+        return False
+    return True

@@ -1,0 +1,284 @@
+"""HOW MANY entries each head keeps: one calibrated blueprint of one model, as one JSON file (Tangram, offline profile).
+
+A profile holds what calibration measured (the mean and the spread of each head's kept fraction) and what follows from
+it for one page shape: head groups and the pages each keeps of a sealed chunk. Which entries stay is decided on the
+device; how many, and so every length and every footprint, is fixed here, before any request is seen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from tangram.compress.groups import Grouping, Head, allot_pages, cluster, group_budgets, realised_retention
+from tangram.compress.provenance import STRICT, Calibration, Count, ModelFingerprint, RankStability, ScorerSpec
+from tangram.errors import ConfigError, ProfileError
+from tangram.types import Float64
+
+__all__ = ["Calibration", "ModelFingerprint", "Profile", "RankStability", "Scope", "ScorerSpec"]
+
+FORMAT_VERSION = 1
+SINK_TOKENS = 4
+ALPHA = 2.0
+_DIGITS = 5  # of the statistics: finer than any two calibrations agree, and it keeps files small
+
+Scope = Literal["layer", "model"]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Profile(BaseModel):
+    """One calibrated profile; immutable. Build it with `from_statistics` or `load`.
+
+    `mean` (μ) and `std` (σ) are [L][H] over the compressed `layers`, fractions of a chunk's entries. `groups[g]` lists
+    (layer, head) by column, layers by the model's own index; `sealed_pages[g]` is what each member keeps of a sealed
+    chunk of `chunk_tokens`, in pages of `page_tokens`. `realised_retention` is what those pages occupy, at most
+    `kv_retention`. The first `sink_tokens` of a sequence and the last `window_tokens` of each chunk are always kept.
+    """
+
+    model_config = STRICT
+
+    format_version: Literal[1] = 1
+    model: ModelFingerprint
+    scorer: ScorerSpec
+    scope: Scope
+    kv_retention: float = Field(gt=0.0, lt=1.0)
+    alpha: float = Field(ge=0.0)
+    sink_tokens: int = Field(ge=0)
+    window_tokens: int = Field(ge=0)
+    chunk_tokens: Count
+    page_tokens: Count
+    heads_per_page: Count
+    grouping: Grouping
+    layers: tuple[int, ...] = Field(min_length=1)
+    mean: tuple[tuple[Share, ...], ...]
+    std: tuple[tuple[Share, ...], ...]
+    groups: tuple[tuple[Head, ...], ...]
+    sealed_pages: tuple[Count, ...]
+    realised_retention: float
+    calibration: Calibration
+
+    @classmethod
+    def from_statistics(
+        cls,
+        mean: npt.ArrayLike,
+        std: npt.ArrayLike,
+        *,
+        model: ModelFingerprint,
+        layers: Sequence[int],
+        scorer: ScorerSpec,
+        scope: Scope,
+        kv_retention: float,
+        chunk_tokens: int,
+        calibration: Calibration,
+        page_tokens: int = 16,
+        heads_per_page: int = 4,
+        grouping: Grouping = "model",
+        alpha: float = ALPHA,
+        sink_tokens: int = SINK_TOKENS,
+        window_tokens: int | None = None,
+    ) -> Profile:
+        """The profile of measured kept fractions μ = `mean` and σ = `std`, float [L, H] (Tangram: B = min(1, μ + α·σ)).
+
+        `window_tokens` None means C / 64. Statistics are rounded to 5 digits first, so that a saved profile derives the
+        same counts. Raises `ConfigError` if ρ cannot be met or an option is out of range.
+        """
+        mu, sigma = _rounded(mean), _rounded(std)
+        window = chunk_tokens // 64 if window_tokens is None else window_tokens
+        if mu.shape != sigma.shape:
+            raise ConfigError(f"mean has shape {mu.shape} and std {sigma.shape}, both must be [L, H]")
+        budgets = _budgets(mu, sigma, alpha)
+        groups = cluster(budgets, layers, heads_per_page, grouping)
+        pages = allot_pages(
+            group_budgets(budgets, layers, groups), [len(group) for group in groups],
+            chunk_tokens=chunk_tokens, page_tokens=page_tokens, heads_per_page=heads_per_page,
+            retention=kv_retention, min_pages=_min_pages(sink_tokens, window, page_tokens),
+        )  # fmt: skip
+        realised = realised_retention(
+            pages, mu.size, chunk_tokens=chunk_tokens, page_tokens=page_tokens, heads_per_page=heads_per_page
+        )
+        try:
+            return cls(
+                model=model, scorer=scorer, scope=scope, kv_retention=kv_retention, alpha=alpha,
+                sink_tokens=sink_tokens, window_tokens=window, chunk_tokens=chunk_tokens, page_tokens=page_tokens,
+                heads_per_page=heads_per_page, grouping=grouping, layers=tuple(layers), mean=_rows(mu),
+                std=_rows(sigma), groups=tuple(groups), sealed_pages=tuple(pages), realised_retention=realised,
+                calibration=calibration,
+            )  # fmt: skip
+        except ValidationError as error:
+            raise ConfigError(_explain(error)) from error
+
+    def with_pages(self, page_tokens: int, heads_per_page: int) -> Profile:
+        """The same statistics with groups and counts for another page shape. Raises `ConfigError` if ρ cannot be met."""
+        return Profile.from_statistics(
+            self.mean, self.std, model=self.model, layers=self.layers, scorer=self.scorer, scope=self.scope,
+            kv_retention=self.kv_retention, chunk_tokens=self.chunk_tokens, calibration=self.calibration,
+            page_tokens=page_tokens, heads_per_page=heads_per_page, grouping=self.grouping, alpha=self.alpha,
+            sink_tokens=self.sink_tokens, window_tokens=self.window_tokens,
+        )  # fmt: skip
+
+    @property
+    def budgets(self) -> Float64:
+        """[L, H] float64: B = min(1, μ + α·σ), the wish that `sealed_pages` answers."""
+        return _budgets(np.asarray(self.mean, np.float64), np.asarray(self.std, np.float64), self.alpha)
+
+    @property
+    def file_name(self) -> str:
+        """The conventional file name: model, scorer, scope, chunk and ρ."""
+        stem = self.model.name.rsplit("/", 1)[-1].lower()
+        return f"{stem}.{self.scorer.name}.{self.scope}.c{self.chunk_tokens}.r{self.kv_retention:g}.json"
+
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) over exactly the fields that determine a sequence's KV state: part of every prefix-cache key."""
+        state = self.model_dump(
+            mode="json",
+            include={"model", "scorer", "chunk_tokens", "page_tokens", "sink_tokens", "window_tokens", "groups"}
+            | {"sealed_pages"},
+        )
+        del state["model"]["name"]
+        return _sha256(state)
+
+    def check_model(self, fingerprint: ModelFingerprint) -> None:
+        """Raise `ProfileError` naming every mismatch with the model, with both values."""
+        _refuse(self.model.mismatches(fingerprint), "calibrate this model, or give a profile made for it")
+
+    def check_options(self, *, scorer: str, scope: str, kv_retention: float, chunk_tokens: int) -> None:
+        """Raise `ProfileError` naming every mismatch with the engine's options, with both values."""
+        pairs: dict[str, tuple[object, object]] = {
+            "scorer": (self.scorer.name, scorer),
+            "scope": (self.scope, scope),
+            "kv_retention": (self.kv_retention, float(kv_retention)),
+            "chunk_tokens": (self.chunk_tokens, chunk_tokens),
+        }
+        _refuse(
+            [f"{name} is {mine!r} in the profile, {asked!r} was asked" for name, (mine, asked) in pairs.items()
+             if mine != asked],
+            "change the option, or calibrate with it",
+        )  # fmt: skip
+
+    def save(self, path: str | Path) -> None:
+        """Write the file with its checksum, whole or not at all."""
+        content = self.model_dump(mode="json")
+        content["checksum"] = _sha256(content)
+        lines = ",\n".join(f"{json.dumps(key)}: {_canonical(value)}" for key, value in content.items())
+        target = Path(path)
+        partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+        partial.write_text("{\n" + lines + "\n}\n", encoding="utf-8")
+        partial.replace(target)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Read a profile. Raises `ProfileError` naming the file, the field and what is wrong with it."""
+        content = _read(path)
+        checksum = content.pop("checksum", None)
+        try:
+            profile = cls.model_validate_json(_canonical(content))
+        except ValidationError as error:
+            raise ProfileError(f"profile {path}: {_explain(error)}") from error
+        if checksum != _sha256(content):
+            raise ProfileError(
+                f"profile {path}: checksum is {checksum!r}, the content's is {_sha256(content)!r}: the file was damaged "
+                f"or edited, write it again with `tangram calibrate`"
+            )
+        return profile
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Profile:
+        shape = (len(self.layers), self.model.kv_heads)
+        for name, rows in (("mean", self.mean), ("std", self.std)):
+            if len(rows) != shape[0] or any(len(row) != shape[1] for row in rows):
+                raise ValueError(f"{name} must be [{shape[0]} layers][{shape[1]} heads], it has another shape")
+        if list(self.layers) != sorted(set(self.layers) & set(range(self.model.layers))):
+            raise ValueError(f"layers must ascend within the model's {self.model.layers}, they are {list(self.layers)}")
+        heads = [(layer, head) for layer in self.layers for head in range(shape[1])]
+        if sorted(head for group in self.groups for head in group) != heads:
+            raise ValueError(f"groups must hold each of the {len(heads)} compressed heads exactly once")
+        if any(not 1 <= len(group) <= self.heads_per_page for group in self.groups):
+            raise ValueError(f"groups must have 1 to {self.heads_per_page} heads each (heads_per_page)")
+        self._check_counts(len(heads))
+        return self
+
+    def _check_counts(self, heads: int) -> None:
+        fewest = _min_pages(self.sink_tokens, self.window_tokens, self.page_tokens)
+        most, rest = divmod(self.chunk_tokens, self.page_tokens)
+        if rest:
+            raise ValueError(f"chunk_tokens is {self.chunk_tokens}, not a multiple of page_tokens ({self.page_tokens})")
+        if len(self.sealed_pages) != len(self.groups):
+            raise ValueError(f"sealed_pages has {len(self.sealed_pages)} counts for {len(self.groups)} groups")
+        if any(not fewest <= pages <= most for pages in self.sealed_pages):
+            raise ValueError(f"sealed_pages must lie in [{fewest}, {most}] (always-kept positions, whole chunk)")
+        realised = realised_retention(
+            self.sealed_pages, heads,
+            chunk_tokens=self.chunk_tokens, page_tokens=self.page_tokens, heads_per_page=self.heads_per_page,
+        )  # fmt: skip
+        if not math.isclose(realised, self.realised_retention) or realised > self.kv_retention * (1 + 1e-12):
+            raise ValueError(
+                f"realised_retention is {self.realised_retention}, sealed_pages occupy {realised} and kv_retention "
+                f"allows {self.kv_retention}"
+            )
+
+
+def _rounded(values: npt.ArrayLike) -> Float64:
+    return np.asarray(np.round(np.asarray(values, np.float64), _DIGITS), np.float64)
+
+
+def _budgets(mean: Float64, std: Float64, alpha: float) -> Float64:
+    return np.asarray(np.minimum(1.0, mean + alpha * std), np.float64)
+
+
+def _min_pages(sink_tokens: int, window_tokens: int, page_tokens: int) -> int:
+    return max(1, -(-(sink_tokens + window_tokens) // max(1, page_tokens)))
+
+
+def _rows(table: Float64) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(float(value) for value in row) for row in table)
+
+
+def _canonical(value: object) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def _sha256(value: object) -> str:
+    return hashlib.sha256(_canonical(value).encode()).hexdigest()
+
+
+def _read(path: str | Path) -> dict[str, Any]:
+    """The file's JSON object, its version checked first so that a newer file is not called damaged."""
+
+    def refuse_constant(name: str) -> NoReturn:
+        raise ValueError(f"it holds {name}, which is not a number")
+
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=refuse_constant)
+    except OSError as error:
+        raise ProfileError(f"profile {path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ProfileError(f"profile {path}: not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ProfileError(f"profile {path}: holds a {type(content).__name__}, a profile is a JSON object")
+    if content.get("format_version") != FORMAT_VERSION:
+        raise ProfileError(
+            f"profile {path}: format_version is {content.get('format_version')!r}, this Tangram reads {FORMAT_VERSION}: "
+            f"calibrate again, or use the Tangram that wrote it"
+        )
+    return content
+
+
+def _explain(error: ValidationError) -> str:
+    """The first thing pydantic found, as `field: what is wrong`."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    place = ".".join(str(part) for part in first["loc"])
+    return f"{place}: {first['msg']}" if place else first["msg"].removeprefix("Value error, ")
+
+
+def _refuse(mismatches: Sequence[str], remedy: str) -> None:
+    if mismatches:
+        raise ProfileError(f"the profile does not fit: {'; '.join(mismatches)}. To mend it, {remedy}")

@@ -1,0 +1,103 @@
+"""What every scorer sees and returns. One method per file, named after its paper; a new scorer overrides one method.
+
+Shape letters: `H` KV heads · `Q` query heads · `G = Q/H` · `C` tokens of the chunk · `D` head dim · `T` tokens of the
+repeat pass. Query heads are ordered so that heads `h·G … h·G + G - 1` read KV head `h`, as everywhere in Transformers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from typing import ClassVar, TypeVar
+
+from torch import Tensor
+
+from tangram.errors import ConfigError, IntegrityError
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Reconstruction:
+    """KVzip's second pass over one chunk, in one layer: the repeat prompt followed by the repeated chunk.
+
+    `queries` [Q, T, D] and `keys` [H, T, D] are post-RoPE and belong to the same T tokens.
+    """
+
+    queries: Tensor
+    keys: Tensor
+
+
+@dataclass(frozen=True)
+class ChunkView:
+    """One full chunk in one layer, as a scorer sees it. All tensors lie on one device, in the model's dtype.
+
+    `queries` [Q, C, D] and `keys` [H, C, D] are post-RoPE; `values` is [H, C, D].
+    `start` is the position of the chunk's first token in the sequence, a multiple of C; `layer` counts all layers.
+    `scaling` is the factor the model multiplies q·k with.
+    `rotary` maps positions, int64 [n], to (cos, sin), each [n, D_rot], in the half-rotation convention: dimension i
+    turns with i + D_rot/2. D_rot may be smaller than D (partial RoPE) and cos, sin may carry a factor (YaRN).
+    `hidden` [C, hidden] is the input of the attention module, present when the scorer needs "hidden".
+    `reconstruction` is present when the scorer needs "reconstruction".
+    `sink_keys` [H, s, D] are the post-RoPE keys of the sequence's first s tokens, present when `start` > 0 for KVzip.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    start: int
+    layer: int
+    scaling: float
+    rotary: Callable[[Tensor], tuple[Tensor, Tensor]]
+    hidden: Tensor | None = None
+    reconstruction: Reconstruction | None = None
+    sink_keys: Tensor | None = None
+
+    @property
+    def tokens(self) -> int:
+        """C, the tokens of the chunk."""
+        return self.keys.shape[1]
+
+    @property
+    def kv_heads(self) -> int:
+        """H, the KV heads of the layer."""
+        return self.keys.shape[0]
+
+
+class Scorer(ABC):
+    """How much each KV entry of a chunk is worth.
+
+    `name` is what users write. `needs` names what the engine must gather beyond queries, keys and values: "hidden",
+    "reconstruction". Scores depend on the chunk alone, so that a cached chunk is the same chunk everywhere.
+    """
+
+    name: ClassVar[str]
+    needs: ClassVar[frozenset[str]] = frozenset()
+
+    @abstractmethod
+    def score(self, chunk: ChunkView) -> Tensor:
+        """Return [H, C] float32 scores, higher = keep. Must not change the chunk's tensors."""
+
+    def parameters(self) -> dict[str, float | int]:
+        """Everything but the name that changes scores: it goes into the profile's fingerprint.
+
+        The fields of a dataclass by default, so a scorer that keeps its options elsewhere must override this.
+        """
+        return {field.name: getattr(self, field.name) for field in fields(self)} if is_dataclass(self) else {}
+
+
+def needed(value: Value | None, what: str, scorer: Scorer) -> Value:
+    """`value`, or `IntegrityError` if the engine did not gather what `scorer` needs."""
+    if value is None:
+        raise IntegrityError(f"scorer {scorer.name} was given a chunk without {what}")
+    return value
+
+
+def check_longer_than(chunk: ChunkView, tokens: int, why: str, scorer: Scorer) -> None:
+    """Raise `ConfigError` unless the chunk has more than `tokens` tokens."""
+    if chunk.tokens <= tokens:
+        raise ConfigError(
+            f"chunk_tokens is {chunk.tokens}, scorer {scorer.name} needs more than {tokens} ({why}): "
+            f"raise chunk_tokens or choose another scorer"
+        )

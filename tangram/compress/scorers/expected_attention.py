@@ -1,0 +1,70 @@
+"""Expected Attention: what future queries are expected to attend to (Devoto et al., arXiv 2510.00636)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from tangram.compress.scorers.attention import group_queries
+from tangram.compress.scorers.base import ChunkView, Scorer, check_longer_than
+from tangram.compress.scorers.rotary import rotate, unrotate
+from tangram.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ExpectedAttention(Scorer):
+    """Future queries are taken as normal, with the mean μ and covariance Σ of the chunk's queries before RoPE.
+
+    With R the mean rotation of the next `future_tokens` positions, s the attention scale and k a key,
+    the score is (softmax(s·k·Rμ + s²/2·k·RΣRᵀ·k) averaged over the query group + `epsilon`)·‖v‖.
+    The first `sinks` tokens of the sequence are outliers: they are left out of μ, Σ and the softmax, and outrank all
+    others. With `epsilon` 0 a token that no query is expected to see loses its value norm too, and answers collapse.
+    """
+
+    name: ClassVar[str] = "expected_attention"
+    future_tokens: int = 512
+    sinks: int = 4
+    epsilon: float = 1e-2
+
+    def __post_init__(self) -> None:
+        if self.future_tokens < 1:
+            raise ConfigError(f"future_tokens is {self.future_tokens}, it must be at least 1")
+        if self.sinks < 0:
+            raise ConfigError(f"sinks is {self.sinks}, it must be at least 0")
+        if not 0.0 <= self.epsilon < float("inf"):
+            raise ConfigError(f"epsilon is {self.epsilon}, it must be finite and at least 0")
+
+    def score(self, chunk: ChunkView) -> Tensor:
+        """[H, C] float32. `ConfigError` if the first chunk is no longer than the sinks."""
+        sinks = self.sinks if chunk.start == 0 else 0
+        check_longer_than(chunk, sinks, "its attention sinks", self)
+        keys = chunk.keys[:, sinks:].float()
+        expected = self._expected_attention(keys, *self._query_statistics(chunk, sinks), chunk.scaling)
+        scores = (expected + self.epsilon) * chunk.values[:, sinks:].float().norm(dim=-1)
+        forced = (scores.max() + 1).expand(chunk.kv_heads, sinks)
+        return torch.cat([forced, scores], dim=1)
+
+    def _query_statistics(self, chunk: ChunkView, sinks: int) -> tuple[Tensor, Tensor]:
+        """Mean [H, G, D] and covariance [H, G, D, D] of the queries, turned to the future positions."""
+        device = chunk.queries.device
+        end = chunk.start + chunk.tokens
+        cos, sin = (part.float() for part in chunk.rotary(torch.arange(chunk.start + sinks, end, device=device)))
+        queries = group_queries(unrotate(chunk.queries[:, sinks:].float(), cos, sin), chunk.kv_heads)
+        mean = queries.mean(dim=2, keepdim=True)
+        centred = queries - mean
+        covariance = centred.transpose(-1, -2) @ centred / queries.shape[2]
+        future = chunk.rotary(torch.arange(end, end + self.future_tokens, device=device))
+        cos, sin = (part.float().mean(dim=0, keepdim=True) for part in future)
+        half_turned = rotate(covariance, cos, sin)
+        return rotate(mean, cos, sin).squeeze(2), rotate(half_turned.transpose(-1, -2), cos, sin)
+
+    @staticmethod
+    def _expected_attention(keys: Tensor, mean: Tensor, covariance: Tensor, scaling: float) -> Tensor:
+        """[H, n]: the softmax of the expected logits over `keys` [H, n, D], averaged over the query group."""
+        grouped = keys.unsqueeze(1)
+        linear = (grouped @ mean.unsqueeze(-1)).squeeze(-1)
+        quadratic = ((grouped @ covariance) * grouped).sum(dim=-1)
+        return (scaling * linear + 0.5 * scaling**2 * quadratic).softmax(dim=-1).mean(dim=1)

@@ -1,0 +1,51 @@
+"""Fast KVzip: a trained gate that predicts KVzip's scores (Kim et al., arXiv 2601.17668)."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import ClassVar
+
+from torch import Tensor
+
+from tangram.compress.scorers.base import ChunkView, Scorer, needed
+from tangram.compress.scorers.gate import Gate, load_gate
+from tangram.errors import ConfigError
+
+
+class FastKVzip(Scorer):
+    """The gate of the chunk's layer over the input of its attention module. `gate` is a file the user brings.
+
+    `ConfigError` if the file is not of the format (see `tangram.compress.scorers.gate`).
+    """
+
+    name: ClassVar[str] = "fastkvzip"
+    needs: ClassVar[frozenset[str]] = frozenset({"hidden"})
+
+    def __init__(self, gate: Path) -> None:
+        self.path = gate
+        self.gate: Gate = load_gate(gate)
+        # 52 bits survive JSON, whose numbers are doubles.
+        self._digest = int(hashlib.sha256(gate.read_bytes()).hexdigest()[:13], 16)
+
+    def parameters(self) -> dict[str, float | int]:
+        """The first 52 bits of the gate file's SHA-256."""
+        return {"gate_sha256": self._digest}
+
+    def score(self, chunk: ChunkView) -> Tensor:
+        """[H, C] float32 in (0, 1). `ConfigError` if the gate was trained for another model."""
+        hidden = needed(chunk.hidden, "hidden", self)
+        self._check_model(chunk, hidden.shape[1])
+        self.gate = self.gate.to(hidden.device)
+        return self.gate.score(chunk.layer, hidden)
+
+    def _check_model(self, chunk: ChunkView, hidden: int) -> None:
+        shape = self.gate.shape
+        group_size = chunk.queries.shape[0] // chunk.kv_heads
+        pairs = {"hidden size": (shape.hidden, hidden), "KV heads": (shape.kv_heads, chunk.kv_heads)}
+        pairs["query heads per KV head"] = (shape.group_size, group_size)
+        wrong = [f"{what} {ours}, the model has {theirs}" for what, (ours, theirs) in pairs.items() if ours != theirs]
+        if chunk.layer >= shape.layers:
+            wrong.append(f"{shape.layers} layers, the model has at least {chunk.layer + 1}")
+        if wrong:
+            raise ConfigError(f"gate is {str(self.path)!r}, it was trained for another model: {'; '.join(wrong)}")

@@ -1,0 +1,158 @@
+"""Fast KVzip's gate: the file format of the released gates, checked, and the forward pass of one layer.
+
+A gate file holds one state dict a layer: a PyTorch file `{"module": [layer 0, layer 1, …]}`, as released with the
+paper, or a safetensors file whose tensors are named `<layer>.<name>`. With d the gate's own head dim and S its sinks:
+
+    q_proj.weight [H·G·d, hidden]   q_proj.bias [H·G·d]   q_norm.weight [d]   k_base [H, 1, S, d]
+    k_proj.weight [H·d, hidden]                           k_norm.weight [d]   b      [H, 1, G]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from pickle import UnpicklingError
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional
+
+from tangram.errors import ConfigError
+
+NAMES = ("q_proj.weight", "q_proj.bias", "k_proj.weight", "q_norm.weight", "k_norm.weight", "k_base", "b")
+NORM_EPSILON = 1e-6
+# A torch file that is not one fails in many ways: no zip, no pickle, no "module".
+UNREADABLE = (SafetensorError, UnpicklingError, RuntimeError, EOFError, OSError, KeyError, TypeError, ValueError)
+
+
+@dataclass(frozen=True)
+class GateShape:
+    """What a gate was made for: `layers`, hidden size, H, G, its own head dim d and its sinks S."""
+
+    layers: int
+    hidden: int
+    kv_heads: int
+    group_size: int
+    head_dim: int
+    sinks: int
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor of a layer."""
+        key_rows = self.kv_heads * self.head_dim
+        return {
+            "q_proj.weight": (key_rows * self.group_size, self.hidden),
+            "q_proj.bias": (key_rows * self.group_size,),
+            "k_proj.weight": (key_rows, self.hidden),
+            "q_norm.weight": (self.head_dim,),
+            "k_norm.weight": (self.head_dim,),
+            "k_base": (self.kv_heads, 1, self.sinks, self.head_dim),
+            "b": (self.kv_heads, 1, self.group_size),
+        }
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A gate in memory: `layers[l]` maps each name of the format to a float32 tensor."""
+
+    shape: GateShape
+    layers: tuple[dict[str, Tensor], ...]
+
+    def to(self, device: torch.device) -> Gate:
+        """The gate on `device`; itself if it is there already."""
+        if self.layers[0]["b"].device == device:
+            return self
+        moved = ({name: tensor.to(device) for name, tensor in layer.items()} for layer in self.layers)
+        return replace(self, layers=tuple(moved))
+
+    def score(self, layer: int, hidden: Tensor) -> Tensor:
+        """[H, C] float32 in (0, 1): the gate of one layer over `hidden` [C, hidden].
+
+        A key competes with S learned keys for the query of its own token; the share it wins, averaged over the group,
+        is its score.
+        """
+        weights, shape, scale = self.layers[layer], self.shape, self.shape.head_dim**-0.5
+        queries = functional.linear(hidden.float(), weights["q_proj.weight"], weights["q_proj.bias"])
+        keys = functional.linear(hidden.float(), weights["k_proj.weight"])
+        queries = queries.reshape(-1, shape.kv_heads, shape.group_size, shape.head_dim)
+        queries = functional.rms_norm(queries, (shape.head_dim,), weights["q_norm.weight"], NORM_EPSILON)
+        keys = keys.reshape(-1, shape.kv_heads, shape.head_dim)
+        keys = functional.rms_norm(keys, (shape.head_dim,), weights["k_norm.weight"], NORM_EPSILON)
+        logits = torch.einsum("chgd,chd->hcg", queries, keys) * scale + weights["b"]
+        base = torch.einsum("chgd,hsd->hcgs", queries, weights["k_base"].squeeze(1)) * scale
+        return torch.sigmoid(logits - base.logsumexp(dim=-1)).mean(dim=-1)
+
+
+def load_gate(path: Path) -> Gate:
+    """Read a gate file. `ConfigError` names the file and the first thing in it that is not of the format."""
+    try:
+        layers = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
+    except FileNotFoundError:
+        raise ConfigError(f"gate is {str(path)!r}, there is no such file") from None
+    except UNREADABLE as error:
+        raise ConfigError(f"gate is {str(path)!r}, it cannot be read as a Fast KVzip gate: {error}") from error
+    if not layers:
+        raise ConfigError(f"gate is {str(path)!r}, it holds no layers")
+    shape = _read_shape(path, layers)
+    for layer, tensors in enumerate(layers):
+        _check_layer(path, layer, tensors, shape)
+    return Gate(shape, tuple({name: layer[name].float() for name in NAMES} for layer in layers))
+
+
+def _read_torch(path: Path) -> list[Mapping[str, Tensor]]:
+    # The released files carry NumPy numbers of the training run beside the tensors.
+    numpy_types: list[Callable[..., object] | tuple[Callable[..., object], str]] = [
+        (np._core.multiarray._reconstruct, "numpy.core.multiarray._reconstruct"),  # type: ignore[attr-defined]
+        np.ndarray,
+        np.dtype,
+        np.dtypes.Float64DType,
+        np.dtypes.Float32DType,
+    ]
+    with torch.serialization.safe_globals(numpy_types):
+        return list(torch.load(path, map_location="cpu", weights_only=True)["module"])
+
+
+def _read_safetensors(path: Path) -> list[Mapping[str, Tensor]]:
+    layers: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in load_file(path).items():
+        layer, _, rest = name.partition(".")
+        layers.setdefault(int(layer), {})[rest] = tensor
+    return [layers[layer] for layer in range(len(layers))]
+
+
+def _read_shape(path: Path, layers: list[Mapping[str, Tensor]]) -> GateShape:
+    """The shape layer 0 claims; `_check_layer` holds every layer, this one too, to it."""
+    _check_names(path, 0, layers[0])
+    base, bias, keys = layers[0]["k_base"], layers[0]["b"], layers[0]["k_proj.weight"]
+    for name, tensor, dims in (("k_base", base, 4), ("b", bias, 3), ("k_proj.weight", keys, 2)):
+        if tensor.ndim != dims or 0 in tensor.shape:
+            raise ConfigError(
+                f"gate is {str(path)!r}, layer 0 has {name} of shape {list(tensor.shape)}, "
+                f"it must have {dims} dimensions, none of them empty"
+            )
+    return GateShape(
+        layers=len(layers), hidden=keys.shape[1], kv_heads=base.shape[0],
+        group_size=bias.shape[2], head_dim=base.shape[3], sinks=base.shape[2],
+    )  # fmt: skip
+
+
+def _check_names(path: Path, layer: int, tensors: Mapping[str, Tensor]) -> None:
+    missing, unknown = sorted(set(NAMES) - set(tensors)), sorted(set(tensors) - set(NAMES))
+    if missing or unknown:
+        raise ConfigError(
+            f"gate is {str(path)!r}, layer {layer} is not of the Fast KVzip format: "
+            f"missing {missing}, unknown {unknown}"
+        )
+
+
+def _check_layer(path: Path, layer: int, tensors: Mapping[str, Tensor], shape: GateShape) -> None:
+    _check_names(path, layer, tensors)
+    for name, expected in shape.tensor_shapes().items():
+        if tuple(tensors[name].shape) != expected:
+            raise ConfigError(
+                f"gate is {str(path)!r}, layer {layer} has {name} of shape {list(tensors[name].shape)}, "
+                f"it must be {list(expected)}"
+            )

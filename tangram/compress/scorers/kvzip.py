@@ -1,0 +1,86 @@
+"""KVzip: what reconstructing the text needs (Kim et al., arXiv 2505.23416)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from tangram.compress.scorers.attention import group_queries
+from tangram.compress.scorers.base import ChunkView, Reconstruction, Scorer, needed
+from tangram.errors import ConfigError, IntegrityError
+
+REPEAT_FIRST = "\n\nRepeat the previous context exactly."
+REPEAT_NEXT = "\n\nRepeat the part of the previous context exactly, starting with"
+PREVIOUS_TOKENS = 8
+
+# Bounds the logits to Q · 64 · (s + C + T) floats: 70 MB for 64 query heads and a chunk of 2,048 tokens.
+QUERY_TILE_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class KVzip(Scorer):
+    """The most attention that any token of the repeat pass gives a key, over the query group too.
+
+    The softmax of a repeat token runs over the first `sinks` tokens of the sequence (when the chunk is not the first),
+    the chunk, and the repeat pass up to that token.
+    """
+
+    name: ClassVar[str] = "kvzip"
+    needs: ClassVar[frozenset[str]] = frozenset({"reconstruction"})
+    sinks: int = 4
+
+    def __post_init__(self) -> None:
+        if self.sinks < 0:
+            raise ConfigError(f"sinks is {self.sinks}, it must be at least 0")
+
+    def score(self, chunk: ChunkView) -> Tensor:
+        """[H, C] float32 in [0, 1]. Memory is bounded: the repeat queries are taken in tiles."""
+        repeat = needed(chunk.reconstruction, "reconstruction", self)
+        sink_keys = self._sink_keys(chunk)
+        keys = torch.cat([sink_keys, chunk.keys, repeat.keys], dim=1).float()
+        scores = keys.new_zeros(chunk.kv_heads, chunk.tokens)
+        for begin in range(0, repeat.queries.shape[1], QUERY_TILE_TOKENS):
+            attention = _tile_attention(repeat, keys, begin, chunk.scaling)
+            seen = attention[..., sink_keys.shape[1] : sink_keys.shape[1] + chunk.tokens]
+            scores = torch.maximum(scores, seen.amax(dim=(1, 2)))
+        return scores
+
+    def _sink_keys(self, chunk: ChunkView) -> Tensor:
+        """[H, s, D]: s is 0 in the first chunk, which holds the sinks itself."""
+        if chunk.start == 0 or self.sinks == 0:
+            return chunk.keys[:, :0]
+        sink_keys = needed(chunk.sink_keys, "sink_keys", self)
+        if sink_keys.shape[1] < self.sinks:
+            raise IntegrityError(f"scorer {self.name} was given {sink_keys.shape[1]} sink keys, it needs {self.sinks}")
+        return sink_keys[:, : self.sinks]
+
+
+def _tile_attention(repeat: Reconstruction, keys: Tensor, begin: int, scaling: float) -> Tensor:
+    """[H, G, tile, n]: attention of one tile of repeat queries over the keys its last query may see."""
+    queries = group_queries(repeat.queries[:, begin : begin + QUERY_TILE_TOKENS].float(), keys.shape[0])
+    tile = queries.shape[2]
+    context = keys.shape[1] - repeat.keys.shape[1]
+    logits = queries @ keys[:, : context + begin + tile].transpose(-1, -2).unsqueeze(1) * scaling
+    future = torch.ones(tile, tile, dtype=torch.bool, device=keys.device).triu(1)
+    logits[..., -tile:].masked_fill_(future, float("-inf"))
+    return logits.softmax(dim=-1)
+
+
+def repeat_tokens(
+    encode: Callable[[str], Sequence[int]],
+    chunk: Sequence[int],
+    previous: Sequence[int] | None = None,
+    suffix: Sequence[int] = (),
+) -> list[int]:
+    """The T tokens of the repeat pass over `chunk`: prompt, `suffix`, the chunk again.
+
+    `previous` is the chunk before, None for the first one: its last 8 tokens say where to start. `encode` turns text
+    into tokens without special ones; `suffix` closes the user's turn in the model's chat template (a newline if the
+    model has none).
+    """
+    lead = [*encode(REPEAT_FIRST)] if previous is None else [*encode(REPEAT_NEXT), *previous[-PREVIOUS_TOKENS:]]
+    return [*lead, *suffix, *chunk]

@@ -1,0 +1,24 @@
+"""TOVA: the attention of the last token (Oren et al., arXiv 2401.06104)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from tangram.compress.scorers.attention import append_forced, trailing_attention
+from tangram.compress.scorers.base import ChunkView, Scorer, check_longer_than
+
+
+@dataclass(frozen=True)
+class TOVA(Scorer):
+    """The last query's attention, averaged over all query heads of the layer: one ranking for every KV head."""
+
+    name: ClassVar[str] = "tova"
+
+    def score(self, chunk: ChunkView) -> Tensor:
+        """[H, C] float32; the last token outranks all others. `ConfigError` if C is 1."""
+        check_longer_than(chunk, 1, "the last token is the query", self)
+        mean = trailing_attention(chunk, 1).mean(dim=(0, 1, 2))
+        return append_forced(mean.expand(chunk.kv_heads, -1), 1)

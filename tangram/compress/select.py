@@ -1,0 +1,75 @@
+"""WHICH tokens stay: scores and counts in, kept positions out. Runs on the scores' device without waiting for it.
+
+The order is the same everywhere: higher scores first, equal scores by lower index, NaN last. So the same scores give
+the same positions on any machine. Shape letters: `L` layers · `H` KV heads · `C` tokens of the chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tangram.errors import IntegrityError
+from tangram.types import Int32
+
+Scope = Literal["layer", "model"]
+
+
+def protect(scores: Tensor, start: int, sinks: int, window: int) -> Tensor:
+    """A copy of `scores` [..., C] with +inf where a token is always kept.
+
+    That is the first `sinks` tokens of the sequence (so only where `start` is 0) and the last `window` of the chunk.
+    """
+    forced = scores.clone()
+    forced[..., : sinks if start == 0 else 0] = math.inf
+    forced[..., max(scores.shape[-1] - window, 0) :] = math.inf
+    return forced
+
+
+def keep(scores: Tensor, counts: Sequence[int] | Int32) -> list[Tensor]:
+    """The `counts[h]` best positions of each head: int64 [counts[h]], ascending.
+
+    `scores` is [H, C], already protected. Selection is one batch over the heads; the result is views of one tensor.
+    `IntegrityError` unless there is one count of 0 to C for each head.
+    """
+    heads, tokens = scores.shape
+    limits = [int(count) for count in counts]
+    if len(limits) != heads or any(not 0 <= count <= tokens for count in limits):
+        raise IntegrityError(f"counts are {limits}, there must be {heads} of them, each 0 to {tokens}")
+    # A blocking copy would make the host wait for all work queued on the device.
+    device_limits = torch.tensor(limits).to(scores.device, non_blocking=True).unsqueeze(1)
+    dropped = _ranks(scores) >= device_limits
+    # A stable sort of the flags puts the kept positions first and leaves them ascending.
+    kept_first = torch.argsort(dropped.to(torch.uint8), dim=-1, stable=True)
+    return [positions[:count] for positions, count in zip(kept_first.unbind(), limits, strict=True)]
+
+
+def dynamic_fractions(scores: Tensor, retention: float, scope: Scope, sinks: int, window: int, start: int) -> Tensor:
+    """The fraction of its tokens each head gets when the best `retention` of all entries are kept together.
+
+    `scores` is [L, H, C] float32; the result is [L, H] float64. In scope "layer" the heads of a layer compete
+    (Ada-KV, arXiv 2407.11550, without its floor), in scope "model" those of all layers, by their raw scores (KVzip).
+    Protected tokens are kept first and count towards the total; if they alone exceed it, they alone are kept.
+    Equal scores go to the lower position, then to the lower head, so that no head wins by its number.
+    """
+    tokens = scores.shape[-1]
+    forced = protect(scores, start, sinks, window)
+    pools = forced if scope == "layer" else forced.flatten(0, 1).unsqueeze(0)
+    heads = pools.shape[1]
+    protected_tokens = min(tokens, (sinks if start == 0 else 0) + window)
+    total = max(round(retention * (heads * tokens)), heads * protected_tokens)
+    # Position before head: ties are then shared out among the heads.
+    kept = _ranks(pools.transpose(1, 2).flatten(1)) < total
+    return kept.reshape(-1, tokens, heads).to(torch.float64).mean(dim=1).reshape(scores.shape[:2])
+
+
+def _ranks(scores: Tensor) -> Tensor:
+    """The place of each entry along the last dimension, int64, 0 = best."""
+    # Ascending order of the negated scores: torch sorts NaN above everything, so here it comes last.
+    order = torch.argsort(scores.neg(), dim=-1, stable=True)
+    places = torch.arange(scores.shape[-1], device=scores.device).expand_as(order)
+    return torch.empty_like(order).scatter_(-1, order, places)

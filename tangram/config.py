@@ -1,0 +1,66 @@
+"""Every option of the engine, validated once. The command line, the server and `LLM` all build this."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from tangram.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What an engine is made of.
+
+    `model` is `smollm2` (the embedded model), a Hugging Face id, a folder of safetensors or a GGUF file.
+    `kv_retention` is ρ, the fraction of a sealed chunk's KV entries that is kept; 1.0 drops nothing.
+    `profile` lists profile files; without one that fits, a shipped or cached one is used, or a short calibration runs.
+    `kv_cache_gib` None takes a share of the free memory. `max_model_len` None means the model's own limit.
+    """
+
+    model: str = "smollm2"
+    kv_retention: float = 0.5
+    scorer: str = "keydiff"
+    scope: Literal["layer", "model"] = "model"
+    chunk_tokens: int = 512
+    page_tokens: int = 16
+    heads_per_page: int = 4
+    profile: tuple[str, ...] = ()
+    gate: str | None = None
+    kv_cache_gib: float | None = None
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 2048
+    max_model_len: int | None = None
+    enable_prefix_caching: bool = True
+    scheduling: Literal["continuous", "static"] = "continuous"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.kv_retention) and 0.0 < self.kv_retention <= 1.0):
+            raise ConfigError(f"kv_retention is {self.kv_retention}, it must lie in (0, 1]: 1.0 keeps everything")
+        if self.scope not in ("layer", "model"):
+            raise ConfigError(f"scope is {self.scope!r}, it must be 'layer' or 'model'")
+        if self.scheduling not in ("continuous", "static"):
+            raise ConfigError(f"scheduling is {self.scheduling!r}, it must be 'continuous' or 'static'")
+        if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
+            raise ConfigError(f"dtype is {self.dtype!r}, it must be auto, float32, bfloat16 or float16")
+        for name in ("page_tokens", "heads_per_page", "chunk_tokens", "max_num_seqs"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least 1")
+        if self.chunk_tokens % self.page_tokens:
+            raise ConfigError(
+                f"chunk_tokens is {self.chunk_tokens}, it must be a multiple of page_tokens ({self.page_tokens})"
+            )
+        smallest = self.chunk_tokens + self.max_num_seqs
+        if self.max_num_batched_tokens < smallest:
+            raise ConfigError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, it must be at least chunk_tokens + "
+                f"max_num_seqs = {smallest}, so that a whole chunk always fits beside the decoding rows"
+            )
+        if self.max_model_len is not None and self.max_model_len < 1:
+            raise ConfigError(f"max_model_len is {self.max_model_len}, it must be at least 1")
+        if self.kv_cache_gib is not None and not (math.isfinite(self.kv_cache_gib) and self.kv_cache_gib > 0):
+            raise ConfigError(f"kv_cache_gib is {self.kv_cache_gib}, it must be positive")

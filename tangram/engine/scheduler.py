@@ -1,0 +1,228 @@
+"""Who runs in the next step. Integers only: counts are known before the step (Tangram, budget reservation).
+
+A step is a budget of tokens. Decoding sequences take one each, in order of arrival; what is left goes to whole chunks and
+prompt tails, first of running then of waiting sequences, in order of arrival. A chunk is never split. A sequence is
+admitted when its footprint up to the end of its current chunk can be promised, and asks again only when a chunk ends; if
+there is no room then, the youngest is preempted and later computed anew to the same state. The oldest always goes on.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+
+import numpy as np
+
+from tangram.cache.manager import CacheManager
+from tangram.cache.sequence import SequenceCache
+from tangram.config import EngineConfig
+from tangram.types import Int64, Row, RowKind, Step
+
+PRECEDING_TOKENS = 16
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One completion on its way: `tokens[: known]` are its prompt and what was sampled so far.
+
+    `limit` is the most tokens whose KV state it may ever need. `arrival` orders sequences; it is never reused.
+    """
+
+    request_id: str
+    arrival: int
+    layout: int
+    salt: str
+    tokens: Int64
+    known: int
+    prompt_tokens: int
+    limit: int
+    cache: SequenceCache | None = None
+    cached_tokens: int | None = None
+    preemptions: int = 0
+
+    @property
+    def known_tokens(self) -> Int64:
+        """int64 [known]: prompt and sampled tokens."""
+        return self.tokens[: self.known]
+
+    def append(self, token: int) -> None:
+        """One more sampled token."""
+        self.tokens[self.known] = token
+        self.known += 1
+
+
+@dataclass
+class Counters:
+    """What happened since the start."""
+
+    steps: int = 0
+    preemptions: int = 0
+    sealed_chunks: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+
+
+@dataclass
+class Scheduler:
+    """Two queues in order of arrival, `waiting` and `running`, over one cache manager."""
+
+    config: EngineConfig
+    cache: CacheManager
+    waiting: list[Sequence] = field(default_factory=list)
+    running: list[Sequence] = field(default_factory=list)
+    counters: Counters = field(default_factory=Counters)
+    _members: tuple[tuple[int, int], ...] = ()
+    _epoch: int = 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence that can fit (`pages_needed` says whether it can)."""
+        insort(self.waiting, sequence, key=lambda entry: entry.arrival)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence, ended or aborted, and free its pages. Unknown ones are ignored."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        if sequence.cache is not None:
+            self.cache.close(sequence.cache)
+            sequence.cache = None
+
+    def pages_needed(self, layout: int, tokens: int) -> int:
+        """The most pages a sequence of this layout ever holds on its way to `tokens` tokens."""
+        chosen = self.cache.layouts[layout]
+        return max(chosen.peak_pages(tokens), self.cache.promise_for(chosen, tokens, tokens))
+
+    def schedule(self) -> Step | None:
+        """The next step, or None if nothing can run. Pages of its rows are taken and their tables written."""
+        budget = self.config.max_num_batched_tokens
+        self._secure_promises()
+        unfinished = [sequence for sequence in self.running if not _decodes(sequence)]
+        fresh_batch = not self.running
+        decode = [self._decode_row(sequence) for sequence in self.running if _decodes(sequence)]
+        budget -= len(decode)
+        prefill: list[Row] = []
+        for sequence in chain(unfinished, self._admissions(fresh_batch)):
+            row = self._prefill_row(sequence, budget)
+            if row is None:
+                break
+            prefill.append(row)
+            budget -= len(row.tokens)
+        if not decode and not prefill:
+            return None
+        self.counters.steps += 1
+        return Step(tuple(decode + prefill), self._epoch_of(decode))
+
+    def commit(self, step: Step) -> None:
+        """Enter in the books what `step` has computed; call it before sampled tokens are appended."""
+        by_slot = {sequence.cache.slot: sequence for sequence in self.running if sequence.cache is not None}
+        for row in step.rows:
+            sequence = by_slot[row.slot]
+            self.counters.sealed_chunks += row.kind is RowKind.SEAL
+            if sequence.cache is not None:
+                self.cache.commit(sequence.cache, sequence.known_tokens)
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _secure_promises(self) -> None:
+        """Before a sequence enters a new chunk it must be promised that chunk's pages; the oldest is served first."""
+        for sequence in list(self.running):
+            while sequence.cache is not None and _at_chunk_start(sequence):
+                if self.cache.extend(sequence.cache, sequence.limit):
+                    break
+                self._preempt(self.running[-1])
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.remove(sequence)
+        sequence.preemptions += 1
+        self.counters.preemptions += 1
+        self.add(sequence)
+
+    def _admissions(self, fresh_batch: bool) -> Iterable[Sequence]:
+        """Waiting sequences as they are admitted; static batching admits a whole batch at once, when none runs."""
+        if self.config.scheduling == "continuous":
+            return self._admit_in_order()
+        return list(self._admit_in_order()) if fresh_batch else ()
+
+    def _admit_in_order(self) -> Iterator[Sequence]:
+        """Stops at the first that does not fit: whoever came first is never overtaken."""
+        while self.waiting and len(self.running) < self.config.max_num_seqs and self._admit(self.waiting[0]):
+            sequence = self.waiting.pop(0)
+            insort(self.running, sequence, key=lambda entry: entry.arrival)
+            yield sequence
+
+    def _admit(self, sequence: Sequence) -> bool:
+        sequence.cache = self.cache.admit(sequence.layout, sequence.salt, sequence.known_tokens, sequence.limit)
+        if sequence.cache is None:
+            return False
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = sequence.cache.cached_tokens
+            self.counters.prompt_tokens += sequence.prompt_tokens
+            self.counters.cached_tokens += sequence.cached_tokens
+        return True
+
+    def _decode_row(self, sequence: Sequence) -> Row:
+        cache = _held(sequence)
+        start = cache.computed_tokens
+        self.cache.grow(cache, 1)
+        return self._row(sequence, RowKind.DECODE, start, start + 1, sample=True)
+
+    def _prefill_row(self, sequence: Sequence, budget: int) -> Row | None:
+        cache = _held(sequence)
+        chunk_tokens = cache.layout.chunk_tokens
+        begin = cache.sealed_chunks * chunk_tokens
+        if sequence.known - begin < chunk_tokens:
+            start, kind, end = cache.computed_tokens, RowKind.TAIL, sequence.known
+        else:
+            start, kind, end = begin, RowKind.SEAL, begin + chunk_tokens
+        if end - start > budget:
+            return None
+        # A chunk that decode completed has given its sample already, one that ends the known tokens has not.
+        sample = end == sequence.known and cache.raw_tokens < chunk_tokens
+        if kind is RowKind.SEAL:
+            self.cache.seal(cache)
+        else:
+            self.cache.grow(cache, end - start)
+        return self._row(sequence, kind, start, end, sample=sample)
+
+    @staticmethod
+    def _row(sequence: Sequence, kind: RowKind, start: int, end: int, *, sample: bool) -> Row:
+        tokens, preceding = sequence.tokens[start:end], sequence.tokens[max(0, start - PRECEDING_TOKENS) : start]
+        slot = _held(sequence).slot
+        return Row(sequence.request_id, slot, sequence.layout, kind, start, tokens, preceding, sample)
+
+    def _epoch_of(self, decode: list[Row]) -> int:
+        members = tuple((row.slot, row.layout) for row in decode)
+        if members != self._members:
+            self._members = members
+            self._epoch += 1
+        return self._epoch
+
+
+def _held(sequence: Sequence) -> SequenceCache:
+    if sequence.cache is None:
+        raise RuntimeError(f"{sequence.request_id} runs without pages")
+    return sequence.cache
+
+
+def _decodes(sequence: Sequence) -> bool:
+    """True when exactly its newest token is to be computed, within the current chunk."""
+    cache = _held(sequence)
+    return sequence.known - cache.computed_tokens == 1 and cache.raw_tokens < cache.layout.chunk_tokens
+
+
+def _at_chunk_start(sequence: Sequence) -> bool:
+    cache = _held(sequence)
+    return cache.raw_tokens == 0 and sequence.known - cache.computed_tokens < cache.layout.chunk_tokens
+
+
+def sequence_of(
+    request_id: str, arrival: int, layout: int, salt: str, prompt: tuple[int, ...], limit: int
+) -> Sequence:
+    """A fresh sequence with room for its `limit` tokens and the last sampled one."""
+    tokens = np.zeros(limit + 1, np.int64)
+    tokens[: len(prompt)] = prompt
+    return Sequence(request_id, arrival, layout, salt, tokens, len(prompt), len(prompt), limit)

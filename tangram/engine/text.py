@@ -1,0 +1,204 @@
+"""Text to tokens and back: the chat template, detokenisation token by token, stop strings.
+
+A stream decodes a short window of tokens again at each step: the last group that gave text and what followed it. Only in
+context are the spaces right and characters spread over several tokens whole (as in text-generation-inference).
+`tokenizers.decoders.DecodeStream` works alike, but it raises on invalid UTF-8 from byte-fallback vocabularies and has no
+way to give up what it holds when a completion ends.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from tangram.errors import RequestError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_REPLACEMENT = "\ufffd"  # what decoders put in place of bytes that are not (yet) a character
+_MAX_PENDING = 3  # a character has at most 4 bytes, so at most 3 replacements may still become one
+_PROMPT_TAIL_TOKENS = 8  # enough of the prompt to decide on the first space and to finish a character
+_MAX_WINDOW_TOKENS = 32
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+@dataclass(frozen=True)
+class TokenText:
+    """One token as `logprobs` reports it. `raw` is its exact bytes where `text` has replacement characters."""
+
+    text: str
+    raw: bytes
+
+
+class TextCodec:
+    """A Transformers tokenizer as the engine uses it. Safe to share between threads.
+
+    `eos_token_ids` are the ends of text that the model's generation config names, besides the tokenizer's own.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, eos_token_ids: Iterable[int] = ()) -> None:
+        own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+        self.tokenizer = tokenizer
+        self.eos_token_ids = frozenset((*own, *eos_token_ids))
+        self._anchor: list[int] = tokenizer.encode("a", add_special_tokens=False)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """The tokens of a raw prompt, with the special tokens the model expects around it (a BOS token, say)."""
+        return tuple(self.tokenizer.encode(text))
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        """The tokens of a conversation up to the start of the assistant's answer.
+
+        Raises `RequestError` (field `messages`) if the model has no chat template or its template rejects the messages.
+        """
+        from jinja2 import TemplateError
+
+        if self.tokenizer.chat_template is None:
+            raise RequestError("messages: this model has no chat template, send a plain prompt instead", "messages")
+        if not messages:
+            raise RequestError("messages is empty, it must hold at least one message", "messages")
+        try:
+            tokens = self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages], add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except (TemplateError, TypeError, KeyError, ValueError) as error:
+            raise RequestError(f"messages: the model's chat template rejects them: {error}", "messages") from error
+        return tuple(tokens)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of `token_ids`, special tokens left out."""
+        return self._decode(list(token_ids), skip_special_tokens=True)
+
+    def token_text(self, token_id: int) -> TokenText:
+        """One token as it reads inside a text (leading space kept), special tokens by name."""
+        before = self._decode(self._anchor, skip_special_tokens=False)
+        text = self._decode([*self._anchor, token_id], skip_special_tokens=False)[len(before) :]
+        raw = self._piece_bytes(token_id) if _REPLACEMENT in text else text.encode()
+        return TokenText(text, raw)
+
+    def _decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        # The clean-up would remove spaces before punctuation that are already sent.
+        return str(
+            self.tokenizer.decode(
+                token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def _piece_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token that is not whole characters: `<0xE2>` (SentencePiece) or GPT-2's byte alphabet."""
+        piece = str(self.tokenizer.convert_ids_to_tokens(token_id))
+        if match := _BYTE_TOKEN.fullmatch(piece):
+            return bytes([int(match[1], 16)])
+        alphabet = _byte_alphabet()
+        return b"".join(alphabet.get(character, character.encode()) for character in piece)
+
+
+class TextStream:
+    """The text of one completion as its tokens arrive: whole characters only, cut before the first stop string.
+
+    The deltas and `finish` add up to `codec.decode` of the tokens as it reads after `prompt_token_ids` (a leading space
+    stays). Known difference: where a byte-fallback vocabulary yields invalid UTF-8, characters sent before stay.
+    Special tokens add no text. Each token costs a bounded amount of work.
+    """
+
+    def __init__(self, codec: TextCodec, *, stop: Sequence[str] = (), prompt_token_ids: Sequence[int] = ()) -> None:
+        self._detokenizer = _Detokenizer(codec, prompt_token_ids[-_PROMPT_TAIL_TOKENS:])
+        self._stop = _StopStrings(stop)
+        self._stopped = False
+
+    def push(self, token_id: int) -> tuple[str, bool]:
+        """The text that is now certain, and whether a stop string ended the completion (push nothing more then)."""
+        text, self._stopped = self._stop.push(self._detokenizer.push(token_id))
+        return text, self._stopped
+
+    def finish(self) -> str:
+        """What was still held back, when the completion ends for another reason than a stop string."""
+        if self._stopped:
+            return ""
+        text, self._stopped = self._stop.push(self._detokenizer.flush())
+        return text + self._stop.flush()
+
+
+class _Detokenizer:
+    """`_ids` is the window; `_sent` of its text's characters are out; `_group` is where its newest tokens begin."""
+
+    def __init__(self, codec: TextCodec, context: Sequence[int]) -> None:
+        self._codec = codec
+        self._ids = list(context)
+        self._group = len(self._ids)
+        self._text = codec.decode(self._ids)
+        self._sent = _certain(self._text)
+
+    def push(self, token_id: int) -> str:
+        text = self._codec.decode([*self._ids, token_id])
+        if text == self._text and not text.endswith(_REPLACEMENT):
+            return ""  # a special token: it says nothing, and as context it would hide that a text precedes
+        self._ids.append(token_id)
+        self._text = text
+        certain = _certain(text)
+        delta = text[self._sent : certain]
+        self._sent = max(self._sent, certain)
+        if delta and certain == len(text):
+            self._slide(self._group)
+        elif len(self._ids) > _MAX_WINDOW_TOKENS:
+            self._slide(_MAX_WINDOW_TOKENS // 2)
+        return delta
+
+    def flush(self) -> str:
+        delta = self._text[self._sent :]
+        self._sent = len(self._text)
+        return delta
+
+    def _slide(self, tokens: int) -> None:
+        """Forget the oldest tokens of the window; as many characters as before stay unsent."""
+        unsent = max(0, len(self._text) - self._sent)
+        self._ids = self._ids[tokens:]
+        self._group = len(self._ids)
+        self._text = self._codec.decode(self._ids)
+        self._sent = max(0, len(self._text) - unsent)
+
+
+class _StopStrings:
+    """Holds back text that may be the beginning of a stop string until that is decided."""
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = tuple(stop)
+        self._longest = max(map(len, self._stop), default=0)
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        text = self._held + text
+        starts = [start for stop in self._stop if (start := text.find(stop)) >= 0]
+        if starts:
+            self._held = ""
+            return text[: min(starts)], True
+        certain = len(text) - self._undecided(text)
+        self._held = text[certain:]
+        return text[:certain], False
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+    def _undecided(self, text: str) -> int:
+        """The length of the longest end of `text` with which a stop string begins."""
+        lengths = range(min(self._longest - 1, len(text)), 0, -1)
+        return next((n for n in lengths if any(stop.startswith(text[-n:]) for stop in self._stop)), 0)
+
+
+def _certain(text: str) -> int:
+    """The length of `text` without the replacement characters at its end that may yet become a character."""
+    trailing = len(text) - len(text.rstrip(_REPLACEMENT))
+    return len(text) - min(trailing, _MAX_PENDING)
+
+
+@cache
+def _byte_alphabet() -> dict[str, bytes]:
+    """GPT-2's printable stand-in for each byte (Radford et al. 2019, section 2.2)."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {character: bytes([byte]) for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]

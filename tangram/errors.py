@@ -1,0 +1,42 @@
+"""Every error Tangram raises on purpose.
+
+    TangramError
+    ├── ConfigError      an engine option is wrong: names the field, the value and the limit
+    ├── RequestError     one request is wrong or can never fit (HTTP 400): the engine goes on
+    ├── ProfileError     a profile is damaged, stale or of another model: names the mismatch
+    ├── ModelError       the model cannot be loaded, or would be served silently wrong
+    └── IntegrityError   the cache's books do not add up: a bug in Tangram, never the user's fault
+"""
+
+from __future__ import annotations
+
+
+class TangramError(Exception):
+    """The root of the tree."""
+
+
+class ConfigError(TangramError):
+    """An engine option is out of range or contradicts another one."""
+
+
+class RequestError(TangramError):
+    """One request cannot be served; nothing else is affected.
+
+    `field` is the request field to blame, as the client spelled it.
+    """
+
+    def __init__(self, message: str, field: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class ProfileError(TangramError):
+    """A profile cannot be used with this model or these options."""
+
+
+class ModelError(TangramError):
+    """The model cannot be loaded or would be silently wrong."""
+
+
+class IntegrityError(TangramError):
+    """The cache's books do not add up."""

@@ -1,0 +1,249 @@
+"""The specification of every kernel, in plain torch: any dtype, any device, sums in float32.
+
+The pool is a tensor [N_pages, Hp, 2, P, D], keys at [:, :, 0] and values at [:, :, 1], so that (page, column) is a
+contiguous single-head block; `page * Hp + column` numbers these *virtual blocks*. `tables` is the flat int32 array of
+page ids, `lengths` the flat int32 array of entries per head. A head is found by `table_off`, the offset of its first
+page in `tables`, and its `column`; addresses are integer arrays, NumPy or torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tangram.errors import IntegrityError
+from tangram.plan.form import WorkPlan
+
+Indices = Tensor | npt.NDArray[np.integer]
+Part = tuple[Tensor, Tensor]  # (out, log-sum-exp), float32
+
+
+def blocks(pool: Tensor) -> Tensor:
+    """The pool as virtual blocks [N_pages * Hp, 2, P, D], without a copy."""
+    return pool.view(-1, *pool.shape[2:])
+
+
+def gather(pool: Tensor, tables: Tensor, table: int, column: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
+    """Keys and values [end - begin, D] of one head's entries [begin, end); touches only the pages that hold them."""
+    heads_per_page, page_tokens, head_dim = pool.shape[1], pool.shape[3], pool.shape[4]
+    first, last = begin // page_tokens, -(-end // page_tokens)
+    block = tables[table + first : table + max(first, last)].long() * heads_per_page + column
+    kv = blocks(pool)[block].transpose(0, 1).reshape(2, -1, head_dim)
+    keys, values = kv[:, begin - first * page_tokens : end - first * page_tokens]
+    return keys, values
+
+
+def softmax_part(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scaling: float, softcap: float | None) -> Part:
+    """Attention of q [..., n, D] over k, v [..., m, D] as a mergeable part: out [..., n, D], log-sum-exp [..., n].
+
+    `bias` [n, m] is added to the scores (-inf hides an entry). Where nothing is visible, out is 0 and the log-sum-exp
+    -inf.
+    """
+    scores = q.float() @ k.float().transpose(-1, -2) * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
+    lse = torch.logsumexp(scores, -1) if k.shape[-2] else scores.new_full(scores.shape[:-1], -torch.inf)
+    weights = torch.exp(scores - torch.where(lse.isinf(), 0.0, lse)[..., None])
+    return weights @ v.float(), lse
+
+
+def merge_parts(parts: Sequence[Part]) -> Part:
+    """Merge parts (out [..., D], log-sum-exp [...]) of the same queries by online softmax, in the order given.
+
+    EMPTY parts (log-sum-exp −inf) weigh nothing, also when all parts are empty.
+    """
+    lse = torch.stack([part[1] for part in parts])
+    total = torch.logsumexp(lse, 0)
+    weights = torch.exp(lse - torch.where(total.isinf(), 0.0, total))
+    return (weights[..., None] * torch.stack([part[0] for part in parts])).sum(0), total
+
+
+def apply_sinks(part: Part, sinks: Tensor | None) -> Tensor:
+    """The output of a part; `sinks`, shaped like the log-sum-exp, are extra logits that carry no value (GPT-OSS)."""
+    out, lse = part
+    return out if sinks is None else out * torch.sigmoid(lse - sinks.float())[..., None]
+
+
+def decode(
+    q: Tensor,
+    pool: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    plan: WorkPlan,
+    layer: int,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Execute one layer of a work plan: q [R, Q, D] → [R, Q, D] in q's dtype.
+
+    `lengths` already count the token just appended. `softcap` c bounds scores to c · tanh(s / c); `sinks` [Q] adds one
+    logit per query head to the softmax denominator.
+    """
+    queries = q.reshape(len(q), plan.kv_heads, -1, q.shape[-1])
+    out = torch.zeros_like(queries)
+    sink = None if sinks is None else sinks.reshape(plan.kv_heads, -1)
+    final, parts = _run_tasks(queries, pool, tables, lengths, plan, layer, scaling, softcap)
+    segments = plan.segments(layer)
+    for segment in range(segments.start, segments.stop):
+        slots = plan.part_slot[plan.part_indptr[segment] : plan.part_indptr[segment + 1]].tolist()
+        cell = int(plan.merge_row[segment]), int(plan.merge_head[segment])
+        final[cell] = merge_parts([parts[slot] for slot in slots])
+    for (row, head), part in final.items():
+        out[row, head] = apply_sinks(part, None if sink is None else sink[head]).to(q.dtype)
+    return out.view(q.shape)
+
+
+def _run_tasks(
+    queries: Tensor,
+    pool: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    plan: WorkPlan,
+    layer: int,
+    scaling: float,
+    softcap: float | None,
+) -> tuple[dict[tuple[int, int], Part], dict[int, Part]]:
+    """Run a layer's tasks on queries [R, H, G, D]: whole results by (row, head), and partial results by slot."""
+    final: dict[tuple[int, int], Part] = {}
+    parts: dict[int, Part] = {}
+    tasks = plan.tasks(layer)
+    spans = plan.table[tasks], plan.column[tasks], *plan.spans(lengths.cpu().numpy(), tasks)
+    entries = plan.head[tasks], plan.row_begin[tasks], plan.row_end[tasks]
+    for *span, head, row_begin, row_end in np.stack([*spans, *entries], axis=1).tolist():
+        keys, values = gather(pool, tables, *span)
+        for entry in range(row_begin, row_end):
+            row = int(plan.rows[entry])
+            part = softmax_part(queries[row, head], keys, values, None, scaling, softcap)
+            if plan.direct[entry]:
+                final[row, head] = part
+            else:
+                parts[int(plan.slot[entry])] = part
+    return final, parts
+
+
+def append(
+    k: Tensor,
+    v: Tensor,
+    pool: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    table_off: Indices,
+    column: Indices,
+    length_index: Indices,
+) -> None:
+    """Write one new entry for each (row, head), at index length − 1 of its head: k, v [R, H, D], addresses [R, H]."""
+    offset, col, index = (torch.as_tensor(x, device=pool.device).long() for x in (table_off, column, length_index))
+    _write(k, v, pool, tables, offset, col, lengths[index].long() - 1)
+
+
+def store(
+    k: Tensor | Sequence[Tensor],
+    v: Tensor | Sequence[Tensor],
+    pool: Tensor,
+    tables: Tensor,
+    table_off: Indices,
+    column: Indices,
+    first_index: Indices,
+) -> None:
+    """Write n_h entries of each head h at indices first_index[h] and on; addresses are [H].
+
+    k, v: [H, n, D], or H tensors [n_h, D] where heads differ in count (sealing).
+    """
+    counts = torch.tensor([len(keys) for keys in k], device=pool.device)
+    offset, col, first = (torch.as_tensor(x, device=pool.device).long() for x in (table_off, column, first_index))
+    head = torch.repeat_interleave(torch.arange(len(counts), device=pool.device), counts)
+    step = torch.arange(len(head), device=pool.device) - (counts.cumsum(0) - counts)[head]
+    keys, values = (x.flatten(0, 1) if isinstance(x, Tensor) else torch.cat(list(x)) for x in (k, v))
+    _write(keys, values, pool, tables, offset[head], col[head], first[head] + step)
+
+
+def _write(k: Tensor, v: Tensor, pool: Tensor, tables: Tensor, table: Tensor, column: Tensor, index: Tensor) -> None:
+    """Scatter entries k, v [..., D] to `index` [...] of the heads at (table, column) [...]."""
+    heads_per_page, page_tokens = pool.shape[1], pool.shape[3]
+    block = tables[table + index // page_tokens].long() * heads_per_page + column
+    blocks(pool)[block, 0, index % page_tokens] = k.to(pool.dtype)
+    blocks(pool)[block, 1, index % page_tokens] = v.to(pool.dtype)
+
+
+def prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pool: Tensor,
+    tables: Tensor,
+    table_off: Indices,
+    column: Indices,
+    past_lengths: Indices,
+    *,
+    scaling: float,
+    window: int | None = None,
+    past_tokens: int,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of n new tokens: q [n, Q, D], k, v [n, H, D] (not yet in the pool) → [n, Q, D] in q's dtype.
+
+    `table_off`, `column` and `past_lengths` [H] find each head's past entries, `past_tokens` is the position of the
+    first new token. Past entries of a full layer are all visible (compression keeps a subset of earlier positions). In
+    a window layer entry i holds position i, the query at position p sees positions (p - W, p], and pages that the first
+    query no longer sees are not read. The result depends on this request alone.
+    Raises `IntegrityError` if the past lengths of a window layer differ from `past_tokens`.
+    """
+    heads = k.shape[1]
+    queries = q.reshape(len(q), heads, -1, q.shape[-1]).permute(1, 2, 0, 3)  # [H, G, n, D]
+    address = [np.asarray(x).tolist() for x in (table_off, column, past_lengths)]
+    if window is not None and set(address[2]) != {past_tokens}:
+        raise IntegrityError(f"past_lengths of a window layer are {address[2]}, all must be past_tokens, {past_tokens}")
+    out = torch.empty_like(queries)
+    sink = None if sinks is None else sinks.reshape(heads, -1, 1)
+    for length in sorted(set(address[2])):
+        members = [head for head in range(heads) if address[2][head] == length]
+        begin = 0 if window is None else max(0, past_tokens - window + 1)
+        past = [gather(pool, tables, address[0][head], address[1][head], begin, length) for head in members]
+        past_kv = torch.stack([torch.stack(span) for span in zip(*past, strict=True)])
+        new_kv = torch.stack([k, v])[:, :, members].transpose(1, 2)
+        part = _attend(queries[members], past_kv, new_kv, window, scaling, softcap)
+        out[members] = apply_sinks(part, None if sink is None else sink[members]).to(q.dtype)
+    return out.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _attend(
+    q: Tensor, past_kv: Tensor, new_kv: Tensor, window: int | None, scaling: float, softcap: float | None
+) -> Part:
+    """Attention of q [h, G, n, D] over past [2, h, m, D] and new [2, h, n, D] entries of the same h heads."""
+    (heads, group, n, _), m = q.shape, past_kv.shape[2]
+    each = q.flatten(0, 1)  # one sequence of n queries per query head
+    if window is not None and window < m + n:
+        kv = torch.cat([past_kv, new_kv], 2).repeat_interleave(group, 1)
+        distance = torch.arange(n, device=q.device)[:, None] + m - torch.arange(m + n, device=q.device)
+        bias = torch.where((distance >= 0) & (distance < window), 0.0, -torch.inf)
+        part = _part(each, kv[0], kv[1], bias, scaling, softcap)
+    else:
+        kv = new_kv.repeat_interleave(group, 1)
+        part = _part(each, kv[0], kv[1], None, scaling, softcap, causal=True)
+        if m:
+            out, lse = _part(q.flatten(1, 2), past_kv[0], past_kv[1], None, scaling, softcap)
+            part = merge_parts([(out.reshape(heads * group, n, -1), lse.reshape(heads * group, n)), part])
+    return part[0].reshape(q.shape), part[1].reshape(heads, group, n)
+
+
+def _part(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scaling: float, softcap: float | None, causal: bool = False
+) -> Part:
+    """`softmax_part` of [h, n, D] over [h, m, D], by torch's flash kernel where it can: on CPU, without a softcap."""
+    if q.device.type == "cpu" and softcap is None:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        mask = None if bias is None else bias.to(q.dtype)
+        out, lse = flash(q[None], k[None], v[None], 0.0, causal, attn_mask=mask, scale=scaling)
+        return out[0].float(), lse[0].float()
+    if causal:
+        bias = torch.full((q.shape[1], k.shape[1]), -torch.inf, device=q.device).triu(1)
+    return softmax_part(q, k, v, bias, scaling, softcap)

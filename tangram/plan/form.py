@@ -1,0 +1,246 @@
+"""One form for every decode schedule: which task reads which KV entries for which query rows, and how parts merge.
+
+Planners (`plain`, `aot`, later work queue and prefix packing) produce a `WorkPlan`; kernels execute it. The KV range of
+a task is *logical*, so a plan survives growing lengths (PersistentKV: split bounds come from each row's own length):
+
+    ABS     [a, b)                        an immutable span, may be shared by several rows (PAT, pack)
+    OPEN    [a, length)                   a growing tail
+    FRAC    share a of b equal shares of [0, length) in whole tiles, worked out at execution (Tangram, AOT load
+            balancing); EMPTY for some shares while there are fewer tiles than shares
+    WINDOW  [max(0, length - a), length)  a sliding window of a tokens
+
+Worked example: 1 layer, 2 rows, 1 KV head, row 0 split in two, row 1 whole, tile 64:
+
+    task        kind  a  b   rows[row_begin:row_end]   direct  slot
+    0           FRAC  0  2   [0]                       no      0
+    1           FRAC  1  2   [0]                       no      1
+    2           OPEN  0  0   [1]                       yes     -
+    segment 0: row 0, head 0, parts [0, 1]
+
+At length 200 (4 tiles) task 0 reads [0, 128) and task 1 [128, 200); at length 50 (1 tile) task 0 is EMPTY and task 1
+reads [0, 50).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from tangram.errors import ConfigError
+from tangram.types import Float64, Int32, Int64
+
+Bool = npt.NDArray[np.bool_]
+
+TILE_MULTIPLE = 16
+
+
+class RangeKind(IntEnum):
+    """How `a` and `b` of a task are read; see the module's docstring."""
+
+    ABS = 0
+    OPEN = 1
+    FRAC = 2
+    WINDOW = 3
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeRows:
+    """What a planner sees: R rows that decode one token each. Arrays are [R, L, H].
+
+    `table` is the offset, in the flat block tables, of the first page entry of the (row, layer, KV head). `column` is
+    the head's column in its group's pages. `length_index` points into the flat lengths array, whose values are
+    rewritten at every step. `budget` is the share of the context that the head keeps (1.0 = all); only ratios matter.
+    `windows` gives each layer's sliding window in tokens, None = full; entry i of a window layer's table holds
+    position i.
+    """
+
+    table: Int64
+    column: Int64
+    length_index: Int64
+    budget: Float64
+    windows: tuple[int | None, ...]
+    page_tokens: int
+
+    def __post_init__(self) -> None:
+        shape = self.table.shape
+        if len(shape) != 3 or any(x.shape != shape for x in (self.column, self.length_index, self.budget)):
+            raise ConfigError(f"table, column, length_index and budget must all be [R, L, H], table is {list(shape)}")
+        if len(self.windows) != shape[1]:
+            raise ConfigError(f"windows has {len(self.windows)} entries, it must have one a layer, {shape[1]}")
+
+    @property
+    def window_tokens(self) -> Int64:
+        """[L]: the sliding window of each layer, 0 where the layer is full (see `windowed`)."""
+        return np.asarray([window or 0 for window in self.windows], np.int64)
+
+    @property
+    def windowed(self) -> Bool:
+        """[L]: which layers have a sliding window."""
+        return np.asarray([window is not None for window in self.windows], np.bool_)
+
+
+@dataclass(frozen=True, eq=False)
+class WorkPlan:
+    """The tasks of all layers, in the order they should start, and how their results are merged.
+
+    Layer l owns tasks [layer_indptr[l], layer_indptr[l+1]) and segments [merge_indptr[l], merge_indptr[l+1]).
+    Per task [N]: `table`, `column`, `length_index` (as in `DecodeRows`, of the first row served), `head` (KV head),
+    `kind`, `a`, `b` (range), `row_begin`, `row_end` into the row list; runs of the row list follow the order of tasks.
+    Per entry of the row list [M]: `rows` (query row), `direct` (this is the row's only part: write the output) or else
+    `slot`, the partial result's place, counted from 0 in each layer; `slot` is meaningless where `direct`.
+    Per merge segment [S]: `merge_row`, `merge_head` and the slots part_slot[part_indptr[s] : part_indptr[s+1]], merged
+    in that order, so that equal plans give equal bits. `partial_slots` is the most slots that any layer uses; a slot
+    holds the G query heads of one row and KV head. `kv_heads` is H.
+    """
+
+    kv_heads: int
+    tile_tokens: int
+    layer_indptr: Int64
+    table: Int64
+    length_index: Int64
+    column: Int64
+    head: Int64
+    kind: Int64
+    a: Int64
+    b: Int64
+    row_begin: Int64
+    row_end: Int64
+    rows: Int64
+    direct: Bool
+    slot: Int64
+    merge_indptr: Int64
+    merge_row: Int64
+    merge_head: Int64
+    part_indptr: Int64
+    part_slot: Int64
+    partial_slots: int
+
+    @property
+    def layers(self) -> int:
+        """L."""
+        return len(self.layer_indptr) - 1
+
+    @property
+    def task_layer(self) -> Int64:
+        """[N]: the layer of each task."""
+        return np.repeat(np.arange(self.layers, dtype=np.int64), np.diff(self.layer_indptr))
+
+    def tasks(self, layer: int) -> slice:
+        """The tasks of one layer."""
+        return slice(int(self.layer_indptr[layer]), int(self.layer_indptr[layer + 1]))
+
+    def segments(self, layer: int) -> slice:
+        """The merge segments of one layer."""
+        return slice(int(self.merge_indptr[layer]), int(self.merge_indptr[layer + 1]))
+
+    def spans(self, lengths: Int32, tasks: slice = slice(None)) -> tuple[Int64, Int64]:
+        """[N], [N]: begin and end of the ranges of `tasks` at the given lengths; begin = end where a range is EMPTY."""
+        length = lengths[self.length_index[tasks]]
+        return resolve(self.kind[tasks], self.a[tasks], self.b[tasks], length, self.tile_tokens)
+
+    def check(self, rows: DecodeRows, lengths: Int32, tables: Int32 | None = None) -> None:
+        """Raise `IntegrityError` unless each (row, layer, head, visible entry) is covered exactly once at `lengths`.
+
+        Also checks that parts and merge segments agree. Where a task serves several rows whose page entries lie at
+        different offsets, `tables` (the flat block tables) must show that they name the same pages.
+        """
+        from tangram.plan.check import check_plan
+
+        check_plan(self, rows, lengths, tables)
+
+
+def resolve(kind: Int64, a: Int64, b: Int64, length: npt.NDArray[np.integer], tile: int) -> tuple[Int64, Int64]:
+    """[N], [N]: begin and end of ranges; the specification that every kernel repeats.
+
+    FRAC deals ceil(length / tile) tiles out to b shares as evenly as whole tiles allow; the last is cut short.
+    """
+    length = np.asarray(length, np.int64)
+    tiles, shares = -(-length // tile), np.maximum(b, 1)
+    choices = [kind == member for member in RangeKind]
+    begin = np.select(choices, [a, np.minimum(a, length), a * tiles // shares * tile, np.maximum(length - a, 0)])
+    end = np.select(choices, [b, length, np.minimum((a + 1) * tiles // shares * tile, length), length])
+    return begin, end
+
+
+@dataclass(frozen=True, eq=False)
+class TaskList:
+    """A planner's raw answer, one entry a task [N], each serving the next `row_count` entries of `rows` [M]."""
+
+    layer: Int64
+    table: Int64
+    length_index: Int64
+    column: Int64
+    head: Int64
+    kind: Int64
+    a: Int64
+    b: Int64
+    row_count: Int64
+    rows: Int64
+
+
+def assemble(tasks: TaskList, layers: int, kv_heads: int, tile_tokens: int) -> WorkPlan:
+    """Group tasks by layer (keeping their order within one), number the partial results and lay out the merges.
+
+    Raises `ConfigError` if `tile_tokens` is not a multiple of 16.
+    """
+    if tile_tokens < 1 or tile_tokens % TILE_MULTIPLE:
+        raise ConfigError(f"tile_tokens is {tile_tokens}, it must be a positive multiple of {TILE_MULTIPLE}")
+    order = np.argsort(tasks.layer, kind="stable")
+    count = tasks.row_count[order]
+    row_end = np.cumsum(count)
+    first_entry = (np.cumsum(tasks.row_count) - tasks.row_count)[order]
+    within = np.arange(len(tasks.rows)) - np.repeat(row_end - count, count)
+    rows = tasks.rows[np.repeat(first_entry, count) + within]
+    layer, head, kind, a = (x[order] for x in (tasks.layer, tasks.head, tasks.kind, tasks.a))
+    task = np.repeat(np.arange(len(order)), count)
+    out = _outputs(layer[task], rows, head[task], kind[task], a[task], layers)
+    return WorkPlan(
+        kv_heads=kv_heads, tile_tokens=tile_tokens, layer_indptr=_indptr(layer, layers), table=tasks.table[order],
+        length_index=tasks.length_index[order], column=tasks.column[order], head=head, kind=kind, a=a, b=tasks.b[order],
+        row_begin=row_end - count, row_end=row_end, rows=rows, direct=out.direct, slot=out.slot,
+        merge_indptr=out.merge_indptr, merge_row=out.merge_row, merge_head=out.merge_head,
+        part_indptr=out.part_indptr, part_slot=out.part_slot, partial_slots=out.partial_slots,
+    )  # fmt: skip
+
+
+def _indptr(layer: Int64, layers: int) -> Int64:
+    """[L + 1]: where each layer begins in the sorted array `layer`."""
+    return np.searchsorted(layer, np.arange(layers + 1)).astype(np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class _Outputs:
+    """Where the row-list entries write and how their parts are merged: the last eight fields of `WorkPlan`."""
+
+    direct: Bool
+    slot: Int64
+    merge_indptr: Int64
+    merge_row: Int64
+    merge_head: Int64
+    part_indptr: Int64
+    part_slot: Int64
+    partial_slots: int
+
+
+def _outputs(layer: Int64, row: Int64, head: Int64, kind: Int64, a: Int64, layers: int) -> _Outputs:
+    """Outputs for M entries; the parts of one (layer, row, head) are merged in the order of range kind, then of `a`."""
+    order = np.lexsort((a, kind, head, row, layer))
+    cells = np.stack([layer, row, head], axis=1)[order]
+    opens = np.ones(len(cells), np.bool_)
+    opens[1:] = (cells[1:] != cells[:-1]).any(axis=1)
+    starts = np.flatnonzero(opens)
+    sizes = np.diff(np.append(starts, len(cells)))
+    partial = np.repeat(sizes > 1, sizes)
+    layer_slots = np.bincount(cells[partial, 0], minlength=layers)
+    part_slot = np.arange(int(partial.sum())) - np.repeat(np.cumsum(layer_slots) - layer_slots, layer_slots)
+    direct, slot = np.empty(len(cells), np.bool_), np.zeros(len(cells), np.int64)
+    direct[order] = ~partial
+    slot[order[partial]] = part_slot
+    merged = cells[starts[sizes > 1]]
+    return _Outputs(
+        direct, slot, _indptr(merged[:, 0], layers), merged[:, 1], merged[:, 2],
+        np.append(0, np.cumsum(sizes[sizes > 1])), part_slot, int(layer_slots.max(initial=0)),
+    )  # fmt: skip

@@ -1,0 +1,87 @@
+"""Every error of the server in the OpenAI form: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from tangram.errors import RequestError
+
+_TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
+
+
+class ApiError(Exception):
+    """An error on its way to the client; `param` is the request field to blame."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+    def body(self) -> dict[str, Any]:
+        """The JSON body, also sent as an event when a stream fails half way."""
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self, headers: Mapping[str, str] | None = None) -> Response:
+        """ASCII JSON, because a message may quote text of the client that UTF-8 cannot spell."""
+        content = json.dumps(self.body()).encode("ascii")
+        return Response(content, self.status, dict(headers or {}), media_type="application/json")
+
+
+def _field_path(location: Sequence[str | int]) -> str:
+    """('messages', 0, 'content') as `messages[0].content`."""
+    path = ""
+    for part in location:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    return path
+
+
+def _describe(error: Mapping[str, Any]) -> ApiError:
+    """One pydantic error, without its leading 'body' location, as the client should read it."""
+    location = tuple(error["loc"])[1:]
+    message = str(error["msg"]).removeprefix("Value error, ")
+    if error["type"] == "json_invalid":
+        reason = error.get("ctx", {}).get("error", message)
+        return ApiError(400, f"the body is not valid JSON: {reason} at character {location[0]}", code="json_invalid")
+    if error["type"] == "wrong_field":
+        return ApiError(400, message, param=_field_path((*location, error["ctx"]["field"])), code="invalid_value")
+    param = _field_path(location) or None
+    if error["type"] == "extra_forbidden":
+        message = f"unknown field '{param}': correct its name or leave it out"
+        return ApiError(400, message, param=param, code="unknown_field")
+    return ApiError(400, f"{param or 'body'}: {message}", param=param, code="invalid_value")
+
+
+def of_request_error(error: RequestError) -> ApiError:
+    """What the engine refused, as the client should read it."""
+    return ApiError(400, str(error), param=error.field, code="invalid_value")
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Make `app` answer every failure in the OpenAI form, validation with 400."""
+
+    @app.exception_handler(RequestValidationError)
+    def on_validation(request: Request, error: RequestValidationError) -> Response:
+        return _describe(error.errors()[0]).response()
+
+    @app.exception_handler(ApiError)
+    def on_api_error(request: Request, error: ApiError) -> Response:
+        return error.response()
+
+    @app.exception_handler(RequestError)
+    def on_request_error(request: Request, error: RequestError) -> Response:
+        return of_request_error(error).response()
+
+    @app.exception_handler(HTTPException)
+    def on_http_exception(request: Request, error: HTTPException) -> Response:
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return ApiError(error.status_code, message).response(error.headers)
+
+    @app.exception_handler(Exception)
+    def on_any_other(request: Request, error: Exception) -> Response:
+        return ApiError(500, "internal error: the server's log has the details").response()

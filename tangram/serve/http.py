@@ -1,0 +1,162 @@
+"""The server: OpenAI-compatible endpoints over one engine.
+
+`build_app` makes the ASGI application, `serve_forever` runs it until SIGTERM or SIGINT. The application's lifespan
+starts and stops the engine.
+"""
+
+from __future__ import annotations
+
+import hmac
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tangram.serve.bridge import ServedEngine
+from tangram.serve.errors import ApiError, install_handlers
+from tangram.serve.exposition import ServerMetrics
+from tangram.serve.replies import Json
+from tangram.serve.schema import ChatRequest, CompletionRequest
+from tangram.serve.service import Service
+
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics")
+
+
+def build_app(engine: ServedEngine, *, served_model_name: str, api_key: str | None = None) -> FastAPI:
+    """The application that serves `engine` as `served_model_name`. With `api_key`, all but /health ask for it."""
+    service = Service(engine, served_model_name)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service.start()
+        try:
+            yield
+        finally:
+            service.stop()
+
+    app = FastAPI(title="Tangram", lifespan=lifespan, docs_url=None, redoc_url=None)
+    install_handlers(app)
+    if api_key is not None:
+        app.add_middleware(_RequireKey, api_key=api_key)
+    app.add_middleware(_CountRequests, metrics=service.metrics)
+    _add_completion_routes(app, service)
+    _add_other_routes(app, service)
+    return app
+
+
+def _add_completion_routes(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/chat/completions", response_model=None)
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        _check_model(body.model, service)
+        return await service.chat(body, request)
+
+    @app.post("/v1/completions", response_model=None)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        _check_model(body.model, service)
+        return await service.complete(body, request)
+
+
+def _add_other_routes(app: FastAPI, service: Service) -> None:
+    @app.get("/v1/models")
+    async def models() -> Json:
+        return {"object": "list", "data": [_model_card(service)]}
+
+    @app.get("/v1/models/{model:path}")
+    async def model_card(model: str) -> Json:
+        _check_model(model, service)
+        return _model_card(service)
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        status = "ok" if service.healthy else "the engine has stopped: the server's log has the reason"
+        return JSONResponse({"status": status}, 200 if service.healthy else 503)
+
+    @app.get("/metrics", response_model=None)
+    def metrics() -> Response:
+        return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+
+def _check_model(model: str, service: Service) -> None:
+    if model != service.model:
+        message = f"the model {model!r} does not exist: this server serves {service.model!r}"
+        raise ApiError(404, message, param="model", code="model_not_found")
+
+
+def _model_card(service: Service) -> Json:
+    return {
+        "id": service.model,
+        "object": "model",
+        "created": service.created_s,
+        "owned_by": "tangram",
+        "max_model_len": service.max_model_len,
+    }
+
+
+class _RequireKey:
+    """Refuses requests without the key before their body is read."""
+
+    def __init__(self, app: ASGIApp, api_key: str) -> None:
+        self._app, self._expected = app, f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] != "/health":
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            # Constant time: how long a comparison takes must not tell how much of a guess was right.
+            if not hmac.compare_digest(given, self._expected):
+                error = ApiError(401, "send 'Authorization: Bearer' with this server's API key", code="invalid_api_key")
+                await error.response({"WWW-Authenticate": "Bearer"})(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class _CountRequests:
+    """Counts answers by endpoint and status."""
+
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        statuses: list[int] = []
+
+        async def watching_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                statuses.append(message["status"])
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watching_send)
+        finally:
+            if scope["type"] == "http":
+                # Any path can be asked for, so unknown ones share a label: series must not grow without bound.
+                endpoint = scope["path"] if scope["path"] in ENDPOINTS else "other"
+                # No status yet means an unexpected error, which the outermost layer answers with 500.
+                self._metrics.http_requests.labels(endpoint, str(statuses[0] if statuses else 500)).inc()
+
+
+def serve_forever(
+    engine: ServedEngine,
+    *,
+    host: str,
+    port: int,
+    served_model_name: str,
+    api_key: str | None = None,
+    shutdown_grace_s: int = 5,
+) -> None:
+    """Serve until SIGTERM or SIGINT; running answers get `shutdown_grace_s` to end, then they are aborted.
+
+    Call it from the main thread. `engine` must be built but not started.
+    """
+    app = build_app(engine, served_model_name=served_model_name, api_key=api_key)
+    config = uvicorn.Config(app, host=host, port=port, timeout_graceful_shutdown=shutdown_grace_s)
+    # uvicorn raises the signal again once it has shut down, which would make a clean end look like a crash.
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        uvicorn.Server(config).run()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

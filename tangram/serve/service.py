@@ -1,0 +1,161 @@
+"""One HTTP request's walk: body → prompt tokens → engine → reply, whole or streamed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from tangram.serve.bridge import EventStream, Job, ServedEngine
+from tangram.serve.errors import ApiError
+from tangram.serve.exposition import ServerMetrics
+from tangram.serve.replies import ChatFormat, Choice, CompletionFormat, Format, Json, usage_json
+from tangram.serve.schema import ChatRequest, CompletionRequest
+from tangram.types import Usage
+
+T = TypeVar("T")
+
+
+class EventSource(StreamingResponse):
+    """Server-sent events. `close` runs however the response ends, also when it never sent a byte."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, frames: AsyncIterator[str], close: Callable[[], None]) -> None:
+        super().__init__(frames, headers={"Cache-Control": "no-cache"})
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events until they or the client end."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._close()
+
+
+class Service:
+    """Answers both completion endpoints for one engine and one model name."""
+
+    def __init__(self, engine: ServedEngine, served_model_name: str) -> None:
+        self.model = served_model_name
+        self.created_s = int(time.time())
+        self.metrics = ServerMetrics(engine.stats)
+        self._engine = engine
+        # Tokenizing a long prompt takes long enough to stall every stream; one thread, because tokenizers keep state.
+        self._tokenizer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the engine can still answer."""
+        return self._engine.healthy
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens a prompt and its answer may have together."""
+        return self._engine.config.max_model_len or self._engine.geometry.max_positions
+
+    def start(self) -> None:
+        """Start the engine's thread."""
+        self._engine.start()
+
+    def stop(self) -> None:
+        """End the engine's thread; what still runs is aborted."""
+        self._tokenizer.shutdown(wait=False, cancel_futures=True)
+        self._engine.stop()
+
+    async def chat(self, body: ChatRequest, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        messages = [message.for_template() for message in body.messages]
+        prompt = await self._tokens(self._engine.codec.chat_prompt, messages)
+        return await self._answer(body, [prompt], ChatFormat(self._engine.codec, logprobs=body.logprobs), request)
+
+    async def complete(self, body: CompletionRequest, request: Request) -> Response:
+        """POST /v1/completions."""
+        encode = self._engine.codec.encode
+        prompts = [
+            await self._tokens(encode, prompt) if isinstance(prompt, str) else tuple(prompt) for prompt in body.prompt
+        ]
+        if not all(prompts):
+            raise ApiError(400, "prompt holds no tokens: send at least one", param="prompt", code="invalid_value")
+        style = CompletionFormat(self._engine.codec, logprobs=body.logprobs is not None)
+        return await self._answer(body, prompts, style, request)
+
+    async def _tokens(self, encode: Callable[[Any], tuple[int, ...]], what: object) -> tuple[int, ...]:
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizer, encode, what)
+
+    async def _answer(
+        self, body: ChatRequest | CompletionRequest, prompts: Sequence[tuple[int, ...]], style: Format, request: Request
+    ) -> Response:
+        if not self._engine.healthy:
+            raise ApiError(503, "the engine has stopped: the server's log has the reason")
+        job = Job(f"{style.id_prefix}-{uuid.uuid4().hex}", prompts, body.sampling(), body.kv_retention, body.cache_salt)
+        head = {"id": job.id, "created": int(time.time()), "model": self.model}
+        events = EventStream(self._engine, job, self.metrics)
+        if body.stream:
+            frames = _frames(events, head | {"object": style.chunk_object}, style, job.sampling.n, body.include_usage)
+            return EventSource(frames, events.close)
+        try:
+            reply = await _unless_disconnected(request, _whole(events, style, job))
+        finally:
+            events.close()
+        return JSONResponse(head | {"object": style.whole_object} | reply)
+
+
+async def _whole(events: EventStream, style: Format, job: Job) -> Json:
+    """The choices and the usage of a whole answer."""
+    choices = [Choice() for _ in range(len(job.prompts) * job.sampling.n)]
+    usages: dict[int, Usage] = {}
+    async for index, event in events:
+        choices[index].add(event)
+        usages[index] = event.usage
+    return {
+        "choices": [style.whole(index, choice) for index, choice in enumerate(choices)],
+        "usage": usage_json([usages[index] for index in sorted(usages)], job.sampling.n),
+    }
+
+
+async def _frames(events: EventStream, head: Json, style: Format, n: int, include_usage: bool) -> AsyncIterator[str]:
+    """The server-sent events of an answer: openings, deltas, the usage if asked for, [DONE]."""
+    tail: Json = {"usage": None} if include_usage else {}
+    usages: dict[int, Usage] = {}
+    try:
+        async for index, event in events:
+            opening = [] if index in usages else style.opening(index)
+            usages[index] = event.usage
+            for choice in (*opening, style.delta(index, event)):
+                yield _frame(head | {"choices": [choice]} | tail)
+        if include_usage:
+            yield _frame(head | {"choices": [], "usage": usage_json([usages[index] for index in sorted(usages)], n)})
+    except ApiError as error:
+        yield _frame(error.body())
+    yield "data: [DONE]\n\n"
+
+
+def _frame(data: Json) -> str:
+    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled if the client hangs up first."""
+    task, gone = asyncio.create_task(work), asyncio.create_task(_disconnect(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError(499, "the client closed the connection")
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+
+
+async def _disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

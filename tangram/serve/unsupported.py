@@ -1,0 +1,113 @@
+"""Fields that other servers know and this one does not: refused by name, unless their value asks for nothing.
+
+Clients send some of them with their default value (`"tools": null`, `"response_format": {"type": "text"}`); such a
+value changes nothing and passes. Anything else would be a wish silently dropped, so it is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic_core import PydanticCustomError
+
+NoOps = Mapping[str, tuple[object, ...]]
+
+# Of both endpoints, OpenAI's and vLLM's: the values that ask for nothing, besides null.
+COMMON: NoOps = {
+    "add_special_tokens": (),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "detokenize": (True,),
+    "echo": (False,),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1.0,),
+    "logits_processors": ([],),
+    "metadata": ({},),
+    "min_tokens": (0,),
+    "priority": (0,),
+    "prompt_logprobs": (),
+    "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "structured_outputs": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+}
+
+CHAT: NoOps = {
+    **COMMON,
+    "add_generation_prompt": (True,),
+    "audio": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "function_call": ("none",),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "prompt_cache_key": (),
+    "prompt_cache_options": (),
+    "prompt_cache_retention": (),
+    "reasoning_effort": ("none",),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+
+COMPLETION: NoOps = {**COMMON, "best_of": (1,), "suffix": ("",)}
+
+MESSAGE: NoOps = {
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+    "reasoning": (),
+    "reasoning_content": (),
+    "refusal": (),
+    "tool_call_id": (),
+    "tool_calls": ([],),
+}
+
+STREAM_OPTIONS: NoOps = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
+
+
+def _asks_for_nothing(value: object, no_ops: tuple[object, ...]) -> bool:
+    # bool is an int in Python: without the type check `False` would pass for 0 and `1` for True.
+    same_kind = (no_op for no_op in no_ops if isinstance(no_op, bool) == isinstance(value, bool))
+    return value is None or any(value == no_op for no_op in same_kind)
+
+
+def drop_no_ops(body: Any, unsupported: NoOps) -> Any:
+    """`body` without nulls of known fields and without unsupported fields that ask for nothing.
+
+    Raises a validation error naming the first unsupported field that does ask for something.
+    Unknown fields stay, so that the schema refuses them.
+    """
+    if not isinstance(body, dict):
+        return body
+    for field in unsupported.keys() & body.keys():
+        if not _asks_for_nothing(body[field], unsupported[field]):
+            raise not_supported(field)
+    return {name: value for name, value in body.items() if name not in unsupported}
+
+
+def not_supported(field: str, hint: str = "leave it out") -> PydanticCustomError:
+    """The error of a field that other servers support and this one does not."""
+    return wrong_field(field, f"'{field}' is not supported: {hint}")
+
+
+def wrong_field(field: str, message: str) -> PydanticCustomError:
+    """A validation error that blames `field`, for validators that look at more than one field."""
+    return PydanticCustomError("wrong_field", "{message}", {"field": field, "message": message})

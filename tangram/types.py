@@ -1,0 +1,183 @@
+"""The nouns that cross rooms. No torch here.
+
+Shape letters used everywhere: `L` layers · `H` KV heads of a layer · `Q` query heads of a layer ·
+`G = Q/H` · `D` head dim · `P` tokens per page · `Hp` heads per page · `C` tokens per chunk ·
+`R` rows of a step · `T` tokens of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+Float64 = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The shape of a model's attention, read from the model itself."""
+
+    layers: int
+    kv_heads: int
+    query_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    # One entry a layer: the sliding window in tokens (a query sees itself and W-1 before it), None = full.
+    windows: tuple[int | None, ...]
+
+    @property
+    def group_size(self) -> int:
+        """G, query heads per KV head."""
+        return self.query_heads // self.kv_heads
+
+    @property
+    def full_layers(self) -> tuple[int, ...]:
+        """The layers that see the whole context: the only ones that are compressed."""
+        return tuple(layer for layer, window in enumerate(self.windows) if window is None)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one request are chosen. Names and meaning as in vLLM and the OpenAI API.
+
+    `temperature` 0 is greedy. `top_k` None, `top_p` 1 and `min_p` 0 switch those filters off.
+    `seed` makes a request reproducible whatever else is in the batch. `logprobs` is the number of
+    alternatives reported beside the sampled token (0 = the sampled token only, None = nothing).
+    `max_tokens` None means "until the context is full". Ranges are checked on construction (`RequestError`).
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+    max_tokens: int | None = 16
+
+    def __post_init__(self) -> None:
+        from tangram.limits import check_sampling
+
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        check_sampling(self)
+
+
+class FinishReason(str, Enum):
+    """Why a completion ended, as the OpenAI API spells it."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """The log-probability of one token: `top` holds the best alternatives, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one finished (or running) completion has cost.
+
+    `kv_bytes` is what its KV pages hold, `kv_bytes_uncompressed` what the same tokens would hold with nothing dropped.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    kv_bytes: int
+    kv_bytes_uncompressed: int
+
+
+@dataclass(frozen=True)
+class Event:
+    """News of one completion (`index` of `n`) of a request: new tokens, the text they add, and the end if it came."""
+
+    request_id: str
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...]
+    usage: Usage
+    finish_reason: FinishReason | None = None
+    error: str | None = None  # set with finish_reason ABORT when the engine, not the client, ended it
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request as the engine takes it: tokens in, events out through `on_event` (called on the engine's thread)."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    on_event: Callable[[Event], None]
+    kv_retention: float | None = None  # None = the engine's default
+    cache_salt: str = ""
+
+
+class RowKind(Enum):
+    """What one row of a step does.
+
+    DECODE one token against the row's cache · TAIL the rest of a prompt that does not fill its chunk, kept raw ·
+    SEAL one whole chunk, computed in one piece and packed into its final pages.
+    """
+
+    DECODE = "decode"
+    TAIL = "tail"
+    SEAL = "seal"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One request's share of a step. `start` is the position of `tokens[0]`; `tokens` is int64 [n].
+
+    `preceding` are the few tokens before them, for scorers that name the place. `slot` is the row of the block tables; `layout` indexes the engine's layouts (one per retention ratio).
+    """
+
+    request_id: str
+    slot: int
+    layout: int
+    kind: RowKind
+    start: int
+    tokens: Int64
+    preceding: Int64
+    sample: bool
+
+
+@dataclass(frozen=True)
+class Step:
+    """One forward pass: DECODE rows first, then TAIL and SEAL rows. `epoch` changes when the DECODE membership does."""
+
+    rows: tuple[Row, ...]
+    epoch: int
+
+    @property
+    def decode_rows(self) -> int:
+        """The number of DECODE rows; they come first."""
+        return sum(row.kind is RowKind.DECODE for row in self.rows)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The tokens sampled by a step, one for each row with `sample`, in row order."""
+
+    tokens: tuple[TokenLogprob, ...]

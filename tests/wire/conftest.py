@@ -1,0 +1,150 @@
+"""Servers to talk to: `fake_server` runs over an engine without a model, `server_url` is the real thing."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from openai import OpenAI
+from prometheus_client.parser import text_string_to_metric_families
+
+from tangram.serve.http import build_app
+
+from .fake_engine import FakeEngine
+
+MODEL = "fake-model"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+USER = {"role": "user", "content": "say it"}
+REAL_START_S = 180.0
+
+
+@dataclass
+class FakeServer:
+    """A server on the loopback and the engine behind it."""
+
+    url: str
+    engine: FakeEngine
+    stop: Callable[[], None]
+
+    def http(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=10)
+
+    def openai(self, api_key: str = "none") -> Any:
+        """The official client; untyped, because tests also send what its types forbid."""
+        return OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=10)
+
+    def chat(self, **fields: Any) -> Any:
+        return self.openai().chat.completions.create(**{"model": MODEL, "messages": [USER], **fields})
+
+    def complete(self, **fields: Any) -> Any:
+        return self.openai().completions.create(**{"model": MODEL, **fields})
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 5.0) -> None:
+    """Poll until `condition` holds, else fail saying `what` did not happen."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline_s:
+            pytest.fail(f"after {timeout_s} s: {what}")
+        time.sleep(0.005)
+
+
+@contextmanager
+def run_fake_server(api_key: str | None = None) -> Iterator[FakeServer]:
+    """A real uvicorn on a free port, in a thread."""
+    engine = FakeEngine()
+    app = build_app(engine, served_model_name=MODEL, api_key=api_key)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+
+    def stop() -> None:
+        server.should_exit = True
+        thread.join()
+
+    try:
+        wait_until(lambda: server.started, "the server did not start")
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield FakeServer(f"http://127.0.0.1:{port}", engine, stop)
+    finally:
+        stop()
+
+
+@pytest.fixture
+def fake_server() -> Iterator[FakeServer]:
+    with run_fake_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def shared_server() -> Iterator[FakeServer]:
+    """One for many tests, which must not mind what the others did."""
+    with run_fake_server() as server:
+        yield server
+
+
+@pytest.fixture
+def locked_server() -> Iterator[FakeServer]:
+    """A server whose API key is 'sesame'."""
+    with run_fake_server(api_key="sesame") as server:
+        yield server
+
+
+def chat_body(**fields: Any) -> dict[str, Any]:
+    """A small valid body of POST /v1/chat/completions, with `fields` on top."""
+    return {"model": MODEL, "messages": [USER], "max_tokens": 20, **fields}
+
+
+def stream_data(response: httpx.Response) -> list[str]:
+    """The data of each server-sent event."""
+    return [line.removeprefix("data: ") for line in response.iter_lines() if line]
+
+
+def scrape(client: httpx.Client) -> dict[tuple[str, str], float]:
+    """(sample name, label values) → value of everything on /metrics, as Prometheus reads it."""
+    text = client.get("/metrics").text
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return {(sample.name, ",".join(sample.labels.values())): sample.value for sample in samples}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@pytest.fixture(scope="session")
+def server_url() -> Iterator[str]:
+    """The real server, with the embedded model, once per test run."""
+    port = free_port()
+    command = [sys.executable, "-m", "tangram", "serve", "--host", "127.0.0.1", "--port", str(port)]
+    options = ["--kv-retention", "0.5", "--served-model-name", "smollm2"]
+    with subprocess.Popen([*command, *options]) as process:
+        try:
+            url = f"http://127.0.0.1:{port}"
+            wait_until(
+                lambda: process.poll() is not None or _healthy(url), "the real server is not healthy", REAL_START_S
+            )
+            if process.poll() is not None:
+                pytest.fail(f"the real server ended with code {process.returncode} before it was healthy")
+            yield url
+        finally:
+            process.terminate()
+            process.wait(timeout=30)

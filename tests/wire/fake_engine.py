@@ -1,0 +1,148 @@
+"""An engine without a model, so that the HTTP behaviour can be tested alone: one thread, one character a token.
+
+Its answer to a prompt is the prompt's last words reversed. Words in the prompt steer it: `silent` never answers,
+`endless` never stops, `broken` gives up after two tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tangram.config import EngineConfig
+from tangram.engine.text import TokenText
+from tangram.errors import RequestError
+from tangram.metrics import EngineStats
+from tangram.types import Event, FinishReason, Geometry, Request, TokenLogprob, Usage
+
+CONTEXT_TOKENS = 512
+POOL_PAGES = 1000
+PAGES_PER_REQUEST = 10
+
+
+class FakeCodec:
+    """Token ids are code points."""
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(map(ord, text))
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+        return self.encode("".join(f"<{message['role']}>{message['content']}" for message in messages))
+
+    def token_text(self, token_id: int) -> TokenText:
+        return TokenText(chr(token_id), chr(token_id).encode())
+
+
+@dataclass
+class _Completion:
+    request: Request
+    index: int
+    answer: str
+    cached_tokens: int
+    sent: int = 0
+
+
+@dataclass
+class FakeEngine:
+    """Gives every running completion one token a millisecond. `submitted` and `aborted` are its diary."""
+
+    config: EngineConfig = field(default_factory=EngineConfig)
+    codec: FakeCodec = field(default_factory=FakeCodec)
+    geometry: Geometry = field(default_factory=lambda: Geometry(1, 1, 1, 1, 256, CONTEXT_TOKENS, (None,)))
+    healthy: bool = True
+    submitted: list[Request] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    stopped: bool = False
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: list[_Completion] = []
+        self._seen: list[tuple[int, ...]] = []
+        self._generated_tokens = 0
+        self._thread = threading.Thread(target=self._loop, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self.stopped = True
+        self._thread.join()
+
+    def submit(self, request: Request) -> None:
+        if request.kv_retention is not None and not 0 < request.kv_retention <= 1:
+            raise RequestError(f"kv_retention is {request.kv_retention}, it must lie in (0, 1]", "kv_retention")
+        needed = len(request.prompt_token_ids) + (request.sampling.max_tokens or 0)
+        if needed > CONTEXT_TOKENS:
+            raise RequestError(f"the request needs {needed} tokens, the context has {CONTEXT_TOKENS}", "max_tokens")
+        with self._lock:
+            prompt = request.prompt_token_ids
+            cached = max((_shared(prompt, seen) for seen in self._seen), default=0)
+            answer = "".join(reversed("".join(map(chr, prompt)).split("<assistant>")[-1][-40:]))
+            self._running += [_Completion(request, index, answer, cached) for index in range(request.sampling.n)]
+            self._seen.append(prompt)
+            self.submitted.append(request)
+
+    def abort(self, request_id: str) -> None:
+        with self._lock:
+            self.aborted.append(request_id)
+            self._running = [job for job in self._running if job.request.request_id != request_id]
+
+    def die(self) -> None:
+        """Stop answering without a word, as a crashed engine thread does."""
+        self.healthy = False
+        with self._lock:
+            self._running.clear()
+
+    def stats(self) -> EngineStats:
+        with self._lock:
+            held = PAGES_PER_REQUEST * len(self._running)
+            return EngineStats(
+                running=len(self._running), waiting=0, pages_total=POOL_PAGES, pages_held=held, pages_cached=7,
+                pages_free=POOL_PAGES - held - 7, capacity_tokens=2000, capacity_uncompressed_tokens=1000,
+                kv_token_bytes=8, kv_bytes_held=80, kv_bytes_uncompressed=160, prompt_tokens=11, cached_tokens=5,
+                generated_tokens=self._generated_tokens, preemptions=3, steps=13, sealed_chunks=2,
+            )  # fmt: skip
+
+    def _loop(self) -> None:
+        while not self.stopped:
+            time.sleep(0.001)
+            with self._lock:
+                self._running = [job for job in self._running if not self._advance(job)]
+
+    def _advance(self, job: _Completion) -> bool:
+        """Give one token; True when the completion has ended."""
+        prompt = "".join(map(chr, job.request.prompt_token_ids))
+        if "silent" in prompt:
+            return False
+        if "broken" in prompt and job.sent == 2:
+            self._emit(job, "", FinishReason.ABORT, error="the pages caught fire")
+            return True
+        character = job.answer[job.sent % len(job.answer)]
+        job.sent += 1
+        self._generated_tokens += 1
+        reason = None
+        if job.sent == job.request.sampling.max_tokens:
+            reason = FinishReason.LENGTH
+        elif job.sent == len(job.answer) and "endless" not in prompt:
+            reason = FinishReason.STOP
+        self._emit(job, character, reason)
+        return reason is not None
+
+    def _emit(self, job: _Completion, text: str, reason: FinishReason | None, error: str | None = None) -> None:
+        request, ids = job.request, self.codec.encode(text)
+        prompt_tokens = len(request.prompt_token_ids)
+        tokens = prompt_tokens + job.sent
+        usage = Usage(prompt_tokens, job.sent, job.cached_tokens, 4 * tokens, 8 * tokens)
+        top = tuple((ord(letter), -float(rank)) for rank, letter in enumerate("xyz"))[: request.sampling.logprobs]
+        logprobs = tuple(TokenLogprob(token, -math.inf if token == ord("!") else -0.5, top) for token in ids)
+        wanted = logprobs if request.sampling.logprobs is not None else ()
+        request.on_event(Event(request.request_id, job.index, ids, text, wanted, usage, reason, error))
+
+
+def _shared(left: Sequence[int], right: Sequence[int]) -> int:
+    """Length of the common prefix, never the whole of `left`: the last token must be computed."""
+    common = next((at for at, pair in enumerate(zip(left, right, strict=False)) if pair[0] != pair[1]), len(right))
+    return min(common, len(left) - 1)

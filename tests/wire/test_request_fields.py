@@ -1,0 +1,114 @@
+"""Every field of a request reaches the engine, changes nothing by design, or is refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from .conftest import CHAT, COMPLETIONS, MODEL, USER, FakeServer, chat_body
+
+
+def test_every_sampling_field_reaches_the_engine(fake_server: FakeServer) -> None:
+    fields = {
+        "n": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.1,
+        "presence_penalty": 0.2, "frequency_penalty": 0.3, "logit_bias": {"65": -3}, "stop": ["a", "b"],
+        "stop_token_ids": [4], "ignore_eos": True, "seed": 9, "logprobs": True, "top_logprobs": 3, "max_tokens": 5,
+    }  # fmt: skip
+    with fake_server.http() as client:
+        body = chat_body(**fields, kv_retention=0.3, cache_salt="tenant", user="me")
+        assert client.post(CHAT, json=body).status_code == 200
+    request = fake_server.engine.submitted[0]
+    expected = fields | {"logit_bias": {65: -3.0}, "stop": ("a", "b"), "stop_token_ids": (4,), "logprobs": 3}
+    del expected["top_logprobs"]
+    assert {name: getattr(request.sampling, name) for name in expected} == expected
+    assert (request.kv_retention, request.cache_salt) == (0.3, "tenant")
+
+
+def test_defaults_are_those_of_the_api(fake_server: FakeServer) -> None:
+    fake_server.chat()
+    fake_server.chat(stop="q", max_completion_tokens=3)
+    fake_server.complete(prompt="a", extra_body={"top_k": -1})
+    bare, chat, completion = (request.sampling for request in fake_server.engine.submitted)
+    assert (bare.max_tokens, bare.temperature, bare.top_p, bare.logprobs, bare.stop) == (None, 1.0, 1.0, None, ())
+    assert (chat.max_tokens, chat.stop) == (3, ("q",))
+    assert (completion.max_tokens, completion.top_k) == (16, None)
+    assert [request.kv_retention for request in fake_server.engine.submitted] == [None] * 3
+
+
+def test_values_that_ask_for_nothing_pass(fake_server: FakeServer) -> None:
+    nothing = {
+        "tools": None, "tool_choice": "auto", "response_format": {"type": "text"}, "audio": None, "store": False,
+        "metadata": None, "parallel_tool_calls": True, "use_beam_search": False, "stream_options": None,
+        "frequency_penalty": None, "stop": None, "logit_bias": None, "seed": None, "n": None,
+    }  # fmt: skip
+    with fake_server.http() as client:
+        assert client.post(CHAT, json=chat_body(**nothing)).status_code == 200
+        body = {"model": MODEL, "prompt": "a", "echo": False, "best_of": 1, "suffix": None, "logprobs": None}
+        assert client.post(COMPLETIONS, json=body).status_code == 200
+
+
+def test_an_answer_can_be_sent_back_as_the_client_holds_it(fake_server: FakeServer) -> None:
+    """The client's message objects carry refusal, tool_calls, audio and others as nulls."""
+    message = fake_server.chat().choices[0].message
+    assert fake_server.chat(messages=[USER, message, USER]).choices
+    assert fake_server.chat(messages=[USER, message.model_dump(), USER]).choices
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "words"),
+    [
+        (CHAT, {"temprature": 1}, "temprature", "unknown field"),
+        (CHAT, {"temprature": None}, "temprature", "unknown field"),
+        (CHAT, {"x\ud800": 1}, None, "unicode"),
+        (CHAT, {"tools": [{"type": "function"}]}, "tools", "not supported"),
+        (CHAT, {"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        (CHAT, {"audio": {}}, "audio", "not supported"),
+        (CHAT, {"min_tokens": False}, "min_tokens", "not supported"),
+        (CHAT, {"messages": []}, "messages", "at least 1"),
+        (CHAT, {"messages": [USER | {"color": 1}]}, "messages[0].color", "unknown field"),
+        (CHAT, {"messages": [USER | {"tool_calls": [1]}]}, "messages[0].tool_calls", "not supported"),
+        (CHAT, {"messages": [USER | {"role": "tool"}]}, "messages[0].role", "not supported"),
+        (CHAT, {"messages": [USER | {"role": "wizard"}]}, "messages[0].role", "user"),
+        (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content", "required"),
+        (CHAT, {"messages": [USER | {"content": "\ud800"}]}, "messages[0].content", "surrogate"),
+        (CHAT, {"messages": [USER | {"content": [{"type": "image_url"}]}]}, "messages[0].content", "image_url"),
+        (CHAT, {"messages": [USER | {"content": [{"type": "text"}]}]}, "messages[0].content", "content part"),
+        (CHAT, {"temperature": -1}, "temperature", "-1"),
+        (CHAT, {"temperature": "hot"}, "temperature", "number"),
+        (CHAT, {"n": 0}, "n", "[1, 128]"),
+        (CHAT, {"n": 1.5}, "n", "integer"),
+        (CHAT, {"max_completion_tokens": 0}, "max_completion_tokens", "greater than"),
+        (CHAT, {"max_completion_tokens": 7}, "max_completion_tokens", "max_tokens"),
+        (CHAT, {"top_logprobs": 2}, "top_logprobs", "logprobs"),
+        (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
+        (CHAT, {"stream_options": {"include_usage": True}}, "stream_options", "stream"),
+        (CHAT, {"stream": True, "stream_options": {"verbose": 1}}, "stream_options.verbose", "unknown field"),
+        (CHAT, {"logit_bias": {"hello": 1}}, "logit_bias", "hello"),
+        (CHAT, {"logit_bias": {"5": 101}}, "logit_bias[5]", "100"),
+        (CHAT, {"stop": ["", "a"]}, "stop", "empty"),
+        (CHAT, {"kv_retention": 2}, "kv_retention", "(0, 1]"),
+        (COMPLETIONS, {"prompt": "a", "echo": True}, "echo", "not supported"),
+        (COMPLETIONS, {"prompt": "a", "best_of": 3}, "best_of", "not supported"),
+        (COMPLETIONS, {"prompt": "a", "suffix": "z"}, "suffix", "not supported"),
+        (COMPLETIONS, {"prompt": ["a", [1]], "max_tokens": "4"}, "max_tokens", "integer"),
+        (COMPLETIONS, {"prompt": []}, "prompt", "must be a string"),
+        (COMPLETIONS, {"prompt": [1, True]}, "prompt", "must be a string"),
+        (COMPLETIONS, {"prompt": ""}, "prompt", "no tokens"),
+        (COMPLETIONS, {"prompt": ["fine", "\udfff"]}, "prompt", "surrogate"),
+        (COMPLETIONS, {}, "prompt", "required"),
+    ],
+)
+def test_a_wrong_field_is_named(
+    shared_server: FakeServer, path: str, fields: dict[str, Any], param: str | None, words: str
+) -> None:
+    body = chat_body(**fields) if path == CHAT else {"model": MODEL, **fields}
+    before = list(shared_server.engine.submitted)
+    with shared_server.http() as client:
+        response = client.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param), error
+    assert words in error["message"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert shared_server.engine.submitted == before
