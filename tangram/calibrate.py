@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from rich.console import Console
 from rich.progress import track as rich_track
-from scipy.stats import rankdata  # type: ignore[import-untyped]
+from scipy.stats import rankdata
 
 from tangram.compress.groups import Grouping
 from tangram.compress.profile import ALPHA, SINK_TOKENS, Profile, Scope
@@ -52,10 +52,12 @@ def calibrate(
 ) -> list[Profile]:
     """One profile for each ρ of `retentions`, from the scores of `samples` (token ids).
 
-    Of each sample the full chunks within the model's context are used. L counts the model's full-attention layers, the only ones that are compressed. `source` says in words where the
-    samples are from. `track` wraps the samples to report progress (`in_terminal`).
+    Of each sample the full chunks within the model's context are used. L counts the model's full-attention layers, the
+    only ones that are compressed. `source` says in words where the samples are from. `track` wraps the samples to
+    report progress (`in_terminal`).
 
-    Raises `ConfigError`, before any scoring, if a sample is shorter than a chunk or a ρ cannot be met; `ProfileError` if the scores have the wrong shape or hold NaN.
+    Raises `ConfigError`, before any scoring, if a sample is shorter than a chunk or a ρ cannot be met; `ProfileError`
+    if the scores have the wrong shape or hold NaN.
     """
     window = chunk_tokens // 64 if window_tokens is None else window_tokens
     layers, heads = geometry.full_layers, geometry.kv_heads
@@ -116,7 +118,7 @@ def kept_fractions(
         for retention in retentions
     ]
     kept = np.stack([_best(entries, count) for count in spare])
-    per_head = kept.reshape(len(spare), len(entries), stop - start, -1).sum(axis=2) + forced
+    per_head = kept.reshape(len(spare), len(entries), stop - start, pool_heads).sum(axis=2) + forced
     return np.asarray(per_head.reshape(len(spare), layers, heads) / tokens, np.float64)
 
 
@@ -196,8 +198,8 @@ def _check_lengths(samples: Sequence[Sequence[int]], chunk_tokens: int) -> None:
     for number, sample in enumerate(samples):
         if len(sample) < chunk_tokens:
             raise ConfigError(
-                f"sample {number} has {len(sample)} tokens, it must fill a chunk of {chunk_tokens} (chunk_tokens): join "
-                f"short texts or lower chunk_tokens"
+                f"sample {number} has {len(sample)} tokens, it must fill a chunk of {chunk_tokens} (chunk_tokens): "
+                f"join short texts or lower chunk_tokens"
             )
 
 

@@ -62,9 +62,10 @@ def import_published(
 
 def _arrays(path: str | Path, prefix: str) -> list[npt.NDArray[np.generic]]:
     try:
-        with np.load(path, allow_pickle=False) as published:
+        # Opened here, because np.load leaves a file that it cannot read open.
+        with Path(path).open("rb") as file, np.load(file, allow_pickle=False) as published:
             return [published[f"{prefix}/{name}"] for name in ("mean", "std", "layers")]
     except KeyError as error:
         raise ProfileError(f"{path}: {error.args[0]}; its keys must be MODEL/SCORER/SCOPE/FIELD") from error
-    except (OSError, ValueError, AttributeError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, TypeError, zipfile.BadZipFile) as error:
         raise ProfileError(f"{path}: not a readable .npz file of budgets: {error}") from error

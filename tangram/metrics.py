@@ -10,9 +10,9 @@ class EngineStats:
     """One consistent reading of the engine's books, taken between two steps.
 
     Gauges: `running` and `waiting` requests; pages of the one pool, where `pages_total` = `pages_held` (by running
-    requests) + `pages_cached` (kept for reuse, evictable) + `pages_free`; `kv_bytes_held` is what the held and cached
-    pages occupy and `kv_bytes_uncompressed` what the same tokens would occupy with nothing dropped;
-    `kv_token_bytes` is one uncompressed token over all layers.
+    requests) + `pages_cached` (kept for reuse, evictable) + `pages_free`; `kv_bytes_held` is what the running requests'
+    pages occupy, a page counted for each request that holds it, and `kv_bytes_uncompressed` what the same tokens would
+    occupy with nothing dropped; `kv_token_bytes` is one uncompressed token over all layers.
     `capacity_tokens` is the tokens the pool holds at the default retention ratio and
     `capacity_uncompressed_tokens` what it would hold at 1.0.
 
@@ -39,7 +39,7 @@ class EngineStats:
 
     @property
     def retained_tokens(self) -> float:
-        """The KV entries in the pool, in whole tokens: what the pages hold over what one uncompressed token holds."""
+        """The KV entries of the running requests, in whole tokens of an uncompressed cache."""
         return self.kv_bytes_held / self.kv_token_bytes
 
     @property

@@ -185,6 +185,23 @@ class Layout:
         before_last_seal = self.held_pages(full - 1, self.chunk_tokens) if full else 0
         return max(before_last_seal, self.held_pages(full, rest))
 
+    def promised_pages(self, tokens: int, limit: int) -> int:
+        """What a sequence of `tokens` tokens may need until its current chunk, or the sequence at `limit`, ends."""
+        sealed = tokens // self.chunk_tokens
+        growing = self.held_pages(sealed, min(self.chunk_tokens, limit - sealed * self.chunk_tokens))
+        # While a chunk is sealed its queries still read the window part that goes when the step is done.
+        overdue = self.window_span_pages if sealed > self.window_chunks else 0
+        return max(growing, self.held_pages(sealed, 0) + overdue)
+
+    def most_pages(self, tokens: int) -> int:
+        """The most pages that a sequence is ever promised on its way to `tokens` tokens."""
+        return max(self.peak_pages(tokens), self.promised_pages(tokens, tokens))
+
+    def uncompressed_entries(self, tokens: int) -> int:
+        """KV entries, over all heads, that `tokens` tokens have with nothing dropped but what slid out of a window."""
+        seen = sum(tokens if window is None else min(tokens, window) for window in self.geometry.windows)
+        return seen * self.geometry.kv_heads
+
     def page_bytes(self, element_bytes: int) -> int:
         """Bytes of one page: keys and values of Hp heads × P tokens."""
         return self.heads_per_page * 2 * self.page_tokens * self.geometry.head_dim * element_bytes

@@ -55,18 +55,9 @@ class CacheManager:
         owed = sum(seq.promised_pages - seq.booked_pages for seq in self.sequences.values())
         return self.ledger.free + self.prefix.idle_pages - self.prefix.crowded_pages - owed
 
-    @staticmethod
-    def promise_for(layout: Layout, tokens: int, limit: int) -> int:
-        """Pages a sequence of `tokens` tokens needs until its current chunk, or the sequence at `limit`, ends."""
-        sealed = tokens // layout.chunk_tokens
-        growing = layout.held_pages(sealed, min(layout.chunk_tokens, limit - sealed * layout.chunk_tokens))
-        # While a chunk is sealed its queries still read the window part that goes when the step is done.
-        overdue = layout.window_span_pages if sealed > layout.window_chunks else 0
-        return max(growing, layout.held_pages(sealed, 0) + overdue)
-
     def extend(self, seq: SequenceCache, limit: int) -> bool:
         """Promise `seq` what it needs until its current chunk ends; False if there is no room now."""
-        wanted = self.promise_for(seq.layout, seq.sealed_chunks * seq.layout.chunk_tokens, limit)
+        wanted = seq.layout.promised_pages(seq.sealed_chunks * seq.layout.chunk_tokens, limit)
         more = wanted - seq.promised_pages
         if more > 0 and more > self.spare_pages:
             return False
@@ -89,7 +80,7 @@ class CacheManager:
         if self.prefix_caching:
             self._attach(seq, tokens)
         seq.cached_tokens = seq.computed_tokens
-        promise = self.promise_for(layout, len(tokens), limit)
+        promise = layout.promised_pages(len(tokens), limit)
         seq.promised_pages = seq.formula_pages
         if promise - seq.formula_pages > self.spare_pages:
             self.close(seq)

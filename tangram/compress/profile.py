@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -117,7 +117,7 @@ class Profile(BaseModel):
             raise ConfigError(_explain(error)) from error
 
     def with_pages(self, page_tokens: int, heads_per_page: int) -> Profile:
-        """The same statistics with groups and counts for another page shape. Raises `ConfigError` if ρ cannot be met."""
+        """The same statistics, grouped for another page shape. Raises `ConfigError` if ρ cannot be met."""
         return Profile.from_statistics(
             self.mean, self.std, model=self.model, layers=self.layers, scorer=self.scorer, scope=self.scope,
             kv_retention=self.kv_retention, chunk_tokens=self.chunk_tokens, calibration=self.calibration,
@@ -137,7 +137,7 @@ class Profile(BaseModel):
         return f"{stem}.{self.scorer.name}.{self.scope}.c{self.chunk_tokens}.r{self.kv_retention:g}.json"
 
     def fingerprint(self) -> str:
-        """SHA-256 (hex) over exactly the fields that determine a sequence's KV state: part of every prefix-cache key."""
+        """SHA-256 (hex) over exactly the fields that determine a sequence's KV state, for prefix-cache keys."""
         state = self.model_dump(
             mode="json",
             include={"model", "scorer", "chunk_tokens", "page_tokens", "sink_tokens", "window_tokens", "groups"}
@@ -185,8 +185,8 @@ class Profile(BaseModel):
             raise ProfileError(f"profile {path}: {_explain(error)}") from error
         if checksum != _sha256(content):
             raise ProfileError(
-                f"profile {path}: checksum is {checksum!r}, the content's is {_sha256(content)!r}: the file was damaged "
-                f"or edited, write it again with `tangram calibrate`"
+                f"profile {path}: checksum is {checksum!r}, the content's is {_sha256(content)!r}: the file was "
+                f"damaged or edited, write it again with `tangram calibrate`"
             )
         return profile
 
@@ -253,11 +253,13 @@ def _sha256(value: object) -> str:
 def _read(path: str | Path) -> dict[str, Any]:
     """The file's JSON object, its version checked first so that a newer file is not called damaged."""
 
-    def refuse_constant(name: str) -> NoReturn:
-        raise ValueError(f"it holds {name}, which is not a number")
+    def finite(text: str) -> float:
+        if not math.isfinite(float(text)):
+            raise ValueError(f"it holds {text}, which is no finite number")
+        return float(text)
 
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=refuse_constant)
+        content = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=finite, parse_float=finite)
     except OSError as error:
         raise ProfileError(f"profile {path}: cannot be read: {error.strerror}") from error
     except ValueError as error:
@@ -266,8 +268,8 @@ def _read(path: str | Path) -> dict[str, Any]:
         raise ProfileError(f"profile {path}: holds a {type(content).__name__}, a profile is a JSON object")
     if content.get("format_version") != FORMAT_VERSION:
         raise ProfileError(
-            f"profile {path}: format_version is {content.get('format_version')!r}, this Tangram reads {FORMAT_VERSION}: "
-            f"calibrate again, or use the Tangram that wrote it"
+            f"profile {path}: format_version is {content.get('format_version')!r}, this Tangram reads "
+            f"{FORMAT_VERSION}: calibrate again, or use the Tangram that wrote it"
         )
     return content
 

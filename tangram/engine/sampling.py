@@ -119,6 +119,13 @@ def probabilities(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     return result
 
 
+def check_bias(params: SamplingParams, vocab_size: int) -> None:
+    """Raise `RequestError` if `logit_bias` names a token outside the vocabulary."""
+    for token in params.logit_bias:
+        if not 0 <= token < vocab_size:
+            raise RequestError(f"logit_bias names token {token}, it must lie in [0, {vocab_size - 1}]", "logit_bias")
+
+
 def uniform(seed: int, sample_index: int, step: int, draw: int = 0) -> float:
     """A number in [0, 1) that depends on the arguments alone; `draw` numbers the several that one step may need."""
     digest = hashlib.blake2b(struct.pack("<4q", seed, sample_index, step, draw), digest_size=8).digest()
@@ -133,9 +140,7 @@ def _bias(params: SamplingParams, vocab_size: int, device: torch.device | str) -
     """The bias as (token ids int64, values float32), None if there is none."""
     if not params.logit_bias:
         return None
-    for token in params.logit_bias:
-        if not 0 <= token < vocab_size:
-            raise RequestError(f"logit_bias names token {token}, it must lie in [0, {vocab_size - 1}]", "logit_bias")
+    check_bias(params, vocab_size)
     token_ids = torch.tensor(list(params.logit_bias), dtype=torch.int64, device=device)
     return token_ids, torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=device)
 

@@ -78,7 +78,7 @@ class Scheduler:
     _epoch: int = 0
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence that can fit (`pages_needed` says whether it can)."""
+        """Queue a sequence; its most pages (`Layout.most_pages`) must not exceed the pool."""
         insort(self.waiting, sequence, key=lambda entry: entry.arrival)
 
     def remove(self, sequence: Sequence) -> None:
@@ -90,11 +90,6 @@ class Scheduler:
         if sequence.cache is not None:
             self.cache.close(sequence.cache)
             sequence.cache = None
-
-    def pages_needed(self, layout: int, tokens: int) -> int:
-        """The most pages a sequence of this layout ever holds on its way to `tokens` tokens."""
-        chosen = self.cache.layouts[layout]
-        return max(chosen.peak_pages(tokens), self.cache.promise_for(chosen, tokens, tokens))
 
     def schedule(self) -> Step | None:
         """The next step, or None if nothing can run. Pages of its rows are taken and their tables written."""

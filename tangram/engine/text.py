@@ -1,9 +1,9 @@
 """Text to tokens and back: the chat template, detokenisation token by token, stop strings.
 
-A stream decodes a short window of tokens again at each step: the last group that gave text and what followed it. Only in
-context are the spaces right and characters spread over several tokens whole (as in text-generation-inference).
-`tokenizers.decoders.DecodeStream` works alike, but it raises on invalid UTF-8 from byte-fallback vocabularies and has no
-way to give up what it holds when a completion ends.
+A stream decodes a short window of tokens again at each step: the last group that gave text and what followed it, for
+only in context are the spaces right and characters whole that span tokens (as in text-generation-inference).
+`tokenizers.decoders.DecodeStream` works alike, but it raises on invalid UTF-8 from byte-fallback vocabularies and
+cannot give up what it holds when a completion ends.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ class TextCodec:
         own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         self.tokenizer = tokenizer
         self.eos_token_ids = frozenset((*own, *eos_token_ids))
+        added = tokenizer.added_tokens_decoder.items()
+        self.special_token_ids = frozenset((*tokenizer.all_special_ids, *(i for i, token in added if token.special)))
         self._anchor: list[int] = tokenizer.encode("a", add_special_tokens=False)
 
     def encode(self, text: str) -> tuple[int, ...]:
@@ -134,17 +136,17 @@ class _Detokenizer:
         self._sent = _certain(self._text)
 
     def push(self, token_id: int) -> str:
-        text = self._codec.decode([*self._ids, token_id])
-        if text == self._text and not text.endswith(_REPLACEMENT):
-            return ""  # a special token: it says nothing, and as context it would hide that a text precedes
+        if token_id in self._codec.special_token_ids:
+            return ""  # as context it would hide that a text precedes
         self._ids.append(token_id)
-        self._text = text
-        certain = _certain(text)
+        self._text = text = self._codec.decode(self._ids)
+        full = len(self._ids) > _MAX_WINDOW_TOKENS
+        certain = max(_certain(text), len(text) - _MAX_PENDING) if full else _certain(text)
         delta = text[self._sent : certain]
         self._sent = max(self._sent, certain)
         if delta and certain == len(text):
             self._slide(self._group)
-        elif len(self._ids) > _MAX_WINDOW_TOKENS:
+        elif full:
             self._slide(_MAX_WINDOW_TOKENS // 2)
         return delta
 
@@ -191,9 +193,8 @@ class _StopStrings:
 
 
 def _certain(text: str) -> int:
-    """The length of `text` without the replacement characters at its end that may yet become a character."""
-    trailing = len(text) - len(text.rstrip(_REPLACEMENT))
-    return len(text) - min(trailing, _MAX_PENDING)
+    """The length of `text` without the replacement characters at its end: the next tokens may make others of them."""
+    return len(text.rstrip(_REPLACEMENT))
 
 
 @cache

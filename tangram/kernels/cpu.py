@@ -2,11 +2,17 @@
 
 Threads take tasks from an atomic counter, in the plan's order (longest first), so that uneven heads balance themselves;
 each task and each merge is computed alone and in fixed order, so timing never changes a bit of the result.
+
+Numba's threads and torch's must come from one OpenMP pool: idle OpenMP threads spin for a while, and two pools that spin
+on the same cores slow a layer from microseconds to milliseconds.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import numba
 import numpy as np
@@ -15,9 +21,18 @@ from numba import njit, prange
 from torch import Tensor
 
 from tangram.kernels import reference
-from tangram.kernels.cpu_tasks import append_rows, attend, fetch_add, finish, merge, resolve_one
+from tangram.kernels.cpu_tasks import append_rows, attend, fetch_add, finish, merge, resolve_one, useful_threads
 from tangram.plan.form import DecodeRows, WorkPlan
 from tangram.types import Int64
+
+
+def _share_torch_openmp() -> None:
+    """Let Numba's OpenMP layer, which is loaded at its first parallel call, bind to the library that torch runs on."""
+    for library in (Path(torch.__file__).parent / "lib").glob("libgomp*.so*"):
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL | os.RTLD_NOLOAD)
+
+
+_share_torch_openmp()
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +125,8 @@ def _step(  # type: ignore[no-untyped-def]
     append_rows(k, v, blocks, heads_per_page, tables, lengths, address)
     partial_out, partial_lse = np.empty((slots, group, head_dim), np.float32), np.empty((slots, group), np.float32)
     counter = np.full(1, task_begin, np.int64)
-    for _ in prange(workers):
+    useful = useful_threads(tasks, task_begin, task_end, lengths, tile, head_dim, workers)
+    for _ in prange(useful):
         _work(
             queries, blocks, heads_per_page, tables, lengths, tasks, entries, task_end, tile, scaling, softcap,
             sink, partial_out, partial_lse, outs, counter,

@@ -15,6 +15,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 STRETCH = 128
+# KV elements of a layer below which waking a second thread costs more than it saves.
+SERIAL_ELEMENTS = 1 << 17
 # Sums may be reordered and fused, which vectorises them; infinities and NaN keep their meaning.
 FAST = {"reassoc", "contract", "nsz", "arcp"}
 KIND_ABS, KIND_OPEN, KIND_FRAC = 0, 1, 2
@@ -92,6 +94,16 @@ def resolve_one(kind: int, a: int, b: int, length: int, tile: int) -> tuple[int,
         tiles = (length + tile - 1) // tile
         return a * tiles // b * tile, min((a + 1) * tiles // b * tile, length)
     return max(length - a, 0), length
+
+
+@njit(cache=True)
+def useful_threads(tasks, first, last, lengths, tile, head_dim, threads):  # type: ignore[no-untyped-def]
+    """`threads`, or 1 where tasks [first, last) (rows as in `CpuPlan.tasks`) read too little to share."""
+    tokens = 0
+    for task in range(first, last):
+        begin, end = resolve_one(tasks[task, 4], tasks[task, 5], tasks[task, 6], lengths[tasks[task, 1]], tile)
+        tokens += end - begin
+    return threads if tokens * head_dim * 2 > SERIAL_ELEMENTS else 1
 
 
 @njit(cache=True)

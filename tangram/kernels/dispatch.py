@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from tangram.kernels import reference
+from tangram.kernels import cpu, reference
 from tangram.plan.form import DecodeRows, WorkPlan
 
 
@@ -18,6 +19,23 @@ class PlannedDecode(Protocol):
     ) -> Tensor:
         """Write k, v [R, H, D] as each row's newest entry, then attend q [R, Q, D] → [R, Q, D]."""
         ...
+
+
+class CpuDecode:
+    """Compiled code for float32 pools in host memory."""
+
+    def __init__(self, plan: WorkPlan, rows: DecodeRows, *, pool: Tensor, tables: Tensor, lengths: Tensor) -> None:
+        self._plan = cpu.CpuPlan.build(plan, rows)
+        self._pool, self._tables, self._lengths = pool, tables, lengths
+
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scaling: float, softcap: float | None, sinks: Tensor | None
+    ) -> Tensor:
+        """See `PlannedDecode`."""
+        return cpu.decode_step(
+            q, k, v, self._pool, self._tables, self._lengths, self._plan, layer,
+            scaling=scaling, softcap=softcap, sinks=sinks,
+        )  # fmt: skip
 
 
 class ReferenceDecode:
@@ -46,4 +64,6 @@ def planned_decode(
     plan: WorkPlan, rows: DecodeRows, *, pool: Tensor, tables: Tensor, lengths: Tensor
 ) -> PlannedDecode:
     """The fastest kernels that can execute `plan` over `pool` [N_pages, Hp, 2, P, D]."""
-    return ReferenceDecode(plan, rows, pool=pool, tables=tables, lengths=lengths)
+    compiled = pool.dtype is torch.float32 and pool.device.type == "cpu"
+    kernels = CpuDecode if compiled else ReferenceDecode
+    return kernels(plan, rows, pool=pool, tables=tables, lengths=lengths)

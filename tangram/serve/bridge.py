@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from tangram.config import EngineConfig
 from tangram.engine.text import TokenText
 from tangram.metrics import EngineStats
 from tangram.serve.errors import ApiError
 from tangram.serve.exposition import LatencyMeter, ServerMetrics
-from tangram.types import Event, FinishReason, Geometry, Request, SamplingParams
+from tangram.types import Event, FinishReason, Request, SamplingParams
 
 HEALTH_CHECK_S = 1.0
 
@@ -37,16 +36,12 @@ class ServedEngine(Protocol):
     """The part of `tangram.engine.loop.Engine` that the server sees. `submit` and `abort` may come from any thread."""
 
     @property
-    def config(self) -> EngineConfig:
-        """The options it was built with."""
-
-    @property
     def codec(self) -> Codec:
         """The model's tokenizer."""
 
     @property
-    def geometry(self) -> Geometry:
-        """The model's shape."""
+    def max_model_len(self) -> int:
+        """The most tokens, prompt and answer, of one sequence."""
 
     @property
     def healthy(self) -> bool:
@@ -62,7 +57,7 @@ class ServedEngine(Protocol):
         """Start the thread that serves."""
 
     def stop(self) -> None:
-        """End that thread."""
+        """End that thread; what is in flight is aborted. Safe to call twice."""
 
     def stats(self) -> EngineStats:
         """The engine's books, between two steps."""

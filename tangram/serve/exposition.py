@@ -27,9 +27,9 @@ _GAUGES = (
     ("kv_pages_total", "Pages of the pool", "pages_total"),
     ("kv_capacity_tokens", "Tokens the pool holds at the default retention ratio", "capacity_tokens"),
     ("kv_capacity_uncompressed_tokens", "Tokens it would hold with nothing dropped", "capacity_uncompressed_tokens"),
-    ("kv_retained_tokens", "KV entries in the pool, in whole tokens", "retained_tokens"),
+    ("kv_retained_tokens", "KV entries of the running requests, in whole tokens", "retained_tokens"),
     ("kv_represented_tokens", "Tokens those entries stand for (their full-cache equivalent)", "represented_tokens"),
-    ("kv_bytes_held", "Bytes of the held and cached pages", "kv_bytes_held"),
+    ("kv_bytes_held", "Bytes of the running requests' pages", "kv_bytes_held"),
     ("kv_bytes_uncompressed", "Bytes the same tokens would take with nothing dropped", "kv_bytes_uncompressed"),
 )
 

@@ -6,10 +6,12 @@ starts and stops the engine.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from socket import socket
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
@@ -25,6 +27,7 @@ from tangram.serve.schema import ChatRequest, CompletionRequest
 from tangram.serve.service import Service
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics")
+_CUT_AFTER_GRACE_S = 10
 
 
 def build_app(engine: ServedEngine, *, served_model_name: str, api_key: str | None = None) -> FastAPI:
@@ -138,6 +141,23 @@ class _CountRequests:
                 self._metrics.http_requests.labels(endpoint, str(statuses[0] if statuses else 500)).inc()
 
 
+class _Server(uvicorn.Server):
+    """Ends the engine when the grace is over: its answers then end with an error, not with a cut connection."""
+
+    def __init__(self, config: uvicorn.Config, engine: ServedEngine, grace_s: float) -> None:
+        super().__init__(config)
+        self._engine, self._grace_s = engine, grace_s
+
+    async def shutdown(self, sockets: list[socket] | None = None) -> None:
+        ending = asyncio.create_task(self._end_engine())
+        await super().shutdown(sockets)
+        ending.cancel()
+
+    async def _end_engine(self) -> None:
+        await asyncio.sleep(self._grace_s)
+        await asyncio.to_thread(self._engine.stop)
+
+
 def serve_forever(
     engine: ServedEngine,
     *,
@@ -145,18 +165,19 @@ def serve_forever(
     port: int,
     served_model_name: str,
     api_key: str | None = None,
-    shutdown_grace_s: int = 5,
+    shutdown_grace_s: float = 5.0,
 ) -> None:
-    """Serve until SIGTERM or SIGINT; running answers get `shutdown_grace_s` to end, then they are aborted.
+    """Serve until SIGTERM or SIGINT; running answers get `shutdown_grace_s` to end, then they end with an error.
 
-    Call it from the main thread. `engine` must be built but not started.
+    Call it from the main thread, with an engine that is built but not started. Returns once the engine has stopped.
     """
     app = build_app(engine, served_model_name=served_model_name, api_key=api_key)
-    config = uvicorn.Config(app, host=host, port=port, timeout_graceful_shutdown=shutdown_grace_s)
+    cut_after_s = int(shutdown_grace_s) + _CUT_AFTER_GRACE_S
+    config = uvicorn.Config(app, host=host, port=port, timeout_graceful_shutdown=cut_after_s)
     # uvicorn raises the signal again once it has shut down, which would make a clean end look like a crash.
     previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        uvicorn.Server(config).run()
+        _Server(config, engine, shutdown_grace_s).run()
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -59,8 +59,8 @@ class Service:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens a prompt and its answer may have together."""
-        return self._engine.config.max_model_len or self._engine.geometry.max_positions
+        """The most tokens, prompt and answer, of one sequence."""
+        return self._engine.max_model_len
 
     def start(self) -> None:
         """Start the engine's thread."""

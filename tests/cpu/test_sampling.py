@@ -25,13 +25,12 @@ from tangram.types import SamplingParams
 
 VOCAB = 1000
 
-filters = st.fixed_dictionaries(
-    {
-        "temperature": st.sampled_from([0.1, 0.7, 1.0, 2.5]),
-        "top_k": st.sampled_from([None, 1, 2, 20, 999, 5000]),
-        "top_p": st.sampled_from([1.0, 0.99, 0.9, 0.5, 0.05]),
-        "min_p": st.sampled_from([0.0, 0.01, 0.3, 1.0]),
-    }
+filters = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.1, 0.7, 1.0, 2.5]),
+    top_k=st.sampled_from([None, 1, 2, 20, 999, 5000]),
+    top_p=st.sampled_from([1.0, 0.99, 0.9, 0.5, 0.05]),
+    min_p=st.sampled_from([0.0, 0.01, 0.3, 1.0]),
 )
 
 
@@ -70,7 +69,7 @@ def transformers_probabilities(logits: torch.Tensor, params: SamplingParams) -> 
 @given(
     seed=st.integers(0, 2**31),
     spread=st.sampled_from([0.3, 3.0, 10.0]),
-    params=filters.map(lambda f: SamplingParams(**f)),
+    params=filters,
 )
 def test_the_filters_give_the_distribution_of_transformers(seed: int, spread: float, params: SamplingParams) -> None:
     logits = random_logits(seed, spread=spread)

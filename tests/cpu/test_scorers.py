@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import json
 import re
 import sys
 from collections.abc import Callable
@@ -250,53 +249,11 @@ def cast(chunk: ChunkView, dtype: torch.dtype) -> ChunkView:
     )
 
 
-@pytest.mark.parametrize("scorer", every_scorer(), ids=lambda scorer: scorer.name)
-def test_parameters_can_be_written_to_a_profile(scorer: Scorer) -> None:
-    assert json.loads(json.dumps(scorer.parameters())) == scorer.parameters()
-
-
-def test_parameters_tell_every_option() -> None:
-    assert SnapKV().parameters() == {"window_tokens": 32, "kernel_tokens": 7, "max_pooling": True}
-    assert ExpectedAttention(epsilon=0.5).parameters() == {"future_tokens": 512, "sinks": 4, "epsilon": 0.5}
-    assert KVzip(sinks=2).parameters() == {"sinks": 2}
-
-
-def test_make_scorer_names_the_known_ones() -> None:
-    with pytest.raises(
-        ConfigError, match=r"'snap'.*expected_attention, fastkvzip, keydiff, kvzip, snapkv, streaming_llm"
-    ):
-        make_scorer("snap")
-
-
-def test_make_scorer_wants_a_gate_where_one_is_used() -> None:
-    assert isinstance(make_scorer("fastkvzip", gate=GATE), FastKVzip)
-    with pytest.raises(ConfigError, match="needs a gate file"):
-        make_scorer("fastkvzip")
-    with pytest.raises(ConfigError, match="keydiff takes none"):
-        make_scorer("keydiff", gate=GATE)
-
-
 @pytest.mark.parametrize(("scorer", "tokens"), [(SnapKV(), 32), (ExpectedAttention(), 4), (TOVA(), 1)])
 def test_a_chunk_that_is_too_short_is_a_configuration_error(scorer: Scorer, tokens: int) -> None:
     with pytest.raises(ConfigError, match=f"chunk_tokens is {tokens}, scorer {scorer.name} needs more than {tokens}"):
         scorer.score(random_view(tokens=tokens))
     assert scorer.score(random_view(tokens=tokens + 1)).shape == (2, tokens + 1)
-
-
-@pytest.mark.parametrize(
-    ("make", "field"),
-    [
-        (lambda: SnapKV(window_tokens=0), "window_tokens is 0"),
-        (lambda: SnapKV(kernel_tokens=6), "kernel_tokens is 6"),
-        (lambda: ExpectedAttention(future_tokens=0), "future_tokens is 0"),
-        (lambda: ExpectedAttention(sinks=-1), "sinks is -1"),
-        (lambda: ExpectedAttention(epsilon=float("nan")), "epsilon is nan"),
-        (lambda: KVzip(sinks=-1), "sinks is -1"),
-    ],
-)
-def test_parameters_out_of_range_are_named(make: Callable[[], Scorer], field: str) -> None:
-    with pytest.raises(ConfigError, match=field):
-        make()
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _healthy(url: str) -> bool:
+def healthy(url: str) -> bool:
+    """Whether the server there answers /health with 200."""
     try:
         return httpx.get(f"{url}/health", timeout=5).status_code == 200
     except httpx.TransportError:
@@ -140,7 +141,7 @@ def server_url() -> Iterator[str]:
         try:
             url = f"http://127.0.0.1:{port}"
             wait_until(
-                lambda: process.poll() is not None or _healthy(url), "the real server is not healthy", REAL_START_S
+                lambda: process.poll() is not None or healthy(url), "the real server is not healthy", REAL_START_S
             )
             if process.poll() is not None:
                 pytest.fail(f"the real server ended with code {process.returncode} before it was healthy")

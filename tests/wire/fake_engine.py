@@ -12,11 +12,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tangram.config import EngineConfig
 from tangram.engine.text import TokenText
 from tangram.errors import RequestError
 from tangram.metrics import EngineStats
-from tangram.types import Event, FinishReason, Geometry, Request, TokenLogprob, Usage
+from tangram.types import Event, FinishReason, Request, TokenLogprob, Usage
 
 CONTEXT_TOKENS = 512
 POOL_PAGES = 1000
@@ -49,9 +48,8 @@ class _Completion:
 class FakeEngine:
     """Gives every running completion one token a millisecond. `submitted` and `aborted` are its diary."""
 
-    config: EngineConfig = field(default_factory=EngineConfig)
     codec: FakeCodec = field(default_factory=FakeCodec)
-    geometry: Geometry = field(default_factory=lambda: Geometry(1, 1, 1, 1, 256, CONTEXT_TOKENS, (None,)))
+    max_model_len: int = CONTEXT_TOKENS
     healthy: bool = True
     submitted: list[Request] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
@@ -70,6 +68,9 @@ class FakeEngine:
     def stop(self) -> None:
         self.stopped = True
         self._thread.join()
+        running, self._running = self._running, []
+        for job in running:
+            self._emit(job, "", FinishReason.ABORT)
 
     def submit(self, request: Request) -> None:
         if request.kv_retention is not None and not 0 < request.kv_retention <= 1:

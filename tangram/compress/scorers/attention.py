@@ -1,4 +1,4 @@
-"""Attention of a chunk's last queries over the chunk: what TOVA and SnapKV read."""
+"""Attention logits by KV head, and the attention of a chunk's last queries, which TOVA and SnapKV read."""
 
 from __future__ import annotations
 
@@ -13,17 +13,29 @@ def group_queries(queries: Tensor, kv_heads: int) -> Tensor:
     return queries.reshape(kv_heads, -1, *queries.shape[1:])
 
 
+def grouped_logits(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
+    """[Q, n, D] and [H, m, D] → [H, G, n, m] float32: the scaled products, keys not copied per query head."""
+    kv_heads, tokens, _ = keys.shape
+    stacked = group_queries(queries.float(), kv_heads).flatten(1, 2)
+    logits = stacked @ keys.float().transpose(-1, -2) * scaling
+    return logits.reshape(kv_heads, -1, queries.shape[1], tokens)
+
+
+def causal_softmax(logits: Tensor) -> Tensor:
+    """Softmax of [..., n, m] along m, where query i of n sees all keys but the last n - 1 - i. Overwrites `logits`."""
+    tokens = logits.shape[-2]
+    future = torch.ones(tokens, tokens, dtype=torch.bool, device=logits.device).triu(1)
+    logits[..., -tokens:].masked_fill_(future, float("-inf"))
+    return logits.softmax(dim=-1)
+
+
 def trailing_attention(chunk: ChunkView, window_tokens: int) -> Tensor:
     """[H, G, w, C - w] float32: what the last w queries give to the tokens before them.
 
     The softmax runs over the whole chunk and is causal inside the window.
     """
-    window = window_tokens
-    queries = group_queries(chunk.queries[:, -window:].float(), chunk.kv_heads)
-    logits = queries @ chunk.keys.float().transpose(-1, -2).unsqueeze(1) * chunk.scaling
-    future = torch.ones(window, window, dtype=torch.bool, device=logits.device).triu(1)
-    logits[..., -window:].masked_fill_(future, float("-inf"))
-    return logits.softmax(dim=-1)[..., :-window]
+    logits = grouped_logits(chunk.queries[:, -window_tokens:], chunk.keys, chunk.scaling)
+    return causal_softmax(logits)[..., :-window_tokens]
 
 
 def append_forced(scores: Tensor, tokens: int) -> Tensor:

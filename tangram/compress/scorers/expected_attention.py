@@ -64,7 +64,9 @@ class ExpectedAttention(Scorer):
     @staticmethod
     def _expected_attention(keys: Tensor, mean: Tensor, covariance: Tensor, scaling: float) -> Tensor:
         """[H, n]: the softmax of the expected logits over `keys` [H, n, D], averaged over the query group."""
-        grouped = keys.unsqueeze(1)
-        linear = (grouped @ mean.unsqueeze(-1)).squeeze(-1)
-        quadratic = ((grouped @ covariance) * grouped).sum(dim=-1)
+        heads, tokens, dim = keys.shape
+        linear = mean @ keys.transpose(-1, -2)
+        # One product with the group's covariances side by side: keys are not copied per query head.
+        turned = (keys @ covariance.transpose(1, 2).reshape(heads, dim, -1)).reshape(heads, tokens, -1, dim)
+        quadratic = (turned * keys.unsqueeze(2)).sum(dim=-1).transpose(1, 2)
         return (scaling * linear + 0.5 * scaling**2 * quadratic).softmax(dim=-1).mean(dim=1)

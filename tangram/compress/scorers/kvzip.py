@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tangram.compress.scorers.attention import group_queries
+from tangram.compress.scorers.attention import causal_softmax, grouped_logits
 from tangram.compress.scorers.base import ChunkView, Reconstruction, Scorer, needed
 from tangram.errors import ConfigError, IntegrityError
 
@@ -61,13 +61,9 @@ class KVzip(Scorer):
 
 def _tile_attention(repeat: Reconstruction, keys: Tensor, begin: int, scaling: float) -> Tensor:
     """[H, G, tile, n]: attention of one tile of repeat queries over the keys its last query may see."""
-    queries = group_queries(repeat.queries[:, begin : begin + QUERY_TILE_TOKENS].float(), keys.shape[0])
-    tile = queries.shape[2]
+    queries = repeat.queries[:, begin : begin + QUERY_TILE_TOKENS]
     context = keys.shape[1] - repeat.keys.shape[1]
-    logits = queries @ keys[:, : context + begin + tile].transpose(-1, -2).unsqueeze(1) * scaling
-    future = torch.ones(tile, tile, dtype=torch.bool, device=keys.device).triu(1)
-    logits[..., -tile:].masked_fill_(future, float("-inf"))
-    return logits.softmax(dim=-1)
+    return causal_softmax(grouped_logits(queries, keys[:, : context + begin + queries.shape[1]], scaling))
 
 
 def repeat_tokens(

@@ -1,0 +1,37 @@
+"""Tangram: LLM serving on a KV cache that is compressed head by head and reused between turns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tangram.compress.profile import Profile
+from tangram.errors import ConfigError, IntegrityError, ModelError, ProfileError, RequestError, TangramError
+from tangram.types import SamplingParams
+
+if TYPE_CHECKING:
+    from tangram.engine.llm import LLM, CompletionOutput, RequestOutput
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "ConfigError",
+    "IntegrityError",
+    "ModelError",
+    "Profile",
+    "ProfileError",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "TangramError",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """`LLM` and its results bring torch along; whoever wants only the host side need not wait for it."""
+    if name in ("LLM", "CompletionOutput", "RequestOutput"):
+        from tangram.engine import llm
+
+        return getattr(llm, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

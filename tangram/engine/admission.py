@@ -1,0 +1,122 @@
+"""What the pool can take: the checks a request must pass before it is queued, and the accounts in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tangram.cache.layout import Layout
+from tangram.engine.scheduler import Scheduler
+from tangram.engine.scheduler import Sequence as TokenSequence
+from tangram.errors import RequestError
+from tangram.metrics import EngineStats
+from tangram.model.sealing import Retention
+from tangram.types import Request, Usage
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Layouts by retention ratio (the first is the default) over a pool of `total_pages` pages."""
+
+    retentions: Sequence[Retention]
+    total_pages: int
+    element_bytes: int
+    max_model_len: int
+
+    def layout_for(self, request: Request) -> int:
+        """The index of the layout that serves `request`. Raises `RequestError` if its ρ has no profile here."""
+        if request.kv_retention is None:
+            return 0
+        served = [entry.kv_retention for entry in self.retentions]
+        if request.kv_retention not in served:
+            raise RequestError(
+                f"kv_retention is {request.kv_retention}, this server has profiles for "
+                f"{', '.join(map(str, sorted(set(served))))}: choose one of them, or have it started with another profile",
+                "kv_retention",
+            )
+        return served.index(request.kv_retention)
+
+    def max_tokens_for(self, request: Request, layout: int) -> int:
+        """How many tokens `request` may generate. Raises `RequestError` if it is malformed or can never fit."""
+        prompt = request.prompt_token_ids
+        if not prompt:
+            raise RequestError("prompt is empty, it must have at least one token", "prompt")
+        geometry = self.retentions[0].layout.geometry
+        if outside := [token for token in prompt if not 0 <= token < geometry.vocab_size]:
+            raise RequestError(f"prompt has token {outside[0]}, it must lie in [0, {geometry.vocab_size - 1}]", "prompt")
+        room = self.max_model_len - len(prompt)
+        if room < 1:
+            raise RequestError(
+                f"prompt has {len(prompt)} tokens, this server takes at most {self.max_model_len - 1} and generates one "
+                f"(max_model_len {self.max_model_len}): shorten the prompt",
+                "prompt",
+            )
+        wanted = request.sampling.max_tokens
+        if wanted is not None and wanted > room:
+            raise RequestError(
+                f"max_tokens is {wanted}, but after {len(prompt)} prompt tokens {room} of max_model_len "
+                f"{self.max_model_len} are left: lower max_tokens or shorten the prompt",
+                "max_tokens",
+            )
+        chosen = self.retentions[layout].layout
+        granted = room if wanted is None else wanted
+        needed = chosen.most_pages(len(prompt) + granted - 1)
+        if needed > self.total_pages:
+            raise RequestError(
+                f"the request needs up to {needed} KV pages at kv_retention {self.retentions[layout].kv_retention}, the "
+                f"pool has {self.total_pages}: shorten the prompt, lower max_tokens, or give the server more kv_cache_gib",
+                "max_tokens",
+            )
+        return granted
+
+    def usage(self, sequence: TokenSequence) -> Usage:
+        """The accounts of one sequence now; completion tokens are the caller's to count."""
+        cache = sequence.cache
+        held = 0 if cache is None else cache.held_pages
+        computed = 0 if cache is None else cache.computed_tokens
+        layout = self.retentions[sequence.layout].layout
+        return Usage(
+            prompt_tokens=sequence.prompt_tokens,
+            completion_tokens=0,
+            cached_tokens=sequence.cached_tokens or 0,
+            kv_bytes=held * layout.page_bytes(self.element_bytes),
+            kv_bytes_uncompressed=layout.uncompressed_entries(computed) * self._entry_bytes(layout),
+        )
+
+    def capacity_tokens(self, layout: Layout) -> int:
+        """Tokens that fit into the pool as sealed chunks of `layout`."""
+        return self.total_pages * layout.chunk_tokens // layout.span_pages
+
+    @property
+    def uncompressed(self) -> Layout:
+        """The layout of ρ = 1.0."""
+        return next(entry.layout for entry in self.retentions if entry.kv_retention == 1.0)
+
+    def stats(self, scheduler: Scheduler) -> EngineStats:
+        """One reading of the scheduler's books."""
+        cache, counters = scheduler.cache, scheduler.counters
+        usages = [self.usage(sequence) for sequence in scheduler.running]
+        layout = self.retentions[0].layout
+        cached, free = cache.prefix.idle_pages, cache.ledger.free
+        return EngineStats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            pages_total=self.total_pages,
+            pages_held=self.total_pages - cached - free,
+            pages_cached=cached,
+            pages_free=free,
+            capacity_tokens=self.capacity_tokens(layout),
+            capacity_uncompressed_tokens=self.capacity_tokens(self.uncompressed),
+            kv_token_bytes=layout.uncompressed_entries(1) * self._entry_bytes(layout),
+            kv_bytes_held=sum(usage.kv_bytes for usage in usages),
+            kv_bytes_uncompressed=sum(usage.kv_bytes_uncompressed for usage in usages),
+            prompt_tokens=counters.prompt_tokens,
+            cached_tokens=counters.cached_tokens,
+            generated_tokens=counters.generated_tokens,
+            preemptions=counters.preemptions,
+            steps=counters.steps,
+            sealed_chunks=counters.sealed_chunks,
+        )
+
+    def _entry_bytes(self, layout: Layout) -> int:
+        return 2 * layout.geometry.head_dim * self.element_bytes

@@ -1,0 +1,195 @@
+"""`LLM`: the engine in your own process, with the surface that vLLM users know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.progress import Progress
+
+from tangram.config import EngineConfig
+from tangram.engine.loop import Engine
+from tangram.engine.setup import build_engine
+from tangram.errors import ConfigError, RequestError, TangramError
+from tangram.types import Event, FinishReason, Request, SamplingParams, TokenLogprob, Usage
+
+Prompt = str | Mapping[str, Any]
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One of the `n` answers to a prompt. `logprobs` is None unless they were asked for."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """Everything about one finished request. `kv_bytes` is what its pages held at the end, over all its completions."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    num_cached_tokens: int
+    kv_bytes: int
+    kv_bytes_uncompressed: int
+
+
+class LLM:
+    """A model with a compressed KV cache, for offline use.
+
+    The keywords are the fields of `EngineConfig`. `generate` and `chat` keep prefixes in the cache between calls.
+    """
+
+    def __init__(
+        self,
+        model: str = "smollm2",
+        *,
+        kv_retention: float = 0.5,
+        scorer: str = "keydiff",
+        scope: Literal["layer", "model"] = "model",
+        chunk_tokens: int = 512,
+        page_tokens: int = 16,
+        heads_per_page: int = 4,
+        profile: str | Sequence[str] = (),
+        gate: str | None = None,
+        kv_cache_gib: float | None = None,
+        max_num_seqs: int = 32,
+        max_num_batched_tokens: int = 2048,
+        max_model_len: int | None = None,
+        enable_prefix_caching: bool = True,
+        scheduling: Literal["continuous", "static"] = "continuous",
+        dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        device: str = "auto",
+        seed: int = 0,
+    ) -> None:
+        config = EngineConfig(
+            model=model, kv_retention=kv_retention, scorer=scorer, scope=scope, chunk_tokens=chunk_tokens,
+            page_tokens=page_tokens, heads_per_page=heads_per_page,
+            profile=(profile,) if isinstance(profile, str) else tuple(profile), gate=gate, kv_cache_gib=kv_cache_gib,
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len,
+            enable_prefix_caching=enable_prefix_caching, scheduling=scheduling, dtype=dtype, device=device, seed=seed,
+        )  # fmt: skip
+        self.engine: Engine = build_engine(config)
+        self._count = 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        kv_retention: float | None = None,
+        cache_salt: str = "",
+    ) -> list[RequestOutput]:
+        """Complete prompts, texts or `{"prompt_token_ids": [...]}`, together; results in the order of the prompts.
+
+        Raises `RequestError` naming the field if a request is malformed or can never fit; then none of them is run.
+        """
+        listed = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
+        tokens = [self._tokens(prompt) for prompt in listed]
+        return self._complete(tokens, sampling_params, kv_retention, cache_salt)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        kv_retention: float | None = None,
+        cache_salt: str = "",
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of messages) or several, through the model's chat template."""
+        several = bool(messages) and not isinstance(messages[0], Mapping)
+        tokens = [self.engine.codec.chat_prompt(m) for m in (messages if several else [messages])]  # type: ignore[arg-type]
+        return self._complete(tokens, sampling_params, kv_retention, cache_salt)
+
+    def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            return self.engine.codec.encode(prompt)
+        if set(prompt) != {"prompt_token_ids"}:
+            raise RequestError(f"a prompt is a text or {{'prompt_token_ids': [...]}}, this has {sorted(prompt)}", "prompt")
+        return tuple(int(token) for token in prompt["prompt_token_ids"])
+
+    def _complete(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        kv_retention: float | None,
+        cache_salt: str,
+    ) -> list[RequestOutput]:
+        params = _per_prompt(sampling_params, len(prompts))
+        collectors = [_Collector(prompt, each.n) for prompt, each in zip(prompts, params, strict=True)]
+        requests = []
+        for collector, each in zip(collectors, params, strict=True):
+            self._count += 1
+            requests.append(
+                Request(str(self._count), collector.prompt, each, collector.take, kv_retention, cache_salt)
+            )
+        for request in requests:
+            self.engine.check(request)
+        for request in requests:
+            self.engine.submit(request)
+        console = Console(stderr=True)
+        with Progress(console=console, disable=not console.is_terminal) as progress:
+            task = progress.add_task("Generating", total=len(collectors))
+            while self.engine.busy:
+                self.engine.step()
+                progress.update(task, completed=sum(collector.done for collector in collectors))
+        return [collector.output(request) for collector, request in zip(collectors, requests, strict=True)]
+
+
+def _per_prompt(
+    params: SamplingParams | Sequence[SamplingParams] | None, prompts: int
+) -> Sequence[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * prompts
+    if len(params) != prompts:
+        raise ConfigError(f"sampling_params has {len(params)} entries for {prompts} prompts: give one, or one for each")
+    return params
+
+
+class _Collector:
+    """Gathers the events of one request."""
+
+    def __init__(self, prompt: tuple[int, ...], samples: int) -> None:
+        self.prompt = prompt
+        self._events: list[list[Event]] = [[] for _ in range(samples)]
+
+    def take(self, event: Event) -> None:
+        self._events[event.index].append(event)
+
+    @property
+    def done(self) -> bool:
+        return all(events and events[-1].finish_reason is not None for events in self._events)
+
+    def output(self, request: Request) -> RequestOutput:
+        usages = [events[-1].usage for events in self._events]
+        first: Usage = usages[0]
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=tuple(self._completion(index, request) for index in range(len(self._events))),
+            num_cached_tokens=first.cached_tokens,
+            kv_bytes=sum(usage.kv_bytes for usage in usages),
+            kv_bytes_uncompressed=sum(usage.kv_bytes_uncompressed for usage in usages),
+        )
+
+    def _completion(self, index: int, request: Request) -> CompletionOutput:
+        events = self._events[index]
+        reason = events[-1].finish_reason
+        if reason is None or reason is FinishReason.ABORT:
+            raise TangramError(f"request {request.request_id} was ended by the engine: {events[-1].error}")
+        wanted = request.sampling.logprobs is not None
+        return CompletionOutput(
+            index=index,
+            text="".join(event.text for event in events),
+            token_ids=tuple(token for event in events for token in event.token_ids),
+            logprobs=tuple(entry for event in events for entry in event.logprobs) if wanted else None,
+            finish_reason=reason.value,
+        )

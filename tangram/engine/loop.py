@@ -1,0 +1,218 @@
+"""The engine's loop: schedule, plan, run, commit, emit. The only room that knows both the scheduler and the runner."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+from tangram.config import EngineConfig
+from tangram.engine.admission import Admission
+from tangram.engine.completion import Completion
+from tangram.engine.runner import Runner
+from tangram.engine.sampling import SampleRow, check_bias
+from tangram.engine.scheduler import Scheduler, sequence_of
+from tangram.engine.text import TextCodec, TextStream
+from tangram.metrics import EngineStats
+from tangram.model.load import LoadedModel
+from tangram.types import FinishReason, Geometry, Request, Step, TokenLogprob, Usage
+
+_log = logging.getLogger("tangram")
+
+
+class Engine:
+    """Serves requests one step at a time: call `step` yourself, or `start` a thread that does.
+
+    `submit`, `abort` and `stats` may be called from any thread. Build it with `tangram.engine.setup.build_engine`.
+    """
+
+    def __init__(
+        self, config: EngineConfig, loaded: LoadedModel, admission: Admission, scheduler: Scheduler, runner: Runner
+    ) -> None:
+        self.config = config
+        self.codec = TextCodec(loaded.tokenizer, eos_token_ids=loaded.eos_token_ids)
+        self.healthy = True
+        self._loaded, self._admission, self._scheduler, self._runner = loaded, admission, scheduler, runner
+        self._seeds = random.Random(config.seed)
+        self._arrivals = 0
+        self._completions: dict[tuple[str, int], Completion] = {}
+        self._siblings: dict[str, list[Completion]] = {}
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._checked = False
+
+    @property
+    def geometry(self) -> Geometry:
+        """The model's attention shape."""
+        return self._loaded.geometry
+
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens, prompt and answer, of one sequence."""
+        return self._admission.max_model_len
+
+    # -- from any thread --------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Queue `request`; its events come through `request.on_event`.
+
+        Raises `RequestError` at once if it is malformed or can never fit; then nothing is queued.
+        """
+        layout, max_tokens = self.check(request)
+        self._post(lambda: self._accept(request, layout, max_tokens))
+
+    def check(self, request: Request) -> tuple[int, int]:
+        """What `submit` checks: the layout that would serve `request`, and the tokens it may generate."""
+        layout = self._admission.layout_for(request)
+        check_bias(request.sampling, self.geometry.vocab_size)
+        return layout, self._admission.max_tokens_for(request, layout)
+
+    def abort(self, request_id: str) -> None:
+        """End every completion of a request and free its pages; unknown ids are ignored."""
+        self._post(lambda: self._drop(request_id))
+
+    def stats(self) -> EngineStats:
+        """One reading of the books."""
+        with self._wake:
+            return self._admission.stats(self._scheduler)
+
+    def start(self) -> None:
+        """Run steps on a thread of its own until `stop`."""
+        self._thread = threading.Thread(target=self._run, name="tangram-engine", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread after its current step; what is in flight is aborted."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    # -- the loop ---------------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """True while anything is queued or running."""
+        return bool(self._inbox or self._completions)
+
+    def step(self) -> bool:
+        """One step: schedule, plan, run, commit, emit. False if there was nothing to do."""
+        with self._wake:
+            while self._inbox:
+                self._inbox.popleft()()
+            step = self._scheduler.schedule()
+        if step is None:
+            self._check_once()
+            return False
+        self._checked = False
+        sampled = self._sampled(step)
+        tokens = self._runner.run(step, [completion.sampler for completion in sampled])
+        with self._wake:
+            self._scheduler.commit(step)
+            for completion, token in zip(sampled, tokens, strict=True):
+                self._emit(completion, token)
+        return True
+
+    def clear_cache(self) -> None:
+        """Forget every cached prefix that nobody uses."""
+        with self._wake:
+            self._scheduler.cache.prefix.clear()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                worked = self.step()
+                with self._wake:
+                    if self._stopping:
+                        break
+                    if not worked and not self._inbox:
+                        self._wake.wait()
+        except Exception:
+            self.healthy = False
+            _log.exception("the engine has stopped")
+        with self._wake:
+            for request_id in {request_id for request_id, _ in self._completions}:
+                self._drop(request_id, "the engine has stopped")
+
+    def _post(self, job: Callable[[], None]) -> None:
+        with self._wake:
+            self._inbox.append(job)
+            self._wake.notify()
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    def _accept(self, request: Request, layout: int, max_tokens: int) -> None:
+        own_seed = request.sampling.seed
+        seed = self._seeds.getrandbits(63) if own_seed is None else own_seed
+        completions = [
+            self._completion(request, index, layout, max_tokens, seed) for index in range(request.sampling.n)
+        ]
+        for completion in completions:
+            self._completions[request.request_id, completion.index] = completion
+        # The others wait for the first to compute the prompt: then they find it in the prefix cache.
+        self._scheduler.add(completions[0].sequence)
+        self._siblings[request.request_id] = completions[1:]
+
+    def _completion(self, request: Request, index: int, layout: int, max_tokens: int, seed: int) -> Completion:
+        prompt, sampling = request.prompt_token_ids, request.sampling
+        self._arrivals += 1
+        sequence = sequence_of(
+            request.request_id, self._arrivals, layout, request.cache_salt, prompt, len(prompt) + max_tokens - 1
+        )
+        sampler = SampleRow(
+            sampling, prompt_token_ids=prompt, vocab_size=self.geometry.vocab_size, seed=seed, sample_index=index,
+            device=self._loaded.device,
+        )  # fmt: skip
+        ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self.codec.eos_token_ids)
+        text = TextStream(self.codec, stop=sampling.stop, prompt_token_ids=prompt)
+        return Completion(request, index, sequence, sampler, text, max_tokens, ends)
+
+    def _release_siblings(self, request_id: str) -> None:
+        for completion in self._siblings.pop(request_id, ()):
+            self._scheduler.add(completion.sequence)
+
+    def _drop(self, request_id: str, error: str | None = None) -> None:
+        self._siblings.pop(request_id, None)
+        for key in [key for key in self._completions if key[0] == request_id]:
+            completion = self._completions.pop(key)
+            usage = self._usage(completion)
+            self._scheduler.remove(completion.sequence)
+            completion.request.on_event(completion.event(usage, None, "", FinishReason.ABORT, error))
+
+    # -- emit -------------------------------------------------------------------------------------------------------
+
+    def _sampled(self, step: Step) -> list[Completion]:
+        """The completions that get a token from `step`, in the order of its rows."""
+        by_slot = {
+            completion.sequence.cache.slot: completion for completion in self._completions.values()
+            if completion.sequence.cache is not None
+        }  # fmt: skip
+        return [by_slot[row.slot] for row in step.rows if row.sample]
+
+    def _emit(self, completion: Completion, token: TokenLogprob) -> None:
+        text, reason = completion.take(token)
+        self._scheduler.counters.generated_tokens += 1
+        self._release_siblings(completion.request.request_id)
+        event = completion.event(self._usage(completion), token, text, reason)
+        if reason is not None:
+            del self._completions[completion.request.request_id, completion.index]
+            self._scheduler.remove(completion.sequence)
+        completion.request.on_event(event)
+
+    def _usage(self, completion: Completion) -> Usage:
+        sequence = completion.sequence
+        usage = self._admission.usage(sequence)
+        return replace(usage, completion_tokens=completion.completion_tokens)
+
+    def _check_once(self) -> None:
+        """With nothing to do, go over the books; a mistake shows here and not under load."""
+        if not self._checked:
+            with self._wake:
+                self._scheduler.cache.check()
+            self._checked = True

@@ -1,0 +1,196 @@
+"""From an `EngineConfig` to a running engine: model, profile, pool, scheduler, runner."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+import tangram.profiles
+from tangram.cache.layout import Layout
+from tangram.cache.manager import CacheManager
+from tangram.calibrate import calibrate, in_terminal
+from tangram.compress.library import find_profile
+from tangram.compress.profile import Profile
+from tangram.compress.provenance import ScorerSpec
+from tangram.compress.scorers import Scorer, make_scorer
+from tangram.config import EngineConfig
+from tangram.engine.admission import Admission
+from tangram.engine.loop import Engine
+from tangram.engine.observe import score_source
+from tangram.engine.runner import Runner
+from tangram.engine.scheduler import Scheduler
+from tangram.errors import ConfigError, ProfileError
+from tangram.model.load import LoadedModel, cache_folder, load_model
+from tangram.model.sealing import Retention
+from tangram.pilots import pilot_texts
+
+QUICK_SAMPLES = 8  # enough for a usable ranking of heads; `tangram calibrate` takes 50
+_DEFAULT_CPU_BYTES = 4 << 30
+_GIB = 1 << 30
+
+_log = logging.getLogger("tangram")
+
+
+def build_engine(config: EngineConfig) -> Engine:
+    """Everything `config` asks for, ready to `submit` to. Raises the errors of `tangram.errors` with what to change."""
+    loaded = load_model(config.model, dtype=config.dtype, device=config.device)
+    limit = loaded.geometry.max_positions
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise ConfigError(f"max_model_len is {config.max_model_len}, the model was made for at most {limit} positions")
+    retentions = _retentions(config, loaded, config.max_model_len or limit)
+    pages = _pool_pages(config, loaded, retentions[0].layout)
+    max_model_len = _fit_model_len(config, retentions[0], pages, config.max_model_len or limit)
+    cache = CacheManager(
+        [(entry.fingerprint, entry.layout) for entry in retentions],
+        total_pages=pages, max_sequences=config.max_num_seqs, prefix_caching=config.enable_prefix_caching,
+    )  # fmt: skip
+    runner = Runner(loaded, retentions, pages=pages, tables=cache.tables, lengths=cache.lengths)
+    admission = Admission(retentions, pages, loaded.dtype.itemsize, max_model_len)
+    _announce(config, loaded, admission)
+    return Engine(config, loaded, admission, Scheduler(config, cache), runner)
+
+
+def scorer_spec(scorer: Scorer) -> ScorerSpec:
+    """How a profile names `scorer`."""
+    return ScorerSpec(scorer.name, scorer.parameters())
+
+
+def calibrate_model(
+    loaded: LoadedModel, scorer: Scorer, config: EngineConfig, *, retentions: Sequence[float], texts: Sequence[str],
+    source: str,
+) -> list[Profile]:  # fmt: skip
+    """One profile of `loaded` for each ρ, from the scores of `texts`; draws a progress bar in a terminal."""
+    samples = [loaded.tokenizer.encode(text) for text in texts]
+    return calibrate(
+        score_source(loaded, scorer, chunk_tokens=config.chunk_tokens), samples, geometry=loaded.geometry,
+        fingerprint=loaded.fingerprint, scorer=scorer_spec(scorer), scope=config.scope, retentions=retentions,
+        chunk_tokens=config.chunk_tokens, source=source, page_tokens=config.page_tokens,
+        heads_per_page=config.heads_per_page, track=in_terminal,
+    )  # fmt: skip
+
+
+def _retentions(config: EngineConfig, loaded: LoadedModel, max_tokens: int) -> list[Retention]:
+    """The default ρ first, then 1.0, then those of other profiles the user named."""
+    uncompressed = Layout.uncompressed(
+        loaded.geometry, chunk_tokens=config.chunk_tokens, page_tokens=config.page_tokens,
+        heads_per_page=config.heads_per_page, max_tokens=max_tokens,
+    )  # fmt: skip
+    # ρ = 1.0 depends on the model alone; its weights' digest stands in for the profile's fingerprint.
+    full = Retention(1.0, uncompressed, f"full:{loaded.fingerprint.weights_sha256}:{config.chunk_tokens}")
+    if not loaded.geometry.full_layers:
+        _log.warning("%s has sliding-window layers only: there is nothing to compress", config.model)
+        return [full]
+    if config.kv_retention == 1.0 and not config.profile:
+        return [full]
+    scorer = make_scorer(config.scorer, gate=Path(config.gate) if config.gate else None)
+    named = [_load(path, config, loaded, scorer) for path in config.profile]
+    found = [_retention(profile, scorer, loaded, max_tokens) for profile in named]
+    defaults = [entry for entry in (*found, full) if entry.kv_retention == config.kv_retention]
+    if named and not defaults:
+        raise ProfileError(
+            f"kv_retention is {config.kv_retention}, the profiles given are for "
+            f"{', '.join(str(profile.kv_retention) for profile in named)}: set kv_retention to one of them"
+        )
+    default = defaults[0] if defaults else _retention(_profile(config, loaded, scorer), scorer, loaded, max_tokens)
+    return [default, *(entry for entry in (full, *found) if entry is not default)]
+
+
+def _load(path: str, config: EngineConfig, loaded: LoadedModel, scorer: Scorer) -> Profile:
+    profile = Profile.load(path)
+    profile.check_model(loaded.fingerprint)
+    profile.check_options(
+        scorer=config.scorer, scope=config.scope, kv_retention=profile.kv_retention, chunk_tokens=config.chunk_tokens
+    )
+    if dict(profile.scorer.parameters) != scorer.parameters():
+        raise ProfileError(
+            f"profile {path} was made with {config.scorer} parameters {dict(profile.scorer.parameters)}, this Tangram "
+            f"uses {scorer.parameters()}: calibrate again"
+        )
+    return profile.with_pages(config.page_tokens, config.heads_per_page)
+
+
+def _profile(config: EngineConfig, loaded: LoadedModel, scorer: Scorer) -> Profile:
+    """A shipped or kept profile that fits, or a short calibration, which is kept."""
+    kept = cache_folder() / "profiles"
+    folders = [Path(path) for path in tangram.profiles.__path__] + [kept]
+    profile = find_profile(
+        folders, loaded.fingerprint, scorer=config.scorer, scope=config.scope,
+        kv_retention=config.kv_retention, chunk_tokens=config.chunk_tokens,
+    )  # fmt: skip
+    if profile is not None:
+        return profile.with_pages(config.page_tokens, config.heads_per_page)
+    _log.warning(
+        "no profile for %s with scorer %s, scope %s, kv_retention %s, chunk_tokens %s: calibrating on %d samples now "
+        "(`tangram calibrate` takes 50 and is more exact)",
+        config.model, config.scorer, config.scope, config.kv_retention, config.chunk_tokens, QUICK_SAMPLES,
+    )  # fmt: skip
+    texts = pilot_texts(QUICK_SAMPLES, min_characters=max(8_000, 6 * config.chunk_tokens))
+    profile = calibrate_model(
+        loaded, scorer, config, retentions=[config.kv_retention], texts=texts, source="built-in pilot texts, quick"
+    )[0]
+    path = kept / f"{loaded.fingerprint.weights_sha256}-{profile.file_name}"
+    try:
+        kept.mkdir(parents=True, exist_ok=True)
+        profile.save(path)
+        _log.warning("the profile is kept as %s", path)
+    except OSError as error:
+        _log.warning("the profile could not be kept: %s", error)
+    return profile
+
+
+def _retention(profile: Profile, scorer: Scorer, loaded: LoadedModel, max_tokens: int) -> Retention:
+    layout = Layout.build(
+        loaded.geometry, chunk_tokens=profile.chunk_tokens, page_tokens=profile.page_tokens,
+        heads_per_page=profile.heads_per_page, max_tokens=max_tokens, groups=profile.groups,
+        sealed_pages=profile.sealed_pages,
+    )  # fmt: skip
+    return Retention(
+        profile.kv_retention, layout, profile.fingerprint, scorer, profile.sink_tokens, profile.window_tokens
+    )
+
+
+def _pool_pages(config: EngineConfig, loaded: LoadedModel, layout: Layout) -> int:
+    page_bytes = layout.page_bytes(loaded.dtype.itemsize)
+    if config.kv_cache_gib is not None:
+        total = int(config.kv_cache_gib * _GIB)
+    elif loaded.device.type == "cuda":
+        total = int(0.9 * torch.cuda.mem_get_info(loaded.device)[0])
+    else:
+        total = min(_DEFAULT_CPU_BYTES, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)
+    return total // page_bytes
+
+
+def _fit_model_len(config: EngineConfig, default: Retention, pages: int, wanted: int) -> int:
+    """`wanted`, or as many tokens as the pool can hold in one sequence if nobody insists on more."""
+    layout = default.layout
+    if layout.most_pages(wanted) <= pages:
+        return wanted
+    fits = max((n for n in range(0, wanted, layout.page_tokens) if layout.most_pages(n) <= pages), default=0)
+    if config.max_model_len is not None or fits == 0:
+        raise ConfigError(
+            f"max_model_len {wanted} needs {layout.most_pages(wanted)} KV pages in one sequence, kv_cache_gib gives "
+            f"{pages}, which hold {fits} tokens: raise kv_cache_gib or lower max_model_len"
+        )
+    _log.warning("max_model_len is lowered from %d to %d: the KV cache holds no more in one sequence", wanted, fits)
+    return fits
+
+
+def _announce(config: EngineConfig, loaded: LoadedModel, admission: Admission) -> None:
+    """Say how many tokens fit, and how many would without compression."""
+    default = admission.retentions[0]
+    compressed = admission.capacity_tokens(default.layout)
+    uncompressed = admission.capacity_tokens(admission.uncompressed)
+    gib = admission.total_pages * default.layout.page_bytes(admission.element_bytes) / _GIB
+    method = f"{config.scorer}, scope {config.scope}" if default.scorer else "nothing dropped"
+    _log.info(
+        "%s on %s, %s; KV cache %.2f GiB = %d pages; %s tokens fit at kv_retention %s (%s), %s would without compression; "
+        "max_model_len %d, chunk %d tokens",
+        config.model, loaded.device, str(loaded.dtype).removeprefix("torch."), gib, admission.total_pages,
+        f"{compressed:,}", default.kv_retention, method, f"{uncompressed:,}", admission.max_model_len,
+        default.layout.chunk_tokens,
+    )  # fmt: skip

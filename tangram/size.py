@@ -1,0 +1,194 @@
+"""The exact size of a KV cache, for any model whose config.json is at hand, and what ρ, pages and FP8 make of it.
+
+A layer of grouped-query attention stores 2 · H · D elements a token (keys and values); a layer of multi-head latent
+attention stores one latent vector and one rotary key (DeepSeek-V2, section 2.1); a sliding-window layer holds at most
+its window. Compressed sizes are the promise of Tangram's profiles: at most ρ of every sealed chunk of the
+full-attention layers, the raw tail whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from tangram.cache.layout import Layout, adjacent_groups
+from tangram.errors import ConfigError
+from tangram.kv_shape import KVShape, read_shape
+from tangram.types import Geometry
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Dtype = Literal["fp32", "bf16", "fp16", "fp8"]
+ELEMENT_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class KVSize:
+    """The KV cache of one sequence of `context_tokens` tokens."""
+
+    shape: KVShape
+    context_tokens: int
+    dtype: str
+    retention: float
+    page_tokens: int
+    heads_per_page: int
+    chunk_tokens: int
+
+    @property
+    def bytes_per_token(self) -> int:
+        """What one token adds to a context that no sliding window has filled yet, nothing dropped."""
+        return len(self.shape.windows) * self._layer_bytes
+
+    @property
+    def uncompressed_bytes(self) -> int:
+        """The whole context with nothing dropped, unpaged."""
+        tokens = self.shape.full_layers * self.context_tokens + self.shape.window_tokens(self.context_tokens)
+        return tokens * self._layer_bytes
+
+    @property
+    def compressed_bytes(self) -> int:
+        """At most this much stays at retention ρ: ρ of the sealed chunks, the raw tail and the windows whole."""
+        return self._compressed_elements * ELEMENT_BYTES[self.dtype]
+
+    @property
+    def fp8_bytes(self) -> int:
+        """`compressed_bytes` if each element were one byte (scales not counted)."""
+        return self._compressed_elements * ELEMENT_BYTES["fp8"]
+
+    @property
+    def page_bytes(self) -> int | None:
+        """Bytes of one page, Hp · 2 · P · D elements; None for MLA, which Tangram does not page."""
+        return None if self._layout is None else self._layout.page_bytes(ELEMENT_BYTES[self.dtype])
+
+    @property
+    def pages(self) -> int | None:
+        """Pages the sequence holds, at most; a window layer holds whole chunks. None for MLA."""
+        return (
+            None if self._layout is None else self._layout.held_pages(*divmod(self.context_tokens, self.chunk_tokens))
+        )
+
+    @property
+    def most_pages(self) -> int | None:
+        """The most pages it is ever promised on its way there: a chunk is whole before it is sealed. None for MLA."""
+        return None if self._layout is None else self._layout.most_pages(self.context_tokens)
+
+    def how_many_fit(self, memory_gib: float) -> int:
+        """How many such sequences, sharing nothing, `memory_gib` GiB of KV cache can take to their end."""
+        if not (math.isfinite(memory_gib) and memory_gib > 0):
+            raise ConfigError(f"memory_gib is {memory_gib}, it must be positive")
+        memory_bytes = int(memory_gib * _GIB)
+        if self.page_bytes is None or self.most_pages is None:
+            return memory_bytes // self.uncompressed_bytes
+        return memory_bytes // self.page_bytes // self.most_pages
+
+    @property
+    def _layer_bytes(self) -> int:
+        return self.shape.layer_elements * ELEMENT_BYTES[self.dtype]
+
+    @property
+    def _compressed_elements(self) -> int:
+        chunks, tail_tokens = divmod(self.context_tokens, self.chunk_tokens)
+        sealed_elements = chunks * self.chunk_tokens * self.shape.full_layers * self.shape.layer_elements
+        raw_tokens = tail_tokens * self.shape.full_layers + self.shape.window_tokens(self.context_tokens)
+        return math.floor(self.retention * sealed_elements) + raw_tokens * self.shape.layer_elements
+
+    @cached_property
+    def _layout(self) -> Layout | None:
+        """A layout that keeps ρ: which group gets how many pages is the profile's business, the sum is the promise."""
+        if self.shape.latent:
+            return None
+        heads = self.shape.kv_heads
+        full_layers = [layer for layer, window in enumerate(self.shape.windows) if window is None]
+        groups = adjacent_groups(full_layers, heads, self.heads_per_page)
+        chunk_pages = len(groups) * (self.chunk_tokens // self.page_tokens)
+        budget = max(len(groups), math.floor(self.retention * chunk_pages))
+        windows = self.shape.windows
+        return Layout.build(
+            # Neither the query heads nor the vocabulary plays a part in the cache.
+            Geometry(len(windows), heads, heads, self.shape.head_dim, 1, self.context_tokens, windows),
+            chunk_tokens=self.chunk_tokens,
+            page_tokens=self.page_tokens,
+            heads_per_page=self.heads_per_page,
+            max_tokens=self.context_tokens,
+            groups=groups,
+            sealed_pages=_spread(budget, len(groups)),
+        )
+
+
+def kv_size(
+    model: str | Path | Mapping[str, Any],
+    context_tokens: int,
+    *,
+    dtype: Dtype = "bf16",
+    retention: float = 1.0,
+    page_tokens: int = 16,
+    heads_per_page: int = 4,
+    chunk_tokens: int = 512,
+) -> KVSize:
+    """The size of one sequence. `model` is a preset's name, a folder with a config.json, such a file, or its content.
+
+    Raises `ConfigError` for an unknown model, a missing config field, an option out of range, and ρ < 1 for MLA.
+    """
+    options = {"context_tokens": context_tokens, "page_tokens": page_tokens, "heads_per_page": heads_per_page}
+    for name, value in {**options, "chunk_tokens": chunk_tokens}.items():
+        if value < 1:
+            raise ConfigError(f"{name} is {value}, it must be at least 1")
+    if dtype not in ELEMENT_BYTES:
+        raise ConfigError(f"dtype is {dtype!r}, it must be one of {', '.join(ELEMENT_BYTES)}")
+    if chunk_tokens % page_tokens:
+        raise ConfigError(f"chunk_tokens is {chunk_tokens}, it must be a multiple of page_tokens ({page_tokens})")
+    shape = read_shape(model)
+    _check_retention(shape, retention, chunk_tokens // page_tokens)
+    return KVSize(shape, context_tokens, dtype, retention, page_tokens, heads_per_page, chunk_tokens)
+
+
+def render(size: KVSize, memory_gib: float | None = None) -> Table:
+    """A table for the terminal; with `memory_gib` it also says how many such sequences fit."""
+    from rich.table import Table
+
+    table = Table(title=f"KV cache of {size.shape.model}, {size.context_tokens:,} tokens, {size.dtype}")
+    table.add_column("what")
+    table.add_column("size", justify="right")
+    table.add_row("per token", f"{size.bytes_per_token:,} bytes")
+    table.add_row("nothing dropped", _gib(size.uncompressed_bytes))
+    if size.retention < 1:
+        table.add_row(f"kept at ρ = {size.retention:g}, at most", _gib(size.compressed_bytes))
+    if size.dtype != "fp8":
+        table.add_row("the same in FP8", _gib(size.fp8_bytes))
+    if size.pages is not None and size.page_bytes is not None:
+        table.add_row(f"pages of {size.page_bytes:,} bytes", f"{size.pages:,} = {_gib(size.pages * size.page_bytes)}")
+    if memory_gib is not None:
+        table.add_row(f"sequences that fit into {memory_gib:g} GiB", f"{size.how_many_fit(memory_gib):,}")
+    return table
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / _GIB:,.2f} GiB"
+
+
+def _spread(budget: int, groups: int) -> list[int]:
+    if not groups:
+        return []
+    pages, extra = divmod(budget, groups)
+    return [pages + (group < extra) for group in range(groups)]
+
+
+def _check_retention(shape: KVShape, retention: float, chunk_pages: int) -> None:
+    if not (math.isfinite(retention) and 0 < retention <= 1):
+        raise ConfigError(f"retention is {retention}, it must lie in (0, 1]: 1.0 keeps everything")
+    if shape.latent and retention < 1:
+        raise ConfigError(
+            f"retention is {retention}, but {shape.model} uses multi-head latent attention: its heads share one latent "
+            "vector per token, so there is nothing to drop head by head; use retention 1.0"
+        )
+    if retention * chunk_pages < 1:
+        raise ConfigError(
+            f"retention is {retention}, but a chunk has {chunk_pages} pages and every head keeps at least one: "
+            f"use at least {1 / chunk_pages:g}, a larger chunk_tokens or a smaller page_tokens"
+        )

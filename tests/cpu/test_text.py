@@ -1,0 +1,236 @@
+"""Text in and out: the stream against the tokenizer's own decoding of everything, with two kinds of vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tangram.engine.text import TextCodec, TextStream, TokenText
+from tangram.errors import RequestError
+from tangram.model.load import load_tokenizer
+
+EMOJI = "👩‍🚀🏳️‍🌈 naïve 日本語 🤖"
+VOCAB = 49152
+
+
+@pytest.fixture(scope="module")
+def codec() -> TextCodec:
+    """The embedded model's tokenizer: byte-level, as in GPT-2, Llama 3 and Qwen."""
+    return TextCodec(load_tokenizer("smollm2"))
+
+
+@pytest.fixture(scope="module")
+def byte_fallback_codec() -> TextCodec:
+    """A small tokenizer of Llama 2's and Mistral's kind: a mark for spaces, one token per unknown byte."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["▁", "a", "o", "h", "e", "l", "!", "he", "▁he", "ll", "lo", "llo", "▁hello"]
+    merges = [("h", "e"), ("▁", "he"), ("l", "l"), ("l", "o"), ("ll", "o"), ("▁he", "llo")]
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    return TextCodec(wrapped)
+
+
+def streamed(
+    codec: TextCodec, tokens: Sequence[int], stop: Sequence[str] = (), prompt: Sequence[int] = ()
+) -> tuple[list[str], bool]:
+    """All pieces of text a client would get, and whether a stop string ended it."""
+    stream = TextStream(codec, stop=stop, prompt_token_ids=prompt)
+    pieces = []
+    for token in tokens:
+        text, stopped = stream.push(token)
+        pieces.append(text)
+        if stopped:
+            assert stream.finish() == ""
+            return pieces, True
+    return [*pieces, stream.finish()], False
+
+
+@pytest.fixture(scope="module")
+def broken(codec: TextCodec) -> list[int]:
+    """Tokens that are not whole characters."""
+    return [token for token in range(VOCAB) if "\ufffd" in codec.decode([token])]
+
+
+token_ids = st.one_of(
+    st.integers(0, VOCAB - 1), st.integers(0, 20), st.integers(0, 2**20).map(lambda number: -1 - number)
+)
+
+
+def resolve(drawn: list[int], broken: list[int]) -> list[int]:
+    """Negative numbers stand for parts of characters, so that they are frequent."""
+    return [token if token >= 0 else broken[-token % len(broken)] for token in drawn]
+
+
+@settings(max_examples=300, deadline=None)
+@given(drawn=st.lists(token_ids, max_size=80))
+def test_any_tokens_stream_to_what_decoding_them_all_gives(
+    codec: TextCodec, broken: list[int], drawn: list[int]
+) -> None:
+    tokens = resolve(drawn, broken)
+    pieces, stopped = streamed(codec, tokens)
+    assert "".join(pieces) == codec.decode(tokens)
+    assert not stopped
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(max_size=60), prompt=st.sampled_from(["", "Hello", "日本", "a b "]))
+def test_text_streams_whole_characters_only(codec: TextCodec, text: str, prompt: str) -> None:
+    tokens = codec.encode(text)
+    pieces, _ = streamed(codec, tokens, prompt=codec.encode(prompt))
+    assert "".join(pieces) == codec.decode(tokens)
+    if "\ufffd" not in codec.decode(tokens):  # the vocabulary lacks a few bytes
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=st.text(alphabet="hello! éß€😀a", max_size=40))
+def test_byte_fallback_text_streams_whole_characters_only(byte_fallback_codec: TextCodec, text: str) -> None:
+    tokens = byte_fallback_codec.encode(text)
+    pieces, _ = streamed(byte_fallback_codec, tokens)
+    assert "".join(pieces) == byte_fallback_codec.decode(tokens)
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+@settings(max_examples=200, deadline=None)
+@given(tokens=st.lists(st.one_of(st.integers(3 + 0x80, 3 + 0xFF), st.integers(260, 271)), max_size=60))
+def test_invalid_utf8_of_a_byte_fallback_vocabulary_harms_no_other_text(
+    byte_fallback_codec: TextCodec, tokens: list[int]
+) -> None:
+    pieces, _ = streamed(byte_fallback_codec, tokens)
+    readable = byte_fallback_codec.tokenizer.convert_ids_to_tokens([token for token in tokens if token >= 260])
+    assert "".join(letter for letter in "".join(pieces) if letter in "ahelo!") == "".join(readable).replace("▁", "")
+
+
+def test_the_space_between_prompt_and_answer_is_kept(byte_fallback_codec: TextCodec) -> None:
+    hello = byte_fallback_codec.encode("hello")
+    assert "".join(streamed(byte_fallback_codec, hello)[0]) == "hello"
+    assert "".join(streamed(byte_fallback_codec, hello, prompt=byte_fallback_codec.encode("a"))[0]) == " hello"
+    end = byte_fallback_codec.tokenizer.eos_token_id
+    after_specials = [*hello, end, end, *hello]
+    assert "".join(streamed(byte_fallback_codec, after_specials)[0]) == "hello hello"
+
+
+def test_text_is_not_held_back_without_reason(codec: TextCodec) -> None:
+    tokens = codec.encode("The quick brown fox")
+    pieces, _ = streamed(codec, tokens)
+    assert pieces == [codec.decode([token]) for token in tokens] + [""]
+
+
+def test_a_character_cut_off_by_the_end_is_not_lost(codec: TextCodec) -> None:
+    tokens = codec.encode("ok 🤖")[:-1]
+    pieces, _ = streamed(codec, tokens)
+    assert "".join(pieces[:-1]) == "ok "
+    assert "".join(pieces) == codec.decode(tokens) == "ok \ufffd"
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_stop_strings_cut_where_the_full_text_says(codec: TextCodec, data: st.DataObject) -> None:
+    sentence = data.draw(st.text(alphabet="ab ab\n.é🤖", max_size=40))
+    tokens = codec.encode(sentence)
+    stop = data.draw(st.lists(st.text(alphabet="ab\n.é🤖 ", min_size=1, max_size=5), max_size=4))
+    pieces, stopped = streamed(codec, tokens, stop)
+    expected, expected_stop = sentence, False
+    for count in range(1, len(tokens) + 1):
+        text = codec.decode(tokens[:count])
+        starts = [text.find(string) for string in stop if string in text]
+        if starts:
+            expected, expected_stop = text[: min(starts)], True
+            assert len(pieces) == count
+            break
+    assert ("".join(pieces), stopped) == (expected, expected_stop)
+
+
+def test_a_possible_beginning_of_a_stop_string_waits_until_it_is_decided(codec: TextCodec) -> None:
+    stream = TextStream(codec, stop=["END now", "\n\n"])
+    got = [stream.push(token)[0] for token in codec.encode("the END never")]
+    assert "".join(got) == "the END never"
+    position = [index for index, token in enumerate(codec.encode("the END never")) if "END" in codec.decode([token])]
+    assert position and not any("END" in got[index] for index in position)
+    assert stream.finish() == ""
+    stream = TextStream(codec, stop=["END now"])
+    assert "".join(stream.push(token)[0] for token in codec.encode("the END")) == "the "
+    assert stream.finish() == "END"
+
+
+def test_each_token_costs_a_bounded_amount_of_work(codec: TextCodec, broken: list[int]) -> None:
+    longest = 0
+
+    class Counting(TextCodec):
+        def decode(self, token_ids: Sequence[int]) -> str:
+            nonlocal longest
+            longest = max(longest, len(token_ids))
+            return super().decode(token_ids)
+
+    tokens = [*codec.encode(EMOJI * 5), *([2] * 300), *(broken[:1] * 300), *codec.encode("a b c" * 50)]
+    pieces, _ = streamed(Counting(codec.tokenizer), tokens, stop=["never"])
+    assert "".join(pieces) == codec.decode(tokens)
+    assert longest <= 64
+
+
+def test_chat_prompt_is_the_models_own_format(codec: TextCodec) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi " + EMOJI}]
+    text = codec.tokenizer.decode(list(codec.chat_prompt(messages)))
+    assert text == (
+        f"<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi {EMOJI}<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_messages_without_a_template_or_against_it_are_refused(
+    codec: TextCodec, byte_fallback_codec: TextCodec
+) -> None:
+    strict = load_tokenizer("smollm2")
+    strict.chat_template = "{{ raise_exception('roles must alternate') }}"
+    cases: list[tuple[TextCodec, list[dict[str, str | None]], str]] = [
+        (byte_fallback_codec, [{"role": "user", "content": "hi"}], "no chat template"),
+        (TextCodec(strict), [{"role": "user", "content": "hi"}], "roles must alternate"),
+        (codec, [], "empty"),
+        (codec, [{"role": "user", "content": None}], "rejects"),
+    ]
+    for refusing, messages, words in cases:
+        with pytest.raises(RequestError, match=words) as caught:
+            refusing.chat_prompt(messages)
+        assert caught.value.field == "messages"
+
+
+def test_token_text_has_the_space_the_name_or_the_bytes(codec: TextCodec, byte_fallback_codec: TextCodec) -> None:
+    (world,) = codec.encode(" world")
+    assert codec.token_text(world) == TokenText(" world", b" world")
+    assert codec.token_text(2) == TokenText("<|im_end|>", b"<|im_end|>")
+    hello = byte_fallback_codec.encode("hello")[-1]
+    assert byte_fallback_codec.token_text(hello) == TokenText(" hello", b" hello")
+
+
+@pytest.mark.parametrize("kind", ["codec", "byte_fallback_codec"])
+def test_the_bytes_of_tokens_add_up_to_the_text(kind: str, request: pytest.FixtureRequest) -> None:
+    chosen: TextCodec = request.getfixturevalue(kind)
+    raw = b"".join(chosen.token_text(token).raw for token in chosen.encode(EMOJI))
+    assert raw.decode().removeprefix(" ") == EMOJI
+
+
+def test_the_ends_of_text_are_the_tokenizers_and_the_models(codec: TextCodec) -> None:
+    assert codec.eos_token_ids == {2}
+    assert TextCodec(codec.tokenizer, eos_token_ids=[0, 2]).eos_token_ids == {0, 2}
+
+
+def test_a_codec_serves_several_threads(codec: TextCodec) -> None:
+    def work(number: int) -> bool:
+        text = f"{number} {EMOJI}" * 20
+        tokens = codec.encode(text)
+        return "".join(streamed(codec, tokens)[0]) == text and bool(
+            codec.chat_prompt([{"role": "user", "content": text}])
+        )
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(40)))

@@ -1,0 +1,374 @@
+"""A profile is a promise in a file: it survives the disk, is refused when damaged, and fits one model only."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tangram.cache.layout import Layout
+from tangram.compress.groups import cluster, group_budgets
+from tangram.compress.library import find_profile, shipped_profiles
+from tangram.compress.profile import Calibration, ModelFingerprint, Profile, RankStability, ScorerSpec
+from tangram.errors import ConfigError, ProfileError
+from tangram.import_profiles import MODELS, import_published
+from tangram.types import Geometry
+
+MODEL = ModelFingerprint("acme/tiny", "llama", 5, 6, 12, 64, 1000, "ab" * 32)
+OPTIONS: dict[str, Any] = {"scorer": "keydiff", "scope": "model", "kv_retention": 0.5, "chunk_tokens": 512}
+
+
+def make(seed: int = 0, **changes: Any) -> Profile:
+    rng = np.random.default_rng(seed)
+    arguments: dict[str, Any] = {
+        "mean": rng.random((3, 6)) ** 3,
+        "std": rng.random((3, 6)) * 0.1,
+        "model": MODEL,
+        "layers": [0, 2, 4],
+        "scorer": ScorerSpec("keydiff", {"epsilon": 0.01}),
+        "scope": "model",
+        "kv_retention": 0.5,
+        "chunk_tokens": 512,
+        "calibration": Calibration(50, "pilot texts", 100_000, RankStability(0.9, 0.7)),
+    }
+    return Profile.from_statistics(**{**arguments, **changes})
+
+
+@given(
+    seed=st.integers(0, 1000),
+    retention=st.sampled_from([0.1, 0.25, 0.3, 0.5, 0.9]),
+    shape=st.sampled_from([(16, 4), (8, 1), (32, 6), (16, 5)]),
+    grouping=st.sampled_from(["model", "layer"]),
+)
+@settings(max_examples=40, deadline=None)
+def test_the_layout_built_from_a_profile_occupies_at_most_rho(
+    seed: int, retention: float, shape: tuple[int, int], grouping: str
+) -> None:
+    """Checked in the cache's own terms: pages of a sealed chunk against the entries the chunk has."""
+    profile = make(seed, kv_retention=retention, page_tokens=shape[0], heads_per_page=shape[1], grouping=grouping)
+    geometry = Geometry(5, 6, 12, 64, 1000, 4096, (None, 64, None, 64, None))
+    layout = Layout.build(
+        geometry, chunk_tokens=512, page_tokens=shape[0], heads_per_page=shape[1], max_tokens=4096,
+        groups=profile.groups, sealed_pages=profile.sealed_pages,
+    )  # fmt: skip
+    occupied = sum(profile.sealed_pages) * shape[0] * shape[1]
+    assert occupied <= retention * 18 * 512
+    assert profile.realised_retention == pytest.approx(occupied / (18 * 512))
+    protected = profile.sink_tokens + profile.window_tokens
+    assert (layout.head_kept_tokens[[0, 2, 4]] >= protected).all()
+
+
+def test_a_group_is_sized_by_its_deepest_member_and_alpha_widens_it() -> None:
+    mean = np.full((3, 6), 0.1)
+    mean[1, 3], unsure = 0.4, np.zeros((3, 6))
+    profile = make(mean=mean, std=unsure)
+    deepest = [2, 3]
+    assert deepest in [list(head) for head in profile.groups[0]]
+    assert profile.sealed_pages[0] > profile.sealed_pages[1]
+    unsure[0, 0] = 0.2
+    widened = make(mean=mean, std=unsure)
+    assert (0, 0) in widened.groups[0], "alpha 2 and std 0.2 make 0.1 the largest budget"
+    assert (0, 0) not in make(mean=mean, std=unsure, alpha=0.0).groups[0][:1]
+
+
+def test_window_defaults_to_a_64th_of_the_chunk_and_is_always_paid_for() -> None:
+    profile = make(chunk_tokens=2048, mean=np.eye(3, 6), std=np.zeros((3, 6)))
+    assert (profile.sink_tokens, profile.window_tokens) == (4, 32)
+    assert min(profile.sealed_pages) >= 3  # 36 positions, 16 a page
+
+
+@given(st.integers(0, 200))
+@settings(max_examples=10, deadline=None)
+def test_a_saved_profile_comes_back_the_same_and_derives_the_same_counts(
+    tmp_path_factory: pytest.TempPathFactory, seed: int
+) -> None:
+    path = tmp_path_factory.mktemp("profiles") / "one.json"
+    profile = make(seed)
+    profile.save(path)
+    loaded = Profile.load(path)
+    assert loaded == profile
+    assert loaded.fingerprint() == profile.fingerprint()
+    assert loaded.with_pages(16, 4) == profile
+    assert [entry.name for entry in path.parent.iterdir()] == ["one.json"], "a partial file was left behind"
+
+
+def test_other_page_shapes_keep_the_statistics_and_the_promise() -> None:
+    profile = make()
+    other = profile.with_pages(32, 6)
+    assert (other.mean, other.std, other.calibration) == (profile.mean, profile.std, profile.calibration)
+    assert (other.page_tokens, other.heads_per_page, len(other.groups)) == (32, 6, 3)
+    assert other.realised_retention <= 0.5
+    with pytest.raises(ConfigError, match="multiple of page_tokens"):
+        profile.with_pages(48, 4)
+
+
+def edit(path: Path, **changes: Any) -> None:
+    content = json.loads(path.read_text())
+    content.update(changes)
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"format_version": 2}, "format_version is 2"),
+        ({"kv_retention": 0.6}, "checksum"),
+        ({"checksum": None}, "checksum"),
+        ({"kv_retention": 1.5}, "kv_retention"),
+        ({"kv_retention": "0.5"}, "kv_retention"),
+        ({"scope": "row"}, "scope"),
+        ({"surprise": 1}, "surprise"),
+        ({"mean": [[0.5] * 6] * 2}, "mean"),
+        ({"std": [[0.5] * 5] * 3}, "std"),
+        ({"mean": [[7.0] * 6] * 3}, "mean"),
+        ({"layers": [0, 2, 9]}, "layers"),
+        ({"layers": []}, "layers"),
+        ({"groups": [[[0, 0]]]}, "groups"),
+        ({"sealed_pages": [1, 2]}, "sealed_pages"),
+        ({"sealed_pages": [33, 1, 1, 1, 1]}, "sealed_pages"),
+        ({"sealed_pages": [32, 32, 32, 32, 32]}, "realised_retention"),
+        ({"page_tokens": 48}, "page_tokens"),
+        ({"scorer": {"parameters": {}}}, r"scorer\.name"),
+        ({"model": {"name": "x"}}, r"model\.architecture"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_file_and_field(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+    path = tmp_path / "one.json"
+    make().save(path)
+    edit(path, **changes)
+    with pytest.raises(ProfileError, match=named) as refusal:
+        Profile.load(path)
+    assert str(path) in str(refusal.value)
+
+
+@pytest.mark.parametrize("missing", sorted(set(Profile.model_fields) - {"format_version"}))
+def test_a_missing_field_is_named(tmp_path: Path, missing: str) -> None:
+    path = tmp_path / "one.json"
+    make().save(path)
+    content = json.loads(path.read_text())
+    del content[missing]
+    path.write_text(json.dumps(content))
+    with pytest.raises(ProfileError, match=f"{missing}: Field required"):
+        Profile.load(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("{", "not valid JSON"),
+        ("[1]", "JSON object"),
+        ('{"format_version": 1, "alpha": NaN}', "NaN"),
+        ('{"format_version": 1, "alpha": -Infinity}', "Infinity"),
+        ("\ud800".encode("utf-8", "surrogatepass"), "not valid JSON"),
+    ],
+)
+def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, text: str | bytes, named: str) -> None:
+    path = tmp_path / "one.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ProfileError, match=named):
+        Profile.load(path)
+
+
+def test_an_overflowing_number_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "one.json"
+    make().save(path)
+    path.write_text(path.read_text().replace('"alpha": 2.0', '"alpha": 1e999'))
+    with pytest.raises(ProfileError, match="1e999"):
+        Profile.load(path)
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_flipped_digit_is_noticed(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    path = tmp_path_factory.mktemp("profiles") / "one.json"
+    make().save(path)
+    text = path.read_text()
+    place = data.draw(st.sampled_from([index for index, letter in enumerate(text) if letter.isdigit()]))
+    digit = data.draw(st.sampled_from(sorted(set("123456789") - {text[place]})))
+    path.write_text(text[:place] + digit + text[place + 1 :])
+    with pytest.raises(ProfileError):
+        Profile.load(path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ProfileError, match=r"none\.json: cannot be read"):
+        Profile.load(tmp_path / "none.json")
+
+
+def test_every_mismatch_with_the_model_is_named_with_both_values() -> None:
+    other = replace(MODEL, architecture="qwen3", head_dim=128, weights_sha256="cd" * 32)
+    with pytest.raises(ProfileError) as refusal:
+        make().check_model(other)
+    for words in ("'llama'", "'qwen3'", "head_dim is 64", "128", "ab" * 32, "cd" * 32):
+        assert words in str(refusal.value)
+    make().check_model(replace(MODEL, name="the/same weights elsewhere"))
+
+
+def test_unknown_weights_and_vocabulary_match_on_architecture_and_geometry() -> None:
+    published = make(model=replace(MODEL, vocab_size=None, weights_sha256=None))
+    published.check_model(MODEL)
+    with pytest.raises(ProfileError, match="query_heads is 12"):
+        published.check_model(replace(MODEL, query_heads=24))
+
+
+def test_every_mismatch_with_the_options_is_named_with_both_values() -> None:
+    make().check_options(**OPTIONS)
+    with pytest.raises(ProfileError) as refusal:
+        make().check_options(scorer="snapkv", scope="layer", kv_retention=0.3, chunk_tokens=256)
+    for words in ("'keydiff'", "'snapkv'", "'model'", "'layer'", "0.5", "0.3", "512", "256"):
+        assert words in str(refusal.value)
+
+
+def test_the_fingerprint_follows_what_determines_the_kv_state_and_nothing_else() -> None:
+    base = make()
+    same = [
+        make(model=replace(MODEL, name="other name")),
+        make(calibration=Calibration(1, "elsewhere")),
+        make(mean=np.asarray(base.mean) / 2, std=np.asarray(base.std) / 2),  # other statistics, the same counts
+    ]
+    assert same[2].sealed_pages == base.sealed_pages and same[2].groups == base.groups
+    assert {profile.fingerprint() for profile in same} == {base.fingerprint()}
+    others = [
+        make(seed=1), make(kv_retention=0.4), make(sink_tokens=3), make(window_tokens=9), make(chunk_tokens=256),
+        base.with_pages(32, 4), base.with_pages(16, 6), make(scorer=ScorerSpec("keydiff")),
+        make(scorer=ScorerSpec("snapkv", {"epsilon": 0.01})), make(model=replace(MODEL, weights_sha256="cd" * 32)),
+    ]  # fmt: skip
+    assert len({profile.fingerprint() for profile in [base, *others]}) == 1 + len(others)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"std": np.zeros((2, 6))}, "std"),
+        ({"mean": np.full((3, 6), np.nan)}, "budgets"),
+        ({"mean": np.full((3, 6), 1.5)}, "mean"),
+        ({"layers": [0, 2, 7]}, "layers"),
+        ({"alpha": -1.0, "std": np.zeros((3, 6))}, "alpha"),
+        ({"kv_retention": 0.01}, "smallest possible"),
+        ({"kv_retention": 1.0}, "kv_retention"),
+        ({"chunk_tokens": 500}, "chunk_tokens"),
+        ({"model": replace(MODEL, head_dim=0)}, "head_dim"),
+    ],
+)
+def test_statistics_that_make_no_profile_are_refused(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        make(**changes)
+
+
+def test_a_profile_is_immutable() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        make().kv_retention = 0.9
+
+
+def test_find_prefers_exact_weights_then_earlier_folders(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    make(seed=1, model=replace(MODEL, weights_sha256=None)).save(first / "a.json")
+    make(seed=2, model=replace(MODEL, weights_sha256=None)).save(second / "a.json")
+    make(seed=3, kv_retention=0.25).save(second / "b.json")
+    (first / "damaged.json").write_text("{")
+    folders = [tmp_path / "absent", first, second]
+    with caplog.at_level(logging.WARNING):
+        found = find_profile(folders, MODEL, **OPTIONS)
+    assert found == make(seed=1, model=replace(MODEL, weights_sha256=None))
+    assert "damaged.json" in caplog.text
+    make(seed=4).save(second / "c.json")
+    assert find_profile(folders, MODEL, **OPTIONS) == make(seed=4)
+    assert find_profile(folders, MODEL, **{**OPTIONS, "kv_retention": 0.25}) == make(seed=3, kv_retention=0.25)
+    assert find_profile(folders, MODEL, **{**OPTIONS, "scope": "layer"}) is None
+    assert find_profile(folders, replace(MODEL, layers=7), **OPTIONS) is None
+
+
+SHIPPED = sorted(shipped_profiles().glob("*.json"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_profiles_are_whole_and_named_after_their_content(path: Path) -> None:
+    profile = Profile.load(path)
+    assert path.name == profile.file_name
+    assert path.stat().st_size < 40_000
+    assert 0.98 * profile.kv_retention < profile.realised_retention <= profile.kv_retention
+    assert "aiha-lab/tangram" in profile.calibration.source
+    assert profile == profile.with_pages(profile.page_tokens, profile.heads_per_page)
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-8b-instruct", "qwen3-4b-instruct-2507"])
+@pytest.mark.parametrize("scorer", ["keydiff", "expected_attention"])
+@pytest.mark.parametrize("scope", ["model", "layer"])
+@pytest.mark.parametrize("kv_retention", [0.25, 0.5])
+def test_shipped_profiles_are_found_for_their_models(model: str, scorer: str, scope: str, kv_retention: float) -> None:
+    loaded = replace(MODELS[model], name="/models/mine", vocab_size=128_256, weights_sha256="ab" * 32)
+    assert find_profile([shipped_profiles()], loaded, scorer, scope, kv_retention, 2048) is not None
+
+
+@pytest.mark.parametrize("path", [path for path in SHIPPED if ".r0.25." in path.name], ids=lambda path: path.stem)
+def test_published_budgets_reclaim_what_their_authors_report(path: Path) -> None:
+    """Of ρ 0.3 at 4 heads a page: adjacent 0.43-0.67, clustered 0.51-0.68, across layers 0.66-0.70 (Tangram).
+
+    Their fractions count the always-kept tokens, ours do not: those are put back first, so that the mean is 0.3.
+    """
+    profile = Profile.load(path)
+    mean = np.asarray(profile.mean)
+    always = (0.3 - mean.mean()) / (1 - mean.mean())
+    budgets = always + (1 - always) * mean
+
+    def reclaimed(heads_per_page: int, across: Any, ordered: bool) -> float:
+        groups = cluster(budgets, profile.layers, heads_per_page, across, ordered=ordered)
+        return 1.0 - float(group_budgets(budgets, profile.layers, groups).mean())
+
+    monolithic = reclaimed(8, "layer", True)
+    adjacent, clustered = reclaimed(4, "layer", False), reclaimed(4, "layer", True)
+    across_layers = reclaimed(4, "model", True)
+    assert monolithic < adjacent < clustered < across_layers < 0.7
+    assert 0.43 <= adjacent <= 0.67
+    assert 0.51 <= clustered <= 0.685
+    assert across_layers >= 0.66
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(0)
+    path = tmp_path / "published.npz"
+    prefix = "gpt-oss-20b/ea/layer"
+    arrays = {
+        f"{prefix}/mean": rng.random((12, 8)).astype(np.float32) * 0.2,
+        f"{prefix}/std": rng.random((12, 8)).astype(np.float32) * 0.05,
+        f"{prefix}/layers": np.arange(1, 24, 2),
+    }
+    np.savez(path, **arrays)  # type: ignore[arg-type]
+    return path
+
+
+def test_published_budgets_are_rescaled_to_the_rho_wanted(published: Path) -> None:
+    profile = import_published(published, "gpt-oss-20b", "expected_attention", "layer", 0.5)
+    assert profile.layers == tuple(range(1, 24, 2))
+    assert (profile.model.head_dim, profile.model.query_heads) == (64, 64)
+    assert (profile.model.weights_sha256, profile.model.vocab_size) == (None, None)
+    assert (profile.scorer.name, profile.scope) == ("expected_attention", "layer")
+    assert 0.49 < profile.realised_retention <= 0.5
+    top = np.unravel_index(np.argmax(profile.budgets), profile.budgets.shape)
+    assert (profile.layers[int(top[0])], int(top[1])) == profile.groups[0][0]
+
+
+def test_what_the_file_of_published_budgets_lacks_is_named(published: Path, tmp_path: Path) -> None:
+    with pytest.raises(ProfileError, match="gpt-oss-20b/ea/model"):
+        import_published(published, "gpt-oss-20b", "expected_attention", "model", 0.5)
+    with pytest.raises(ProfileError, match=r"model is 'gpt-2'.*llama-3\.1-8b-instruct"):
+        import_published(published, "gpt-2", "keydiff", "model", 0.5)
+    with pytest.raises(ProfileError, match=r"scorer is 'ea'.*expected_attention"):
+        import_published(published, "gpt-oss-20b", "ea", "layer", 0.5)
+    garbage = tmp_path / "garbage.npz"
+    garbage.write_bytes(b"PK\x03\x04 not a zip")
+    array = tmp_path / "array.npy"
+    np.save(array, np.zeros(3))
+    for path in (garbage, array, tmp_path / "absent.npz"):
+        with pytest.raises(ProfileError, match=path.name):
+            import_published(path, "gpt-oss-20b", "keydiff", "layer", 0.5)
