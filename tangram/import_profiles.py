@@ -35,7 +35,7 @@ MODELS = {
 def import_published(
     path: str | Path,
     model: str,
-    scorer: str,
+    scorer: ScorerSpec,
     scope: Scope,
     kv_retention: float,
     *,
@@ -45,16 +45,17 @@ def import_published(
 ) -> Profile:
     """The profile of a published budget, for one of `MODELS` and `SCORERS` (our names).
 
-    The weights' hash and the vocabulary are unknown, so it fits any model of that architecture and shape. Raises
-    `ProfileError` naming the file and what it lacks, `ConfigError` if ρ cannot be met.
+    `scorer` carries the parameters of the scorer that will run; the authors' own are not on record. The weights' hash
+    and the vocabulary are unknown, so it fits any model of that architecture and shape. Raises `ProfileError` naming
+    the file and what it lacks, `ConfigError` if ρ cannot be met.
     """
     if model not in MODELS:
         raise ProfileError(f"model is {model!r}, there are published budgets of {', '.join(MODELS)}")
-    if scorer not in SCORERS:
-        raise ProfileError(f"scorer is {scorer!r}, there are published budgets of {', '.join(SCORERS)}")
-    mean, std, layers = _arrays(path, f"{model}/{SCORERS[scorer]}/{scope}")
+    if scorer.name not in SCORERS:
+        raise ProfileError(f"scorer is {scorer.name!r}, there are published budgets of {', '.join(SCORERS)}")
+    mean, std, layers = _arrays(path, f"{model}/{SCORERS[scorer.name]}/{scope}")
     return Profile.from_statistics(
-        mean, std, model=MODELS[model], layers=[int(layer) for layer in layers], scorer=ScorerSpec(scorer),
+        mean, std, model=MODELS[model], layers=[int(layer) for layer in layers], scorer=scorer,
         scope=scope, kv_retention=kv_retention, chunk_tokens=chunk_tokens, page_tokens=page_tokens,
         heads_per_page=heads_per_page, calibration=Calibration(SAMPLES, SOURCE),
     )  # fmt: skip

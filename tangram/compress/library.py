@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TypedDict
 
 from tangram.compress.profile import ModelFingerprint, Profile
+from tangram.compress.provenance import Parameter
 from tangram.errors import ProfileError
 
 _log = logging.getLogger(__name__)
+
+
+class _Options(TypedDict):
+    scorer: str
+    scope: str
+    kv_retention: float
+    chunk_tokens: int
+    parameters: Mapping[str, Parameter] | None
 
 
 def shipped_profiles() -> Path:
@@ -24,16 +34,22 @@ def find_profile(
     scope: str,
     kv_retention: float,
     chunk_tokens: int,
+    parameters: Mapping[str, Parameter] | None = None,
 ) -> Profile | None:
     """The first `*.json` that fits, in the order of the directories and of the names in each; None if none does.
 
     A profile of exactly these weights goes before one that names no weights. A file that is no whole profile is passed
-    over with a logged warning that says what is wrong with it; folders that do not exist are empty.
+    over with a logged warning that says what is wrong with it; folders that do not exist are empty. `parameters` are
+    those of the scorer that will run; None leaves them unchecked.
     """
+    options: _Options = {
+        "scorer": scorer, "scope": scope, "kv_retention": kv_retention, "chunk_tokens": chunk_tokens,
+        "parameters": parameters,
+    }  # fmt: skip
     without_weights: Profile | None = None
     for path in (path for directory in directories for path in sorted(Path(directory).glob("*.json"))):
         profile = _loaded(path)
-        if profile is None or not _fits(profile, fingerprint, scorer, scope, kv_retention, chunk_tokens):
+        if profile is None or not _fits(profile, fingerprint, options):
             continue
         if profile.model.weights_sha256 is not None:
             return profile
@@ -49,12 +65,10 @@ def _loaded(path: Path) -> Profile | None:
         return None
 
 
-def _fits(
-    profile: Profile, fingerprint: ModelFingerprint, scorer: str, scope: str, kv_retention: float, chunk_tokens: int
-) -> bool:
+def _fits(profile: Profile, fingerprint: ModelFingerprint, options: _Options) -> bool:
     try:
         profile.check_model(fingerprint)
-        profile.check_options(scorer=scorer, scope=scope, kv_retention=kv_retention, chunk_tokens=chunk_tokens)
+        profile.check_options(**options)
     except ProfileError:
         return False
     return True

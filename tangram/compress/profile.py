@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,7 +20,15 @@ import numpy.typing as npt
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from tangram.compress.groups import Grouping, Head, allot_pages, cluster, group_budgets, realised_retention
-from tangram.compress.provenance import STRICT, Calibration, Count, ModelFingerprint, RankStability, ScorerSpec
+from tangram.compress.provenance import (
+    STRICT,
+    Calibration,
+    Count,
+    ModelFingerprint,
+    Parameter,
+    RankStability,
+    ScorerSpec,
+)
 from tangram.errors import ConfigError, ProfileError
 from tangram.types import Float64
 
@@ -150,13 +158,26 @@ class Profile(BaseModel):
         """Raise `ProfileError` naming every mismatch with the model, with both values."""
         _refuse(self.model.mismatches(fingerprint), "calibrate this model, or give a profile made for it")
 
-    def check_options(self, *, scorer: str, scope: str, kv_retention: float, chunk_tokens: int) -> None:
-        """Raise `ProfileError` naming every mismatch with the engine's options, with both values."""
+    def check_options(
+        self,
+        *,
+        scorer: str,
+        scope: str,
+        kv_retention: float,
+        chunk_tokens: int,
+        parameters: Mapping[str, Parameter] | None = None,
+    ) -> None:
+        """Raise `ProfileError` naming every mismatch with the engine's options, with both values.
+
+        `parameters` are those of the scorer that will run; None leaves them unchecked.
+        """
+        mine_parameters = dict(self.scorer.parameters)
         pairs: dict[str, tuple[object, object]] = {
             "scorer": (self.scorer.name, scorer),
             "scope": (self.scope, scope),
             "kv_retention": (self.kv_retention, float(kv_retention)),
             "chunk_tokens": (self.chunk_tokens, chunk_tokens),
+            "scorer parameters": (mine_parameters, mine_parameters if parameters is None else dict(parameters)),
         }
         _refuse(
             [f"{name} is {mine!r} in the profile, {asked!r} was asked" for name, (mine, asked) in pairs.items()

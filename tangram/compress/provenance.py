@@ -50,7 +50,7 @@ class ModelFingerprint:
 
 @dataclass(frozen=True)
 class ScorerSpec:
-    """A scoring method by name, with the parameters that are not at their defaults."""
+    """A scoring method by name, with every parameter that changes its scores (`Scorer.parameters()`)."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 

@@ -77,6 +77,16 @@ class LLM:
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len,
             enable_prefix_caching=enable_prefix_caching, scheduling=scheduling, dtype=dtype, device=device, seed=seed,
         )  # fmt: skip
+        self._open(config)
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> LLM:
+        """An `LLM` of a config that is already made."""
+        llm = cls.__new__(cls)
+        llm._open(config)
+        return llm
+
+    def _open(self, config: EngineConfig) -> None:
         self.engine: Engine = build_engine(config)
         self._count = 0
 

@@ -124,6 +124,11 @@ class Engine:
         with self._wake:
             self._scheduler.cache.prefix.clear()
 
+    def check_books(self) -> None:
+        """Raise `IntegrityError` unless every page is accounted for and every footprint is what the formula says."""
+        with self._wake:
+            self._scheduler.cache.check()
+
     def _run(self) -> None:
         try:
             while True:
@@ -213,6 +218,5 @@ class Engine:
     def _check_once(self) -> None:
         """With nothing to do, go over the books; a mistake shows here and not under load."""
         if not self._checked:
-            with self._wake:
-                self._scheduler.cache.check()
+            self.check_books()
             self._checked = True

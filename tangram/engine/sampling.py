@@ -103,7 +103,7 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[TokenLogprob]:
     tokens = changed.argmax(dim=-1)
     random = [index for index, row in enumerate(rows) if not row.greedy]
     if random:
-        tokens[random] = _draw(_weights(changed[random], [rows[i] for i in random]), [rows[i] for i in random])
+        tokens[random] = _draw(_weights(_pick(changed, random), [rows[i] for i in random]), [rows[i] for i in random])
     return _report(raw, tokens, rows)
 
 
@@ -114,7 +114,7 @@ def probabilities(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     result.scatter_(1, changed.argmax(dim=-1, keepdim=True), 1.0)
     random = [index for index, row in enumerate(rows) if not row.greedy]
     if random:
-        weights = _weights(changed[random], [rows[i] for i in random])
+        weights = _weights(_pick(changed, random), [rows[i] for i in random])
         result[random] = weights.double() / weights.sum(dim=-1, keepdim=True)
     return result
 
@@ -168,13 +168,20 @@ def _weights(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     return weights
 
 
+def _pick(values: Tensor, rows: Sequence[int]) -> Tensor:
+    """The chosen rows, without a copy when all are chosen."""
+    return values if len(rows) == len(values) else values[rows]
+
+
 def _keep(weights: Tensor, values: Sequence[float | None], floor: Callable[[Tensor, Tensor], Tensor]) -> None:
     """Zero, in place, the weights below their row's floor; rows whose value is None are left alone."""
     rows = [index for index, value in enumerate(values) if value is not None]
-    if rows:
-        given = torch.tensor([values[row] for row in rows], dtype=torch.float64, device=weights.device)
-        chosen = weights[rows]
-        weights[rows] = chosen.masked_fill_(chosen < floor(chosen, given)[:, None], 0)
+    if not rows:
+        return
+    given = torch.tensor([values[row] for row in rows], dtype=torch.float64, device=weights.device)
+    floors = torch.zeros(len(weights), dtype=torch.int64, device=weights.device)
+    floors[rows] = floor(_pick(weights, rows), given)
+    weights.masked_fill_(weights < floors[:, None], 0)
 
 
 def _min_p_floor(weights: Tensor, min_weight: Tensor) -> Tensor:

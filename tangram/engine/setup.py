@@ -10,11 +10,10 @@ from pathlib import Path
 
 import torch
 
-import tangram.profiles
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
 from tangram.calibrate import calibrate, in_terminal
-from tangram.compress.library import find_profile
+from tangram.compress.library import find_profile, shipped_profiles
 from tangram.compress.profile import Profile
 from tangram.compress.provenance import ScorerSpec
 from tangram.compress.scorers import Scorer, make_scorer
@@ -38,7 +37,11 @@ _log = logging.getLogger("tangram")
 
 def build_engine(config: EngineConfig) -> Engine:
     """Everything `config` asks for, ready to `submit` to. Raises the errors of `tangram.errors` with what to change."""
-    loaded = load_model(config.model, dtype=config.dtype, device=config.device)
+    return engine_of(config, load_model(config.model, dtype=config.dtype, device=config.device))
+
+
+def engine_of(config: EngineConfig, loaded: LoadedModel) -> Engine:
+    """`build_engine` for a model that is loaded already."""
     limit = loaded.geometry.max_positions
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(f"max_model_len is {config.max_model_len}, the model was made for at most {limit} positions")
@@ -104,23 +107,18 @@ def _load(path: str, config: EngineConfig, loaded: LoadedModel, scorer: Scorer) 
     profile = Profile.load(path)
     profile.check_model(loaded.fingerprint)
     profile.check_options(
-        scorer=config.scorer, scope=config.scope, kv_retention=profile.kv_retention, chunk_tokens=config.chunk_tokens
-    )
-    if dict(profile.scorer.parameters) != scorer.parameters():
-        raise ProfileError(
-            f"profile {path} was made with {config.scorer} parameters {dict(profile.scorer.parameters)}, this Tangram "
-            f"uses {scorer.parameters()}: calibrate again"
-        )
+        scorer=config.scorer, scope=config.scope, kv_retention=profile.kv_retention, chunk_tokens=config.chunk_tokens,
+        parameters=scorer.parameters(),
+    )  # fmt: skip
     return profile.with_pages(config.page_tokens, config.heads_per_page)
 
 
 def _profile(config: EngineConfig, loaded: LoadedModel, scorer: Scorer) -> Profile:
     """A shipped or kept profile that fits, or a short calibration, which is kept."""
     kept = cache_folder() / "profiles"
-    folders = [Path(path) for path in tangram.profiles.__path__] + [kept]
     profile = find_profile(
-        folders, loaded.fingerprint, scorer=config.scorer, scope=config.scope,
-        kv_retention=config.kv_retention, chunk_tokens=config.chunk_tokens,
+        [shipped_profiles(), kept], loaded.fingerprint, scorer=config.scorer, scope=config.scope,
+        kv_retention=config.kv_retention, chunk_tokens=config.chunk_tokens, parameters=scorer.parameters(),
     )  # fmt: skip
     if profile is not None:
         return profile.with_pages(config.page_tokens, config.heads_per_page)
@@ -150,7 +148,7 @@ def _retention(profile: Profile, scorer: Scorer, loaded: LoadedModel, max_tokens
         sealed_pages=profile.sealed_pages,
     )  # fmt: skip
     return Retention(
-        profile.kv_retention, layout, profile.fingerprint, scorer, profile.sink_tokens, profile.window_tokens
+        profile.kv_retention, layout, profile.fingerprint(), scorer, profile.sink_tokens, profile.window_tokens
     )
 
 

@@ -1,7 +1,9 @@
-"""Numba code of the CPU decode kernel: one task, the append and the merge. Driven by `cpu.py`.
+"""Numba code of the CPU decode kernel, driven by `cpu.py`.
+
+All of it is in one file because Numba's cache of a function notices changes in that function's file only.
 
 A task walks its range in stretches of `STRETCH` entries: scores for all query heads, online softmax, then values
-(FlashAttention-style running maximum and sum), so that each key and value is read from memory once for its G query heads.
+(running maximum and sum, FlashAttention), so that each key and value leaves memory once for its G query heads.
 """
 
 from __future__ import annotations
@@ -9,10 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import njit, types
-from numba.core import cgutils
-from numba.extending import intrinsic
+from numba import njit, prange
+
+from tangram.kernels.cpu_intrinsics import fetch_add, float_from_bits, prefetch
 
 STRETCH = 128
 # KV elements of a layer below which waking a second thread costs more than it saves.
@@ -22,48 +23,11 @@ FAST = {"reassoc", "contract", "nsz", "arcp"}
 KIND_ABS, KIND_OPEN, KIND_FRAC = 0, 1, 2
 
 
-@intrinsic  # type: ignore[misc]
-def fetch_add(typingctx: Any, counter: Any, amount: Any) -> Any:
-    """Atomically add `amount` to counter[0] (int64, contiguous) and return the value before."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        array = context.make_array(signature.args[0])(context, builder, args[0])
-        return builder.atomic_rmw("add", array.data, args[1], "monotonic")
-
-    return types.int64(counter, types.int64), codegen
-
-
-@intrinsic  # type: ignore[misc]
-def float_from_bits(typingctx: Any, bits: Any) -> Any:
-    """The float32 whose bits are the int32 `bits`."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], context.get_value_type(types.float32))
-
-    return types.float32(types.int32), codegen
-
-
-@intrinsic  # type: ignore[misc]
-def prefetch(typingctx: Any, array: Any, offset: Any) -> Any:
-    """Ask for the cache line of element `offset` of a contiguous array; never faults."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        address = builder.bitcast(builder.gep(data, [args[1]]), cgutils.voidptr_t)
-        flags = [ir.Constant(ir.IntType(32), value) for value in (0, 3, 1)]  # read, keep in all levels, data
-        function = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, *[flag.type for flag in flags]])
-        callee = cgutils.get_or_insert_function(builder.module, function, "llvm.prefetch.p0i8")
-        builder.call(callee, [address, *flags])
-        return context.get_dummy_value()
-
-    return types.void(array, types.int64), codegen
-
-
 @njit(cache=True)
 def prefetch_block(block):  # type: ignore[no-untyped-def]
     """Ask for every cache line of a contiguous float32 block [P, D]."""
     for offset in range(0, block.size, 16):
-        prefetch(block, offset)
+        prefetch(block, offset)  # type: ignore[call-arg]
 
 
 @njit(cache=True, inline="always")
@@ -79,7 +43,7 @@ def exp_negative(x: Any) -> Any:
     p = p * r + np.float32(1.6666665459e-1)
     p = p * r + np.float32(5.0000001201e-1)
     p = p * r * r + r + np.float32(1.0)
-    scaled = p * float_from_bits((np.int32(n) + np.int32(127)) << np.int32(23))
+    scaled = p * float_from_bits((np.int32(n) + np.int32(127)) << np.int32(23))  # type: ignore[call-arg]
     return scaled if x > np.float32(-87.0) else np.float32(0.0)
 
 
@@ -178,7 +142,7 @@ def largest(scores, count):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, fastmath=FAST)
 def online_softmax(scores, count, maximum, total, out, softcap):  # type: ignore[no-untyped-def]
-    """Turn scores[m, :count] into weights; carry each row's running maximum and sum, and rescale `out` where it rises."""
+    """Turn scores[m, :count] into weights; carry the running maximum and sum, and rescale `out` where it rises."""
     for m in range(out.shape[0]):
         s = scores[m]
         if softcap > 0:
@@ -244,7 +208,7 @@ def finish(part, lse, sinks, out):  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def merge(parts, partial_out, partial_lse, sinks, out):  # type: ignore[no-untyped-def]
-    """Merge the slots `parts` of partial_out [slots, G, D] and partial_lse [slots, G], in that order, into out [G, D]."""
+    """Merge slots `parts` of partial_out [slots, G, D] and partial_lse [slots, G], in that order, into out [G, D]."""
     for g in range(out.shape[0]):
         top = -np.inf
         for slot in parts:
@@ -260,3 +224,62 @@ def merge(parts, partial_out, partial_lse, sinks, out):  # type: ignore[no-untyp
             if weight > 0:
                 for d in range(out.shape[1]):
                     out[g, d] += weight * partial_out[slot, g, d]
+
+
+@njit(cache=True)
+def _work(  # type: ignore[no-untyped-def]
+    queries, blocks, heads_per_page, tables, lengths, tasks, entries, task_end, tile, scaling, softcap,
+    sinks, partial_out, partial_lse, outs, counter,
+):  # fmt: skip
+    """One thread's share: take the next task until none is left."""
+    group, head_dim = queries.shape[2], queries.shape[3]
+    while True:
+        task = fetch_add(counter, 1)  # type: ignore[call-arg,var-annotated]
+        if task >= task_end:
+            break
+        table, length_index, column, head, kind, a, b, row_begin, row_end = tasks[task]
+        begin, end = resolve_one(kind, a, b, lengths[length_index], tile)
+        count = row_end - row_begin
+        query = np.empty((count * group, head_dim), np.float32)
+        for i in range(count):
+            query[i * group : (i + 1) * group] = queries[entries[row_begin + i, 0], head] * scaling
+        out, lse = np.empty_like(query), np.empty(count * group, np.float32)
+        attend(query, blocks, heads_per_page, tables, table, column, begin, end, softcap, out, lse)
+        for i in range(count):
+            row, direct, slot = entries[row_begin + i]
+            part, part_lse = out[i * group : (i + 1) * group], lse[i * group : (i + 1) * group]
+            if direct:
+                finish(part, part_lse, sinks[head], outs[row, head])
+            else:
+                partial_out[slot], partial_lse[slot] = part, part_lse
+
+
+@njit(cache=True, parallel=True)
+def step(  # type: ignore[no-untyped-def]
+    q, k, v, pool, tables, lengths, address, tasks, entries, segments, part_slot, task_begin, task_end, segment_begin,
+    segment_end, slots, tile, scaling, softcap, sinks, out, workers,
+):  # fmt: skip
+    """One layer: append k, v, run tasks [task_begin, task_end), merge segments [segment_begin, segment_end)."""
+    rows, query_heads, head_dim = q.shape
+    heads, heads_per_page = k.shape[1], pool.shape[1]
+    group = query_heads // heads
+    blocks = pool.reshape((pool.shape[0] * heads_per_page, 2, pool.shape[3], head_dim))
+    queries, outs = q.reshape((rows, heads, group, head_dim)), out.reshape((rows, heads, group, head_dim))
+    sink = sinks.reshape((heads, group))
+    append_rows(k, v, blocks, heads_per_page, tables, lengths, address)
+    partial_out, partial_lse = np.empty((slots, group, head_dim), np.float32), np.empty((slots, group), np.float32)
+    counter = np.full(1, task_begin, np.int64)
+    if useful_threads(tasks, task_begin, task_end, lengths, tile, head_dim, workers) == 1:
+        _work(
+            queries, blocks, heads_per_page, tables, lengths, tasks, entries, task_end, tile, scaling, softcap,
+            sink, partial_out, partial_lse, outs, counter,
+        )  # fmt: skip
+    else:
+        for _ in prange(workers):
+            _work(
+                queries, blocks, heads_per_page, tables, lengths, tasks, entries, task_end, tile, scaling, softcap,
+                sink, partial_out, partial_lse, outs, counter,
+            )  # fmt: skip
+    for segment in range(segment_begin, segment_end):
+        row, head, begin, end = segments[segment]
+        merge(part_slot[begin:end], partial_out, partial_lse, sink[head], outs[row, head])

@@ -73,7 +73,16 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> Loade
         tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"model {name!r} cannot be loaded: {error}") from error
-    model = model.to(place).eval().requires_grad_(False)
+    return adopt(name, model.to(place), tokenizer)
+
+
+def adopt(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> LoadedModel:
+    """Take in a model that is already in memory, made with `attn_implementation="tangram"`, under `name`.
+
+    Raises `ModelError` if it would be served wrongly.
+    """
+    refuse_unsupported(model.config)
+    model = model.eval().requires_grad_(False)
     geometry = probe_geometry(model)
     return LoadedModel(
         name=name,

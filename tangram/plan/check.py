@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def check_plan(plan: WorkPlan, rows: DecodeRows, lengths: Int32, tables: Int32 | None) -> None:
     """See `WorkPlan.check`."""
-    _check_structure(plan, rows)
+    _check_structure(plan, rows, len(lengths))
     task = np.repeat(np.arange(len(plan.head)), plan.row_end - plan.row_begin)
     where = plan.rows, plan.task_layer[task], plan.head[task]
     begin, end = plan.spans(lengths)
@@ -37,7 +37,7 @@ def _names(cell: np.int64, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(int(x) for x in np.unravel_index(cell, shape))
 
 
-def _check_structure(plan: WorkPlan, rows: DecodeRows) -> None:
+def _check_structure(plan: WorkPlan, rows: DecodeRows, lengths: int) -> None:
     """Index arrays are well formed and within bounds, so that the other checks may index with them."""
     count, layers, heads = rows.table.shape
     task_fields = (plan.table, plan.length_index, plan.column, plan.head, plan.kind, plan.a, plan.b, plan.row_begin)
@@ -58,6 +58,7 @@ def _check_structure(plan: WorkPlan, rows: DecodeRows) -> None:
         ("rows", plan.rows, count),
         ("head", plan.head, heads),
         ("kind", plan.kind, 4),
+        ("length_index", plan.length_index, lengths),
         ("merge_row", plan.merge_row, count),
         ("merge_head", plan.merge_head, heads),
         ("part_slot", plan.part_slot, plan.partial_slots),

@@ -173,7 +173,8 @@ def serve_forever(
     """
     app = build_app(engine, served_model_name=served_model_name, api_key=api_key)
     cut_after_s = int(shutdown_grace_s) + _CUT_AFTER_GRACE_S
-    config = uvicorn.Config(app, host=host, port=port, timeout_graceful_shutdown=cut_after_s)
+    # log_config None: what is logged, and where, stays the caller's choice.
+    config = uvicorn.Config(app, host=host, port=port, log_config=None, timeout_graceful_shutdown=cut_after_s)
     # uvicorn raises the signal again once it has shut down, which would make a clean end look like a crash.
     previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

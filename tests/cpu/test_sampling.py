@@ -145,6 +145,14 @@ def test_a_token_is_drawn_as_often_as_its_probability_says() -> None:
     assert stats.chisquare(counts[kept], expected[kept] * draws).pvalue > 1e-3
 
 
+@pytest.mark.parametrize("number", [0.0, 1.0 - 2.0**-53])
+def test_the_outermost_draws_stay_within_the_filter(number: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tangram.engine.sampling.uniform", lambda *_: number)
+    logits = torch.tensor([[0.0, 3.0, 0.0, 3.0, 0.0]])
+    token = sample(logits, [row_of(SamplingParams(top_k=2), vocab=5)])[0].token_id
+    assert token == (1 if number == 0.0 else 3)
+
+
 def test_the_draws_of_one_seed_are_independent_over_steps_and_samples() -> None:
     vocab, steps = 4, 4000
     logits = torch.zeros(2, vocab)

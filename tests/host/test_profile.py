@@ -220,6 +220,9 @@ def test_unknown_weights_and_vocabulary_match_on_architecture_and_geometry() -> 
 
 def test_every_mismatch_with_the_options_is_named_with_both_values() -> None:
     make().check_options(**OPTIONS)
+    make().check_options(**OPTIONS, parameters={"epsilon": 0.01})
+    with pytest.raises(ProfileError, match=r"scorer parameters is \{'epsilon': 0\.01\}.*\{'epsilon': 0\.5\}"):
+        make().check_options(**OPTIONS, parameters={"epsilon": 0.5})
     with pytest.raises(ProfileError) as refusal:
         make().check_options(scorer="snapkv", scope="layer", kv_retention=0.3, chunk_tokens=256)
     for words in ("'keydiff'", "'snapkv'", "'model'", "'layer'", "0.5", "0.3", "512", "256"):
@@ -284,6 +287,7 @@ def test_find_prefers_exact_weights_then_earlier_folders(tmp_path: Path, caplog:
     assert find_profile(folders, MODEL, **OPTIONS) == make(seed=4)
     assert find_profile(folders, MODEL, **{**OPTIONS, "kv_retention": 0.25}) == make(seed=3, kv_retention=0.25)
     assert find_profile(folders, MODEL, **{**OPTIONS, "scope": "layer"}) is None
+    assert find_profile(folders, MODEL, **OPTIONS, parameters={"epsilon": 0.5}) is None
     assert find_profile(folders, replace(MODEL, layers=7), **OPTIONS) is None
 
 
@@ -348,7 +352,7 @@ def published(tmp_path: Path) -> Path:
 
 
 def test_published_budgets_are_rescaled_to_the_rho_wanted(published: Path) -> None:
-    profile = import_published(published, "gpt-oss-20b", "expected_attention", "layer", 0.5)
+    profile = import_published(published, "gpt-oss-20b", ScorerSpec("expected_attention"), "layer", 0.5)
     assert profile.layers == tuple(range(1, 24, 2))
     assert (profile.model.head_dim, profile.model.query_heads) == (64, 64)
     assert (profile.model.weights_sha256, profile.model.vocab_size) == (None, None)
@@ -360,15 +364,15 @@ def test_published_budgets_are_rescaled_to_the_rho_wanted(published: Path) -> No
 
 def test_what_the_file_of_published_budgets_lacks_is_named(published: Path, tmp_path: Path) -> None:
     with pytest.raises(ProfileError, match="gpt-oss-20b/ea/model"):
-        import_published(published, "gpt-oss-20b", "expected_attention", "model", 0.5)
+        import_published(published, "gpt-oss-20b", ScorerSpec("expected_attention"), "model", 0.5)
     with pytest.raises(ProfileError, match=r"model is 'gpt-2'.*llama-3\.1-8b-instruct"):
-        import_published(published, "gpt-2", "keydiff", "model", 0.5)
+        import_published(published, "gpt-2", ScorerSpec("keydiff"), "model", 0.5)
     with pytest.raises(ProfileError, match=r"scorer is 'ea'.*expected_attention"):
-        import_published(published, "gpt-oss-20b", "ea", "layer", 0.5)
+        import_published(published, "gpt-oss-20b", ScorerSpec("ea"), "layer", 0.5)
     garbage = tmp_path / "garbage.npz"
     garbage.write_bytes(b"PK\x03\x04 not a zip")
     array = tmp_path / "array.npy"
     np.save(array, np.zeros(3))
     for path in (garbage, array, tmp_path / "absent.npz"):
         with pytest.raises(ProfileError, match=path.name):
-            import_published(path, "gpt-oss-20b", "keydiff", "layer", 0.5)
+            import_published(path, "gpt-oss-20b", ScorerSpec("keydiff"), "layer", 0.5)

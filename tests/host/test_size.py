@@ -118,6 +118,10 @@ def test_how_many_fit_leaves_room_for_the_peak() -> None:
     size = kv_size("llama-3.1-8b", 32_000)
     assert size.pages == size.most_pages and size.how_many_fit(80) == 20
     assert kv_size("deepseek-v3", 32_000).how_many_fit(80) == 38
+    compressed = kv_size("llama-3.1-8b", 32_000, retention=0.25)
+    whole_chunk_bytes = 512 * compressed.bytes_per_token
+    at_least = int(80 * GIB / (compressed.compressed_bytes + whole_chunk_bytes))
+    assert at_least <= compressed.how_many_fit(80) <= 80 * GIB / compressed.compressed_bytes
     chunk = kv_size("llama-3.1-8b", 512, retention=0.5)
     raw_gib = chunk.uncompressed_bytes / GIB
     assert chunk.how_many_fit(raw_gib) == 1  # half of it stays, but the raw chunk comes first

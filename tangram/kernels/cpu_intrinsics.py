@@ -1,0 +1,47 @@
+"""Three instructions that Numba does not offer on the CPU: atomic add, bit cast and prefetch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+
+@intrinsic
+def fetch_add(typingctx: Any, counter: Any, amount: Any) -> Any:
+    """Atomically add `amount` to counter[0] (int64, contiguous) and return the value before."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, args[0])
+        return builder.atomic_rmw("add", array.data, args[1], "monotonic")
+
+    return types.int64(counter, types.int64), codegen
+
+
+@intrinsic
+def float_from_bits(typingctx: Any, bits: Any) -> Any:
+    """The float32 whose bits are the int32 `bits`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], context.get_value_type(types.float32))
+
+    return types.float32(types.int32), codegen
+
+
+@intrinsic
+def prefetch(typingctx: Any, array: Any, offset: Any) -> Any:
+    """Ask for the cache line of element `offset` of a contiguous array; never faults."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        address = builder.bitcast(builder.gep(data, [args[1]]), cgutils.voidptr_t)
+        flags = [ir.Constant(ir.IntType(32), value) for value in (0, 3, 1)]  # read, keep in all levels, data
+        function = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, *[flag.type for flag in flags]])
+        callee = cgutils.get_or_insert_function(builder.module, function, "llvm.prefetch.p0i8")  # type: ignore[no-untyped-call]
+        builder.call(callee, [address, *flags])
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), codegen

@@ -1,0 +1,104 @@
+"""Every supported architecture, as a tiny random model, gives the logits of Transformers' own eager attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from tangram.errors import ModelError
+from tangram.model.load import LoadedModel
+from tests.support import GREEDY, profile_file, run, small_engine
+
+BASE: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 6,
+    "num_key_value_heads": 3, "head_dim": 8, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+SLIDING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+CONFIGS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**BASE),
+    "llama_one_kv_head": LlamaConfig(**(BASE | {"num_key_value_heads": 1})),
+    "mistral": MistralConfig(**BASE, sliding_window=None),
+    "mistral_sliding": MistralConfig(**BASE, sliding_window=40),
+    "qwen2": Qwen2Config(**BASE),
+    "qwen3": Qwen3Config(**BASE),
+    "qwen3_moe": Qwen3MoeConfig(
+        **BASE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, decoder_sparse_step=1
+    ),
+    "gemma3": Gemma3TextConfig(
+        **BASE, layer_types=SLIDING, sliding_window=40, query_pre_attn_scalar=8, tie_word_embeddings=False
+    ),
+    "gpt_oss": GptOssConfig(
+        **BASE, layer_types=SLIDING, sliding_window=24, num_local_experts=4, num_experts_per_tok=2
+    ),
+}
+PROMPTS = [[5, 9, 17, 3], list(range(3, 93)), [(7 * i) % 90 + 3 for i in range(150)]]
+
+
+def eager_continuation(loaded: LoadedModel, prompt: list[int], tokens: int) -> tuple[list[int], float]:
+    """Greedy tokens of the model's own eager attention without a cache, and the smallest lead of a choice."""
+    loaded.model.set_attn_implementation("eager")
+    ids, lead = list(prompt), float("inf")
+    try:
+        with torch.inference_mode():
+            for _ in range(tokens):
+                logits = loaded.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+                best = logits.topk(2).values
+                lead = min(lead, float(best[0] - best[1]))
+                ids.append(int(logits.argmax()))
+    finally:
+        loaded.model.set_attn_implementation("tangram")
+    return ids[len(prompt) :], lead
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_uncompressed_serving_equals_eager_attention(
+    name: str, adopt_tiny: Callable[[PretrainedConfig], LoadedModel]
+) -> None:
+    loaded = adopt_tiny(CONFIGS[name])
+    answers = run(small_engine(loaded), PROMPTS)
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        expected, lead = eager_continuation(loaded, prompt, GREEDY.max_tokens or 0)
+        assert lead > 1e-4, "a near-tie decides nothing: choose another seed"
+        assert answer == expected
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "mistral_sliding"])
+def test_every_architecture_is_served_compressed(
+    name: str, adopt_tiny: Callable[[PretrainedConfig], LoadedModel], tmp_path: Path
+) -> None:
+    loaded = adopt_tiny(CONFIGS[name])
+    options = {"kv_retention": 0.5, "profile": (profile_file(loaded, tmp_path),)}
+    together = run(small_engine(loaded, **options), PROMPTS)
+    alone = [run(small_engine(loaded, **options), [prompt])[0] for prompt in PROMPTS]
+    assert together == alone
+    assert together != run(small_engine(loaded), PROMPTS), "compression changed nothing: is it on?"
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (LlamaConfig(**BASE, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "dynamic"),
+        (LlamaConfig(**BASE, kv_lora_rank=16), "kv_lora_rank"),
+        (Qwen3Config(**BASE, attention_chunk_size=64), "attention_chunk_size"),
+    ],
+)
+def test_models_that_would_be_silently_wrong_are_refused_by_name(
+    config: PretrainedConfig, named: str, adopt_tiny: Callable[[PretrainedConfig], LoadedModel]
+) -> None:
+    with pytest.raises(ModelError, match=named):
+        adopt_tiny(config)

@@ -1,0 +1,304 @@
+"""Decode and prefill kernels against other people's attention, and the compiled kernel against the specification.
+
+Whatever a kernel has no business reading holds NaN: free pages, the rest of the last page, entries a window has left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as gemma2_attention
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_attention
+
+from tangram.errors import IntegrityError
+from tangram.kernels import cpu, reference
+from tangram.plan.aot import plan_aot
+from tangram.plan.form import DecodeRows, TaskList, WorkPlan, assemble
+from tangram.plan.plain import plan_plain
+
+WINDOW = 50
+SCALING = 0.2
+
+
+@dataclass
+class Batch:
+    """R rows over 2 layers (full, window 50); kv[r][l][h] [2, n, D] holds each head's entries, dense."""
+
+    rows: DecodeRows
+    pool: Tensor
+    tables: Tensor
+    lengths: Tensor
+    kv: list[list[list[Tensor]]]
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor
+
+    def copy(self) -> Batch:
+        return replace(self, pool=self.pool.clone())
+
+    def address(self, layer: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return self.rows.table[:, layer], self.rows.column[:, layer], self.rows.length_index[:, layer]
+
+
+def make_batch(
+    r: int, h: int, g: int, d: int, *, page: int = 16, per_page: int = 4, longest: int = 300,
+    seed: int = 0, dtype: torch.dtype = torch.float32,
+) -> Batch:  # fmt: skip
+    """Heads at scattered pages, random columns and unrelated table offsets, as rows of several layouts have."""
+    rng, _ = np.random.default_rng(seed), torch.manual_seed(seed)
+    shape = (r, 2, h)
+    lengths = rng.integers(1, longest + 1, shape)
+    pages = -(-lengths // page) + rng.integers(0, 3, shape)
+    table = np.cumsum(pages.ravel()) - pages.ravel() + 5
+    count = int(pages.sum())
+    tables = np.full(count + 5, count, np.int32)
+    tables[5:] = rng.permutation(count)
+    index = rng.permutation(lengths.size)
+    flat_lengths = np.empty(lengths.size, np.int32)
+    flat_lengths[index] = lengths.ravel()
+    rows = DecodeRows(
+        table.reshape(shape), rng.integers(0, per_page, shape), index.reshape(shape), lengths / longest,
+        (None, WINDOW), page,
+    )  # fmt: skip
+    pool = torch.full((count + 1, per_page, 2, page, d), torch.nan, dtype=dtype)
+    kv = [[[torch.randn(2, int(n), d).to(dtype) for n in heads] for heads in layers] for layers in lengths]
+    for cell in np.ndindex(shape):
+        entries = kv[cell[0]][cell[1]][cell[2]]
+        first = 0 if cell[1] == 0 else max(0, lengths[cell] - WINDOW)
+        for entry in range(first, lengths[cell] - 1):  # the last one is appended by the kernel
+            place = tables[rows.table[cell] + entry // page], rows.column[cell], slice(None), entry % page
+            pool[place] = entries[:, entry]
+    k, v = (torch.stack([torch.stack([kv[i][0][j][side, -1] for j in range(h)]) for i in range(r)]) for side in (0, 1))
+    for i, j in np.ndindex(r, h):
+        kv[i][1][j][:, -1] = torch.stack([k[i, j], v[i, j]])
+    q, sinks = torch.randn(r, h * g, d).to(dtype), torch.randn(h * g)
+    return Batch(rows, pool, torch.from_numpy(tables), torch.from_numpy(flat_lengths), kv, q, k, v, sinks)
+
+
+def dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """q [n, G, D] over k, v [m, D] of one KV head, by Transformers: torch SDPA, Gemma 2's or GPT-OSS' own function."""
+    query, key, value = q.transpose(0, 1)[None].float(), k[None, None].float(), v[None, None].float()
+    group = q.shape[1]
+    if softcap is None and sinks is None:
+        keys, values = key.expand(-1, group, -1, -1), value.expand(-1, group, -1, -1)
+        out = torch.nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=SCALING)
+        return out[0].transpose(0, 1)
+    if softcap is None:
+        module = SimpleNamespace(num_key_value_groups=group, sinks=sinks, training=False)
+        return gpt_oss_attention(module, query, key, value, mask, SCALING)[0][0]
+    module = SimpleNamespace(num_key_value_groups=group, training=False)
+    return gemma2_attention(module, query, key, value, mask, scaling=SCALING, softcap=softcap)[0][0]
+
+
+def dense_decode(batch: Batch, layer: int, *, softcap: float | None, sinks: Tensor | None) -> Tensor:
+    heads = batch.k.shape[1]
+    grouped = batch.q.unflatten(1, (heads, -1))
+    out = torch.empty_like(grouped)
+    for row, head in np.ndindex(len(grouped), heads):
+        k, v = batch.kv[row][layer][head][:, -WINDOW if layer else 0 :]
+        sink = None if sinks is None else sinks.view(heads, -1)[head]
+        out[row, head] = dense_attention(grouped[row, head][None], k, v, None, softcap=softcap, sinks=sink)[0]
+    return out.flatten(1, 2)
+
+
+def plans(rows: DecodeRows) -> list[WorkPlan]:
+    """Whole heads; shares, some of them EMPTY (heads shorter than the tile); many shares of one tile."""
+    return [plan_plain(rows), plan_aot(rows, 16, tile_tokens=256), plan_aot(rows, 40, tile_tokens=16)]
+
+
+def run_reference(batch: Batch, plan: WorkPlan, layer: int, **options: object) -> Tensor:
+    reference.append(batch.k, batch.v, batch.pool, batch.tables, batch.lengths, *batch.address(layer))
+    return reference.decode(
+        batch.q, batch.pool, batch.tables, batch.lengths, plan, layer, scaling=SCALING, **options  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def run_compiled(batch: Batch, plan: WorkPlan, layer: int, threads: int = 1, **options: object) -> Tensor:
+    return cpu.decode_step(
+        batch.q, batch.k, batch.v, batch.pool, batch.tables, batch.lengths,
+        cpu.CpuPlan.build(plan, batch.rows, threads), layer, scaling=SCALING, **options,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+OPTIONS = [(None, False), (None, True), (2.0, False)]  # softcap, sinks
+SHAPES = [(3, 1, 1, 16, 16), (2, 2, 4, 80, 8), (4, 3, 3, 64, 16), (1, 3, 1, 64, 32)]  # R, H, G, D, P
+
+
+@pytest.mark.parametrize("run", [run_reference, run_compiled])
+@pytest.mark.parametrize(("softcap", "use_sinks"), OPTIONS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_decode_equals_dense_attention(run, shape: tuple[int, ...], softcap: float | None, use_sinks: bool) -> None:  # type: ignore[no-untyped-def]
+    r, h, g, d, page = shape
+    batch = make_batch(r, h, g, d, page=page)
+    sinks = batch.sinks if use_sinks else None
+    for plan in plans(batch.rows):
+        plan.check(batch.rows, batch.lengths.numpy())
+        for layer in (0, 1):
+            out = run(batch.copy(), plan, layer, softcap=softcap, sinks=sinks)
+            torch.testing.assert_close(
+                out, dense_decode(batch, layer, softcap=softcap, sinks=sinks), rtol=1e-4, atol=2e-5
+            )
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_compiled_kernel_equals_the_specification(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    h, g, d = (int(rng.choice(options)) for options in ([1, 2, 3], [1, 3, 4], [16, 64, 80]))
+    longest = int(rng.choice([2, 40, 600]))
+    batch = make_batch(int(rng.integers(1, 5)), h, g, d, page=int(rng.choice([4, 16, 64])), longest=longest, seed=seed)
+    for plan in plans(batch.rows):
+        for layer in (0, 1):
+            ours, theirs = batch.copy(), batch.copy()
+            options = {"softcap": 3.0, "sinks": batch.sinks}
+            torch.testing.assert_close(
+                run_compiled(ours, plan, layer, **options), run_reference(theirs, plan, layer, **options),
+                rtol=1e-4, atol=1e-5,
+            )  # fmt: skip
+            assert torch.equal(ours.pool.nan_to_num(7.0), theirs.pool.nan_to_num(7.0))
+
+
+def test_a_plan_made_before_growth_serves_longer_rows() -> None:
+    short = make_batch(2, 2, 2, 16, longest=40, seed=1)
+    grown = make_batch(2, 2, 2, 16, longest=600, seed=2)
+    plan = plan_aot(replace(grown.rows, budget=short.rows.budget), 8, tile_tokens=64)
+    expected = dense_decode(grown, 0, softcap=None, sinks=None)
+    torch.testing.assert_close(run_compiled(grown.copy(), plan, 0), expected, rtol=1e-4, atol=2e-5)
+
+
+def test_one_task_may_serve_rows_that_share_a_prefix() -> None:
+    """Rows 0 and 1 share their first 32 entries: reading them once gives what reading them twice gives."""
+    batch = make_batch(2, 1, 3, 16, longest=200, seed=3)
+    rows, tables = batch.rows, batch.tables
+    batch.lengths[rows.length_index[:, 0, 0]] = torch.tensor([64, 100], dtype=torch.int32)
+    batch.pool.nan_to_num_(0.5)
+    rows.column[1, 0, 0] = rows.column[0, 0, 0]
+    at = rows.table[:, 0, 0]
+    tables[at[1] : at[1] + 2] = tables[at[0] : at[0] + 2]
+    one = np.ones(3, np.int64)
+    shared = assemble(
+        TaskList(
+            layer=one * 0, table=at[[0, 0, 1]], length_index=rows.length_index[[0, 0, 1], 0, 0],
+            column=rows.column[[0, 0, 1], 0, 0], head=one * 0, kind=np.array([0, 1, 1]), a=np.array([0, 32, 32]),
+            b=np.array([32, 0, 0]), row_count=np.array([2, 1, 1]), rows=np.array([0, 1, 0, 1]),
+        ),
+        layers=1, kv_heads=1, tile_tokens=16,
+    )  # fmt: skip
+    whole = run_compiled(batch.copy(), plan_plain(rows), 0)
+    for run in (run_reference, run_compiled):
+        torch.testing.assert_close(run(batch.copy(), shared, 0), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_two_threads_give_the_same_bits_every_time() -> None:
+    batch = make_batch(4, 3, 3, 64, longest=4000, seed=4)
+    plan = plan_aot(batch.rows, 8, tile_tokens=64)
+    alone = run_compiled(batch.copy(), plan, 0, threads=1)
+    for _ in range(5):
+        assert torch.equal(run_compiled(batch.copy(), plan, 0, threads=2), alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_pools_are_served_too(dtype: torch.dtype) -> None:
+    batch = make_batch(2, 2, 3, 64, dtype=dtype)
+    expected = dense_decode(batch, 0, softcap=None, sinks=None)
+    out = run_compiled(batch.copy(), plan_aot(batch.rows, 8), 0)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+
+
+def prefill(batch: Batch, layer: int, n: int, past: list[int], **options: object) -> tuple[Tensor, Tensor, Tensor]:
+    """Row 0's next n tokens after `past` entries of each head."""
+    torch.manual_seed(n)
+    (_, heads, d), group = batch.k.shape, batch.q.shape[1] // batch.k.shape[1]
+    q, k, v = torch.randn(n, heads * group, d), torch.randn(n, heads, d), torch.randn(n, heads, d)
+    q, k, v = (x.to(batch.pool.dtype) for x in (q, k, v))
+    table, column = batch.rows.table[0, layer], batch.rows.column[0, layer]
+    out = reference.prefill(
+        q, k, v, batch.pool, batch.tables, table, column, np.array(past), scaling=SCALING,
+        past_tokens=max(past), window=batch.rows.windows[layer], **options,  # type: ignore[arg-type]
+    )  # fmt: skip
+    dense = torch.empty_like(out).unflatten(1, (heads, group))
+    for head in range(heads):
+        keys, values = (torch.cat([batch.kv[0][layer][head][i, : past[head]], x[:, head]]) for i, x in ((0, k), (1, v)))
+        distance = torch.arange(n)[:, None] + past[head] - torch.arange(past[head] + n)
+        visible = (distance >= 0) & (distance < WINDOW if layer else True)
+        mask = torch.where(visible, 0.0, -torch.inf)
+        softcap, sinks = options.get("softcap"), options.get("sinks")
+        sink = None if sinks is None else sinks.view(heads, group)[head]  # type: ignore[attr-defined]
+        queries = q.unflatten(1, (heads, group))[:, head]
+        dense[:, head] = dense_attention(queries, keys, values, mask, softcap=softcap, sinks=sink)  # type: ignore[arg-type]
+    return out, dense.flatten(1, 2), q
+
+
+@pytest.mark.parametrize(("softcap", "use_sinks"), OPTIONS)
+@pytest.mark.parametrize("n", [1, 33, 120])
+def test_prefill_over_a_ragged_past_equals_dense_attention(n: int, softcap: float | None, use_sinks: bool) -> None:
+    batch = make_batch(1, 3, 3, 64, longest=200, seed=5)
+    past = [max(0, kv.shape[1] - 1) for kv in batch.kv[0][0]]
+    for lengths in (past, [min(past)] * 3, [0, 0, past[2]], [0, 0, 0]):
+        out, dense, _ = prefill(batch, 0, n, lengths, softcap=softcap, sinks=batch.sinks if use_sinks else None)
+        torch.testing.assert_close(out, dense, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(("softcap", "use_sinks"), OPTIONS)
+@pytest.mark.parametrize(("n", "past"), [(1, 130), (20, 130), (120, 130), (120, 20), (10, 20), (70, 0)])
+def test_prefill_with_a_window_reads_only_what_it_sees(
+    n: int, past: int, softcap: float | None, use_sinks: bool
+) -> None:
+    batch = make_batch(1, 2, 2, 16, longest=1, seed=6)
+    first_seen = max(0, past - WINDOW + 1) // 16 * 16
+    offset = torch.arange(-(-past // 16) * 2, dtype=torch.int32).view(2, -1)
+    batch.pool = torch.full((offset.numel() + 1, 4, 2, 16, 16), torch.nan)
+    batch.tables = torch.where(torch.arange(offset.shape[1]) >= first_seen // 16, offset, offset.numel()).flatten()
+    batch.rows.table[0, 1] = [0, offset.shape[1]]
+    for head in (0, 1):
+        batch.kv[0][1][head] = torch.randn(2, past, 16)
+        for entry in range(first_seen, past):
+            page = batch.tables[head * offset.shape[1] + entry // 16]
+            batch.pool[page, batch.rows.column[0, 1, head], :, entry % 16] = batch.kv[0][1][head][:, entry]
+    out, dense, _ = prefill(batch, 1, n, [past, past], softcap=softcap, sinks=batch.sinks if use_sinks else None)
+    torch.testing.assert_close(out, dense, rtol=1e-4, atol=2e-5)
+
+
+def test_prefill_refuses_a_window_layer_whose_entries_are_not_positions() -> None:
+    batch = make_batch(1, 2, 2, 16, longest=100, seed=7)
+    with pytest.raises(IntegrityError, match="past_lengths"):
+        prefill(batch, 1, 3, [10, 11])
+
+
+def test_prefill_does_not_depend_on_where_pages_lie_or_on_other_rows() -> None:
+    batch = make_batch(1, 3, 3, 64, longest=200, seed=8)
+    past = [max(0, kv.shape[1] - 1) for kv in batch.kv[0][0]]
+    first, _, _ = prefill(batch, 0, 64, past)
+    move = torch.randperm(len(batch.pool))
+    moved = replace(batch, pool=torch.empty_like(batch.pool), tables=move[batch.tables.long()].int())
+    moved.pool[move] = batch.pool
+    assert torch.equal(prefill(moved, 0, 64, past)[0], first)
+
+
+@pytest.mark.parametrize("counts", [[7, 7, 7], [0, 5, 40]])
+def test_stored_entries_are_read_back_and_nothing_else_is_touched(counts: list[int]) -> None:
+    batch = make_batch(1, 3, 1, 16, longest=200, seed=9)
+    before = batch.pool.clone()
+    table, column, _ = (x[0] for x in batch.address(0))
+    first = np.array([0, 3, 18])
+    lengths = batch.lengths[batch.rows.length_index[0, 0]].numpy()
+    room = [max(0, min(c, int(n) - f)) for c, n, f in zip(counts, lengths, first, strict=True)]
+    k, v = ([torch.randn(c, 16) for c in room] for _ in range(2))
+    equal = len(set(room)) == 1
+    keys, values = (torch.stack(x) if equal else x for x in (k, v))
+    reference.store(keys, values, batch.pool, batch.tables, table, column, first)
+    for head, count in enumerate(room):
+        read = reference.gather(
+            batch.pool, batch.tables, int(table[head]), int(column[head]), int(first[head]), int(first[head]) + count
+        )
+        assert torch.equal(read[0], k[head]) and torch.equal(read[1], v[head])
+    changed = (batch.pool.nan_to_num(7.0) != before.nan_to_num(7.0)).any(-1).any(2).sum()
+    assert sum(room) > 0 and changed == sum(room)

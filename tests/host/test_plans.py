@@ -1,0 +1,231 @@
+"""Work plans: planners give plans that pass the integrity check, which catches every plan that does not add up."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tangram.errors import ConfigError, IntegrityError
+from tangram.plan.aot import plan_aot
+from tangram.plan.form import DecodeRows, RangeKind, TaskList, WorkPlan, assemble
+from tangram.plan.plain import plan_plain
+from tangram.types import Int32
+
+
+def make_rows(budget: np.ndarray, windows: tuple[int | None, ...] | None = None, page_tokens: int = 16) -> DecodeRows:
+    cell = np.arange(budget.size).reshape(budget.shape)
+    return DecodeRows(cell * 100, cell % 4, cell, budget, windows or (None,) * budget.shape[1], page_tokens)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[DecodeRows, Int32]:
+    """Rows with any budgets and windows, and a length for each head."""
+    shape = draw(st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3)))
+    seed = np.random.default_rng(draw(st.integers(0, 2**32)))
+    windows = tuple(draw(st.lists(st.sampled_from([None, 1, 50, 128]), min_size=shape[1], max_size=shape[1])))
+    longest = draw(st.sampled_from([1, 20, 700]))
+    lengths = seed.integers(0, longest + 1, shape).astype(np.int32).ravel()
+    return make_rows(seed.uniform(0.01, 1.0, shape), windows), lengths
+
+
+@given(batches(), st.sampled_from([1, 2, 7, 132]), st.sampled_from([16, 64, 256]))
+def test_a_plan_covers_every_entry_once_and_survives_growth(
+    batch: tuple[DecodeRows, Int32], workers: int, tile_tokens: int
+) -> None:
+    rows, lengths = batch
+    for plan in (plan_plain(rows), plan_aot(rows, workers, tile_tokens=tile_tokens)):
+        for grown_tokens in (0, 1, 300):
+            plan.check(rows, lengths + np.int32(grown_tokens))
+
+
+def covered_once(plan: WorkPlan, rows: DecodeRows, lengths: Int32) -> bool:
+    """The law of the check, entry by entry and in plain loops."""
+    length = lengths[rows.length_index]
+    seen = np.zeros((*rows.table.shape, 2000), np.int64)
+    for task, layer in enumerate(plan.task_layer):
+        source = (plan.table[task], plan.column[task], plan.length_index[task])
+        for row in plan.rows[plan.row_begin[task] : plan.row_end[task]]:
+            cell = (row, layer, plan.head[task])
+            if source != (rows.table[cell], rows.column[cell], rows.length_index[cell]):
+                return False
+            n, a, b = int(length[cell]), int(plan.a[task]), int(plan.b[task])
+            tile = plan.tile_tokens
+            tiles = -(-n // tile)
+            match plan.kind[task]:
+                case RangeKind.ABS:
+                    span = range(a, b)
+                case RangeKind.OPEN:
+                    span = range(a, n)
+                case RangeKind.FRAC:
+                    span = range(tiles * a // b * tile, min(n, tiles * (a + 1) // b * tile))
+                case _:
+                    span = range(max(0, n - a), n)
+            if span.start > span.stop:
+                return False
+            for entry in span:
+                seen[(*cell, entry)] += 1
+    for cell in np.ndindex(rows.table.shape):
+        window = rows.windows[cell[1]]
+        start = 0 if window is None else max(0, length[cell] - window)
+        wanted = (np.arange(2000) >= start) & (np.arange(2000) < length[cell])
+        if (seen[cell] != wanted).any():
+            return False
+    return True
+
+
+@given(batches(), st.sampled_from(["a", "b", "kind", "table", "column", "length_index"]), st.data())
+def test_the_check_agrees_with_counting_entries_one_by_one(
+    batch: tuple[DecodeRows, Int32], field: str, data: st.DataObject
+) -> None:
+    rows, lengths = batch
+    plan = plan_aot(rows, 6, tile_tokens=16)
+    values = getattr(plan, field).copy()
+    index = data.draw(st.integers(0, len(values) - 1))
+    values[index] = data.draw(st.integers(0, 3 if field == "kind" else 130))
+    if field in ("kind", "b") and plan.kind[index] != RangeKind.FRAC and values[index] == RangeKind.FRAC:
+        return  # a share of 0 shares means nothing
+    if field == "b" and plan.kind[index] == RangeKind.FRAC and values[index] == 0:
+        return
+    broken = replace(plan, **{field: values})
+    try:
+        broken.check(rows, lengths)
+    except IntegrityError:
+        assert not covered_once(broken, rows, lengths)
+    else:
+        assert covered_once(broken, rows, lengths)
+
+
+def changed(plan: WorkPlan, field: str, index: int, value: int) -> WorkPlan:
+    values = getattr(plan, field).copy()
+    values[index] = value
+    return replace(plan, **{field: values})
+
+
+UNEVEN = make_rows(np.array([[[1.0, 0.1]], [[0.5, 0.1]]]))  # 2 rows, 1 layer, 2 heads: some split, some whole
+LENGTHS = np.array([400, 40, 200, 40], np.int32)
+
+
+@pytest.mark.parametrize(
+    ("field", "index", "value"),
+    [
+        ("rows", 0, 0),  # another row's query
+        ("rows", 0, 99),
+        ("head", 0, 1),
+        ("head", 0, -1),
+        ("slot", 0, 1),  # two parts in one slot
+        ("slot", 0, 99),
+        ("direct", 0, 1),  # a part that overwrites the output
+        ("direct", -1, 0),  # a whole result that nobody merges
+        ("part_slot", 0, 1),  # a part merged twice, another never
+        ("merge_row", 0, 1),
+        ("merge_head", 0, 1),
+        ("row_end", 0, 0),
+        ("row_begin", 1, 0),
+        ("kind", 0, 4),
+        ("layer_indptr", 1, 3),
+        ("merge_indptr", 1, 0),
+        ("part_indptr", 1, 1),
+    ],
+)
+def test_the_check_names_outputs_that_do_not_add_up(field: str, index: int, value: int) -> None:
+    plan = plan_aot(UNEVEN, 2, tasks_per_worker=4, tile_tokens=16)
+    plan.check(UNEVEN, LENGTHS)
+    assert not plan.direct[0] and plan.direct[-1]
+    with pytest.raises(IntegrityError, match="work plan"):
+        changed(plan, field, index, value).check(UNEVEN, LENGTHS)
+
+
+def test_a_missing_task_is_caught() -> None:
+    plan = plan_plain(UNEVEN)
+    per_task = {name: values[:3] for name, values in vars(plan).items() if np.size(values) == 4}
+    assert {"table", "head", "rows", "slot"} <= per_task.keys()
+    short = replace(plan, **{**per_task, "layer_indptr": np.array([0, 3])})
+    with pytest.raises(IntegrityError):
+        short.check(UNEVEN, LENGTHS)
+
+
+def shared_prefix_plan() -> WorkPlan:
+    """Both rows read head 0's first 32 entries in one task, and each its own tail; head 1 is read whole."""
+    zero = np.zeros(5, np.int64)
+    return assemble(
+        TaskList(
+            layer=zero, table=UNEVEN.table[[0, 0, 1, 0, 1], 0, [0, 0, 0, 1, 1]],
+            length_index=np.array([0, 0, 2, 1, 3]), column=UNEVEN.column[[0, 0, 1, 0, 1], 0, [0, 0, 0, 1, 1]],
+            head=np.array([0, 0, 0, 1, 1]), kind=np.array([0, 1, 1, 1, 1]), a=np.array([0, 32, 32, 0, 0]),
+            b=np.array([32, 0, 0, 0, 0]), row_count=np.array([2, 1, 1, 1, 1]), rows=np.array([0, 1, 0, 1, 0, 1]),
+        ),
+        layers=1, kv_heads=2, tile_tokens=16,
+    )  # fmt: skip
+
+
+def test_a_span_may_serve_several_rows_only_if_they_share_its_pages() -> None:
+    rows = replace(UNEVEN, column=np.zeros_like(UNEVEN.column))
+    plan = replace(shared_prefix_plan(), column=np.zeros(5, np.int64))
+    tables = np.arange(400, dtype=np.int32)
+    with pytest.raises(IntegrityError, match="pass tables"):
+        plan.check(rows, LENGTHS)
+    with pytest.raises(IntegrityError, match="another row's pages"):
+        plan.check(rows, LENGTHS, tables)
+    tables[200:202] = tables[0:2]
+    plan.check(rows, LENGTHS, tables)
+    plan.check(rows, LENGTHS + np.int32(300), tables)
+    with pytest.raises(IntegrityError, match="wrong column"):
+        plan.check(UNEVEN, LENGTHS, tables)
+
+
+def parts_of(plan: WorkPlan, rows: DecodeRows) -> np.ndarray:
+    cell = np.ravel_multi_index((plan.rows, plan.task_layer, plan.head), rows.table.shape)
+    return np.bincount(cell, minlength=rows.table.size).reshape(rows.table.shape)
+
+
+def test_aot_follows_the_papers_formula() -> None:
+    rows = make_rows(np.array([[[0.8, 0.3, 0.1]]]))
+    plan = plan_aot(rows, 2, tasks_per_worker=4)
+    assert parts_of(plan, rows).tolist() == [[[5, 2, 1]]]
+    assert plan.head.tolist() == [0, 0, 0, 0, 0, 1, 1, 2]  # the largest share starts first
+
+
+def test_aot_hardly_splits_a_batch_that_fills_the_workers() -> None:
+    rows = make_rows(np.ones((8, 2, 3)))
+    assert (parts_of(plan_aot(rows, 2), rows) == 1).all()
+    assert (parts_of(plan_aot(make_rows(np.ones((1, 2, 3))), 2), make_rows(np.ones((1, 2, 3)))) > 1).all()
+
+
+@pytest.mark.parametrize("budget", [[1.0, 1.0, 1.0], [1.0, 0.2, 0.1], [0.4, 0.35, 0.3]])
+@pytest.mark.parametrize("workers", [2, 4])
+def test_aot_balances_heads_whose_lengths_follow_their_budgets(budget: list[float], workers: int) -> None:
+    rows = make_rows(np.array([[budget]]))
+    begin, end = plan_aot(rows, workers).spans((np.array(budget) * 16384).astype(np.int32))
+    finish_at = [0] * workers
+    for tokens in end - begin:  # each task goes to the worker that is free first
+        heapq.heapreplace(finish_at, finish_at[0] + int(tokens))
+    assert max(finish_at) <= 1.25 * sum(finish_at) / workers
+
+
+def test_window_layers_are_read_by_window_and_never_split() -> None:
+    rows = make_rows(np.ones((1, 2, 1)), (None, 100))
+    plan = plan_aot(rows, 4)
+    begin, end = plan.spans(np.array([1000, 1000], np.int32), plan.tasks(1))
+    assert (begin.tolist(), end.tolist()) == ([900], [1000])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [({"workers": 0}, "workers"), ({"workers": 1, "tasks_per_worker": 0}, "tasks_per_worker"),
+     ({"workers": 1, "tile_tokens": 40}, "tile_tokens"), ({"workers": 1, "tile_tokens": 0}, "tile_tokens")],
+)  # fmt: skip
+def test_wrong_planner_arguments_are_refused_by_name(arguments: dict[str, int], field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        plan_aot(UNEVEN, **arguments)
+
+
+def test_rows_of_mixed_shapes_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"\[R, L, H\]"):
+        replace(UNEVEN, budget=np.ones((1, 1, 2)))
+    with pytest.raises(ConfigError, match="windows"):
+        replace(UNEVEN, windows=(None, None))

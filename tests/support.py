@@ -1,0 +1,65 @@
+"""Token ids through an engine, the way a test wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tangram.calibrate import calibrate
+from tangram.compress.profile import Scope
+from tangram.compress.scorers import make_scorer
+from tangram.config import EngineConfig
+from tangram.engine.loop import Engine
+from tangram.engine.observe import score_source
+from tangram.engine.setup import engine_of, scorer_spec
+from tangram.model.load import LoadedModel
+from tangram.types import Event, Request, SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+
+
+def run(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams = GREEDY, **options: Any) -> list[list[int]]:
+    """The token ids each prompt is completed with, all submitted at once; the books are checked after every step."""
+    answers: dict[str, list[Event]] = {}
+    for number, prompt in enumerate(prompts):
+        events = answers.setdefault(str(number), [])
+        engine.submit(Request(str(number), tuple(prompt), params, events.append, **options))
+    drain(engine)
+    return [[token for event in events for token in event.token_ids] for events in answers.values()]
+
+
+def drain(engine: Engine) -> None:
+    """Step until nothing is left to do, checking the books each time."""
+    while engine.busy:
+        engine.step()
+        engine.check_books()
+
+
+def small_engine(loaded: LoadedModel, **options: Any) -> Engine:
+    """An engine of `loaded` with a chunk of 32 tokens and pages of 8, unless told otherwise."""
+    defaults: dict[str, Any] = {
+        "kv_retention": 1.0, "chunk_tokens": 32, "page_tokens": 8, "heads_per_page": 2, "max_num_seqs": 8,
+        "max_num_batched_tokens": 96, "kv_cache_gib": 0.01, "scorer": "keydiff",
+    }  # fmt: skip
+    return engine_of(EngineConfig(**(defaults | options)), loaded)
+
+
+def profile_file(
+    loaded: LoadedModel, folder: Path, *, scorer: str = "keydiff", retention: float = 0.5, scope: Scope = "model",
+    heads_per_page: int = 2,
+) -> str:  # fmt: skip
+    """A profile of a tiny model for `small_engine`, calibrated on random tokens; its path."""
+    method = make_scorer(scorer)
+    rng = np.random.default_rng(0)
+    samples = [rng.integers(3, loaded.geometry.vocab_size, 130).tolist() for _ in range(3)]
+    profile = calibrate(
+        score_source(loaded, method, chunk_tokens=32), samples, geometry=loaded.geometry, fingerprint=loaded.fingerprint,
+        scorer=scorer_spec(method), scope=scope, retentions=[retention], chunk_tokens=32, source="random tokens",
+        page_tokens=8, heads_per_page=heads_per_page, sink_tokens=2, window_tokens=2,
+    )[0]  # fmt: skip
+    path = folder / f"{scorer}.{scope}.{retention}.json"
+    profile.save(path)
+    return str(path)
