@@ -38,8 +38,9 @@ STOP = ". "
 QUESTIONS = (
     "Who is the head keeper?",
     "Tell me about the cat.",
-    "Tell me more about the engineer, Tomas Reyes.",
-    "What do the keepers call the large telescope, and where was its lens ground?",
+    "When was the observatory built, and by whom?",
+    "How high is the hill, and which village lies below it?",
+    "How often does the comet come back?",
 )
 
 
@@ -91,7 +92,8 @@ def running_server(console: Console) -> Iterator[str]:
                 raise DemoError(f"the server ended with code {process.returncode} during the conversation")
         except (DemoError, OpenAIError):
             log.seek(0)
-            console.print("[dim]the server's last words:[/dim]", *log.readlines()[-30:], markup=False, highlight=False)
+            console.print("the server's last words:", style="dim")
+            console.print("".join(log.readlines()[-30:]), markup=False, highlight=False)
             raise
         finally:
             stop(process)

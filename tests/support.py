@@ -49,16 +49,16 @@ def small_engine(loaded: LoadedModel, **options: Any) -> Engine:
 
 def profile_file(
     loaded: LoadedModel, folder: Path, *, scorer: str = "keydiff", retention: float = 0.5, scope: Scope = "model",
-    heads_per_page: int = 2,
+    heads_per_page: int = 2, chunk_tokens: int = 32,
 ) -> str:  # fmt: skip
     """A profile of a tiny model for `small_engine`, calibrated on random tokens; its path."""
     method = make_scorer(scorer)
     rng = np.random.default_rng(0)
     samples = [rng.integers(3, loaded.geometry.vocab_size, 130).tolist() for _ in range(3)]
     profile = calibrate(
-        score_source(loaded, method, chunk_tokens=32), samples, geometry=loaded.geometry, fingerprint=loaded.fingerprint,
-        scorer=scorer_spec(method), scope=scope, retentions=[retention], chunk_tokens=32, source="random tokens",
-        page_tokens=8, heads_per_page=heads_per_page, sink_tokens=2, window_tokens=2,
+        score_source(loaded, method, chunk_tokens=chunk_tokens), samples, geometry=loaded.geometry, fingerprint=loaded.fingerprint,
+        scorer=scorer_spec(method), scope=scope, retentions=[retention], chunk_tokens=chunk_tokens, source="random tokens",
+        page_tokens=8, heads_per_page=heads_per_page, window_tokens=2,
     )[0]  # fmt: skip
     path = folder / f"{scorer}.{scope}.{retention}.json"
     profile.save(path)

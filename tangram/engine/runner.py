@@ -31,7 +31,7 @@ class Runner:
         self._loaded = loaded
         layout = retentions[0].layout
         shape = (pages, layout.heads_per_page, 2, layout.page_tokens, layout.geometry.head_dim)
-        self.pool = torch.zeros(shape, dtype=loaded.dtype, device=loaded.device)
+        self.pool = torch.empty(shape, dtype=loaded.dtype, device=loaded.device)
         self._batcher = Batcher(
             retentions, self.pool, tables, lengths, _rotary(loaded), workers=torch.get_num_threads(), observer=observer
         )

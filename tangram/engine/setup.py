@@ -91,6 +91,7 @@ def _retentions(config: EngineConfig, loaded: LoadedModel, max_tokens: int) -> l
     if config.kv_retention == 1.0 and not config.profile:
         return [full]
     scorer = make_scorer(config.scorer, gate=Path(config.gate) if config.gate else None)
+    scorer.check_tokens(config.chunk_tokens)
     named = [_load(path, config, loaded, scorer) for path in config.profile]
     found = [_retention(profile, scorer, loaded, max_tokens) for profile in named]
     defaults = [entry for entry in (*found, full) if entry.kv_retention == config.kv_retention]

@@ -65,7 +65,7 @@ class CpuPlan:
         address = np.stack([rows.table, rows.column, rows.length_index], axis=-1).swapaxes(0, 1)
         return cls(
             plan,
-            min(threads or torch.get_num_threads(), limit),
+            min(torch.get_num_threads() if threads is None else threads, limit),
             np.stack(task_fields, axis=1).astype(np.int64),
             np.stack([plan.rows, plan.direct, plan.slot], axis=1).astype(np.int64),
             np.stack(segments, axis=1).astype(np.int64),
@@ -98,16 +98,16 @@ def decode_step(
         )
     if numba.get_num_threads() != plan.threads:
         numba.set_num_threads(plan.threads)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    sink = np.full(q.shape[1], -np.inf, np.float32) if sinks is None else _array(sinks)
+    out = torch.empty(q.shape, dtype=torch.float32)
+    sink = np.full(q.shape[1], -np.inf, np.float32) if sinks is None else _array(sinks.float())
     indptr, merges = plan.plan.layer_indptr, plan.plan.merge_indptr
     step(
-        _array(q), _array(k), _array(v), _array(pool), _array(tables), _array(lengths), plan.address[layer],
-        plan.tasks, plan.entries, plan.segments, plan.plan.part_slot, indptr[layer], indptr[layer + 1], merges[layer],
-        merges[layer + 1], plan.plan.partial_slots, plan.plan.tile_tokens, np.float32(scaling),
-        np.float32(softcap or 0.0), sink, out.numpy(), plan.threads,
+        _array(q.float()), _array(k.float()), _array(v.float()), _array(pool), _array(tables), _array(lengths),
+        plan.address[layer], plan.tasks, plan.entries, plan.segments, plan.plan.part_slot, indptr[layer],
+        indptr[layer + 1], merges[layer], merges[layer + 1], plan.plan.partial_slots,
+        plan.plan.tile_tokens, np.float32(scaling), np.float32(softcap or 0.0), sink, out.numpy(), plan.threads,
     )  # fmt: skip
-    return out
+    return out.to(q.dtype)
 
 
 def _array(tensor: Tensor) -> npt.NDArray[Any]:

@@ -221,9 +221,8 @@ def merge(parts, partial_out, partial_lse, sinks, out):  # type: ignore[no-untyp
             total += np.exp(partial_lse[slot, g] - top)
         for slot in parts:
             weight = np.float32(np.exp(partial_lse[slot, g] - top) / total)
-            if weight > 0:
-                for d in range(out.shape[1]):
-                    out[g, d] += weight * partial_out[slot, g, d]
+            for d in range(out.shape[1]):
+                out[g, d] += weight * partial_out[slot, g, d]
 
 
 @njit(cache=True)

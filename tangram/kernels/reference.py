@@ -189,10 +189,11 @@ def prefill(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of n new tokens: q [n, Q, D], k, v [n, H, D] (not yet in the pool) → [n, Q, D] in q's dtype.
+    """Attention of n new tokens: q [n, Q, D], k, v [m, H, D] (not yet in the pool) → [n, Q, D] in q's dtype.
 
+    The queries belong to the last n of the m ≥ n new tokens.
     `table_off`, `column` and `past_lengths` [H] find each head's past entries, `past_tokens` is the position of the
-    first new token. Past entries of a full layer are all visible (compression keeps a subset of earlier positions). In
+    first of the m. Past entries of a full layer are all visible (compression keeps a subset of earlier positions). In
     a window layer entry i holds position i, the query at position p sees positions (p - W, p], and pages that the first
     query no longer sees are not read. The result depends on this request alone.
     Raises `IntegrityError` if the past lengths of a window layer differ from `past_tokens`.
@@ -202,6 +203,7 @@ def prefill(
     address = [np.asarray(x).tolist() for x in (table_off, column, past_lengths)]
     if window is not None and set(address[2]) != {past_tokens}:
         raise IntegrityError(f"past_lengths of a window layer are {address[2]}, all must be past_tokens, {past_tokens}")
+    lead = len(k) - len(q)
     out = torch.empty_like(queries)
     sink = None if sinks is None else sinks.reshape(heads, -1, 1)
     for length in sorted(set(address[2])):
@@ -210,6 +212,7 @@ def prefill(
         past = [gather(pool, tables, address[0][head], address[1][head], begin, length) for head in members]
         past_kv = torch.stack([torch.stack(span) for span in zip(*past, strict=True)])
         new_kv = torch.stack([k, v])[:, :, members].transpose(1, 2)
+        past_kv, new_kv = torch.cat([past_kv, new_kv[:, :, :lead]], 2), new_kv[:, :, lead:]
         part = _attend(queries[members], past_kv, new_kv, window, scaling, softcap)
         out[members] = apply_sinks(part, None if sink is None else sink[members]).to(q.dtype)
     return out.permute(2, 0, 1, 3).flatten(1, 2)

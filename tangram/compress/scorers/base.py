@@ -75,6 +75,19 @@ class Scorer(ABC):
     name: ClassVar[str]
     needs: ClassVar[frozenset[str]] = frozenset()
 
+    @property
+    def fewest_tokens(self) -> int:
+        """The shortest chunk this method can score."""
+        return 1
+
+    def check_tokens(self, chunk_tokens: int) -> None:
+        """Raise `ConfigError` if a chunk of `chunk_tokens` is too short."""
+        if chunk_tokens < self.fewest_tokens:
+            raise ConfigError(
+                f"chunk_tokens is {chunk_tokens}, scorer {self.name} needs at least {self.fewest_tokens}: raise "
+                "chunk_tokens or choose another scorer"
+            )
+
     @abstractmethod
     def score(self, chunk: ChunkView) -> Tensor:
         """Return [H, C] float32 scores, higher = keep. Must not change the chunk's tensors."""
@@ -92,12 +105,3 @@ def needed(value: Value | None, what: str, scorer: Scorer) -> Value:
     if value is None:
         raise IntegrityError(f"scorer {scorer.name} was given a chunk without {what}")
     return value
-
-
-def check_longer_than(chunk: ChunkView, tokens: int, why: str, scorer: Scorer) -> None:
-    """Raise `ConfigError` unless the chunk has more than `tokens` tokens."""
-    if chunk.tokens <= tokens:
-        raise ConfigError(
-            f"chunk_tokens is {chunk.tokens}, scorer {scorer.name} needs more than {tokens} ({why}): "
-            f"raise chunk_tokens or choose another scorer"
-        )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tangram.compress.scorers.attention import group_queries
-from tangram.compress.scorers.base import ChunkView, Scorer, check_longer_than
+from tangram.compress.scorers.base import ChunkView, Scorer
 from tangram.compress.scorers.rotary import rotate, unrotate
 from tangram.errors import ConfigError
 
@@ -37,10 +37,15 @@ class ExpectedAttention(Scorer):
         if not 0.0 <= self.epsilon < float("inf"):
             raise ConfigError(f"epsilon is {self.epsilon}, it must be finite and at least 0")
 
+    @property
+    def fewest_tokens(self) -> int:
+        """The attention sinks of a first chunk and one token to score."""
+        return self.sinks + 1
+
     def score(self, chunk: ChunkView) -> Tensor:
         """[H, C] float32. `ConfigError` if the first chunk is no longer than the sinks."""
         sinks = self.sinks if chunk.start == 0 else 0
-        check_longer_than(chunk, sinks, "its attention sinks", self)
+        self.check_tokens(chunk.tokens)
         keys = chunk.keys[:, sinks:].float()
         expected = self._expected_attention(keys, *self._query_statistics(chunk, sinks), chunk.scaling)
         scores = (expected + self.epsilon) * chunk.values[:, sinks:].float().norm(dim=-1)

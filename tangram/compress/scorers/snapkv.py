@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tangram.compress.scorers.attention import append_forced, trailing_attention
-from tangram.compress.scorers.base import ChunkView, Scorer, check_longer_than
+from tangram.compress.scorers.base import ChunkView, Scorer
 from tangram.errors import ConfigError
 
 
@@ -33,9 +33,14 @@ class SnapKV(Scorer):
         if self.kernel_tokens < 1 or self.kernel_tokens % 2 == 0:
             raise ConfigError(f"kernel_tokens is {self.kernel_tokens}, it must be odd and at least 1")
 
+    @property
+    def fewest_tokens(self) -> int:
+        """The observation window and one token to score."""
+        return self.window_tokens + 1
+
     def score(self, chunk: ChunkView) -> Tensor:
         """[H, C] float32. `ConfigError` if the chunk is no longer than the window."""
-        check_longer_than(chunk, self.window_tokens, "its observation window", self)
+        self.check_tokens(chunk.tokens)
         pool = functional.max_pool1d if self.max_pooling else functional.avg_pool1d
         attention = trailing_attention(chunk, self.window_tokens).mean(dim=2)
         pooled = pool(attention, self.kernel_tokens, stride=1, padding=self.kernel_tokens // 2)

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from tangram.compress.scorers.attention import append_forced, trailing_attention
-from tangram.compress.scorers.base import ChunkView, Scorer, check_longer_than
+from tangram.compress.scorers.base import ChunkView, Scorer
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,13 @@ class TOVA(Scorer):
 
     name: ClassVar[str] = "tova"
 
+    @property
+    def fewest_tokens(self) -> int:
+        """The last token is the query, the others are scored."""
+        return 2
+
     def score(self, chunk: ChunkView) -> Tensor:
         """[H, C] float32; the last token outranks all others. `ConfigError` if C is 1."""
-        check_longer_than(chunk, 1, "the last token is the query", self)
+        self.check_tokens(chunk.tokens)
         mean = trailing_attention(chunk, 1).mean(dim=(0, 1, 2))
         return append_forced(mean.expand(chunk.kv_heads, -1), 1)

@@ -1,0 +1,335 @@
+"""Draw the pictures of the README and of docs/: `python docs/pictures/draw.py` (needs matplotlib).
+
+The page picture is not drawn by hand: its groups, tables and page ids come from the cache itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
+
+from tangram.cache.layout import Layout
+from tangram.cache.manager import CacheManager
+from tangram.types import Geometry
+
+INK, SOFT, PAPER = "#1f2933", "#66727f", "#ffffff"
+HOST, DEVICE, WIRE = "#e3eefb", "#fdecd8", "#eceff1"
+HOST_EDGE, DEVICE_EDGE, WIRE_EDGE = "#3b74b8", "#c8771c", "#8a96a3"
+HEADS = ("#3b74b8", "#7fb0e6", "#c8771c", "#f0b56d")
+CHUNKS, TAIL_TOKENS = 2, 22
+
+
+def box(
+    ax: Axes, x: float, y: float, width: float, height: float, title: str, lines: str, colours: tuple[str, str]
+) -> None:
+    """A rounded box with a title and smaller lines below it."""
+    face, edge = colours
+    ax.add_patch(
+        FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0,rounding_size=0.10", fc=face, ec=edge, lw=1.3)
+    )
+    ax.text(x + width / 2, y + height - 0.2, title, ha="center", va="top", size=12, weight="bold", color=INK)
+    ax.text(x + width / 2, y + height - 0.58, lines, ha="center", va="top", size=9, color=INK, linespacing=1.45)
+
+
+def arrow(ax: Axes, start: tuple[float, float], end: tuple[float, float], **style: object) -> None:
+    """An arrow between two points."""
+    options = {"arrowstyle": "-|>", "mutation_scale": 13, "lw": 1.3, "color": INK, "shrinkA": 0, "shrinkB": 0}
+    ax.add_patch(FancyArrowPatch(start, end, **(options | style)))
+
+
+def canvas(width: float, height: float) -> Axes:
+    """A blank sheet in inches, origin at the lower left."""
+    figure = plt.figure(figsize=(width, height), facecolor=PAPER)
+    ax = figure.add_axes((0, 0, 1, 1))
+    ax.set(xlim=(0, width), ylim=(0, height))
+    ax.axis("off")
+    return ax
+
+
+def draw_walk() -> None:
+    """One request's walk: text, tokens, pages reserved, plan, kernel, token, text."""
+    ax = canvas(11.4, 4.9)
+    width, height, gap, top = 1.98, 1.62, 0.32, 2.72
+    first = [
+        ("text", "chat template,\ntokenizer\n\nengine/text.py", (WIRE, WIRE_EDGE)),
+        ("tokens", "prefix cache: which\nchunks are known?\n\ncache/prefix.py", (HOST, HOST_EDGE)),
+        ("pages reserved", "counts are a formula\nof the length\n\ncache/manager.py", (HOST, HOST_EDGE)),
+        ("plan", "which task reads which\nentries, longest first\n\nplan/aot.py", (HOST, HOST_EDGE)),
+        ("kernel", "append, attend,\nmerge over pages\n\nkernels/", (DEVICE, DEVICE_EDGE)),
+    ]
+    for number, (title, lines, colours) in enumerate(first):
+        x = 0.11 + number * (width + gap)
+        box(ax, x, top, width, height, title, lines, colours)
+        if number:
+            arrow(ax, (x - gap + 0.03, top + height / 2), (x - 0.03, top + height / 2))
+    low, seal_low = 0.5, 1.02
+    column = [0.11 + number * (width + gap) for number in range(5)]
+    box(
+        ax,
+        column[4],
+        low,
+        width,
+        height,
+        "token",
+        "sampled, one per\nrequest and step\n\nengine/sampling.py",
+        (DEVICE, DEVICE_EDGE),
+    )
+    box(
+        ax,
+        column[0],
+        low,
+        width,
+        height,
+        "text",
+        "whole characters,\nstop strings, events\n\nengine/completion.py",
+        (WIRE, WIRE_EDGE),
+    )
+    box(
+        ax,
+        column[1],
+        seal_low,
+        3 * width + 2 * gap,
+        low + height - seal_low,
+        "a full chunk of C tokens is sealed",
+        "each head keeps its own fixed number of entries, packed into their final pages\nmodel/sealing.py · compress/",
+        (DEVICE, DEVICE_EDGE),
+    )
+    middle, line = column[4] + width / 2, 0.74
+    arrow(ax, (middle, top - 0.03), (middle, low + height + 0.03))
+    arrow(ax, (column[4] - 0.03, line), (column[1] - gap + 0.03, line))
+    ax.text(
+        (column[1] + column[4] - gap) / 2,
+        line - 0.15,
+        "streamed at once; then the next step",
+        size=9,
+        color=SOFT,
+        ha="center",
+        va="center",
+    )
+    arrow(ax, (column[4] + 0.1, top - 0.03), (column[4] - gap - 0.15, low + height + 0.03))
+    found = column[1] + width / 2
+    arrow(ax, (found, low + height + 0.03), (found, top - 0.03), linestyle=(0, (4, 2)))
+    ax.text(
+        found + 0.14,
+        (low + height + top) / 2,
+        "immutable, shared: found by whoever has the same prefix",
+        size=9,
+        color=SOFT,
+        va="center",
+    )
+    for x, label, (face, edge) in (
+        (0.11, "outside", (WIRE, WIRE_EDGE)),
+        (1.31, "host: integers, no torch", (HOST, HOST_EDGE)),
+        (3.75, "device: tensors", (DEVICE, DEVICE_EDGE)),
+    ):
+        ax.add_patch(Rectangle((x, 0.14), 0.2, 0.16, fc=face, ec=edge, lw=1))
+        ax.text(x + 0.28, 0.22, label, size=9, va="center", color=SOFT)
+    ax.text(
+        0.11,
+        4.62,
+        "engine/loop.py:  schedule → plan → run → commit → emit",
+        size=11,
+        color=INK,
+        va="center",
+        family="monospace",
+    )
+
+
+def example() -> tuple[CacheManager, Layout, int]:
+    """A cache with one sequence of two sealed chunks and a raw tail, after others have come and gone."""
+    geometry = Geometry(2, 2, 4, 8, 1000, 256, (None, None))
+    layout = Layout.build(
+        geometry,
+        chunk_tokens=64,
+        page_tokens=16,
+        heads_per_page=2,
+        max_tokens=192,
+        groups=[[(0, 0), (1, 1)], [(1, 0), (0, 1)]],
+        sealed_pages=[3, 1],
+    )
+    cache = CacheManager([("example", layout)], total_pages=24, max_sequences=4, prefix_caching=False)
+    cache.ledger.take(24)
+    cache.ledger.release(np.random.default_rng(3).permutation(24).astype(np.int32))
+    tokens = np.arange(CHUNKS * layout.chunk_tokens + TAIL_TOKENS)
+    sequence = cache.admit(0, "", tokens, len(tokens))
+    if sequence is None:
+        raise RuntimeError("the example does not fit")
+    for _ in range(CHUNKS):
+        cache.seal(sequence)
+        cache.commit(sequence, tokens)
+    cache.grow(sequence, TAIL_TOKENS)
+    cache.check()
+    return cache, layout, sequence.slot
+
+
+def draw_pages() -> None:
+    """Ragged lengths: what each head keeps, the tables of its group, and the one pool."""
+    cache, layout, slot = example()
+    ax = canvas(11.4, 6.35)
+    draw_kept(ax, layout)
+    used = draw_tables(ax, cache, layout, slot)
+    draw_pool(ax, cache.ledger.total, used, layout)
+
+
+def head_name(head: tuple[int, int]) -> str:
+    """`layer 0 · head 1`."""
+    return f"layer {head[0]} · head {head[1]}"
+
+
+def draw_kept(ax: Axes, layout: Layout) -> None:
+    """Left: one bar a head, as long as what it keeps."""
+    ax.text(0.15, 6.1, "1 · each head keeps what it needs", size=12, weight="bold", color=INK, va="center")
+    ax.text(
+        0.15,
+        5.8,
+        f"a sequence of {CHUNKS} × {layout.chunk_tokens} + {TAIL_TOKENS} tokens; what is dropped is grey",
+        size=9,
+        color=SOFT,
+        va="center",
+    )
+    scale, left = 2.55 / (CHUNKS * layout.chunk_tokens + TAIL_TOKENS), 1.5
+    y = 5.3
+    for group, members in enumerate(layout.groups):
+        for column, head in enumerate(members):
+            colour = HEADS[2 * group + column]
+            ax.text(left - 0.1, y + 0.13, head_name(head), size=9, ha="right", va="center", color=INK)
+            for chunk in range(CHUNKS):
+                x = left + chunk * layout.chunk_tokens * scale
+                kept = int(layout.sealed_pages[group]) * layout.page_tokens
+                ax.add_patch(Rectangle((x, y), layout.chunk_tokens * scale, 0.26, fc="#e6e9ec", ec=PAPER, lw=1.5))
+                ax.add_patch(Rectangle((x, y), kept * scale, 0.26, fc=colour, ec=PAPER, lw=1.5))
+            x = left + CHUNKS * layout.chunk_tokens * scale
+            ax.add_patch(
+                Rectangle((x, y), TAIL_TOKENS * scale, 0.26, fc=colour, ec=PAPER, lw=1.5, hatch="////", alpha=0.75)
+            )
+            y -= 0.38
+        y -= 0.12
+    for x, label in ((0.5, "chunk 0"), (1.5, "chunk 1")):
+        ax.text(left + x * layout.chunk_tokens * scale, y + 0.24, label, size=9, ha="center", color=SOFT)
+    ax.text(
+        left + (CHUNKS * layout.chunk_tokens + TAIL_TOKENS / 2) * scale,
+        y + 0.24,
+        "tail",
+        size=9,
+        ha="center",
+        color=SOFT,
+    )
+
+
+def draw_tables(ax: Axes, cache: CacheManager, layout: Layout, slot: int) -> dict[int, tuple[int, bool, int]]:
+    """Right: the groups' block tables. Returns page → (group, is raw, entries used)."""
+    left, size = 5.0, 0.36
+    ax.text(left, 6.1, "2 · heads of similar need share a page table", size=12, weight="bold", color=INK, va="center")
+    ax.text(left, 5.8, "sealed chunk after sealed chunk, then the raw tail", size=9, color=SOFT, va="center")
+    used: dict[int, tuple[int, bool, int]] = {}
+    for group, members in enumerate(layout.groups):
+        y = 4.98 - group * 0.92
+        ax.text(
+            left,
+            y + size + 0.14,
+            "group " + str(group) + ":  " + " and ".join(map(head_name, members)),
+            size=9,
+            color=INK,
+        )
+        begin, length = int(layout.group_offset[group]), int(cache.lengths[slot, group])
+        sealed = CHUNKS * int(layout.sealed_pages[group])
+        pages = -(-length // layout.page_tokens)
+        for index in range(pages):
+            page = int(cache.tables[slot, begin + index])
+            raw = index >= sealed
+            used[page] = (group, raw, min(layout.page_tokens, length - index * layout.page_tokens))
+            x = (
+                left
+                + index * (size + 0.05)
+                + (0.12 if index >= layout.sealed_pages[group] else 0)
+                + (0.12 if raw else 0)
+            )
+            ax.add_patch(
+                Rectangle((x, y), size, size, fc=PAPER, ec=HEADS[2 * group], lw=1.4, linestyle="--" if raw else "-")
+            )
+            ax.text(x + size / 2, y + size / 2, str(page), size=10, ha="center", va="center", color=INK)
+        x = left + pages * (size + 0.05) + 0.42
+        ax.text(x, y + size / 2, f"length {length}", size=9, va="center", color=SOFT)
+    whole = layout.max_raw_pages * CHUNKS + len(layout.groups) * -(-TAIL_TOKENS // layout.page_tokens)
+    ax.text(left, 3.52, f"{len(used)} pages; uncompressed it would be {whole}", size=9, color=SOFT, va="center")
+    return used
+
+
+def draw_pool(ax: Axes, total: int, used: dict[int, tuple[int, bool, int]], layout: Layout) -> None:
+    """Below: the one pool; every page has Hp columns of P entries."""
+    ax.text(0.15, 3.02, "3 · one pool for all layers", size=12, weight="bold", color=INK, va="center")
+    ax.text(
+        0.15,
+        2.72,
+        "a page = Hp columns (here 2), each a contiguous block of P keys and P values (here 16) of one head;"
+        " any free page serves any group",
+        size=9,
+        color=SOFT,
+        va="center",
+    )
+    columns, width, height, left, top = 12, 0.78, 0.86, 0.15, 1.58
+    for page in range(total):
+        x = left + (page % columns) * (width + 0.152)
+        y = top - (page // columns) * (height + 0.34)
+        ax.text(x + width / 2, y + height + 0.04, str(page), size=8.5, ha="center", color=INK if page in used else SOFT)
+        for column in range(layout.heads_per_page):
+            draw_column(ax, x + column * width / 2, y, width / 2, height, used.get(page), column, layout)
+        edge = HEADS[2 * used[page][0]] if page in used else "#c9d0d6"
+        style = "--" if page in used and used[page][1] else "-"
+        ax.add_patch(Rectangle((x, y), width, height, fc="none", ec=edge, lw=1.4, linestyle=style))
+
+
+def draw_column(
+    ax: Axes,
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    use: tuple[int, bool, int] | None,
+    column: int,
+    layout: Layout,
+) -> None:
+    """One head's P entries of a page, filled from the top."""
+    ax.add_patch(Rectangle((x, y), width, height, fc="#f6f7f8", ec="none"))
+    if use is None:
+        return
+    group, raw, entries = use
+    filled = height * entries / layout.page_tokens
+    ax.add_patch(
+        Rectangle(
+            (x, y + height - filled),
+            width,
+            filled,
+            fc=HEADS[2 * group + column],
+            ec=PAPER,
+            lw=0.8,
+            hatch="////" if raw else None,
+            alpha=0.75 if raw else 1.0,
+        )
+    )
+    if column + 1 < layout.heads_per_page:
+        ax.plot([x + width] * 2, [y, y + height], color=PAPER, lw=1.2)
+
+
+def main(folder: Path, suffix: str) -> None:
+    """Write the pictures into `folder`, without a date so that equal pictures are equal files."""
+    mpl.rcParams |= {
+        "svg.hashsalt": "tangram",
+        "svg.fonttype": "path",
+        "font.family": "DejaVu Sans",
+        "hatch.linewidth": 0.6,
+    }
+    for name, draw in (("walk", draw_walk), ("pages", draw_pages)):
+        draw()
+        plt.savefig(folder / f"{name}.{suffix}", dpi=110, metadata={"Date": None} if suffix == "svg" else None)
+        plt.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent, sys.argv[2] if len(sys.argv) > 2 else "svg")

@@ -1,0 +1,150 @@
+"""The law of the house: the KV state of a sequence is a function of its tokens and the profile, and of nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import LlamaConfig, PretrainedConfig
+
+from tangram.compress.scorers import SCORERS
+from tangram.engine.loop import Engine
+from tangram.model.load import LoadedModel
+from tangram.types import SamplingParams
+from tests.support import profile_file, run, small_engine
+
+TINY = LlamaConfig(
+    vocab_size=96, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=6,
+    num_key_value_heads=3, head_dim=16, max_position_embeddings=512, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+)  # fmt: skip
+C = 32
+ANSWER = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+PROPERTY = settings(deadline=None, max_examples=12, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+def sealed_state(engine: Engine) -> dict[bytes, Tensor]:
+    """What the cache holds of sealed chunks, by the key of their tokens: page contents [pages, Hp, 2, P, D]."""
+    nodes = engine._scheduler.cache.prefix.nodes.values()
+    return {node.key: engine._runner.pool[node.pages].clone() for node in nodes if not node.transient}
+
+
+class World:
+    """One tiny model and its profile, with the state and the answers that each prompt has when it is alone."""
+
+    def __init__(self, loaded: LoadedModel, folder: Path, scorer: str, chunk_tokens: int = C) -> None:
+        self.loaded, self.scorer, self.chunk_tokens = loaded, scorer, chunk_tokens
+        self.profile = profile_file(loaded, folder, scorer=scorer, chunk_tokens=chunk_tokens)
+        self.alone = cache(self._alone)
+
+    def engine(self, **options: object) -> Engine:
+        return small_engine(
+            self.loaded, kv_retention=0.5, scorer=self.scorer, profile=(self.profile,),
+            chunk_tokens=self.chunk_tokens, **options,
+        )  # fmt: skip
+
+    def _alone(self, prompt: tuple[int, ...]) -> tuple[list[int], dict[bytes, Tensor]]:
+        engine = self.engine()
+        return run(engine, [prompt], ANSWER)[0], sealed_state(engine)
+
+
+@pytest.fixture(scope="module")
+def world(adopt_tiny: Callable[[PretrainedConfig], LoadedModel], tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(adopt_tiny(TINY), tmp_path_factory.mktemp("profiles"), "keydiff")
+
+
+tokens = st.integers(3, 12)
+shared_prefixes = st.lists(tokens, min_size=C - 5, max_size=2 * C + 10)
+forks = st.lists(st.lists(tokens, min_size=1, max_size=2 * C), min_size=2, max_size=4)
+
+
+@PROPERTY
+@given(
+    prefix=shared_prefixes, forks=forks, max_num_seqs=st.integers(1, 5), extra_tokens=st.integers(0, 70),
+    pool_sequences=st.floats(1.0, 2.5), prefix_caching=st.booleans(), static=st.booleans(),
+)  # fmt: skip
+def test_answers_and_sealed_pages_do_not_depend_on_what_else_runs(
+    world: World, prefix: list[int], forks: list[list[int]], max_num_seqs: int, extra_tokens: int,
+    pool_sequences: float, prefix_caching: bool, static: bool,
+) -> None:  # fmt: skip
+    prompts = [tuple(prefix + fork) for fork in forks]
+    largest = max(map(len, prompts)) + 40
+    layout = world.engine()._admission.retentions[0].layout
+    pages = int(pool_sequences * layout.most_pages(largest))
+    engine = world.engine(
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=C + max_num_seqs + extra_tokens, max_model_len=largest,
+        kv_cache_gib=(pages + 0.5) * layout.page_bytes(4) / 2**30, enable_prefix_caching=prefix_caching,
+        scheduling="static" if static else "continuous",
+    )  # fmt: skip
+    answers = run(engine, prompts, ANSWER)
+    state = sealed_state(engine)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        expected, expected_state = world.alone(prompt)
+        assert answer == expected
+        for key in expected_state.keys() & state.keys():
+            assert torch.equal(state[key], expected_state[key])
+    engine.clear_cache()
+    stats = engine.stats()
+    assert (stats.pages_held, stats.pages_cached) == (0, 0)
+
+
+def test_the_property_above_meets_preemption_and_eviction(world: World) -> None:
+    prompts = [tuple(3 + (i * k) % 9 for i in range(60 + k)) for k in range(1, 6)]
+    layout = world.engine()._admission.retentions[0].layout
+    pages = layout.most_pages(110) + layout.most_pages(100) // 2
+    engine = world.engine(kv_cache_gib=pages * layout.page_bytes(4) / 2**30, max_model_len=110)
+    answers = run(engine, prompts, ANSWER)
+    assert engine.stats().preemptions > 0
+    assert answers == [world.alone(prompt)[0] for prompt in prompts]
+
+
+@pytest.mark.parametrize("scorer", [name for name in SCORERS if name != "fastkvzip"])
+def test_a_chunk_that_decode_completed_is_sealed_like_a_prefilled_one(
+    scorer: str, adopt_tiny: Callable[[PretrainedConfig], LoadedModel], tmp_path: Path
+) -> None:
+    chunk_tokens = 48  # SnapKV's window takes 32
+    # KVzip's repeat prompt comes from the tokenizer, so the whole vocabulary must be there.
+    config = LlamaConfig(**(TINY.to_dict() | {"vocab_size": 49152})) if scorer == "kvzip" else TINY
+    world = World(adopt_tiny(config), tmp_path, scorer, chunk_tokens)
+    prompt = tuple(3 + (i * i) % 9 for i in range(chunk_tokens + 15))
+    answer, decoded = world.alone(prompt)
+    engine = world.engine()
+    run(engine, [prompt + tuple(answer)], ANSWER)
+    prefilled = sealed_state(engine)
+    shared = decoded.keys() & prefilled.keys()
+    assert len(shared) == 2, "the answer completes the second chunk"
+    for key in shared:
+        assert torch.equal(decoded[key], prefilled[key])
+
+
+def test_a_prefix_hit_gives_what_a_miss_gives(world: World) -> None:
+    history = tuple(3 + (i * 5) % 9 for i in range(3 * C + 20))
+    engine = world.engine()
+    first = run(engine, [history], ANSWER)[0]
+    follow_up = (*history, *first, 7, 8, 9)
+    warm = run(engine, [follow_up], ANSWER)[0]
+    assert engine.stats().cached_tokens >= 4 * C
+    assert warm == world.alone(follow_up)[0]
+
+
+def test_forked_conversations_do_not_disturb_each_other(world: World) -> None:
+    history = tuple(3 + (i * 5) % 9 for i in range(2 * C + 9))
+    forks = [(*history, 4, 4, 4), (*history, 9, 8, 7)]
+    engine = world.engine()
+    run(engine, [history], ANSWER)
+    assert run(engine, forks, ANSWER) == [world.alone(fork)[0] for fork in forks]
+
+
+def test_salts_share_nothing(world: World) -> None:
+    prompt = tuple(3 + (i * 5) % 9 for i in range(3 * C))
+    engine = world.engine()
+    salted = [run(engine, [prompt], ANSWER, cache_salt=salt)[0] for salt in ("", "a", "b")]
+    assert engine.stats().cached_tokens == 0
+    assert salted == [world.alone(prompt)[0]] * 3
+    run(engine, [prompt], ANSWER, cache_salt="a")
+    assert engine.stats().cached_tokens >= 2 * C

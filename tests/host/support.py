@@ -1,0 +1,183 @@
+"""A stand-in for the device, and the rules of the house counted anew: what the host tests share.
+
+`Device` keeps a label in every entry of every page and says whether each row of a step reads what it must.
+`recount` goes over a cache manager's books by page, not by the totals it keeps. Hypothesis derandomises itself in CI.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from hypothesis import strategies as st
+
+from tangram.cache.layout import Layout, adjacent_groups
+from tangram.cache.manager import CacheManager
+from tangram.engine.scheduler import Sequence as TokenSequence
+from tangram.types import Geometry, Row, RowKind, Step
+
+Label = tuple[Any, ...]
+
+
+def geometry(layers: int = 2, kv_heads: int = 2, windows: Sequence[int | None] | None = None) -> Geometry:
+    """A tiny model; every layer sees the whole context unless `windows` says otherwise."""
+    return Geometry(layers, kv_heads, 2 * kv_heads, 8, 50, 4096, tuple(windows) if windows else (None,) * layers)
+
+
+def layout(sealed_pages: int = 1, *, model: Geometry | None = None, chunk: int = 8, page: int = 2) -> Layout:
+    """A layout of adjacent heads, two a page, whose groups all keep `sealed_pages` of a chunk."""
+    model = model or geometry()
+    groups = adjacent_groups(model.full_layers, model.kv_heads, 2)
+    return Layout.build(
+        model, chunk_tokens=chunk, page_tokens=page, heads_per_page=2, max_tokens=96,
+        groups=groups, sealed_pages=[sealed_pages] * len(groups),
+    )  # fmt: skip
+
+
+@st.composite
+def layout_sets(draw: st.DrawFn, *, count: int = 2, max_tokens: int = 48) -> list[Layout]:
+    """Layouts of one model and page size, as one engine has them; groups, counts and windows are anything legal."""
+    page, chunk_pages = draw(st.sampled_from([1, 2, 3])), draw(st.integers(1, 4))
+    chunk, per_page = page * chunk_pages, draw(st.integers(1, 3))
+    window = st.none() | st.integers(1, 3 * chunk)
+    windows = draw(st.lists(window, min_size=1, max_size=3))
+    model = geometry(len(windows), draw(st.sampled_from([1, 3])), windows)
+    heads = [(layer, head) for layer in model.full_layers for head in range(model.kv_heads)]
+    built = []
+    for _ in range(count):
+        order = draw(st.permutations(heads))
+        groups = [order[start : start + per_page] for start in range(0, len(order), per_page)]
+        pages = draw(st.lists(st.integers(1, chunk_pages), min_size=len(groups), max_size=len(groups)))
+        built.append(Layout.build(
+            model, chunk_tokens=chunk, page_tokens=page, heads_per_page=per_page, max_tokens=max_tokens,
+            groups=groups, sealed_pages=pages,
+        ))  # fmt: skip
+    return built
+
+
+class Device:
+    """The pool as labels: an entry's label names everything that its KV state may depend on, and nothing else."""
+
+    def __init__(self, manager: CacheManager) -> None:
+        self.manager = manager
+        self.page_tokens = manager.layouts[0].page_tokens
+        self.entries: list[Label | None] = [None] * (manager.ledger.total * self.page_tokens)
+
+    def run(self, step: Step, sequences: dict[int, TokenSequence]) -> None:
+        """Every row reads what it must, then writes; nobody writes what another row of the step touches."""
+        work = [(row, *self._work(row, sequences[row.slot])) for row in step.rows]
+        for row, reads, _ in work:
+            for entry, label in reads.items():
+                assert self.entries[entry] == label, f"{row.kind} at {row.start} reads {self.entries[entry]}, not {label}"
+        readers, writers = Counter[int](), Counter[int]()
+        for _, reads, writes in work:
+            touched = {entry // self.page_tokens for entry in writes}
+            writers.update(touched)
+            readers.update({entry // self.page_tokens for entry in reads} - touched)
+        assert all(count == 1 for count in writers.values()), "two rows write to one page"
+        assert not writers.keys() & readers.keys(), "a row writes to a page that another one reads"
+        published = {page for node in self.manager.prefix.nodes.values() for page in node.pages.tolist()}
+        assert not writers.keys() & published, "a row writes to a page of the prefix cache"
+        assert all(self.manager.ledger.references[page] == 1 for page in writers), "a row writes to a shared page"
+        for _, _, writes in work:
+            for entry, label in writes.items():
+                self.entries[entry] = label
+
+    def _work(self, row: Row, sequence: TokenSequence) -> tuple[dict[int, Label], dict[int, Label]]:
+        layout = self.manager.layouts[row.layout]
+        tokens, size = sequence.tokens[: row.start + len(row.tokens)].tolist(), layout.chunk_tokens
+        owner = (row.layout, sequence.salt)
+        sealed = row.start // size
+        reads, writes = dict[int, Label](), dict[int, Label]()
+        for group, members in enumerate(layout.groups):
+            kept = int(layout.sealed_pages[group]) * layout.page_tokens
+
+            def packed(chunk: int, group: int = group, kept: int = kept) -> dict[int, Label]:
+                mark = (*owner, group, chunk, hash(tuple(tokens[: (chunk + 1) * size])))
+                return {self._at(row, group, chunk * kept + entry): (*mark, entry) for entry in range(kept)}
+
+            def raw(position: int, group: int = group, kept: int = kept) -> tuple[int, Label]:
+                mark = (*owner, group, position, hash(tuple(tokens[: position + 1])))
+                return self._at(row, group, sealed * kept + position - sealed * size), mark
+
+            seen = _first_seen(layout, members[0][0], row.start)
+            for chunk in range(sealed):
+                if group < layout.full_groups:
+                    reads |= packed(chunk)
+                else:
+                    labels = list(packed(chunk).items())
+                    reads |= dict(labels[max(0, seen - chunk * size) :])
+            reads |= dict(raw(position) for position in range(max(seen, sealed * size), row.start))
+            if row.kind is RowKind.SEAL:
+                writes |= packed(sealed)
+            else:
+                writes |= dict(raw(position) for position in range(row.start, len(tokens)))
+            length = kept * (sealed + 1) if row.kind is RowKind.SEAL else kept * sealed + len(tokens) - sealed * size
+            assert self.manager.lengths[row.slot, group] == length
+        return reads, writes
+
+    def _at(self, row: Row, group: int, entry: int) -> int:
+        layout = self.manager.layouts[row.layout]
+        page = self.manager.tables[row.slot, int(layout.group_offset[group]) + entry // self.page_tokens]
+        return int(page) * self.page_tokens + entry % self.page_tokens
+
+
+def _first_seen(layout: Layout, layer: int, position: int) -> int:
+    """The first position that a query at `position` or later sees in `layer`."""
+    window = layout.geometry.windows[layer]
+    return 0 if window is None else max(0, position - window + 1)
+
+
+def recount(manager: CacheManager) -> None:
+    """Count pages one by one, between two steps, and compare with every total the manager keeps."""
+    manager.check()
+    sequences, nodes = manager.sequences.values(), manager.prefix.nodes.values()
+    lasting = Counter(page for seq in sequences for pages in seq.spans for page in pages.tolist())
+    passing = Counter(page for seq in sequences for pages in seq.window_spans + seq.raw_pages for page in pages.tolist())
+    cached = Counter(page for node in nodes for page in node.pages.tolist())
+    assert not lasting.keys() & passing.keys()
+    assert not cached or max(cached.values()) == 1, "a page belongs to two links"
+    held = lasting.keys() | passing.keys()
+    assert manager.ledger.free == manager.ledger.total - len(held | cached.keys())
+    assert manager.prefix.idle_pages == len(cached.keys() - held)
+    assert manager.prefix.crowded_pages == sum(passing.values()) - len(passing)
+    promised = sum(seq.promised_pages for seq in sequences)
+    assert manager.spare_pages == manager.ledger.total + sum(lasting.values()) - len(lasting) - promised >= 0
+    assert all(seq.held_pages == seq.booked_pages <= seq.promised_pages for seq in sequences)
+    for node in nodes:
+        standing = (*(seq.chunk_nodes + seq.window_nodes + seq.raw_nodes for seq in sequences),)
+        assert node.users == sum(chain.count(node) for chain in standing)
+        assert node.children == sum(other.parent is node for other in nodes)
+        assert node.parent is None or manager.prefix.find(node.parent.key) is node.parent
+    for seq in sequences:
+        assert table_pages(manager, seq.slot) == held_by_group(manager, seq.slot)
+
+
+def held_by_group(manager: CacheManager, slot: int) -> list[list[int]]:
+    """Per group, the pages that the sequence says it holds, in the order of its entries."""
+    seq = manager.sequences[slot]
+    layout, counts = seq.layout, seq.layout.sealed_pages.tolist()
+    lists: list[list[int]] = [[] for _ in counts]
+    full, windowed = range(layout.full_groups), range(layout.full_groups, len(counts))
+    for groups, span in [(full, span) for span in seq.spans] + [(windowed, span) for span in seq.window_spans]:
+        pages = iter(span.tolist())
+        for group in groups:
+            lists[group] += [next(pages) for _ in range(counts[group])]
+        assert next(pages, None) is None
+    for raw in seq.raw_pages:
+        for group, page in enumerate(raw.tolist()):
+            lists[group].append(page)
+    return lists
+
+
+def table_pages(manager: CacheManager, slot: int) -> list[list[int]]:
+    """Per group, the pages that the block tables name within the group's length; a window group's dropped ones not."""
+    seq, layout = manager.sequences[slot], manager.sequences[slot].layout
+    dropped = max(0, seq.sealed_chunks - layout.window_chunks) * layout.chunk_pages
+    lists = []
+    for group in range(len(layout.groups)):
+        begin, length = int(layout.group_offset[group]), int(manager.lengths[slot, group])
+        row = manager.tables[slot, begin : begin + -(-length // layout.page_tokens)].tolist()
+        lists.append(row if group < layout.full_groups else row[dropped:])
+    return lists

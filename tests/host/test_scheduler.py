@@ -1,0 +1,305 @@
+"""Whatever is asked for in whatever order: every sequence ends, in its turn, and no page is lost on the way."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tangram.cache.layout import Layout
+from tangram.cache.manager import CacheManager
+from tangram.config import EngineConfig
+from tangram.engine.scheduler import PRECEDING_TOKENS, Scheduler, sequence_of
+from tangram.engine.scheduler import Sequence as TokenSequence
+from tangram.types import Row, RowKind, Step
+from tests.host.support import Device, geometry, layout, layout_sets, recount
+
+MAX_TOKENS = 48
+
+
+class Service:
+    """A scheduler with a labelled pool for a device; a step checks every rule. A sampled token depends on its prefix
+    and on the sequence's `taste`, so that sequences of one taste stay together and others part."""
+
+    def __init__(
+        self, layouts: Sequence[Layout], *, slack_pages: int, max_num_seqs: int, slack_tokens: int = 0,
+        scheduling: str = "continuous", caching: bool = True,
+    ) -> None:  # fmt: skip
+        self.layouts = layouts
+        chunk, page = layouts[0].chunk_tokens, layouts[0].page_tokens
+        self.config = EngineConfig(
+            chunk_tokens=chunk, page_tokens=page, max_num_seqs=max_num_seqs, scheduling=scheduling,  # type: ignore[arg-type]
+            max_num_batched_tokens=chunk + max_num_seqs + slack_tokens,
+        )  # fmt: skip
+        self.manager = CacheManager(
+            [(f"profile {index}", entry) for index, entry in enumerate(layouts)],
+            total_pages=max(entry.most_pages(MAX_TOKENS - 1) for entry in layouts) + slack_pages,
+            max_sequences=max_num_seqs, prefix_caching=caching,
+        )  # fmt: skip
+        self.scheduler = Scheduler(self.config, self.manager)
+        self.device = Device(self.manager)
+        self.tastes: dict[TokenSequence, int] = {}
+        self.ended: list[TokenSequence] = []
+        self.decoders: dict[int, list[TokenSequence]] = {}
+        self.arrivals = 0
+
+    @property
+    def alive(self) -> list[TokenSequence]:
+        return self.scheduler.running + self.scheduler.waiting
+
+    def submit(
+        self, prompt: Sequence[int], max_new: int, *, layout: int = 0, salt: str = "", taste: int = 0
+    ) -> TokenSequence:
+        self.arrivals += 1
+        limit = min(len(prompt) + max_new - 1, MAX_TOKENS - 1)
+        sequence = sequence_of(str(self.arrivals), self.arrivals, layout, salt, tuple(prompt), limit)
+        self.tastes[sequence] = taste
+        self.scheduler.add(sequence)
+        return sequence
+
+    def abort(self, sequence: TokenSequence) -> None:
+        self.scheduler.remove(sequence)
+        self.ended.append(sequence)
+
+    def step(self) -> Step | None:
+        before, preemptions = list(self.scheduler.running), {entry: entry.preemptions for entry in self.alive}
+        starts = {entry: entry.cache.computed_tokens for entry in before if entry.cache is not None}
+        step = self.scheduler.schedule()
+        self._check_queues(before, preemptions)
+        if step is None:
+            assert not self.alive, "nothing runs though somebody waits"
+            return None
+        by_slot = {entry.cache.slot: entry for entry in self.scheduler.running if entry.cache is not None}
+        self._check_step(step, by_slot, starts)
+        self._check_work_conserved(step, by_slot)
+        self.device.run(step, by_slot)
+        self.scheduler.commit(step)
+        for row in step.rows:
+            if row.sample:
+                self._sample(by_slot[row.slot])
+        return step
+
+    def drain(self) -> None:
+        """Everybody ends, and not too late: the oldest that runs moves on in every step."""
+        steps = sum(entry.limit + 2 * (entry.limit // self.config.chunk_tokens) + 2 for entry in self.alive)
+        for _ in range(steps):
+            if self.step() is None:
+                return
+        assert not self.alive, "sequences go on for ever"
+
+    def _sample(self, sequence: TokenSequence) -> None:
+        sequence.append(hash((self.tastes[sequence], *sequence.known_tokens.tolist())) % 3)
+        if sequence.known > sequence.limit:
+            self.scheduler.remove(sequence)
+            self.ended.append(sequence)
+
+    def _check_queues(self, before: list[TokenSequence], preemptions: dict[TokenSequence, int]) -> None:
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        assert sorted(entry.arrival for entry in running + waiting) == sorted(entry.arrival for entry in preemptions)
+        preempted = [entry for entry in before if entry.preemptions > preemptions[entry]]
+        kept = [entry for entry in before if entry not in preempted]
+        assert kept or not before, "the oldest was preempted"
+        assert all(old.arrival < young.arrival for old in kept for young in preempted), "not the youngest was preempted"
+        admitted = [entry for entry in running if entry not in kept]
+        assert all(first.arrival < later.arrival for first in admitted for later in waiting), "overtaken at admission"
+        assert not (self.config.scheduling == "static" and before and admitted), "a batch was joined under way"
+        assert len(running) <= self.config.max_num_seqs
+
+    def _check_step(self, step: Step, by_slot: dict[int, TokenSequence], starts: dict[TokenSequence, int]) -> None:
+        size = self.config.chunk_tokens
+        assert sum(len(row.tokens) for row in step.rows) <= self.config.max_num_batched_tokens
+        assert len({row.slot for row in step.rows}) == len(step.rows)
+        assert all((row.kind is RowKind.DECODE) == (at < step.decode_rows) for at, row in enumerate(step.rows))
+        assert self.scheduler.running[0] in [by_slot[row.slot] for row in step.rows], "the oldest stands still"
+        for row in step.rows:
+            sequence, end = by_slot[row.slot], row.start + len(row.tokens)
+            assert row.request_id == sequence.request_id and row.layout == sequence.layout
+            assert row.tokens.tolist() == sequence.tokens[row.start : end].tolist()
+            assert row.preceding.tolist() == sequence.tokens[max(0, row.start - PRECEDING_TOKENS) : row.start].tolist()
+            assert row.start // size == (end - 1) // size, "a row leaves its chunk"
+            if row.kind is RowKind.SEAL:
+                assert row.start % size == 0 and len(row.tokens) == size
+            assert row.kind is not RowKind.DECODE or (len(row.tokens) == 1 and row.sample)
+            # A chunk that decode filled is computed once more to be sealed; its last token has given its sample.
+            resealed = row.kind is RowKind.SEAL and starts.get(sequence) == end and sequence.preemptions == 0
+            assert row.sample == (end == sequence.known and not resealed)
+        decoders = [by_slot[row.slot] for row in step.rows[: step.decode_rows]]
+        assert self.decoders.setdefault(step.epoch, decoders) == decoders, "one epoch, two sets of decoding rows"
+
+    def _check_work_conserved(self, step: Step, by_slot: dict[int, TokenSequence]) -> None:
+        """Whoever waits at the head waits for a reason: a seat, this step's tokens, or pages."""
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        if not waiting or len(running) == self.config.max_num_seqs or self.config.scheduling == "static":
+            return
+        if len(step.rows) == len(running):
+            head = waiting[0]
+            assert self.layouts[head.layout].promised_pages(head.known, head.limit) > self.manager.spare_pages
+
+
+PROMPTS = st.tuples(st.sampled_from([0, 1]), st.integers(0, 30), st.lists(st.integers(0, 2), max_size=6))
+
+
+def prompt_of(stem: int, length: int, rest: list[int]) -> list[int]:
+    """A prompt whose start it shares with others: `length` tokens of stem 0 or 1, then its own."""
+    return [(at * (stem + 2)) % 5 for at in range(length)] + (rest or [1])
+
+
+class Traffic(RuleBasedStateMachine):
+    """Requests, turns that follow, forks, aborts and cleared caches, over a pool hardly larger than one sequence."""
+
+    @initialize(data=st.data())
+    def build(self, data: st.DataObject) -> None:
+        self.service = Service(
+            data.draw(layout_sets(max_tokens=MAX_TOKENS)), slack_pages=data.draw(st.integers(0, 40)),
+            max_num_seqs=data.draw(st.integers(1, 4)), slack_tokens=data.draw(st.integers(0, 20)),
+            scheduling=data.draw(st.sampled_from(["continuous", "continuous", "static"])),
+            caching=data.draw(st.sampled_from([True, True, True, False])),
+        )  # fmt: skip
+
+    @rule(prompt=PROMPTS, max_new=st.integers(1, 16), layout=st.integers(0, 1), salt=st.sampled_from(["", "", "s"]),
+          taste=st.integers(0, 1))  # fmt: skip
+    def submit(self, prompt: tuple[int, int, list[int]], max_new: int, layout: int, salt: str, taste: int) -> None:
+        self.service.submit(prompt_of(*prompt), max_new, layout=layout, salt=salt, taste=taste)
+
+    @precondition(lambda self: self.service.ended)
+    @rule(which=st.integers(0, 99), more=st.lists(st.integers(0, 2), max_size=5), max_new=st.integers(1, 16))
+    def follow(self, which: int, more: list[int], max_new: int) -> None:
+        last = self.service.ended[which % len(self.service.ended)]
+        prompt = [*last.known_tokens.tolist(), *more][: MAX_TOKENS - 2]
+        self.service.submit(prompt, max_new, layout=last.layout, salt=last.salt)
+
+    @precondition(lambda self: self.service.scheduler.running)
+    @rule(which=st.integers(0, 99), taste=st.integers(0, 2), max_new=st.integers(1, 16))
+    def fork(self, which: int, taste: int, max_new: int) -> None:
+        running = self.service.scheduler.running
+        one = running[which % len(running)]
+        self.service.submit(one.known_tokens[: MAX_TOKENS - 2].tolist(), max_new, layout=one.layout, salt=one.salt, taste=taste)
+
+    @rule(count=st.integers(1, 12))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.service.step()
+            recount(self.service.manager)
+
+    @precondition(lambda self: self.service.alive)
+    @rule(which=st.integers(0, 99))
+    def abort(self, which: int) -> None:
+        self.service.abort(self.service.alive[which % len(self.service.alive)])
+
+    @rule()
+    def clear(self) -> None:
+        self.service.manager.prefix.clear()
+
+    @invariant()
+    def books_add_up(self) -> None:
+        recount(self.service.manager)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "service"):
+            return
+        self.service.drain()
+        self.service.manager.prefix.clear()
+        recount(self.service.manager)
+        assert self.service.manager.ledger.free == self.service.manager.ledger.total
+
+
+TestTraffic = Traffic.TestCase
+TestTraffic.settings = settings(
+    max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+)  # fmt: skip
+
+
+def crowd(seed: int, **options: object) -> Service:
+    """A service with compressed, whole and sliding-window groups after a random day of traffic."""
+    model = geometry(3, 2, (None, 11, None))
+    layouts = [layout(2, model=model), layout(4, model=model)]
+    service, rng = Service(layouts, **({"slack_pages": 12, "max_num_seqs": 4} | options)), random.Random(seed)  # type: ignore[arg-type]
+    for _ in range(25):
+        stem, length = rng.randrange(2), rng.randrange(30)
+        service.submit(
+            prompt_of(stem, length, [rng.randrange(3)]), rng.randrange(1, 16), layout=rng.randrange(2), taste=rng.randrange(2)
+        )
+        for _ in range(rng.randrange(6)):
+            service.step()
+    service.drain()
+    return service
+
+
+def test_a_small_pool_under_load_preempts_evicts_and_hits() -> None:
+    services = [crowd(seed) for seed in range(6)]
+    assert all(len(service.ended) == 25 for service in services)
+    counters = [service.scheduler.counters for service in services]
+    assert sum(entry.preemptions for entry in counters) > 5
+    assert sum(entry.cached_tokens for entry in counters) > 100
+    assert sum(entry.sealed_chunks for entry in counters) > 100
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_answers_do_not_depend_on_seats_pages_or_the_cache(seed: int) -> None:
+    def answers(**options: object) -> dict[str, list[int]]:
+        return {entry.request_id: entry.known_tokens.tolist() for entry in crowd(seed, **options).ended}
+
+    expected = answers(slack_pages=2000, max_num_seqs=25, slack_tokens=1000, caching=False)
+    assert answers() == expected
+    assert answers(slack_pages=0, max_num_seqs=2) == expected
+    assert answers(scheduling="static") == expected
+
+
+def test_static_batching_fills_its_seats_at_once_and_waits_until_all_have_left() -> None:
+    service = Service([layout(2)], slack_pages=1000, max_num_seqs=3, scheduling="static")
+    lengths = [1, 9, 4, 2, 6]
+    for new in lengths:
+        service.submit([1, 2, 3], new)
+    batches = []
+    while service.alive:
+        service.step()
+        batches.append([entry.arrival for entry in service.scheduler.running])
+    assert [batch for at, batch in enumerate(batches) if at == 0 or not set(batch) <= set(batches[at - 1])] == [[2, 3], [4, 5]]
+    assert [entry.arrival for entry in service.ended] == [1, 3, 2, 4, 5]
+
+
+def test_a_chunk_that_does_not_fit_beside_the_others_waits_whole() -> None:
+    service = Service([layout(2)], slack_pages=1000, max_num_seqs=4, slack_tokens=4)
+    service.submit([1] * 8, 9)
+    service.submit([2] * 8, 9)
+    steps = [service.step(), service.step()]
+    shapes = [[(row.kind, row.start, len(row.tokens)) for row in step.rows] for step in steps if step is not None]
+    assert shapes == [[(RowKind.SEAL, 0, 8)], [(RowKind.DECODE, 8, 1), (RowKind.SEAL, 0, 8)]]
+
+
+def test_generated_tokens_are_sealed_when_they_fill_their_chunk() -> None:
+    service = Service([layout(1)], slack_pages=1000, max_num_seqs=1)
+    service.submit([1] * 6, 12)
+    rows: list[Row] = []
+    while (step := service.step()) is not None:
+        rows += step.rows
+    kinds = [(row.kind.value, row.start, len(row.tokens), row.sample) for row in rows]
+    decode = [("decode", at, 1, True) for at in range(6, 17)]
+    seal = [("seal", 0, 8, False)]
+    assert kinds == [("tail", 0, 6, True), *decode[:2], *seal, *decode[2:10], ("seal", 8, 8, False), *decode[10:]]
+
+
+def test_preemption_keeps_what_was_sampled_and_goes_to_the_head_of_the_queue() -> None:
+    model = layout(4)
+    service = Service([model], slack_pages=0, max_num_seqs=2)
+    first, second = service.submit([1] * 8, 39), service.submit([2] * 8, 39)
+    third = service.submit([0], 1)
+    while not second.preemptions:
+        known = second.known
+        service.step()
+    assert second.known >= known and second.cache is None and first.cache is not None
+    assert service.scheduler.waiting == [second, third]
+    service.drain()
+    assert service.ended == [first, second, third]
+    assert first.preemptions == 0
+
+
+def test_the_scheduler_needs_no_torch() -> None:
+    code = "import sys, tangram.engine.scheduler; sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
