@@ -40,7 +40,7 @@ QUESTIONS = (
     "Tell me about the cat.",
     "When was the observatory built, and by whom?",
     "How high is the hill, and which village lies below it?",
-    "How often does the comet come back?",
+    "Who drove the sledge, and what did he bring?",
 )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from tangram.cache.layout import Layout
 from tangram.cache.pages import Ledger
-from tangram.cache.prefix import Node, PrefixCache, child_key, root_key, window_key
+from tangram.cache.prefix import Node, PrefixCache, chunk_key, raw_key, root_key, window_key
 from tangram.cache.sequence import SequenceCache
 from tangram.errors import IntegrityError
 from tangram.types import Int32, Int64
@@ -191,7 +191,7 @@ class CacheManager:
         layout, key, found = seq.layout, seq.keys[0], list[Node]()
         for chunk in range((len(tokens) - 1) // layout.chunk_tokens):
             begin = chunk * layout.chunk_tokens
-            key = child_key(key, tokens[begin : begin + layout.chunk_tokens])
+            key = chunk_key(key, tokens[begin : begin + layout.chunk_tokens])
             node = self.prefix.find(key)
             if node is None:
                 break
@@ -208,7 +208,7 @@ class CacheManager:
         layout, key = seq.layout, seq.keys[-1]
         for page in range((len(tail) - 1) // layout.page_tokens):
             begin = page * layout.page_tokens
-            key = child_key(key, tail[begin : begin + layout.page_tokens])
+            key = raw_key(key, tail[begin : begin + layout.page_tokens])
             node = self.prefix.find(key)
             if node is None:
                 return
@@ -225,7 +225,7 @@ class CacheManager:
     def _publish_chunk(self, seq: SequenceCache, tokens: Int64) -> None:
         layout, chunk = seq.layout, len(seq.chunk_nodes)
         parent = seq.chunk_nodes[-1] if seq.chunk_nodes else None
-        key = child_key(seq.keys[-1], tokens[chunk * layout.chunk_tokens : (chunk + 1) * layout.chunk_tokens])
+        key = chunk_key(seq.keys[-1], tokens[chunk * layout.chunk_tokens : (chunk + 1) * layout.chunk_tokens])
         seq.keys.append(key)
         entries = seq.layout.span_entries(chunk)
         node, seq.spans[chunk] = self._adopt(key, parent, seq.spans[chunk], transient=False)
@@ -239,7 +239,7 @@ class CacheManager:
     def _publish_raw(self, seq: SequenceCache, tokens: Int64, page: int) -> None:
         parent = seq.raw_nodes[-1] if seq.raw_nodes else (seq.chunk_nodes[-1] if seq.chunk_nodes else None)
         before = seq.raw_nodes[-1].key if seq.raw_nodes else seq.keys[-1]
-        node, seq.raw_pages[page] = self._adopt(child_key(before, tokens), parent, seq.raw_pages[page], transient=True)
+        node, seq.raw_pages[page] = self._adopt(raw_key(before, tokens), parent, seq.raw_pages[page], transient=True)
         self.tables[seq.slot, seq.layout.raw_entries(seq.sealed_chunks, page)] = node.pages
         seq.raw_nodes.append(node)
 

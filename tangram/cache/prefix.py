@@ -18,12 +18,18 @@ from tangram.types import Int32, Int64
 
 def root_key(fingerprint: str, salt: str) -> bytes:
     """The start of a chain: sequences with another profile or another salt share nothing."""
-    return hashlib.sha256(f"{len(fingerprint)}:{fingerprint}:{salt}".encode()).digest()
+    # A salt is any string a client sends, lone surrogates included.
+    return hashlib.sha256(f"{len(fingerprint)}:{fingerprint}:{salt}".encode(errors="surrogatepass")).digest()
 
 
-def child_key(parent: bytes, tokens: Int64) -> bytes:
-    """The key of the link that holds `tokens` (int64) after the chain that ends in `parent`."""
+def chunk_key(parent: bytes, tokens: Int64) -> bytes:
+    """The key of the sealed chunk of `tokens` (int64) after the chain that ends in `parent`."""
     return hashlib.sha256(parent + tokens.tobytes()).digest()
+
+
+def raw_key(parent: bytes, tokens: Int64) -> bytes:
+    """The key of the raw page of `tokens` (int64) after the chain in `parent`; also with C = P no chunk's."""
+    return hashlib.sha256(parent + tokens.tobytes() + b"raw").digest()
 
 
 def window_key(chunk: bytes) -> bytes:
@@ -98,7 +104,7 @@ class PrefixCache:
         while self.ledger.free < target and self._heap:
             stamp, key = heapq.heappop(self._heap)
             node = self.nodes.get(key)
-            if node is not None and node.users == 0 and node.children == 0 and node.last_used == stamp:
+            if node is not None and _evictable(node) and node.last_used == stamp:
                 self._remove(node)
 
     def clear(self) -> None:
@@ -106,8 +112,12 @@ class PrefixCache:
         self.evict(self.ledger.total)
 
     def _offer(self, node: Node) -> None:
-        if node.users == 0 and node.children == 0:
+        if _evictable(node):
             heapq.heappush(self._heap, (node.last_used, node.key))
+        # Links in steady use leave a stale entry each time: without evictions nobody else would clear them away.
+        if len(self._heap) > 2 * len(self.nodes) + 64:
+            self._heap = [(link.last_used, link.key) for link in self.nodes.values() if _evictable(link)]
+            heapq.heapify(self._heap)
 
     def _remove(self, node: Node) -> None:
         del self.nodes[node.key]
@@ -116,3 +126,7 @@ class PrefixCache:
         if node.parent is not None:
             node.parent.children -= 1
             self._offer(node.parent)
+
+
+def _evictable(node: Node) -> bool:
+    return node.users == 0 and node.children == 0

@@ -211,7 +211,9 @@ def _decodes(sequence: Sequence) -> bool:
 
 def _at_chunk_start(sequence: Sequence) -> bool:
     cache = _held(sequence)
-    return cache.raw_tokens == 0 and sequence.known - cache.computed_tokens < cache.layout.chunk_tokens
+    rest = sequence.known - cache.computed_tokens
+    # With chunks of one token the newest token fills its chunk and is decoded all the same.
+    return cache.raw_tokens == 0 and (rest < cache.layout.chunk_tokens or _decodes(sequence))
 
 
 def sequence_of(

@@ -69,7 +69,8 @@ class Device:
         work = [(row, *self._work(row, sequences[row.slot])) for row in step.rows]
         for row, reads, _ in work:
             for entry, label in reads.items():
-                assert self.entries[entry] == label, f"{row.kind} at {row.start} reads {self.entries[entry]}, not {label}"
+                found = self.entries[entry]
+                assert found == label, f"{row.kind} at {row.start} reads {found}, not {label}"
         readers, writers = Counter[int](), Counter[int]()
         for _, reads, writes in work:
             touched = {entry // self.page_tokens for entry in writes}
@@ -134,7 +135,8 @@ def recount(manager: CacheManager) -> None:
     manager.check()
     sequences, nodes = manager.sequences.values(), manager.prefix.nodes.values()
     lasting = Counter(page for seq in sequences for pages in seq.spans for page in pages.tolist())
-    passing = Counter(page for seq in sequences for pages in seq.window_spans + seq.raw_pages for page in pages.tolist())
+    transient = [pages for seq in sequences for pages in seq.window_spans + seq.raw_pages]
+    passing = Counter(page for pages in transient for page in pages.tolist())
     cached = Counter(page for node in nodes for page in node.pages.tolist())
     assert not lasting.keys() & passing.keys()
     assert not cached or max(cached.values()) == 1, "a page belongs to two links"

@@ -136,7 +136,7 @@ def server_url() -> Iterator[str]:
     """The real server, with the embedded model, once per test run."""
     port = free_port()
     command = [sys.executable, "-m", "tangram", "serve", "--host", "127.0.0.1", "--port", str(port)]
-    options = ["--profile", "/tmp/p.json", "--kv-retention", "0.5", "--served-model-name", "smollm2"]
+    options = ["--kv-retention", "0.5", "--served-model-name", "smollm2"]
     with subprocess.Popen([*command, *options]) as process:
         try:
             url = f"http://127.0.0.1:{port}"
