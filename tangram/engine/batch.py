@@ -45,10 +45,7 @@ class Batcher:
         decode = step.rows[: step.decode_rows]
         if decode and step.epoch != self._epoch:
             rows = self._decode_rows(decode)
-            self._decode = planned_decode(
-                plan_aot(rows, self.workers), rows,
-                pool=self.pool, tables=self.flat_tables, lengths=self._on_device(self.lengths),
-            )  # fmt: skip
+            self._decode = planned_decode(plan_aot(rows, self.workers), rows, self.pool)
             self._epoch = step.epoch
         begins = np.cumsum([0, *(len(row.tokens) for row in step.rows)]).tolist()
         prefill = [
@@ -56,8 +53,8 @@ class Batcher:
             if row.kind is not RowKind.DECODE
         ]  # fmt: skip
         return StepAttention(
-            pool=self.pool, tables=self.flat_tables, windows=self.windows, decode_rows=len(decode),
-            decode=self._decode if decode else None, prefill=prefill,
+            pool=self.pool, tables=self.flat_tables, lengths=self._on_device(self.lengths), windows=self.windows,
+            decode_rows=len(decode), decode=self._decode if decode else None, prefill=prefill,
         )  # fmt: skip
 
     @property

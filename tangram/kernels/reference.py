@@ -32,8 +32,8 @@ def gather(pool: Tensor, tables: Tensor, table: int, column: int, begin: int, en
     heads_per_page, page_tokens, head_dim = pool.shape[1], pool.shape[3], pool.shape[4]
     first, last = begin // page_tokens, -(-end // page_tokens)
     block = tables[table + first : table + max(first, last)].long() * heads_per_page + column
-    kv = blocks(pool)[block].transpose(0, 1).reshape(2, -1, head_dim)
-    keys, values = kv[:, begin - first * page_tokens : end - first * page_tokens]
+    inside = slice(begin - first * page_tokens, end - first * page_tokens)
+    keys, values = (blocks(pool)[block, half].view(-1, head_dim)[inside] for half in (0, 1))
     return keys, values
 
 
@@ -203,50 +203,56 @@ def prefill(
     address = [np.asarray(x).tolist() for x in (table_off, column, past_lengths)]
     if window is not None and set(address[2]) != {past_tokens}:
         raise IntegrityError(f"past_lengths of a window layer are {address[2]}, all must be past_tokens, {past_tokens}")
+    begin = 0 if window is None else max(0, past_tokens - window + 1)
     lead = len(k) - len(q)
-    out = torch.empty_like(queries)
-    sink = None if sinks is None else sinks.reshape(heads, -1, 1)
-    for length in sorted(set(address[2])):
-        members = [head for head in range(heads) if address[2][head] == length]
-        begin = 0 if window is None else max(0, past_tokens - window + 1)
-        past = [gather(pool, tables, address[0][head], address[1][head], begin, length) for head in members]
-        past_kv = torch.stack([torch.stack(span) for span in zip(*past, strict=True)])
-        new_kv = torch.stack([k, v])[:, :, members].transpose(1, 2)
-        past_kv, new_kv = torch.cat([past_kv, new_kv[:, :, :lead]], 2), new_kv[:, :, lead:]
-        part = _attend(queries[members], past_kv, new_kv, window, scaling, softcap)
-        out[members] = apply_sinks(part, None if sink is None else sink[members]).to(q.dtype)
-    return out.permute(2, 0, 1, 3).flatten(1, 2)
+    keys, values = k.transpose(0, 1), v.transpose(0, 1)
+    options = {"scaling": scaling, "softcap": softcap}
+    slides = window is not None and window < past_tokens - begin + len(k)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    by_head = out.view(queries.shape[2], heads, *queries.shape[1::2]).permute(1, 2, 0, 3)
+    for head, (table, col, length) in enumerate(zip(*address, strict=True)):
+        past_k, past_v = gather(pool, tables, table, col, begin, length)
+        if lead or slides:
+            past_k, past_v = torch.cat([past_k, keys[head, :lead]]), torch.cat([past_v, values[head, :lead]])
+        own = keys[head, lead:], values[head, lead:]
+        if slides:
+            part = _windowed(queries[head], (past_k, past_v), own, window or 0, **options)
+        else:
+            part = _part(queries[head], *own, None, **options, causal=True)
+            if len(past_k):
+                part = _merge_two(_part(queries[head], past_k, past_v, None, **options), part)
+        by_head[head] = apply_sinks(part, None if sinks is None else sinks.view(heads, -1, 1)[head])
+    return out
 
 
-def _attend(
-    q: Tensor, past_kv: Tensor, new_kv: Tensor, window: int | None, scaling: float, softcap: float | None
-) -> Part:
-    """Attention of q [h, G, n, D] over past [2, h, m, D] and new [2, h, n, D] entries of the same h heads."""
-    (heads, group, n, _), m = q.shape, past_kv.shape[2]
-    each = q.flatten(0, 1)  # one sequence of n queries per query head
-    if window is not None and window < m + n:
-        kv = torch.cat([past_kv, new_kv], 2).repeat_interleave(group, 1)
-        distance = torch.arange(n, device=q.device)[:, None] + m - torch.arange(m + n, device=q.device)
-        bias = torch.where((distance >= 0) & (distance < window), 0.0, -torch.inf)
-        part = _part(each, kv[0], kv[1], bias, scaling, softcap)
-    else:
-        kv = new_kv.repeat_interleave(group, 1)
-        part = _part(each, kv[0], kv[1], None, scaling, softcap, causal=True)
-        if m:
-            out, lse = _part(q.flatten(1, 2), past_kv[0], past_kv[1], None, scaling, softcap)
-            part = merge_parts([(out.reshape(heads * group, n, -1), lse.reshape(heads * group, n)), part])
-    return part[0].reshape(q.shape), part[1].reshape(heads, group, n)
+def _merge_two(one: Part, other: Part) -> Part:
+    """`merge_parts` of two parts that are not EMPTY, in one pass."""
+    weight = torch.sigmoid(one[1] - other[1])[..., None]
+    return torch.lerp(other[0], one[0], weight), torch.logaddexp(one[1], other[1])
+
+
+def _windowed(
+    q: Tensor, past: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], window: int, *,
+    scaling: float, softcap: float | None,
+) -> Part:  # fmt: skip
+    """Attention of q [G, n, D] over past [m, D] and own [n, D] entries, each query to its newest `window` ones."""
+    n, m = q.shape[1], len(past[0])
+    distance = torch.arange(n, device=q.device)[:, None] + m - torch.arange(m + n, device=q.device)
+    bias = torch.where((distance >= 0) & (distance < window), 0.0, -torch.inf)
+    keys, values = (torch.cat(pair) for pair in zip(past, own, strict=True))
+    return _part(q, keys, values, bias, scaling=scaling, softcap=softcap)
 
 
 def _part(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scaling: float, softcap: float | None, causal: bool = False
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, scaling: float, softcap: float | None, causal: bool = False
 ) -> Part:
-    """`softmax_part` of [h, n, D] over [h, m, D], by torch's flash kernel where it can: on CPU, without a softcap."""
+    """`softmax_part` of q [G, n, D] over k, v [m, D], by torch's flash kernel where it can: on CPU, without a softcap."""
     if q.device.type == "cpu" and softcap is None:
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         mask = None if bias is None else bias.to(q.dtype)
-        out, lse = flash(q[None], k[None], v[None], 0.0, causal, attn_mask=mask, scale=scaling)
+        shared = (len(q), *k.shape)  # the query heads of a group read the same block: no copy
+        out, lse = flash(q[None], k.expand(shared)[None], v.expand(shared)[None], 0.0, causal, attn_mask=mask, scale=scaling)
         return out[0].float(), lse[0].float()
     if causal:
-        bias = torch.full((q.shape[1], k.shape[1]), -torch.inf, device=q.device).triu(1)
-    return softmax_part(q, k, v, bias, scaling, softcap)
+        bias = torch.full((q.shape[1], k.shape[0]), -torch.inf, device=q.device).triu(1)
+    return softmax_part(q, k, v, bias, scaling=scaling, softcap=softcap)

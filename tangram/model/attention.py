@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from tangram.kernels import reference
+from tangram.kernels.dispatch import PlannedDecode
 from tangram.model.sealing import Addresses, ChunkSealer
 from tangram.types import Int64
 
@@ -49,16 +50,6 @@ def keep_hidden(module: nn.Module, args: Any, kwargs: Any) -> None:
         context.hidden = kwargs["hidden_states"][0]
 
 
-class DecodeKernel(Protocol):
-    """Append and attend for the decode rows of a step."""
-
-    def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scaling: float, softcap: float | None, sinks: Tensor | None
-    ) -> Tensor:
-        """Write k, v [R, H, D] as each row's newest entry, then attend q [R, Q, D] → [R, Q, D]."""
-        ...
-
-
 @dataclass
 class PrefillRow:
     """A TAIL or SEAL row: tokens [begin, end) of the step, the first at position `start`.
@@ -80,9 +71,10 @@ class StepAttention:
 
     pool: Tensor
     tables: Tensor
+    lengths: Tensor
     windows: Sequence[int | None]
     decode_rows: int
-    decode: DecodeKernel | None
+    decode: PlannedDecode | None
     prefill: Sequence[PrefillRow]
     hidden: Tensor | None = field(default=None)
 
@@ -94,8 +86,11 @@ class StepAttention:
         parts: list[Tensor] = []
         if self.decode is not None:
             parts.append(
-                self.decode(layer, q[:rows], k[:rows], v[:rows], scaling=scaling, softcap=softcap, sinks=sinks)
-            )
+                self.decode(
+                    layer, q[:rows], k[:rows], v[:rows], self.pool, self.tables, self.lengths,
+                    scaling=scaling, softcap=softcap, sinks=sinks,
+                )
+            )  # fmt: skip
         for row in self.prefill:
             own = slice(row.begin, row.end)
             at = row.addresses
