@@ -1,6 +1,6 @@
 """Calibrate the embedded model and write the profiles that ship with the project.
 
-    python bench/ship_profiles.py [--scorer keydiff] [--scope model] [--samples 50] [--folder tangram/profiles]
+python bench/ship_profiles.py [--scorer keydiff] [--scope model] [--samples 50] [--folder tangram/profiles]
 """
 
 from __future__ import annotations

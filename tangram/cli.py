@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,21 +25,21 @@ _out, _err = Console(), Console(stderr=True)
 MODEL = typer.Argument(help="smollm2 (embedded), a Hugging Face id, a folder of safetensors, or a GGUF file")
 
 
-class Scope(str, Enum):
+class Scope(StrEnum):
     """What competes for the kept entries."""
 
     layer = "layer"
     model = "model"
 
 
-class Scheduling(str, Enum):
+class Scheduling(StrEnum):
     """When waiting requests may join."""
 
     continuous = "continuous"
     static = "static"
 
 
-class WeightType(str, Enum):
+class WeightType(StrEnum):
     """The dtype of weights and KV cache."""
 
     auto = "auto"
@@ -48,7 +48,7 @@ class WeightType(str, Enum):
     float16 = "float16"
 
 
-class SizeType(str, Enum):
+class SizeType(StrEnum):
     """The dtype that `size` reckons with."""
 
     fp32 = "fp32"
@@ -128,7 +128,9 @@ def serve(
     config: EngineConfig,
     host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="port to listen on")] = 8000,
-    served_model_name: Annotated[str | None, typer.Option(help="name of the model in the API; MODEL if not given")] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="name of the model in the API; MODEL if not given")
+    ] = None,
     api_key: Annotated[str | None, typer.Option(help="key that requests must carry", envvar="TANGRAM_API_KEY")] = None,
 ) -> None:
     """Serve MODEL over an OpenAI-compatible HTTP API."""
@@ -137,9 +139,7 @@ def serve(
 
     _log_to_terminal()
     engine = build_engine(config)
-    serve_forever(
-        engine, host=host, port=port, served_model_name=served_model_name or config.model, api_key=api_key
-    )
+    serve_forever(engine, host=host, port=port, served_model_name=served_model_name or config.model, api_key=api_key)
 
 
 @app.command()
@@ -155,7 +155,9 @@ def generate(
 
     output = LLM.from_config(config).generate(prompt, SamplingParams(max_tokens=max_tokens, temperature=temperature))[0]
     _out.print(output.outputs[0].text, highlight=False, markup=False)
-    _err.print(f"{len(output.prompt_token_ids)} prompt tokens, KV {_share(output.kv_bytes, output.kv_bytes_uncompressed)}")
+    _err.print(
+        f"{len(output.prompt_token_ids)} prompt tokens, KV {_share(output.kv_bytes, output.kv_bytes_uncompressed)}"
+    )
 
 
 @app.command()
@@ -219,7 +221,11 @@ def _measure(config: EngineConfig, samples: int, data: Path | None) -> Profile:
     from tangram.model.load import load_model
     from tangram.pilots import pilot_texts
 
-    texts = read_texts(data) if data else pilot_texts(samples, config.seed, min_characters=max(8_000, 6 * config.chunk_tokens))
+    texts = (
+        read_texts(data)
+        if data
+        else pilot_texts(samples, config.seed, min_characters=max(8_000, 6 * config.chunk_tokens))
+    )
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
     scorer = make_scorer(config.scorer, gate=Path(config.gate) if config.gate else None)
     source = str(data) if data else f"built-in pilot texts, seed {config.seed}"
@@ -228,11 +234,15 @@ def _measure(config: EngineConfig, samples: int, data: Path | None) -> Profile:
 
 @app.command()
 def size(
-    model: Annotated[str, typer.Argument(help="a preset such as llama-3.1-8b, a folder with config.json, or such a file")],
+    model: Annotated[
+        str, typer.Argument(help="a preset such as llama-3.1-8b, a folder with config.json, or such a file")
+    ],
     context: Annotated[int, typer.Option(help="tokens of one sequence")] = 32_000,
     dtype: Annotated[SizeType, typer.Option(help="dtype of the cache")] = SizeType.bf16,
     kv_retention: Retention = 1.0,
-    memory_gib: Annotated[float | None, typer.Option(help="also say how many sequences fit in this much memory")] = None,
+    memory_gib: Annotated[
+        float | None, typer.Option(help="also say how many sequences fit in this much memory")
+    ] = None,
     chunk_tokens: Chunk = 512,
     page_tokens: Page = 16,
     heads_per_page: Heads = 4,

@@ -1,11 +1,11 @@
 """Every error Tangram raises on purpose.
 
-    TangramError
-    ├── ConfigError      an engine option is wrong: names the field, the value and the limit
-    ├── RequestError     one request is wrong or can never fit (HTTP 400): the engine goes on
-    ├── ProfileError     a profile is damaged, stale or of another model: names the mismatch
-    ├── ModelError       the model cannot be loaded, or would be served silently wrong
-    └── IntegrityError   the cache's books do not add up: a bug in Tangram, never the user's fault
+TangramError
+├── ConfigError      an engine option is wrong: names the field, the value and the limit
+├── RequestError     one request is wrong or can never fit (HTTP 400): the engine goes on
+├── ProfileError     a profile is damaged, stale or of another model: names the mismatch
+├── ModelError       the model cannot be loaded, or would be served silently wrong
+└── IntegrityError   the cache's books do not add up: a bug in Tangram, never the user's fault
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The ranges of request fields, in one place: the Python API and the server refuse the same values in the same words."""
+"""The ranges of request fields, in one place: Python API and server refuse the same values in the same words."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -77,7 +77,7 @@ class SamplingParams:
         check_sampling(self)
 
 
-class FinishReason(str, Enum):
+class FinishReason(StrEnum):
     """Why a completion ended, as the OpenAI API spells it."""
 
     STOP = "stop"
@@ -150,7 +150,8 @@ class RowKind(Enum):
 class Row:
     """One request's share of a step. `start` is the position of `tokens[0]`; `tokens` is int64 [n].
 
-    `preceding` are the few tokens before them, for scorers that name the place. `slot` is the row of the block tables; `layout` indexes the engine's layouts (one per retention ratio).
+    `preceding` are the few tokens before them, for scorers that name the place. `slot` is the row of the block tables;
+    `layout` indexes the engine's layouts (one per retention ratio).
     """
 
     request_id: str

@@ -21,7 +21,9 @@ from tangram.types import Event, Request, SamplingParams
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 
 
-def run(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams = GREEDY, **options: Any) -> list[list[int]]:
+def run(
+    engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams = GREEDY, **options: Any
+) -> list[list[int]]:
     """The token ids each prompt is completed with, all submitted at once; the books are checked after every step."""
     answers: dict[str, list[Event]] = {}
     for number, prompt in enumerate(prompts):
@@ -56,9 +58,10 @@ def profile_file(
     rng = np.random.default_rng(0)
     samples = [rng.integers(3, loaded.geometry.vocab_size, 130).tolist() for _ in range(3)]
     profile = calibrate(
-        score_source(loaded, method, chunk_tokens=chunk_tokens), samples, geometry=loaded.geometry, fingerprint=loaded.fingerprint,
-        scorer=scorer_spec(method), scope=scope, retentions=[retention], chunk_tokens=chunk_tokens, source="random tokens",
-        page_tokens=8, heads_per_page=heads_per_page, window_tokens=2,
+        score_source(loaded, method, chunk_tokens=chunk_tokens), samples, geometry=loaded.geometry,
+        fingerprint=loaded.fingerprint, scorer=scorer_spec(method), scope=scope, retentions=[retention],
+        chunk_tokens=chunk_tokens, source="random tokens", page_tokens=8, heads_per_page=heads_per_page,
+        window_tokens=2,
     )[0]  # fmt: skip
     path = folder / f"{scorer}.{scope}.{retention}.json"
     profile.save(path)

@@ -28,7 +28,7 @@ Head = tuple[int, int]  # (layer, KV head)
 class Layout:
     """The layout of one (profile, page size). Build it with `Layout.build`.
 
-    `groups[g]` lists the member heads by column. `sealed_pages[g]` is what each member keeps of a sealed chunk, in pages.
+    `groups[g]` lists the member heads by column. `sealed_pages[g]` is what each keeps of a sealed chunk, in pages.
     The first `full_groups` groups see the whole context; the others hold their newest `window_chunks` sealed chunks.
     """
 
@@ -56,13 +56,15 @@ class Layout:
     ) -> Layout:
         """A layout from the groups of the full-attention layers and their page counts; window layers are added whole.
 
-        Raises `ConfigError` if the groups do not cover each full-attention head exactly once or a count is out of range.
+        Raises `ConfigError` unless the groups cover each full-attention head exactly once and counts are in range.
         """
         chunk_pages = chunk_tokens // page_tokens
         members = sorted(head for group in groups for head in group)
         expected = [(layer, head) for layer in geometry.full_layers for head in range(geometry.kv_heads)]
         if members != expected:
-            raise ConfigError(f"groups cover {len(members)} heads, the model's full-attention layers have {len(expected)}")
+            raise ConfigError(
+                f"groups cover {len(members)} heads, the model's full-attention layers have {len(expected)}"
+            )
         if any(not 1 <= len(group) <= heads_per_page for group in groups):
             raise ConfigError(f"every group must have 1 to {heads_per_page} heads (heads_per_page)")
         if any(not 1 <= pages <= chunk_pages for pages in sealed_pages) or len(sealed_pages) != len(groups):
@@ -174,7 +176,7 @@ class Layout:
         return self.span_pages - self.full_span_pages
 
     def held_pages(self, sealed_chunks: int, raw_tokens: int) -> int:
-        """Pages a sequence holds with `sealed_chunks` sealed chunks and `raw_tokens` raw ones: the footprint formula."""
+        """Pages held with `sealed_chunks` sealed chunks and `raw_tokens` raw tokens: the footprint formula."""
         windowed = min(sealed_chunks, self.window_chunks) * self.window_span_pages
         raw = -(-raw_tokens // self.page_tokens) * len(self.groups)
         return sealed_chunks * self.full_span_pages + windowed + raw

@@ -255,13 +255,15 @@ class CacheManager:
         return node, node.pages
 
     def check(self) -> None:
-        """Raise `IntegrityError` unless every page is accounted for, every formula holds and every promise is covered."""
+        """Raise `IntegrityError` unless pages are accounted for, formulas hold and promises are covered."""
         expected = np.zeros(self.ledger.total, np.int32)
         for seq in self.sequences.values():
             for pages in (*seq.spans, *seq.window_spans, *seq.raw_pages):
                 expected[pages] += 1
             if seq.held_pages != seq.formula_pages:
-                raise IntegrityError(f"slot {seq.slot} holds {seq.held_pages} pages, the formula says {seq.formula_pages}")
+                raise IntegrityError(
+                    f"slot {seq.slot} holds {seq.held_pages} pages, the formula says {seq.formula_pages}"
+                )
         for node in self.prefix.nodes.values():
             expected[node.pages] += 1
         self.ledger.check(expected)

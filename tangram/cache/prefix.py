@@ -1,9 +1,10 @@
 """The prefix cache: tokens → pages that already hold their KV entries.
 
-A chain of keys, each SHA-256 over its parent's key and its own tokens, starts from (profile fingerprint, salt). Links are
-sealed chunks (`C` tokens) and, below the last sealed chunk, raw pages (`P` tokens). The pages of sliding-window groups of
-a chunk hang below it as a leaf of their own, so that they can go while the chunk stays. By the purity law equal keys mean
-equal contents, whoever computed them. What nobody uses is evicted least recently used first, leaves before parents.
+A chain of keys, each SHA-256 over its parent's key and its own tokens, starts from (profile fingerprint, salt). Links
+are sealed chunks (`C` tokens) and, below the last sealed chunk, raw pages (`P` tokens). The pages of sliding-window
+groups of a chunk hang below it as a leaf of their own, so that they can go while the chunk stays. By the purity law
+equal keys mean equal contents, whoever computed them. What nobody uses is evicted least recently used first, leaves
+before parents.
 """
 
 from __future__ import annotations

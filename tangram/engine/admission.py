@@ -31,7 +31,7 @@ class Admission:
         if request.kv_retention not in served:
             raise RequestError(
                 f"kv_retention is {request.kv_retention}, this server has profiles for "
-                f"{', '.join(map(str, sorted(set(served))))}: choose one of them, or have it started with another profile",
+                f"{', '.join(map(str, sorted(set(served))))}: choose one, or have it started with another",
                 "kv_retention",
             )
         return served.index(request.kv_retention)
@@ -43,11 +43,13 @@ class Admission:
             raise RequestError("prompt is empty, it must have at least one token", "prompt")
         geometry = self.retentions[0].layout.geometry
         if outside := [token for token in prompt if not 0 <= token < geometry.vocab_size]:
-            raise RequestError(f"prompt has token {outside[0]}, it must lie in [0, {geometry.vocab_size - 1}]", "prompt")
+            raise RequestError(
+                f"prompt has token {outside[0]}, it must lie in [0, {geometry.vocab_size - 1}]", "prompt"
+            )
         room = self.max_model_len - len(prompt)
         if room < 1:
             raise RequestError(
-                f"prompt has {len(prompt)} tokens, this server takes at most {self.max_model_len - 1} and generates one "
+                f"prompt has {len(prompt)} tokens, at most {self.max_model_len - 1} and one generated fit here "
                 f"(max_model_len {self.max_model_len}): shorten the prompt",
                 "prompt",
             )
@@ -63,8 +65,8 @@ class Admission:
         needed = chosen.most_pages(len(prompt) + granted - 1)
         if needed > self.total_pages:
             raise RequestError(
-                f"the request needs up to {needed} KV pages at kv_retention {self.retentions[layout].kv_retention}, the "
-                f"pool has {self.total_pages}: shorten the prompt, lower max_tokens, or give the server more kv_cache_gib",
+                f"the request needs up to {needed} KV pages at kv_retention {self.retentions[layout].kv_retention}, "
+                f"the pool has {self.total_pages}: shorten the prompt, lower max_tokens, or raise kv_cache_gib",
                 "max_tokens",
             )
         return granted

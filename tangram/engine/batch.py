@@ -21,7 +21,7 @@ from tangram.types import Int32, Int64, Row, RowKind, Step
 class Batcher:
     """Builds the attention of each step over one pool [N_pages, Hp, 2, P, D] and its block tables.
 
-    `tables` int32 [max_sequences, width] and `lengths` int32 [max_sequences, groups] are the cache manager's own arrays.
+    `tables` int32 [max_sequences, width] and `lengths` int32 [max_sequences, groups] are the cache manager's arrays.
     The decode plan is made when the decode membership changes (`Step.epoch`) and survives growing lengths.
     """
 

@@ -123,7 +123,9 @@ class LLM:
         if isinstance(prompt, str):
             return self.engine.codec.encode(prompt)
         if set(prompt) != {"prompt_token_ids"}:
-            raise RequestError(f"a prompt is a text or {{'prompt_token_ids': [...]}}, this has {sorted(prompt)}", "prompt")
+            raise RequestError(
+                f"a prompt is a text or {{'prompt_token_ids': [...]}}, this has {sorted(prompt)}", "prompt"
+            )
         return tuple(int(token) for token in prompt["prompt_token_ids"])
 
     def _complete(
@@ -138,9 +140,7 @@ class LLM:
         requests = []
         for collector, each in zip(collectors, params, strict=True):
             self._count += 1
-            requests.append(
-                Request(str(self._count), collector.prompt, each, collector.take, kv_retention, cache_salt)
-            )
+            requests.append(Request(str(self._count), collector.prompt, each, collector.take, kv_retention, cache_salt))
         for request in requests:
             self.engine.check(request)
         for request in requests:
@@ -154,9 +154,7 @@ class LLM:
         return [collector.output(request) for collector, request in zip(collectors, requests, strict=True)]
 
 
-def _per_prompt(
-    params: SamplingParams | Sequence[SamplingParams] | None, prompts: int
-) -> Sequence[SamplingParams]:
+def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, prompts: int) -> Sequence[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * prompts
     if len(params) != prompts:

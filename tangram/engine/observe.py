@@ -30,7 +30,11 @@ def score_source(
     """
     geometry = loaded.geometry
     layout = Layout.uncompressed(
-        geometry, chunk_tokens=chunk_tokens, page_tokens=chunk_tokens, heads_per_page=1, max_tokens=geometry.max_positions
+        geometry,
+        chunk_tokens=chunk_tokens,
+        page_tokens=chunk_tokens,
+        heads_per_page=1,
+        max_tokens=geometry.max_positions,
     )
     pages = layout.most_pages(geometry.max_positions)
     cache = CacheManager([("", layout)], total_pages=pages, max_sequences=1, prefix_caching=False)

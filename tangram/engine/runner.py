@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -88,7 +89,7 @@ class Runner:
 
 def _rotary(loaded: LoadedModel) -> Rotary:
     """(cos, sin) of positions as the model's full-attention layers use them."""
-    decoder = loaded.model.get_decoder()
+    decoder: Any = loaded.model.get_decoder()  # type: ignore[no-untyped-call]
     config = loaded.model.config.get_text_config()
     per_type = "full_attention" in (getattr(config, "rope_parameters", None) or {})
     like = torch.empty(0, dtype=torch.float32, device=loaded.device)

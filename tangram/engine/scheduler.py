@@ -1,9 +1,9 @@
 """Who runs in the next step. Integers only: counts are known before the step (Tangram, budget reservation).
 
-A step is a budget of tokens. Decoding sequences take one each, in order of arrival; what is left goes to whole chunks and
-prompt tails, first of running then of waiting sequences, in order of arrival. A chunk is never split. A sequence is
-admitted when its footprint up to the end of its current chunk can be promised, and asks again only when a chunk ends; if
-there is no room then, the youngest is preempted and later computed anew to the same state. The oldest always goes on.
+A step is a budget of tokens. Decoding sequences take one each, in order of arrival; what is left goes to whole chunks
+and prompt tails, first of running then of waiting sequences, in order of arrival. A chunk is never split. A sequence is
+admitted when its footprint up to the end of its current chunk can be promised, and asks again only when a chunk ends;
+if there is no room then, the youngest is preempted and later computed anew to the same state. The oldest goes on.
 """
 
 from __future__ import annotations
@@ -216,9 +216,7 @@ def _at_chunk_start(sequence: Sequence) -> bool:
     return cache.raw_tokens == 0 and (rest < cache.layout.chunk_tokens or _decodes(sequence))
 
 
-def sequence_of(
-    request_id: str, arrival: int, layout: int, salt: str, prompt: tuple[int, ...], limit: int
-) -> Sequence:
+def sequence_of(request_id: str, arrival: int, layout: int, salt: str, prompt: tuple[int, ...], limit: int) -> Sequence:
     """A fresh sequence with room for its `limit` tokens and the last sampled one."""
     tokens = np.zeros(limit + 1, np.int64)
     tokens[: len(prompt)] = prompt

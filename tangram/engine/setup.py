@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -187,8 +186,8 @@ def _announce(config: EngineConfig, loaded: LoadedModel, admission: Admission) -
     gib = admission.total_pages * default.layout.page_bytes(admission.element_bytes) / _GIB
     method = f"{config.scorer}, scope {config.scope}" if default.scorer else "nothing dropped"
     _log.info(
-        "%s on %s, %s; KV cache %.2f GiB = %d pages; %s tokens fit at kv_retention %s (%s), %s would without compression; "
-        "max_model_len %d, chunk %d tokens",
+        "%s on %s, %s; KV cache %.2f GiB = %d pages; %s tokens fit at kv_retention %s (%s), %s would without "
+        "compression; max_model_len %d, chunk %d tokens",
         config.model, loaded.device, str(loaded.dtype).removeprefix("torch."), gib, admission.total_pages,
         f"{compressed:,}", default.kv_retention, method, f"{uncompressed:,}", admission.max_model_len,
         default.layout.chunk_tokens,

@@ -206,7 +206,6 @@ def prefill(
     begin = 0 if window is None else max(0, past_tokens - window + 1)
     lead = len(k) - len(q)
     keys, values = k.transpose(0, 1), v.transpose(0, 1)
-    options = {"scaling": scaling, "softcap": softcap}
     slides = window is not None and window < past_tokens - begin + len(k)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     by_head = out.view(queries.shape[2], heads, *queries.shape[1::2]).permute(1, 2, 0, 3)
@@ -216,11 +215,11 @@ def prefill(
             past_k, past_v = torch.cat([past_k, keys[head, :lead]]), torch.cat([past_v, values[head, :lead]])
         own = keys[head, lead:], values[head, lead:]
         if slides:
-            part = _windowed(queries[head], (past_k, past_v), own, window or 0, **options)
+            part = _windowed(queries[head], (past_k, past_v), own, window or 0, scaling=scaling, softcap=softcap)
         else:
-            part = _part(queries[head], *own, None, **options, causal=True)
+            part = _part(queries[head], *own, None, scaling=scaling, softcap=softcap, causal=True)
             if len(past_k):
-                part = _merge_two(_part(queries[head], past_k, past_v, None, **options), part)
+                part = _merge_two(_part(queries[head], past_k, past_v, None, scaling=scaling, softcap=softcap), part)
         by_head[head] = apply_sinks(part, None if sinks is None else sinks.view(heads, -1, 1)[head])
     return out
 
@@ -246,12 +245,14 @@ def _windowed(
 def _part(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, scaling: float, softcap: float | None, causal: bool = False
 ) -> Part:
-    """`softmax_part` of q [G, n, D] over k, v [m, D], by torch's flash kernel where it can: on CPU, without a softcap."""
+    """`softmax_part` of q [G, n, D] over k, v [m, D], by torch's flash kernel where it can (CPU, no softcap)."""
     if q.device.type == "cpu" and softcap is None:
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         mask = None if bias is None else bias.to(q.dtype)
         shared = (len(q), *k.shape)  # the query heads of a group read the same block: no copy
-        out, lse = flash(q[None], k.expand(shared)[None], v.expand(shared)[None], 0.0, causal, attn_mask=mask, scale=scaling)
+        out, lse = flash(
+            q[None], k.expand(shared)[None], v.expand(shared)[None], 0.0, causal, attn_mask=mask, scale=scaling
+        )
         return out[0].float(), lse[0].float()
     if causal:
         bias = torch.full((q.shape[1], k.shape[0]), -torch.inf, device=q.device).triu(1)

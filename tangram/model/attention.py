@@ -133,7 +133,8 @@ class RepeatAttention:
         out = reference.prefill(
             q, torch.cat([chunk_k, k]), torch.cat([chunk_v, v]), self.pool, self.tables,
             at.table[layer], at.column[layer], row.past[layer], scaling=options["scaling"],
-            window=self.windows[layer], past_tokens=row.start, softcap=options.get("softcap"), sinks=options.get("s_aux"),
+            window=self.windows[layer], past_tokens=row.start, softcap=options.get("softcap"),
+            sinks=options.get("s_aux"),
         )  # fmt: skip
         if layer in self.sealer.pending:
             self.sealer.reconstruct(layer, q, k, self.pool, self.tables)

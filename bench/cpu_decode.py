@@ -1,0 +1,146 @@
+"""Decode speed on the CPU: this engine against Transformers' own generate, same model, same prompts, one process.
+
+    python -m bench.cpu_decode [--context 2000] [--tokens 32] [--repeats 3]
+
+Prefill is left out on both sides: generate is timed with N + 1 new tokens and with one, the engine from the step after
+the last first token. The tokens of both are compared before any time is reported. N is chosen so that no chunk ends
+within it; the cost of sealing a chunk that decode completed is measured on its own and reported per token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from bench.environment import environment
+from tangram.config import EngineConfig
+from tangram.engine.loop import Engine
+from tangram.engine.setup import engine_of
+from tangram.model.load import LoadedModel, load_model
+from tangram.pilots import pilot_texts
+from tangram.types import Event, Request, SamplingParams
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def generate_seconds(loaded: LoadedModel, prompts: list[list[int]], tokens: int) -> tuple[float, list[list[int]]]:
+    """Seconds that Transformers' generate takes for `tokens` decode steps of the batch, and the tokens it gives."""
+    ids = torch.tensor(prompts)
+    options: dict[str, Any] = {"do_sample": False, "attention_mask": torch.ones_like(ids), "pad_token_id": 0}
+    loaded.model.set_attn_implementation("sdpa")
+    seconds, answers = [], ids
+    for count in (1, tokens + 1):
+        begin = time.perf_counter()
+        answers = loaded.model.generate(ids, max_new_tokens=count, min_new_tokens=count, **options)
+        seconds.append(time.perf_counter() - begin)
+    loaded.model.set_attn_implementation("tangram")
+    return seconds[1] - seconds[0], answers[:, ids.shape[1] :].tolist()
+
+
+def engine_seconds(engine: Engine, prompts: list[list[int]], tokens: int) -> tuple[float, list[list[int]]]:
+    """Seconds that `engine` takes for `tokens` decode steps of the batch, and the tokens it gives."""
+    answers: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
+
+    def take(event: Event) -> None:
+        answers[event.request_id].extend(event.token_ids)
+
+    params = SamplingParams(temperature=0.0, max_tokens=tokens + 1, ignore_eos=True)
+    for number, prompt in enumerate(prompts):
+        engine.submit(Request(str(number), tuple(prompt), params, take))
+    while not all(answers.values()):
+        engine.step()
+    done = sum(map(len, answers.values()))
+    begin = time.perf_counter()
+    while engine.busy:
+        engine.step()
+    seconds = time.perf_counter() - begin
+    steps = (sum(map(len, answers.values())) - done) / len(prompts)
+    return seconds * tokens / steps, list(answers.values())
+
+
+def seal_seconds(loaded: LoadedModel, config: EngineConfig, prompt: list[int]) -> float:
+    """Seconds that sealing takes for one chunk that decode has completed: the step after the chunk's last token."""
+    engine = engine_of(config, loaded)
+    length = len(prompt) // config.chunk_tokens * config.chunk_tokens - 1
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    engine.submit(Request("0", tuple(prompt[:length]), params, lambda event: None))
+    slowest = 0.0
+    while engine.busy:
+        sealed = engine.stats().sealed_chunks
+        begin = time.perf_counter()
+        engine.step()
+        if engine.stats().sealed_chunks > sealed:
+            slowest = time.perf_counter() - begin  # the last one counts: it is the decode-completed chunk
+    return slowest
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--context", type=int, default=2000)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    loaded = load_model("smollm2")
+    prompts = [loaded.tokenizer.encode(text)[: options.context] for text in pilot_texts(8, min_characters=16_000)]
+    shared = {"kv_cache_gib": 2.0, "enable_prefix_caching": False}
+    configs = {rho: EngineConfig(kv_retention=rho, **shared) for rho in (1.0, 0.5)}
+    rows: list[dict[str, Any]] = []
+    full, half = (engine_of(configs[rho], loaded) for rho in (1.0, 0.5))
+    for batch in (1, 8):
+        _, expected = generate_seconds(loaded, prompts[:batch], options.tokens)
+        _, got = engine_seconds(full, prompts[:batch], options.tokens)
+        same = sum(a == b for a, b in zip(expected, got, strict=True))
+        if same < batch:
+            raise SystemExit(f"batch {batch}: only {same} of {batch} answers equal generate's, nothing is timed")
+        own, steps = prompts[:batch], options.tokens
+        contenders: dict[str, Callable[[], tuple[float, list[list[int]]]]] = {
+            "transformers generate": partial(generate_seconds, loaded, own, steps),
+            "tangram, ρ 1.0": partial(engine_seconds, full, own, steps),
+            "tangram, ρ 0.5": partial(engine_seconds, half, own, steps),
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in contenders}
+        for _ in range(options.repeats):  # in turns, so that a slow minute of the machine hits all alike
+            for name, measure in contenders.items():
+                seconds[name].append(measure()[0])
+        for name, taken in seconds.items():
+            speeds = [batch * options.tokens / value for value in taken]
+            rows.append({"batch": batch, "what": name, "tokens_per_s": statistics.median(speeds), "all": speeds})
+    sealing = {f"{rho}": seal_seconds(loaded, config, prompts[0]) for rho, config in configs.items()}
+    report(rows, sealing, configs[0.5].chunk_tokens, options)
+
+
+def report(rows: list[dict[str, Any]], sealing: dict[str, float], chunk_tokens: int, options: Any) -> None:
+    """Print the table and keep the raw figures."""
+    table = Table(title=f"decode, {options.context} tokens of context, {options.tokens} steps, float32")
+    for column in ("batch", "what", "tokens/s (median)", "spread", "of generate"):
+        table.add_column(column, justify="left" if column == "what" else "right")
+    for row in rows:
+        base = next(r["tokens_per_s"] for r in rows if r["batch"] == row["batch"])
+        spread = f"{min(row['all']):.1f} - {max(row['all']):.1f}"
+        share = f"{row['tokens_per_s'] / base:.2f}"
+        table.add_row(str(row["batch"]), row["what"], f"{row['tokens_per_s']:.1f}", spread, share)
+    Console().print(table)
+    for rho, seconds in sealing.items():
+        each = seconds / chunk_tokens * 1e3
+        print(f"sealing a decode-completed chunk at rho {rho}: {seconds:.2f} s, {each:.1f} ms a token")
+    RESULTS.mkdir(exist_ok=True)
+    content = {
+        "command": "python -m bench.cpu_decode",
+        "options": vars(options),
+        "environment": environment(), "rows": rows, "sealing_seconds": sealing,
+    }  # fmt: skip
+    (RESULTS / "cpu_decode.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
