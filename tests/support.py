@@ -51,10 +51,10 @@ def small_engine(loaded: LoadedModel, **options: Any) -> Engine:
 
 def profile_file(
     loaded: LoadedModel, folder: Path, *, scorer: str = "keydiff", retention: float = 0.5, scope: Scope = "model",
-    heads_per_page: int = 2, chunk_tokens: int = 32,
+    heads_per_page: int = 2, chunk_tokens: int = 32, gate: Path | None = None,
 ) -> str:  # fmt: skip
     """A profile of a tiny model for `small_engine`, calibrated on random tokens; its path."""
-    method = make_scorer(scorer)
+    method = make_scorer(scorer, gate=gate)
     rng = np.random.default_rng(0)
     samples = [rng.integers(3, loaded.geometry.vocab_size, 130).tolist() for _ in range(3)]
     profile = calibrate(

@@ -7,18 +7,18 @@ device; how many, and so every length and every footprint, is fixed here, before
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from tangram.compress.document import canonical, digest, read_object
 from tangram.compress.groups import Grouping, Head, allot_pages, cluster, group_budgets, realised_retention
 from tangram.compress.provenance import (
     STRICT,
@@ -152,7 +152,7 @@ class Profile(BaseModel):
             | {"sealed_pages"},
         )
         del state["model"]["name"]
-        return _sha256(state)
+        return digest(state)
 
     def check_model(self, fingerprint: ModelFingerprint) -> None:
         """Raise `ProfileError` naming every mismatch with the model, with both values."""
@@ -188,8 +188,8 @@ class Profile(BaseModel):
     def save(self, path: str | Path) -> None:
         """Write the file with its checksum, whole or not at all."""
         content = self.model_dump(mode="json")
-        content["checksum"] = _sha256(content)
-        lines = ",\n".join(f"{json.dumps(key)}: {_canonical(value)}" for key, value in content.items())
+        content["checksum"] = digest(content)
+        lines = ",\n".join(f"{json.dumps(key)}: {canonical(value)}" for key, value in content.items())
         target = Path(path)
         partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
         partial.write_text("{\n" + lines + "\n}\n", encoding="utf-8")
@@ -198,15 +198,15 @@ class Profile(BaseModel):
     @classmethod
     def load(cls, path: str | Path) -> Profile:
         """Read a profile. Raises `ProfileError` naming the file, the field and what is wrong with it."""
-        content = _read(path)
+        content = read_object(path, FORMAT_VERSION)
         checksum = content.pop("checksum", None)
         try:
-            profile = cls.model_validate_json(_canonical(content))
+            profile = cls.model_validate_json(canonical(content))
         except ValidationError as error:
             raise ProfileError(f"profile {path}: {_explain(error)}") from error
-        if checksum != _sha256(content):
+        if checksum != digest(content):
             raise ProfileError(
-                f"profile {path}: checksum is {checksum!r}, the content's is {_sha256(content)!r}: the file was "
+                f"profile {path}: checksum is {checksum!r}, the content's is {digest(content)!r}: the file was "
                 f"damaged or edited, write it again with `tangram calibrate`"
             )
         return profile
@@ -261,38 +261,6 @@ def _min_pages(sink_tokens: int, window_tokens: int, page_tokens: int) -> int:
 
 def _rows(table: Float64) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(float(value) for value in row) for row in table)
-
-
-def _canonical(value: object) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-
-
-def _sha256(value: object) -> str:
-    return hashlib.sha256(_canonical(value).encode()).hexdigest()
-
-
-def _read(path: str | Path) -> dict[str, Any]:
-    """The file's JSON object, its version checked first so that a newer file is not called damaged."""
-
-    def finite(text: str) -> float:
-        if not math.isfinite(float(text)):
-            raise ValueError(f"it holds {text}, which is no finite number")
-        return float(text)
-
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=finite, parse_float=finite)
-    except OSError as error:
-        raise ProfileError(f"profile {path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ProfileError(f"profile {path}: not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ProfileError(f"profile {path}: holds a {type(content).__name__}, a profile is a JSON object")
-    if content.get("format_version") != FORMAT_VERSION:
-        raise ProfileError(
-            f"profile {path}: format_version is {content.get('format_version')!r}, this Tangram reads "
-            f"{FORMAT_VERSION}: calibrate again, or use the Tangram that wrote it"
-        )
-    return content
 
 
 def _explain(error: ValidationError) -> str:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from tangram.kernels.dispatch import PlannedDecode, planned_decode
 from tangram.model.attention import PrefillRow, StepAttention
-from tangram.model.sealing import Addresses, ChunkSealer, Retention, Rotary, ScoreObserver
+from tangram.model.rotary import Rotary
+from tangram.model.sealing import Addresses, ChunkSealer, Retention, ScoreObserver
 from tangram.plan.aot import plan_aot
 from tangram.plan.form import DecodeRows
 from tangram.types import Int32, Int64, Row, RowKind, Step
@@ -29,7 +30,7 @@ class Batcher:
     pool: Tensor
     tables: Int32
     lengths: Int32
-    rotary: Rotary
+    rotary: Rotary | None
     workers: int
     observer: ScoreObserver | None = None
     _epoch: int | None = field(default=None, init=False)

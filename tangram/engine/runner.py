@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,9 +12,11 @@ from torch import Tensor
 from tangram.compress.scorers.kvzip import repeat_tokens
 from tangram.engine.batch import Batcher
 from tangram.engine.sampling import SampleRow, sample
-from tangram.model.attention import AttentionContext, PrefillRow, RepeatAttention, StepAttention, keep_hidden
+from tangram.kernels.dispatch import prepare
+from tangram.model.attention import AttentionContext, PrefillRow, RepeatAttention, StepAttention
 from tangram.model.load import LoadedModel
-from tangram.model.sealing import Retention, Rotary, ScoreObserver
+from tangram.model.rotary import model_rotary
+from tangram.model.sealing import Retention, ScoreObserver
 from tangram.types import Int32, Int64, Row, RowKind, Step, TokenLogprob
 
 
@@ -33,14 +34,12 @@ class Runner:
         layout = retentions[0].layout
         shape = (pages, layout.heads_per_page, 2, layout.page_tokens, layout.geometry.head_dim)
         self.pool = torch.empty(shape, dtype=loaded.dtype, device=loaded.device)
-        self._batcher = Batcher(
-            retentions, self.pool, tables, lengths, _rotary(loaded), workers=torch.get_num_threads(), observer=observer
-        )
+        prepare(self.pool)
         needs = {need for entry in retentions if entry.scorer is not None for need in entry.scorer.needs}
-        if "hidden" in needs:
-            for module in loaded.model.modules():
-                if hasattr(module, "layer_idx") and hasattr(module, "k_proj"):
-                    module.register_forward_pre_hook(keep_hidden, with_kwargs=True)
+        rotary = model_rotary(loaded.model, layout.geometry.head_dim) if "rotary" in needs else None
+        self._batcher = Batcher(
+            retentions, self.pool, tables, lengths, rotary, workers=torch.get_num_threads(), observer=observer
+        )
 
     @torch.inference_mode()
     def run(self, step: Step, sample_rows: Sequence[SampleRow]) -> list[TokenLogprob]:
@@ -85,18 +84,3 @@ class Runner:
         batcher = self._batcher
         attention = RepeatAttention(self.pool, batcher.flat_tables, batcher.windows, part, sealer)
         self._forward(tokens, positions, attention, np.zeros(0, np.int64))
-
-
-def _rotary(loaded: LoadedModel) -> Rotary:
-    """(cos, sin) of positions as the model's full-attention layers use them."""
-    decoder: Any = loaded.model.get_decoder()  # type: ignore[no-untyped-call]
-    config = loaded.model.config.get_text_config()
-    per_type = "full_attention" in (getattr(config, "rope_parameters", None) or {})
-    like = torch.empty(0, dtype=torch.float32, device=loaded.device)
-
-    def rotary(positions: Tensor) -> tuple[Tensor, Tensor]:
-        options = {"layer_type": "full_attention"} if per_type else {}
-        cos, sin = decoder.rotary_emb(like, positions[None], **options)
-        return cos[0], sin[0]
-
-    return rotary

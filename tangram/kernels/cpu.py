@@ -25,6 +25,7 @@ from torch import Tensor
 from tangram.kernels import reference
 from tangram.kernels.cpu_tasks import step
 from tangram.plan.form import DecodeRows, WorkPlan
+from tangram.plan.plain import plan_plain
 from tangram.types import Int64
 
 
@@ -71,6 +72,20 @@ class CpuPlan:
             np.stack(segments, axis=1).astype(np.int64),
             np.ascontiguousarray(address, np.int64),
         )
+
+
+def warm_up() -> None:
+    """Compile the kernels, or load them from Numba's cache, before the first request waits for it (~15 s, then ~0.5 s).
+
+    Starting Numba's threads sets the size of the OpenMP pool that torch uses too; torch gets its own back.
+    """
+    threads = torch.get_num_threads()
+    one = np.zeros((1, 1, 1), np.int64)
+    rows = DecodeRows(one, one, one, np.ones((1, 1, 1)), windows=(None,), page_tokens=16)
+    entry, index = torch.zeros(1, 1, 16), torch.zeros(1, dtype=torch.int32)
+    plan = CpuPlan.build(plan_plain(rows), rows)
+    decode_step(entry, entry, entry, torch.zeros(1, 1, 2, 16, 16), index, index + 1, plan, 0, scaling=1.0)
+    torch.set_num_threads(threads)
 
 
 def decode_step(

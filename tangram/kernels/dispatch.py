@@ -60,7 +60,16 @@ class ReferenceDecode:
         )
 
 
+def _compiled(pool: Tensor) -> bool:
+    return pool.dtype is torch.float32 and pool.device.type == "cpu"
+
+
+def prepare(pool: Tensor) -> None:
+    """Compile what decode over `pool` will need."""
+    if _compiled(pool):
+        cpu.warm_up()
+
+
 def planned_decode(plan: WorkPlan, rows: DecodeRows, pool: Tensor) -> PlannedDecode:
     """The fastest kernels that can execute `plan` over `pool`."""
-    compiled = pool.dtype is torch.float32 and pool.device.type == "cpu"
-    return CpuDecode(plan, rows) if compiled else ReferenceDecode(plan, rows)
+    return CpuDecode(plan, rows) if _compiled(pool) else ReferenceDecode(plan, rows)

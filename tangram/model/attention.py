@@ -44,8 +44,8 @@ AttentionInterface.register(IMPLEMENTATION, _attention)
 
 
 def keep_hidden(module: nn.Module, args: Any, kwargs: Any) -> None:
-    """A forward pre-hook for attention modules: hands the block's input to a step that collects it."""
-    context = kwargs["tangram"]
+    """A forward pre-hook for attention modules: lets the step have the block's input, for gates that score by it."""
+    context = kwargs.get("tangram")
     if isinstance(context, StepAttention):
         context.hidden = kwargs["hidden_states"][0]
 

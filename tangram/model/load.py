@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from tangram.compress.profile import ModelFingerprint
 from tangram.errors import ModelError
-from tangram.model.attention import IMPLEMENTATION
+from tangram.model.attention import IMPLEMENTATION, keep_hidden
 from tangram.model.checks import probe_geometry, refuse_unsupported
 from tangram.types import Geometry
 
@@ -85,6 +85,9 @@ def adopt(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
     refuse_unsupported(model.config)
     model.train(False).requires_grad_(False)
     geometry = probe_geometry(model)
+    for module in model.modules():
+        if hasattr(module, "layer_idx") and hasattr(module, "k_proj"):
+            module.register_forward_pre_hook(keep_hidden, with_kwargs=True)
     return LoadedModel(
         name=name,
         model=model,

@@ -14,9 +14,9 @@ from tangram.compress.scorers import ChunkView, Reconstruction, Scorer
 from tangram.compress.select import keep, protect
 from tangram.errors import IntegrityError
 from tangram.kernels import reference
+from tangram.model.rotary import Rotary
 from tangram.types import Int64
 
-Rotary = Callable[[Tensor], tuple[Tensor, Tensor]]
 # (position of the chunk, layer, scores [H, C]) as they come: calibration and inspection look on here.
 ScoreObserver = Callable[[int, int, Tensor], None]
 
@@ -59,7 +59,7 @@ class ChunkSealer:
     addresses: Addresses
     start: int
     first_index: Int64
-    rotary: Rotary
+    rotary: Rotary | None
     observer: ScoreObserver | None = None
     pending: dict[int, ChunkView] = field(default_factory=dict)
     chunk_kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)

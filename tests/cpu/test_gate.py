@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import PretrainedConfig, Qwen3Config
 
 from tangram.compress.scorers.base import ChunkView
 from tangram.compress.scorers.fastkvzip import FastKVzip
 from tangram.errors import ConfigError
+from tangram.model.load import LoadedModel
+from tests.support import GREEDY, profile_file, run, small_engine
 
 # 2 layers, hidden size 48, 2 KV heads, 3 query heads for each.
 GATE = Path(__file__).parents[1] / "fixtures" / "kvpress" / "gate.pt"
@@ -86,6 +89,25 @@ def test_a_gate_file_runs_no_code(tmp_path: Path) -> None:
         FastKVzip(tmp_path / "gate.pt")
 
 
+def test_the_engine_compresses_by_a_gate(adopt_tiny: Callable[[PretrainedConfig], LoadedModel], tmp_path: Path) -> None:
+    """The gate reads the block's input: it must reach the scorer, for prompts and for decode-completed chunks alike."""
+    config = Qwen3Config(
+        vocab_size=96, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=512, eos_token_id=2,
+    )  # fmt: skip
+    loaded = adopt_tiny(config)
+    options = {"kv_retention": 0.5, "scorer": "fastkvzip", "gate": str(GATE)}
+    profile = profile_file(loaded, tmp_path, scorer="fastkvzip", gate=GATE)
+    engine = small_engine(loaded, **options, profile=(profile,))
+    prompts = [[(7 * i) % 90 + 3 for i in range(70)], list(range(3, 93))]
+    answers = run(engine, prompts, replace(GREEDY, max_tokens=40))
+    assert answers != run(small_engine(loaded), prompts, replace(GREEDY, max_tokens=40))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        longer = prompt + answer[:38]  # past the next chunk, which decode completed above and a prefill completes here
+        again = small_engine(loaded, **options, profile=(profile,))
+        assert run(again, [longer], replace(GREEDY, max_tokens=2))[0] == answer[38:]
+
+
 def test_a_missing_gate_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         FastKVzip(tmp_path / "nowhere.pt")
@@ -101,6 +123,6 @@ def test_a_missing_gate_file_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_a_gate_of_another_model_is_refused(change: dict[str, object], message: str) -> None:
-    chunk = dataclasses.replace(a_chunk(), **change)  # type: ignore[arg-type]
+    chunk = replace(a_chunk(), **change)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=message):
         FastKVzip(GATE).score(chunk)

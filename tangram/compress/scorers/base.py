@@ -36,8 +36,9 @@ class ChunkView:
     `queries` [Q, C, D] and `keys` [H, C, D] are post-RoPE; `values` is [H, C, D].
     `start` is the position of the chunk's first token in the sequence, a multiple of C; `layer` counts all layers.
     `scaling` is the factor the model multiplies q·k with.
-    `rotary` maps positions, int64 [n], to (cos, sin), each [n, D_rot], in the half-rotation convention: dimension i
-    turns with i + D_rot/2. D_rot may be smaller than D (partial RoPE) and cos, sin may carry a factor (YaRN).
+    `rotary`, present when the scorer needs "rotary", maps positions, int64 [n], to (cos, sin), each [n, D_rot], in the
+    half-rotation convention: dimension i turns with i + D_rot/2. D_rot may be smaller than D (partial RoPE) and cos,
+    sin may carry a factor (YaRN).
     `hidden` [C, hidden] is the input of the attention module, present when the scorer needs "hidden".
     `reconstruction` is present when the scorer needs "reconstruction".
     `sink_keys` [H, s, D] are the post-RoPE keys of the sequence's first s tokens, present when `start` > 0 for KVzip.
@@ -49,7 +50,7 @@ class ChunkView:
     start: int
     layer: int
     scaling: float
-    rotary: Callable[[Tensor], tuple[Tensor, Tensor]]
+    rotary: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
     hidden: Tensor | None = None
     reconstruction: Reconstruction | None = None
     sink_keys: Tensor | None = None
@@ -69,7 +70,7 @@ class Scorer(ABC):
     """How much each KV entry of a chunk is worth.
 
     `name` is what users write. `needs` names what the engine must gather beyond queries, keys and values: "hidden",
-    "reconstruction". Scores depend on the chunk alone, so that a cached chunk is the same chunk everywhere.
+    "reconstruction", "rotary". Scores depend on the chunk alone, so that a cached chunk is the same chunk everywhere.
     """
 
     name: ClassVar[str]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tangram.compress.scorers.attention import group_queries
-from tangram.compress.scorers.base import ChunkView, Scorer
+from tangram.compress.scorers.base import ChunkView, Scorer, needed
 from tangram.compress.scorers.rotary import rotate, unrotate
 from tangram.errors import ConfigError
 
@@ -25,6 +25,7 @@ class ExpectedAttention(Scorer):
     """
 
     name: ClassVar[str] = "expected_attention"
+    needs: ClassVar[frozenset[str]] = frozenset({"rotary"})
     future_tokens: int = 512
     sinks: int = 4
     epsilon: float = 1e-2
@@ -55,13 +56,14 @@ class ExpectedAttention(Scorer):
     def _query_statistics(self, chunk: ChunkView, sinks: int) -> tuple[Tensor, Tensor]:
         """Mean [H, G, D] and covariance [H, G, D, D] of the queries, turned to the future positions."""
         device = chunk.queries.device
+        rotary = needed(chunk.rotary, "the rotary embedding", self)
         end = chunk.start + chunk.tokens
-        cos, sin = (part.float() for part in chunk.rotary(torch.arange(chunk.start + sinks, end, device=device)))
+        cos, sin = (part.float() for part in rotary(torch.arange(chunk.start + sinks, end, device=device)))
         queries = group_queries(unrotate(chunk.queries[:, sinks:].float(), cos, sin), chunk.kv_heads)
         mean = queries.mean(dim=2, keepdim=True)
         centred = queries - mean
         covariance = centred.transpose(-1, -2) @ centred / queries.shape[2]
-        future = chunk.rotary(torch.arange(end, end + self.future_tokens, device=device))
+        future = rotary(torch.arange(end, end + self.future_tokens, device=device))
         cos, sin = (part.float().mean(dim=0, keepdim=True) for part in future)
         half_turned = rotate(covariance, cos, sin)
         return rotate(mean, cos, sin).squeeze(2), rotate(half_turned.transpose(-1, -2), cos, sin)

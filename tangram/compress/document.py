@@ -1,0 +1,48 @@
+"""A JSON object on disk that says its version and carries its own digest: the file form of a profile."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from tangram.errors import ProfileError
+
+
+def canonical(value: object) -> str:
+    """JSON text that is the same for equal values."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def digest(value: object) -> str:
+    """SHA-256 (hex) of the canonical text."""
+    return hashlib.sha256(canonical(value).encode()).hexdigest()
+
+
+def read_object(path: str | Path, version: int) -> dict[str, Any]:
+    """The file's JSON object; its `format_version` is checked first, so that a newer file is not called damaged.
+
+    Raises `ProfileError` naming the file and what is wrong with it.
+    """
+
+    def finite(text: str) -> float:
+        if not math.isfinite(float(text)):
+            raise ValueError(f"it holds {text}, which is no finite number")
+        return float(text)
+
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=finite, parse_float=finite)
+    except OSError as error:
+        raise ProfileError(f"profile {path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ProfileError(f"profile {path}: not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ProfileError(f"profile {path}: holds a {type(content).__name__}, a profile is a JSON object")
+    if content.get("format_version") != version:
+        raise ProfileError(
+            f"profile {path}: format_version is {content.get('format_version')!r}, this Tangram reads "
+            f"{version}: calibrate again, or use the Tangram that wrote it"
+        )
+    return content

@@ -1,0 +1,43 @@
+"""The `tangram` command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from tangram.cli import app
+from tangram.compress.profile import Profile
+from tests.cpu.test_real_model import TEXT
+
+CLI = CliRunner()
+
+
+def test_size_prints_the_exact_size_of_a_preset() -> None:
+    result = CLI.invoke(app, ["size", "llama-3.1-8b", "--context", "32000", "--memory-gib", "80"])
+    assert result.exit_code == 0
+    assert "3.91 GiB" in result.output
+
+
+def test_errors_are_one_line_and_exit_code_2() -> None:
+    result = CLI.invoke(app, ["generate", "--prompt", "hello", "--kv-retention", "1.5"])
+    assert result.exit_code == 2
+    assert "kv_retention is 1.5" in result.output
+    assert "Traceback" not in result.output
+
+
+def test_calibrate_writes_a_profile_that_generate_accepts(tmp_path: Path) -> None:
+    data, profile = tmp_path / "texts.jsonl", tmp_path / "profile.json"
+    texts = [{"text": TEXT[start : start + 1500]} for start in (0, 5000)]
+    data.write_text("\n".join(map(json.dumps, texts)))
+    options = ["--chunk-tokens", "128", "--kv-retention", "0.6", "--scope", "layer", "--scorer", "tova"]
+    made = CLI.invoke(app, ["calibrate", "smollm2", "-o", str(profile), "--data", str(data), *options])
+    assert made.exit_code == 0, made.output
+    assert Profile.load(profile).calibration.samples == 2
+    used = CLI.invoke(app, ["generate", "-p", "Hello", "--max-tokens", "3", "--profile", str(profile), *options])
+    assert used.exit_code == 0, used.output
+    options[options.index("tova")] = "keydiff"
+    refused = CLI.invoke(app, ["generate", "-p", "Hello", "--profile", str(profile), *options])
+    assert refused.exit_code == 2
+    assert "tova" in refused.output

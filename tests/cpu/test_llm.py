@@ -1,0 +1,103 @@
+"""`LLM`, as people who know vLLM would use it, on the embedded model."""
+
+from __future__ import annotations
+
+import pytest
+
+from tangram import LLM, ConfigError, RequestError, SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(kv_retention=0.5, kv_cache_gib=0.5, max_model_len=2048)
+
+
+def test_text_and_token_ids_are_the_same_prompt(llm: LLM) -> None:
+    ids = llm.engine.codec.encode("The capital of France is")
+    text, tokens = llm.generate(["The capital of France is", {"prompt_token_ids": list(ids)}], GREEDY)
+    assert text.prompt_token_ids == tokens.prompt_token_ids == ids
+    assert text.outputs[0].token_ids == tokens.outputs[0].token_ids
+    assert "Paris" in text.outputs[0].text
+    assert text.outputs[0].logprobs is None
+    assert text.outputs[0].finish_reason == "length"
+
+
+def test_chat_goes_through_the_template_and_ends_at_the_end_token(llm: LLM) -> None:
+    answer = llm.chat(QUESTION, SamplingParams(temperature=0.0, max_tokens=40))[0]
+    assert "Paris" in answer.outputs[0].text
+    assert "<|im_end|>" not in answer.outputs[0].text
+    assert answer.outputs[0].finish_reason == "stop"
+    assert answer.kv_bytes > 0
+    assert answer.kv_bytes_uncompressed > 0
+
+
+def test_n_answers_share_the_prompt_and_differ(llm: LLM) -> None:
+    params = SamplingParams(n=3, temperature=1.5, max_tokens=12, seed=7)
+    first = llm.generate("Once upon a time there was a small robot who lived by the sea and", params)[0]
+    again = llm.generate("Once upon a time there was a small robot who lived by the sea and", params)[0]
+    assert [output.index for output in first.outputs] == [0, 1, 2]
+    assert len({output.token_ids for output in first.outputs}) == 3
+    assert [output.token_ids for output in first.outputs] == [output.token_ids for output in again.outputs]
+
+
+def test_a_seed_decides_whatever_else_runs(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=12, seed=3)
+    alone = llm.generate("My favourite colour is", params)[0].outputs[0].token_ids
+    crowd = llm.generate(["My favourite colour is", "Two plus two", "A list of"], params)[0].outputs[0].token_ids
+    assert crowd == alone
+
+
+def test_logprobs_hold_the_sampled_token_and_the_alternatives(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=3, logprobs=2)
+    output = llm.generate("The capital of France is", params)[0].outputs[0]
+    assert output.logprobs is not None
+    assert [entry.token_id for entry in output.logprobs] == list(output.token_ids)
+    for entry in output.logprobs:
+        assert entry.top[0] == (entry.token_id, pytest.approx(entry.logprob))
+        assert entry.top[0][1] >= entry.top[1][1]
+
+
+def test_stop_strings_are_cut_and_stop_tokens_end(llm: LLM) -> None:
+    prompt = "One, two, three, four,"
+    whole = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=12))[0].outputs[0]
+    assert "six" in whole.text
+    cut = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=12, stop="six"))[0].outputs[0]
+    assert cut.text == whole.text[: whole.text.index("six")]
+    assert cut.finish_reason == "stop"
+    third = whole.token_ids[2]
+    ended = llm.generate(prompt, SamplingParams(temperature=0.0, stop_token_ids=[third]))[0].outputs[0]
+    assert ended.token_ids == whole.token_ids[: whole.token_ids.index(third) + 1]
+
+
+def test_a_request_can_opt_out_of_compression(llm: LLM) -> None:
+    text = " ".join(f"Item {number} costs {number * 3} dollars." for number in range(130))
+    compressed = llm.generate(text, GREEDY)[0]
+    whole = llm.generate(text, GREEDY, kv_retention=1.0)[0]
+    assert whole.num_cached_tokens == 0, "another retention ratio must not reuse this one's pages"
+    assert compressed.kv_bytes < 0.8 * whole.kv_bytes
+    with pytest.raises(RequestError, match=r"kv_retention is 0\.3"):
+        llm.generate(text, GREEDY, kv_retention=0.3)
+
+
+def test_bad_input_names_the_field_and_loses_nothing(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="2047") as error:
+        llm.generate({"prompt_token_ids": [5] * 3000}, GREEDY)
+    assert error.value.field == "prompt"
+    with pytest.raises(RequestError, match="token 99999"):
+        llm.generate(["fine", {"prompt_token_ids": [99999]}], GREEDY)
+    assert not llm.engine.busy
+    assert llm.generate("The capital of France is", GREEDY)[0].outputs[0].text
+
+
+def test_options_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ConfigError, match="max_num_batched_tokens is 100"):
+        LLM(max_num_batched_tokens=100)
+    with pytest.raises(ConfigError, match="chunk_tokens is 500"):
+        LLM(chunk_tokens=500)
+    with pytest.raises(ConfigError, match="max_model_len is 9000"):
+        LLM(max_model_len=9000, kv_cache_gib=0.1)
+    with pytest.raises(ConfigError, match="raise kv_cache_gib"):
+        LLM(max_model_len=8192, kv_cache_gib=0.01)

@@ -1,0 +1,143 @@
+"""A scheduler with a labelled pool for a device: what the scheduler's tests drive."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tangram.cache.layout import Layout
+from tangram.cache.manager import CacheManager
+from tangram.config import EngineConfig
+from tangram.engine.scheduler import PRECEDING_TOKENS, Scheduler, sequence_of
+from tangram.engine.scheduler import Sequence as TokenSequence
+from tangram.types import RowKind, Step
+from tests.host.support import Device
+
+MAX_TOKENS = 48
+
+
+class Service:
+    """A scheduler with a labelled pool for a device; a step checks every rule. A sampled token depends on its prefix
+    and on the sequence's `taste`, so that sequences of one taste stay together and others part."""
+
+    def __init__(
+        self, layouts: Sequence[Layout], *, slack_pages: int, max_num_seqs: int, slack_tokens: int = 0,
+        scheduling: str = "continuous", caching: bool = True,
+    ) -> None:  # fmt: skip
+        self.layouts = layouts
+        chunk, page = layouts[0].chunk_tokens, layouts[0].page_tokens
+        self.config = EngineConfig(
+            chunk_tokens=chunk, page_tokens=page, max_num_seqs=max_num_seqs, scheduling=scheduling,  # type: ignore[arg-type]
+            max_num_batched_tokens=chunk + max_num_seqs + slack_tokens,
+        )  # fmt: skip
+        self.manager = CacheManager(
+            [(f"profile {index}", entry) for index, entry in enumerate(layouts)],
+            total_pages=max(entry.most_pages(MAX_TOKENS - 1) for entry in layouts) + slack_pages,
+            max_sequences=max_num_seqs, prefix_caching=caching,
+        )  # fmt: skip
+        self.scheduler = Scheduler(self.config, self.manager)
+        self.device = Device(self.manager)
+        self.tastes: dict[TokenSequence, int] = {}
+        self.ended: list[TokenSequence] = []
+        self.decoders: dict[int, list[TokenSequence]] = {}
+        self.arrivals = 0
+
+    @property
+    def alive(self) -> list[TokenSequence]:
+        return self.scheduler.running + self.scheduler.waiting
+
+    def submit(
+        self, prompt: Sequence[int], max_new: int, *, layout: int = 0, salt: str = "", taste: int = 0,
+        arrival: int | None = None,
+    ) -> TokenSequence:  # fmt: skip
+        """Queue a sequence; every arrival leaves a number free for a sibling that may come later."""
+        if arrival is None:
+            arrival = self.arrivals = self.arrivals + 2
+        limit = min(len(prompt) + max_new - 1, MAX_TOKENS - 1)
+        sequence = sequence_of(str(arrival), arrival, layout, salt, tuple(prompt), limit)
+        self.tastes[sequence] = taste
+        self.scheduler.add(sequence)
+        return sequence
+
+    def abort(self, sequence: TokenSequence) -> None:
+        self.scheduler.remove(sequence)
+        self.ended.append(sequence)
+
+    def step(self) -> Step | None:
+        before, preemptions = list(self.scheduler.running), {entry: entry.preemptions for entry in self.alive}
+        starts = {entry: entry.cache.computed_tokens for entry in before if entry.cache is not None}
+        step = self.scheduler.schedule()
+        self._check_queues(before, preemptions)
+        if step is None:
+            assert not self.alive, "nothing runs though somebody waits"
+            return None
+        by_slot = {entry.cache.slot: entry for entry in self.scheduler.running if entry.cache is not None}
+        self._check_step(step, by_slot, starts)
+        self._check_work_conserved(step, by_slot)
+        self.device.run(step, by_slot)
+        self.scheduler.commit(step)
+        for row in step.rows:
+            if row.sample:
+                self._sample(by_slot[row.slot])
+        return step
+
+    def drain(self) -> None:
+        """Everybody ends, and not too late: the oldest that runs moves on in every step."""
+        # Twice: an older sibling that comes late may cost the oldest so far its place.
+        steps = 2 * sum(entry.limit + 2 * (entry.limit // self.config.chunk_tokens) + 2 for entry in self.alive)
+        for _ in range(steps):
+            if self.step() is None:
+                return
+        assert not self.alive, "sequences go on for ever"
+
+    def _sample(self, sequence: TokenSequence) -> None:
+        sequence.append(hash((self.tastes[sequence], *sequence.known_tokens.tolist())) % 3)
+        if sequence.known > sequence.limit:
+            self.scheduler.remove(sequence)
+            self.ended.append(sequence)
+
+    def _check_queues(self, before: list[TokenSequence], preemptions: dict[TokenSequence, int]) -> None:
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        assert sorted(entry.arrival for entry in running + waiting) == sorted(entry.arrival for entry in preemptions)
+        preempted = [entry for entry in before if entry.preemptions > preemptions[entry]]
+        kept = [entry for entry in before if entry not in preempted]
+        assert kept or not before, "the oldest was preempted"
+        assert all(old.arrival < young.arrival for old in kept for young in preempted), "not the youngest was preempted"
+        admitted = [entry for entry in running if entry not in kept]
+        assert all(first.arrival < later.arrival for first in admitted for later in waiting), "overtaken at admission"
+        assert not (self.config.scheduling == "static" and before and admitted), "a batch was joined under way"
+        assert len(running) <= self.config.max_num_seqs
+
+    def _check_step(self, step: Step, by_slot: dict[int, TokenSequence], starts: dict[TokenSequence, int]) -> None:
+        size = self.config.chunk_tokens
+        assert sum(len(row.tokens) for row in step.rows) <= self.config.max_num_batched_tokens
+        assert len({row.slot for row in step.rows}) == len(step.rows)
+        assert all((row.kind is RowKind.DECODE) == (at < step.decode_rows) for at, row in enumerate(step.rows))
+        served = [by_slot[row.slot] for row in step.rows]
+        # Whoever was the oldest before: a late sibling may be older, and be let in after this step's tokens are spent.
+        assert next((entry for entry in starts if entry.cache), served[0]) in served, "the oldest stands still"
+        for row in step.rows:
+            sequence, end = by_slot[row.slot], row.start + len(row.tokens)
+            assert row.request_id == sequence.request_id and row.layout == sequence.layout
+            assert row.tokens.tolist() == sequence.tokens[row.start : end].tolist()
+            assert row.preceding.tolist() == sequence.tokens[max(0, row.start - PRECEDING_TOKENS) : row.start].tolist()
+            assert row.start // size == (end - 1) // size, "a row leaves its chunk"
+            if row.kind is RowKind.SEAL:
+                assert row.start % size == 0 and len(row.tokens) == size
+            assert row.kind is not RowKind.DECODE or (len(row.tokens) == 1 and row.sample)
+            # A chunk that decode filled is computed once more to be sealed; its last token has given its sample.
+            resealed = row.kind is RowKind.SEAL and starts.get(sequence) == end and sequence.preemptions == 0
+            assert row.sample == (end == sequence.known and not resealed)
+        skipped = [entry for entry in starts if entry.cache and entry not in served]
+        prefilled = served[step.decode_rows :]
+        assert all(one.arrival < other.arrival for one in prefilled for other in skipped), "overtaken within a step"
+        decoders = served[: step.decode_rows]
+        assert self.decoders.setdefault(step.epoch, decoders) == decoders, "one epoch, two sets of decoding rows"
+
+    def _check_work_conserved(self, step: Step, by_slot: dict[int, TokenSequence]) -> None:
+        """Whoever waits at the head waits for a reason: a seat, this step's tokens, or pages."""
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        if not waiting or len(running) == self.config.max_num_seqs or self.config.scheduling == "static":
+            return
+        if len(step.rows) == len(running):
+            head = waiting[0]
+            assert self.layouts[head.layout].promised_pages(head.known, head.limit) > self.manager.spare_pages
