@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import logging
 from collections.abc import Callable
@@ -134,11 +135,15 @@ def serve(
     api_key: Annotated[str | None, typer.Option(help="key that requests must carry", envvar="TANGRAM_API_KEY")] = None,
 ) -> None:
     """Serve MODEL over an OpenAI-compatible HTTP API."""
+    # Imports and weights live as long as the process: collecting among them costs half a second now and a pause later.
+    gc.disable()
     from tangram.engine.setup import build_engine
     from tangram.serve.http import serve_forever
 
     _log_to_terminal()
     engine = build_engine(config)
+    gc.freeze()
+    gc.enable()
     serve_forever(engine, host=host, port=port, served_model_name=served_model_name or config.model, api_key=api_key)
 
 
