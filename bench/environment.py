@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import platform
+import shutil
 import subprocess
 from datetime import date
-from importlib.metadata import version
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+PACKAGES = ("torch", "transformers", "numba", "triton", "flashinfer-python")
 
+
+@cache
 def environment() -> dict[str, Any]:
-    """The machine, the versions and the commit a measurement was made with."""
+    """The machine, the versions and the commit a measurement was made with; a GPU and a package only where there."""
     model = next((line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")), "unknown")
     return {
         "date": date.today().isoformat(),
@@ -21,7 +26,34 @@ def environment() -> dict[str, Any]:
         "cpu": model,
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "transformers", "numba")},
+        **_gpu(),
+        **_versions(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _gpu() -> dict[str, Any]:
+    """Name, multiprocessors, L2 and memory as torch reports them, and the driver as nvidia-smi does."""
+    if not torch.cuda.is_available():
+        return {}
+    properties = torch.cuda.get_device_properties(0)
+    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
+    return {
+        "gpu": properties.name,
+        "multiprocessors": properties.multi_processor_count,
+        "l2_bytes": properties.L2_cache_size,
+        "gpu_memory_bytes": properties.total_memory,
+        "cuda": torch.version.cuda,
+        "driver": driver[0] if driver else "unknown",
     }
 
 
@@ -31,5 +63,11 @@ def _cpuinfo() -> list[str]:
 
 
 def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
-    return done.stdout.strip()
+    return _output("git", *arguments)
+
+
+def _output(program: str, *arguments: str) -> str:
+    """What a program prints; nothing where it is not installed."""
+    if shutil.which(program) is None:
+        return ""
+    return subprocess.run([program, *arguments], capture_output=True, text=True, check=False).stdout.strip()

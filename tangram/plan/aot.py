@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from tangram.errors import ConfigError
 from tangram.plan.form import DecodeRows, WorkPlan
-from tangram.plan.split import split_evenly
+from tangram.plan.split import require_positive, split_evenly
 
 
 def plan_aot(rows: DecodeRows, workers: int, *, tasks_per_worker: int = 4, tile_tokens: int = 128) -> WorkPlan:
@@ -27,9 +26,7 @@ def plan_aot(rows: DecodeRows, workers: int, *, tasks_per_worker: int = 4, tile_
     `tile_tokens` (a multiple of 16) is the unit in which shares are dealt out: while a head is short, only as many of
     its shares have work as it has tiles. Raises `ConfigError` naming the argument that is out of range.
     """
-    for name, value in (("workers", workers), ("tasks_per_worker", tasks_per_worker)):
-        if value < 1:
-            raise ConfigError(f"{name} is {value}, it must be at least 1")
+    require_positive(workers=workers, tasks_per_worker=tasks_per_worker)
     total = rows.budget.sum(axis=(0, 2), keepdims=True)
     tau = np.maximum(total / (workers * tasks_per_worker), np.finfo(np.float64).tiny)
     parts = np.maximum(1, np.rint(rows.budget / tau)).astype(np.int64)

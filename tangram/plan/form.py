@@ -1,6 +1,6 @@
 """One form for every decode schedule: which task reads which KV entries for which query rows, and how parts merge.
 
-Planners (`plain`, `aot`, later work queue and prefix packing) produce a `WorkPlan`; kernels execute it. The KV range of
+Planners (`plain`, `aot`, `workqueue`, `packing`, `uniform`) produce a `WorkPlan`; kernels execute it. The KV range of
 a task is *logical*, so a plan survives growing lengths (PersistentKV: split bounds come from each row's own length):
 
     ABS     [a, b)                        an immutable span, may be shared by several rows (PAT, pack)
@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -68,15 +69,25 @@ class DecodeRows:
         shape = self.table.shape
         if len(shape) != 3 or any(x.shape != shape for x in (self.column, self.length_index, self.budget)):
             raise ConfigError(f"table, column, length_index and budget must all be [R, L, H], table is {list(shape)}")
+        if not self.table.size:
+            raise ConfigError(f"table is {list(shape)}, it must have at least one row, layer and head")
         if len(self.windows) != shape[1]:
             raise ConfigError(f"windows has {len(self.windows)} entries, it must have one a layer, {shape[1]}")
 
-    @property
+    def layer(self, layer: int) -> DecodeRows:
+        """The same rows seen by one layer alone, [R, 1, H]: what re-planning layer by layer needs."""
+        one = slice(layer, layer + 1)
+        return DecodeRows(
+            self.table[:, one], self.column[:, one], self.length_index[:, one], self.budget[:, one],
+            self.windows[one], self.page_tokens,
+        )  # fmt: skip
+
+    @cached_property
     def window_tokens(self) -> Int64:
         """[L]: the sliding window of each layer, 0 where the layer is full (see `windowed`)."""
         return np.asarray([window or 0 for window in self.windows], np.int64)
 
-    @property
+    @cached_property
     def windowed(self) -> Bool:
         """[L]: which layers have a sliding window."""
         return np.asarray([window is not None for window in self.windows], np.bool_)
@@ -92,8 +103,8 @@ class WorkPlan:
     Per entry of the row list [M]: `rows` (query row), `direct` (this is the row's only part: write the output) or else
     `slot`, the partial result's place, counted from 0 in each layer; `slot` is meaningless where `direct`.
     Per merge segment [S]: `merge_row`, `merge_head` and the slots part_slot[part_indptr[s] : part_indptr[s+1]], merged
-    in that order, so that equal plans give equal bits. `partial_slots` is the most slots that any layer uses; a slot
-    holds the G query heads of one row and KV head. `kv_heads` is H.
+    in that order, so that equal plans give equal bits; slots are numbered in the order of the merges. `partial_slots`
+    is the most slots that any layer uses; a slot holds the G query heads of one row and KV head. `kv_heads` is H.
     """
 
     kv_heads: int
@@ -183,6 +194,8 @@ class TaskList:
 
 def assemble(tasks: TaskList, layers: int, kv_heads: int, tile_tokens: int) -> WorkPlan:
     """Group tasks by layer (keeping their order within one), number the partial results and lay out the merges.
+
+    Takes tasks in any order and of any kind; planners, whose parts come in order, use the cheaper `split.finish`.
 
     Raises `ConfigError` if `tile_tokens` is not a multiple of 16.
     """

@@ -14,6 +14,8 @@ from tangram.errors import ConfigError, IntegrityError
 from tangram.plan.aot import plan_aot
 from tangram.plan.form import DecodeRows, RangeKind, TaskList, WorkPlan, assemble
 from tangram.plan.plain import plan_plain
+from tangram.plan.uniform import plan_buckets, plan_uniform_splits
+from tangram.plan.workqueue import plan_workqueue
 from tangram.types import Int32
 
 
@@ -33,14 +35,44 @@ def batches(draw: st.DrawFn) -> tuple[DecodeRows, Int32]:
     return make_rows(seed.uniform(0.01, 1.0, shape), windows), lengths
 
 
+def every_plan(rows: DecodeRows, lengths: Int32, workers: int, tile_tokens: int) -> list[WorkPlan]:
+    least = {16: 1, 64: 64, 256: 300}[tile_tokens]
+    return [
+        plan_plain(rows),
+        plan_aot(rows, workers, tile_tokens=tile_tokens),
+        plan_workqueue(rows, lengths, workers, tile_tokens=tile_tokens, min_tokens=least),
+        plan_uniform_splits(rows, lengths, workers, tile_tokens=tile_tokens),
+        plan_buckets(rows, lengths, workers, kind="exact", tile_tokens=tile_tokens),
+        plan_buckets(rows, lengths, workers, kind="padded", tile_tokens=tile_tokens),
+    ]
+
+
 @given(batches(), st.sampled_from([1, 2, 7, 132]), st.sampled_from([16, 64, 256]))
 def test_a_plan_covers_every_entry_once_and_survives_growth(
     batch: tuple[DecodeRows, Int32], workers: int, tile_tokens: int
 ) -> None:
     rows, lengths = batch
-    for plan in (plan_plain(rows), plan_aot(rows, workers, tile_tokens=tile_tokens)):
+    for plan in every_plan(rows, lengths, workers, tile_tokens):
         for grown_tokens in (0, 1, 300):
             plan.check(rows, lengths + np.int32(grown_tokens))
+
+
+@given(batches(), st.sampled_from([1, 7, 132]))
+def test_every_planner_agrees_with_counting_entries_one_by_one(batch: tuple[DecodeRows, Int32], workers: int) -> None:
+    rows, lengths = batch
+    for plan in every_plan(rows, lengths, workers, 16):
+        assert covered_once(plan, rows, lengths)
+
+
+@given(batches(), st.sampled_from([1, 7, 132]))
+def test_a_layer_is_planned_alone_as_it_is_among_others(batch: tuple[DecodeRows, Int32], workers: int) -> None:
+    rows, lengths = batch
+    whole = plan_workqueue(rows, lengths, workers, tile_tokens=16, min_tokens=16)
+    for layer in range(whole.layers):
+        alone = plan_workqueue(rows.layer(layer), lengths, workers, tile_tokens=16, min_tokens=16)
+        inside = whole.tasks(layer)
+        for name in ("table", "length_index", "column", "head", "kind", "a", "b"):
+            assert getattr(alone, name).tolist() == getattr(whole, name)[inside].tolist()
 
 
 def covered_once(plan: WorkPlan, rows: DecodeRows, lengths: Int32) -> bool:
@@ -60,7 +92,7 @@ def covered_once(plan: WorkPlan, rows: DecodeRows, lengths: Int32) -> bool:
                 case RangeKind.ABS:
                     span = range(a, b)
                 case RangeKind.OPEN:
-                    span = range(a, n)
+                    span = range(min(a, n), n)
                 case RangeKind.FRAC:
                     span = range(tiles * a // b * tile, min(n, tiles * (a + 1) // b * tile))
                 case _:
@@ -229,3 +261,5 @@ def test_rows_of_mixed_shapes_are_refused() -> None:
         replace(UNEVEN, budget=np.ones((1, 1, 2)))
     with pytest.raises(ConfigError, match="windows"):
         replace(UNEVEN, windows=(None, None))
+    with pytest.raises(ConfigError, match="at least one row"):
+        make_rows(np.ones((0, 1, 2)))

@@ -1,0 +1,165 @@
+"""One benchmark case on the host: who reads which pages, in integers. No torch here.
+
+Physical pages are scattered as in a pool that has served for a while: page ids are drawn without order from a pool in
+which half the pages are holes (PersistentKV, evaluation set-up).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from bench.kernels.tree import Tree
+from tangram.errors import ConfigError
+from tangram.plan.form import DecodeRows
+from tangram.types import Float64, Int32, Int64
+
+HOLES_PER_PAGE = 1  # as many pages of the pool are holes as are in use
+BYTES_16_BIT = 2
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Attention of one model and the shape of a page: H KV heads of G query heads each."""
+
+    kv_heads: int
+    group: int
+    head_dim: int = 128
+    page_tokens: int = 16
+    heads_per_page: int = 8
+
+    @classmethod
+    def of_heads(cls, heads: str, page_tokens: int, heads_per_page: int | None = None) -> Geometry:
+        """From the written form "32/8" (query heads / KV heads); a page holds all KV heads unless told otherwise."""
+        query_heads, kv_heads = (int(number) for number in heads.split("/"))
+        per_page = kv_heads if heads_per_page is None else min(heads_per_page, kv_heads)
+        if query_heads % kv_heads or kv_heads % per_page:
+            raise ConfigError(f"heads is {heads!r} with {per_page} heads a page: Q/H and H/Hp must be whole")
+        return cls(kv_heads, query_heads // kv_heads, page_tokens=page_tokens, heads_per_page=per_page)
+
+    @property
+    def query_heads(self) -> int:
+        """Q."""
+        return self.kv_heads * self.group
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """R rows, L layers, H KV heads: `rows` addresses into `tables` (flat page ids) and `lengths` (flat entries).
+
+    `pages` is the size of the pool, holes included. `tree` is set where rows share prefixes, its leaves in row order.
+    """
+
+    name: str
+    geometry: Geometry
+    rows: DecodeRows
+    tables: Int32
+    lengths: Int32
+    pages: int
+    tree: Tree | None = None
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(R, L, H)."""
+        r, layers, heads = self.rows.table.shape
+        return r, layers, heads
+
+    @property
+    def cell_lengths(self) -> Int64:
+        """[R, L, H]: entries that each row's query reads of each head."""
+        return self.lengths[self.rows.length_index].astype(np.int64)
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of one entry's key and value."""
+        return 2 * self.geometry.head_dim * BYTES_16_BIT
+
+    @property
+    def read_bytes(self) -> int:
+        """KV bytes if every row read its own copy."""
+        return int(self.cell_lengths.sum()) * self.entry_bytes
+
+    @property
+    def unique_bytes(self) -> int:
+        """KV bytes if every distinct entry were read once: the floor of any schedule."""
+        return unique_entries(self) * self.entry_bytes
+
+    @property
+    def operations(self) -> int:
+        """Floating-point operations of both products: 4·G·D for each entry a row reads."""
+        return int(self.cell_lengths.sum()) * 4 * self.geometry.group * self.geometry.head_dim
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the pool, holes included."""
+        return self.pages * self.geometry.heads_per_page * self.geometry.page_tokens * self.entry_bytes
+
+
+def unique_entries(case: Case) -> int:
+    """Distinct (page, column, entry) that some row reads."""
+    size = case.geometry.page_tokens
+    length, table = case.cell_lengths.ravel(), case.rows.table.ravel()
+    pages = -(-length // size)
+    cell = np.repeat(np.arange(len(pages)), pages)
+    step = np.arange(len(cell)) - np.repeat(np.cumsum(pages) - pages, pages)
+    block = case.tables[table[cell] + step].astype(np.int64) * case.geometry.heads_per_page
+    block += case.rows.column.ravel()[cell]
+    filled = np.zeros(case.pages * case.geometry.heads_per_page, np.int64)
+    np.maximum.at(filled, block, np.minimum(size, length[cell] - step * size))
+    return int(filled.sum())
+
+
+def scattered(pages: int, seed: int) -> tuple[Int32, int]:
+    """`pages` distinct page ids in random order, and the size of the pool they were drawn from."""
+    total = pages * (1 + HOLES_PER_PAGE)
+    return np.random.default_rng(seed).permutation(total)[:pages].astype(np.int32), total
+
+
+def tree_case(tree: Tree, geometry: Geometry, seed: int, name: str | None = None) -> Case:
+    """One layer; row r is leaf r of the tree, its table the pages of the nodes on its path (PAT, evaluation).
+
+    Raises `ConfigError` if a node does not fill whole pages.
+    """
+    size = geometry.page_tokens
+    if any(tokens % size for tokens in tree.tokens):
+        raise ConfigError(f"tree {tree}: every node must fill whole pages, page_tokens is {size}")
+    runs = geometry.kv_heads // geometry.heads_per_page
+    node_pages = [tokens // size for tokens in tree.tokens]
+    counts = [nodes * runs * pages for nodes, pages in zip(tree.nodes, node_pages, strict=True)]
+    ids, total = scattered(sum(counts), seed)
+    levels = [
+        level.reshape(nodes, runs, pages)[tree.path[:, index]]
+        for index, (level, nodes, pages) in enumerate(
+            zip(np.split(ids, np.cumsum(counts)[:-1]), tree.nodes, node_pages, strict=True)
+        )
+    ]
+    tables = np.concatenate(levels, axis=2)
+    offset = np.arange(tree.leaves * runs, dtype=np.int64).reshape(-1, runs) * tables.shape[2]
+    lengths = np.full(tree.leaves, sum(tree.tokens), np.int32)
+    rows = _one_layer(offset, np.arange(tree.leaves), lengths / lengths.max(), geometry)
+    return Case(name or str(tree), geometry, rows, tables.ravel(), lengths, total, tree)
+
+
+def own_case(name: str, lengths: Sequence[int], geometry: Geometry, seed: int) -> Case:
+    """One layer; rows of the given lengths that share nothing."""
+    size = np.asarray(lengths, np.int32)
+    runs = geometry.kv_heads // geometry.heads_per_page
+    pages = np.repeat(-(-size.astype(np.int64) // geometry.page_tokens), runs)
+    ids, total = scattered(int(pages.sum()), seed)
+    offset = (np.cumsum(pages) - pages).reshape(-1, runs)
+    rows = _one_layer(offset, np.arange(len(size)), np.ones(len(size)), geometry)
+    return Case(name, geometry, rows, ids, size, total)
+
+
+def _one_layer(offset: Int64, length_index: Int64, budget: Float64, geometry: Geometry) -> DecodeRows:
+    """`offset` [R, runs of Hp heads]; `length_index` and `budget` [R]."""
+    shape = (len(offset), 1, geometry.kv_heads)
+    table = np.repeat(offset, geometry.heads_per_page, axis=1).reshape(shape)
+    column = np.broadcast_to(np.arange(geometry.kv_heads) % geometry.heads_per_page, shape)
+    index, share = (np.broadcast_to(x[:, None, None], shape) for x in (length_index, budget))
+    return DecodeRows(
+        table, np.ascontiguousarray(column, np.int64), np.ascontiguousarray(index, np.int64),
+        np.ascontiguousarray(share, np.float64), (None,), geometry.page_tokens,
+    )  # fmt: skip

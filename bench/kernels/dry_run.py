@@ -1,0 +1,64 @@
+"""Tiny versions of a family's cases on the CPU: what can be known without a device.
+
+Each planner's plan passes `check`, also after rows have grown; the torch reference executes it; and where Triton's
+interpreter is on (TRITON_INTERPRET=1) so do the kernels. All must give the answer that plain attention gives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from bench.kernels.contenders import Ours
+from bench.kernels.family import Entry
+from bench.kernels.planners import Variant
+from bench.kernels.timing import LARGEST_ERROR, WrongAnswer, relative_error
+from bench.kernels.workloads import Workload, expected
+from tangram.kernels import reference
+from tangram.plan.cost import CostModel
+from tangram.plan.form import WorkPlan
+
+WORKERS = 8
+
+
+def dry_run(name: str, options: argparse.Namespace, entries: Iterable[Entry]) -> None:
+    """Check every case with every planner asked for. Raises `WrongAnswer` or `IntegrityError` at the first fault."""
+    cost = CostModel.load(options.cost) if options.cost else CostModel()
+    interpreter = os.environ.get("TRITON_INTERPRET") == "1"
+    count = 0
+    for entry in entries:
+        workload = Workload.build(entry.make(True), getattr(torch, options.dtype), torch.device("cpu"))
+        answer = expected(workload)
+        for variant in (Variant.parse(text) for text in entry.only or options.planners):
+            where = f"{entry.name}, {variant.text}"
+            plan = variant.planner_of(workload.case, WORKERS, cost)()
+            plan.check(workload.case.rows, workload.case.lengths, workload.case.tables)
+            _compare(f"{where}, reference", _by_reference(workload, plan), answer)
+            if interpreter:
+                _compare(f"{where}, kernels", _by_kernels(variant, workload, cost), answer)
+            count += 1
+    print(f"{name}: {count} plans checked on the CPU, kernels {'interpreted' if interpreter else 'not run'}")
+
+
+def _by_reference(workload: Workload, plan: WorkPlan) -> list[Tensor]:
+    attend: Callable[..., Tensor] = reference.decode
+    return [
+        attend(q, workload.pool, workload.tables, workload.lengths, plan, layer, scaling=workload.scaling)
+        for layer, q in enumerate(workload.q)
+    ]
+
+
+def _by_kernels(variant: Variant, workload: Workload, cost: CostModel) -> list[Tensor]:
+    contender = Ours(variant, workload, WORKERS, cost)
+    contender.plan()
+    return contender.run()
+
+
+def _compare(where: str, outputs: list[Tensor], answer: list[Tensor]) -> None:
+    error = max(relative_error(out, ref) for out, ref in zip(outputs, answer, strict=True))
+    if not error < LARGEST_ERROR:
+        raise WrongAnswer(f"{where}: relative error {error:.3g}, at most {LARGEST_ERROR} is allowed")

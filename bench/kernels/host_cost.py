@@ -1,0 +1,167 @@
+"""Host cost of planning when the decode membership changes; when nothing changes no planner is called.
+
+    python -m bench.kernels.host_cost [--rows 64] [--tokens 65536] [--layers 36] [--heads 8] [--repeats 50]
+
+Heads keep uneven shares of the context (0.1 to 1.0 of it). Prefixes, for the packing planner, are of half the context,
+shared by all rows or by eight groups of rows. Each plan is checked entry by entry before it is timed. The process frees
+one 30 MB array first, as an engine has; with --fresh it does not, every plan then faults in its memory anew, and the
+figures are printed only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from bench.environment import environment
+from tangram.plan.aot import plan_aot
+from tangram.plan.cost import CostModel
+from tangram.plan.forest import Forest, build_forest, units_of
+from tangram.plan.form import DecodeRows, WorkPlan
+from tangram.plan.packing import plan_packing
+from tangram.plan.plain import plan_plain
+from tangram.plan.uniform import plan_uniform_splits
+from tangram.plan.workqueue import plan_workqueue
+from tangram.types import Int32, Int64
+
+RESULT = Path(__file__).parents[1] / "results" / "host_cost.json"
+PAGE, CHUNK, WORKERS, GROUP = 32, 2048, 264, 4
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """R rows of `chunks` sealed chunks and 100 raw tokens; per (row, chunk) the number of the span that it holds."""
+
+    rows: DecodeRows
+    lengths: Int32
+    kept_tokens: Int64
+    tables: Int32
+    spans: Int64
+
+    @classmethod
+    def of(cls, count: int, tokens: int, layers: int, heads: int, sharers: int) -> Batch:
+        """`sharers` consecutive rows share the first half of their chunks."""
+        chunks = tokens // CHUNK
+        kept_pages = np.random.default_rng(0).integers(CHUNK // PAGE // 10, CHUNK // PAGE + 1, (layers, heads))
+        row, chunk = np.ogrid[:count, :chunks]
+        spans = np.where(chunk < chunks // 2, row // sharers * sharers, row) * chunks + chunk
+        # A head's page ids count up along its table; rows with equal spans have equal ids there.
+        width = kept_pages.ravel() * chunks + 12
+        offset = np.cumsum(width) - width
+        table = np.arange(count)[:, None] * width.sum() + offset
+        tables = np.empty(count * width.sum(), np.int32)
+        first_page = np.cumsum(count * width) - count * width
+        for cell, pages in enumerate(kept_pages.ravel()):
+            ids = first_page[cell] + spans[:, :, None] * pages + np.arange(pages)
+            own = first_page[cell] + count * chunks * pages + np.arange(count * 12).reshape(count, 12)
+            tables[table[:, cell, None] + np.arange(width[cell])] = np.append(ids.reshape(count, -1), own, axis=1)
+        shape = (count, layers, heads)
+        rows = DecodeRows(
+            table.reshape(shape), np.zeros(shape, np.int64), np.arange(table.size).reshape(shape),
+            np.broadcast_to(kept_pages * PAGE / CHUNK, shape), (None,) * layers, PAGE,
+        )  # fmt: skip
+        lengths = np.broadcast_to(kept_pages * PAGE * chunks + 100, shape).astype(np.int32).ravel()
+        return cls(rows, lengths, kept_pages * PAGE, tables, spans)
+
+    def forest(self) -> Forest:
+        """From the block tables of head 0 in layer 0."""
+        count, chunks = self.spans.shape
+        sealed = np.full(count, chunks)
+        kept = np.full(count, self.kept_tokens[0, 0] // PAGE)
+        units, valid = units_of(self.tables, self.rows.table[:, 0, 0], kept, sealed, np.full(count, 100 // PAGE))
+        return build_forest(units, valid, sealed)
+
+
+def measured_ms(call: Callable[[], object], repeats: int) -> list[float]:
+    """Wall time of each call, sorted; five more go before, and the collector of the last result is inside."""
+    times = []
+    for _ in range(repeats + 5):
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e3)
+    return sorted(times[5:])
+
+
+def row_of(name: str, call: Callable[[], Any], batch: Batch, repeats: int) -> dict[str, Any]:
+    """One line of the table: sizes, median and quartiles."""
+    result = call()
+    sizes = {}
+    if isinstance(result, WorkPlan):
+        for grown_tokens in (0, 300):
+            result.check(batch.rows, batch.lengths + np.int32(grown_tokens), batch.tables)
+        sizes = {"tasks": len(result.kind), "entries": len(result.rows), "parts": len(result.part_slot)}
+    times = measured_ms(call, repeats)
+    median, low, high = (float(np.quantile(times, q)) for q in (0.5, 0.25, 0.75))
+    return {"what": name, "cells": batch.rows.table.size, **sizes, "ms": median, "ms_quartiles": [low, high]}
+
+
+def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """All planners on one batch, then packing on more and less shared ones."""
+    shape = options.rows, options.tokens, options.layers, options.heads
+    batch = Batch.of(*shape, sharers=1)
+    planners = {
+        "plain": partial(plan_plain, batch.rows),
+        "aot": partial(plan_aot, batch.rows, WORKERS),
+        "workqueue": partial(plan_workqueue, batch.rows, batch.lengths, WORKERS),
+        "workqueue, layer by layer": lambda: [
+            plan_workqueue(batch.rows.layer(layer), batch.lengths, WORKERS) for layer in range(options.layers)
+        ],
+        "uniform splits": partial(plan_uniform_splits, batch.rows, batch.lengths, WORKERS),
+    }
+    lines = [row_of(name, call, batch, options.repeats) for name, call in planners.items()]
+    for sharers in (1, options.rows // 8, options.rows):
+        batch = Batch.of(*shape, sharers=max(sharers, 1))
+        forest = batch.forest()
+        note = f"{sharers} rows share half"
+        pack = partial(
+            plan_packing, batch.rows, batch.lengths, forest, batch.kept_tokens, WORKERS, group=GROUP, cost=CostModel()
+        )
+        lines += [
+            row_of(f"forest, {note}", batch.forest, batch, options.repeats),
+            row_of(f"packing, {note}", pack, batch, options.repeats),
+        ]
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in {"rows": 64, "tokens": 65536, "layers": 36, "heads": 8, "repeats": 50}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--fresh", action="store_true", help="leave glibc's allocator as a new process has it")
+    options = parser.parse_args()
+    where = {**environment(), "numpy": version("numpy")}
+    if not options.fresh:
+        # Once a process has freed a larger array, glibc keeps freed memory instead of faulting it in at every plan.
+        np.ones(30 << 20, np.uint8).sum()
+    lines = measure(options)
+    table = Table(
+        "planner", "cells", "tasks", "row entries", "ms, median", "quartiles", title=f"{where['cpu']}, 1 thread"
+    )
+    for line in lines:
+        low, high = line["ms_quartiles"]
+        counts = (str(line.get(key, "")) for key in ("cells", "tasks", "entries"))
+        table.add_row(line["what"], *counts, f"{line['ms']:.2f}", f"{low:.2f}–{high:.2f}")
+    Console().print(table)
+    result = {
+        "command": "python -m bench.kernels.host_cost",
+        "options": vars(options),
+        "environment": where,
+        "rows": lines,
+    }
+    if not options.fresh:
+        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""What the rows of a run say together: ratios and geometric means."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+BEST = "best flashinfer"
+Row = dict[str, Any]
+
+
+def names(rows: list[Row], ours: bool) -> list[str]:
+    """Contenders, in the order in which they first appear."""
+    return list(dict.fromkeys(c["name"] for row in rows for c in row["contenders"] if c["ours"] is ours))
+
+
+def device_us(row: Row) -> dict[str, float]:
+    """Median device time of each contender, and of the fastest of FlashInfer's."""
+    return _with_best({c["name"]: c["median_us"] for c in row["contenders"]})
+
+
+def wall_us(row: Row) -> dict[str, float]:
+    """Wall time of a decode step: with planning for whoever plans at every step. Empty if it was not measured."""
+    steps = {c["name"]: c["wall_us"] if c["each_step"] else c["wall_kept_us"] for c in row["contenders"]}
+    return _with_best({name: value for name, value in steps.items() if value is not None})
+
+
+def _with_best(times: dict[str, float]) -> dict[str, float]:
+    library = [value for name, value in times.items() if name.startswith("flashinfer")]
+    return {**times, BEST: min(library)} if library else times
+
+
+def ratios(rows: list[Row], variant: str, peer: str, *, wall: bool = False) -> list[float]:
+    """The peer's time over the variant's, for every row that has both: above 1, ours is faster."""
+    times = [(wall_us if wall else device_us)(row) for row in rows]
+    return [found[peer] / found[variant] for found in times if {peer, variant} <= found.keys()]
+
+
+def means(rows: list[Row], *, wall: bool = False) -> dict[str, dict[str, float]]:
+    """Per variant of ours, per peer: the geometric mean of `ratios`."""
+    found = {
+        variant: {peer: ratios(rows, variant, peer, wall=wall) for peer in [*names(rows, ours=False), BEST]}
+        for variant in names(rows, ours=True)
+    }
+    return {
+        variant: {peer: statistics.geometric_mean(values) for peer, values in against.items() if values}
+        for variant, against in found.items()
+    }
+
+
+def by_group(rows: list[Row]) -> dict[str, list[Row]]:
+    """Rows of each group, in the order in which groups first appear."""
+    return {group: [row for row in rows if row["group"] == group] for group in dict.fromkeys(r["group"] for r in rows)}

@@ -1,0 +1,69 @@
+"""Batches with the lengths of PersistentKV's trace families, drawn by seed.
+
+    bucketed     one row, up to a quarter shorter than its bucket of 8K, 16K, 32K or 64K
+    homogeneous  every row 32K
+    bimodal      one row of 48K-64K for every three of 2K-4K
+    uniform      rows of 1K-64K, all lengths alike likely
+    zipf         1K times a Zipf variate (exponent 1.5), at most 64K: a few long rows among many short ones
+
+Calibration traces (seeds from 100 on) and the held-out ones (seeds 0-4) never meet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tangram.errors import ConfigError
+
+K = 1024
+LONGEST = 64 * K
+HELD_OUT_SEEDS = (0, 1, 2, 3, 4)
+CALIBRATION_SEEDS = (100, 101, 102)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A family, its batch size and, for `bucketed`, the bucket in tokens."""
+
+    family: str
+    batch: int
+    bucket: int = 32 * K
+
+    @property
+    def name(self) -> str:
+        suffix = f" {self.bucket // K}K" if self.family in ("bucketed", "homogeneous") else ""
+        return f"{self.family}{suffix} B{self.batch}"
+
+    def lengths(self, seed: int) -> list[int]:
+        """Tokens of each row. Raises `ConfigError` for an unknown family."""
+        draw = np.random.default_rng((seed, self.batch, self.bucket))
+        match self.family:
+            case "bucketed":
+                sizes = draw.integers(self.bucket * 3 // 4, self.bucket, self.batch, endpoint=True)
+            case "homogeneous":
+                sizes = np.full(self.batch, self.bucket)
+            case "bimodal":
+                short = draw.integers(2 * K, 4 * K, self.batch, endpoint=True)
+                long = draw.integers(48 * K, LONGEST, self.batch, endpoint=True)
+                sizes = np.where(np.arange(self.batch) % 4 == 0, long, short)
+            case "uniform":
+                sizes = draw.integers(K, LONGEST, self.batch, endpoint=True)
+            case "zipf":
+                sizes = np.minimum(K * draw.zipf(1.5, self.batch), LONGEST)
+            case _:
+                raise ConfigError(f"trace family is {self.family!r}, known are {', '.join(FAMILIES)}")
+        return [int(size) for size in sizes]
+
+
+FAMILIES = ("bucketed", "homogeneous", "bimodal", "uniform", "zipf")
+TRACES = (
+    *(Trace("bucketed", 1, size * K) for size in (8, 16, 32, 64)),
+    *(Trace("homogeneous", batch) for batch in (1, 4, 8)),
+    Trace("bimodal", 4),
+    Trace("bimodal", 8),
+    Trace("uniform", 8),
+    Trace("zipf", 8),
+)
+QUICK_TRACES = (TRACES[0], TRACES[2], TRACES[6], TRACES[8], TRACES[10])

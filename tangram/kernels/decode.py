@@ -1,0 +1,187 @@
+"""Decode attention over ragged pages on the GPU: one task of a work plan per program, in tiles (Triton).
+
+A task reads its range of one KV head's entries once for all the query rows it serves (PAT, forward; PersistentKV, work
+queue). Its M = rows x G queries form one tile of 16, 32, 64 or 128; tasks of one size are launched together. Queries
+are taken and outputs written by index, so that the rows of a task need not be neighbours. A row's only part is final;
+other parts go to float32 slots and are merged in the plan's order (`merge.py`, or here by whoever comes last).
+
+Sums are in float32, exponentials base 2. The grid is fixed and the number of tasks is read from memory, so that a
+captured graph replays with any plan.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tangram.kernels.tiles import LOG2E, let_next_start, multiply, resolve_range, soft_cap, wait_for_tasks
+
+
+@triton.jit
+def _tiles(
+    acc, peak, total, q, pool, tables, table, column, begin, end, stop, scaling, softcap, k_scale,
+    HP: tl.constexpr, P: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Online softmax of `q` over entries [begin, end) by tiles; where MASKED, entries from `stop` on are hidden."""
+    d = tl.arange(0, BLOCK_D)
+    for first in range(begin, end, BLOCK_N):
+        n = first + tl.arange(0, BLOCK_N)
+        if MASKED:
+            page = tl.load(tables + table + n // P, mask=n < stop, other=0)
+        else:
+            page = tl.load(tables + table + n // P)
+        entry = (page.to(tl.int64) * HP + column) * (2 * P * D) + (n % P) * D
+        place = pool + entry[:, None] + d[None, :]
+        if MASKED:
+            k = tl.load(place, mask=(n < stop)[:, None] & (d < D)[None, :], other=0.0)
+        elif BLOCK_D != D:
+            k = tl.load(place, mask=(d < D)[None, :], other=0.0)
+        else:
+            k = tl.load(place)
+        if MASKED:
+            v = tl.load(place + P * D, mask=(n < stop)[:, None] & (d < D)[None, :], other=0.0)
+        elif BLOCK_D != D:
+            v = tl.load(place + P * D, mask=(d < D)[None, :], other=0.0)
+        else:
+            v = tl.load(place + P * D)
+        scores = multiply(q, tl.trans(k.to(q.dtype)), tl.zeros([q.shape[0], BLOCK_N], tl.float32))
+        if SOFTCAP:
+            scores = soft_cap(scores, scaling * k_scale, softcap)
+        else:
+            scores = scores * (scaling * k_scale * LOG2E)
+        if MASKED:
+            scores = tl.where((n < stop)[None, :], scores, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_peak[:, None])
+        shrink = tl.exp2(peak - new_peak)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = multiply(weights.to(q.dtype), v.to(q.dtype), acc * shrink[:, None])
+        peak = new_peak
+    return acc, peak, total
+
+
+@triton.jit
+def _finish_last(
+    arrivals, part_out, part_lse, base, part_indptr, segment, waits, sinks, out_place, group, head,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Merge the rows of which this task wrote the last missing part, in the plan's order, and reset their counters."""
+    # Every thread's partial results must be written before any counter tells of them.
+    tl.debug_barrier()
+    first = tl.load(part_indptr + segment, mask=waits, other=0)
+    parts = tl.load(part_indptr + segment + 1, mask=waits, other=0) - first
+    arrived = tl.atomic_add(arrivals + segment * G + group, 1, mask=waits, sem="acq_rel")
+    last = waits & (arrived == parts - 1)
+    most = tl.max(tl.where(last, parts, 0), 0)
+    if most > 0:
+        d = tl.arange(0, BLOCK_D)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        for part in range(most):
+            here = last & (part < parts)
+            slot = (first + part - base).to(tl.int64) * G + group
+            # Other multiprocessors wrote these: do not look into this one's own cache.
+            lse = tl.load(part_lse + slot, mask=here, other=float("-inf"), cache_modifier=".cg")
+            value = tl.load(
+                part_out + slot[:, None] * D + d[None, :], mask=here[:, None] & (d < D)[None, :], other=0.0,
+                cache_modifier=".cg",
+            )  # fmt: skip
+            new_peak = tl.maximum(peak, lse)
+            safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            weight = tl.exp2(lse - safe)
+            shrink = tl.exp2(peak - safe)
+            acc = acc * shrink[:, None] + weight[:, None] * value
+            total = total * shrink + weight
+            peak = new_peak
+        if SINKS:
+            sink = tl.load(sinks + head * G + group, mask=last, other=0.0).to(tl.float32) * LOG2E
+            safe = tl.where(peak == float("-inf"), sink, peak)
+            total = total + tl.exp2(sink - safe)
+        result = acc / tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(out_place, result.to(out_place.dtype.element_ty), mask=last[:, None] & (d < D)[None, :])
+        tl.store(arrivals + segment * G + group, tl.zeros([BLOCK_M], tl.int32), mask=last)
+
+
+@triton.jit(do_not_specialize=["layer"])
+def decode_tasks(
+    q, pool, tables, lengths, tasks, task_indptr, entries, part_indptr, merge_indptr, arrivals, scales, sinks,
+    out, part_out, part_lse, layer, scaling, softcap, stride_row, stride_head,
+    KIND: tl.constexpr, KINDS: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HP: tl.constexpr,
+    P: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr, ATOMIC: tl.constexpr,
+    LEADS: tl.constexpr, FOLLOWS: tl.constexpr,
+):  # fmt: skip
+    """Run the tasks of one layer and one tile size.
+
+    q [R, H*G, D] with any strides of rows and heads, out [R, H*G, D]; pool, tables, lengths as in
+    `kernels/reference.py`; `task_indptr` [L, KINDS + 1] bounds the tasks [N, 9] of each layer and kind; `entries`
+    [M, 4]: row, direct, slot, segment; `scales` [L, H, 2] multiply keys and values of an FP8 pool;
+    part_out [slots, G, D], part_lse [slots, G] float32 (base 2).
+    """
+    if LEADS:
+        let_next_start()
+    begin_task = tl.load(task_indptr + layer * (KINDS + 1) + KIND)
+    end_task = tl.load(task_indptr + layer * (KINDS + 1) + KIND + 1)
+    for task in range(begin_task + tl.program_id(0), end_task, tl.num_programs(0)):
+        record = tasks + task * 9
+        table = tl.load(record)
+        length_place = lengths + tl.load(record + 1)
+        column = tl.load(record + 2)
+        head = tl.load(record + 3)
+        row_begin = tl.load(record + 7)
+        row_end = tl.load(record + 8)
+        begin, end = resolve_range(
+            tl.load(record + 4), tl.load(record + 5), tl.load(record + 6), length_place, TILE
+        )  # fmt: skip
+        m = tl.arange(0, BLOCK_M)
+        d = tl.arange(0, BLOCK_D)
+        entry = row_begin + m // G
+        group = m % G
+        serves = entry < row_end
+        row = tl.load(entries + entry * 4, mask=serves, other=0).to(tl.int64)
+        place = (row * H + head) * G + group
+        wanted = serves[:, None] & (d < D)[None, :]
+        source = row * stride_row + (head * G + group) * stride_head
+        query = tl.load(q + source[:, None] + d[None, :], mask=wanted, other=0.0)
+        final = tl.load(entries + entry * 4 + 1, mask=serves, other=1) == 1
+        slot = tl.load(entries + entry * 4 + 2, mask=serves, other=0).to(tl.int64) * G + group
+        segment = tl.load(entries + entry * 4 + 3, mask=serves, other=0)
+        k_scale = 1.0
+        if SCALED:
+            k_scale = tl.load(scales + (layer * H + head) * 2)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        whole = begin + (tl.maximum(end - begin, 0) // BLOCK_N) * BLOCK_N
+        acc, peak, total = _tiles(
+            acc, peak, total, query, pool, tables, table, column, begin, whole, end, scaling, softcap, k_scale,
+            HP, P, D, BLOCK_D, BLOCK_N, False, SOFTCAP,
+        )  # fmt: skip
+        acc, peak, total = _tiles(
+            acc, peak, total, query, pool, tables, table, column, whole, end, end, scaling, softcap, k_scale,
+            HP, P, D, BLOCK_D, BLOCK_N, True, SOFTCAP,
+        )  # fmt: skip
+        if SCALED:
+            acc = acc * tl.load(scales + (layer * H + head) * 2 + 1)
+        seen = tl.where(total > 0, total, 1.0)
+        result = acc / seen[:, None]
+        lse = tl.where(total > 0, peak + tl.log2(seen), float("-inf"))
+        partial = serves & (final == 0)
+        tl.store(part_out + slot[:, None] * D + d[None, :], result, mask=partial[:, None] & (d < D)[None, :])
+        tl.store(part_lse + slot, lse, mask=partial)
+        if SINKS:
+            sink = tl.load(sinks + head * G + group).to(tl.float32) * LOG2E
+            result = result / (1.0 + tl.exp2(sink - lse))[:, None]
+        out_place = out + place[:, None] * D + d[None, :]
+        tl.store(out_place, result.to(out.dtype.element_ty), mask=(serves & final)[:, None] & (d < D)[None, :])
+        if ATOMIC:
+            base = tl.load(part_indptr + tl.load(merge_indptr + layer))
+            _finish_last(
+                arrivals, part_out, part_lse, base, part_indptr, segment, partial, sinks, out_place,
+                group, head, G, D, BLOCK_M, BLOCK_D, SINKS,
+            )  # fmt: skip
+    if FOLLOWS:
+        # Whoever waits for this launch waits for those before it too.
+        wait_for_tasks()

@@ -1,0 +1,128 @@
+"""Decode plans on the GPU: static buffers, one upload per plan, launches that a captured graph can replay.
+
+A plan is packed into one int32 buffer and copied in one go. Everything that a launch fixes (grids, tile sizes, buffer
+addresses, who merges) depends on the capacity alone, so a graph captured under one plan replays under any other that
+fits. All launches go to one stream, largest tiles first; each lets the next one start before it ends (programmatic
+dependent launch) and waits for the one before it only where it needs its results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+from torch import Tensor
+
+from tangram.errors import ConfigError
+from tangram.kernels.decode import decode_tasks
+from tangram.kernels.merge import merge_segments
+from tangram.kernels.packed import Capacity, DecodeOptions, pack
+from tangram.plan.form import WorkPlan
+from tangram.types import Int32
+
+
+class GpuDecode:
+    """Executes decode plans of one pool: `load` a plan, then `attend` layer by layer, eagerly or in a graph.
+
+    `plans`, at the flat host `lengths`, size the buffers; `group` is G. An FP8 pool needs `scales`, float32 [L, H, 2]:
+    what stored keys and values are multiplied with. Raises `ConfigError` if a plan does not fit.
+    """
+
+    def __init__(
+        self, plans: Sequence[WorkPlan], *, group: int, head_dim: int, pool: Tensor, lengths: Int32 | None = None,
+        options: DecodeOptions | None = None, scales: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self._options = options or DecodeOptions()
+        self._group, self._head_dim, self._pool, self._scales = group, head_dim, pool, scales
+        self._kv_heads, self._tile_tokens = plans[0].kv_heads, plans[0].tile_tokens
+        self._capacity = size = Capacity.of(plans, group, self._options, lengths)
+        device, total = pool.device, sum(size.sizes.values())
+        self._device_plan = torch.zeros(total, dtype=torch.int32, device=device)
+        self._host_plan = torch.zeros(total, dtype=torch.int32, pin_memory=pool.is_cuda)
+        self._plan = self._views(self._device_plan)
+        rows = max(1, size.slots) * group
+        self._part_out = torch.empty(rows, head_dim, dtype=torch.float32, device=device)
+        self._part_lse = torch.empty(rows, dtype=torch.float32, device=device)
+        self._arrivals = torch.zeros(max(1, size.sizes["segments"]) * group, dtype=torch.int32, device=device)
+        # Large tiles start first: they take longest, and small tasks fit beside them.
+        self._kinds = [kind for kind, count in reversed(list(enumerate(size.tasks))) if count]
+        self._merges = size.segments > 0 and self._options.merge == "kernel"
+        self._chained = pool.is_cuda and self._options.chained
+        self.load(plans[0], lengths)
+
+    def _views(self, whole: Tensor) -> dict[str, Tensor]:
+        sizes = self._capacity.sizes
+        return dict(zip(sizes, torch.split(whole, list(sizes.values())), strict=True))
+
+    def load(self, plan: WorkPlan, lengths: Int32 | None = None) -> None:
+        """Upload `plan`; what follows on the current stream, replays of captured graphs included, executes it.
+
+        `lengths`, flat on the host, sort tasks by length; lengths may grow afterwards.
+        """
+        if plan.tile_tokens != self._tile_tokens or plan.kv_heads != self._kv_heads:
+            raise ConfigError(
+                f"the plan has tile_tokens {plan.tile_tokens} and {plan.kv_heads} KV heads, the buffers were made for "
+                f"{self._tile_tokens} and {self._kv_heads}"
+            )
+        packed, host = pack(plan, self._group, self._options, lengths), self._views(self._host_plan)
+        for name, array in packed.arrays.items():
+            if array.size > len(host[name]):
+                raise ConfigError(f"the plan has {array.size} values in {name}, the buffers hold {len(host[name])}")
+        for kind, count in enumerate(packed.counts.max(axis=0)):
+            if count and kind not in self._kinds:
+                raise ConfigError(f"the plan has tasks of tile {kind}, the buffers were made for tiles {self._kinds}")
+        if plan.partial_slots > self._capacity.slots:
+            raise ConfigError(f"the plan has {plan.partial_slots} slots, the buffers hold {self._capacity.slots}")
+        if self._pool.is_cuda:
+            torch.cuda.current_stream().synchronize()  # the last upload may still be reading the pinned twin
+        for name, array in packed.arrays.items():
+            host[name].numpy()[: array.size] = array.ravel()
+        self._device_plan.copy_(self._host_plan, non_blocking=True)
+
+    def attend(
+        self, layer: int, q: Tensor, tables: Tensor, lengths: Tensor, *, scaling: float,
+        softcap: float | None = None, sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """One layer of the loaded plan: q [R, Q, D] → [R, Q, D]; the contract of `reference.decode`."""
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for number, kind in enumerate(self._kinds):
+            more = self._merges or number + 1 < len(self._kinds)
+            self._launch(kind, number > 0, more, layer, q, out, tables, lengths, scaling, softcap, sinks)
+        if self._merges:
+            self._launch_merge(layer, out, sinks)
+        return out
+
+    def _launch(
+        self, kind: int, follows: bool, leads: bool, layer: int, q: Tensor, out: Tensor, tables: Tensor,
+        lengths: Tensor, scaling: float, softcap: float | None, sinks: Tensor | None,
+    ) -> None:  # fmt: skip
+        options, pool, plan = self._options, self._pool, self._plan
+        tile, chained = options.kinds[kind], self._chained
+        decode_tasks[(min(self._capacity.tasks[kind], options.programs),)](
+            q, pool, tables, lengths, plan["tasks"], plan["task_indptr"], plan["entries"], plan["part_indptr"],
+            plan["merge_indptr"], self._arrivals, self._scales if self._scales is not None else self._part_lse,
+            sinks if sinks is not None else q, out, self._part_out, self._part_lse, layer, scaling, softcap or 1.0,
+            q.stride(0), q.stride(1), KIND=kind, KINDS=len(options.kinds), H=self._kv_heads, G=self._group,
+            D=self._head_dim, HP=pool.shape[1], P=pool.shape[3], TILE=self._tile_tokens, BLOCK_M=tile.queries,
+            BLOCK_N=tile.entries, BLOCK_D=triton.next_power_of_2(self._head_dim), SOFTCAP=softcap is not None,
+            SINKS=sinks is not None, SCALED=self._scales is not None, ATOMIC=options.merge == "atomic",
+            LEADS=chained and leads, FOLLOWS=chained and follows,
+            num_warps=tile.warps, num_stages=tile.stages, **self._launch_options(follows),
+        )  # fmt: skip
+
+    def _launch_merge(self, layer: int, out: Tensor, sinks: Tensor | None) -> None:
+        """Few parts: one program a segment. Many: one a query head, all of its parts at once."""
+        group, parts = self._group, triton.next_power_of_2(self._capacity.segment_parts)
+        block_group = triton.next_power_of_2(group) if parts <= 4 else 1
+        grid = (min(self._capacity.segments, self._options.programs), triton.cdiv(group, block_group))
+        merge_segments[grid](
+            self._part_out, self._part_lse, self._plan["merge_indptr"], self._plan["segments"],
+            self._plan["part_indptr"], sinks if sinks is not None else out, out, layer,
+            H=self._kv_heads, G=group, D=self._head_dim, BLOCK_G=block_group,
+            BLOCK_D=triton.next_power_of_2(self._head_dim), BLOCK_PARTS=min(parts, 64), SINKS=sinks is not None,
+            CHAINED=self._chained, num_warps=1 if parts <= 8 else 4, **self._launch_options(True),
+        )  # fmt: skip
+
+    def _launch_options(self, follows: bool) -> dict[str, bool]:
+        return {"launch_pdl": True} if self._chained and follows else {}

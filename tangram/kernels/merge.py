@@ -1,0 +1,60 @@
+"""The segmented merge: the parts of each (row, KV head) to its output, in the plan's order (PAT, merge; Triton)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tangram.kernels.tiles import LOG2E, wait_for_tasks
+
+
+@triton.jit(do_not_specialize=["layer"])
+def merge_segments(
+    part_out, part_lse, merge_indptr, segments, part_indptr, sinks, out, layer,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr, SINKS: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Merge the segments [S, 2] (row, head) of one layer by online softmax, BLOCK_PARTS parts at a time.
+
+    `merge_indptr` [L + 1] bounds a layer's segments, `part_indptr` [S + 1] a segment's parts; slots count from the
+    layer's first part. The grid is (segments, ceil(G / BLOCK_G)). CHAINED: this launch overlaps the end of the tasks'.
+    """
+    begin = tl.load(merge_indptr + layer)
+    end = tl.load(merge_indptr + layer + 1)
+    g = tl.program_id(1) * BLOCK_G + tl.arange(0, BLOCK_G)
+    d = tl.arange(0, BLOCK_D)
+    base = tl.load(part_indptr + begin)
+    if CHAINED:
+        wait_for_tasks()
+    for segment in range(begin + tl.program_id(0), end, tl.num_programs(0)):
+        place = tl.load(segments + segment * 2).to(tl.int64) * H + tl.load(segments + segment * 2 + 1)
+        first = tl.load(part_indptr + segment) - base
+        stop = tl.load(part_indptr + segment + 1) - base
+        acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+        peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_G], tl.float32)
+        for part in range(first, stop, BLOCK_PARTS):
+            n = part + tl.arange(0, BLOCK_PARTS)
+            at = n.to(tl.int64)[:, None] * G + g[None, :]
+            here = (n < stop)[:, None] & (g < G)[None, :]
+            lse = tl.load(part_lse + at, mask=here, other=float("-inf"))
+            value = tl.load(
+                part_out + at[:, :, None] * D + d[None, None, :], mask=here[:, :, None] & (d < D)[None, None, :],
+                other=0.0,
+            )  # fmt: skip
+            new_peak = tl.maximum(peak, tl.max(lse, 0))
+            safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            weight = tl.exp2(lse - safe[None, :])
+            shrink = tl.exp2(peak - safe)
+            acc = acc * shrink[:, None] + tl.sum(weight[:, :, None] * value, 0)
+            total = total * shrink + tl.sum(weight, 0)
+            peak = new_peak
+        if SINKS:
+            sink = tl.load(sinks + (place % H) * G + g, mask=g < G, other=0.0).to(tl.float32) * LOG2E
+            safe = tl.where(peak == float("-inf"), sink, peak)
+            total = total + tl.exp2(sink - safe)
+        result = acc / tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(
+            out + (place * G + g)[:, None] * D + d[None, :], result.to(out.dtype.element_ty),
+            mask=(g < G)[:, None] & (d < D)[None, :],
+        )  # fmt: skip

@@ -1,0 +1,146 @@
+"""Prefill attention on the GPU: a chunk against its sequence's pages, then causally against itself (Triton).
+
+Several requests' chunks go in one launch. Every program serves one tile of new tokens of one query head, tiled with
+online softmax in float32; its result depends on its own request alone.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tangram.kernels.tiles import LOG2E, multiply, soft_cap
+
+
+@triton.jit
+def _absorb(
+    acc, peak, total, query, k, v, hidden, scaling, softcap, MASKED: tl.constexpr, SOFTCAP: tl.constexpr
+):  # fmt: skip
+    """One tile of keys and values [N, D]; `hidden` [M, N] where MASKED."""
+    scores = multiply(query, tl.trans(k), tl.zeros([query.shape[0], k.shape[0]], tl.float32))
+    if SOFTCAP:
+        scores = soft_cap(scores, scaling, softcap)
+    else:
+        scores = scores * (scaling * LOG2E)
+    if MASKED:
+        scores = tl.where(hidden, float("-inf"), scores)
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    # A tile may be hidden from a query as a whole.
+    safe = tl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED else new_peak
+    weights = tl.exp2(scores - safe[:, None])
+    shrink = tl.exp2(peak - safe)
+    acc = multiply(weights.to(v.dtype), v, acc * shrink[:, None])
+    return acc, new_peak, total * shrink + tl.sum(weights, 1)
+
+
+@triton.jit(do_not_specialize=["layer"])
+def prefill_tiles(
+    q, k, v, pool, tables, address, spans, scales, sinks, out, layer, scaling, softcap, window,
+    stride_q, stride_q_head, stride_k, stride_k_head, stride_v, stride_v_head,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, P: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    SCALED: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of the longest row, Q heads, rows).
+
+    `spans` [rows, 5]: queries [begin, end) and keys [begin, end) in the flattened batch, and the position of the first
+    key. The queries belong to a row's last keys. `address` [rows, H, 3]: table offset, column, past length.
+    """
+    part = tl.program_id(2)
+    q_begin = tl.load(spans + part * 5)
+    q_end = tl.load(spans + part * 5 + 1)
+    k_begin = tl.load(spans + part * 5 + 2)
+    k_end = tl.load(spans + part * 5 + 3)
+    start = tl.load(spans + part * 5 + 4)
+    # The last tiles see the most keys: they start first.
+    tile = tl.cdiv(q_end - q_begin, BLOCK_M) - 1 - tl.program_id(0)
+    if tile >= 0:
+        query_head = tl.program_id(1)
+        head = query_head // G
+        record = address + (part * H + head) * 3
+        table = tl.load(record)
+        column = tl.load(record + 1)
+        past = tl.load(record + 2)
+        lead = (k_end - k_begin) - (q_end - q_begin)
+        first = tile * BLOCK_M
+        m = first + tl.arange(0, BLOCK_M)
+        d = tl.arange(0, BLOCK_D)
+        wanted = (m < q_end - q_begin)[:, None] & (d < D)[None, :]
+        token = (q_begin + m).to(tl.int64)
+        query = tl.load(q + token[:, None] * stride_q + query_head * stride_q_head + d[None, :], mask=wanted, other=0.0)
+        k_scale = 1.0
+        v_scale = 1.0
+        if SCALED:
+            k_scale = tl.load(scales + (layer * H + head) * 2)
+            v_scale = tl.load(scales + (layer * H + head) * 2 + 1)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        begin = 0
+        if WINDOW:
+            # Pages that no query of the tile sees may have been given away: they are not even read.
+            begin = tl.maximum(0, start + lead + first - window + 1)
+        for at in range(begin, past, BLOCK_N):
+            n = at + tl.arange(0, BLOCK_N)
+            page = tl.load(tables + table + n // P, mask=n < past, other=0).to(tl.int64)
+            place = pool + ((page * HP + column) * (2 * P * D) + (n % P) * D)[:, None] + d[None, :]
+            here = (n < past)[:, None] & (d < D)[None, :]
+            hidden = (n >= past)[None, :] & (m >= 0)[:, None]
+            if WINDOW:
+                hidden = hidden | (n[None, :] <= (start + lead + m)[:, None] - window)
+            keys = tl.load(place, mask=here, other=0.0)
+            values = tl.load(place + P * D, mask=here, other=0.0)
+            if SCALED:
+                keys = (keys.to(tl.float32) * k_scale).to(query.dtype)
+                values = (values.to(tl.float32) * v_scale).to(query.dtype)
+            acc, peak, total = _absorb(acc, peak, total, query, keys, values, hidden, scaling, softcap, True, SOFTCAP)
+        own_end = tl.minimum(lead + first + BLOCK_M, k_end - k_begin)
+        own_begin = 0
+        if WINDOW:
+            own_begin = tl.maximum(0, lead + first - window + 1)
+        for at in range(own_begin, own_end, BLOCK_N):
+            n = at + tl.arange(0, BLOCK_N)
+            here = (n < own_end)[:, None] & (d < D)[None, :]
+            hidden = (n[None, :] > (lead + m)[:, None]) | (n >= own_end)[None, :]
+            if WINDOW:
+                hidden = hidden | (n[None, :] <= (lead + m)[:, None] - window)
+            source = (k_begin + n).to(tl.int64)[:, None]
+            keys = tl.load(k + source * stride_k + head * stride_k_head + d[None, :], mask=here, other=0.0)
+            values = tl.load(v + source * stride_v + head * stride_v_head + d[None, :], mask=here, other=0.0)
+            acc, peak, total = _absorb(acc, peak, total, query, keys, values, hidden, scaling, softcap, True, SOFTCAP)
+        if SINKS:
+            sink = tl.load(sinks + query_head).to(tl.float32) * LOG2E
+            total = total + tl.exp2(sink - peak)
+        result = acc / tl.where(total > 0, total, 1.0)[:, None]
+        place = out + (token[:, None] * (H * G) + query_head) * D + d[None, :]
+        tl.store(place, result.to(out.dtype.element_ty), mask=wanted)
+
+
+def prefill(
+    q: Tensor, k: Tensor, v: Tensor, pool: Tensor, tables: Tensor, address: Tensor, spans: Tensor, *, layer: int,
+    longest: int, scaling: float, window: int | None = None, softcap: float | None = None,
+    sinks: Tensor | None = None, scales: Tensor | None = None, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention of the new tokens of several requests: q [T, Q, D], k, v [T', H, D] → [T, Q, D], in q's dtype.
+
+    `spans` int32 [rows, 5]: the requests' queries [begin, end) in q, keys [begin, end) in k, and the position of their
+    first key; `address` int32 [rows, H, 3]: each head's table offset, column and past length in the pool. `longest` is
+    the most queries of a row. Otherwise the contract of `reference.prefill`; rows of `out` that no span covers stay.
+    """
+    tokens, query_heads, dim = q.shape
+    heads = k.shape[1]
+    out = torch.empty(tokens, query_heads, dim, dtype=q.dtype, device=q.device) if out is None else out
+    block_dim = triton.next_power_of_2(dim)
+    block_m = 128 if longest >= 128 and block_dim <= 128 else 64 if longest >= 64 else 16
+    grid = (triton.cdiv(longest, block_m), query_heads, len(spans))
+    prefill_tiles[grid](
+        q, k, v, pool, tables, address, spans, scales if scales is not None else k, sinks if sinks is not None else q,
+        out, layer, scaling, softcap or 1.0, window or 0, q.stride(0), q.stride(1), k.stride(0),
+        k.stride(1), v.stride(0), v.stride(1),
+        H=heads, G=query_heads // heads, D=dim, HP=pool.shape[1], P=pool.shape[3], BLOCK_M=block_m, BLOCK_N=64,
+        BLOCK_D=block_dim, WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None,
+        SCALED=scales is not None, num_warps=8 if block_m == 128 else 4, num_stages=2,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,154 @@
+"""Writing into pages on the GPU: one entry per row in decode, a chunk's kept entries in sealing (Triton)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_FP8_MAX = 448.0  # the largest finite E4M3 value
+
+
+@triton.jit
+def _stored(x, scale, LIMIT: tl.constexpr, SCALED: tl.constexpr):
+    """`x` as the pool stores it: over its scale and within what the pool's dtype can hold."""
+    if SCALED:
+        x = tl.minimum(tl.maximum(x.to(tl.float32) / scale, -LIMIT), LIMIT)
+    return x
+
+
+@triton.jit(do_not_specialize=["layer"])
+def append_entries(
+    k, v, pool, tables, lengths, address, scales, layer, stride_k, stride_k_head, stride_v, stride_v_head,
+    H: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, P: tl.constexpr, BLOCK_D: tl.constexpr, LIMIT: tl.constexpr,
+    SCALED: tl.constexpr,
+):  # fmt: skip
+    """Write k, v [R, H, D] at index length - 1; `address` [L, R, H, 3]; grid (R, H)."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    record = address + ((layer.to(tl.int64) * tl.num_programs(0) + row) * H + head) * 3
+    index = tl.load(lengths + tl.load(record + 2)) - 1
+    page = tl.load(tables + tl.load(record) + index // P).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    place = pool + (page * HP + tl.load(record + 1)) * (2 * P * D) + (index % P) * D + d
+    k_scale = 1.0
+    v_scale = 1.0
+    if SCALED:
+        k_scale = tl.load(scales + (layer * H + head) * 2)
+        v_scale = tl.load(scales + (layer * H + head) * 2 + 1)
+    key = tl.load(k + row * stride_k + head * stride_k_head + d, mask=d < D)
+    value = tl.load(v + row * stride_v + head * stride_v_head + d, mask=d < D)
+    tl.store(place, _stored(key, k_scale, LIMIT, SCALED).to(pool.dtype.element_ty), mask=d < D)
+    tl.store(place + P * D, _stored(value, v_scale, LIMIT, SCALED).to(pool.dtype.element_ty), mask=d < D)
+
+
+@triton.jit
+def _ordered(scores, valid):
+    """Scores as int32 that compare like them: NaN below all, -0.0 equal to 0.0, places that are no tokens lowest."""
+    x = tl.where(scores == 0.0, 0.0, scores)
+    bits = x.to(tl.int32, bitcast=True)
+    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    key = tl.where(scores != scores, -2147483647, key)
+    return tl.where(valid, key, -2147483648)
+
+
+@triton.jit
+def _load_keys(scores, c, C: tl.constexpr, sinks, window):
+    """Ordered keys of tokens `c`, the first `sinks` and the last `window` above all others."""
+    valid = c < C
+    x = tl.load(scores + c, mask=valid, other=0.0)
+    forced = valid & ((c < sinks) | (c >= C - window))
+    return _ordered(tl.where(forced, float("inf"), x), valid)
+
+
+@triton.jit(do_not_specialize=["layer", "sinks", "window"])
+def seal_chunk(
+    scores, k, v, pool, tables, address, kept, scales, layer, sinks, window,
+    stride_k, stride_k_head, stride_v, stride_v_head,
+    C: tl.constexpr, H: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, P: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, LIMIT: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Select, gather and pack one chunk of one layer: kept entries go, in their order, to the head's next pages.
+
+    scores float32 [H, C]; k, v [C, H, D]; `address` [H, 3]: table offset, column, first index;
+    kept [H]: how many. The best stay: higher first, equal ones by lower index, NaN last, as `select.keep`. The grid is
+    (H, ceil(C / BLOCK)): each program finds its head's threshold by itself, then moves its own tokens.
+    """
+    head = tl.program_id(0)
+    wanted = tl.load(kept + head)
+    row = scores + head * C
+    c = tl.arange(0, BLOCK_C)
+    key = _load_keys(row, c, C, sinks, window)
+    low = tl.min(key, 0).to(tl.int64)
+    high = tl.max(key, 0).to(tl.int64)
+    for _ in range(33):
+        middle = (low + high + 1) >> 1
+        enough = tl.sum((key >= middle).to(tl.int32), 0) >= wanted
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle - 1)
+    ties = wanted - tl.sum((key > low).to(tl.int32), 0)
+    first = tl.program_id(1) * BLOCK
+    before = c < first
+    better_before = tl.sum((before & (key > low)).to(tl.int32), 0)
+    equal_before = tl.sum((before & (key == low)).to(tl.int32), 0)
+    own = first + tl.arange(0, BLOCK)
+    own_key = _load_keys(row, own, C, sinks, window)
+    equal = (own_key == low).to(tl.int32)
+    rank = equal_before + tl.cumsum(equal, 0) - equal
+    stays = (own < C) & ((own_key > low) | ((own_key == low) & (rank < ties)))
+    moved = stays.to(tl.int32)
+    index = tl.load(address + head * 3 + 2) + better_before + tl.minimum(equal_before, ties)
+    index += tl.cumsum(moved, 0) - moved
+    page = tl.load(tables + tl.load(address + head * 3) + index // P, mask=stays, other=0).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    entry = (page * HP + tl.load(address + head * 3 + 1)) * (2 * P * D) + (index % P) * D
+    place = pool + entry[:, None] + d[None, :]
+    here = stays[:, None] & (d < D)[None, :]
+    k_scale = 1.0
+    v_scale = 1.0
+    if SCALED:
+        k_scale = tl.load(scales + (layer * H + head) * 2)
+        v_scale = tl.load(scales + (layer * H + head) * 2 + 1)
+    source = own.to(tl.int64)[:, None]
+    keys = tl.load(k + source * stride_k + head * stride_k_head + d[None, :], mask=here, other=0.0)
+    tl.store(place, _stored(keys, k_scale, LIMIT, SCALED).to(pool.dtype.element_ty), mask=here)
+    values = tl.load(v + source * stride_v + head * stride_v_head + d[None, :], mask=here, other=0.0)
+    tl.store(place + P * D, _stored(values, v_scale, LIMIT, SCALED).to(pool.dtype.element_ty), mask=here)
+
+
+def append(
+    k: Tensor, v: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, address: Tensor, layer: int,
+    scales: Tensor | None = None,
+) -> None:  # fmt: skip
+    """`reference.append` for one layer: k, v [R, H, D]; `address` int32 [L, R, H, 3]: table, column, length index."""
+    rows, heads, dim = k.shape
+    append_entries[(rows, heads)](
+        k, v, pool, tables, lengths, address, scales if scales is not None else k, layer, *k.stride()[:2],
+        *v.stride()[:2], H=heads, D=dim, HP=pool.shape[1], P=pool.shape[3], BLOCK_D=triton.next_power_of_2(dim),
+        LIMIT=_FP8_MAX, SCALED=scales is not None, num_warps=1,
+    )  # fmt: skip
+
+
+def seal(
+    scores: Tensor, k: Tensor, v: Tensor, pool: Tensor, tables: Tensor, address: Tensor, kept: Tensor, *, layer: int,
+    sinks: int, window: int, scales: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Keep the `kept` [H] best of a chunk's C entries and write them to each head's next pages.
+
+    scores float32 [H, C], unprotected: the first `sinks` tokens (0 unless it is a sequence's first chunk) and the last
+    `window` stay whatever their scores. k, v [C, H, D]; `address` int32 [H, 3]: table offset, column and first index.
+    """
+    tokens, heads, dim = k.shape
+    block = min(64, triton.next_power_of_2(tokens))
+    seal_chunk[(heads, triton.cdiv(tokens, block))](
+        scores.contiguous(), k, v, pool, tables, address, kept, scales if scales is not None else k, layer, sinks,
+        window, *k.stride()[:2], *v.stride()[:2], C=tokens, H=heads, D=dim, HP=pool.shape[1], P=pool.shape[3],
+        BLOCK_C=triton.next_power_of_2(tokens), BLOCK=block, BLOCK_D=triton.next_power_of_2(dim), LIMIT=_FP8_MAX,
+        SCALED=scales is not None, num_warps=4,
+    )  # fmt: skip
+
+
+def quantised(pool_dtype: torch.dtype) -> bool:
+    """True if a pool of this dtype needs scales."""
+    return pool_dtype.itemsize == 1

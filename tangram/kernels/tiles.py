@@ -1,0 +1,63 @@
+"""What the tiled kernels share: products, ranges of tasks, soft-capped scores (Triton)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tangram.plan.form import RangeKind
+
+_ABS = tl.constexpr(int(RangeKind.ABS))
+_FRAC = tl.constexpr(int(RangeKind.FRAC))
+_WINDOW = tl.constexpr(int(RangeKind.WINDOW))
+# Triton's interpreter takes the bits of a bfloat16 for an integer when it multiplies.
+_WIDEN = tl.constexpr(bool(triton.knobs.runtime.interpret))
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def multiply(a, b, acc):
+    """acc + a @ b, float32 sums; float32 operands are not rounded."""
+    if _WIDEN:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def let_next_start():
+    """Programmatic dependent launch: the next launch may begin as soon as there is room."""
+    if not _WIDEN:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_tasks():
+    """Until every launch before this one has written its results."""
+    if not _WIDEN:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def resolve_range(kind, a, b, length_place, TILE: tl.constexpr):
+    """Begin and end of a task's range: `plan.form.resolve`, one task at a time."""
+    begin = a
+    end = b
+    if kind != _ABS:  # an immutable span does not wait for its row's length
+        length = tl.load(length_place)
+        end = length
+        begin = tl.minimum(a, length)
+        if kind == _WINDOW:
+            begin = tl.maximum(length - a, 0)
+        if kind == _FRAC:
+            tiles = (length + TILE - 1) // TILE
+            begin = tl.minimum(a * tiles // b * TILE, length)
+            end = tl.minimum((a + 1) * tiles // b * TILE, length)
+    return begin, end
+
+
+@triton.jit
+def soft_cap(scores, scaling, softcap):
+    """c * tanh(s / c) of the scaled scores, times log2(e); an overflowing exponential gives the limits, -1 and 1."""
+    grown = tl.exp2(scores * (scaling / softcap * 2.0 * LOG2E))
+    return (1.0 - 2.0 / (1.0 + grown)) * (softcap * LOG2E)

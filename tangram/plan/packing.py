@@ -1,0 +1,96 @@
+"""Prefix packing: rows that share a prefix read it once (PAT, pack), then every task is cut to size (PersistentKV).
+
+Each packed node of the prefix forest becomes tasks that serve all of its rows, per layer and KV head: ABS
+[boundary(first unit), boundary(last unit)). A node that does not pay is not packed: its range goes in front of those of
+its children, in whose tables it is contiguous anyway. What a row does not share is its own tail and ends OPEN.
+
+Worked example: rows 0 and 1 share 2 sealed chunks of which a head keeps 512 entries each; they are 1500 and 1200 long:
+
+    rule "off"      row 0 [0, len)   row 1 [0, len)                                2700 entries read, no partial result
+    rule "naive"    rows 0, 1 [0, 1024)   row 0 [1024, len)   row 1 [1024, len)    1676 entries read, 4 partial results
+
+The measured rule packs: 1024 entries, some 120 ns, cost more than 4 partial results and a task more.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tangram.errors import ConfigError
+from tangram.plan.cost import CostModel
+from tangram.plan.forest import Forest, boundary_tokens
+from tangram.plan.form import Bool, DecodeRows, WorkPlan
+from tangram.plan.profit import PackingRule, Prefixes, choose
+from tangram.plan.split import Sources
+from tangram.plan.workqueue import Grain, cut
+from tangram.types import Int32, Int64
+
+
+def plan_packing(
+    rows: DecodeRows,
+    lengths: Int32,
+    forest: Forest,
+    kept_tokens: Int64,
+    workers: int,
+    *,
+    group: int,
+    cost: CostModel,
+    rule: PackingRule = "measured",
+    max_query_rows: int = 64,
+    tile_tokens: int = 64,
+    min_tokens: int = 128,
+    tasks_per_worker: int = 1,
+) -> WorkPlan:
+    """Pack the shared prefixes that pay by `rule`, at most `max_query_rows` query heads of one KV head a task.
+
+    `lengths` is the flat int32 array, `kept_tokens` [L, H] (or [R, L, H], where rows have different profiles) what each
+    head keeps of a sealed chunk, `group` is G. Sliding-window layers are never shared. `rule` is one of `profit`'s.
+    Tasks are cut as by `plan_workqueue`, an entry that serves many rows counting by what `cost` says it takes.
+    Raises `ConfigError` naming the argument that is out of range.
+    """
+    grain = Grain(workers, tasks_per_worker, tile_tokens, min_tokens)
+    if not 1 <= group <= max_query_rows:
+        raise ConfigError(f"group is {group}, it must lie in 1 to max_query_rows, {max_query_rows}")
+    kept = np.broadcast_to(kept_tokens, rows.table.shape)
+    end = lengths[rows.length_index].astype(np.int64)
+    prefixes = Prefixes.of(forest, end, kept, rows)
+    packed = choose(rule, forest, prefixes, cost, group, max_query_rows // group)
+    node, sources = _pack(forest, packed.edge, packed.tail, max_query_rows // group)
+    first = np.concatenate([packed.begin[node], packed.tail_begin])
+    owner = sources.owner
+    begin = boundary_tokens(first, forest.sealed_units[owner], kept[owner], rows.page_tokens)
+    shared_end = boundary_tokens(
+        forest.unit_end[node], forest.sealed_units[owner[: len(node)]], kept[owner[: len(node)]], rows.page_tokens
+    )
+    weight = cost.token_us(sources.readers * group) / cost.token_us(np.asarray(group))
+    begin, end = (np.ascontiguousarray(x.swapaxes(0, 1)) for x in (begin, np.concatenate([shared_end, end])))
+    return cut(rows, sources, begin, end, weight, grain)
+
+
+def _pack(forest: Forest, edge: Bool, tail: Bool, most_rows: int) -> tuple[Int64, Sources]:
+    """The node of each shared source, and all sources: packed nodes in runs of up to `most_rows` rows, then tails."""
+    node, position = _served(forest, edge, tail)
+    opens = np.ones(len(node), np.bool_)
+    opens[1:] = node[1:] != node[:-1]
+    starts = np.flatnonzero(opens)
+    rank = np.arange(len(node)) - np.repeat(starts, np.diff(np.append(starts, len(node))))
+    opens = rank % most_rows == 0
+    begin = np.flatnonzero(opens)
+    served, every = forest.order[position], np.arange(len(forest.order))
+    indptr = np.concatenate([begin, len(node) + np.arange(len(every) + 1)])
+    return node[begin], Sources(np.append(served[begin], every), indptr, np.append(served, every))
+
+
+def _served(forest: Forest, edge: Bool, tail: Bool) -> tuple[Int64, Int64]:
+    """Pairs (node, position), by node: the rows that read the node by a task of its own."""
+    below = tail.copy()  # by position: is the edge from the node of this level to what follows it kept?
+    pairs = []
+    for level in reversed(forest.levels):
+        position, node = forest.positions(level)
+        kept = below[position]
+        pairs.append((node[kept], position[kept]))
+        below[position] = edge[node]
+    if not pairs:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    nodes, positions = zip(*reversed(pairs), strict=True)
+    return np.concatenate(nodes), np.concatenate(positions)

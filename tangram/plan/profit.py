@@ -1,0 +1,172 @@
+"""Which shared prefixes are worth tasks of their own (PAT, pack: the profit model).
+
+Packing a node saves its range once a row, and costs each row one more partial result (and the first packed node of a
+row two: the tail is then one as well). A choice is made per edge, from a node to a child node or to a row's own tail:
+kept, the node's task serves the rows below that edge; dropped, the node's range is read again in front of the child's.
+
+Rules: `off` drops all edges, `naive` keeps all. `paper` drops the edge from node u to child i where 4 · s_i > l_u (s_i
+rows below, l_u entries of u and of what was put in front of it). It counts one intermediate result a row, while G query
+heads make G of them; with float32 partials and 16-bit K and V the break-even is nearer to 2 · G · s_i > l_u.
+`measured` takes the choice that costs least by `CostModel` among those that keep all or none of a node's edges, so it
+never costs more than `off` or `naive`. Its work is proportional to the sum of the nodes' depths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from tangram.errors import ConfigError
+from tangram.plan.cost import CostModel
+from tangram.plan.forest import Forest
+from tangram.plan.form import Bool, DecodeRows
+from tangram.types import Float64, Int64
+
+PackingRule = Literal["measured", "paper", "naive", "off"]
+
+
+@dataclass(frozen=True, eq=False)
+class Prefixes:
+    """Entries per head, averaged over the full-attention layers: costs are linear, so the average decides exactly.
+
+    `end` [N]: where each node's range ends; `length` [R]: of the row at each position. `any` is False if every layer
+    slides a window, where nothing can be shared.
+    """
+
+    end: Float64
+    length: Float64
+    any: bool
+
+    @classmethod
+    def of(cls, forest: Forest, lengths: Int64, kept_tokens: Int64, rows: DecodeRows) -> Prefixes:
+        """From `lengths` and `kept_tokens`, both [R, L, H]."""
+        if rows.windowed.all():
+            return cls(np.zeros(forest.nodes), np.zeros(len(forest.order)), False)
+        full = ~rows.windowed if rows.windowed.any() else slice(None)  # a slice spares two copies
+        kept, first = kept_tokens[:, full].mean(axis=(1, 2)), forest.first_row
+        sealed = forest.sealed_units[first]
+        end = np.minimum(forest.unit_end, sealed) * kept[first]
+        end += np.maximum(forest.unit_end - sealed, 0) * rows.page_tokens
+        return cls(end, lengths[:, full].mean(axis=(1, 2))[forest.order], True)
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """The choice: `edge` [N], is the edge above each node kept; `tail` [R], by position, the one above a row's tail.
+
+    `begin` [N]: the first unit of each node's range with what was put in front of it; `tail_begin` [R], by row.
+    """
+
+    edge: Bool
+    tail: Bool
+    begin: Int64
+    tail_begin: Int64
+
+    @classmethod
+    def of(cls, forest: Forest, edge: Bool, tail: Bool) -> Packing:
+        """Where ranges begin, given the edges that are kept."""
+        begin = np.zeros(forest.nodes, np.int64)
+        for level in forest.levels[1:]:
+            up = forest.parent[level]
+            begin[level] = np.where(edge[level], forest.unit_end[up], begin[up])
+        shares = forest.deepest < forest.nodes
+        node = forest.deepest[shares]
+        tail_begin = np.zeros(len(forest.order), np.int64)
+        tail_begin[forest.order[shares]] = np.where(tail[shares], forest.unit_end[node], begin[node])
+        return cls(edge, tail & shares, begin, tail_begin)
+
+
+def choose(
+    rule: PackingRule, forest: Forest, prefixes: Prefixes, cost: CostModel, group: int, most_rows: int
+) -> Packing:  # fmt: skip
+    """Apply a rule; a task serves at most `most_rows` rows. Raises `ConfigError` for a rule of another name."""
+    nodes, rows = forest.nodes, len(forest.order)
+    if rule not in ("measured", "paper", "naive", "off"):
+        raise ConfigError(f"rule is {rule!r}, it must be measured, paper, naive or off")
+    if rule == "off" or not prefixes.any or not nodes:
+        return Packing.of(forest, np.zeros(nodes, np.bool_), np.zeros(rows, np.bool_))
+    if rule == "naive":
+        return Packing.of(forest, np.ones(nodes, np.bool_), np.ones(rows, np.bool_))
+    if rule == "paper":
+        return Packing.of(forest, *_paper(forest, prefixes))
+    alone = np.append(_measured(forest, prefixes, cost, group, most_rows), False)
+    return Packing.of(forest, alone[forest.parent], alone[forest.deepest])
+
+
+def _paper(forest: Forest, prefixes: Prefixes) -> tuple[Bool, Bool]:
+    """From the roots down: l_u counts what was put in front of u."""
+    edge, begin = np.zeros(forest.nodes, np.bool_), np.zeros(forest.nodes)
+    for level in forest.levels[1:]:
+        up = forest.parent[level]
+        edge[level] = 4 * forest.rows[level] <= prefixes.end[up] - begin[up]
+        begin[level] = np.where(edge[level], prefixes.end[up], begin[up])
+    span = np.append(prefixes.end - begin, 0.0)
+    return edge, span[forest.deepest] >= 4
+
+
+def _measured(forest: Forest, prefixes: Prefixes, cost: CostModel, group: int, most_rows: int) -> Bool:
+    """[N]: which nodes get tasks of their own. From the leaves up, the least cost for each place a range may begin.
+
+    A node at depth d has d + 1 such places: the start, and the end of each ancestor. Its range begins at the start
+    exactly if no ancestor is packed; then packing it makes a partial result of the tails as well.
+    """
+    starts = _starts(forest, prefixes)
+    tails, tail_tokens = _tails(forest, prefixes)
+    slope = float(cost.token_us(np.asarray(group)))
+    best: Float64 = np.zeros((0, 0))
+    below = slice(0, 0)
+    separate = []
+    for level, start in zip(reversed(forest.levels), reversed(starts), strict=True):
+        end = prefixes.end[level, None]
+        places = np.append(start, end, axis=1)  # where what follows the node may begin
+        follows = tails[level, None] * (cost.start_us - places * slope) + tail_tokens[level, None] * slope
+        if below.stop:
+            np.add.at(follows, forest.parent[below] - level.start, best)
+        packed = _span_us(forest.rows[level, None], end - start, cost, group, most_rows) + follows[:, -1:]
+        partials = np.ones_like(start)
+        partials[:, 0] = 2
+        packed += forest.rows[level, None] * partials * cost.partial_us(group)
+        separate.append(packed < follows[:, :-1])
+        best, below = np.minimum(packed, follows[:, :-1]), level
+    return _decide(forest, separate[::-1])
+
+
+def _starts(forest: Forest, prefixes: Prefixes) -> list[Float64]:
+    """Per level [n, depth + 1]: the entries before each place where a node's range may begin."""
+    starts: list[Float64] = []
+    for level in forest.levels:
+        if not starts:
+            starts.append(np.zeros((level.stop, 1)))
+            continue
+        up = forest.parent[level]
+        above = starts[-1][up - forest.levels[len(starts) - 1].start]
+        starts.append(np.append(above, prefixes.end[up, None], axis=1))
+    return starts
+
+
+def _tails(forest: Forest, prefixes: Prefixes) -> tuple[Float64, Float64]:
+    """[N], [N]: of the rows whose deepest node this is, how many and their summed lengths."""
+    count, tokens = np.zeros((2, forest.nodes + 1))
+    np.add.at(count, forest.deepest, 1.0)
+    np.add.at(tokens, forest.deepest, prefixes.length)
+    return count[:-1], tokens[:-1]
+
+
+def _span_us(rows: Int64, tokens: Float64, cost: CostModel, group: int, most_rows: int) -> Float64:
+    """`tokens` entries for `rows` rows, by tasks of up to `most_rows` rows each."""
+    whole, rest = rows // most_rows, rows % most_rows
+    full_us = cost.start_us + tokens * float(cost.token_us(np.asarray(most_rows * group)))
+    return whole * full_us + (rest > 0) * (cost.start_us + tokens * cost.token_us(rest * group))
+
+
+def _decide(forest: Forest, separate: list[Bool]) -> Bool:
+    """From the roots down: follow the place where each node's range begins."""
+    alone, place = np.zeros(forest.nodes, np.bool_), np.zeros(forest.nodes, np.int64)
+    for depth, level in enumerate(forest.levels):
+        if depth:
+            up = forest.parent[level]
+            place[level] = np.where(alone[up], depth, place[up])
+        alone[level] = separate[depth][np.arange(level.stop - level.start), place[level]]
+    return alone

@@ -1,0 +1,129 @@
+"""The work queue: compact tasks cut from each row's true lengths (PersistentKV, work queue and true-length splits).
+
+A layer's tiles divided by `workers · tasks_per_worker` are the target size of a task. Each (row, layer, KV head)
+becomes as many equal tasks as it takes to stay at or below the target, and where that gives more tasks than asked for,
+the target grows until they fit: one task too many would make all wait for it. All but a cell's last task are ABS ranges
+and the last is OPEN, so that rows may grow without a new plan. Tasks start longest first in their layer.
+
+Worked example: 1 layer, 1 KV head, 2 rows of 1000 and 300 entries, 2 workers with 2 tasks each, tile 128, at least 256
+tokens a task: the target is (8 + 3) / 4 = 2.75 tiles. Row 0 becomes 3 tasks of 2, 3 and 3 tiles; row 1 would be 2, but
+is too short for that, so 1:
+
+    task        row  kind  a    b
+    0           0    ABS   0    256
+    1           0    ABS   256  640
+    2           0    OPEN  640  -       at length 1000: 360 entries
+    3           1    OPEN  0    -       at length 300
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tangram.plan.form import DecodeRows, RangeKind, WorkPlan
+from tangram.plan.split import Parts, Sources, finish, require_positive
+from tangram.types import Float64, Int32, Int64
+
+FITTING_ROUNDS = 8
+
+
+@dataclass(frozen=True)
+class Grain:
+    """How finely a layer is cut: about `workers * tasks_per_worker` tasks, in whole tiles, of `min_tokens` or more.
+
+    Raises `ConfigError` naming the field that is out of range.
+    """
+
+    workers: int
+    tasks_per_worker: int
+    tile_tokens: int
+    min_tokens: int
+
+    def __post_init__(self) -> None:
+        require_positive(**vars(self))
+
+
+def plan_workqueue(
+    rows: DecodeRows,
+    lengths: Int32,
+    workers: int,
+    *,
+    tile_tokens: int = 64,
+    min_tokens: int = 128,
+    tasks_per_worker: int = 1,
+) -> WorkPlan:
+    """Cut every (row, layer, KV head) by its true length; `lengths` is the flat int32 array, before later growth.
+
+    `min_tokens` bounds what a task must at least read: below it the start of a task costs more than its entries.
+    Raises `ConfigError` naming the argument that is out of range.
+    """
+    grain = Grain(workers, tasks_per_worker, tile_tokens, min_tokens)
+    end = lengths[rows.length_index].swapaxes(0, 1).astype(np.int64)
+    own = Sources.own(end.shape[1])
+    return cut(rows, own, np.zeros_like(end), end, np.ones(len(own.owner)), grain)
+
+
+def cut(
+    rows: DecodeRows, sources: Sources, begin: Int64, end: Int64, weight: Float64, grain: Grain
+) -> WorkPlan:  # fmt: skip
+    """Cut sources [begin, end), both [L, S, H], into equal work; an entry of source s weighs `weight[s]` ≥ 1.
+
+    The last R sources are the rows' own tails, in row order: they end OPEN, and in sliding-window layers they are read
+    by WINDOW while all other sources are dropped.
+    """
+    shared = end.shape[1] - len(rows.table)
+    tokens = np.maximum(end - begin, 0)
+    count, work = _count(rows, tokens, weight, shared, grain)
+    tasks = Parts.of(count, work / np.maximum(count, 1))
+    a = _begins(tasks, tokens, grain.tile_tokens)
+    b, kind = np.empty_like(a), np.zeros_like(a)
+    if shared:
+        a += tasks.per_cell(begin)
+    b[:-1] = a[1:]
+    b[tasks.last] = 0
+    kind[tasks.last] = int(RangeKind.OPEN)
+    if shared:
+        every = np.arange(end.shape[1])[:, None]
+        closed = tasks.last[np.broadcast_to(every < shared, end.shape).ravel().take(tasks.cell.take(tasks.last))]
+        b[closed] = end.ravel().take(tasks.cell.take(closed))
+        kind[closed] = int(RangeKind.ABS)
+    return finish(rows, sources, tasks, kind, a, b, grain.tile_tokens)
+
+
+def _count(
+    rows: DecodeRows, tokens: Int64, weight: Float64, shared: int, grain: Grain
+) -> tuple[Int64, Float64]:  # fmt: skip
+    """[L, S, H]: the number of parts, at least one of each tail, exactly one in window layers; and the work of all."""
+    tile, least = grain.tile_tokens, -(-grain.min_tokens // grain.tile_tokens)
+    work = tokens * weight[:, None]
+    wanted = grain.workers * grain.tasks_per_worker
+    tiles, most = -(-tokens // tile) * weight[:, None], np.maximum(tokens // grain.min_tokens, 1)
+    target = np.maximum(tiles.sum(axis=(1, 2), keepdims=True) / wanted, least)
+    count = np.minimum(np.ceil(tiles / target), most)
+    for _ in range(FITTING_ROUNDS if tokens[0].size <= wanted else 0):
+        # A task more than there are workers would wait for a whole other task: cut coarser until they fit.
+        excess = count.sum(axis=(1, 2), keepdims=True) / wanted
+        if (excess <= 1).all():
+            break
+        target *= np.maximum(excess, 1)
+        count = np.minimum(np.ceil(tiles / target), most)
+    count = count.astype(np.int64)
+    np.maximum(count[:, shared:], 1, out=count[:, shared:])
+    count[rows.windowed, :shared], count[rows.windowed, shared:] = 0, 1
+    return count, work
+
+
+def _begins(tasks: Parts, tokens: Int64, tile: int) -> Int64:
+    """[N]: where each part begins, relative to its cell; parts differ by at most one tile.
+
+    Larger parts come last: there the last tile may be cut short.
+    """
+    tiles, count = -(-tokens // tile), tasks.count
+    base = (tiles / np.maximum(count, 1)).astype(np.int64)  # exact, and far faster than integer division
+    begin = tasks.number - tasks.per_cell(count - (tiles - base * count))
+    np.maximum(begin, 0, out=begin)
+    begin += tasks.number * tasks.per_cell(base)
+    begin *= tile
+    return begin

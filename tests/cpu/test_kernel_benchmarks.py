@@ -1,0 +1,67 @@
+"""The kernel benchmarks run: tiny cases on the CPU, and one clear line where there is no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bench.kernels import dense, family, pat, persistent, ragged
+from bench.kernels import workloads as workloads_room
+from bench.kernels.case import Geometry, own_case, tree_case
+from bench.kernels.tree import Tree
+from bench.kernels.workloads import Workload, expected
+from tangram.kernels import reference
+from tangram.plan.form import WorkPlan
+from tangram.plan.plain import plan_plain
+
+Main = Callable[[Sequence[str]], None]
+FAMILIES: dict[str, tuple[Main, list[str]]] = {
+    "dense": (dense.main, ["--planners", "aot,workqueue"]),
+    "pat": (pat.main, ["--heads", "8/2", "--configs", "1,10_4096,416", "2,8,16,256_256,256,32,32"]),
+    "persistent": (persistent.main, ["--quick", "--seeds", "0"]),
+    "ragged": (ragged.main, ["--quick", "--contexts", "8192", "--batches", "2", "--planners", "aot,uniform"]),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tiny_cases_give_the_plain_answer(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run, options = FAMILIES[name]
+    run([*options, "--dry-run"])
+    assert f"{name}: " in capsys.readouterr().out
+
+
+def test_a_plan_that_skips_entries_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgetful(
+        q: torch.Tensor, pool: torch.Tensor, tables: Any, lengths: torch.Tensor, *rest: Any, **kw: Any
+    ) -> Any:
+        return honest(q, pool, tables, lengths - 1, *rest, **kw)
+
+    honest = reference.decode
+    monkeypatch.setattr(reference, "decode", forgetful)
+    with pytest.raises(Exception, match="relative error"):
+        dense.main(["--planners", "aot", "--dry-run"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_a_benchmark_says_so_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        pat.main([])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == family.NO_DEVICE + "\n"
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 4096, 1 << 30])
+def test_the_benchmarks_answer_is_the_specifications(chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workloads_room, "REFERENCE_BYTES", chunk_bytes)
+    geometry = Geometry(kv_heads=2, group=2, head_dim=16, page_tokens=4, heads_per_page=1)
+    for case in (own_case("", [3, 50, 1, 17], geometry, 0), tree_case(Tree((1, 3), (8, 4)), geometry, 0)):
+        workload = Workload.build(case, torch.float32, torch.device("cpu"))
+        plan: WorkPlan = plan_plain(case.rows)
+        out = reference.decode(
+            workload.q[0], workload.pool, workload.tables, workload.lengths, plan, 0, scaling=workload.scaling
+        )
+        np.testing.assert_allclose(expected(workload)[0].numpy(), out.numpy(), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,213 @@
+"""Decode on the GPU: every planner, tile, dtype and head dim against other people's attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tangram.errors import ConfigError
+from tangram.plan.aot import plan_aot
+from tangram.plan.form import DecodeRows, TaskList, WorkPlan, assemble
+from tangram.plan.plain import plan_plain
+from tangram.plan.uniform import plan_uniform_splits
+from tangram.plan.workqueue import plan_workqueue
+from tests.paged import SCALING, Batch, dense_decode, make_batch
+
+TOLERANCE = {torch.float32: 2e-3, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+PLANNERS: dict[str, Callable[[Batch], WorkPlan]] = {
+    "plain": lambda batch: plan_plain(batch.rows),
+    "aot": lambda batch: plan_aot(batch.rows, 16, tile_tokens=64),
+    "aot, empty shares": lambda batch: plan_aot(batch.rows, 40, tile_tokens=256),
+    "work queue": lambda batch: plan_workqueue(batch.rows, batch.lengths.numpy(), 8, tile_tokens=64, min_tokens=64),
+    "uniform": lambda batch: plan_uniform_splits(batch.rows, batch.lengths.numpy(), 64),
+}
+
+
+def run(batch: Batch, plan: WorkPlan, layer: int, device: torch.device, **options: object) -> Tensor:
+    """Append the new entries, then attend, as a decode step does."""
+    from tangram.kernels import gpu, store
+
+    pool, q, k, v, tables, lengths = (
+        x.to(device) for x in (batch.pool.clone(), batch.q, batch.k, batch.v, batch.tables, batch.lengths)
+    )
+    rows = batch.rows
+    address = torch.from_numpy(np.stack([rows.table, rows.column, rows.length_index], axis=-1).swapaxes(0, 1).copy())
+    store.append(k, v, pool, tables, lengths, address.to(device, torch.int32), layer)
+    settings = {name: options.pop(name) for name in ("options", "plans") if name in options}
+    decoder = gpu.GpuDecode(
+        settings.get("plans", [plan]), group=q.shape[1] // k.shape[1], head_dim=q.shape[2], pool=pool,  # type: ignore[arg-type]
+        lengths=batch.lengths.numpy(), options=settings.get("options"),  # type: ignore[arg-type]
+    )  # fmt: skip
+    decoder.load(plan, batch.lengths.numpy())
+    return decoder.attend(layer, q, tables, lengths, scaling=SCALING, **options).cpu()  # type: ignore[arg-type]
+
+
+def assert_close(out: Tensor, expected: Tensor) -> None:
+    assert out.isfinite().all(), "something was not written, or read where there is nothing to read"
+    error = (out.float() - expected.float()).norm() / expected.float().norm()
+    assert error < TOLERANCE[out.dtype], f"relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize(("softcap", "use_sinks"), [(None, False), (None, True), (2.0, False)])
+def test_decode_equals_dense_attention(
+    planner: str, softcap: float | None, use_sinks: bool, device: torch.device
+) -> None:
+    batch = make_batch(3, 2, 4, 64, longest=200)
+    plan, sinks = PLANNERS[planner](batch), batch.sinks if use_sinks else None
+    for layer in (0, 1):
+        out = run(batch, plan, layer, device, softcap=softcap, sinks=None if sinks is None else sinks.to(device))
+        assert_close(out, dense_decode(batch, layer, softcap=softcap, sinks=sinks))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("head_dim", "group", "page"), [(64, 3, 16), (80, 1, 8), (96, 8, 32), (128, 4, 64), (256, 2, 16)]
+)
+def test_head_dims_groups_pages_and_dtypes(
+    dtype: torch.dtype, head_dim: int, group: int, page: int, device: torch.device
+) -> None:
+    batch = make_batch(2, 2, group, head_dim, page=page, longest=150, dtype=dtype)
+    for merge in ("kernel", "atomic"):
+        out = run(batch, PLANNERS["aot"](batch), 0, device, options=options(merge))
+        assert_close(out, dense_decode(batch, 0, softcap=None, sinks=None))
+
+
+def options(merge: str, **changes: object) -> Any:
+    from tangram.kernels.packed import DecodeOptions
+
+    return DecodeOptions(merge=merge, one_tile_tasks=0, **changes)  # type: ignore[arg-type]
+
+
+def shared_batch(rows: int, group: int, prefix: int) -> tuple[Batch, WorkPlan]:
+    """Rows whose first `prefix` entries are one and the same, read by one task a head, and a tail of each row's own."""
+    batch = make_batch(rows, 2, group, 64, longest=120, seed=3)
+    page, table = batch.rows.page_tokens, batch.rows.table
+    lengths = batch.lengths.clone()
+    lengths[:] = torch.from_numpy(
+        np.random.default_rng(0).integers(prefix + 1, prefix + 60, len(lengths)).astype(np.int32)
+    )
+    pages = int(lengths.max()) // page + 1
+    rows_table = np.arange(table.size).reshape(table.shape) * pages
+    tables = np.random.default_rng(1).permutation(table.size * pages).astype(np.int32)
+    pool = torch.randn(len(tables), *batch.pool.shape[1:])
+    for row in range(1, rows):
+        for layer, head in np.ndindex(table.shape[1:]):
+            first, own = rows_table[0, layer, head], rows_table[row, layer, head]
+            tables[own : own + prefix // page] = tables[first : first + prefix // page]
+    column = np.broadcast_to(batch.rows.column[:1], table.shape).copy()
+    layout = replace(batch.rows, table=rows_table, column=column, windows=(None, None))
+    kv = [
+        [[_read(pool, tables, layout, lengths, (r, la, h)) for h in range(2)] for la in range(2)] for r in range(rows)
+    ]
+    shared = replace(batch, rows=layout, pool=pool, tables=torch.from_numpy(tables), lengths=lengths, kv=kv)
+    return shared, _packed(layout, prefix)
+
+
+def _read(pool: Tensor, tables: np.ndarray, rows: DecodeRows, lengths: Tensor, cell: tuple[int, int, int]) -> Tensor:
+    """[2, length, D]: a copy of one head's entries."""
+    table, column, length = rows.table[cell], rows.column[cell], int(lengths[rows.length_index[cell]])
+    places = tables[table : table + -(-length // pool.shape[3])].astype(np.int64)
+    return pool[places, column].transpose(0, 1).flatten(1, 2)[:, :length].clone()
+
+
+def _packed(rows: DecodeRows, prefix: int) -> WorkPlan:
+    count, layers, heads = rows.table.shape
+    cells = [(layer, head) for layer in range(layers) for head in range(heads)]
+    fields: list[tuple[int, ...]] = [
+        (la, rows.table[0, la, h], rows.length_index[0, la, h], rows.column[0, la, h], h, 0, 0, prefix, count)
+        for la, h in cells
+    ]
+    members = [list(range(count))] * len(cells)
+    for row in range(count):
+        fields += [
+            (la, rows.table[row, la, h], rows.length_index[row, la, h], rows.column[row, la, h], h, 1, prefix, 0, 1)
+            for la, h in cells
+        ]
+        members += [[row]] * len(cells)
+    columns = np.asarray(fields, np.int64).T
+    return assemble(TaskList(*columns, np.concatenate(members)), layers, heads, 64)
+
+
+@pytest.mark.parametrize("merge", ["kernel", "atomic"])
+@pytest.mark.parametrize(("rows", "group"), [(3, 4), (8, 4), (16, 4), (30, 4), (5, 3)])
+def test_one_task_serves_rows_that_share_a_prefix(rows: int, group: int, merge: str, device: torch.device) -> None:
+    """12, 32, 64, 120 and 15 queries: every tile size."""
+    batch, plan = shared_batch(rows, group, prefix=64)
+    plan.check(batch.rows, batch.lengths.numpy(), batch.tables.numpy())
+    last = [batch.kv[r][0][h][:, -1] for r in range(rows) for h in range(2)]
+    kv = torch.stack(last).view(rows, 2, 2, 64)
+    batch = replace(batch, k=kv[:, :, 0], v=kv[:, :, 1])
+    out = run(batch, plan, 0, device, options=options(merge))
+    assert_close(out, dense_decode(batch, 0, softcap=None, sinks=None))
+
+
+@pytest.mark.parametrize("merge", ["kernel", "atomic"])
+def test_equal_plans_give_equal_bits_and_counters_return_to_zero(merge: str, device: torch.device) -> None:
+    from tangram.kernels import gpu
+
+    batch = make_batch(3, 2, 4, 64, longest=200)
+    plan = PLANNERS["aot"](batch)
+    pool, q, tables, lengths = (
+        x.to(device) for x in (batch.pool.nan_to_num(0.5), batch.q, batch.tables, batch.lengths)
+    )
+    decoder = gpu.GpuDecode([plan], group=4, head_dim=64, pool=pool, options=options(merge))
+    first, again = (decoder.attend(0, q, tables, lengths, scaling=SCALING) for _ in range(2))
+    assert torch.equal(first, again)
+
+
+def test_a_plan_made_before_growth_serves_longer_rows(device: torch.device) -> None:
+    short = make_batch(2, 2, 2, 64, longest=40, seed=1)
+    grown = make_batch(2, 2, 2, 64, longest=400, seed=2)
+    plan = plan_aot(replace(grown.rows, budget=short.rows.budget), 8, tile_tokens=64)
+    assert_close(run(grown, plan, 0, device), dense_decode(grown, 0, softcap=None, sinks=None))
+
+
+def test_buffers_take_any_plan_that_fits_and_refuse_others(device: torch.device) -> None:
+    batch = make_batch(3, 2, 4, 64, longest=200)
+    large, small = PLANNERS["work queue"](batch), plan_workqueue(batch.rows, batch.lengths.numpy(), 1, tile_tokens=64)
+    out = run(batch, small, 0, device, plans=[large, small])
+    assert_close(out, dense_decode(batch, 0, softcap=None, sinks=None))
+    with pytest.raises(ConfigError, match="the buffers hold"):
+        run(batch, large, 0, device, plans=[small])
+    with pytest.raises(ConfigError, match="tile_tokens 16"):
+        run(batch, plan_plain(batch.rows), 0, device, plans=[large])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are captured on a GPU")
+@pytest.mark.parametrize("merge", ["kernel", "atomic"])
+def test_a_captured_graph_replays_under_changing_plans(merge: str, device: torch.device) -> None:
+    from tangram.kernels import gpu
+
+    batch = make_batch(6, 2, 4, 128, longest=3000, dtype=torch.bfloat16)
+    made = [plan_plain(batch.rows), plan_aot(batch.rows, 132, tile_tokens=16), plan_aot(batch.rows, 7, tile_tokens=16)]
+    pool = batch.pool.to(device)
+    q, tables, lengths = (x.to(device) for x in (batch.q, batch.tables, batch.lengths))
+    from tangram.kernels import store
+
+    rows = batch.rows
+    address = torch.from_numpy(np.stack([rows.table, rows.column, rows.length_index], axis=-1).swapaxes(0, 1).copy())
+    store.append(batch.k.to(device), batch.v.to(device), pool, tables, lengths, address.to(device, torch.int32), 0)
+    decoder = gpu.GpuDecode(made, group=4, head_dim=128, pool=pool, options=options(merge))
+    decoder.attend(0, q, tables, lengths, scaling=SCALING)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = decoder.attend(0, q, tables, lengths, scaling=SCALING)
+    expected = dense_decode(batch, 0, softcap=None, sinks=None)
+    for plan in [*made, *made]:
+        decoder.load(plan)
+        results = []
+        for _ in range(2):
+            out.fill_(torch.nan)
+            graph.replay()
+            torch.cuda.synchronize()
+            results.append(out.cpu())
+        assert_close(results[0], expected)
+        assert torch.equal(*results)

@@ -1,0 +1,185 @@
+"""Prefill, append and sealing kernels against the torch specification; what is not read holds NaN."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tangram.compress.select import keep, protect
+from tangram.kernels import reference
+from tests.gpu.test_decode import assert_close
+from tests.paged import SCALING, WINDOW, Batch, make_batch
+
+HEADS, GROUP, DIM = 2, 3, 64
+
+
+def requests(batch: Batch, layer: int, sizes: Sequence[int]) -> tuple[list[np.ndarray], list[tuple[int, int]]]:
+    """Each row's past lengths (in a window layer one position for all heads) and where its new tokens lie."""
+    rng, ends = np.random.default_rng(len(sizes)), np.cumsum(sizes).tolist()
+    past = []
+    for kv in batch.kv:
+        lengths = [kv[layer][head].shape[1] - 1 for head in range(HEADS)]
+        past.append(np.array([min(lengths)] * HEADS if layer else [int(rng.integers(0, n + 1)) for n in lengths]))
+    return past, list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def fill_window(batch: Batch, past: Sequence[np.ndarray]) -> None:
+    """Put in place what the window layer still sees from position `past` on; everything before is NaN."""
+    rows, page = batch.rows, batch.rows.page_tokens
+    for row, head in np.ndindex(len(past), HEADS):
+        end = int(past[row][head])
+        for entry in range(len(batch.kv[row][1][head][0])):
+            place = int(batch.tables[rows.table[row, 1, head] + entry // page]), rows.column[row, 1, head]
+            seen = max(0, end - WINDOW + 1) <= entry < end
+            batch.pool[(*place, slice(None), entry % page)] = batch.kv[row][1][head][:, entry] if seen else torch.nan
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize(("softcap", "use_sinks"), [(None, False), (None, True), (2.0, False)])
+def test_prefill_of_several_requests_equals_each_alone(
+    dtype: torch.dtype, layer: int, softcap: float | None, use_sinks: bool, device: torch.device
+) -> None:
+    from tangram.kernels import prefill
+
+    batch = make_batch(3, HEADS, GROUP, DIM, longest=130, dtype=dtype, seed=5)
+    sizes = [70, 1, 33]
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(sum(sizes), heads, DIM).to(dtype) for heads in (HEADS * GROUP, HEADS, HEADS))
+    past, spans = requests(batch, layer, sizes)
+    rows, window = batch.rows, batch.rows.windows[layer]
+    if window is not None:
+        fill_window(batch, past)
+    sinks = batch.sinks if use_sinks else None
+    address = np.stack([rows.table[:, layer], rows.column[:, layer], np.stack(past)], axis=-1)
+    places = [(begin, end, begin, end, int(past[row].max())) for row, (begin, end) in enumerate(spans)]
+    out = prefill.prefill(
+        *(x.to(device) for x in (q, k, v, batch.pool, batch.tables)), torch.from_numpy(address).to(device, torch.int32),
+        torch.tensor(places, dtype=torch.int32, device=device), layer=layer, longest=max(sizes), scaling=SCALING,
+        window=window, softcap=softcap, sinks=None if sinks is None else sinks.to(device),
+    ).cpu()  # fmt: skip
+    for row, (begin, end) in enumerate(spans):
+        expected = reference.prefill(
+            *(x[begin:end] for x in (q, k, v)), batch.pool, batch.tables, rows.table[row, layer],
+            rows.column[row, layer], past[row], scaling=SCALING, window=window, past_tokens=int(past[row].max()),
+            softcap=softcap, sinks=sinks,
+        )  # fmt: skip
+        assert_close(out[begin:end], expected)
+
+
+def test_queries_of_a_second_pass_see_the_keys_before_them(device: torch.device) -> None:
+    """More keys than queries, as when a chunk is repeated behind itself."""
+    from tangram.kernels import prefill
+
+    batch = make_batch(1, HEADS, GROUP, DIM, longest=100)
+    q, k, v = torch.randn(20, HEADS * GROUP, DIM), torch.randn(52, HEADS, DIM), torch.randn(52, HEADS, DIM)
+    past = np.array([30, 17])
+    address = np.stack([batch.rows.table[:, 0], batch.rows.column[:, 0], past[None]], axis=-1)
+    out = prefill.prefill(
+        *(x.to(device) for x in (q, k, v, batch.pool.nan_to_num(0.5), batch.tables)),
+        torch.from_numpy(address).to(device, torch.int32),
+        torch.tensor([[0, 20, 0, 52, 30]], dtype=torch.int32, device=device), layer=0, longest=20, scaling=SCALING,
+    ).cpu()  # fmt: skip
+    expected = reference.prefill(
+        q, k, v, batch.pool.nan_to_num(0.5), batch.tables, batch.rows.table[0, 0], batch.rows.column[0, 0], past,
+        scaling=SCALING, past_tokens=30,
+    )  # fmt: skip
+    assert_close(out, expected)
+
+
+SCORES = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-30, -3.5, math.inf, -math.inf, math.nan, 2.0])
+
+
+@given(data=st.data(), tokens=st.sampled_from([16, 48, 130]), start=st.sampled_from([0, 512]))
+@settings(max_examples=25, deadline=None)
+def test_sealing_keeps_what_the_specification_keeps(data: st.DataObject, tokens: int, start: int) -> None:
+    """Ties, NaN and infinities included: the same positions, in the same order, at the same places, nothing else."""
+    from tangram.kernels import store
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    heads, dim, page, sinks, window = 3, 16, 8, 4, 3
+    scores = torch.tensor(data.draw(st.lists(SCORES, min_size=heads * tokens, max_size=heads * tokens)))
+    scores = scores.view(heads, tokens)
+    if data.draw(st.booleans()):
+        scores = torch.randn(heads, tokens, generator=torch.Generator().manual_seed(tokens + start))
+    kept = data.draw(st.lists(st.integers(8, tokens), min_size=heads, max_size=heads))
+    k, v = torch.randn(2, tokens, heads, dim)
+    pages = 2 + -(-(tokens + 5) // page)
+    tables = torch.randperm(heads * pages).int()
+    address = torch.tensor([[head * pages, head % 2, 5 * head % 7] for head in range(heads)], dtype=torch.int32)
+    empty = torch.full((heads * pages, 2, 2, page, dim), torch.nan)
+    expected, pool = empty.clone(), empty.clone().to(device)
+    best = keep(protect(scores, start, sinks, window), kept)
+    reference.store(
+        [k[at, head] for head, at in enumerate(best)], [v[at, head] for head, at in enumerate(best)], expected,
+        tables, *address.numpy().T,
+    )  # fmt: skip
+    store.seal(
+        *(x.to(device) for x in (scores, k, v)), pool, tables.to(device), address.to(device),
+        torch.tensor(kept, dtype=torch.int32, device=device), layer=0, sinks=sinks if start == 0 else 0, window=window,
+    )  # fmt: skip
+    torch.testing.assert_close(pool.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+def fp8_copy(x: Tensor, scale: Tensor) -> Tensor:
+    return (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+def test_an_fp8_pool_is_written_and_read_through_its_scales(device: torch.device) -> None:
+    from tangram.kernels import gpu, prefill, store
+    from tangram.plan.aot import plan_aot
+
+    batch = make_batch(2, HEADS, 4, DIM, longest=90, dtype=torch.float16, seed=2)
+    # Powers of two, and entries that E4M3 holds exactly: Triton's interpreter loses the carry when it rounds.
+    scales = 2.0 ** -torch.arange(4.0, 4.0 + 2 * HEADS * 2).view(2, HEADS, 2)
+    for row, head in np.ndindex(2, HEADS):
+        scale = scales[0, head][:, None, None]
+        batch.kv[row][0][head] = fp8_copy(batch.kv[row][0][head], scale).float() * scale
+        batch.k[row, head], batch.v[row, head] = batch.kv[row][0][head][:, -1]
+    rows = batch.rows
+    wide = torch.zeros(batch.pool.shape)
+    pool = torch.zeros(batch.pool.shape, dtype=torch.float8_e4m3fn)
+    for row, head in np.ndindex(2, HEADS):
+        for entry in range(batch.kv[row][0][head].shape[1]):
+            place = (
+                int(batch.tables[rows.table[row, 0, head] + entry // 16]),
+                rows.column[row, 0, head],
+                slice(None),
+                entry % 16,
+            )
+            stored = fp8_copy(batch.kv[row][0][head][:, entry], scales[0, head][:, None])
+            pool[place] = stored
+            wide[place] = stored.float() * scales[0, head][:, None]
+    plan = plan_aot(rows, 8, tile_tokens=16)
+    on_device = pool.clone().to(device)
+    address = torch.from_numpy(np.stack([rows.table, rows.column, rows.length_index], axis=-1).swapaxes(0, 1).copy())
+    q, tables, lengths = (x.to(device) for x in (batch.q, batch.tables, batch.lengths))
+    store.append(batch.k.to(device), batch.v.to(device), on_device, tables, lengths, address.to(device, torch.int32), 0,
+                 scales=scales.to(device))  # fmt: skip
+    assert torch.equal(on_device.cpu().view(torch.uint8), pool.view(torch.uint8)), (
+        "append stores what was stored before"
+    )
+    decoder = gpu.GpuDecode([plan], group=4, head_dim=DIM, pool=on_device, scales=scales.to(device))
+    out = decoder.attend(0, q, tables, lengths, scaling=SCALING).cpu()
+    expected = reference.decode(batch.q, wide, batch.tables, batch.lengths, plan, 0, scaling=SCALING)
+    assert_close(out, expected)
+    new = torch.randn(10, HEADS * 4, DIM).half(), torch.randn(10, HEADS, DIM).half(), torch.randn(10, HEADS, DIM).half()
+    past = batch.lengths.numpy()[rows.length_index[:1, 0]]
+    at = torch.from_numpy(np.stack([rows.table[:1, 0], rows.column[:1, 0], past], axis=-1)).to(device, torch.int32)
+    spans = torch.tensor([[0, 10, 0, 10, int(past.max())]], dtype=torch.int32, device=device)
+    out = prefill.prefill(
+        *(x.to(device) for x in new), on_device, tables, at, spans, layer=0, longest=10, scaling=SCALING,
+        scales=scales.to(device),
+    ).cpu()  # fmt: skip
+    expected = reference.prefill(
+        *(x.float() for x in new), wide, batch.tables, rows.table[0, 0], rows.column[0, 0], past[0], scaling=SCALING,
+        past_tokens=int(past.max()),
+    )  # fmt: skip
+    assert_close(out, expected)
