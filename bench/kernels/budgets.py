@@ -78,7 +78,7 @@ def ragged_case(
     index_of = np.arange(batch)[:, None, None] * len(groups) + member
     rows = DecodeRows(
         offset.ravel()[index_of], np.ascontiguousarray(np.broadcast_to(column, index_of.shape)), index_of,
-        np.ascontiguousarray(np.broadcast_to(_budget(kept, profile)[member], index_of.shape)),
+        _budget(sealed, kept, profile)[:, member],
         (None,) * len(layers), profile.page_tokens,
     )  # fmt: skip
     return Case(name, geometry, rows, ids, lengths.ravel().astype(np.int32), total)
@@ -108,8 +108,9 @@ def _geometry(profile: Profile) -> Geometry:
     )  # fmt: skip
 
 
-def _budget(kept: Int64, profile: Profile) -> Float64:
-    return kept / profile.chunk_tokens
+def _budget(sealed: Int64, kept: Int64, profile: Profile) -> Float64:
+    """[R, groups]: what the engine expects of each: its sealed chunks, and half a chunk of raw tail."""
+    return sealed[:, None] * kept + profile.chunk_tokens / 2
 
 
 def _tables(lengths: Int64, page_tokens: int, seed: int) -> tuple[np.ndarray, int, Int64]:

@@ -9,13 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tangram.cache.layout import Layout
 from tangram.kernels.dispatch import PlannedDecode, planned_decode
 from tangram.model.attention import PrefillRow, StepAttention
 from tangram.model.rotary import Rotary
 from tangram.model.sealing import Addresses, ChunkSealer, Retention, ScoreObserver
 from tangram.plan.aot import plan_aot
 from tangram.plan.form import DecodeRows
-from tangram.types import Int32, Int64, Row, RowKind, Step
+from tangram.types import Float64, Int32, Int64, Row, RowKind, Step
 
 
 @dataclass
@@ -77,7 +78,7 @@ class Batcher:
             table=np.stack([at.table for at in addresses]),
             column=np.stack([at.column for at in addresses]),
             length_index=np.stack([begin + layout.head_group for begin, layout in zip(first, layouts, strict=True)]),
-            budget=np.stack([layout.head_kept_tokens / layout.chunk_tokens for layout in layouts]),
+            budget=np.stack([_expected(layout, row.start) for layout, row in zip(layouts, rows, strict=True)]),
             windows=self.windows,
             page_tokens=layouts[0].page_tokens,
         )
@@ -91,3 +92,9 @@ class Batcher:
         return PrefillRow(
             begin, begin + len(row.tokens), row.start, addresses, past, sealer if row.kind is RowKind.SEAL else None
         )
+
+
+def _expected(layout: Layout, position: int) -> Float64:
+    """[L, H]: entries of each head while a row at `position` decodes: its sealed chunks, and half a chunk of raw tail."""
+    lengths = layout.lengths(position // layout.chunk_tokens, layout.chunk_tokens // 2)
+    return np.asarray(lengths[layout.head_group], np.float64)

@@ -14,7 +14,43 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tangram.kernels.tiles import LOG2E, let_next_start, multiply, resolve_range, soft_cap, wait_for_tasks
+from tangram.kernels.tiles import LOG2E, OPEN, let_next_start, multiply, resolve_range, soft_cap, wait_for_tasks
+
+
+@triton.jit
+def _take(
+    acc, peak, total, q, page, n, stop, pool, column, scaling, softcap, k_scale,
+    HP: tl.constexpr, P: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Take the entries `n`, on pages `page`, into the online softmax; where MASKED, those from `stop` on not."""
+    d = tl.arange(0, BLOCK_D)
+    entry = (page.to(tl.int64) * HP + column) * (2 * P * D) + (n % P) * D
+    place = pool + entry[:, None] + d[None, :]
+    if MASKED:
+        k = tl.load(place, mask=(n < stop)[:, None] & (d < D)[None, :], other=0.0)
+        v = tl.load(place + P * D, mask=(n < stop)[:, None] & (d < D)[None, :], other=0.0)
+    elif BLOCK_D != D:
+        k = tl.load(place, mask=(d < D)[None, :], other=0.0)
+        v = tl.load(place + P * D, mask=(d < D)[None, :], other=0.0)
+    else:
+        k = tl.load(place)
+        v = tl.load(place + P * D)
+    scores = multiply(q, tl.trans(k.to(q.dtype)), tl.zeros([q.shape[0], BLOCK_N], tl.float32))
+    if SOFTCAP:
+        scores = soft_cap(scores, scaling * k_scale, softcap)
+    else:
+        scores = scores * (scaling * k_scale * LOG2E)
+    if MASKED:
+        scores = tl.where((n < stop)[None, :], scores, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    safe = new_peak
+    if MASKED:  # an EMPTY range shows nothing
+        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weights = tl.exp2(scores - safe[:, None])
+    shrink = tl.exp2(peak - safe)
+    acc = multiply(weights.to(q.dtype), v.to(q.dtype), acc * shrink[:, None])
+    return acc, new_peak, total * shrink + tl.sum(weights, 1)
 
 
 @triton.jit
@@ -24,40 +60,16 @@ def _tiles(
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Online softmax of `q` over entries [begin, end) by tiles; where MASKED, entries from `stop` on are hidden."""
-    d = tl.arange(0, BLOCK_D)
     for first in range(begin, end, BLOCK_N):
         n = first + tl.arange(0, BLOCK_N)
         if MASKED:
             page = tl.load(tables + table + n // P, mask=n < stop, other=0)
         else:
             page = tl.load(tables + table + n // P)
-        entry = (page.to(tl.int64) * HP + column) * (2 * P * D) + (n % P) * D
-        place = pool + entry[:, None] + d[None, :]
-        if MASKED:
-            k = tl.load(place, mask=(n < stop)[:, None] & (d < D)[None, :], other=0.0)
-        elif BLOCK_D != D:
-            k = tl.load(place, mask=(d < D)[None, :], other=0.0)
-        else:
-            k = tl.load(place)
-        if MASKED:
-            v = tl.load(place + P * D, mask=(n < stop)[:, None] & (d < D)[None, :], other=0.0)
-        elif BLOCK_D != D:
-            v = tl.load(place + P * D, mask=(d < D)[None, :], other=0.0)
-        else:
-            v = tl.load(place + P * D)
-        scores = multiply(q, tl.trans(k.to(q.dtype)), tl.zeros([q.shape[0], BLOCK_N], tl.float32))
-        if SOFTCAP:
-            scores = soft_cap(scores, scaling * k_scale, softcap)
-        else:
-            scores = scores * (scaling * k_scale * LOG2E)
-        if MASKED:
-            scores = tl.where((n < stop)[None, :], scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_peak[:, None])
-        shrink = tl.exp2(peak - new_peak)
-        total = total * shrink + tl.sum(weights, 1)
-        acc = multiply(weights.to(q.dtype), v.to(q.dtype), acc * shrink[:, None])
-        peak = new_peak
+        acc, peak, total = _take(
+            acc, peak, total, q, page, n, stop, pool, column, scaling, softcap, k_scale,
+            HP, P, D, BLOCK_D, BLOCK_N, MASKED, SOFTCAP,
+        )  # fmt: skip
     return acc, peak, total
 
 
@@ -104,19 +116,19 @@ def _finish_last(
         tl.store(arrivals + segment * G + group, tl.zeros([BLOCK_M], tl.int32), mask=last)
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=["layer", "table_entries"])
 def decode_tasks(
     q, pool, tables, lengths, tasks, task_indptr, entries, part_indptr, merge_indptr, arrivals, scales, sinks,
-    out, part_out, part_lse, layer, scaling, softcap, stride_row, stride_head,
+    out, part_out, part_lse, layer, scaling, softcap, stride_row, stride_head, table_entries,
     KIND: tl.constexpr, KINDS: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HP: tl.constexpr,
     P: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr, ATOMIC: tl.constexpr,
-    LEADS: tl.constexpr, FOLLOWS: tl.constexpr,
+    SHORT: tl.constexpr, LEADS: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
     """Run the tasks of one layer and one tile size.
 
     q [R, H*G, D] with any strides of rows and heads, out [R, H*G, D]; pool, tables, lengths as in
-    `kernels/reference.py`; `task_indptr` [L, KINDS + 1] bounds the tasks [N, 9] of each layer and kind; `entries`
+    `kernels/reference.py`; `task_indptr` [L, KINDS + 1] bounds the tasks [N, 12] of each layer and kind; `entries`
     [M, 4]: row, direct, slot, segment; `scales` [L, H, 2] multiply keys and values of an FP8 pool;
     part_out [slots, G, D], part_lse [slots, G] float32 (base 2).
     """
@@ -125,40 +137,57 @@ def decode_tasks(
     begin_task = tl.load(task_indptr + layer * (KINDS + 1) + KIND)
     end_task = tl.load(task_indptr + layer * (KINDS + 1) + KIND + 1)
     for task in range(begin_task + tl.program_id(0), end_task, tl.num_programs(0)):
-        record = tasks + task * 9
+        record = tasks + task * 12
         table = tl.load(record)
         length_place = lengths + tl.load(record + 1)
         column = tl.load(record + 2)
         head = tl.load(record + 3)
-        row_begin = tl.load(record + 7)
-        row_end = tl.load(record + 8)
-        begin, end = resolve_range(
-            tl.load(record + 4), tl.load(record + 5), tl.load(record + 6), length_place, TILE
-        )  # fmt: skip
         m = tl.arange(0, BLOCK_M)
         d = tl.arange(0, BLOCK_D)
-        entry = row_begin + m // G
         group = m % G
-        serves = entry < row_end
-        row = tl.load(entries + entry * 4, mask=serves, other=0).to(tl.int64)
+        if SHORT:
+            # One row, named in the record itself: fewer loads wait for each other, which is what short tasks take.
+            serves = m < G
+            row = tl.load(record + 9).to(tl.int64) + tl.zeros([BLOCK_M], tl.int64)
+            final = (tl.load(record + 10) + tl.zeros([BLOCK_M], tl.int32)) == 1
+            slot = tl.load(record + 11).to(tl.int64) * G + group
+        else:
+            entry = tl.load(record + 7) + m // G
+            serves = entry < tl.load(record + 8)
+            row = tl.load(entries + entry * 4, mask=serves, other=0).to(tl.int64)
+            final = tl.load(entries + entry * 4 + 1, mask=serves, other=1) == 1
+            slot = tl.load(entries + entry * 4 + 2, mask=serves, other=0).to(tl.int64) * G + group
         place = (row * H + head) * G + group
-        wanted = serves[:, None] & (d < D)[None, :]
         source = row * stride_row + (head * G + group) * stride_head
-        query = tl.load(q + source[:, None] + d[None, :], mask=wanted, other=0.0)
-        final = tl.load(entries + entry * 4 + 1, mask=serves, other=1) == 1
-        slot = tl.load(entries + entry * 4 + 2, mask=serves, other=0).to(tl.int64) * G + group
-        segment = tl.load(entries + entry * 4 + 3, mask=serves, other=0)
+        query = tl.load(q + source[:, None] + d[None, :], mask=serves[:, None] & (d < D)[None, :], other=0.0)
         k_scale = 1.0
         if SCALED:
             k_scale = tl.load(scales + (layer * H + head) * 2)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
-        whole = begin + (tl.maximum(end - begin, 0) // BLOCK_N) * BLOCK_N
-        acc, peak, total = _tiles(
-            acc, peak, total, query, pool, tables, table, column, begin, whole, end, scaling, softcap, k_scale,
-            HP, P, D, BLOCK_D, BLOCK_N, False, SOFTCAP,
-        )  # fmt: skip
+        if SHORT:
+            # The first pages do not wait for the length: of whatever the table holds, only entries below it are read.
+            begin = tl.load(record + 5)
+            n = begin + tl.arange(0, BLOCK_N)
+            page = tl.load(tables + tl.minimum(table + n // P, table_entries - 1))
+            end = tl.load(record + 6)
+            if tl.load(record + 4) == OPEN:
+                end = tl.load(length_place)
+            acc, peak, total = _take(
+                acc, peak, total, query, page, n, end, pool, column, scaling, softcap, k_scale,
+                HP, P, D, BLOCK_D, BLOCK_N, True, SOFTCAP,
+            )  # fmt: skip
+            whole = begin + BLOCK_N
+        else:
+            begin, end = resolve_range(
+                tl.load(record + 4), tl.load(record + 5), tl.load(record + 6), length_place, TILE
+            )  # fmt: skip
+            whole = begin + (tl.maximum(end - begin, 0) // BLOCK_N) * BLOCK_N
+            acc, peak, total = _tiles(
+                acc, peak, total, query, pool, tables, table, column, begin, whole, end, scaling, softcap, k_scale,
+                HP, P, D, BLOCK_D, BLOCK_N, False, SOFTCAP,
+            )  # fmt: skip
         acc, peak, total = _tiles(
             acc, peak, total, query, pool, tables, table, column, whole, end, end, scaling, softcap, k_scale,
             HP, P, D, BLOCK_D, BLOCK_N, True, SOFTCAP,
@@ -177,6 +206,8 @@ def decode_tasks(
         out_place = out + place[:, None] * D + d[None, :]
         tl.store(out_place, result.to(out.dtype.element_ty), mask=(serves & final)[:, None] & (d < D)[None, :])
         if ATOMIC:
+            entry = tl.load(record + 7) + m // G
+            segment = tl.load(entries + entry * 4 + 3, mask=serves, other=0)
             base = tl.load(part_indptr + tl.load(merge_indptr + layer))
             _finish_last(
                 arrivals, part_out, part_lse, base, part_indptr, segment, partial, sinks, out_place,

@@ -9,10 +9,10 @@ from typing import Literal
 import numpy as np
 
 from tangram.errors import ConfigError
-from tangram.plan.form import WorkPlan
+from tangram.plan.form import RangeKind, WorkPlan
 from tangram.types import Int32, Int64
 
-TASK_FIELDS = 9  # table, length_index, column, head, kind, a, b, row_begin, row_end
+TASK_FIELDS = 12  # table, length_index, column, head, kind, a, b, row_begin, row_end; row, direct, slot of the first
 ENTRY_FIELDS = 4  # row, direct, slot, segment
 
 
@@ -36,8 +36,8 @@ SHORT_TOKENS = 64
 class DecodeOptions:
     """What may be chosen without changing a result but in the last place.
 
-    A task takes the first of `tiles` that holds its rows; a short one (at most 64 tokens) that serves one tile of rows
-    takes `short`, which wants many small programs on a multiprocessor rather than a deep pipeline in each. A layer of
+    A task takes the first of `tiles` that holds its rows; a short one (at most 64 tokens) that serves one row takes
+    `short`, which wants many small programs on a multiprocessor rather than a deep pipeline in each. A layer of
     at most `one_tile_tasks` tasks runs them all with its largest tile, in one launch. `merge` says who merges parts:
     "auto" lets the short tasks that end their rows do it where all rows end short, and a kernel of its own otherwise;
     "kernel" always takes the kernel; "atomic" lets whichever task comes last do it. `chained` lets each launch start
@@ -90,8 +90,9 @@ def pack(plan: WorkPlan, group: int, options: DecodeOptions, lengths: Int32 | No
     order = np.argsort(key, kind="stable")
     counts = np.bincount(key, minlength=plan.layers * kinds).reshape(plan.layers, kinds)
     tasks = np.empty((len(order), TASK_FIELDS), np.int32)
-    fields = (plan.table, plan.length_index, plan.column, plan.head, plan.kind, plan.a, plan.b, plan.row_begin,
-              plan.row_end)  # fmt: skip
+    first = plan.row_begin
+    fields = (plan.table, plan.length_index, plan.column, plan.head, plan.kind, plan.a, plan.b, first, plan.row_end,
+              plan.rows[first], plan.direct[first], plan.slot[first])  # fmt: skip
     for column, values in enumerate(fields):
         tasks[:, column] = values[order]
     segment = segment_of(plan) if options.merge == "atomic" else np.zeros_like(plan.rows)
@@ -118,7 +119,8 @@ def _kinds(plan: WorkPlan, group: int, options: DecodeOptions, lengths: Int32 | 
         return np.full(len(kind), kind.max(initial=1))
     if lengths is not None:
         begin, end = plan.spans(lengths)
-        kind[(queries <= options.short.queries) & (end - begin <= SHORT_TOKENS)] = 0
+        alone = (plan.row_end - plan.row_begin == 1) & (plan.kind <= RangeKind.OPEN) & (group <= options.short.queries)
+        kind[alone & (end - begin <= SHORT_TOKENS)] = 0
     return kind
 
 

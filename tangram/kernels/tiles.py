@@ -8,6 +8,7 @@ import triton.language as tl
 from tangram.plan.form import RangeKind
 
 _ABS = tl.constexpr(int(RangeKind.ABS))
+OPEN = tl.constexpr(int(RangeKind.OPEN))
 _FRAC = tl.constexpr(int(RangeKind.FRAC))
 _WINDOW = tl.constexpr(int(RangeKind.WINDOW))
 # Triton's interpreter takes the bits of a bfloat16 for an integer when it multiplies.

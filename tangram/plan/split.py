@@ -18,8 +18,9 @@ import numpy.typing as npt
 
 from tangram.errors import ConfigError
 from tangram.plan.form import TILE_MULTIPLE, Bool, DecodeRows, RangeKind, WorkPlan
-from tangram.types import Int64
+from tangram.types import Float64, Int64
 
+FITTING_ROUNDS = 8
 ORDER_STEPS = 65535  # sizes are ranked to 16 bits: NumPy sorts those by radix
 
 
@@ -92,6 +93,24 @@ def longest_first(size: npt.NDArray[np.float64 | np.int64]) -> Int64:
     largest = size.max(axis=1, initial=0, keepdims=True)
     scale = ORDER_STEPS / np.where(largest > 0, largest, 1)
     return np.asarray((ORDER_STEPS - size * scale).astype(np.uint16).argsort(axis=1, kind="stable"))
+
+
+def fitted(size: Float64, target: Float64, wanted: int, most: Float64 | float = np.inf) -> Int64:
+    """[L, …]: how many parts of at most `target` [L, 1, 1] each cell of `size` is cut into, `most` at most.
+
+    Where a layer has no more cells than `wanted` but would get more parts, its target grows until they fit: one task
+    too many would make all wait for it. With more cells than that, parts are rounded to the nearest number.
+    """
+    if size[0].size > wanted:
+        return np.minimum(np.maximum(np.rint(size / target), 1), np.maximum(most, 1)).astype(np.int64)
+    target = target.copy()
+    for _ in range(FITTING_ROUNDS):
+        count = np.minimum(np.ceil(size / target), most)
+        excess = count.sum(axis=(1, 2), keepdims=True) / wanted
+        if (excess <= 1).all():
+            break
+        target *= np.maximum(excess, 1)
+    return count.astype(np.int64)
 
 
 def require_positive(**values: int) -> None:

@@ -23,10 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from tangram.plan.form import DecodeRows, RangeKind, WorkPlan
-from tangram.plan.split import Parts, Sources, finish, require_positive
+from tangram.plan.split import Parts, Sources, finish, fitted, require_positive
 from tangram.types import Float64, Int32, Int64
-
-FITTING_ROUNDS = 8
 
 
 @dataclass(frozen=True)
@@ -101,15 +99,7 @@ def _count(
     wanted = grain.workers * grain.tasks_per_worker
     tiles, most = -(-tokens // tile) * weight[:, None], np.maximum(tokens // grain.min_tokens, 1)
     target = np.maximum(tiles.sum(axis=(1, 2), keepdims=True) / wanted, least)
-    count = np.minimum(np.ceil(tiles / target), most)
-    for _ in range(FITTING_ROUNDS if tokens[0].size <= wanted else 0):
-        # A task more than there are workers would wait for a whole other task: cut coarser until they fit.
-        excess = count.sum(axis=(1, 2), keepdims=True) / wanted
-        if (excess <= 1).all():
-            break
-        target *= np.maximum(excess, 1)
-        count = np.minimum(np.ceil(tiles / target), most)
-    count = count.astype(np.int64)
+    count = fitted(tiles, target, wanted, most)
     np.maximum(count[:, shared:], 1, out=count[:, shared:])
     count[rows.windowed, :shared], count[rows.windowed, shared:] = 0, 1
     return count, work

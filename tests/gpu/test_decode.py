@@ -39,12 +39,13 @@ def run(batch: Batch, plan: WorkPlan, layer: int, device: torch.device, **option
     rows = batch.rows
     address = torch.from_numpy(np.stack([rows.table, rows.column, rows.length_index], axis=-1).swapaxes(0, 1).copy())
     store.append(k, v, pool, tables, lengths, address.to(device, torch.int32), layer)
-    settings = {name: options.pop(name) for name in ("options", "plans") if name in options}
+    settings = {name: options.pop(name) for name in ("options", "plans", "planned_at") if name in options}
+    planned_at: Any = settings.get("planned_at", batch.lengths.numpy())
     decoder = gpu.GpuDecode(
         settings.get("plans", [plan]), group=q.shape[1] // k.shape[1], head_dim=q.shape[2], pool=pool,  # type: ignore[arg-type]
-        lengths=batch.lengths.numpy(), options=settings.get("options"),  # type: ignore[arg-type]
+        lengths=planned_at, options=settings.get("options"),  # type: ignore[arg-type]
     )  # fmt: skip
-    decoder.load(plan, batch.lengths.numpy())
+    decoder.load(plan, planned_at)
     return decoder.attend(layer, q, tables, lengths, scaling=SCALING, **options).cpu()  # type: ignore[arg-type]
 
 
@@ -167,6 +168,15 @@ def test_a_plan_made_before_growth_serves_longer_rows(device: torch.device) -> N
     grown = make_batch(2, 2, 2, 64, longest=400, seed=2)
     plan = plan_aot(replace(grown.rows, budget=short.rows.budget), 8, tile_tokens=64)
     assert_close(run(grown, plan, 0, device), dense_decode(grown, 0, softcap=None, sinks=None))
+
+
+def test_short_tasks_take_whatever_their_rows_grow_to(device: torch.device) -> None:
+    """Sorted by length as short, their rows have since grown over several tiles."""
+    batch = make_batch(2, 2, 2, 64, longest=300, seed=2)
+    plan = plan_plain(replace(batch.rows, windows=(None, None)))
+    for then in (np.ones_like(batch.lengths.numpy()), batch.lengths.numpy()):
+        out = run(batch, plan, 0, device, options=options("kernel"), planned_at=then)
+        assert_close(out, dense_decode(batch, 0, softcap=None, sinks=None))
 
 
 def test_buffers_take_any_plan_that_fits_and_refuse_others(device: torch.device) -> None:

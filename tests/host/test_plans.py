@@ -145,7 +145,7 @@ LENGTHS = np.array([400, 40, 200, 40], np.int32)
 @pytest.mark.parametrize(
     ("field", "index", "value"),
     [
-        ("rows", 0, 0),  # another row's query
+        ("rows", 0, 1),  # another row's query
         ("rows", 0, 99),
         ("head", 0, 1),
         ("head", 0, -1),
