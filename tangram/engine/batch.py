@@ -95,6 +95,6 @@ class Batcher:
 
 
 def _expected(layout: Layout, position: int) -> Float64:
-    """[L, H]: entries of each head while a row at `position` decodes: its sealed chunks, and half a chunk of raw tail."""
+    """[L, H]: entries of each head while a row at `position` decodes: sealed chunks and half a chunk of raw tail."""
     lengths = layout.lengths(position // layout.chunk_tokens, layout.chunk_tokens // 2)
     return np.asarray(lengths[layout.head_group], np.float64)

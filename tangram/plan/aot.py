@@ -1,15 +1,15 @@
 """Ahead-of-time load balancing: splits follow from the budgets alone (Tangram, AOT load balancing).
 
-The split map is computed when the batch changes, from how much each head is expected to hold, and lengths may grow under
-it. With Ω_l the summed budget of layer l and N workers, the paper gives each head group
+The split map is computed when the batch changes, from how much each head is expected to hold, and lengths may grow
+under it. With Ω_l the summed budget of layer l and N workers, the paper gives each head group
 S = max(1, round(Φ / τ_l)) parts of its own length, τ_l = Ω_l / N.
 
 Five things are ours. Parts are rounded up and τ grows until they fit the workers, because one task too many makes all
-wait; only a batch that fills the workers by itself is rounded to the nearest. Heads are split, not groups. A head's share
-is of its entries, the raw tail included, and not of its budget alone: the tail is as long in every head. Ω_l sums over the
-R rows of the batch as well as over heads, so that a batch which fills the workers by itself is hardly split. And N is
-`workers · tasks_per_worker`: with few workers one task each balances badly (3 equal heads on 2 workers would be 3 whole
-tasks, one worker doing twice the other's work).
+wait; only a batch that fills the workers by itself is rounded to the nearest. Heads are split, not groups. A head's
+share is of its entries, the raw tail included, and not of its budget alone: the tail is as long in every head. Ω_l sums
+over the R rows of the batch as well as over heads, so that a batch which fills the workers by itself is hardly split.
+And N is `workers · tasks_per_worker`: with few workers one task each balances badly (3 equal heads on 2 workers would
+be 3 whole tasks, one worker doing twice the other's work).
 
 Worked example: 1 row, 1 layer, 3 heads of budgets 0.8, 0.3, 0.1 and 2 workers with 4 tasks each: Ω = 1.2, τ = 0.15,
 rounding up [5.33, 2, 0.67] would be 9 tasks, so τ grows to 0.169 and S = [5, 2, 1]: 8 tasks of budget share 0.16, 0.15
