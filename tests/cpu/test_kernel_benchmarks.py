@@ -28,10 +28,19 @@ FAMILIES: dict[str, tuple[Main, list[str]]] = {
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_tiny_cases_give_the_plain_answer(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tiny_cases_give_the_plain_answer(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     run, options = FAMILIES[name]
     run([*options, "--dry-run"])
     assert f"{name}: " in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_dry_run_takes_the_kernels_along_where_they_can_be_interpreted(capsys: pytest.CaptureFixture[str]) -> None:
+    pat.main(["--heads", "8/2", "--configs", "1,10_4096,416", "--planners", "packing:naive", "--dry-run"])
+    assert "kernels interpreted" in capsys.readouterr().out
 
 
 def test_a_plan_that_skips_entries_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
