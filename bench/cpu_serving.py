@@ -24,12 +24,12 @@ from rich.console import Console
 from rich.table import Table
 from transformers import DynamicCache
 
-from bench.environment import environment
 from tangram.config import EngineConfig
 from tangram.engine.loop import Engine
 from tangram.engine.setup import engine_of
 from tangram.model.load import LoadedModel, load_model
 from tangram.pilots import pilot_texts
+from tangram.tune.environment import environment
 from tangram.types import Event, Request, SamplingParams
 
 RESULTS = Path(__file__).parent / "results"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
 from tangram.calibrate import calibrate
 from tangram.compress.profile import Scope
@@ -15,10 +18,27 @@ from tangram.config import EngineConfig
 from tangram.engine.loop import Engine
 from tangram.engine.observe import score_source
 from tangram.engine.setup import engine_of, scorer_spec
-from tangram.model.load import LoadedModel
+from tangram.kernels.dispatch import pool_kernels
+from tangram.kernels.step import KernelChoice
+from tangram.model.load import LoadedModel, adopt
 from tangram.types import Event, Request, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+
+
+def tiny_model(
+    config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
+) -> LoadedModel:
+    """A random model of a config, small enough to run in milliseconds, in float32."""
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="tangram", dtype=torch.float32)
+    for parameter in model.parameters():
+        # The default initialisation makes attention all but uniform, which would hide a wrong mask.
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return adopt(config.model_type, torch.nn.Module.to(model, device), tokenizer)
 
 
 def run(
@@ -40,13 +60,13 @@ def drain(engine: Engine) -> None:
         engine.check_books()
 
 
-def small_engine(loaded: LoadedModel, **options: Any) -> Engine:
+def small_engine(loaded: LoadedModel, kernels: KernelChoice = pool_kernels, **options: Any) -> Engine:
     """An engine of `loaded` with a chunk of 32 tokens and pages of 8, unless told otherwise."""
     defaults: dict[str, Any] = {
         "kv_retention": 1.0, "chunk_tokens": 32, "page_tokens": 8, "heads_per_page": 2, "max_num_seqs": 8,
         "max_num_batched_tokens": 96, "kv_cache_gib": 0.01, "scorer": "keydiff",
     }  # fmt: skip
-    return engine_of(EngineConfig(**(defaults | options)), loaded)
+    return engine_of(EngineConfig(**(defaults | options)), loaded, kernels)
 
 
 def profile_file(

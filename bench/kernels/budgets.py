@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.kernels.case import Case, Geometry, scattered
 from tangram.compress.library import shipped_profiles
 from tangram.compress.profile import Profile, Scope
 from tangram.compress.provenance import ScorerSpec
 from tangram.errors import ConfigError
 from tangram.import_profiles import import_published
 from tangram.plan.form import DecodeRows
+from tangram.tune.case import Case, Geometry, scattered
 from tangram.types import Float64, Int64
 
 SHIPPED = (

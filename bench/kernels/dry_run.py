@@ -13,16 +13,16 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from bench.kernels.contenders import Ours
 from bench.kernels.family import Entry
-from bench.kernels.planners import Variant
-from bench.kernels.timing import LARGEST_ERROR, WrongAnswer, relative_error
-from bench.kernels.workloads import Workload, expected
 from tangram.kernels import reference
 from tangram.plan.cost import CostModel
 from tangram.plan.form import WorkPlan
+from tangram.plan.schedule import Schedule
+from tangram.tune.contenders import Ours
+from tangram.tune.timing import LARGEST_ERROR, WrongAnswer, relative_error
+from tangram.tune.workloads import Workload, expected
 
-WORKERS = 8
+MULTIPROCESSORS = 3
 
 
 def dry_run(name: str, options: argparse.Namespace, entries: Iterable[Entry]) -> None:
@@ -33,13 +33,13 @@ def dry_run(name: str, options: argparse.Namespace, entries: Iterable[Entry]) ->
     for entry in entries:
         workload = Workload.build(entry.make(True), getattr(torch, options.dtype), torch.device("cpu"))
         answer = expected(workload)
-        for variant in (Variant.parse(text) for text in entry.only or options.planners):
-            where = f"{entry.name}, {variant.text}"
-            plan = variant.planner_of(workload.case, WORKERS, cost)()
+        for schedule in (Schedule.parse(text) for text in entry.only or options.planners):
+            where = f"{entry.name}, {schedule.text}"
+            plan = schedule.plan(workload.case.decoding, MULTIPROCESSORS, cost)
             plan.check(workload.case.rows, workload.case.lengths, workload.case.tables)
             _compare(f"{where}, reference", _by_reference(workload, plan), answer)
             if interpreter:
-                _compare(f"{where}, kernels", _by_kernels(variant, workload, cost), answer)
+                _compare(f"{where}, kernels", _by_kernels(schedule, workload, cost), answer)
             count += 1
     print(f"{name}: {count} plans checked on the CPU, kernels {'interpreted' if interpreter else 'not run'}")
 
@@ -52,8 +52,8 @@ def _by_reference(workload: Workload, plan: WorkPlan) -> list[Tensor]:
     ]
 
 
-def _by_kernels(variant: Variant, workload: Workload, cost: CostModel) -> list[Tensor]:
-    contender = Ours(variant, workload, WORKERS, cost)
+def _by_kernels(schedule: Schedule, workload: Workload, cost: CostModel) -> list[Tensor]:
+    contender = Ours(schedule, workload, MULTIPROCESSORS, cost)
     contender.plan()
     return contender.run()
 

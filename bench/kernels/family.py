@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from bench.kernels.case import Case
-from bench.kernels.planners import Variant
 from tangram.errors import TangramError
 from tangram.plan.cost import CostModel
+from tangram.plan.schedule import Schedule
+from tangram.tune.case import Case
 
 RESULTS = Path(__file__).parent.parent / "results"
 PEERS = ("decode", "decode-static", "batch", "cascade", "cascade-fa3", "sdpa")
@@ -63,13 +63,12 @@ def parser(
     """The options every family has."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     comma: Callable[[str], list[str]] = lambda text: [part for part in text.split(",") if part]  # noqa: E731
-    made.add_argument("--planners", type=comma, default=list(planners), help="see bench/kernels/planners.py")
+    made.add_argument("--planners", type=comma, default=list(planners), help="see tangram/plan/schedule.py")
     made.add_argument("--peers", type=comma, default=list(peers), help=f"of {', '.join(PEERS)}")
     made.add_argument("--page-tokens", type=int, default=page_tokens)
     made.add_argument("--heads-per-page", type=int, default=None, help="default: all KV heads of a layer")
     made.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
     made.add_argument("--replays", type=int, default=30)
-    made.add_argument("--workers", type=int, default=None, help="CTAs to plan for; default: three a multiprocessor")
     made.add_argument("--cost", type=Path, default=None, help="a measured cost model (JSON)")
     made.add_argument("--no-wall", action="store_true", help="device time only")
     made.add_argument("--memory-gib", type=float, default=48.0, help="leave out cases whose pool is larger")
@@ -92,7 +91,7 @@ def execute(
         print(NO_DEVICE, file=sys.stderr)
         raise SystemExit(2)
     from bench.kernels import report
-    from bench.kernels.timing import Ceilings
+    from tangram.tune.timing import Ceilings
 
     run = Run(name, options)
     device, dtype = torch.device("cuda"), getattr(torch, options.dtype)
@@ -111,8 +110,8 @@ def execute(
 def _measure_entry(run: Run, entry: Entry, device: torch.device, dtype: torch.dtype) -> None:
     """Append the entry's row, or say why there is none."""
     from bench.kernels import report
-    from bench.kernels.timing import ColdCache
-    from bench.kernels.workloads import Workload, expected
+    from tangram.tune.timing import ColdCache
+    from tangram.tune.workloads import Workload, expected
 
     started = time.monotonic()
     try:
@@ -140,7 +139,7 @@ def _measure_entry(run: Run, entry: Entry, device: torch.device, dtype: torch.dt
 
 
 def _timed(run: Run, build: Callable[[], Any], answer: Any, cold: Any) -> dict[str, Any]:
-    from bench.kernels.timing import measure
+    from tangram.tune.timing import measure
 
     contender = build()
     result = measure(contender, answer, cold, replays=run.options.replays, wall=not run.options.no_wall)
@@ -150,20 +149,22 @@ def _timed(run: Run, build: Callable[[], Any], answer: Any, cold: Any) -> dict[s
 
 def _contenders(run: Run, entry: Entry, workload: Any) -> list[tuple[str, Callable[[], Any]]]:
     """Ours by variant, then the peers asked for, each built when its turn comes."""
-    from bench.kernels.contenders import Ours
-    from bench.kernels.peers import WORKSPACE_BYTES, peer
+    from tangram.kernels.flashinfer import WORKSPACE_BYTES
+
+    from bench.kernels.peers import peer
+    from tangram.tune.contenders import Ours
 
     options = run.options
-    workers = options.workers or 3 * torch.cuda.get_device_properties(workload.device).multi_processor_count
+    multiprocessors = torch.cuda.get_device_properties(workload.device).multi_processor_count
     cost = CostModel.load(options.cost) if options.cost else CostModel()
     workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=workload.device)
 
-    def ours(variant: Variant) -> Callable[[], Any]:
-        return lambda: Ours(variant, workload, workers, cost)
+    def ours(schedule: Schedule) -> Callable[[], Any]:
+        return lambda: Ours(schedule, workload, multiprocessors, cost)
 
     def theirs(name: str) -> Callable[[], Any]:
         return lambda: peer(name, workload, workspace)
 
-    variants = [Variant.parse(text) for text in (options.planners if entry.only is None else entry.only)]
+    schedules = [Schedule.parse(text) for text in (options.planners if entry.only is None else entry.only)]
     peers = options.peers if entry.only is None else ()
-    return [(variant.text, ours(variant)) for variant in variants] + [(name, theirs(name)) for name in peers]
+    return [(schedule.text, ours(schedule)) for schedule in schedules] + [(name, theirs(name)) for name in peers]

@@ -24,7 +24,6 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from bench.environment import environment
 from tangram.plan.aot import plan_aot
 from tangram.plan.cost import CostModel
 from tangram.plan.forest import Forest, build_forest, units_of
@@ -33,9 +32,10 @@ from tangram.plan.packing import plan_packing
 from tangram.plan.plain import plan_plain
 from tangram.plan.uniform import plan_uniform_splits
 from tangram.plan.workqueue import plan_workqueue
+from tangram.tune.environment import environment
 from tangram.types import Int32, Int64
 
-RESULT = Path(__file__).parents[1] / "results" / "host_cost.json"
+RESULT = Path(__file__).parents[1] / "results" / "kernels_host_cost.json"
 PAGE, CHUNK, WORKERS, GROUP = 32, 2048, 264, 4
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from bench.kernels.case import Case, Geometry, tree_case
 from bench.kernels.family import Entry, execute, parser
-from bench.kernels.tree import CONFIGS, HEADS, PAGE_TOKENS, QUICK_CONFIGS, Tree
+from tangram.tune.case import Case, Geometry, tree_case
+from tangram.tune.tree import CONFIGS, HEADS, PAGE_TOKENS, QUICK_CONFIGS, Tree
 
 PLANNERS = ("packing:measured", "packing:naive", "packing:paper", "packing:off")
 PEERS = ("decode", "decode-static", "batch", "cascade")

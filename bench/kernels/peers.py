@@ -10,61 +10,13 @@ import torch
 from torch import Tensor
 
 from bench.kernels.sdpa import TorchAttention
-from bench.kernels.sequences import Sequences, on_host
-from bench.kernels.timing import Contender, NotApplicable
-from bench.kernels.workloads import Workload
+from tangram.kernels.flashinfer import on_host
+from tangram.tune.library import Library, layers_of
+from tangram.tune.timing import Contender, NotApplicable
+from tangram.tune.workloads import Workload
 from tangram.types import Int32
 
-WORKSPACE_BYTES = 2 << 30  # 1024 rows of 64 heads need a little over 512 MiB
 PEERS = ("decode", "decode-static", "batch", "cascade", "cascade-fa3", "sdpa")
-
-
-class FlashInferDecode:
-    """BatchDecodeWithPagedKVCacheWrapper with tensor cores, one wrapper a layer.
-
-    `static` leaves its graph mode off: the grid then fits this batch alone and a graph cannot outlive it.
-    """
-
-    each_step = True
-
-    def __init__(self, workload: Workload, workspace: Tensor, *, static: bool = False) -> None:
-        import flashinfer
-
-        self.name = "flashinfer decode" + (" static" if static else "")
-        self._workload = workload
-        self._layers = [Sequences.of(workload, layer) for layer in range(workload.case.shape[1])]
-        self._outs = [torch.empty_like(q) for q in workload.q]
-        self._wrappers = []
-        for seqs in self._layers:
-            buffers = {} if static else _graph_buffers(seqs, workload.device)
-            self._wrappers.append(
-                flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-                    workspace, "HND", use_cuda_graph=not static, use_tensor_cores=True, **buffers
-                )
-            )
-
-    def plan(self) -> None:
-        """Its plan of every layer."""
-        work = self._workload
-        for wrapper, seqs in zip(self._wrappers, self._layers, strict=True):
-            wrapper.plan(
-                seqs.indptr, seqs.indices, seqs.last_page_len, seqs.query_heads, seqs.kv_heads, seqs.head_dim,
-                seqs.page_tokens, q_data_type=work.dtype, kv_data_type=work.dtype, sm_scale=work.scaling,
-            )  # fmt: skip
-
-    def run(self) -> list[Tensor]:
-        """All layers."""
-        for wrapper, seqs, q, out in zip(self._wrappers, self._layers, self._workload.q, self._outs, strict=True):
-            wrapper.run(seqs.queries(q), (seqs.k, seqs.v), out=seqs.queries(out))
-        return self._outs
-
-
-def _graph_buffers(seqs: Sequences, device: torch.device) -> dict[str, Tensor]:
-    return {
-        "paged_kv_indptr_buffer": torch.empty(seqs.count + 1, dtype=torch.int32, device=device),
-        "paged_kv_indices_buffer": torch.empty(len(seqs.indices), dtype=torch.int32, device=device),
-        "paged_kv_last_page_len_buffer": torch.empty(seqs.count, dtype=torch.int32, device=device),
-    }
 
 
 class FlashInferBatch:
@@ -79,7 +31,7 @@ class FlashInferBatch:
         if workload.case.shape[1] > most_layers:
             raise NotApplicable(f"{workload.case.shape[1]} layers need a workspace each, at most {most_layers}")
         self._workload = workload
-        self._layers = [Sequences.of(workload, layer) for layer in range(workload.case.shape[1])]
+        self._layers, self._geometry = layers_of(workload), workload.case.geometry
         self._outs = [torch.empty_like(q) for q in workload.q]
         device = workload.device
         self._wrappers = [BatchAttention("HND", device=str(device)) for _ in self._layers]
@@ -87,16 +39,18 @@ class FlashInferBatch:
             (torch.arange(seqs.count + 1, dtype=torch.int32), seqs.indptr, seqs.lengths) for seqs in self._layers
         ]
         self._lse = [
-            torch.empty(seqs.count, seqs.query_heads, dtype=torch.float32, device=device) for seqs in self._layers
+            torch.empty(seqs.count, seqs.kv_heads * self._geometry.group, dtype=torch.float32, device=device)
+            for seqs in self._layers
         ]
 
     def plan(self) -> None:
         """Its plan of every layer."""
-        work = self._workload
+        work, size = self._workload, self._geometry
         for wrapper, seqs, (qo, kv, lengths) in zip(self._wrappers, self._layers, self._indptr, strict=True):
             wrapper.plan(
-                qo, kv, seqs.indices, lengths, seqs.query_heads, seqs.kv_heads, seqs.head_dim, seqs.head_dim,
-                seqs.page_tokens, causal=False, sm_scale=work.scaling, q_data_type=work.dtype, kv_data_type=work.dtype,
+                qo, kv, seqs.indices, lengths, seqs.kv_heads * size.group, seqs.kv_heads, size.head_dim, size.head_dim,
+                size.page_tokens, causal=False, sm_scale=work.scaling, q_data_type=work.dtype,
+                kv_data_type=work.dtype,
             )  # fmt: skip
 
     def run(self) -> list[Tensor]:
@@ -189,7 +143,7 @@ def peer(name: str, workload: Workload, workspace: Tensor) -> Contender:
     """A contender of `PEERS`. Raises `NotApplicable`, or `ImportError` without FlashInfer."""
     match name:
         case "decode" | "decode-static":
-            return FlashInferDecode(workload, workspace, static=name.endswith("static"))
+            return Library(workload, workspace, graph=name == "decode")
         case "batch":
             return FlashInferBatch(workload)
         case "cascade" | "cascade-fa3":

@@ -2,7 +2,7 @@
 
     python -m bench.kernels.persistent [--seeds 0,1,2,3,4] [--heads 32/8] [--planners ...] [--peers ...] [--quick]
 
-Device time, and wall time of a step with host planning for whoever plans at every step. See bench/kernels/traces.py.
+Device time, and wall time of a step with host planning for whoever plans at every step. See tangram/tune/traces.py.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.kernels import report
-from bench.kernels.case import Case, Geometry, own_case
 from bench.kernels.family import Entry, Run, execute, parser
 from bench.kernels.summary import BEST, by_group, device_us, names, ratios
-from bench.kernels.traces import HELD_OUT_SEEDS, QUICK_TRACES, TRACES, Trace
+from tangram.tune.case import Case, Geometry, own_case
+from tangram.tune.traces import HELD_OUT_SEEDS, QUICK_TRACES, TRACES, Trace
 
 PLANNERS = ("workqueue", "aot", "uniform", "buckets:exact", "buckets:padded")
 PEERS = ("decode", "batch")

@@ -18,10 +18,10 @@ from rich.table import Table
 
 from bench.kernels import report
 from bench.kernels.budgets import SHIPPED, chosen_layers, even_case, load, ragged_case
-from bench.kernels.case import Case
 from bench.kernels.family import Entry, Run, execute, parser
 from bench.kernels.summary import BEST, Row, device_us, names
 from tangram.compress.profile import Profile
+from tangram.tune.case import Case
 
 PLANNERS = ("aot", "uniform", "workqueue")
 PEERS = ("decode", "batch")

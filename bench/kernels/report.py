@@ -11,10 +11,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.environment import environment
-from bench.kernels.case import Case
 from bench.kernels.family import Entry, Run
 from bench.kernels.summary import BEST, by_group, device_us, means, names
+from tangram.tune.case import Case
+from tangram.tune.environment import environment
 
 WIDTH = 170
 
@@ -48,7 +48,8 @@ def write(run: Run) -> None:
     run.options.out.mkdir(parents=True, exist_ok=True)
     options = {name: str(value) if isinstance(value, Path) else value for name, value in vars(run.options).items()}
     content = {
-        "command": f"python -m bench.kernels.{run.name}", "options": options, "environment": environment(),
+        "command": f"python -m bench.kernels.{run.name}{_arguments(options)}", "options": options,
+        "environment": environment(),
         "ceilings": run.ceilings, "left_out": run.left_out,
         "geometric_means": {
             group: {"device": means(rows), "wall": means(rows, wall=True)}
@@ -60,6 +61,19 @@ def write(run: Run) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(content, indent=1) + "\n")
     partial.replace(path)
+
+
+def _arguments(options: dict[str, Any]) -> str:
+    """Options as they are typed, but for the folder of the results and the time that was allowed."""
+    given = {name: value for name, value in options.items() if name not in ("out", "budget_s") and value}
+    return "".join(f" --{name.replace('_', '-')} {_typed(name, value)}".rstrip() for name, value in given.items())
+
+
+def _typed(name: str, value: Any) -> str:
+    if value is True:
+        return ""
+    between = " " if name in ("configs", "profiles") else ","
+    return between.join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def show(run: Run) -> None:

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.kernels.timing import NotApplicable
-from bench.kernels.workloads import Workload, gathered
+from tangram.tune.timing import NotApplicable
+from tangram.tune.workloads import Workload, gathered
 
 SDPA_LIMIT_BYTES = 12 << 30
 

@@ -24,6 +24,7 @@ class CacheManager:
     """The one owner of the pool's pages.
 
     `tables` is int32 [max_sequences, width]: row `slot` holds the page ids of every group at `Layout.group_offset`.
+    `versions` is int64 [max_sequences]: how often each row of `tables` was written.
     `lengths` is int32 [max_sequences, groups]: entries addressable per group, kept current.
     """
 
@@ -43,6 +44,7 @@ class CacheManager:
         width = max(int(layout.group_offset[-1]) for layout in self.layouts)
         groups = max(len(layout.groups) for layout in self.layouts)
         self.tables: Int32 = np.zeros((max_sequences, width), np.int32)
+        self.versions: Int64 = np.zeros(max_sequences, np.int64)
         self.lengths: Int32 = np.zeros((max_sequences, groups), np.int32)
         self._slots = list(range(max_sequences - 1, -1, -1))
         self.sequences: dict[int, SequenceCache] = {}
@@ -97,7 +99,7 @@ class CacheManager:
             raise IntegrityError(f"{seq.raw_tokens} + {tokens} raw tokens exceed the chunk of {layout.chunk_tokens}")
         while len(seq.raw_pages) < wanted:
             pages = self._take(len(layout.groups))
-            self.tables[seq.slot, layout.raw_entries(seq.sealed_chunks, len(seq.raw_pages))] = pages
+            self._enter(seq, layout.raw_entries(seq.sealed_chunks, len(seq.raw_pages)), pages)
             seq.raw_pages.append(pages)
         seq.raw_tokens += tokens
         self.lengths[seq.slot, : len(layout.groups)] += tokens
@@ -107,7 +109,7 @@ class CacheManager:
         self._drop_raw(seq)
         layout, chunk = seq.layout, seq.sealed_chunks
         pages = self._take(layout.span_pages)
-        self.tables[seq.slot, layout.span_entries(chunk)] = pages
+        self._enter(seq, layout.span_entries(chunk), pages)
         seq.spans.append(pages[: layout.full_span_pages])
         if layout.window_span_pages:
             seq.window_spans.append(pages[layout.full_span_pages :])
@@ -149,6 +151,11 @@ class CacheManager:
             self.prefix.evict(count - self.ledger.free)
         return self.ledger.take(count)
 
+    def _enter(self, seq: SequenceCache, entries: Int64, pages: Int32) -> None:
+        """Enter `pages` in the row of `seq` in the block tables."""
+        self.tables[seq.slot, entries] = pages
+        self.versions[seq.slot] += 1
+
     def _write_lengths(self, seq: SequenceCache) -> None:
         lengths = seq.layout.lengths(seq.sealed_chunks, seq.raw_tokens)
         self.lengths[seq.slot, : len(lengths)] = lengths
@@ -174,14 +181,14 @@ class CacheManager:
             self._stand(node, seq.chunk_nodes)
             seq.keys.append(node.key)
             entries = layout.span_entries(seq.sealed_chunks)
-            self.tables[seq.slot, entries[: layout.full_span_pages]] = node.pages
+            self._enter(seq, entries[: layout.full_span_pages], node.pages)
             seq.spans.append(node.pages)
         if layout.window_span_pages:
             first = len(chunks) - min(len(chunks), layout.window_chunks)
             for chunk in range(first, len(chunks)):
                 node = self.prefix.nodes[window_key(chunks[chunk].key)]
                 self._stand(node, seq.window_nodes)
-                self.tables[seq.slot, layout.span_entries(chunk)[layout.full_span_pages :]] = node.pages
+                self._enter(seq, layout.span_entries(chunk)[layout.full_span_pages :], node.pages)
                 seq.window_spans.append(node.pages)
         rest = len(tokens) - len(chunks) * layout.chunk_tokens
         if rest < layout.chunk_tokens:
@@ -213,7 +220,7 @@ class CacheManager:
             if node is None:
                 return
             self._stand(node, seq.raw_nodes)
-            self.tables[seq.slot, layout.raw_entries(seq.sealed_chunks, page)] = node.pages
+            self._enter(seq, layout.raw_entries(seq.sealed_chunks, page), node.pages)
             seq.raw_pages.append(node.pages)
             seq.raw_tokens += layout.page_tokens
 
@@ -229,18 +236,18 @@ class CacheManager:
         seq.keys.append(key)
         entries = seq.layout.span_entries(chunk)
         node, seq.spans[chunk] = self._adopt(key, parent, seq.spans[chunk], transient=False)
-        self.tables[seq.slot, entries[: layout.full_span_pages]] = node.pages
+        self._enter(seq, entries[: layout.full_span_pages], node.pages)
         seq.chunk_nodes.append(node)
         if layout.window_span_pages:
             newest, seq.window_spans[-1] = self._adopt(window_key(key), node, seq.window_spans[-1], transient=True)
-            self.tables[seq.slot, entries[layout.full_span_pages :]] = newest.pages
+            self._enter(seq, entries[layout.full_span_pages :], newest.pages)
             seq.window_nodes.append(newest)
 
     def _publish_raw(self, seq: SequenceCache, tokens: Int64, page: int) -> None:
         parent = seq.raw_nodes[-1] if seq.raw_nodes else (seq.chunk_nodes[-1] if seq.chunk_nodes else None)
         before = seq.raw_nodes[-1].key if seq.raw_nodes else seq.keys[-1]
         node, seq.raw_pages[page] = self._adopt(raw_key(before, tokens), parent, seq.raw_pages[page], transient=True)
-        self.tables[seq.slot, seq.layout.raw_entries(seq.sealed_chunks, page)] = node.pages
+        self._enter(seq, seq.layout.raw_entries(seq.sealed_chunks, page), node.pages)
         seq.raw_nodes.append(node)
 
     def _adopt(self, key: bytes, parent: Node | None, pages: Int32, *, transient: bool) -> tuple[Node, Int32]:

@@ -10,32 +10,50 @@ import torch
 from torch import Tensor
 
 from tangram.cache.layout import Layout
-from tangram.kernels.dispatch import PlannedDecode, planned_decode
-from tangram.model.attention import PrefillRow, StepAttention
+from tangram.cache.manager import CacheManager
+from tangram.kernels.step import PoolKernels, PrefillRows
+from tangram.kernels.transfer import staged
+from tangram.model.attention import RepeatAttention, StepAttention
 from tangram.model.rotary import Rotary
-from tangram.model.sealing import Addresses, ChunkSealer, Retention, ScoreObserver
+from tangram.model.sealing import ChunkSealer, Retention, ScoreObserver
 from tangram.plan.aot import plan_aot
 from tangram.plan.form import DecodeRows
 from tangram.types import Float64, Int32, Int64, Row, RowKind, Step
 
 
+class DeviceTables:
+    """Block tables where the pool is: a copy of `tables` [max_sequences, width], or, in host memory, that very array.
+
+    A row is copied anew when its number in `versions` [max_sequences] has changed.
+    """
+
+    def __init__(self, tables: Int32, versions: Int64, device: torch.device) -> None:
+        self._tables, self._versions, self._seen = tables, versions, versions.copy()
+        self._copy = torch.from_numpy(tables).to(device)
+
+    def flat(self) -> Tensor:
+        """int32: the block tables of all sequences, end to end, as they are now."""
+        changed = [] if self._copy.is_cpu else np.flatnonzero(self._seen != self._versions).tolist()
+        for slot in changed:
+            self._copy[slot].copy_(staged(self._tables[slot], self._copy.device), non_blocking=True)
+        self._seen[:] = self._versions
+        return self._copy.view(-1)
+
+
 @dataclass
 class Batcher:
-    """Builds the attention of each step over one pool [N_pages, Hp, 2, P, D] and its block tables.
+    """Builds the attention of each step for the kernels of one pool.
 
-    `tables` int32 [max_sequences, width] and `lengths` int32 [max_sequences, groups] are the cache manager's arrays.
     The decode plan is made when the decode membership changes (`Step.epoch`) and survives growing lengths.
     """
 
     retentions: Sequence[Retention]
-    pool: Tensor
-    tables: Int32
-    lengths: Int32
+    kernels: PoolKernels
+    cache: CacheManager
+    tables: DeviceTables
     rotary: Rotary | None
-    workers: int
     observer: ScoreObserver | None = None
     _epoch: int | None = field(default=None, init=False)
-    _decode: PlannedDecode | None = field(default=None, init=False)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -44,54 +62,68 @@ class Batcher:
 
     def attention(self, step: Step) -> StepAttention:
         """The attention of `step`, whose pages the scheduler has taken."""
-        decode = step.rows[: step.decode_rows]
+        decode, rest = step.rows[: step.decode_rows], step.rows[step.decode_rows :]
         if decode and step.epoch != self._epoch:
-            rows = self._decode_rows(decode)
-            self._decode = planned_decode(plan_aot(rows, self.workers), rows, self.pool)
+            rows, workers = self._decode_rows(decode), self.kernels.workers
+            plan = plan_aot(rows, workers.count, tasks_per_worker=workers.tasks_each, tile_tokens=workers.tile_tokens)
+            self.kernels.load(plan, rows)
             self._epoch = step.epoch
-        begins = np.cumsum([0, *(len(row.tokens) for row in step.rows)]).tolist()
-        prefill = [
-            self._prefill_row(row, begin) for row, begin in zip(step.rows, begins, strict=False)
-            if row.kind is not RowKind.DECODE
-        ]  # fmt: skip
-        return StepAttention(
-            pool=self.pool, tables=self.flat_tables, lengths=self._on_device(self.lengths), windows=self.windows,
-            decode_rows=len(decode), decode=self._decode if decode else None, prefill=prefill,
-        )  # fmt: skip
+        prefill = self._prefill_rows(rest, len(decode))
+        self._begin(len(decode), prefill)
+        return StepAttention(self.kernels, self.windows, prefill, self._sealers(rest))
 
-    @property
-    def flat_tables(self) -> Tensor:
-        """int32: the block tables of all rows, end to end."""
-        return self._on_device(self.tables)
+    def repetition(self, attention: StepAttention, sealer: ChunkSealer, tokens: int) -> RepeatAttention:
+        """The attention of a second pass of `tokens` tokens for a chunk that waits since the step of `attention`."""
+        self._begin(0, attention.prefill.repeated(sealer.number, tokens))
+        return RepeatAttention(self.kernels, self.windows, sealer)
 
-    def _on_device(self, array: Int32) -> Tensor:
-        return torch.from_numpy(array.reshape(-1)).to(self.pool.device)
+    def _begin(self, decode_rows: int, prefill: PrefillRows) -> None:
+        self.kernels.begin(self.tables.flat(), self.cache.lengths, decode_rows, prefill)
 
-    def _addresses(self, row: Row) -> Addresses:
-        return Addresses.of(self.retentions[row.layout].layout, row.slot, self.tables.shape[1])
+    def _address(self, row: Row) -> Int64:
+        """[L, H, 2]: table offset and column of the row's heads."""
+        layout = self.retentions[row.layout].layout
+        table = row.slot * self.cache.tables.shape[1] + layout.group_offset[layout.head_group]
+        return np.stack([table, layout.head_column], axis=-1)
 
     def _decode_rows(self, rows: Sequence[Row]) -> DecodeRows:
         layouts = [self.retentions[row.layout].layout for row in rows]
-        addresses = [self._addresses(row) for row in rows]
-        first = [row.slot * self.lengths.shape[1] for row in rows]
+        address = np.stack([self._address(row) for row in rows])
+        first = [row.slot * self.cache.lengths.shape[1] for row in rows]
         return DecodeRows(
-            table=np.stack([at.table for at in addresses]),
-            column=np.stack([at.column for at in addresses]),
+            table=address[..., 0],
+            column=address[..., 1],
             length_index=np.stack([begin + layout.head_group for begin, layout in zip(first, layouts, strict=True)]),
             budget=np.stack([_expected(layout, row.start) for layout, row in zip(layouts, rows, strict=True)]),
             windows=self.windows,
             page_tokens=layouts[0].page_tokens,
         )
 
-    def _prefill_row(self, row: Row, begin: int) -> PrefillRow:
-        retention, addresses = self.retentions[row.layout], self._addresses(row)
-        layout = retention.layout
-        sealed_chunks, raw_tokens = divmod(row.start, layout.chunk_tokens)
-        past: Int64 = layout.lengths(sealed_chunks, raw_tokens)[layout.head_group].astype(np.int64)
-        sealer = ChunkSealer(retention, addresses, row.start, past, self.rotary, self.observer)
-        return PrefillRow(
-            begin, begin + len(row.tokens), row.start, addresses, past, sealer if row.kind is RowKind.SEAL else None
-        )
+    def _prefill_rows(self, rows: Sequence[Row], first: int) -> PrefillRows:
+        """`rows` lie end to end in the flattened batch, from token `first` on."""
+        geometry = self.retentions[0].layout.geometry
+        address = np.empty((geometry.layers, len(rows), geometry.kv_heads, 3), np.int32)
+        spans, kept = np.empty((len(rows), 5), np.int32), np.empty(address.shape[:3], np.int32)
+        for number, row in enumerate(rows):
+            layout = self.retentions[row.layout].layout
+            past = layout.lengths(*divmod(row.start, layout.chunk_tokens))
+            address[:, number, :, :2] = self._address(row)
+            address[:, number, :, 2] = past[layout.head_group]
+            spans[number] = first, first + len(row.tokens), first, first + len(row.tokens), row.start
+            kept[:, number] = layout.head_kept_tokens if row.kind is RowKind.SEAL else len(row.tokens)
+            first += len(row.tokens)
+        return PrefillRows(address, spans, kept)
+
+    def _sealers(self, rows: Sequence[Row]) -> list[ChunkSealer]:
+        sealers = []
+        for number, row in enumerate(rows):
+            retention = self.retentions[row.layout]
+            if row.kind is RowKind.SEAL and retention.scorer is not None:
+                sealer = ChunkSealer(
+                    retention, retention.scorer, self.kernels, row, number, self.rotary, self.observer
+                )  # fmt: skip
+                sealers.append(sealer)
+        return sealers
 
 
 def _expected(layout: Layout, position: int) -> Float64:

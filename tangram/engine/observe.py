@@ -48,7 +48,7 @@ def score_source(
         seen[layer] = scores.float().cpu().numpy()
 
     retention = Retention(1.0, layout, "", scorer, sink_tokens=SINK_TOKENS)
-    runner = Runner(loaded, [retention], pages=pages, tables=cache.tables, lengths=cache.lengths, observer=observe)
+    runner = Runner(loaded, [retention], pages=pages, cache=cache, observer=observe)
 
     def scores_of(tokens: Sequence[int]) -> Iterator[Scores]:
         scheduler = Scheduler(config, cache)

@@ -9,37 +9,35 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tangram.cache.manager import CacheManager
 from tangram.compress.scorers.kvzip import repeat_tokens
-from tangram.engine.batch import Batcher
+from tangram.engine.batch import Batcher, DeviceTables
 from tangram.engine.sampling import SampleRow, sample
-from tangram.kernels.dispatch import prepare
-from tangram.model.attention import AttentionContext, PrefillRow, RepeatAttention, StepAttention
+from tangram.kernels.dispatch import pool_kernels
+from tangram.kernels.step import KernelChoice
+from tangram.model.attention import AttentionContext, StepAttention
 from tangram.model.load import LoadedModel
 from tangram.model.rotary import model_rotary
 from tangram.model.sealing import Retention, ScoreObserver
-from tangram.types import Int32, Int64, Row, RowKind, Step, TokenLogprob
+from tangram.types import Int64, Row, Step, TokenLogprob
 
 
 class Runner:
-    """Runs steps of one model over one pool.
-
-    `tables` and `lengths` are the cache manager's arrays; the pool is [pages, Hp, 2, P, D] in the model's dtype.
-    """
+    """Runs steps of one model over one pool, [pages, Hp, 2, P, D] in the model's dtype, whose pages `cache` manages."""
 
     def __init__(
-        self, loaded: LoadedModel, retentions: Sequence[Retention], *, pages: int, tables: Int32, lengths: Int32,
-        observer: ScoreObserver | None = None,
+        self, loaded: LoadedModel, retentions: Sequence[Retention], *, pages: int, cache: CacheManager,
+        observer: ScoreObserver | None = None, kernels: KernelChoice = pool_kernels,
     ) -> None:  # fmt: skip
         self._loaded = loaded
         layout = retentions[0].layout
         shape = (pages, layout.heads_per_page, 2, layout.page_tokens, layout.geometry.head_dim)
         self.pool = torch.empty(shape, dtype=loaded.dtype, device=loaded.device)
-        prepare(self.pool)
         needs = {need for entry in retentions if entry.scorer is not None for need in entry.scorer.needs}
         rotary = model_rotary(loaded.model, layout.geometry.head_dim) if "rotary" in needs else None
-        self._batcher = Batcher(
-            retentions, self.pool, tables, lengths, rotary, workers=torch.get_num_threads(), observer=observer
-        )
+        serving = kernels(self.pool, layout.geometry.group_size)
+        block_tables = DeviceTables(cache.tables, cache.versions, loaded.device)
+        self._batcher = Batcher(retentions, serving, cache, block_tables, rotary, observer)
 
     @torch.inference_mode()
     def run(self, step: Step, sample_rows: Sequence[SampleRow]) -> list[TokenLogprob]:
@@ -50,7 +48,7 @@ class Runner:
         ends = np.cumsum([len(row.tokens) for row in step.rows]) - 1
         logits = self._forward(tokens, positions, attention, ends[[row.sample for row in step.rows]])
         sampled = sample(logits, sample_rows) if sample_rows else []
-        self._reconstruct(step, attention)
+        self._reconstruct(attention)
         return sampled
 
     def _forward(self, tokens: Int64, positions: Int64, attention: AttentionContext, wanted: Int64) -> Tensor:
@@ -66,21 +64,16 @@ class Runner:
         logits: Tensor = output.logits[0]
         return logits
 
-    def _reconstruct(self, step: Step, attention: StepAttention) -> None:
+    def _reconstruct(self, attention: StepAttention) -> None:
         """The second pass of scorers that ask the model to repeat a chunk (KVzip, section 3)."""
-        sealed = (row for row in step.rows[step.decode_rows :])
-        for row, part in zip(sealed, attention.prefill, strict=True):
-            if row.kind is RowKind.SEAL and part.sealer is not None and part.sealer.pending:
-                self._repeat(row, part)
+        for sealer in attention.sealers:
+            if sealer.pending:
+                row, tokens = sealer.row, self._repetition(sealer.row)
+                positions = row.start + len(row.tokens) + np.arange(len(tokens))
+                repeat = self._batcher.repetition(attention, sealer, len(tokens))
+                self._forward(tokens, positions, repeat, np.zeros(0, np.int64))
 
-    def _repeat(self, row: Row, part: PrefillRow) -> None:
-        sealer = part.sealer
-        if sealer is None:
-            return
+    def _repetition(self, row: Row) -> Int64:
         encode = partial(self._loaded.tokenizer.encode, add_special_tokens=False)
         preceding = row.preceding.tolist() if row.start else None
-        tokens = np.asarray(repeat_tokens(encode, row.tokens.tolist(), preceding, encode("\n")), np.int64)
-        positions = row.start + len(row.tokens) + np.arange(len(tokens))
-        batcher = self._batcher
-        attention = RepeatAttention(self.pool, batcher.flat_tables, batcher.windows, part, sealer)
-        self._forward(tokens, positions, attention, np.zeros(0, np.int64))
+        return np.asarray(repeat_tokens(encode, row.tokens.tolist(), preceding, encode("\n")), np.int64)

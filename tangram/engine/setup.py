@@ -23,6 +23,8 @@ from tangram.engine.observe import score_source
 from tangram.engine.runner import Runner
 from tangram.engine.scheduler import Scheduler
 from tangram.errors import ConfigError, ProfileError
+from tangram.kernels.dispatch import pool_kernels
+from tangram.kernels.step import KernelChoice
 from tangram.model.load import LoadedModel, cache_folder, load_model
 from tangram.model.sealing import Retention
 from tangram.pilots import pilot_texts
@@ -39,8 +41,8 @@ def build_engine(config: EngineConfig) -> Engine:
     return engine_of(config, load_model(config.model, dtype=config.dtype, device=config.device))
 
 
-def engine_of(config: EngineConfig, loaded: LoadedModel) -> Engine:
-    """`build_engine` for a model that is loaded already."""
+def engine_of(config: EngineConfig, loaded: LoadedModel, kernels: KernelChoice = pool_kernels) -> Engine:
+    """`build_engine` for a model that is loaded already, its pool served by what `kernels` chooses."""
     limit = loaded.geometry.max_positions
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(f"max_model_len is {config.max_model_len}, the model was made for at most {limit} positions")
@@ -51,7 +53,7 @@ def engine_of(config: EngineConfig, loaded: LoadedModel) -> Engine:
         [(entry.fingerprint, entry.layout) for entry in retentions],
         total_pages=pages, max_sequences=config.max_num_seqs, prefix_caching=config.enable_prefix_caching,
     )  # fmt: skip
-    runner = Runner(loaded, retentions, pages=pages, tables=cache.tables, lengths=cache.lengths)
+    runner = Runner(loaded, retentions, pages=pages, cache=cache, kernels=kernels)
     admission = Admission(retentions, pages, loaded.dtype.itemsize, max_model_len)
     _announce(config, loaded, admission)
     return Engine(config, loaded, admission, Scheduler(config, cache), runner)

@@ -74,6 +74,11 @@ class CpuPlan:
         )
 
 
+def compiled(pool: Tensor) -> bool:
+    """True if `decode_step` over `pool` runs compiled code, False if the reference."""
+    return pool.dtype is torch.float32 and pool.device.type == "cpu"
+
+
 def warm_up() -> None:
     """Compile the kernels, or load them from Numba's cache, before the first request waits for it (~15 s, then ~0.5 s).
 
@@ -106,7 +111,7 @@ def decode_step(
 
     Computed in float32 by compiled code; pools of other dtypes go to the reference.
     """
-    if pool.dtype is not torch.float32 or pool.device.type != "cpu":
+    if not compiled(pool):
         reference.append(k, v, pool, tables, lengths, *np.moveaxis(plan.address[layer], -1, 0))
         return reference.decode(
             q, pool, tables, lengths, plan.plan, layer, scaling=scaling, softcap=softcap, sinks=sinks

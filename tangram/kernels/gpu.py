@@ -17,7 +17,7 @@ from torch import Tensor
 from tangram.errors import ConfigError
 from tangram.kernels.decode import decode_tasks
 from tangram.kernels.merge import merge_segments
-from tangram.kernels.packed import Capacity, DecodeOptions, pack
+from tangram.kernels.packed import Capacity, DecodeOptions, Packed, pack
 from tangram.plan.form import WorkPlan
 from tangram.types import Int32
 
@@ -36,7 +36,8 @@ class GpuDecode:
         self._options = options or DecodeOptions()
         self._group, self._head_dim, self._pool, self._scales = group, head_dim, pool, scales
         self._kv_heads, self._tile_tokens = plans[0].kv_heads, plans[0].tile_tokens
-        self._capacity = size = Capacity.of(plans, group, self._options, lengths)
+        packed = [pack(plan, group, self._options, lengths) for plan in plans]
+        self._capacity = size = Capacity.of(plans, packed)
         device, total = pool.device, sum(size.sizes.values())
         self._device_plan = torch.zeros(total, dtype=torch.int32, device=device)
         self._host_plan = torch.zeros(total, dtype=torch.int32, pin_memory=pool.is_cuda)
@@ -49,7 +50,7 @@ class GpuDecode:
         self._kinds = [kind for kind, count in reversed(list(enumerate(size.tasks))) if count]
         self._merges = size.segments > 0 and self._options.merge == "kernel"
         self._chained = pool.is_cuda and self._options.chained
-        self.load(plans[0], lengths)
+        self._upload(packed[0])
 
     def _views(self, whole: Tensor) -> dict[str, Tensor]:
         sizes = self._capacity.sizes
@@ -65,10 +66,10 @@ class GpuDecode:
                 f"the plan has tile_tokens {plan.tile_tokens} and {plan.kv_heads} KV heads, the buffers were made for "
                 f"{self._tile_tokens} and {self._kv_heads}"
             )
-        packed, host = pack(plan, self._group, self._options, lengths), self._views(self._host_plan)
-        for name, array in packed.arrays.items():
-            if array.size > len(host[name]):
-                raise ConfigError(f"the plan has {array.size} values in {name}, the buffers hold {len(host[name])}")
+        packed = pack(plan, self._group, self._options, lengths)
+        for name, size in self._capacity.sizes.items():
+            if packed.arrays[name].size > size:
+                raise ConfigError(f"the plan has {packed.arrays[name].size} values in {name}, the buffers hold {size}")
         for kind, count in enumerate(packed.counts.max(axis=0)):
             if count and kind not in self._kinds:
                 raise ConfigError(f"the plan has tasks of tile {kind}, the buffers were made for tiles {self._kinds}")
@@ -76,16 +77,20 @@ class GpuDecode:
             raise ConfigError(f"the plan has {plan.partial_slots} slots, the buffers hold {self._capacity.slots}")
         if self._pool.is_cuda:
             torch.cuda.current_stream().synchronize()  # the last upload may still be reading the pinned twin
+        self._upload(packed)
+
+    def _upload(self, packed: Packed) -> None:
+        host = self._views(self._host_plan)
         for name, array in packed.arrays.items():
             host[name].numpy()[: array.size] = array.ravel()
         self._device_plan.copy_(self._host_plan, non_blocking=True)
 
     def attend(
         self, layer: int, q: Tensor, tables: Tensor, lengths: Tensor, *, scaling: float,
-        softcap: float | None = None, sinks: Tensor | None = None,
+        softcap: float | None = None, sinks: Tensor | None = None, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """One layer of the loaded plan: q [R, Q, D] → [R, Q, D]; the contract of `reference.decode`."""
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        """One layer of the loaded plan: q [R, Q, D] → [R, Q, D], contiguous; the contract of `reference.decode`."""
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
         for number, kind in enumerate(self._kinds):
             more = self._merges or number + 1 < len(self._kinds)
             self._launch(kind, number > 0, more, layer, q, out, tables, lengths, scaling, softcap, sinks)

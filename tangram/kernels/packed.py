@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
 from tangram.errors import ConfigError
 from tangram.plan.form import RangeKind, WorkPlan
+from tangram.plan.schedule import TILE_NUMBERS, Schedule
 from tangram.types import Int32, Int64
 
 TASK_FIELDS = 12  # table, length_index, column, head, kind, a, b, row_begin, row_end; row, direct, slot of the first
@@ -26,9 +27,9 @@ class Tile:
     stages: int = 2
 
 
-# What decode runs best with on an H100 and an H200 (docs/performance.md).
-TILES = (Tile(16, warps=2), Tile(32), Tile(64), Tile(128))
-SHORT_TILE = Tile(16, entries=32, warps=1, stages=1)
+# What decode runs best with on an H100 (docs/performance.md): a tile of 8 rows takes half the registers of one of 16.
+TILES = (Tile(8), Tile(16, warps=2), Tile(32), Tile(64, stages=3), Tile(128, entries=32, stages=3))
+SHORT_TILE = Tile(8, entries=16, warps=1, stages=1)
 SHORT_TOKENS = 64
 
 
@@ -39,8 +40,7 @@ class DecodeOptions:
     A task takes the first of `tiles` that holds its rows; a short one (at most 64 tokens) that serves one row takes
     `short`, which wants many small programs on a multiprocessor rather than a deep pipeline in each. A layer of
     at most `one_tile_tasks` tasks runs them all with its largest tile, in one launch. `merge` says who merges parts:
-    "auto" lets the short tasks that end their rows do it where all rows end short, and a kernel of its own otherwise;
-    "kernel" always takes the kernel; "atomic" lets whichever task comes last do it. `chained` lets each launch start
+    "kernel" a kernel of its own, "atomic" whichever task comes last. `chained` lets each launch start
     while the one before it ends. `programs` bounds the grid of each launch.
     """
 
@@ -54,6 +54,15 @@ class DecodeOptions:
     def __post_init__(self) -> None:
         if self.merge not in ("kernel", "atomic"):
             raise ConfigError(f"merge is {self.merge!r}, it must be kernel or atomic")
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> DecodeOptions:
+        """What a schedule asks of the kernels; its tile numbers apply to every tile but `short`."""
+        changed = {name: value for name, value in schedule.numbers.items() if name in TILE_NUMBERS}
+        tiles = tuple(replace(tile, **changed) for tile in TILES)
+        one = 1 << 30 if "onetile" in schedule.flags else cls.one_tile_tasks
+        merge: Literal["kernel", "atomic"] = "atomic" if "atomic" in schedule.flags else "kernel"
+        return cls(tiles, one_tile_tasks=one, merge=merge, chained="serial" not in schedule.flags)
 
     @property
     def kinds(self) -> tuple[Tile, ...]:
@@ -138,9 +147,8 @@ class Capacity:
     segment_parts: int
 
     @classmethod
-    def of(cls, plans: Sequence[WorkPlan], group: int, options: DecodeOptions, lengths: Int32 | None) -> Capacity:
-        """The smallest capacity that holds each of `plans`, loaded at `lengths`."""
-        packed = [pack(plan, group, options, lengths) for plan in plans]
+    def of(cls, plans: Sequence[WorkPlan], packed: Sequence[Packed]) -> Capacity:
+        """The smallest capacity that holds each of `plans`, which are `packed`."""
         return cls(
             sizes={name: max(1, *(one.arrays[name].size for one in packed)) for name in packed[0].arrays},
             slots=max(plan.partial_slots for plan in plans),

@@ -133,14 +133,15 @@ def prefill(
     heads = k.shape[1]
     out = torch.empty(tokens, query_heads, dim, dtype=q.dtype, device=q.device) if out is None else out
     block_dim = triton.next_power_of_2(dim)
-    block_m = 128 if longest >= 128 and block_dim <= 128 else 64 if longest >= 64 else 16
+    # By the head dim alone, so that a row is computed alike in any batch. Larger tiles spill registers on Hopper.
+    block_m, block_n, warps = (128, 64, 8) if block_dim <= 128 else (64, 32, 4)
     grid = (triton.cdiv(longest, block_m), query_heads, len(spans))
     prefill_tiles[grid](
         q, k, v, pool, tables, address, spans, scales if scales is not None else k, sinks if sinks is not None else q,
         out, layer, scaling, softcap or 1.0, window or 0, q.stride(0), q.stride(1), k.stride(0),
         k.stride(1), v.stride(0), v.stride(1),
-        H=heads, G=query_heads // heads, D=dim, HP=pool.shape[1], P=pool.shape[3], BLOCK_M=block_m, BLOCK_N=64,
+        H=heads, G=query_heads // heads, D=dim, HP=pool.shape[1], P=pool.shape[3], BLOCK_M=block_m, BLOCK_N=block_n,
         BLOCK_D=block_dim, WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None,
-        SCALED=scales is not None, num_warps=8 if block_m == 128 else 4, num_stages=2,
+        SCALED=scales is not None, num_warps=warps, num_stages=2,
     )  # fmt: skip
     return out

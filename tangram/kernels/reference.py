@@ -37,6 +37,14 @@ def gather(pool: Tensor, tables: Tensor, table: int, column: int, begin: int, en
     return keys, values
 
 
+def first_keys(pool: Tensor, tables: Tensor, table_off: Indices, column: Indices, count: int) -> Tensor:
+    """[H, count, D]: the first `count` keys of heads at addresses [H]."""
+    offset, col = (torch.as_tensor(x, device=pool.device).long()[:, None] for x in (table_off, column))
+    pages = torch.arange(-(-count // pool.shape[3]), device=pool.device)
+    block = tables[offset + pages].long() * pool.shape[1] + col
+    return blocks(pool)[block, 0].flatten(1, 2)[:, :count]
+
+
 def softmax_part(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scaling: float, softcap: float | None) -> Part:
     """Attention of q [..., n, D] over k, v [..., m, D] as a mergeable part: out [..., n, D], log-sum-exp [..., n].
 

@@ -1,4 +1,4 @@
-"""Writing into pages on the GPU: one entry per row in decode, a chunk's kept entries in sealing (Triton)."""
+"""Writing into pages on the GPU: a row's newest entry, all of its new ones, or a chunk's kept ones (Triton)."""
 
 from __future__ import annotations
 
@@ -41,6 +41,35 @@ def append_entries(
     value = tl.load(v + row * stride_v + head * stride_v_head + d, mask=d < D)
     tl.store(place, _stored(key, k_scale, LIMIT, SCALED).to(pool.dtype.element_ty), mask=d < D)
     tl.store(place + P * D, _stored(value, v_scale, LIMIT, SCALED).to(pool.dtype.element_ty), mask=d < D)
+
+
+@triton.jit
+def store_rows(
+    k, v, pool, tables, address, spans, kept, stride_k, stride_k_head, stride_v, stride_v_head,
+    H: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Write rows of k, v [T, H, D] behind their past, where a head keeps all; grid (tiles of the longest row, H, rows).
+
+    `spans` [rows, 5] and `address` [rows, H, 3] as in `prefill.py`, `kept` [rows, H].
+    """
+    row = tl.program_id(2)
+    place = row * H + tl.program_id(1)
+    begin = tl.load(spans + row * 5 + 2)
+    count = tl.load(spans + row * 5 + 3) - begin
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if tl.load(kept + place) == count:
+        d = tl.arange(0, BLOCK_D)
+        here = (n < count)[:, None] & (d < D)[None, :]
+        index = tl.load(address + place * 3 + 2) + n
+        page = tl.load(tables + tl.load(address + place * 3) + index // P, mask=n < count, other=0).to(tl.int64)
+        entry = (page * HP + tl.load(address + place * 3 + 1)) * (2 * P * D) + (index % P) * D
+        target = pool + entry[:, None] + d[None, :]
+        source = (begin + n).to(tl.int64)[:, None]
+        head = tl.program_id(1)
+        keys = tl.load(k + source * stride_k + head * stride_k_head + d[None, :], mask=here, other=0.0)
+        values = tl.load(v + source * stride_v + head * stride_v_head + d[None, :], mask=here, other=0.0)
+        tl.store(target, keys, mask=here)
+        tl.store(target + P * D, values, mask=here)
 
 
 @triton.jit
@@ -127,6 +156,21 @@ def append(
         k, v, pool, tables, lengths, address, scales if scales is not None else k, layer, *k.stride()[:2],
         *v.stride()[:2], H=heads, D=dim, HP=pool.shape[1], P=pool.shape[3], BLOCK_D=triton.next_power_of_2(dim),
         LIMIT=_FP8_MAX, SCALED=scales is not None, num_warps=1,
+    )  # fmt: skip
+
+
+def store(
+    k: Tensor, v: Tensor, pool: Tensor, tables: Tensor, address: Tensor, spans: Tensor, kept: Tensor, *, longest: int
+) -> None:  # fmt: skip
+    """`reference.store` for several rows of k, v [T, H, D], each head's entries where it keeps all of its row's.
+
+    `address` int32 [rows, H, 3]: table offset, column and first index; `spans` int32 [rows, 5]: [2] and [3] bound the
+    row in k and v; `kept` int32 [rows, H]; `longest` is the most entries of a row. The pool is of k's dtype.
+    """
+    rows, heads = kept.shape
+    store_rows[(triton.cdiv(longest, 32), heads, rows)](
+        k, v, pool, tables, address, spans, kept, *k.stride()[:2], *v.stride()[:2], H=heads, D=k.shape[2],
+        HP=pool.shape[1], P=pool.shape[3], BLOCK=32, BLOCK_D=triton.next_power_of_2(k.shape[2]), num_warps=4,
     )  # fmt: skip
 
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from tangram.cache.layout import Layout
 from tangram.compress.scorers import ChunkView, Reconstruction, Scorer
 from tangram.compress.select import keep, protect
-from tangram.errors import IntegrityError
-from tangram.kernels import reference
+from tangram.kernels.step import PoolKernels, Ranking
 from tangram.model.rotary import Rotary
-from tangram.types import Int64
+from tangram.types import Int32, Row
 
 # (position of the chunk, layer, scores [H, C]) as they come: calibration and inspection look on here.
 ScoreObserver = Callable[[int, int, Tensor], None]
@@ -33,32 +30,28 @@ class Retention:
     window_tokens: int = 0
 
 
-@dataclass(frozen=True)
-class Addresses:
-    """Where one sequence's heads lie, [L, H] each: offsets into the flat block tables, and columns."""
+class ChunkRanking(Ranking):
+    """The order of `compress/select.py`."""
 
-    table: Int64
-    column: Int64
-
-    @classmethod
-    def of(cls, layout: Layout, slot: int, width: int) -> Addresses:
-        """The addresses of the sequence in row `slot` of block tables `width` entries wide."""
-        return cls(slot * width + layout.group_offset[layout.head_group], layout.head_column.astype(np.int64))
+    def best(self, counts: Sequence[int] | Int32) -> list[Tensor]:
+        """See `Ranking`."""
+        return keep(protect(self.scores, 0, self.sinks, self.window), counts)
 
 
 @dataclass
 class ChunkSealer:
-    """Seals one chunk of one sequence, layer by layer, as its activations come by.
+    """Seals the chunk of `row`, layer by layer, as its activations come by.
 
-    `first_index` [L, H] is each head's length before this chunk. With a scorer that needs a reconstruction the chunk
-    waits in `pending` until the second pass brings the queries of its repetition; `chunk_kv` keeps its k and v
-    [C, H, D] of every layer for that pass.
+    `number` is the row's number among the prefill rows of the step that `kernels` have begun. With a scorer that needs
+    a reconstruction the chunk waits in `pending` until the second pass brings the queries of its repetition; `chunk_kv`
+    keeps its k and v [C, H, D] of every layer for that pass.
     """
 
     retention: Retention
-    addresses: Addresses
-    start: int
-    first_index: Int64
+    scorer: Scorer
+    kernels: PoolKernels
+    row: Row
+    number: int
     rotary: Rotary | None
     observer: ScoreObserver | None = None
     pending: dict[int, ChunkView] = field(default_factory=dict)
@@ -67,63 +60,41 @@ class ChunkSealer:
     @property
     def waits(self) -> bool:
         """True when scores need a second pass over the chunk."""
-        scorer = self.retention.scorer
-        return scorer is not None and "reconstruction" in scorer.needs
+        return "reconstruction" in self.scorer.needs
 
-    def take(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scaling: float, hidden: Tensor | None,
-        pool: Tensor, tables: Tensor,
-    ) -> None:  # fmt: skip
+    def take(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scaling: float, hidden: Tensor | None) -> None:
         """The chunk's q [C, Q, D], k and v [C, H, D] in one layer: score, select and store, or wait."""
-        keys, values = k.transpose(0, 1), v.transpose(0, 1)
         if self.waits:
             self.chunk_kv[layer] = (k, v)
-        if self.retention.scorer is None or self.retention.layout.geometry.windows[layer] is not None:
-            self._store(layer, keys, values, pool, tables)
+        if self.retention.layout.geometry.windows[layer] is not None:
             return
         chunk = ChunkView(
-            queries=q.transpose(0, 1), keys=keys, values=values, start=self.start, layer=layer, scaling=scaling,
-            rotary=self.rotary, hidden=hidden, sink_keys=self._sink_keys(layer, pool, tables) if self.waits else None,
+            queries=q.transpose(0, 1), keys=k.transpose(0, 1), values=v.transpose(0, 1), start=self.row.start,
+            layer=layer, scaling=scaling, rotary=self.rotary, hidden=hidden,
+            sink_keys=self._sink_keys(layer) if self.waits else None,
         )  # fmt: skip
         if self.waits:
             self.pending[layer] = chunk
         else:
-            self._select(chunk, pool, tables)
+            self._select(chunk)
 
-    def reconstruct(self, layer: int, q: Tensor, k: Tensor, pool: Tensor, tables: Tensor) -> None:
+    def reconstruct(self, layer: int, q: Tensor, k: Tensor) -> None:
         """The repetition's q [T, Q, D] and k [T, H, D] in one layer: score, select and store the waiting chunk."""
         repeat = Reconstruction(queries=q.transpose(0, 1), keys=k.transpose(0, 1))
-        self._select(replace(self.pending.pop(layer), reconstruction=repeat), pool, tables)
+        self._select(replace(self.pending.pop(layer), reconstruction=repeat))
 
-    def _select(self, chunk: ChunkView, pool: Tensor, tables: Tensor) -> None:
-        retention, layer = self.retention, chunk.layer
-        if retention.scorer is None:
-            raise IntegrityError("a chunk without a scorer waits for its scores")
-        scores = retention.scorer.score(chunk)
+    def _select(self, chunk: ChunkView) -> None:
+        retention, start = self.retention, self.row.start
+        fused = self.kernels.fused_scores.get(self.scorer.name)
+        scores = self.scorer.score(chunk) if fused is None else fused(chunk.keys)
         if self.observer is not None:
-            self.observer(self.start, layer, scores)
+            self.observer(start, chunk.layer, scores)
         if retention.layout.keeps_everything:
-            self._store(layer, chunk.keys, chunk.values, pool, tables)
-            return
-        protected = protect(scores, self.start, retention.sink_tokens, retention.window_tokens)
-        kept = keep(protected, retention.layout.head_kept_tokens[layer].tolist())
-        keys = [head[positions] for head, positions in zip(chunk.keys, kept, strict=True)]
-        values = [head[positions] for head, positions in zip(chunk.values, kept, strict=True)]
-        self._store(layer, keys, values, pool, tables)
+            return  # it is stored already
+        ranking = ChunkRanking(scores, retention.sink_tokens if start == 0 else 0, retention.window_tokens)
+        self.kernels.seal(chunk.layer, self.number, ranking, chunk.keys.transpose(0, 1), chunk.values.transpose(0, 1))
 
-    def _store(
-        self, layer: int, k: Tensor | list[Tensor], v: Tensor | list[Tensor], pool: Tensor, tables: Tensor
-    ) -> None:
-        at = self.addresses
-        reference.store(k, v, pool, tables, at.table[layer], at.column[layer], self.first_index[layer])
-
-    def _sink_keys(self, layer: int, pool: Tensor, tables: Tensor) -> Tensor | None:
+    def _sink_keys(self, layer: int) -> Tensor | None:
         """[H, s, D]: the keys of the sequence's first s tokens, which every head keeps first."""
-        if self.start == 0 or self.retention.sink_tokens == 0:
-            return None
-        at, sinks = self.addresses, self.retention.sink_tokens
-        heads = [
-            reference.gather(pool, tables, int(table), int(column), 0, sinks)[0]
-            for table, column in zip(at.table[layer], at.column[layer], strict=True)
-        ]
-        return torch.stack(heads)
+        sinks = self.retention.sink_tokens
+        return None if self.row.start == 0 or sinks == 0 else self.kernels.first_keys(layer, self.number, sinks)

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from bench.kernels import dense, family, pat, persistent, ragged
-from bench.kernels import workloads as workloads_room
-from bench.kernels.case import Geometry, own_case, tree_case
-from bench.kernels.tree import Tree
-from bench.kernels.workloads import Workload, expected
 from tangram.kernels import reference
 from tangram.plan.form import WorkPlan
 from tangram.plan.plain import plan_plain
+from tangram.tune import workloads as workloads_room
+from tangram.tune.case import Geometry, own_case, tree_case
+from tangram.tune.tree import Tree
+from tangram.tune.workloads import Workload, expected
 
 Main = Callable[[Sequence[str]], None]
 FAMILIES: dict[str, tuple[Main, list[str]]] = {

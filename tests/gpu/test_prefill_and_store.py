@@ -94,6 +94,48 @@ def test_queries_of_a_second_pass_see_the_keys_before_them(device: torch.device)
     assert_close(out, expected)
 
 
+def test_a_row_is_computed_alike_whatever_is_beside_it(device: torch.device) -> None:
+    from tangram.kernels import prefill
+
+    batch, sizes = make_batch(2, HEADS, GROUP, DIM, longest=40), [9, 150]
+    q, k, v = (torch.randn(sum(sizes), heads, DIM, device=device) for heads in (HEADS * GROUP, HEADS, HEADS))
+    past, _ = requests(batch, 0, sizes)
+    address = np.stack([batch.rows.table[:, 0], batch.rows.column[:, 0], np.stack(past)], axis=-1)
+    where = torch.from_numpy(address).to(device, torch.int32)
+    spans = torch.tensor([[0, 9, 0, 9, 40], [9, 159, 9, 159, 40]], dtype=torch.int32, device=device)
+    pool, tables = batch.pool.to(device), batch.tables.to(device)
+    both, alone = (
+        prefill.prefill(
+            q, k, v, pool, tables, where[:rows], spans[:rows], layer=0, longest=longest, scaling=SCALING
+        ) for rows, longest in ((2, 150), (1, 9))
+    )  # fmt: skip
+    assert torch.equal(both[:9], alone[:9])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_stored_behind_their_pasts_where_all_of_them_is_kept(dtype: torch.dtype, device: torch.device) -> None:
+    """Of rows of 45, 3 and 20 tokens, head 1 of the last keeps a part only, and the second has no keys."""
+    from tangram.kernels import store
+
+    generator = np.random.default_rng(0)
+    k, v = torch.randn(2, 70, HEADS, DIM).to(dtype)
+    spans = np.array([[2, 47, 2, 47, 0], [47, 50, 0, 0, 7], [50, 70, 50, 70, 11]])
+    kept = np.array([[45, 45], [3, 3], [20, 16]])
+    address = np.stack([np.arange(6) * 9, generator.integers(0, 4, 6), [5, 0, 7, 7, 11, 3]], axis=-1).reshape(3, 2, 3)
+    tables = torch.randperm(54).int()
+    expected = torch.full((54, 4, 2, 8, DIM), torch.nan, dtype=dtype)
+    pool = expected.to(device)
+    for row, head in ((0, 0), (0, 1), (2, 0)):
+        begin, end = spans[row, 2:4]
+        at = address[row, head : head + 1].T
+        reference.store(*(x[begin:end, head][None] for x in (k, v)), expected, tables, *at)
+    store.store(
+        k.to(device), v.to(device), pool, tables.to(device),
+        *(torch.from_numpy(x).to(device, torch.int32) for x in (address, spans, kept)), longest=45,
+    )  # fmt: skip
+    torch.testing.assert_close(pool.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+
+
 SCORES = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-30, -3.5, math.inf, -math.inf, math.nan, 2.0])
 
 

@@ -8,13 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.kernels.budgets import SHIPPED, chosen_layers, even_case, load, ragged_case
-from bench.kernels.case import Case, Geometry, own_case, tree_case, unique_entries
 from bench.kernels.fragmentation import GROUPINGS, reclaimed, scaled
-from bench.kernels.planners import Counters, Variant
-from bench.kernels.traces import CALIBRATION_SEEDS, HELD_OUT_SEEDS, TRACES, Trace
-from bench.kernels.tree import CONFIGS, HEADS, PAGE_TOKENS, Tree
 from tangram.errors import ConfigError
 from tangram.plan.cost import CostModel
+from tangram.plan.schedule import Schedule
+from tangram.tune.case import Case, Geometry, own_case, tree_case, unique_entries
+from tangram.tune.counters import Counters
+from tangram.tune.traces import CALIBRATION_SEEDS, HELD_OUT_SEEDS, TRACES, Trace
+from tangram.tune.tree import CONFIGS, HEADS, PAGE_TOKENS, Tree
 
 SMALL = Geometry(kv_heads=2, group=2, head_dim=4, page_tokens=4, heads_per_page=2)
 
@@ -140,19 +141,21 @@ def test_the_even_twin_has_the_same_entries_spread_evenly() -> None:
     assert unique_entries(twin) == pytest.approx(unique_entries(case), rel=1e-3)
 
 
-@pytest.mark.parametrize("text", ["packing:best", "planner", "plain:off", "aot+speed=2", "aot+quick", "packing"])
-def test_an_unknown_variant_is_refused_by_name(text: str) -> None:
+@pytest.mark.parametrize(
+    "text",
+    ["packing:best", "planner", "plain:off", "aot+speed=2", "aot+quick", "packing", "plain+ctas=2", "aot+tile=x"],
+)
+def test_an_unknown_schedule_is_refused_by_name(text: str) -> None:
     with pytest.raises(ConfigError, match="known"):
-        Variant.parse(text)
+        Schedule.parse(text)
 
 
 @pytest.mark.parametrize("rule", ["off", "naive", "paper", "measured"])
 def test_packing_reads_shared_nodes_once_and_counters_say_so(rule: str) -> None:
     case = tree_case(Tree((1, 4), (4096, 512)), Geometry.of_heads("8/2", 32), seed=0)
-    variant = Variant.parse(f"packing:{rule}+workers=16+tasks=2")
-    plan = variant.planner_of(case, 4, CostModel())()
+    plan = Schedule.parse(f"packing:{rule}+ctas=4+tasks=2").plan(case.decoding, 4, CostModel())
     plan.check(case.rows, case.lengths, case.tables)
-    counters = Counters.of(plan, case, 16)
+    counters = Counters.of([plan], case, 4)
     assert counters.task_kv_bytes == (case.read_bytes if rule == "off" else case.unique_bytes)
     assert counters.tasks > 16
 

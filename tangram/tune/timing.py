@@ -61,6 +61,7 @@ class Measurement:
     wall_kept_us: float | None
 
     def as_dict(self) -> dict[str, Any]:
+        """All fields, for a result file."""
         return asdict(self)
 
 
@@ -77,6 +78,7 @@ class ColdCache:
         self._sink = torch.empty((), dtype=torch.float32, device=device)
 
     def flush(self) -> None:
+        """Enqueue the writes and reads."""
         self._written.bitwise_not_()
         torch.amax(self._read, 0, out=self._sink)
 
@@ -151,11 +153,13 @@ def relative_error(output: Tensor, expected: Tensor) -> float:
     return float(torch.linalg.vector_norm(difference) / torch.linalg.vector_norm(expected))
 
 
+def _event() -> Any:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
 def _device_times(launch: Callable[[], None], cold: ColdCache, replays: int) -> list[float]:
     """Microseconds of each launch, between events that exclude the flush before it."""
-    events = [
-        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays + SETTLE)
-    ]
+    events = [(_event(), _event()) for _ in range(replays + SETTLE)]
     for begin, end in events:
         cold.flush()
         begin.record()
@@ -212,7 +216,7 @@ class Ceilings:
 def _event_times(call: Callable[[], Any], repeats: int = 12) -> list[float]:
     times = []
     for number in range(repeats + 3):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = _event(), _event()
         begin.record()
         call()
         end.record()

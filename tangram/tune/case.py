@@ -1,4 +1,4 @@
-"""One benchmark case on the host: who reads which pages, in integers. No torch here.
+"""One case to measure, on the host: who reads which pages, in integers. No torch here.
 
 Physical pages are scattered as in a pool that has served for a while: page ids are drawn without order from a pool in
 which half the pages are holes (PersistentKV, evaluation set-up).
@@ -11,9 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bench.kernels.tree import Tree
 from tangram.errors import ConfigError
+from tangram.plan.forest import Forest, build_forest, units_of
 from tangram.plan.form import DecodeRows
+from tangram.plan.schedule import Decoding
+from tangram.tune.tree import Tree
 from tangram.types import Float64, Int32, Int64
 
 HOLES_PER_PAGE = 1  # as many pages of the pool are holes as are in use
@@ -31,13 +33,19 @@ class Geometry:
     heads_per_page: int = 8
 
     @classmethod
-    def of_heads(cls, heads: str, page_tokens: int, heads_per_page: int | None = None) -> Geometry:
-        """From the written form "32/8" (query heads / KV heads); a page holds all KV heads unless told otherwise."""
-        query_heads, kv_heads = (int(number) for number in heads.split("/"))
+    def of_heads(cls, heads: str, page_tokens: int, heads_per_page: int | None = None, head_dim: int = 128) -> Geometry:
+        """From the written form "32/8" (query heads / KV heads); a page holds all KV heads unless told otherwise.
+
+        Raises `ConfigError` if the numbers do not go together.
+        """
+        try:
+            query_heads, kv_heads = (int(number) for number in heads.split("/"))
+        except ValueError as error:
+            raise ConfigError(f"heads is {heads!r}, it must read like 32/8 (query heads / KV heads)") from error
         per_page = kv_heads if heads_per_page is None else min(heads_per_page, kv_heads)
         if query_heads % kv_heads or kv_heads % per_page:
             raise ConfigError(f"heads is {heads!r} with {per_page} heads a page: Q/H and H/Hp must be whole")
-        return cls(kv_heads, query_heads // kv_heads, page_tokens=page_tokens, heads_per_page=per_page)
+        return cls(kv_heads, query_heads // kv_heads, head_dim, page_tokens, per_page)
 
     @property
     def query_heads(self) -> int:
@@ -65,6 +73,18 @@ class Case:
         """(R, L, H)."""
         r, layers, heads = self.rows.table.shape
         return r, layers, heads
+
+    @property
+    def decoding(self) -> Decoding:
+        """The case as planners are told of it. Every prefix here is made of raw pages, none of sealed chunks."""
+        layers, heads = self.shape[1:]
+        kept = np.zeros((layers, heads), np.int64)
+        return Decoding(self.rows, self.lengths, self.geometry.group, kept, self._forest)
+
+    def _forest(self) -> Forest:
+        nothing = np.zeros(self.shape[0], np.int64)
+        raw_pages = self.cell_lengths[:, 0, 0] // self.geometry.page_tokens
+        return build_forest(*units_of(self.tables, self.rows.table[:, 0, 0], nothing, nothing, raw_pages), nothing)
 
     @property
     def cell_lengths(self) -> Int64:
@@ -138,28 +158,26 @@ def tree_case(tree: Tree, geometry: Geometry, seed: int, name: str | None = None
     tables = np.concatenate(levels, axis=2)
     offset = np.arange(tree.leaves * runs, dtype=np.int64).reshape(-1, runs) * tables.shape[2]
     lengths = np.full(tree.leaves, sum(tree.tokens), np.int32)
-    rows = _one_layer(offset, np.arange(tree.leaves), lengths / lengths.max(), geometry)
+    index = np.repeat(np.arange(tree.leaves)[:, None], runs, axis=1)
+    rows = _one_layer(offset, index, np.ones(offset.shape), geometry)
     return Case(name or str(tree), geometry, rows, tables.ravel(), lengths, total, tree)
 
 
-def own_case(name: str, lengths: Sequence[int], geometry: Geometry, seed: int) -> Case:
-    """One layer; rows of the given lengths that share nothing."""
-    size = np.asarray(lengths, np.int32)
+def own_case(name: str, lengths: Sequence[int] | Int64, geometry: Geometry, seed: int) -> Case:
+    """One layer; rows that share nothing, of the given lengths, [R] or, where heads differ, [R, H / Hp]."""
     runs = geometry.kv_heads // geometry.heads_per_page
-    pages = np.repeat(-(-size.astype(np.int64) // geometry.page_tokens), runs)
+    size = np.asarray(lengths, np.int32)
+    size = np.repeat(size[:, None], runs, axis=1) if size.ndim == 1 else size
+    pages = -(-size.astype(np.int64).ravel() // geometry.page_tokens)
     ids, total = scattered(int(pages.sum()), seed)
-    offset = (np.cumsum(pages) - pages).reshape(-1, runs)
-    rows = _one_layer(offset, np.arange(len(size)), np.ones(len(size)), geometry)
-    return Case(name, geometry, rows, ids, size, total)
+    offset = (np.cumsum(pages) - pages).reshape(size.shape)
+    rows = _one_layer(offset, np.arange(size.size).reshape(size.shape), size.astype(np.float64), geometry)
+    return Case(name, geometry, rows, ids, size.ravel(), total)
 
 
 def _one_layer(offset: Int64, length_index: Int64, budget: Float64, geometry: Geometry) -> DecodeRows:
-    """`offset` [R, runs of Hp heads]; `length_index` and `budget` [R]."""
-    shape = (len(offset), 1, geometry.kv_heads)
-    table = np.repeat(offset, geometry.heads_per_page, axis=1).reshape(shape)
-    column = np.broadcast_to(np.arange(geometry.kv_heads) % geometry.heads_per_page, shape)
-    index, share = (np.broadcast_to(x[:, None, None], shape) for x in (length_index, budget))
-    return DecodeRows(
-        table, np.ascontiguousarray(column, np.int64), np.ascontiguousarray(index, np.int64),
-        np.ascontiguousarray(share, np.float64), (None,), geometry.page_tokens,
-    )  # fmt: skip
+    """All [R, runs of Hp heads]."""
+    table, index = (np.repeat(x, geometry.heads_per_page, axis=1)[:, None] for x in (offset, length_index))
+    share = np.repeat(budget, geometry.heads_per_page, axis=1)[:, None]
+    column = np.broadcast_to(np.arange(geometry.kv_heads) % geometry.heads_per_page, table.shape)
+    return DecodeRows(table, np.ascontiguousarray(column), index, share, (None,), geometry.page_tokens)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.kernels.case import Case
+from tangram.tune.case import Case
 
 REFERENCE_BYTES = 2 << 30  # of gathered fp32 keys and values at a time
 
@@ -47,10 +47,12 @@ class Workload:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of keys, values and queries."""
         return self.pool.dtype
 
     @property
     def device(self) -> torch.device:
+        """Where all tensors lie."""
         return self.pool.device
 
 

@@ -1,4 +1,4 @@
-"""The `tangram` command: serve, chat, generate, calibrate, size."""
+"""The `tangram` command: serve, chat, generate, calibrate, size, bench."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
+from tangram.cli.bench import bench
 from tangram.compress.profile import Profile
 from tangram.config import EngineConfig
 from tangram.errors import TangramError
@@ -21,6 +22,7 @@ from tangram.size import kv_size, render
 from tangram.types import SamplingParams
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
+app.add_typer(bench, name="bench")
 _out, _err = Console(), Console(stderr=True)
 
 MODEL = typer.Argument(help="smollm2 (embedded), a Hugging Face id, a folder of safetensors, or a GGUF file")

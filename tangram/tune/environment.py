@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import subprocess
@@ -22,13 +23,21 @@ def environment() -> dict[str, Any]:
     model = next((line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")), "unknown")
     return {
         "date": date.today().isoformat(),
-        "commit": _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--porcelain", "-uno") else ""),
+        "commit": _commit(),
         "cpu": model,
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         **_gpu(),
         **_versions(),
     }
+
+
+def _commit() -> str:
+    """With "+" where files differ from it. $GIT_COMMIT where the sources travel without their history."""
+    commit = _git("rev-parse", "--short", "HEAD")
+    if not commit:
+        return os.environ.get("GIT_COMMIT", "unknown")
+    return commit + ("+" if _git("status", "--porcelain", "-uno") else "")
 
 
 def _versions() -> dict[str, str]:
@@ -70,4 +79,5 @@ def _output(program: str, *arguments: str) -> str:
     """What a program prints; nothing where it is not installed."""
     if shutil.which(program) is None:
         return ""
-    return subprocess.run([program, *arguments], capture_output=True, text=True, check=False).stdout.strip()
+    folder = Path(__file__).parent  # the commit of this code, wherever it is run from
+    return subprocess.run([program, *arguments], cwd=folder, capture_output=True, text=True, check=False).stdout.strip()

@@ -33,6 +33,7 @@ class Trace:
 
     @property
     def name(self) -> str:
+        """Family, bucket where it has one, and batch size."""
         suffix = f" {self.bucket // K}K" if self.family in ("bucketed", "homogeneous") else ""
         return f"{self.family}{suffix} B{self.batch}"
 

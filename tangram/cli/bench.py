@@ -1,0 +1,146 @@
+"""`tangram bench`: measure this machine."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from enum import StrEnum
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from tangram.errors import ConfigError, TangramError
+from tangram.plan.policy import FLASHINFER, Policy
+
+if TYPE_CHECKING:
+    from tangram.tune.calibrate import Verdict
+    from tangram.tune.suites import Named
+
+bench = typer.Typer(help=__doc__, no_args_is_help=True)
+_out, _err = Console(), Console(stderr=True)
+
+
+class HalfType(StrEnum):
+    """The dtype of the cache."""
+
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+def _exit_with_2(command: Callable[..., None]) -> Callable[..., None]:
+    """Errors become one line and exit code 2."""
+
+    @wraps(command)
+    def run(*arguments: Any, **options: Any) -> None:
+        try:
+            command(*arguments, **options)
+        except TangramError as error:
+            _err.print(f"[red]error:[/red] {error}", highlight=False)
+            raise typer.Exit(2) from error
+
+    return run
+
+
+@bench.command("calibrate-policy")
+@_exit_with_2
+def calibrate_policy(
+    output: Annotated[Path, typer.Option("--output", "-o", help="where the policy goes (JSON)")],
+    heads: Annotated[str, typer.Option(help="query/KV heads of a layer")] = "32/8",
+    head_dim: Annotated[int, typer.Option(help="size of a head")] = 128,
+    page_tokens: Annotated[int, typer.Option(help="tokens of a page")] = 16,
+    heads_per_page: Annotated[int | None, typer.Option(help="KV heads of a page; all of a layer if not given")] = None,
+    dtype: Annotated[HalfType, typer.Option(help="dtype of the cache")] = HalfType.bfloat16,
+) -> None:
+    """Time every decode schedule on this GPU and write down which suits which step. Takes a few minutes."""
+    import torch
+
+    from tangram.tune.calibrate import calibrate_policy
+    from tangram.tune.case import Geometry
+    from tangram.tune.suites import calibration
+
+    device = _gpu()
+    geometry = Geometry.of_heads(heads, page_tokens, heads_per_page, head_dim)
+    cases = _shown(calibration(geometry), "calibrating")
+    policy = calibrate_policy(geometry, getattr(torch, dtype.value), device, cases)
+    policy.save(output)
+    _err.print(f"{output}: {len(policy.schedules)} schedules on {len(policy.loads)} traces of {policy.device}")
+
+
+@bench.command("check-policy")
+@_exit_with_2
+def check_policy(
+    policy_file: Annotated[Path, typer.Argument(metavar="POLICY", help="what calibrate-policy wrote")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="keep every time here (JSON)")] = None,
+) -> None:
+    """Time the policy's choices on held-out traces, beside every single schedule and FlashInfer where installed."""
+    import torch
+
+    from tangram.tune.calibrate import best_single, judge, regret
+    from tangram.tune.case import Geometry
+    from tangram.tune.environment import environment
+    from tangram.tune.suites import held_out
+
+    policy, device = Policy.load(policy_file), _gpu()
+    if policy.device != torch.cuda.get_device_name(device):
+        raise ConfigError(f"policy {policy_file} is for {policy.device}, this is {torch.cuda.get_device_name(device)}")
+    shape = dict(policy.geometry)
+    dtype = getattr(torch, shape.pop("dtype"))
+    geometry = Geometry(**shape)
+    verdicts = judge(policy, dtype, geometry, device, _shown(held_out(geometry), "held-out traces"))
+    single = best_single(verdicts)
+    worst = max(verdicts, key=lambda verdict: regret(verdict, single))
+    _show(verdicts, single)
+    _out.print(f"best single schedule: {single}; the policy at worst {regret(worst, single):+.1%} ({worst.name})")
+    if output is not None:
+        content = {
+            "command": "tangram bench check-policy", "environment": environment(), "policy": str(policy_file),
+            "geometry": policy.geometry, "best_single": single, "worst_regret": regret(worst, single),
+            "verdicts": [asdict(verdict) for verdict in verdicts],
+        }  # fmt: skip
+        output.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _gpu() -> Any:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError("device is cpu: a policy is measured on a CUDA device, and torch finds none")
+    return torch.device("cuda")
+
+
+def _shown(cases: Sequence[Named], title: str) -> Any:
+    return track(cases, description=title, console=_err)
+
+
+def _show(verdicts: Sequence[Verdict], single: str) -> None:
+    """A line per family: how many times faster than the best single schedule and than FlashInfer."""
+    from tangram.tune.calibrate import regret
+
+    table = Table(title="the policy on held-out traces: geometric means")
+    for column in ("family", "cases", f"× {single}", "× FlashInfer, device", "wall", "chosen"):
+        table.add_column(column)
+    for family in dict.fromkeys(verdict.family for verdict in verdicts):
+        members = [verdict for verdict in verdicts if verdict.family == family]
+        faster = statistics.geometric_mean([1 / (1 + regret(verdict, single)) for verdict in members])
+        chosen = ", ".join(dict.fromkeys(verdict.chosen for verdict in members))
+        against = [_against(members, clock) for clock in ("device_us", "wall_us")]
+        table.add_row(family, str(len(members)), f"{faster:.2f}", *against, chosen)
+    _out.print(table)
+
+
+def _against(members: Sequence[Verdict], clock: str) -> str:
+    """FlashInfer's time over the choice's, mean ± standard deviation."""
+    times = [getattr(verdict, clock) for verdict in members]
+    ratios = [
+        found[FLASHINFER] / found[verdict.chosen]
+        for found, verdict in zip(times, members, strict=True)
+        if FLASHINFER in found
+    ]
+    return f"{statistics.fmean(ratios):.2f} ± {statistics.pstdev(ratios):.2f}" if ratios else "-"

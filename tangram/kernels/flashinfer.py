@@ -1,0 +1,136 @@
+"""The other route: FlashInfer's paged decode over our pool, in place, where that library is installed.
+
+Where all heads of a page belong to one layer and share table and length, each run of Hp heads is a sequence with Hp KV
+heads in its HND layout (for Hp = H that is one ordinary sequence a request). Where pages mix heads of any length, each
+(row, head) is a sequence with one KV head over *virtual blocks*, page · Hp + column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tangram.errors import ConfigError
+from tangram.plan.form import DecodeRows
+from tangram.types import Int32
+
+WORKSPACE_BYTES = 2 << 30  # 1024 rows of 64 heads need a little over 512 MiB
+
+
+def installed() -> bool:
+    """Whether FlashInfer can be imported."""
+    return find_spec("flashinfer") is not None
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """One layer as FlashInfer sees it: S sequences of `kv_heads` KV heads.
+
+    `indptr` [S + 1], `last_page_len` [S] and `lengths` [S] are on the host, as its planners want them; `indices`, and
+    the keys and values `k` and `v` [blocks, kv_heads, P, D], on the device.
+    """
+
+    kv_heads: int
+    indptr: Tensor
+    indices: Tensor
+    last_page_len: Tensor
+    lengths: Tensor
+    k: Tensor
+    v: Tensor
+
+    @classmethod
+    def of(cls, rows: DecodeRows, layer: int, tables: Int32, lengths: Int32, pool: Tensor) -> Sequences:
+        """One layer of `rows`, from the flat host arrays `tables` and `lengths`.
+
+        Raises `ConfigError` if the layer has a sliding window.
+        """
+        if rows.windows[layer] is not None:
+            raise ConfigError(f"layer {layer} has a sliding window of {rows.windows[layer]} tokens: use our kernels")
+        per_page, size = pool.shape[1], pool.shape[3]
+        length = lengths[rows.length_index[:, layer]].astype(np.int64)
+        table, column = rows.table[:, layer], rows.column[:, layer]
+        width = per_page if _whole_pages(table, column, length, per_page) else 1
+        table, column, length = (x[:, ::width].ravel() for x in (table, column, length))
+        pages = -(-length // size)
+        indptr = np.append(0, np.cumsum(pages))
+        cell = np.repeat(np.arange(len(pages)), pages)
+        step = np.arange(indptr[-1]) - indptr[:-1][cell]
+        block = tables[table[cell] + step].astype(np.int64)
+        if width == 1:
+            block = block * per_page + column[cell]
+        blocks = pool.view(-1, width, 2, size, pool.shape[4])
+        return cls(
+            width, on_host(indptr), on_host(block).to(pool.device), on_host(length - (pages - 1) * size),
+            on_host(length), blocks[:, :, 0], blocks[:, :, 1],
+        )  # fmt: skip
+
+    @property
+    def count(self) -> int:
+        """S."""
+        return len(self.last_page_len)
+
+    def queries(self, q: Tensor) -> Tensor:
+        """Q [R, Q, D] as [S, G · kv_heads, D], without a copy."""
+        return q.view(self.count, -1, q.shape[2])
+
+
+def _whole_pages(table: npt.NDArray[Any], column: npt.NDArray[Any], length: npt.NDArray[Any], per_page: int) -> bool:
+    """Whether each run of Hp heads, of [R, H], shares table and length and fills its pages in column order."""
+    rows, heads = table.shape
+    if heads % per_page:
+        return False
+    table, column, length = (x.reshape(rows, -1, per_page) for x in (table, column, length))
+    same = bool((table == table[..., :1]).all() and (length == length[..., :1]).all())
+    return same and bool((column == np.arange(per_page)).all())
+
+
+def on_host(values: npt.ArrayLike) -> Tensor:
+    """An int32 tensor on the host, as FlashInfer's planners take it."""
+    return torch.from_numpy(np.ascontiguousarray(values, np.int32))
+
+
+class FlashInferDecode:
+    """BatchDecodeWithPagedKVCacheWrapper with tensor cores, one wrapper a layer; it must plan at every step.
+
+    `layers` are those of the first step, `workspace` uint8 of `WORKSPACE_BYTES`. With `graph` its runs can be captured:
+    later steps then need as many sequences and at most as many pages. Otherwise the grid fits this batch alone.
+    """
+
+    def __init__(self, layers: Sequence[Sequences], workspace: Tensor, *, graph: bool = True) -> None:
+        import flashinfer
+
+        self._wrappers = [
+            flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                workspace, "HND", use_cuda_graph=graph, use_tensor_cores=True,
+                **(_graph_buffers(seqs, workspace.device) if graph else {}),
+            )
+            for seqs in layers
+        ]  # fmt: skip
+
+    def plan(self, layers: Sequence[Sequences], *, group: int, scaling: float, softcap: float | None = None) -> None:
+        """FlashInfer's own planning of every layer; `group` is G."""
+        for wrapper, seqs in zip(self._wrappers, layers, strict=True):
+            wrapper.plan(
+                seqs.indptr, seqs.indices, seqs.last_page_len, seqs.kv_heads * group, seqs.kv_heads, seqs.k.shape[3],
+                seqs.k.shape[2], q_data_type=seqs.k.dtype, kv_data_type=seqs.k.dtype, sm_scale=scaling,
+                logits_soft_cap=softcap,
+            )  # fmt: skip
+
+    def attend(self, layer: int, seqs: Sequences, q: Tensor, out: Tensor) -> None:
+        """One layer of the planned step: q [R, Q, D] → out [R, Q, D]."""
+        self._wrappers[layer].run(seqs.queries(q), (seqs.k, seqs.v), out=seqs.queries(out))
+
+
+def _graph_buffers(seqs: Sequences, device: torch.device) -> dict[str, Tensor]:
+    return {
+        "paged_kv_indptr_buffer": torch.empty(seqs.count + 1, dtype=torch.int32, device=device),
+        "paged_kv_indices_buffer": torch.empty(len(seqs.indices), dtype=torch.int32, device=device),
+        "paged_kv_last_page_len_buffer": torch.empty(seqs.count, dtype=torch.int32, device=device),
+    }

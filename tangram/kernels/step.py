@@ -1,0 +1,128 @@
+"""What a step asks of the kernels that serve its pool."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from tangram.plan.form import Bool, DecodeRows, WorkPlan
+from tangram.types import Int32
+
+
+@dataclass(frozen=True)
+class Workers:
+    """Whom decode plans are made for: `count` threads or programs that run at once, of `tasks_each` tasks.
+
+    `tile_tokens` is the unit in which a head's entries are dealt out.
+    """
+
+    count: int
+    tasks_each: int
+    tile_tokens: int
+
+
+@dataclass(frozen=True, eq=False)
+class PrefillRows:
+    """The N prefill rows of a step: where their tokens, their pasts and their new entries lie.
+
+    `address` int32 [L, N, H, 3]: each head's table offset, column and past length. `spans` int32 [N, 5]: the row's
+    queries [begin, end) and keys [begin, end) in the flattened batch, and the position of its first key; the queries
+    belong to its last keys, and a row without queries sits out. `kept` int32 [L, N, H]: how many of its entries each
+    head keeps.
+    """
+
+    address: Int32
+    spans: Int32
+    kept: Int32
+
+    @cached_property
+    def whole(self) -> Bool:
+        """[L, N]: where all heads keep all entries."""
+        keys = self.spans[:, 3] - self.spans[:, 2]
+        return np.asarray((self.kept == keys[:, None]).all(axis=2), np.bool_)
+
+    @cached_property
+    def longest(self) -> int:
+        """The most queries of a row, 0 without rows."""
+        return int((self.spans[:, 1] - self.spans[:, 0]).max(initial=0))
+
+    def repeated(self, row: int, tokens: int) -> PrefillRows:
+        """`row` alone, with the queries of `tokens` tokens behind its own (KVzip's second pass); nothing is whole."""
+        _, _, begin, end, position = self.spans[row]
+        spans = self.spans * 0
+        spans[row] = 0, tokens, 0, end - begin + tokens, position
+        return replace(self, spans=spans)
+
+
+@dataclass(frozen=True, eq=False)
+class Ranking(ABC):
+    """In which order the entries of a chunk stay: by `scores` float32 [H, C], protected tokens before all others.
+
+    Protected are the first `sinks` and the last `window` tokens.
+    """
+
+    scores: Tensor
+    sinks: int
+    window: int
+
+    @abstractmethod
+    def best(self, counts: Sequence[int] | Int32) -> list[Tensor]:
+        """The `counts[h]` best positions of each head, int64 [counts[h]], ascending."""
+
+
+class PoolKernels(Protocol):
+    """All that attention does with one pool [N_pages, Hp, 2, P, D], in its dtype.
+
+    `load` a plan when the decoding rows change, `begin` each forward pass, then `attend` layer by layer. Results of a
+    row depend on its own tokens and past alone, but for the rounding of decode, which follows the plan.
+    """
+
+    @property
+    def workers(self) -> Workers:
+        """Whom to plan for."""
+        ...
+
+    @property
+    def fused_scores(self) -> Mapping[str, Callable[[Tensor], Tensor]]:
+        """Faster ways to a scorer's scores, by its name: keys [H, C, D] → float32 [H, C]."""
+        ...
+
+    def load(self, plan: WorkPlan, rows: DecodeRows) -> None:
+        """Decode `rows` by `plan` from now on; their lengths may grow."""
+        ...
+
+    def begin(self, tables: Tensor, lengths: Int32, decode_rows: int, prefill: PrefillRows) -> None:
+        """Get ready for a forward pass: `decode_rows` is 0 or the number of rows of the loaded plan.
+
+        `tables` are the flat block tables, int32 on the pool's device; `lengths`, of any shape, are read flat.
+        """
+        ...
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scaling: float, window: int | None,
+        softcap: float | None, sinks: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """Attention of one layer: q [T, Q, D], k and v [T', H, D] → [T, Q, D] in q's dtype.
+
+        The first `decode_rows` tokens are appended, then attend by the plan. Each prefill row attends to its past and,
+        causally, to itself; then it is stored behind its past where it is whole.
+        """
+        ...
+
+    def seal(self, layer: int, row: int, ranking: Ranking, k: Tensor, v: Tensor) -> None:
+        """Store behind the past of prefill row `row` the `kept` best of its entries k, v [C, H, D], in their order."""
+        ...
+
+    def first_keys(self, layer: int, row: int, count: int) -> Tensor:
+        """[H, count, D]: the oldest keys of prefill row `row`."""
+        ...
+
+
+# What serves a pool, given it and G, the query heads of a KV head.
+KernelChoice = Callable[[Tensor, int], PoolKernels]

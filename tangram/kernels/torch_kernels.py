@@ -1,0 +1,82 @@
+"""Attention without Triton: compiled decode for float32 pools in host memory, the torch specification for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from tangram.kernels import cpu, reference
+from tangram.kernels.step import PrefillRows, Ranking, Workers
+from tangram.plan.form import DecodeRows, WorkPlan
+from tangram.types import Int32
+
+NOTHING_FUSED: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({})
+
+
+class TorchKernels:
+    """`PoolKernels` for any device and dtype."""
+
+    fused_scores = NOTHING_FUSED
+    _plan: cpu.CpuPlan
+    _rows: PrefillRows
+    _tables: Tensor
+    _lengths: Tensor
+
+    def __init__(self, pool: Tensor) -> None:
+        self._pool, self._decode_rows = pool, 0
+        self.workers = Workers(torch.get_num_threads(), tasks_each=4, tile_tokens=128)
+        if cpu.compiled(pool):
+            cpu.warm_up()
+
+    def load(self, plan: WorkPlan, rows: DecodeRows) -> None:
+        """See `PoolKernels`."""
+        self._plan = cpu.CpuPlan.build(plan, rows)
+
+    def begin(self, tables: Tensor, lengths: Int32, decode_rows: int, prefill: PrefillRows) -> None:
+        """See `PoolKernels`."""
+        self._tables, self._decode_rows, self._rows = tables, decode_rows, prefill
+        self._lengths = torch.from_numpy(lengths.reshape(-1)).to(self._pool.device)
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scaling: float, window: int | None,
+        softcap: float | None, sinks: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """See `PoolKernels`."""
+        parts, rows = list[Tensor](), self._decode_rows
+        if rows:
+            decoded = cpu.decode_step(
+                q[:rows], k[:rows], v[:rows], self._pool, self._tables, self._lengths, self._plan, layer,
+                scaling=scaling, softcap=softcap, sinks=sinks,
+            )  # fmt: skip
+            parts.append(decoded)
+        for row, (begin, end, first, last, position) in enumerate(self._rows.spans.tolist()):
+            if begin < end:
+                attended = reference.prefill(
+                    q[begin:end], k[first:last], v[first:last], self._pool, self._tables, *self._address(layer, row),
+                    scaling=scaling, window=window, past_tokens=position, softcap=softcap, sinks=sinks,
+                )  # fmt: skip
+                parts.append(attended)
+            if self._rows.whole[layer, row]:
+                self._store(layer, row, k[first:last].transpose(0, 1), v[first:last].transpose(0, 1))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def seal(self, layer: int, row: int, ranking: Ranking, k: Tensor, v: Tensor) -> None:
+        """See `PoolKernels`."""
+        best = ranking.best(self._rows.kept[layer, row])
+        keys, values = ([x[:, head][positions] for head, positions in enumerate(best)] for x in (k, v))
+        self._store(layer, row, keys, values)
+
+    def first_keys(self, layer: int, row: int, count: int) -> Tensor:
+        """See `PoolKernels`."""
+        table, column, _ = self._address(layer, row)
+        return reference.first_keys(self._pool, self._tables, table, column, count)
+
+    def _store(self, layer: int, row: int, k: Tensor | list[Tensor], v: Tensor | list[Tensor]) -> None:
+        reference.store(k, v, self._pool, self._tables, *self._address(layer, row))
+
+    def _address(self, layer: int, row: int) -> tuple[Int32, Int32, Int32]:
+        table, column, past = self._rows.address[layer, row].T
+        return table, column, past

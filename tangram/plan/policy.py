@@ -1,0 +1,150 @@
+"""Which schedule suits which step, from measurements on one GPU (PersistentKV, calibrated adaptive policy).
+
+What a step asks of the device is summed up in four numbers (`StepLoad`). A policy holds the times that every schedule
+took on calibration traces; for a new step the traces vote, the more the closer their load, and the schedule that loses
+least against the best of each trace is chosen.
+
+Worked example, two schedules, reach 1 octave, distances along one axis in octaves:
+
+    trace  distance  vote             times µs     loss of each (log of time over best)
+    a      0         1                20, 25       0, 0.22
+    b      2         exp(-2) = 0.14   90, 80       0.12, 0
+    weighted loss: 0.017 and 0.22, so the first is chosen
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import TypeAdapter, ValidationError
+
+from tangram.errors import ConfigError
+from tangram.plan.cost import CostModel
+from tangram.plan.forest import Forest
+from tangram.plan.profit import Prefixes
+from tangram.plan.schedule import Decoding
+from tangram.types import Float64
+
+FLASHINFER = "flashinfer"  # the other route, beside the names of schedules
+REACHES = (0.25, 0.5, 1.0, 2.0, 4.0)
+NEAR_ENOUGH = 0.005  # losses this close are noise: the schedule that is listed first wins
+
+
+@dataclass(frozen=True)
+class StepLoad:
+    """What one layer of a decode step asks of the device, on average over layers.
+
+    `cells`: rows times KV heads. `mean_tokens`: entries of a cell. `unevenness`: the longest cell over the mean, 1 or
+    more. `sharing`: entries that rows read over distinct ones, 1 or more.
+    """
+
+    cells: float
+    mean_tokens: float
+    unevenness: float
+    sharing: float
+
+    @classmethod
+    def of(cls, batch: Decoding, forest: Forest) -> StepLoad:
+        """The load of a batch whose prefix forest is `forest`."""
+        rows = batch.rows
+        lengths = batch.lengths[rows.length_index].astype(np.int64)
+        mean = float(lengths.mean())
+        kept = np.broadcast_to(batch.kept_tokens, lengths.shape)
+        prefixes = Prefixes.of(forest, lengths, kept, rows)
+        begin = np.where(forest.depth > 0, prefixes.end[forest.parent], 0.0)
+        spared = float(((forest.rows - 1) * (prefixes.end - begin)).sum())
+        read = mean * len(lengths)
+        longest = float(lengths.max(axis=(0, 2)).mean())
+        return cls(lengths.shape[0] * lengths.shape[2], mean, longest / max(mean, 1.0), read / max(read - spared, 1.0))
+
+    @property
+    def place(self) -> Float64:
+        """[4]: the numbers in octaves."""
+        return np.log2(np.maximum([self.cells, self.mean_tokens, self.unevenness, self.sharing], 1.0))
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Measurements and the choice that follows from them; build it with `fitted`.
+
+    `device` and `geometry` say where it holds. `step_us` has a row for each load, a column for each schedule: device
+    time, and planning where a schedule plans at every step. `reach` is how far a trace's vote carries, in octaves.
+    """
+
+    device: str
+    geometry: dict[str, Any]
+    cost: CostModel
+    schedules: tuple[str, ...]
+    loads: tuple[StepLoad, ...]
+    step_us: tuple[tuple[float, ...], ...]
+    reach: float
+
+    @classmethod
+    def fitted(
+        cls, device: str, geometry: dict[str, Any], cost: CostModel, schedules: Sequence[str],
+        loads: Sequence[StepLoad], step_us: Sequence[Sequence[float]],
+    ) -> Policy:  # fmt: skip
+        """A policy with the reach that loses least when each trace is decided by the others alone.
+
+        Raises `ConfigError` if there are fewer than two traces, or times are missing.
+        """
+        if len(loads) < 2 or any(len(times) != len(schedules) for times in step_us) or len(step_us) != len(loads):
+            raise ConfigError(f"a policy needs two traces or more, with a time of each of {len(schedules)} schedules")
+        times = tuple(tuple(row) for row in step_us)
+        tried = [cls(device, geometry, cost, tuple(schedules), tuple(loads), times, reach) for reach in REACHES]
+        return min(tried, key=Policy._loss_left_out)
+
+    @cached_property
+    def _places(self) -> Float64:
+        return np.stack([load.place for load in self.loads])
+
+    @cached_property
+    def _losses(self) -> Float64:
+        """[N, S]: log of each time over the best of its trace."""
+        times = np.log(np.asarray(self.step_us))
+        return np.asarray(times - times.min(axis=1, keepdims=True))
+
+    def _votes(self, place: Float64) -> Float64:
+        """[N]: never all zero, however far away the step is."""
+        distance = ((self._places - place) ** 2).sum(axis=1) / (2 * self.reach**2)
+        return np.asarray(np.exp(distance.min() - distance))
+
+    def _loss_left_out(self) -> float:
+        total = 0.0
+        for number, place in enumerate(self._places):
+            votes = self._votes(place)
+            votes[number] = 0.0
+            total += self._losses[number, _least(votes @ self._losses / max(votes.sum(), 1e-300))]
+        return total
+
+    def choose(self, load: StepLoad, *, library: bool) -> str:
+        """The schedule to take, or `FLASHINFER`, if `library`, that is if FlashInfer may be chosen."""
+        votes = self._votes(load.place)
+        loss = votes @ self._losses / votes.sum()
+        if not library and FLASHINFER in self.schedules:
+            loss[self.schedules.index(FLASHINFER)] = np.inf
+        return self.schedules[_least(loss)]
+
+    def save(self, path: Path) -> None:
+        """Write all fields as JSON."""
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Policy:
+        """Read what `save` wrote. Raises `ConfigError` naming what is missing or wrong."""
+        try:
+            return TypeAdapter(cls).validate_json(path.read_text())
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise ConfigError(f"policy {path}: {where}: {first['msg']}; calibrate it again") from error
+
+
+def _least(loss: Float64) -> int:
+    return int(np.argmax(loss <= loss.min() + NEAR_ENOUGH))

@@ -1,0 +1,1 @@
+"""Measures this GPU and writes down which schedule suits which step."""

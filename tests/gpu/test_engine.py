@@ -1,0 +1,141 @@
+"""Whole engines, step by step: what the Triton kernels leave in the pool and answer is what the torch ones do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import Gemma2Config, Gemma3TextConfig, GptOssConfig, LlamaConfig, PretrainedConfig
+
+from tangram.engine.batch import DeviceTables
+from tangram.engine.loop import Engine
+from tangram.kernels.step import PoolKernels, Workers
+from tangram.kernels.torch_kernels import TorchKernels
+from tangram.model.load import LoadedModel, load_tokenizer
+from tangram.types import Event, Request, SamplingParams
+from tests.support import profile_file, small_engine, tiny_model
+
+BASE: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 20}
+LLAMA = LlamaConfig(**BASE)
+GPT_OSS = GptOssConfig(**BASE, **SLIDING, num_local_experts=2, num_experts_per_tok=1)
+GEMMA_2 = Gemma2Config(**BASE, **SLIDING, query_pre_attn_scalar=16, attn_logit_softcapping=2.0)
+GEMMA_3 = Gemma3TextConfig(**BASE, **SLIDING, query_pre_attn_scalar=16, tie_word_embeddings=False)
+# KVzip's repeat prompt comes from the tokenizer, so the whole vocabulary must be there.
+LLAMA_WORDS = LlamaConfig(**(BASE | {"vocab_size": 49152}))
+CHUNK = 16
+# Three chunks are prefilled, tails beside them, and the second answer fills a fourth.
+PROMPTS = [[5, 9, 17], [(7 * i) % 90 + 3 for i in range(28)], [(i * i) % 90 + 3 for i in range(40)]]
+ANSWER = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=3)
+
+
+def empty_torch(pool: Tensor, group: int) -> PoolKernels:
+    pool.zero_()
+    return TorchKernels(pool)
+
+
+def empty_triton(pool: Tensor, group: int) -> PoolKernels:
+    from tangram.kernels.triton_kernels import TritonKernels
+
+    pool.zero_()
+    serving = TritonKernels(pool, group)
+    serving.workers = Workers(16, tasks_each=1, tile_tokens=16)  # short as they are, heads are split
+    return serving
+
+
+def submitted(engine: Engine, prompts: Sequence[list[int]]) -> list[list[Event]]:
+    """The events of each prompt, as they will come."""
+    events: list[list[Event]] = [[] for _ in prompts]
+    for number, prompt in enumerate(prompts):
+        engine.submit(Request(str(number), tuple(prompt), ANSWER, events[number].append))
+    return events
+
+
+def log_probabilities(events: list[Event]) -> Tensor:
+    return torch.tensor([[value for _, value in step.top] for event in events for step in event.logprobs])
+
+
+CASES: dict[str, tuple[PretrainedConfig, str, float]] = {
+    "llama": (LLAMA, "keydiff", 0.5),
+    "llama, uncompressed": (LLAMA, "keydiff", 1.0),
+    "llama, another scorer": (LLAMA, "expected_attention", 0.5),
+    "llama, second pass": (LLAMA_WORDS, "kvzip", 0.5),
+    "gpt-oss, windows and sinks": (GPT_OSS, "keydiff", 0.5),
+    "gpt-oss, windows in a second pass": (GptOssConfig(**(GPT_OSS.to_dict() | {"vocab_size": 49152})), "kvzip", 0.5),
+    "gemma 2, softcap": (GEMMA_2, "keydiff", 0.5),
+    "gemma 3": (GEMMA_3, "keydiff", 0.5),
+}
+
+
+@pytest.fixture(scope="module")
+def models(device: torch.device) -> dict[int, LoadedModel]:
+    tokenizer = load_tokenizer("smollm2")
+    configs = {id(config): config for config, _, _ in CASES.values()}
+    return {key: tiny_model(config, tokenizer, device) for key, config in configs.items()}
+
+
+def options_of(case: str, loaded: LoadedModel, folder: Path) -> dict[str, Any]:
+    _, scorer, retention = CASES[case]
+    options: dict[str, Any] = {
+        "kv_retention": retention, "scorer": scorer, "chunk_tokens": CHUNK, "max_num_seqs": 3, "kv_cache_gib": 1e-3,
+        "max_model_len": 100, "max_num_batched_tokens": 50,
+    }  # fmt: skip
+    if retention < 1:
+        options["profile"] = (profile_file(loaded, folder, scorer=scorer, chunk_tokens=CHUNK),)
+    return options
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_step_leaves_the_pool_and_the_answers_that_torch_leaves(
+    case: str, models: dict[int, LoadedModel], tmp_path: Path
+) -> None:
+    loaded = models[id(CASES[case][0])]
+    options = options_of(case, loaded, tmp_path)
+    engines = [small_engine(loaded, kernels, **options) for kernels in (empty_torch, empty_triton)]
+    expected, found = (submitted(engine, PROMPTS) for engine in engines)
+    while engines[0].busy:
+        worked = [engine.step() for engine in engines]
+        assert worked[0] == worked[1]
+        pools = [engine._runner.pool for engine in engines]
+        torch.testing.assert_close(pools[1], pools[0], rtol=1e-4, atol=1e-4)
+    assert pools[0].any()
+    assert engines[0].stats().sealed_chunks == 4
+    for ours, theirs in zip(found, expected, strict=True):
+        assert [event.token_ids for event in ours] == [event.token_ids for event in theirs]
+        torch.testing.assert_close(log_probabilities(ours), log_probabilities(theirs), rtol=1e-3, atol=1e-3)
+
+
+def test_tables_on_the_device_follow_the_rows_that_were_written(device: torch.device) -> None:
+    tables, versions = np.arange(12, dtype=np.int32).reshape(3, 4), np.zeros(3, np.int64)
+    on_device = DeviceTables(tables, versions, device)
+    for slot in (1, 1, 2):
+        tables[slot] += 5
+        versions[slot] += 1
+        assert on_device.flat().tolist() == tables.ravel().tolist()
+
+
+def test_sealing_takes_the_fused_form_of_a_scorer_by_its_name(models: dict[int, LoadedModel], tmp_path: Path) -> None:
+    loaded, shapes = models[id(LLAMA)], list[torch.Size]()
+
+    def first_tokens_first(keys: Tensor) -> Tensor:
+        shapes.append(keys.shape)
+        return -torch.arange(keys.shape[1], dtype=torch.float32, device=keys.device).expand(keys.shape[:2])
+
+    def choose(pool: Tensor, group: int) -> PoolKernels:
+        serving = TorchKernels(pool)
+        serving.fused_scores = {"keydiff": first_tokens_first}
+        return serving
+
+    engine = small_engine(loaded, choose, **options_of("llama", loaded, tmp_path))
+    submitted(engine, PROMPTS[2:])
+    engine.step()
+    assert shapes == [(2, CHUNK, 16)] * 2, "one chunk of two layers"
