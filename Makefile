@@ -17,7 +17,7 @@ test: check
 	$(BIN)/python -m pytest
 
 check: $(READY)
-	$(BIN)/ruff check .
+	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports

@@ -17,6 +17,7 @@ class EngineConfig:
     `kv_retention` is ρ, the fraction of a sealed chunk's KV entries that is kept; 1.0 drops nothing.
     `profile` lists profile files; without one that fits, a shipped or cached one is used, or a short calibration runs.
     `kv_cache_gib` None takes a share of the free memory. `max_model_len` None means the model's own limit.
+    `decode_policy` is a file of `tangram bench calibrate-policy`; None takes the one kept for this GPU, if any.
     """
 
     model: str = "smollm2"
@@ -28,6 +29,7 @@ class EngineConfig:
     heads_per_page: int = 4
     profile: tuple[str, ...] = ()
     gate: str | None = None
+    decode_policy: str | None = None
     kv_cache_gib: float | None = None
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 2048

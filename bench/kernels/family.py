@@ -149,9 +149,8 @@ def _timed(run: Run, build: Callable[[], Any], answer: Any, cold: Any) -> dict[s
 
 def _contenders(run: Run, entry: Entry, workload: Any) -> list[tuple[str, Callable[[], Any]]]:
     """Ours by variant, then the peers asked for, each built when its turn comes."""
-    from tangram.kernels.flashinfer import WORKSPACE_BYTES
-
     from bench.kernels.peers import peer
+    from tangram.kernels.flashinfer import WORKSPACE_BYTES
     from tangram.tune.contenders import Ours
 
     options = run.options

@@ -69,6 +69,7 @@ Page = Annotated[int, typer.Option(help="tokens of a page")]
 Heads = Annotated[int, typer.Option(help="KV heads that share a page table")]
 Profiles = Annotated[list[str] | None, typer.Option("--profile", help="profile file; repeat for several kv-retentions")]
 Gate = Annotated[str | None, typer.Option(help="gate file of the scorer fastkvzip")]
+DecodePolicy = Annotated[str | None, typer.Option(help="file of `tangram bench calibrate-policy`, for a GPU")]
 CacheGib = Annotated[float | None, typer.Option(help="memory for KV pages in GiB")]
 MaxSeqs = Annotated[int, typer.Option(help="most sequences in one step")]
 MaxBatched = Annotated[int, typer.Option(help="most tokens in one step")]
@@ -83,7 +84,8 @@ Seed = Annotated[int, typer.Option(help="seed of requests that bring none")]
 def _config(
     model: Model = "smollm2", kv_retention: Retention = 0.5, scorer: ScorerName = "keydiff",
     scope: ScopeName = Scope.model, chunk_tokens: Chunk = 512, page_tokens: Page = 16, heads_per_page: Heads = 4,
-    profile: Profiles = None, gate: Gate = None, kv_cache_gib: CacheGib = None, max_num_seqs: MaxSeqs = 32,
+    profile: Profiles = None, gate: Gate = None, decode_policy: DecodePolicy = None, kv_cache_gib: CacheGib = None,
+    max_num_seqs: MaxSeqs = 32,
     max_num_batched_tokens: MaxBatched = 2048, max_model_len: MaxLen = None, enable_prefix_caching: Prefix = True,
     scheduling: Batching = Scheduling.continuous, dtype: Dtype = WeightType.auto, device: Device = "auto",
     seed: Seed = 0,
@@ -91,6 +93,7 @@ def _config(
     return EngineConfig(
         model=model, kv_retention=kv_retention, scorer=scorer, scope=scope.value, chunk_tokens=chunk_tokens,
         page_tokens=page_tokens, heads_per_page=heads_per_page, profile=tuple(profile or ()), gate=gate,
+        decode_policy=decode_policy,
         kv_cache_gib=kv_cache_gib, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len, enable_prefix_caching=enable_prefix_caching, scheduling=scheduling.value,
         dtype=dtype.value, device=device, seed=seed,

@@ -17,7 +17,7 @@ from rich.progress import track
 from rich.table import Table
 
 from tangram.errors import ConfigError, TangramError
-from tangram.plan.policy import FLASHINFER, Policy
+from tangram.plan.policy import FLASHINFER, Policy, policy_name
 
 if TYPE_CHECKING:
     from tangram.tune.calibrate import Verdict
@@ -51,7 +51,9 @@ def _exit_with_2(command: Callable[..., None]) -> Callable[..., None]:
 @bench.command("calibrate-policy")
 @_exit_with_2
 def calibrate_policy(
-    output: Annotated[Path, typer.Option("--output", "-o", help="where the policy goes (JSON)")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="where the policy goes (JSON); kept for this GPU if not given")
+    ] = None,
     heads: Annotated[str, typer.Option(help="query/KV heads of a layer")] = "32/8",
     head_dim: Annotated[int, typer.Option(help="size of a head")] = 128,
     page_tokens: Annotated[int, typer.Option(help="tokens of a page")] = 16,
@@ -61,6 +63,7 @@ def calibrate_policy(
     """Time every decode schedule on this GPU and write down which suits which step. Takes a few minutes."""
     import torch
 
+    from tangram.model.load import cache_folder
     from tangram.tune.calibrate import calibrate_policy
     from tangram.tune.case import Geometry
     from tangram.tune.suites import calibration
@@ -69,8 +72,12 @@ def calibrate_policy(
     geometry = Geometry.of_heads(heads, page_tokens, heads_per_page, head_dim)
     cases = _shown(calibration(geometry), "calibrating")
     policy = calibrate_policy(geometry, getattr(torch, dtype.value), device, cases)
-    policy.save(output)
-    _err.print(f"{output}: {len(policy.schedules)} schedules on {len(policy.loads)} traces of {policy.device}")
+    name = policy_name(
+        policy.device, kv_heads=geometry.kv_heads, group=geometry.group, head_dim=head_dim, dtype=dtype.value
+    )
+    path = output or cache_folder() / "policies" / name
+    policy.save(path)
+    _err.print(f"{path}: {len(policy.schedules)} schedules on {len(policy.loads)} traces of {policy.device}")
 
 
 @bench.command("check-policy")
@@ -88,8 +95,7 @@ def check_policy(
     from tangram.tune.suites import held_out
 
     policy, device = Policy.load(policy_file), _gpu()
-    if policy.device != torch.cuda.get_device_name(device):
-        raise ConfigError(f"policy {policy_file} is for {policy.device}, this is {torch.cuda.get_device_name(device)}")
+    policy.check(torch.cuda.get_device_name(device), {})
     shape = dict(policy.geometry)
     dtype = getattr(torch, shape.pop("dtype"))
     geometry = Geometry(**shape)

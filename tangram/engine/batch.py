@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,8 +17,9 @@ from tangram.kernels.transfer import staged
 from tangram.model.attention import RepeatAttention, StepAttention
 from tangram.model.rotary import Rotary
 from tangram.model.sealing import ChunkSealer, Retention, ScoreObserver
-from tangram.plan.aot import plan_aot
+from tangram.plan.forest import Forest, build_forest, units_of
 from tangram.plan.form import DecodeRows
+from tangram.plan.schedule import Decoding
 from tangram.types import Float64, Int32, Int64, Row, RowKind, Step
 
 
@@ -64,9 +66,7 @@ class Batcher:
         """The attention of `step`, whose pages the scheduler has taken."""
         decode, rest = step.rows[: step.decode_rows], step.rows[step.decode_rows :]
         if decode and step.epoch != self._epoch:
-            rows, workers = self._decode_rows(decode), self.kernels.workers
-            plan = plan_aot(rows, workers.count, tasks_per_worker=workers.tasks_each, tile_tokens=workers.tile_tokens)
-            self.kernels.load(plan, rows)
+            self.kernels.load(self._decoding(decode))
             self._epoch = step.epoch
         prefill = self._prefill_rows(rest, len(decode))
         self._begin(len(decode), prefill)
@@ -86,8 +86,25 @@ class Batcher:
         table = row.slot * self.cache.tables.shape[1] + layout.group_offset[layout.head_group]
         return np.stack([table, layout.head_column], axis=-1)
 
-    def _decode_rows(self, rows: Sequence[Row]) -> DecodeRows:
+    def _decoding(self, rows: Sequence[Row]) -> Decoding:
         layouts = [self.retentions[row.layout].layout for row in rows]
+        kept = np.stack([layout.head_kept_tokens for layout in layouts]).astype(np.int64)
+        group = layouts[0].geometry.group_size
+        lengths = self.cache.lengths.reshape(-1)
+        return Decoding(self._decode_rows(rows, layouts), lengths, group, kept, partial(self._prefixes, rows, layouts))
+
+    def _prefixes(self, rows: Sequence[Row], layouts: Sequence[Layout]) -> Forest:
+        """Who shares what, as the tables of one head show: sealed chunks, and the full pages of raw tails."""
+        full = layouts[0].geometry.full_layers
+        starts = [divmod(row.start, layout.chunk_tokens) for row, layout in zip(rows, layouts, strict=True)]
+        chunks, raw = np.asarray(starts if full else [(0, 0)] * len(rows), np.int64).T
+        probe = full[0] if full else 0
+        table = np.asarray([self._address(row)[probe, 0, 0] for row in rows])
+        sealed = np.asarray([layout.sealed_pages[layout.head_group[probe, 0]] for layout in layouts], np.int64)
+        units = units_of(self.cache.tables.reshape(-1), table, sealed, chunks, raw // layouts[0].page_tokens)
+        return build_forest(*units, chunks)
+
+    def _decode_rows(self, rows: Sequence[Row], layouts: Sequence[Layout]) -> DecodeRows:
         address = np.stack([self._address(row) for row in rows])
         first = [row.slot * self.cache.lengths.shape[1] for row in rows]
         return DecodeRows(

@@ -60,6 +60,7 @@ class LLM:
         heads_per_page: int = 4,
         profile: str | Sequence[str] = (),
         gate: str | None = None,
+        decode_policy: str | None = None,
         kv_cache_gib: float | None = None,
         max_num_seqs: int = 32,
         max_num_batched_tokens: int = 2048,
@@ -73,7 +74,8 @@ class LLM:
         config = EngineConfig(
             model=model, kv_retention=kv_retention, scorer=scorer, scope=scope, chunk_tokens=chunk_tokens,
             page_tokens=page_tokens, heads_per_page=heads_per_page,
-            profile=(profile,) if isinstance(profile, str) else tuple(profile), gate=gate, kv_cache_gib=kv_cache_gib,
+            profile=(profile,) if isinstance(profile, str) else tuple(profile), gate=gate,
+            decode_policy=decode_policy, kv_cache_gib=kv_cache_gib,
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len,
             enable_prefix_caching=enable_prefix_caching, scheduling=scheduling, dtype=dtype, device=device, seed=seed,
         )  # fmt: skip

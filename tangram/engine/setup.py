@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,6 +30,7 @@ from tangram.kernels.step import KernelChoice
 from tangram.model.load import LoadedModel, cache_folder, load_model
 from tangram.model.sealing import Retention
 from tangram.pilots import pilot_texts
+from tangram.plan.policy import Policy, policy_name
 
 QUICK_SAMPLES = 8  # enough for a usable ranking of heads; `tangram calibrate` takes 50
 _DEFAULT_CPU_BYTES = 4 << 30
@@ -38,7 +41,8 @@ _log = logging.getLogger("tangram")
 
 def build_engine(config: EngineConfig) -> Engine:
     """Everything `config` asks for, ready to `submit` to. Raises the errors of `tangram.errors` with what to change."""
-    return engine_of(config, load_model(config.model, dtype=config.dtype, device=config.device))
+    loaded = load_model(config.model, dtype=config.dtype, device=config.device)
+    return engine_of(config, loaded, partial(pool_kernels, policy=_decode_policy(config, loaded)))
 
 
 def engine_of(config: EngineConfig, loaded: LoadedModel, kernels: KernelChoice = pool_kernels) -> Engine:
@@ -57,6 +61,22 @@ def engine_of(config: EngineConfig, loaded: LoadedModel, kernels: KernelChoice =
     admission = Admission(retentions, pages, loaded.dtype.itemsize, max_model_len)
     _announce(config, loaded, admission)
     return Engine(config, loaded, admission, Scheduler(config, cache), runner)
+
+
+def _decode_policy(config: EngineConfig, loaded: LoadedModel) -> Policy | None:
+    """The policy asked for, or the one that was kept for this GPU and geometry."""
+    shape = loaded.geometry
+    fits: dict[str, Any] = {
+        "kv_heads": shape.kv_heads, "group": shape.group_size, "head_dim": shape.head_dim,
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+    }  # fmt: skip
+    device = torch.cuda.get_device_name(loaded.device) if loaded.device.type == "cuda" else str(loaded.device)
+    if config.decode_policy is not None:
+        policy = Policy.load(Path(config.decode_policy))
+        policy.check(device, fits)
+        return policy
+    kept = cache_folder() / "policies" / policy_name(device, **fits)
+    return Policy.load(kept) if kept.exists() else None
 
 
 def scorer_spec(scorer: Scorer) -> ScorerSpec:

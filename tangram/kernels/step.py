@@ -11,20 +11,9 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from tangram.plan.form import Bool, DecodeRows, WorkPlan
+from tangram.plan.form import Bool
+from tangram.plan.schedule import Decoding
 from tangram.types import Int32
-
-
-@dataclass(frozen=True)
-class Workers:
-    """Whom decode plans are made for: `count` threads or programs that run at once, of `tasks_each` tasks.
-
-    `tile_tokens` is the unit in which a head's entries are dealt out.
-    """
-
-    count: int
-    tasks_each: int
-    tile_tokens: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,22 +68,17 @@ class Ranking(ABC):
 class PoolKernels(Protocol):
     """All that attention does with one pool [N_pages, Hp, 2, P, D], in its dtype.
 
-    `load` a plan when the decoding rows change, `begin` each forward pass, then `attend` layer by layer. Results of a
-    row depend on its own tokens and past alone, but for the rounding of decode, which follows the plan.
+    `load` the decoding rows when they change, `begin` each forward pass, then `attend` layer by layer. Results of a row
+    depend on its own tokens and past alone, but for the rounding of decode, which follows the plan.
     """
-
-    @property
-    def workers(self) -> Workers:
-        """Whom to plan for."""
-        ...
 
     @property
     def fused_scores(self) -> Mapping[str, Callable[[Tensor], Tensor]]:
         """Faster ways to a scorer's scores, by its name: keys [H, C, D] → float32 [H, C]."""
         ...
 
-    def load(self, plan: WorkPlan, rows: DecodeRows) -> None:
-        """Decode `rows` by `plan` from now on; their lengths may grow."""
+    def load(self, batch: Decoding) -> None:
+        """Plan for the rows of `batch` and decode them from now on; their lengths may grow."""
         ...
 
     def begin(self, tables: Tensor, lengths: Int32, decode_rows: int, prefill: PrefillRows) -> None:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from tangram.kernels import cpu, reference
-from tangram.kernels.step import PrefillRows, Ranking, Workers
-from tangram.plan.form import DecodeRows, WorkPlan
+from tangram.kernels.step import PrefillRows, Ranking
+from tangram.plan.aot import plan_aot
+from tangram.plan.schedule import Decoding
 from tangram.types import Int32
 
 NOTHING_FUSED: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({})
@@ -27,13 +28,13 @@ class TorchKernels:
 
     def __init__(self, pool: Tensor) -> None:
         self._pool, self._decode_rows = pool, 0
-        self.workers = Workers(torch.get_num_threads(), tasks_each=4, tile_tokens=128)
         if cpu.compiled(pool):
             cpu.warm_up()
 
-    def load(self, plan: WorkPlan, rows: DecodeRows) -> None:
-        """See `PoolKernels`."""
-        self._plan = cpu.CpuPlan.build(plan, rows)
+    def load(self, batch: Decoding) -> None:
+        """See `PoolKernels`: by budgets, for torch's threads."""
+        plan = plan_aot(batch.rows, torch.get_num_threads(), tasks_per_worker=4, tile_tokens=128)
+        self._plan = cpu.CpuPlan.build(plan, batch.rows)
 
     def begin(self, tables: Tensor, lengths: Int32, decode_rows: int, prefill: PrefillRows) -> None:
         """See `PoolKernels`."""

@@ -11,19 +11,23 @@ from torch import Tensor
 
 from tangram.kernels import keydiff, prefill, reference, store
 from tangram.kernels.gpu import GpuDecode
-from tangram.kernels.step import PrefillRows, Ranking, Workers
+from tangram.kernels.packed import DecodeOptions
+from tangram.kernels.step import PrefillRows, Ranking
 from tangram.kernels.transfer import upload
-from tangram.plan.form import DecodeRows, WorkPlan
+from tangram.plan.cost import CostModel
+from tangram.plan.policy import Policy, StepLoad
+from tangram.plan.schedule import Decoding, Schedule
 from tangram.types import Int32
 
 FUSED_SCORES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({"keydiff": keydiff.score})
-PROGRAMS_PER_MULTIPROCESSOR = 3  # tasks of a decode plan, see docs/performance.md
+UNMEASURED = "packing:measured"  # without a policy: a work queue that reads shared prefixes once
 
 
 class TritonKernels:
     """`PoolKernels` of float32, bfloat16 and float16 pools for models of G = `group` query heads a KV head.
 
-    What a step's kernels read is uploaded by `begin`, once; layers only launch.
+    `policy` chooses the schedule of each batch; without one all have the same. What a step's kernels read is uploaded
+    by `begin`, once; layers only launch.
     """
 
     fused_scores = FUSED_SCORES
@@ -32,17 +36,26 @@ class TritonKernels:
     _rows: PrefillRows
     _tables: Tensor
 
-    def __init__(self, pool: Tensor, group: int) -> None:
-        self._pool, self._group, self._decode_rows = pool, group, 0
+    def __init__(self, pool: Tensor, group: int, policy: Policy | None = None) -> None:
+        self._pool, self._group, self._policy, self._decode_rows = pool, group, policy, 0
         device = pool.device
-        processors = torch.cuda.get_device_properties(device).multi_processor_count if pool.is_cuda else 1
-        self.workers = Workers(PROGRAMS_PER_MULTIPROCESSOR * processors, tasks_each=1, tile_tokens=64)
+        self._processors = torch.cuda.get_device_properties(device).multi_processor_count if pool.is_cuda else 1
+        self._cost = CostModel() if policy is None else policy.cost
 
-    def load(self, plan: WorkPlan, rows: DecodeRows) -> None:
+    def load(self, batch: Decoding) -> None:
         """See `PoolKernels`. Buffers of earlier plans go back to torch's allocator, which gives them out again."""
-        self._decoder = GpuDecode([plan], group=self._group, head_dim=self._pool.shape[-1], pool=self._pool)
+        schedule, rows = self._schedule(batch), batch.rows
+        self._decoder = GpuDecode(
+            [schedule.plan(batch, self._processors, self._cost)], group=self._group, head_dim=self._pool.shape[-1],
+            pool=self._pool, lengths=batch.lengths, options=DecodeOptions.of(schedule),
+        )  # fmt: skip
         address = np.stack([rows.table, rows.column, rows.length_index], axis=-1).swapaxes(0, 1)
         (self._decode_address,) = upload([address.astype(np.int32)], self._pool.device)
+
+    def _schedule(self, batch: Decoding) -> Schedule:
+        # FlashInfer would plan every layer on the host at every step: it is not a route for an engine.
+        chosen = UNMEASURED if self._policy is None else self._policy.choose(StepLoad.of(batch), library=False)
+        return Schedule.parse(chosen)
 
     def begin(self, tables: Tensor, lengths: Int32, decode_rows: int, prefill: PrefillRows) -> None:
         """See `PoolKernels`."""

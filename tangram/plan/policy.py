@@ -15,6 +15,7 @@ Worked example, two schedules, reach 1 octave, distances along one axis in octav
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -26,7 +27,6 @@ from pydantic import TypeAdapter, ValidationError
 
 from tangram.errors import ConfigError
 from tangram.plan.cost import CostModel
-from tangram.plan.forest import Forest
 from tangram.plan.profit import Prefixes
 from tangram.plan.schedule import Decoding
 from tangram.types import Float64
@@ -50,13 +50,12 @@ class StepLoad:
     sharing: float
 
     @classmethod
-    def of(cls, batch: Decoding, forest: Forest) -> StepLoad:
-        """The load of a batch whose prefix forest is `forest`."""
-        rows = batch.rows
+    def of(cls, batch: Decoding) -> StepLoad:
+        """The load of a batch, all layers together."""
+        rows, forest = batch.rows, batch.forest
         lengths = batch.lengths[rows.length_index].astype(np.int64)
         mean = float(lengths.mean())
-        kept = np.broadcast_to(batch.kept_tokens, lengths.shape)
-        prefixes = Prefixes.of(forest, lengths, kept, rows)
+        prefixes = Prefixes.of(forest, lengths, batch.kept_tokens, rows)
         begin = np.where(forest.depth > 0, prefixes.end[forest.parent], 0.0)
         spared = float(((forest.rows - 1) * (prefixes.end - begin)).sum())
         read = mean * len(lengths)
@@ -67,6 +66,11 @@ class StepLoad:
     def place(self) -> Float64:
         """[4]: the numbers in octaves."""
         return np.log2(np.maximum([self.cells, self.mean_tokens, self.unevenness, self.sharing], 1.0))
+
+
+def policy_name(device: str, *, kv_heads: int, group: int, head_dim: int, dtype: str) -> str:
+    """The name of the file that a policy is kept in: what its times depend on most."""
+    return re.sub(r"[^\w.-]+", "_", f"{device} {kv_heads * group}-{kv_heads}x{head_dim} {dtype}.json")
 
 
 @dataclass(frozen=True)
@@ -131,8 +135,19 @@ class Policy:
             loss[self.schedules.index(FLASHINFER)] = np.inf
         return self.schedules[_least(loss)]
 
+    def check(self, device: str, geometry: dict[str, Any]) -> None:
+        """Raise `ConfigError` naming the mismatch unless the times hold for this device and geometry."""
+        wanted = {"device": device} | geometry
+        found = {"device": self.device} | self.geometry
+        for name, value in wanted.items():
+            if found.get(name) != value:
+                raise ConfigError(
+                    f"decode_policy is for {name} {found.get(name)}, this is {value}: calibrate one for it"
+                )
+
     def save(self, path: Path) -> None:
         """Write all fields as JSON."""
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
@@ -140,6 +155,8 @@ class Policy:
         """Read what `save` wrote. Raises `ConfigError` naming what is missing or wrong."""
         try:
             return TypeAdapter(cls).validate_json(path.read_text())
+        except OSError as error:
+            raise ConfigError(f"policy {path}: cannot be read: {error.strerror}") from error
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))

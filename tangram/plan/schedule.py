@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, get_args
 
 from tangram.errors import ConfigError
@@ -47,20 +47,25 @@ TILE_TOKENS = 64
 class Decoding:
     """A batch that decodes, as planners are told of it.
 
-    `lengths` is the flat int32 array, `group` is G, `kept_tokens` [L, H] what each head keeps of a sealed chunk.
-    `forest` builds the prefix forest; only packing asks for it.
+    `lengths` is the flat int32 array, `group` is G, `kept_tokens` [R, L, H] what each head keeps of a sealed chunk.
+    `prefixes` builds the prefix forest.
     """
 
     rows: DecodeRows
     lengths: Int32
     group: int
     kept_tokens: Int64
-    forest: Callable[[], Forest]
+    prefixes: Callable[[], Forest]
+
+    @cached_property
+    def forest(self) -> Forest:
+        """The prefix forest, built when something first asks for it."""
+        return self.prefixes()
 
     def layers(self) -> list[Decoding]:
         """The same batch seen by each layer alone."""
         return [
-            Decoding(self.rows.layer(i), self.lengths, self.group, self.kept_tokens[i : i + 1], self.forest)
+            Decoding(self.rows.layer(i), self.lengths, self.group, self.kept_tokens[:, i : i + 1], self.prefixes)
             for i in range(self.rows.table.shape[1])
         ]
 
@@ -121,7 +126,7 @@ class Schedule:
             case "buckets":
                 return partial(plan_buckets, rows, lengths, workers, kind=rule)
         return partial(
-            plan_packing, rows, lengths, batch.forest(), batch.kept_tokens, workers, group=batch.group, cost=cost,
+            plan_packing, rows, lengths, batch.forest, batch.kept_tokens, workers, group=batch.group, cost=cost,
             rule=rule,
         )  # fmt: skip
 

@@ -56,14 +56,13 @@ class Bench:
     def time(self, case: Named, schedules: Sequence[str]) -> Timed:
         """Measure each schedule; every answer is checked against float32 before the clock runs."""
         workload = Workload.build(case.make(), self._dtype, self._device)
-        answer, batch = expected(workload), workload.case.decoding
+        answer, load = expected(workload), StepLoad.of(workload.case.decoding)
         builds: dict[str, Callable[[], Contender]] = {
             text: partial(Ours, Schedule.parse(text), workload, self._processors, self._cost) for text in schedules
         }
         if self._library:
             builds[FLASHINFER] = partial(Library, workload, self._workspace)
         times = {name: measure(build(), answer, self._cold, replays=REPLAYS) for name, build in builds.items()}
-        load = StepLoad.of(batch, batch.forest())
         del workload, answer, builds
         gc.collect()
         torch.cuda.empty_cache()

@@ -77,8 +77,7 @@ class Case:
     @property
     def decoding(self) -> Decoding:
         """The case as planners are told of it. Every prefix here is made of raw pages, none of sealed chunks."""
-        layers, heads = self.shape[1:]
-        kept = np.zeros((layers, heads), np.int64)
+        kept = np.zeros(self.shape, np.int64)
         return Decoding(self.rows, self.lengths, self.geometry.group, kept, self._forest)
 
     def _forest(self) -> Forest:

@@ -25,16 +25,22 @@ class Ours:
     def __init__(self, schedule: Schedule, workload: Workload, multiprocessors: int, cost: CostModel) -> None:
         self.name, self.each_step = schedule.text, schedule.each_step
         self._schedule, self._workload, self._cost = schedule, workload, cost
-        self._multiprocessors, batch = multiprocessors, workload.case.decoding
-        self._batches = batch.layers() if "replan" in schedule.flags else [batch]
-        plans = [self._planned(batch) for batch in self._batches]
-        for plan, decoding in zip(plans, self._batches, strict=True):
-            plan.check(decoding.rows, decoding.lengths, workload.case.tables)
+        self._multiprocessors = multiprocessors
+        plans, batches = self._planned(), self._batches()
+        for plan, batch in zip(plans, batches, strict=True):
+            plan.check(batch.rows, batch.lengths, workload.case.tables)
         self.counters = Counters.of(plans, workload.case, multiprocessors)
         self._decoders = [self._decoder(plan) for plan in plans]
+        layers = [range(batch.rows.table.shape[1]) for batch in batches]
+        self._places = [(d, layer) for d, own in zip(self._decoders, layers, strict=True) for layer in own]
 
-    def _planned(self, batch: Decoding) -> WorkPlan:
-        return self._schedule.plan(batch, self._multiprocessors, self._cost)
+    def _batches(self) -> list[Decoding]:
+        """New ones at every plan: what a batch has found out of itself is part of planning it."""
+        batch = self._workload.case.decoding
+        return batch.layers() if "replan" in self._schedule.flags else [batch]
+
+    def _planned(self) -> list[WorkPlan]:
+        return [self._schedule.plan(batch, self._multiprocessors, self._cost) for batch in self._batches()]
 
     def _decoder(self, plan: WorkPlan) -> GpuDecode:
         from tangram.kernels.gpu import GpuDecode
@@ -48,18 +54,13 @@ class Ours:
 
     def plan(self) -> None:
         """Make the plan from tables and lengths, and upload it."""
-        for batch, decoder in zip(self._batches, self._decoders, strict=True):
-            decoder.load(self._planned(batch), batch.lengths)
+        for decoder, plan in zip(self._decoders, self._planned(), strict=True):
+            decoder.load(plan, self._workload.case.lengths)
 
     def run(self) -> list[Tensor]:
         """All layers, one after the other as a model runs them."""
         work = self._workload
-        places = [
-            (decoder, layer)
-            for decoder, batch in zip(self._decoders, self._batches, strict=True)
-            for layer in range(batch.rows.table.shape[1])
-        ]
         return [
             decoder.attend(layer, q, work.tables, work.lengths, scaling=work.scaling)
-            for (decoder, layer), q in zip(places, work.q, strict=True)
+            for (decoder, layer), q in zip(self._places, work.q, strict=True)
         ]

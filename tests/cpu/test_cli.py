@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+import torch
 from typer.testing import CliRunner
 
 from tangram.cli import app
 from tangram.compress.profile import Profile
+from tangram.plan.cost import CostModel
+from tangram.plan.policy import Policy, StepLoad
 from tests.cpu.test_real_model import TEXT
 
 CLI = CliRunner()
@@ -25,6 +29,20 @@ def test_errors_are_one_line_and_exit_code_2() -> None:
     assert result.exit_code == 2
     assert "kv_retention is 1.5" in result.output
     assert "Traceback" not in result.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("command", ["calibrate-policy", "check-policy"])
+def test_measuring_decode_needs_a_gpu_and_says_so(command: str, tmp_path: Path) -> None:
+    loads = [StepLoad(number, 1, 1.0, 1.0) for number in (1, 2)]
+    policy = tmp_path / "policy.json"
+    Policy.fitted("GPU", {}, CostModel(), ["aot"], loads, [[1.0], [1.0]]).save(policy)
+    result = CLI.invoke(app, ["bench", command, *([str(policy)] if command == "check-policy" else [])])
+    assert result.exit_code == 2
+    assert "device is cpu" in result.output and "Traceback" not in result.output
+    refused = CLI.invoke(app, ["generate", "-p", "hello", "--decode-policy", str(policy)])
+    assert refused.exit_code == 2
+    assert "decode_policy is for device GPU, this is cpu" in " ".join(refused.output.split())
 
 
 def test_calibrate_writes_a_profile_that_generate_accepts(tmp_path: Path) -> None:

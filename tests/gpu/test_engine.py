@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,13 @@ from transformers import Gemma2Config, Gemma3TextConfig, GptOssConfig, LlamaConf
 
 from tangram.engine.batch import DeviceTables
 from tangram.engine.loop import Engine
-from tangram.kernels.step import PoolKernels, Workers
+from tangram.kernels.step import PoolKernels
 from tangram.kernels.torch_kernels import TorchKernels
 from tangram.model.load import LoadedModel, load_tokenizer
+from tangram.plan.cost import CostModel
+from tangram.plan.form import WorkPlan
+from tangram.plan.policy import Policy, StepLoad
+from tangram.plan.schedule import Schedule
 from tangram.types import Event, Request, SamplingParams
 from tests.support import profile_file, small_engine, tiny_model
 
@@ -43,13 +48,18 @@ def empty_torch(pool: Tensor, group: int) -> PoolKernels:
     return TorchKernels(pool)
 
 
-def empty_triton(pool: Tensor, group: int) -> PoolKernels:
+def always(schedule: str) -> Policy:
+    """A policy that knows one schedule."""
+    loads = [StepLoad(1, 1, 1.0, 1.0), StepLoad(2, 1, 1.0, 1.0)]
+    return Policy.fitted("this", {}, CostModel(), [schedule], loads, [[1.0], [1.0]])
+
+
+def empty_triton(pool: Tensor, group: int, schedule: str = "aot+ctas=16+tile=16") -> PoolKernels:
+    """Short as they are, heads are split."""
     from tangram.kernels.triton_kernels import TritonKernels
 
     pool.zero_()
-    serving = TritonKernels(pool, group)
-    serving.workers = Workers(16, tasks_each=1, tile_tokens=16)  # short as they are, heads are split
-    return serving
+    return TritonKernels(pool, group, always(schedule))
 
 
 def submitted(engine: Engine, prompts: Sequence[list[int]]) -> list[list[Event]]:
@@ -94,6 +104,20 @@ def options_of(case: str, loaded: LoadedModel, folder: Path) -> dict[str, Any]:
     return options
 
 
+def in_step(engines: Sequence[Engine], prompts: Sequence[list[int]]) -> None:
+    """Both engines answer, and are compared after every step."""
+    expected, found = (submitted(engine, prompts) for engine in engines)
+    while engines[0].busy:
+        worked = [engine.step() for engine in engines]
+        assert worked[0] == worked[1]
+        pools = [engine._runner.pool for engine in engines]
+        torch.testing.assert_close(pools[1], pools[0], rtol=1e-4, atol=1e-4)
+    assert pools[0].any()
+    for ours, theirs in zip(found, expected, strict=True):
+        assert [event.token_ids for event in ours] == [event.token_ids for event in theirs]
+        torch.testing.assert_close(log_probabilities(ours), log_probabilities(theirs), rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_every_step_leaves_the_pool_and_the_answers_that_torch_leaves(
     case: str, models: dict[int, LoadedModel], tmp_path: Path
@@ -101,17 +125,34 @@ def test_every_step_leaves_the_pool_and_the_answers_that_torch_leaves(
     loaded = models[id(CASES[case][0])]
     options = options_of(case, loaded, tmp_path)
     engines = [small_engine(loaded, kernels, **options) for kernels in (empty_torch, empty_triton)]
-    expected, found = (submitted(engine, PROMPTS) for engine in engines)
-    while engines[0].busy:
-        worked = [engine.step() for engine in engines]
-        assert worked[0] == worked[1]
-        pools = [engine._runner.pool for engine in engines]
-        torch.testing.assert_close(pools[1], pools[0], rtol=1e-4, atol=1e-4)
-    assert pools[0].any()
+    in_step(engines, PROMPTS)
     assert engines[0].stats().sealed_chunks == 4
-    for ours, theirs in zip(found, expected, strict=True):
-        assert [event.token_ids for event in ours] == [event.token_ids for event in theirs]
-        torch.testing.assert_close(log_probabilities(ours), log_probabilities(theirs), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt-oss, windows and sinks"])
+def test_rows_that_share_a_prefix_read_it_together(
+    case: str, models: dict[int, LoadedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sealed chunks and a raw page are shared by three rows."""
+    loaded = models[id(CASES[case][0])]
+    served: list[int] = []
+    packed = Schedule.plan
+
+    def seen(schedule: Schedule, *arguments: Any) -> WorkPlan:
+        plan = packed(schedule, *arguments)
+        served.append(int((plan.row_end - plan.row_begin).max()))
+        return plan
+
+    monkeypatch.setattr(Schedule, "plan", seen)
+    packing = partial(empty_triton, schedule="packing:naive+ctas=8+tile=16+min=16")
+    options = options_of(case, loaded, tmp_path) | {"page_tokens": 4}
+    engines = [small_engine(loaded, kernels, **options) for kernels in (empty_torch, packing)]
+    for engine in engines:  # leaves the prefix in the cache
+        engine.submit(Request("first", tuple(PROMPTS[2]), ANSWER, lambda event: None))
+        while engine.busy:
+            engine.step()
+    in_step(engines, [[*PROMPTS[2][:38], number] for number in (3, 4, 5)])
+    assert max(served) == 3
 
 
 def test_tables_on_the_device_follow_the_rows_that_were_written(device: torch.device) -> None:

@@ -79,6 +79,20 @@ def test_a_damaged_file_is_refused_by_field(tmp_path: Path, field: str, value: o
         Policy.load(path)
 
 
+def test_a_policy_of_another_gpu_or_model_is_refused_by_what_differs() -> None:
+    made = two_regimes()
+    made.check("a GPU", {"kv_heads": 2})
+    with pytest.raises(ConfigError, match="device a GPU, this is cpu"):
+        made.check("cpu", {"kv_heads": 2})
+    with pytest.raises(ConfigError, match="kv_heads 2, this is 8"):
+        made.check("a GPU", {"kv_heads": 8})
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.json: cannot be read"):
+        Policy.load(tmp_path / "none.json")
+
+
 def test_one_trace_makes_no_policy() -> None:
     with pytest.raises(ConfigError, match="two traces"):
         policy({SMALL: [1.0, 2.0, 3.0]})
@@ -94,14 +108,14 @@ def trees(draw: st.DrawFn) -> Tree:
 @given(trees())
 def test_sharing_is_what_is_read_over_what_is_there(tree: Tree) -> None:
     case = tree_case(tree, GEOMETRY, seed=0)
-    load = StepLoad.of(case.decoding, case.decoding.forest())
+    load = StepLoad.of(case.decoding)
     assert load.sharing == pytest.approx(int(case.cell_lengths.sum()) / unique_entries(case))
     assert (load.cells, load.mean_tokens, load.unevenness) == (tree.leaves * 2, sum(tree.tokens), 1.0)
 
 
 def test_uneven_rows_are_seen_as_such() -> None:
     case = own_case("", [10, 10, 10, 90], GEOMETRY, seed=0)
-    load = StepLoad.of(case.decoding, case.decoding.forest())
+    load = StepLoad.of(case.decoding)
     assert (load.cells, load.mean_tokens, load.unevenness, load.sharing) == (8, 30, 3.0, 1.0)
 
 
