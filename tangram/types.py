@@ -166,7 +166,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Step:
-    """One forward pass: DECODE rows first, then TAIL and SEAL rows. `epoch` changes when the DECODE membership does."""
+    """One forward pass: DECODE rows first, then TAIL and SEAL rows. `epoch` changes when the DECODE membership does.
+
+    A sequence may have several SEAL rows and a TAIL row, in the order of its tokens; each attends to what those before
+    it have left.
+    """
 
     rows: tuple[Row, ...]
     epoch: int

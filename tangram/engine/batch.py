@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -129,7 +129,7 @@ class Batcher:
             spans[number] = first, first + len(row.tokens), first, first + len(row.tokens), row.start
             kept[:, number] = layout.head_kept_tokens if row.kind is RowKind.SEAL else len(row.tokens)
             first += len(row.tokens)
-        return PrefillRows(address, spans, kept)
+        return PrefillRows(address, spans, kept, tuple(_waves(rows)))
 
     def _sealers(self, rows: Sequence[Row]) -> list[ChunkSealer]:
         sealers = []
@@ -141,6 +141,18 @@ class Batcher:
                 )  # fmt: skip
                 sealers.append(sealer)
         return sealers
+
+
+def _waves(rows: Sequence[Row]) -> Iterator[slice]:
+    """Runs of rows of different sequences."""
+    begin, slots = 0, set[int]()
+    for number, row in enumerate(rows):
+        if row.slot in slots:
+            yield slice(begin, number)
+            begin, slots = number, set()
+        slots.add(row.slot)
+    if slots:
+        yield slice(begin, len(rows))
 
 
 def _expected(layout: Layout, position: int) -> Float64:

@@ -1,7 +1,8 @@
 """Who runs in the next step. Integers only: counts are known before the step (Tangram, budget reservation).
 
 A step is a budget of tokens. Decoding sequences take one each, in order of arrival; what is left goes to whole chunks
-and prompt tails, first of running then of waiting sequences, in order of arrival. A chunk is never split. A sequence is
+and prompt tails, first of running then of waiting sequences, in order of arrival; and while something is left, round
+by round, to the chunks that follow on those. A chunk is never split. A sequence is
 admitted when its footprint up to the end of its current chunk can be promised, and asks again only when a chunk ends;
 if there is no room then, the youngest is preempted and later computed anew to the same state. The oldest goes on.
 """
@@ -67,13 +68,17 @@ class Counters:
 
 @dataclass
 class Scheduler:
-    """Two queues in order of arrival, `waiting` and `running`, over one cache manager."""
+    """Two queues in order of arrival, `waiting` and `running`, over one cache manager.
+
+    Of sequences of the layouts `one_at_a_time` a step takes one chunk: they seal it in a second pass.
+    """
 
     config: EngineConfig
     cache: CacheManager
     waiting: list[Sequence] = field(default_factory=list)
     running: list[Sequence] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
+    one_at_a_time: frozenset[int] = frozenset()
     _members: tuple[tuple[int, int], ...] = ()
     _epoch: int = 0
 
@@ -99,13 +104,7 @@ class Scheduler:
         fresh_batch = not self.running
         decode = [self._decode_row(sequence) for sequence in self.running if _decodes(sequence)]
         budget -= len(decode)
-        prefill: list[Row] = []
-        for sequence in chain(unfinished, self._admissions(fresh_batch)):
-            row = self._prefill_row(sequence, budget)
-            if row is None:
-                break
-            prefill.append(row)
-            budget -= len(row.tokens)
+        prefill = self._prefill(chain(unfinished, self._admissions(fresh_batch)), budget)
         if not decode and not prefill:
             return None
         self.counters.steps += 1
@@ -164,6 +163,28 @@ class Scheduler:
         start = cache.computed_tokens
         self.cache.grow(cache, 1)
         return self._row(sequence, RowKind.DECODE, start, start + 1, sample=True)
+
+    def _prefill(self, candidates: Iterable[Sequence], budget: int) -> list[Row]:
+        """Rows of the first round, of the second, …, until the next one does not fit."""
+        rows: list[Row] = []
+        while candidates:
+            again = []
+            for sequence in candidates:
+                row = self._prefill_row(sequence, budget)
+                if row is None:
+                    return rows
+                rows.append(row)
+                budget -= len(row.tokens)
+                if self._goes_on(sequence, row):
+                    again.append(sequence)
+            candidates = again
+        return rows
+
+    def _goes_on(self, sequence: Sequence, row: Row) -> bool:
+        """Whether the step that seals a chunk may compute more of the sequence; a single token is left to decode."""
+        if row.kind is not RowKind.SEAL or sequence.layout in self.one_at_a_time:
+            return False
+        return not _held(sequence).layout.window_chunks and sequence.known - row.start - len(row.tokens) > 1
 
     def _prefill_row(self, sequence: Sequence, budget: int) -> Row | None:
         cache = _held(sequence)

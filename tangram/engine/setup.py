@@ -60,7 +60,11 @@ def engine_of(config: EngineConfig, loaded: LoadedModel, kernels: KernelChoice =
     runner = Runner(loaded, retentions, pages=pages, cache=cache, kernels=kernels)
     admission = Admission(retentions, pages, loaded.dtype.itemsize, max_model_len)
     _announce(config, loaded, admission)
-    return Engine(config, loaded, admission, Scheduler(config, cache), runner)
+    twice = [
+        number for number, entry in enumerate(retentions)
+        if entry.scorer is not None and "reconstruction" in entry.scorer.needs
+    ]  # fmt: skip
+    return Engine(config, loaded, admission, Scheduler(config, cache, one_at_a_time=frozenset(twice)), runner)
 
 
 def _decode_policy(config: EngineConfig, loaded: LoadedModel) -> Policy | None:

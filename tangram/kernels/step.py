@@ -22,13 +22,15 @@ class PrefillRows:
 
     `address` int32 [L, N, H, 3]: each head's table offset, column and past length. `spans` int32 [N, 5]: the row's
     queries [begin, end) and keys [begin, end) in the flattened batch, and the position of its first key; the queries
-    belong to its last keys, and a row without queries sits out. `kept` int32 [L, N, H]: how many of its entries each
-    head keeps.
+    belong to its last keys. `kept` int32 [L, N, H]: how many of its entries each
+    head keeps. `waves` are runs of rows of different sequences, one after the other: a row may follow on one of the
+    wave before.
     """
 
     address: Int32
     spans: Int32
     kept: Int32
+    waves: tuple[slice, ...]
 
     @cached_property
     def whole(self) -> Bool:
@@ -37,16 +39,17 @@ class PrefillRows:
         return np.asarray((self.kept == keys[:, None]).all(axis=2), np.bool_)
 
     @cached_property
-    def longest(self) -> int:
-        """The most queries of a row, 0 without rows."""
-        return int((self.spans[:, 1] - self.spans[:, 0]).max(initial=0))
+    def longest(self) -> list[int]:
+        """By wave, the most queries of a row."""
+        queries = self.spans[:, 1] - self.spans[:, 0]
+        return [int(queries[wave].max()) for wave in self.waves]
 
     def repeated(self, row: int, tokens: int) -> PrefillRows:
-        """`row` alone, with the queries of `tokens` tokens behind its own (KVzip's second pass); nothing is whole."""
+        """One wave of `row` alone, with the queries of `tokens` tokens behind its own (KVzip's second pass)."""
         _, _, begin, end, position = self.spans[row]
-        spans = self.spans * 0
+        spans = self.spans.copy()
         spans[row] = 0, tokens, 0, end - begin + tokens, position
-        return replace(self, spans=spans)
+        return replace(self, spans=spans, waves=(slice(row, row + 1),))
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,8 +71,9 @@ class Ranking(ABC):
 class PoolKernels(Protocol):
     """All that attention does with one pool [N_pages, Hp, 2, P, D], in its dtype.
 
-    `load` the decoding rows when they change, `begin` each forward pass, then `attend` layer by layer. Results of a row
-    depend on its own tokens and past alone, but for the rounding of decode, which follows the plan.
+    `load` the decoding rows when they change, `begin` each forward pass, then `decode` and `prefill` wave by wave in
+    every layer. Results of a row depend on its own tokens and past alone, but for the rounding of decode, which follows
+    the plan.
     """
 
     @property
@@ -88,14 +92,20 @@ class PoolKernels(Protocol):
         """
         ...
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scaling: float, window: int | None,
-        softcap: float | None, sinks: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        """Attention of one layer: q [T, Q, D], k and v [T', H, D] → [T, Q, D] in q's dtype.
+    def decode(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, scaling: float, softcap: float | None,
+        sinks: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Append the first `decode_rows` of k and v [T, H, D], then attend by the plan: q → out, both [T, Q, D]."""
+        ...
 
-        The first `decode_rows` tokens are appended, then attend by the plan. Each prefill row attends to its past and,
-        causally, to itself; then it is stored behind its past where it is whole.
+    def prefill(
+        self, layer: int, wave: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, scaling: float,
+        window: int | None, softcap: float | None, sinks: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Each row of a wave attends to its past and, causally, to itself; whole ones are then stored behind it.
+
+        q [T, Q, D], k and v [T', H, D] → out [T, Q, D].
         """
         ...
 

@@ -41,28 +41,32 @@ class TorchKernels:
         self._tables, self._decode_rows, self._rows = tables, decode_rows, prefill
         self._lengths = torch.from_numpy(lengths.reshape(-1)).to(self._pool.device)
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scaling: float, window: int | None,
-        softcap: float | None, sinks: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+    def decode(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, scaling: float, softcap: float | None,
+        sinks: Tensor | None,
+    ) -> None:  # fmt: skip
         """See `PoolKernels`."""
-        parts, rows = list[Tensor](), self._decode_rows
+        rows = self._decode_rows
         if rows:
-            decoded = cpu.decode_step(
+            out[:rows] = cpu.decode_step(
                 q[:rows], k[:rows], v[:rows], self._pool, self._tables, self._lengths, self._plan, layer,
                 scaling=scaling, softcap=softcap, sinks=sinks,
             )  # fmt: skip
-            parts.append(decoded)
-        for row, (begin, end, first, last, position) in enumerate(self._rows.spans.tolist()):
-            if begin < end:
-                attended = reference.prefill(
-                    q[begin:end], k[first:last], v[first:last], self._pool, self._tables, *self._address(layer, row),
-                    scaling=scaling, window=window, past_tokens=position, softcap=softcap, sinks=sinks,
-                )  # fmt: skip
-                parts.append(attended)
+
+    def prefill(
+        self, layer: int, wave: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, scaling: float,
+        window: int | None, softcap: float | None, sinks: Tensor | None,
+    ) -> None:  # fmt: skip
+        """See `PoolKernels`."""
+        own = self._rows.waves[wave]
+        for row in range(own.start, own.stop):
+            begin, end, first, last, position = self._rows.spans[row].tolist()
+            out[begin:end] = reference.prefill(
+                q[begin:end], k[first:last], v[first:last], self._pool, self._tables, *self._address(layer, row),
+                scaling=scaling, window=window, past_tokens=position, softcap=softcap, sinks=sinks,
+            )  # fmt: skip
             if self._rows.whole[layer, row]:
                 self._store(layer, row, k[first:last].transpose(0, 1), v[first:last].transpose(0, 1))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def seal(self, layer: int, row: int, ranking: Ranking, k: Tensor, v: Tensor) -> None:
         """See `PoolKernels`."""

@@ -63,27 +63,31 @@ class TritonKernels:
         arrays = [lengths.reshape(-1), prefill.address, prefill.spans, prefill.kept]
         self._lengths, self._address, self._spans, self._kept = upload(arrays, self._pool.device)
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scaling: float, window: int | None,
-        softcap: float | None, sinks: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+    def decode(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, scaling: float, softcap: float | None,
+        sinks: Tensor | None,
+    ) -> None:  # fmt: skip
         """See `PoolKernels`."""
         pool, tables, rows = self._pool, self._tables, self._decode_rows
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if rows:
             store.append(k[:rows], v[:rows], pool, tables, self._lengths, self._decode_address, layer)
             self._decoder.attend(
                 layer, q[:rows], tables, self._lengths, scaling=scaling, softcap=softcap, sinks=sinks, out=out[:rows]
             )
-        longest = self._rows.longest
-        if longest:
-            prefill.prefill(
-                q, k, v, pool, tables, self._address[layer], self._spans, layer=layer, longest=longest,
-                scaling=scaling, window=window, softcap=softcap, sinks=sinks, out=out,
-            )  # fmt: skip
-        if self._rows.whole[layer].any():
-            store.store(k, v, pool, tables, self._address[layer], self._spans, self._kept[layer], longest=longest)
-        return out
+
+    def prefill(
+        self, layer: int, wave: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, scaling: float,
+        window: int | None, softcap: float | None, sinks: Tensor | None,
+    ) -> None:  # fmt: skip
+        """See `PoolKernels`."""
+        own, longest = self._rows.waves[wave], self._rows.longest[wave]
+        address, spans = self._address[layer, own], self._spans[own]
+        prefill.prefill(
+            q, k, v, self._pool, self._tables, address, spans, layer=layer, longest=longest, scaling=scaling,
+            window=window, softcap=softcap, sinks=sinks, out=out,
+        )  # fmt: skip
+        if self._rows.whole[layer, own].any():
+            store.store(k, v, self._pool, self._tables, address, spans, self._kept[layer, own], longest=longest)
 
     def seal(self, layer: int, row: int, ranking: Ranking, k: Tensor, v: Tensor) -> None:
         """See `PoolKernels`."""

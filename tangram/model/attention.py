@@ -61,12 +61,19 @@ class StepAttention:
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Serve one layer of the step; see `AttentionContext`."""
         layer = int(module.layer_idx)  # type: ignore[arg-type]
-        out = self.kernels.attend(layer, q, k, v, window=self.windows[layer], **_known(options))
-        for sealer in self.sealers:
-            begin, end = self.prefill.spans[sealer.number, :2]
-            hidden = None if self.hidden is None else self.hidden[begin:end]
-            sealer.take(layer, q[begin:end], k[begin:end], v[begin:end], scaling=options["scaling"], hidden=hidden)
+        out, known = torch.empty(q.shape, dtype=q.dtype, device=q.device), _known(options)
+        self.kernels.decode(layer, q, k, v, out, **known)
+        for number, wave in enumerate(self.prefill.waves):
+            self.kernels.prefill(layer, number, q, k, v, out, window=self.windows[layer], **known)
+            for sealer in self.sealers:
+                if wave.start <= sealer.number < wave.stop:
+                    self._seal(sealer, layer, q, k, v, options["scaling"])
         return out
+
+    def _seal(self, sealer: ChunkSealer, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> None:
+        begin, end = self.prefill.spans[sealer.number, :2]
+        hidden = None if self.hidden is None else self.hidden[begin:end]
+        sealer.take(layer, q[begin:end], k[begin:end], v[begin:end], scaling=scaling, hidden=hidden)
 
 
 @dataclass
@@ -84,7 +91,8 @@ class RepeatAttention:
         """Serve one layer of the repetition; see `AttentionContext`."""
         layer = int(module.layer_idx)  # type: ignore[arg-type]
         keys, values = (torch.cat(pair) for pair in zip(self.sealer.chunk_kv.pop(layer), (k, v), strict=True))
-        out = self.kernels.attend(layer, q, keys, values, window=self.windows[layer], **_known(options))
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self.kernels.prefill(layer, 0, q, keys, values, out, window=self.windows[layer], **_known(options))
         if layer in self.sealer.pending:
             self.sealer.reconstruct(layer, q, k)
         return out

@@ -179,4 +179,4 @@ def test_sealing_takes_the_fused_form_of_a_scorer_by_its_name(models: dict[int, 
     engine = small_engine(loaded, choose, **options_of("llama", loaded, tmp_path))
     submitted(engine, PROMPTS[2:])
     engine.step()
-    assert shapes == [(2, CHUNK, 16)] * 2, "one chunk of two layers"
+    assert shapes == [(2, CHUNK, 16)] * 4, "two chunks of two layers"

@@ -9,7 +9,7 @@ from tangram.cache.manager import CacheManager
 from tangram.config import EngineConfig
 from tangram.engine.scheduler import PRECEDING_TOKENS, Scheduler, sequence_of
 from tangram.engine.scheduler import Sequence as TokenSequence
-from tangram.types import RowKind, Step
+from tangram.types import Row, RowKind, Step
 from tests.host.support import Device
 
 MAX_TOKENS = 48
@@ -21,7 +21,7 @@ class Service:
 
     def __init__(
         self, layouts: Sequence[Layout], *, slack_pages: int, max_num_seqs: int, slack_tokens: int = 0,
-        scheduling: str = "continuous", caching: bool = True,
+        scheduling: str = "continuous", caching: bool = True, one_at_a_time: frozenset[int] = frozenset(),
     ) -> None:  # fmt: skip
         self.layouts = layouts
         chunk, page = layouts[0].chunk_tokens, layouts[0].page_tokens
@@ -34,7 +34,7 @@ class Service:
             total_pages=max(entry.most_pages(MAX_TOKENS - 1) for entry in layouts) + slack_pages,
             max_sequences=max_num_seqs, prefix_caching=caching,
         )  # fmt: skip
-        self.scheduler = Scheduler(self.config, self.manager)
+        self.scheduler = Scheduler(self.config, self.manager, one_at_a_time=one_at_a_time)
         self.device = Device(self.manager)
         self.tastes: dict[TokenSequence, int] = {}
         self.ended: list[TokenSequence] = []
@@ -110,7 +110,7 @@ class Service:
     def _check_step(self, step: Step, by_slot: dict[int, TokenSequence], starts: dict[TokenSequence, int]) -> None:
         size = self.config.chunk_tokens
         assert sum(len(row.tokens) for row in step.rows) <= self.config.max_num_batched_tokens
-        assert len({row.slot for row in step.rows}) == len(step.rows)
+        self._check_several(step, by_slot)
         assert all((row.kind is RowKind.DECODE) == (at < step.decode_rows) for at, row in enumerate(step.rows))
         served = [by_slot[row.slot] for row in step.rows]
         # Whoever was the oldest before: a late sibling may be older, and be let in after this step's tokens are spent.
@@ -133,11 +133,23 @@ class Service:
         decoders = served[: step.decode_rows]
         assert self.decoders.setdefault(step.epoch, decoders) == decoders, "one epoch, two sets of decoding rows"
 
+    def _check_several(self, step: Step, by_slot: dict[int, TokenSequence]) -> None:
+        """Rows of one sequence follow on each other: chunks, then perhaps a tail."""
+        last: dict[int, Row] = {}
+        for row in step.rows:
+            before = last.get(row.slot)
+            if before is not None:
+                assert before.kind is RowKind.SEAL and row.start == before.start + len(before.tokens)
+                assert row.kind is not RowKind.DECODE
+                assert row.layout not in self.scheduler.one_at_a_time
+                assert self.layouts[row.layout].window_chunks == 0
+            last[row.slot] = row
+
     def _check_work_conserved(self, step: Step, by_slot: dict[int, TokenSequence]) -> None:
         """Whoever waits at the head waits for a reason: a seat, this step's tokens, or pages."""
         running, waiting = self.scheduler.running, self.scheduler.waiting
         if not waiting or len(running) == self.config.max_num_seqs or self.config.scheduling == "static":
             return
-        if len(step.rows) == len(running):
+        if len({row.slot for row in step.rows}) == len(running):
             head = waiting[0]
             assert self.layouts[head.layout].promised_pages(head.known, head.limit) > self.manager.spare_pages

@@ -56,6 +56,9 @@ def layout_sets(draw: st.DrawFn, *, count: int = 2, max_tokens: int = 48) -> lis
     return built
 
 
+Work = tuple[Row, dict[int, Label], dict[int, Label]]
+
+
 class Device:
     """The pool as labels: an entry's label names everything that its KV state may depend on, and nothing else."""
 
@@ -65,25 +68,41 @@ class Device:
         self.entries: list[Label | None] = [None] * (manager.ledger.total * self.page_tokens)
 
     def run(self, step: Step, sequences: dict[int, TokenSequence]) -> None:
-        """Every row reads what it must, then writes; nobody writes what another row of the step touches."""
+        """Every row reads what it must, then writes; nobody writes what a row of another sequence touches.
+
+        Rows of one sequence run one after the other, the first of all sequences before the second of any.
+        """
         work = [(row, *self._work(row, sequences[row.slot])) for row in step.rows]
-        for row, reads, _ in work:
-            for entry, label in reads.items():
-                found = self.entries[entry]
-                assert found == label, f"{row.kind} at {row.start} reads {found}, not {label}"
-        readers, writers = Counter[int](), Counter[int]()
-        for _, reads, writes in work:
-            touched = {entry // self.page_tokens for entry in writes}
-            writers.update(touched)
-            readers.update({entry // self.page_tokens for entry in reads} - touched)
-        assert all(count == 1 for count in writers.values()), "two rows write to one page"
-        assert not writers.keys() & readers.keys(), "a row writes to a page that another one reads"
+        self._check_touched(work)
+        for row in {row.slot: row for row in step.rows}.values():  # the last of each sequence
+            self._check_length(row)
+        turn = Counter[int]()
+        rounds: dict[int, list[Work]] = {}
+        for entry in work:
+            rounds.setdefault(turn[entry[0].slot], []).append(entry)
+            turn[entry[0].slot] += 1
+        assert [entry for turn in sorted(rounds) for entry in rounds[turn]] == work, "rows are not in order of rounds"
+        for _, together in sorted(rounds.items()):
+            for row, reads, _ in together:
+                for place, label in reads.items():
+                    found = self.entries[place]
+                    assert found == label, f"{row.kind} at {row.start} reads {found}, not {label}"
+            for _, _, writes in together:
+                for place, label in writes.items():
+                    self.entries[place] = label
+
+    def _check_touched(self, work: list[Work]) -> None:
+        readers, writers = dict[int, set[int]](), dict[int, set[int]]()
+        for row, reads, writes in work:
+            for places, by_page in ((reads, readers), (writes, writers)):
+                for place in places:
+                    by_page.setdefault(place // self.page_tokens, set()).add(row.slot)
+        for page, slots in writers.items():
+            assert len(slots) == 1, "two sequences write to one page"
+            assert readers.get(page, slots) == slots, "a row writes to a page that another sequence reads"
+            assert self.manager.ledger.references[page] == 1, "a row writes to a shared page"
         published = {page for node in self.manager.prefix.nodes.values() for page in node.pages.tolist()}
         assert not writers.keys() & published, "a row writes to a page of the prefix cache"
-        assert all(self.manager.ledger.references[page] == 1 for page in writers), "a row writes to a shared page"
-        for _, _, writes in work:
-            for entry, label in writes.items():
-                self.entries[entry] = label
 
     def _work(self, row: Row, sequence: TokenSequence) -> tuple[dict[int, Label], dict[int, Label]]:
         layout = self.manager.layouts[row.layout]
@@ -114,9 +133,15 @@ class Device:
                 writes |= packed(sealed)
             else:
                 writes |= dict(raw(position) for position in range(row.start, len(tokens)))
-            length = kept * (sealed + 1) if row.kind is RowKind.SEAL else kept * sealed + len(tokens) - sealed * size
-            assert self.manager.lengths[row.slot, group] == length
         return reads, writes
+
+    def _check_length(self, row: Row) -> None:
+        layout = self.manager.layouts[row.layout]
+        chunks, raw = divmod(row.start + len(row.tokens), layout.chunk_tokens)
+        if row.kind is not RowKind.SEAL and raw == 0:  # a chunk that is full and not yet sealed
+            chunks, raw = chunks - 1, layout.chunk_tokens
+        for group, pages in enumerate(layout.sealed_pages):
+            assert self.manager.lengths[row.slot, group] == chunks * pages * layout.page_tokens + raw
 
     def _at(self, row: Row, group: int, entry: int) -> int:
         layout = self.manager.layouts[row.layout]

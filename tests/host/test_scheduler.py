@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -33,6 +34,7 @@ class Traffic(RuleBasedStateMachine):
             max_num_seqs=data.draw(st.integers(1, 4)), slack_tokens=data.draw(st.integers(0, 20)),
             scheduling=data.draw(st.sampled_from(["continuous", "continuous", "static"])),
             caching=data.draw(st.sampled_from([True, True, True, False])),
+            one_at_a_time=data.draw(st.sampled_from([frozenset(), frozenset(), frozenset([0])])),
         )  # fmt: skip
 
     @rule(prompt=PROMPTS, max_new=st.integers(1, 16), layout=st.integers(0, 1), salt=st.sampled_from(["", "", "s"]),
@@ -156,6 +158,27 @@ def test_a_chunk_that_does_not_fit_beside_the_others_waits_whole() -> None:
     steps = [service.step(), service.step()]
     shapes = [[(row.kind, row.start, len(row.tokens)) for row in step.rows] for step in steps if step is not None]
     assert shapes == [[(RowKind.SEAL, 0, 8)], [(RowKind.DECODE, 8, 1), (RowKind.SEAL, 0, 8)]]
+
+
+def first_step(**options: Any) -> list[tuple[str, str, int, bool]]:
+    """Rows of the first step of a prompt of 20 tokens and one of 29, in chunks of 8."""
+    service = Service([layout(2, **options.pop("layout", {}))], slack_pages=1000, max_num_seqs=2, **options)
+    for length in (20, 29):
+        service.submit([length] * length, 3)
+    step = service.step()
+    return [(row.request_id, row.kind.value, row.start, row.sample) for row in step.rows] if step else []
+
+
+def test_what_is_left_of_a_step_goes_to_the_chunks_that_follow_in_rounds() -> None:
+    one_round = [("2", "seal", 0, False), ("4", "seal", 0, False)]
+    assert first_step(slack_tokens=40) == [
+        *one_round, ("2", "seal", 8, False), ("4", "seal", 8, False), ("2", "tail", 16, True), ("4", "seal", 16, False),
+        ("4", "tail", 24, True),
+    ]  # fmt: skip
+    assert first_step(slack_tokens=6) == one_round
+    assert first_step(slack_tokens=40, one_at_a_time=frozenset([0])) == one_round
+    sliding = geometry(2, 2, (None, 11))
+    assert first_step(slack_tokens=40, layout={"model": sliding}) == one_round
 
 
 def test_generated_tokens_are_sealed_when_they_fill_their_chunk() -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
+from torch.nn import functional
 
 from tangram.compress.scorers.base import ChunkView, Scorer
 
@@ -18,10 +19,6 @@ class KeyDiff(Scorer):
 
     def score(self, chunk: ChunkView) -> Tensor:
         """[H, C] float32 in [-1, 1]."""
-        # Products of matrices may round by how their operands lie: strides must not follow the batch.
-        keys = chunk.keys.contiguous().float()
-        norms = keys.norm(dim=-1)
-        anchor = norms.clamp_min(1e-12).reciprocal().unsqueeze(1) @ keys / chunk.tokens
-        lengths = norms.clamp_min(1e-8) * anchor.norm(dim=-1).clamp_min(1e-8)
-        cosines: Tensor = (keys @ anchor.transpose(1, 2)).squeeze(2) / lengths
-        return -cosines
+        keys = chunk.keys.float()
+        anchor = functional.normalize(keys, dim=-1).mean(dim=1, keepdim=True)
+        return -functional.cosine_similarity(keys, anchor, dim=-1)
