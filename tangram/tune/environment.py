@@ -33,11 +33,12 @@ def environment() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """With "+" where files differ from it. $GIT_COMMIT where the sources travel without their history."""
+    """With "+" where files differ from it, results aside. $GIT_COMMIT where the sources travel without their history."""
     commit = _git("rev-parse", "--short", "HEAD")
     if not commit:
         return os.environ.get("GIT_COMMIT", "unknown")
-    return commit + ("+" if _git("status", "--porcelain", "-uno") else "")
+    changed = _git("status", "--porcelain", "-uno", "--", ":/", ":(exclude,top)bench/results")
+    return commit + ("+" if changed else "")
 
 
 def _versions() -> dict[str, str]:
