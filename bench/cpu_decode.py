@@ -1,6 +1,6 @@
 """Decode speed on the CPU: this engine against Transformers' own generate, same model, same prompts, one process.
 
-    python -m bench.cpu_decode [--context 2000] [--tokens 32] [--repeats 3]
+    python -m bench.cpu_decode [--context 2000] [--tokens 32] [--repeats 5]
 
 Prefill is left out on both sides: the clock runs from the last first token to the end. The tokens at ρ = 1.0 must equal
 generate's in every repeat, or nothing is reported. N is chosen so that no chunk ends
@@ -93,7 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--context", type=int, default=2000)
     parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     loaded = load_model("smollm2")
     prompts = [loaded.tokenizer.encode(text)[: options.context] for text in pilot_texts(8, min_characters=16_000)]

@@ -33,7 +33,7 @@ def environment() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """With "+" where files differ from it, results aside. $GIT_COMMIT where the sources travel without their history."""
+    """With "+" if files other than results differ from it. $GIT_COMMIT where sources travel without their history."""
     commit = _git("rev-parse", "--short", "HEAD")
     if not commit:
         return os.environ.get("GIT_COMMIT", "unknown")
