@@ -86,7 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         table.add_row(row["profile"], row["grouping"], *(f"{value:.2f}" for value in row["reclaimed"].values()))
     Console(width=150).print(table)
     options.out.mkdir(parents=True, exist_ok=True)
-    content = {"environment": environment(), "retention": options.retention, "rows": rows}
+    command = f"python -m bench.kernels.fragmentation --retention {options.retention:g}"
+    content = {"command": command, "environment": environment(), "retention": options.retention, "rows": rows}
     (options.out / "kernels_fragmentation.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
