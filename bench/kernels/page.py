@@ -13,7 +13,6 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.kernels import plots
 from bench.kernels.family import RESULTS
 from bench.kernels.page_tables import TABLES, Result
 
@@ -22,6 +21,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Rewrite the page; says which tables it wrote."""
+    from bench.kernels import plots  # the tables need no Matplotlib
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--page", type=Path, default=PAGE)
