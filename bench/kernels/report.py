@@ -46,7 +46,8 @@ def _failures(row: dict[str, Any]) -> list[tuple[str, str]]:
 def write(run: Run) -> None:
     """The result file, whole or not at all."""
     run.options.out.mkdir(parents=True, exist_ok=True)
-    options = {name: str(value) if isinstance(value, Path) else value for name, value in vars(run.options).items()}
+    given = {name: value for name, value in vars(run.options).items() if name != "out"}
+    options = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
     content = {
         "command": f"python -m bench.kernels.{run.name}{_arguments(options)}", "options": options,
         "environment": environment(),
@@ -64,8 +65,8 @@ def write(run: Run) -> None:
 
 
 def _arguments(options: dict[str, Any]) -> str:
-    """Options as they are typed, but for the folder of the results and the time that was allowed."""
-    given = {name: value for name, value in options.items() if name not in ("out", "budget_s") and value}
+    """Options as they are typed, but for the time that was allowed."""
+    given = {name: value for name, value in options.items() if name != "budget_s" and value}
     return "".join(f" --{name.replace('_', '-')} {_typed(name, value)}".rstrip() for name, value in given.items())
 
 

@@ -166,7 +166,7 @@ def report(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     Console(width=120).print(table)
     content = {
         "command": "python -m bench.kernels.sealing", "environment": environment(), "rows": rows,
-        "options": {name: str(value) for name, value in vars(options).items()},
+        "options": {name: str(value) for name, value in vars(options).items() if name != "out"},
     }  # fmt: skip
     (options.out / "kernels_sealing.json").write_text(json.dumps(content, indent=1) + "\n")
 

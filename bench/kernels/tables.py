@@ -125,7 +125,7 @@ def main() -> None:
     Console(width=120).print(table)
     content = {
         "command": "python -m bench.kernels.tables", "environment": environment(),
-        "options": {name: str(value) for name, value in vars(options).items()}, "rows": lines,
+        "options": {name: str(value) for name, value in vars(options).items() if name != "out"}, "rows": lines,
     }  # fmt: skip
     (options.out / "kernels_tables.json").write_text(json.dumps(content, indent=1) + "\n")
 
