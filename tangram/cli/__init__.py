@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from tangram.cli.bench import bench
+from tangram.cli import bench
 from tangram.compress.profile import Profile
 from tangram.config import EngineConfig
 from tangram.errors import TangramError
@@ -22,7 +22,7 @@ from tangram.size import kv_size, render
 from tangram.types import SamplingParams
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
-app.add_typer(bench, name="bench")
+app.add_typer(bench.commands, name="bench")
 _out, _err = Console(), Console(stderr=True)
 
 MODEL = typer.Argument(help="smollm2 (embedded), a Hugging Face id, a folder of safetensors, or a GGUF file")

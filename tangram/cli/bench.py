@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tangram.tune.calibrate import Verdict
     from tangram.tune.suites import Named
 
-bench = typer.Typer(help=__doc__, no_args_is_help=True)
+commands = typer.Typer(help=__doc__, no_args_is_help=True)
 _out, _err = Console(), Console(stderr=True)
 
 
@@ -48,7 +48,7 @@ def _exit_with_2(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-@bench.command("calibrate-policy")
+@commands.command("calibrate-policy")
 @_exit_with_2
 def calibrate_policy(
     output: Annotated[
@@ -80,7 +80,7 @@ def calibrate_policy(
     _err.print(f"{path}: {len(policy.schedules)} schedules on {len(policy.loads)} traces of {policy.device}")
 
 
-@bench.command("check-policy")
+@commands.command("check-policy")
 @_exit_with_2
 def check_policy(
     policy_file: Annotated[Path, typer.Argument(metavar="POLICY", help="what calibrate-policy wrote")],

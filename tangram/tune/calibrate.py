@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -64,7 +63,6 @@ class Bench:
             builds[FLASHINFER] = partial(Library, workload, self._workspace)
         times = {name: measure(build(), answer, self._cold, replays=REPLAYS) for name, build in builds.items()}
         del workload, answer, builds
-        gc.collect()
         torch.cuda.empty_cache()
         return Timed(case, load, times)
 
