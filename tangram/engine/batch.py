@@ -90,18 +90,19 @@ class Batcher:
         layouts = [self.retentions[row.layout].layout for row in rows]
         kept = np.stack([layout.head_kept_tokens for layout in layouts]).astype(np.int64)
         group = layouts[0].geometry.group_size
-        lengths = self.cache.lengths.reshape(-1)
-        return Decoding(self._decode_rows(rows, layouts), lengths, group, kept, partial(self._prefixes, rows, layouts))
+        decode = self._decode_rows(rows, layouts)
+        prefixes = partial(self._prefixes, rows, layouts, decode.table)
+        return Decoding(decode, self.cache.lengths.reshape(-1), group, kept, prefixes)
 
-    def _prefixes(self, rows: Sequence[Row], layouts: Sequence[Layout]) -> Forest:
-        """Who shares what, as the tables of one head show: sealed chunks, and the full pages of raw tails."""
+    def _prefixes(self, rows: Sequence[Row], layouts: Sequence[Layout], table: Int64) -> Forest:
+        """Who shares what, as one head of `table` [R, L, H] shows: sealed chunks, and the full pages of raw tails."""
         full = layouts[0].geometry.full_layers
         starts = [divmod(row.start, layout.chunk_tokens) for row, layout in zip(rows, layouts, strict=True)]
         chunks, raw = np.asarray(starts if full else [(0, 0)] * len(rows), np.int64).T
         probe = full[0] if full else 0
-        table = np.asarray([self._address(row)[probe, 0, 0] for row in rows])
         sealed = np.asarray([layout.sealed_pages[layout.head_group[probe, 0]] for layout in layouts], np.int64)
-        units = units_of(self.cache.tables.reshape(-1), table, sealed, chunks, raw // layouts[0].page_tokens)
+        raw_pages = raw // layouts[0].page_tokens
+        units = units_of(self.cache.tables.reshape(-1), table[:, probe, 0], sealed, chunks, raw_pages)
         return build_forest(*units, chunks)
 
     def _decode_rows(self, rows: Sequence[Row], layouts: Sequence[Layout]) -> DecodeRows:

@@ -39,7 +39,7 @@ ARGUMENTS = {"tasks": "tasks_per_worker", "min": "min_tokens", "tile": "tile_tok
 RULES: dict[str, tuple[str, ...]] = {"packing": get_args(PackingRule), "buckets": ("exact", "padded")}
 FLAGS = ("atomic", "serial", "onetile", "replan")
 TILE_NUMBERS = ("entries", "stages", "warps")
-CTAS = 3  # fills an H100 with 16-row tiles (docs/performance.md)
+CTAS = 3  # what an H100 was fastest with; `tangram bench calibrate-policy` tries others
 TILE_TOKENS = 64
 
 

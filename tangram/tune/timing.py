@@ -95,15 +95,16 @@ def measure(
     error, same_bits = _checked(contender.name, launch, outputs, expected)
     times = _device_times(launch, cold, replays)
     plan_us = _median_us(contender.plan, WALL_REPEATS if wall else 2)
-    kept_us = _wall_us(launch, cold) if wall else None
+    kept_us = _median_us(launch, WALL_REPEATS, cold.flush) if wall else None
 
     def step() -> None:
         contender.plan()
         launch()
 
+    wall_us = _median_us(step, WALL_REPEATS, cold.flush) if wall else None
     return Measurement(
         contender.name, statistics.median(times), min(times), max(times), times, in_graph, contender.each_step,
-        error, same_bits, plan_us, _wall_us(step, cold) if wall else None, kept_us,
+        error, same_bits, plan_us, wall_us, kept_us,
     )  # fmt: skip
 
 
@@ -169,26 +170,15 @@ def _device_times(launch: Callable[[], None], cold: ColdCache, replays: int) -> 
     return [begin.elapsed_time(end) * 1e3 for begin, end in events[SETTLE:]]
 
 
-def _median_us(call: Callable[[], None], repeats: int) -> float:
-    """Host time of a call, its asynchronous copies awaited."""
+def _median_us(call: Callable[[], None], repeats: int, before: Callable[[], None] | None = None) -> float:
+    """Host time of a call, what it enqueues on the device awaited; `before` runs ahead of each, and does not count."""
     times = []
     for _ in range(repeats):
+        if before is not None:
+            before()
         torch.cuda.synchronize()
         start = time.perf_counter()
         call()
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) * 1e6)
-    return statistics.median(times)
-
-
-def _wall_us(step: Callable[[], None], cold: ColdCache) -> float:
-    """Host time from the start of a step to the end of its device work."""
-    times = []
-    for _ in range(WALL_REPEATS):
-        cold.flush()
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        step()
         torch.cuda.synchronize()
         times.append((time.perf_counter() - start) * 1e6)
     return statistics.median(times)
