@@ -3,7 +3,8 @@
 A task reads its range of one KV head's entries once for all the query rows it serves (PAT, forward; PersistentKV, work
 queue). Its M = rows x G queries form one tile of 16, 32, 64 or 128; tasks of one size are launched together. Queries
 are taken and outputs written by index, so that the rows of a task need not be neighbours. A row's only part is final;
-other parts go to float32 slots and are merged in the plan's order (`merge.py`, or here by whoever comes last).
+other parts go to float32 slots. A row's short tail, launched last, waits for its other parts and finishes the row
+(`finish`); what has no such tail is merged in the plan's order (`merge.py`, or here by whoever comes last).
 
 Sums are in float32, exponentials base 2. The grid is fixed and the number of tasks is read from memory, so that a
 captured graph replays with any plan.
@@ -74,6 +75,31 @@ def _tiles(
 
 
 @triton.jit
+def _finish(
+    acc, peak, total, part_out, part_lse, slot, before, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """Take the `before` parts in front of `slot`, each query row its own, into the online softmax of the last part."""
+    d = tl.arange(0, BLOCK_D)
+    for back in range(tl.max(before, 0), 0, -1):
+        here = back <= before
+        at = slot - back * G
+        # Other multiprocessors wrote these: do not look into this one's own cache.
+        lse = tl.load(part_lse + at, mask=here, other=float("-inf"), cache_modifier=".cg")
+        value = tl.load(
+            part_out + at[:, None] * D + d[None, :], mask=here[:, None] & (d < D)[None, :], other=0.0,
+            cache_modifier=".cg",
+        )  # fmt: skip
+        new_peak = tl.maximum(peak, lse)
+        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weight = tl.exp2(lse - safe)
+        shrink = tl.exp2(peak - safe)
+        acc = acc * shrink[:, None] + weight[:, None] * value.to(tl.float32)
+        total = total * shrink + weight
+        peak = new_peak
+    return acc, peak, total
+
+
+@triton.jit
 def _finish_last(
     arrivals, part_out, part_lse, base, part_indptr, segment, waits, sinks, out_place, group, head,
     G: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, SINKS: tl.constexpr,
@@ -123,13 +149,13 @@ def decode_tasks(
     KIND: tl.constexpr, KINDS: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HP: tl.constexpr,
     P: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr, ATOMIC: tl.constexpr,
-    SHORT: tl.constexpr, LEADS: tl.constexpr, FOLLOWS: tl.constexpr,
+    SHORT: tl.constexpr, FINISH: tl.constexpr, LEADS: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
     """Run the tasks of one layer and one tile size.
 
     q [R, H*G, D] with any strides of rows and heads, out [R, H*G, D]; pool, tables, lengths as in
-    `kernels/reference.py`; `task_indptr` [L, KINDS + 1] bounds the tasks [N, 12] of each layer and kind; `entries`
-    [M, 4]: row, direct, slot, segment; `scales` [L, H, 2] multiply keys and values of an FP8 pool;
+    `kernels/reference.py`; `task_indptr` [L, KINDS + 1] bounds the tasks [N, 13] of each layer and kind; `entries`
+    [M, 5]: row, direct, slot, segment, parts to finish; `scales` [L, H, 2] multiply keys and values of an FP8 pool;
     part_out [slots, G, D], part_lse [slots, G] float32 (base 2).
     """
     if LEADS:
@@ -137,7 +163,7 @@ def decode_tasks(
     begin_task = tl.load(task_indptr + layer * (KINDS + 1) + KIND)
     end_task = tl.load(task_indptr + layer * (KINDS + 1) + KIND + 1)
     for task in range(begin_task + tl.program_id(0), end_task, tl.num_programs(0)):
-        record = tasks + task * 12
+        record = tasks + task * 13
         table = tl.load(record)
         length_place = lengths + tl.load(record + 1)
         column = tl.load(record + 2)
@@ -154,9 +180,9 @@ def decode_tasks(
         else:
             entry = tl.load(record + 7) + m // G
             serves = entry < tl.load(record + 8)
-            row = tl.load(entries + entry * 4, mask=serves, other=0).to(tl.int64)
-            final = tl.load(entries + entry * 4 + 1, mask=serves, other=1) == 1
-            slot = tl.load(entries + entry * 4 + 2, mask=serves, other=0).to(tl.int64) * G + group
+            row = tl.load(entries + entry * 5, mask=serves, other=0).to(tl.int64)
+            final = tl.load(entries + entry * 5 + 1, mask=serves, other=1) == 1
+            slot = tl.load(entries + entry * 5 + 2, mask=serves, other=0).to(tl.int64) * G + group
         place = (row * H + head) * G + group
         source = row * stride_row + (head * G + group) * stride_head
         query = tl.load(q + source[:, None] + d[None, :], mask=serves[:, None] & (d < D)[None, :], other=0.0)
@@ -194,6 +220,14 @@ def decode_tasks(
         )  # fmt: skip
         if SCALED:
             acc = acc * tl.load(scales + (layer * H + head) * 2 + 1)
+        if FINISH:
+            if SHORT:
+                before = tl.where(serves, tl.load(record + 12), 0)
+            else:
+                before = tl.load(entries + entry * 5 + 4, mask=serves, other=0)
+            if FOLLOWS:
+                wait_for_tasks()
+            acc, peak, total = _finish(acc, peak, total, part_out, part_lse, slot, before, G, D, BLOCK_D)
         seen = tl.where(total > 0, total, 1.0)
         result = acc / seen[:, None]
         lse = tl.where(total > 0, peak + tl.log2(seen), float("-inf"))
@@ -207,7 +241,7 @@ def decode_tasks(
         tl.store(out_place, result.to(out.dtype.element_ty), mask=(serves & final)[:, None] & (d < D)[None, :])
         if ATOMIC:
             entry = tl.load(record + 7) + m // G
-            segment = tl.load(entries + entry * 4 + 3, mask=serves, other=0)
+            segment = tl.load(entries + entry * 5 + 3, mask=serves, other=0)
             base = tl.load(part_indptr + tl.load(merge_indptr + layer))
             _finish_last(
                 arrivals, part_out, part_lse, base, part_indptr, segment, partial, sinks, out_place,

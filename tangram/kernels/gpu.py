@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import triton
 from torch import Tensor
@@ -45,10 +46,10 @@ class GpuDecode:
         rows = max(1, size.slots) * group
         self._part_out = torch.empty(rows, head_dim, dtype=torch.float32, device=device)
         self._part_lse = torch.empty(rows, dtype=torch.float32, device=device)
-        self._arrivals = torch.zeros(max(1, size.sizes["segments"]) * group, dtype=torch.int32, device=device)
+        self._arrivals = torch.zeros(max(1, size.sizes["part_indptr"]) * group, dtype=torch.int32, device=device)
         # Large tiles start first: they take longest, and small tasks fit beside them.
         self._kinds = [kind for kind, count in reversed(list(enumerate(size.tasks))) if count]
-        self._merges = size.segments > 0 and self._options.merge == "kernel"
+        self._merges = size.segments > 0 and self._options.merge != "atomic"
         self._chained = pool.is_cuda and self._options.chained
         self._upload(packed[0])
 
@@ -66,7 +67,7 @@ class GpuDecode:
                 f"the plan has tile_tokens {plan.tile_tokens} and {plan.kv_heads} KV heads, the buffers were made for "
                 f"{self._tile_tokens} and {self._kv_heads}"
             )
-        packed = pack(plan, self._group, self._options, lengths)
+        packed = pack(plan, self._group, self._options, lengths, np.asarray(self._capacity.finishes))
         for name, size in self._capacity.sizes.items():
             if packed.arrays[name].size > size:
                 raise ConfigError(f"the plan has {packed.arrays[name].size} values in {name}, the buffers hold {size}")
@@ -112,8 +113,9 @@ class GpuDecode:
             G=self._group, D=self._head_dim, HP=pool.shape[1], P=pool.shape[3], TILE=self._tile_tokens,
             BLOCK_M=tile.queries, BLOCK_N=tile.entries, BLOCK_D=triton.next_power_of_2(self._head_dim),
             SOFTCAP=softcap is not None, SINKS=sinks is not None, SCALED=self._scales is not None,
-            ATOMIC=options.merge == "atomic", SHORT=kind == 0, LEADS=chained and leads, FOLLOWS=chained and follows,
-            num_warps=tile.warps, num_stages=tile.stages, **self._launch_options(follows),
+            ATOMIC=options.merge == "atomic", SHORT=kind == 0, FINISH=self._capacity.finishes[kind],
+            LEADS=chained and leads, FOLLOWS=chained and follows, num_warps=tile.warps, num_stages=tile.stages,
+            **self._launch_options(follows),
         )  # fmt: skip
 
     def _launch_merge(self, layer: int, out: Tensor, sinks: Tensor | None) -> None:
@@ -123,7 +125,7 @@ class GpuDecode:
         grid = (min(self._capacity.segments, self._options.programs), triton.cdiv(group, block_group))
         merge_segments[grid](
             self._part_out, self._part_lse, self._plan["merge_indptr"], self._plan["segments"],
-            self._plan["part_indptr"], sinks if sinks is not None else out, out, layer,
+            sinks if sinks is not None else out, out, layer,
             H=self._kv_heads, G=group, D=self._head_dim, BLOCK_G=block_group,
             BLOCK_D=triton.next_power_of_2(self._head_dim), BLOCK_PARTS=min(parts, 64), SINKS=sinks is not None,
             CHAINED=self._chained, num_warps=1 if parts <= 8 else 4, **self._launch_options(True),

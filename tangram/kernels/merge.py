@@ -10,26 +10,25 @@ from tangram.kernels.tiles import LOG2E, wait_for_tasks
 
 @triton.jit(do_not_specialize=["layer"])
 def merge_segments(
-    part_out, part_lse, merge_indptr, segments, part_indptr, sinks, out, layer,
+    part_out, part_lse, merge_indptr, segments, sinks, out, layer,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_PARTS: tl.constexpr, SINKS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Merge the segments [S, 2] (row, head) of one layer by online softmax, BLOCK_PARTS parts at a time.
+    """Merge the segments [S, 4] (row, head, slots from, to) of one layer by online softmax, BLOCK_PARTS at a time.
 
-    `merge_indptr` [L + 1] bounds a layer's segments, `part_indptr` [S + 1] a segment's parts; slots count from the
-    layer's first part. The grid is (segments, ceil(G / BLOCK_G)). CHAINED: this launch overlaps the end of the tasks'.
+    `merge_indptr` [L + 1] bounds a layer's segments; slots count from the layer's first.
+    The grid is (segments, ceil(G / BLOCK_G)). CHAINED: this launch overlaps the end of the tasks'.
     """
     begin = tl.load(merge_indptr + layer)
     end = tl.load(merge_indptr + layer + 1)
     g = tl.program_id(1) * BLOCK_G + tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
-    base = tl.load(part_indptr + begin)
     if CHAINED:
         wait_for_tasks()
     for segment in range(begin + tl.program_id(0), end, tl.num_programs(0)):
-        place = tl.load(segments + segment * 2).to(tl.int64) * H + tl.load(segments + segment * 2 + 1)
-        first = tl.load(part_indptr + segment) - base
-        stop = tl.load(part_indptr + segment + 1) - base
+        place = tl.load(segments + segment * 4).to(tl.int64) * H + tl.load(segments + segment * 4 + 1)
+        first = tl.load(segments + segment * 4 + 2)
+        stop = tl.load(segments + segment * 4 + 3)
         acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
         peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_G], tl.float32)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
 from tangram.errors import ConfigError
-from tangram.plan.form import RangeKind, WorkPlan
+from tangram.plan.form import Bool, RangeKind, WorkPlan
 from tangram.plan.schedule import TILE_NUMBERS, Schedule
 from tangram.types import Int32, Int64
 
-TASK_FIELDS = 12  # table, length_index, column, head, kind, a, b, row_begin, row_end; row, direct, slot of the first
-ENTRY_FIELDS = 4  # row, direct, slot, segment
+TASK_FIELDS = 13  # table, length_index, column, head, kind, a, b, row_begin, row_end; those of the first entry
+ENTRY_FIELDS = 5  # row, direct, slot, segment, parts to finish; the tasks' last four are these without the segment
+
+
+MergeBy = Literal["tails", "kernel", "atomic"]
 
 
 @dataclass(frozen=True)
@@ -40,20 +43,21 @@ class DecodeOptions:
     A task takes the first of `tiles` that holds its rows; a short one (at most 64 tokens) that serves one row takes
     `short`, which wants many small programs on a multiprocessor rather than a deep pipeline in each. A layer of
     at most `one_tile_tasks` tasks runs them all with its largest tile, in one launch. `merge` says who merges parts:
-    "kernel" a kernel of its own, "atomic" whichever task comes last. `chained` lets each launch start
-    while the one before it ends. `programs` bounds the grid of each launch.
+    "tails" a row's last part if it alone runs with the smallest tile, which is launched last, and a kernel of its own
+    what has no such part; "kernel" that kernel alone; "atomic" whichever task comes last. `chained` lets each launch
+    start while the one before it ends. `programs` bounds the grid of each launch.
     """
 
     tiles: tuple[Tile, ...] = TILES
     short: Tile = SHORT_TILE
     one_tile_tasks: int = 512
-    merge: Literal["kernel", "atomic"] = "kernel"
+    merge: MergeBy = "tails"
     chained: bool = True
     programs: int = 8192
 
     def __post_init__(self) -> None:
-        if self.merge not in ("kernel", "atomic"):
-            raise ConfigError(f"merge is {self.merge!r}, it must be kernel or atomic")
+        if self.merge not in get_args(MergeBy):
+            raise ConfigError(f"merge is {self.merge!r}, it must be one of {', '.join(get_args(MergeBy))}")
 
     @classmethod
     def of(cls, schedule: Schedule) -> DecodeOptions:
@@ -61,7 +65,7 @@ class DecodeOptions:
         changed = {name: value for name, value in schedule.numbers.items() if name in TILE_NUMBERS}
         tiles = tuple(replace(tile, **changed) for tile in TILES)
         one = 1 << 30 if "onetile" in schedule.flags else cls.one_tile_tasks
-        merge: Literal["kernel", "atomic"] = "atomic" if "atomic" in schedule.flags else "kernel"
+        merge: MergeBy = "atomic" if "atomic" in schedule.flags else "kernel" if "apart" in schedule.flags else "tails"
         return cls(tiles, one_tile_tasks=one, merge=merge, chained="serial" not in schedule.flags)
 
     @property
@@ -82,15 +86,19 @@ def segment_of(plan: WorkPlan) -> Int64:
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """A plan's arrays and how many tasks of each kind every layer has, [L, kinds]."""
+    """A plan's arrays, and per layer and kind, [L, kinds], how many tasks there are and how many finish a row."""
 
     arrays: dict[str, Int64]
     counts: Int64
+    finishes: Int64
 
 
-def pack(plan: WorkPlan, group: int, options: DecodeOptions, lengths: Int32 | None) -> Packed:
+def pack(
+    plan: WorkPlan, group: int, options: DecodeOptions, lengths: Int32 | None, finishing: Bool | None = None
+) -> Packed:  # fmt: skip
     """Sort each layer's tasks by kind, keeping their order, and lay out what the kernels read.
 
+    `finishing` [kinds] says whose tasks may finish rows, where `options` lets any (default: the two smallest kinds).
     Raises `ConfigError` if a task serves more queries than the largest tile holds.
     """
     kind = _kinds(plan, group, options, lengths)
@@ -98,20 +106,51 @@ def pack(plan: WorkPlan, group: int, options: DecodeOptions, lengths: Int32 | No
     key = (plan.task_layer * kinds + kind).astype(np.uint16 if plan.layers * kinds < 65536 else np.int64)
     order = np.argsort(key, kind="stable")
     counts = np.bincount(key, minlength=plan.layers * kinds).reshape(plan.layers, kinds)
+    may = np.arange(kinds) < 2 if finishing is None else finishing
+    before, left = _finishers(plan, kind, may if options.merge == "tails" else np.zeros(kinds, np.bool_))
+    direct = plan.direct | (before > 0)
     tasks = np.empty((len(order), TASK_FIELDS), np.int32)
     first = plan.row_begin
     fields = (plan.table, plan.length_index, plan.column, plan.head, plan.kind, plan.a, plan.b, first, plan.row_end,
-              plan.rows[first], plan.direct[first], plan.slot[first])  # fmt: skip
+              plan.rows[first], direct[first], plan.slot[first], before[first])  # fmt: skip
     for column, values in enumerate(fields):
         tasks[:, column] = values[order]
     segment = segment_of(plan) if options.merge == "atomic" else np.zeros_like(plan.rows)
-    entries = np.stack([plan.rows, plan.direct, plan.slot, segment], axis=1)
+    entries = np.stack([plan.rows, direct, plan.slot, segment, before], axis=1)
+    slots = plan.part_slot[plan.part_indptr[:-1][left]], plan.part_slot[plan.part_indptr[1:][left] - 1] + 1
     arrays = {
-        "tasks": tasks, "entries": entries, "segments": np.stack([plan.merge_row, plan.merge_head], axis=1),
-        "part_indptr": plan.part_indptr, "merge_indptr": plan.merge_indptr,
+        "tasks": tasks, "entries": entries, "part_indptr": plan.part_indptr,
+        "segments": np.stack([plan.merge_row[left], plan.merge_head[left], *slots], axis=1),
+        "merge_indptr": np.append(0, np.cumsum(left))[plan.merge_indptr],
         "task_indptr": plan.layer_indptr[:-1, None] + np.pad(counts.cumsum(axis=1), ((0, 0), (1, 0))),
     }  # fmt: skip
-    return Packed(arrays, counts)
+    finishes = np.zeros((plan.layers, kinds), np.int64)
+    if (before > 0).any():
+        task = np.repeat(np.arange(len(kind)), plan.row_end - plan.row_begin)[before > 0]
+        np.add.at(finishes, (plan.task_layer[task], kind[task]), 1)
+    return Packed(arrays, counts, finishes)
+
+
+def _finishers(plan: WorkPlan, kind: Int64, may: Bool) -> tuple[Int64, Bool]:
+    """[M]: how many parts the entry's task takes in to finish its row; [S]: which segments are left to be merged.
+
+    A row's last part finishes it if its kind may and comes after those of all its other parts.
+    """
+    before, left = np.zeros(len(plan.rows), np.int64), np.ones(len(plan.merge_row), np.bool_)
+    if not len(left) or not may[kind].any():
+        return before, left
+    entry_task = np.repeat(np.arange(len(kind)), plan.row_end - plan.row_begin)
+    partial = np.flatnonzero(~plan.direct)
+    part = plan.part_indptr[plan.merge_indptr[plan.task_layer[entry_task[partial]]]] + plan.slot[partial]
+    entry = np.empty(len(partial), np.int64)
+    entry[part] = partial
+    of_part = kind[entry_task[entry]]
+    starts, last = plan.part_indptr[:-1], plan.part_indptr[1:] - 1
+    least = np.minimum.reduceat(of_part, starts)
+    alone = np.add.reduceat(of_part == np.repeat(least, np.diff(plan.part_indptr)), starts) == 1
+    left = ~(alone & (of_part[last] == least) & may[least])
+    before[entry[last[~left]]] = np.diff(plan.part_indptr)[~left] - 1
+    return before, left
 
 
 def _kinds(plan: WorkPlan, group: int, options: DecodeOptions, lengths: Int32 | None) -> Int64:
@@ -137,12 +176,14 @@ def _kinds(plan: WorkPlan, group: int, options: DecodeOptions, lengths: Int32 | 
 class Capacity:
     """The largest plan that buffers hold: sizes of its arrays, and what one layer launches at most.
 
-    `tasks` [kinds] and `segments` bound one layer's launches, `segment_parts` the parts of a segment.
+    `tasks` [kinds] and `segments` bound one layer's launches, `segment_parts` the parts of a segment; `finishes`
+    [kinds] says which launches finish rows.
     """
 
     sizes: dict[str, int]
     slots: int
     tasks: tuple[int, ...]
+    finishes: tuple[bool, ...]
     segments: int
     segment_parts: int
 
@@ -153,6 +194,7 @@ class Capacity:
             sizes={name: max(1, *(one.arrays[name].size for one in packed)) for name in packed[0].arrays},
             slots=max(plan.partial_slots for plan in plans),
             tasks=tuple(np.max([one.counts.max(axis=0) for one in packed], axis=0).tolist()),
-            segments=max(int(np.diff(plan.merge_indptr).max(initial=0)) for plan in plans),
-            segment_parts=max(int(np.diff(plan.part_indptr).max(initial=0)) for plan in plans),
+            finishes=tuple(np.any([one.finishes.any(axis=0) for one in packed], axis=0).tolist()),
+            segments=max(int(np.diff(one.arrays["merge_indptr"]).max(initial=0)) for one in packed),
+            segment_parts=max(int(np.diff(one.arrays["segments"][:, 2:]).max(initial=0)) for one in packed),
         )

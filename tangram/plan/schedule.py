@@ -2,9 +2,10 @@
 
     plain | aot | workqueue | uniform | packing:{off,naive,paper,measured} | buckets:{exact,padded}
 
-followed by any of `+ctas=3 +tasks=4 +min=256 +tile=128 +queries=128` (planner) and `+atomic +serial +onetile +replan
-+entries=64 +stages=3 +warps=4` (execution; entries, stages and warps apply to every tile). `ctas` is how many programs
-a multiprocessor runs at once, `replan` plans every layer by itself at every step: `packing:paper+queries=128+ctas=2`.
+followed by any of `+ctas=3 +tasks=4 +min=256 +tile=128 +queries=128` (planner) and `+apart +atomic +serial +onetile
++replan +entries=64 +stages=3 +warps=4` (execution; entries, stages and warps apply to every tile). `ctas` is how many
+programs a multiprocessor runs at once, `replan` plans every layer by itself at every step. Partial results are merged
+by a kernel of their own with `apart`, by whichever task comes last with `atomic`: `packing:paper+queries=128+ctas=2`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ PLANNERS: dict[str, tuple[str, ...]] = {
 }
 ARGUMENTS = {"tasks": "tasks_per_worker", "min": "min_tokens", "tile": "tile_tokens", "queries": "max_query_rows"}
 RULES: dict[str, tuple[str, ...]] = {"packing": get_args(PackingRule), "buckets": ("exact", "padded")}
-FLAGS = ("atomic", "serial", "onetile", "replan")
+FLAGS = ("apart", "atomic", "serial", "onetile", "replan")
 TILE_NUMBERS = ("entries", "stages", "warps")
 CTAS = 3  # what an H100 was fastest with; `tangram bench calibrate-policy` tries others
 TILE_TOKENS = 64

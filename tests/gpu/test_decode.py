@@ -20,6 +20,7 @@ from tangram.plan.workqueue import plan_workqueue
 from tests.paged import SCALING, Batch, dense_decode, make_batch
 
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+MERGES = ("tails", "kernel", "atomic")
 PLANNERS: dict[str, Callable[[Batch], WorkPlan]] = {
     "plain": lambda batch: plan_plain(batch.rows),
     "aot": lambda batch: plan_aot(batch.rows, 16, tile_tokens=64),
@@ -75,7 +76,7 @@ def test_head_dims_groups_pages_and_dtypes(
     dtype: torch.dtype, head_dim: int, group: int, page: int, device: torch.device
 ) -> None:
     batch = make_batch(2, 2, group, head_dim, page=page, longest=150, dtype=dtype)
-    for merge in ("kernel", "atomic"):
+    for merge in MERGES:
         out = run(batch, PLANNERS["aot"](batch), 0, device, options=options(merge))
         assert_close(out, dense_decode(batch, 0, softcap=None, sinks=None))
 
@@ -136,7 +137,7 @@ def _packed(rows: DecodeRows, prefix: int) -> WorkPlan:
     return assemble(TaskList(*columns, np.concatenate(members)), layers, heads, 64)
 
 
-@pytest.mark.parametrize("merge", ["kernel", "atomic"])
+@pytest.mark.parametrize("merge", MERGES)
 @pytest.mark.parametrize(("rows", "group"), [(3, 4), (8, 4), (16, 4), (30, 4), (5, 3)])
 def test_one_task_serves_rows_that_share_a_prefix(rows: int, group: int, merge: str, device: torch.device) -> None:
     """12, 32, 64, 120 and 15 queries: every tile size."""
@@ -149,7 +150,20 @@ def test_one_task_serves_rows_that_share_a_prefix(rows: int, group: int, merge: 
     assert_close(out, dense_decode(batch, 0, softcap=None, sinks=None))
 
 
-@pytest.mark.parametrize("merge", ["kernel", "atomic"])
+def test_a_short_tail_finishes_its_row() -> None:
+    """Each row's tail runs with the smallest tile, after the shared prefix: nothing is left for the merge kernel."""
+    from tangram.kernels.packed import pack
+
+    batch, plan = shared_batch(8, 4, prefix=64)
+    packed = pack(plan, 4, options("tails"), batch.lengths.numpy())
+    assert packed.finishes.sum() == len(plan.merge_row) == 8 * 2 * 2
+    assert not packed.arrays["segments"].size
+    apart = pack(plan, 4, options("kernel"), batch.lengths.numpy())
+    assert not apart.finishes.any()
+    assert len(apart.arrays["segments"]) == len(plan.merge_row)
+
+
+@pytest.mark.parametrize("merge", MERGES)
 def test_equal_plans_give_equal_bits_and_counters_return_to_zero(merge: str, device: torch.device) -> None:
     from tangram.kernels import gpu
 
