@@ -3,7 +3,7 @@
 A task reads its range of one KV head's entries once for all the query rows it serves (PAT, forward; PersistentKV, work
 queue). Its M = rows x G queries form one tile of 16, 32, 64 or 128; tasks of one size are launched together. Queries
 are taken and outputs written by index, so that the rows of a task need not be neighbours. A row's only part is final;
-other parts go to float32 slots. A row's short tail, launched last, waits for its other parts and finishes the row
+other parts go to slots. A row's short tail, launched last, waits for its other parts and finishes the row
 (`finish`); what has no such tail is merged in the plan's order (`merge.py`, or here by whoever comes last).
 
 Sums are in float32, exponentials base 2. The grid is fixed and the number of tasks is read from memory, so that a
@@ -28,15 +28,18 @@ def _take(
     d = tl.arange(0, BLOCK_D)
     entry = (page.to(tl.int64) * HP + column) * (2 * P * D) + (n % P) * D
     place = pool + entry[:, None] + d[None, :]
+    # What only a few rows read must not push shared entries and partial results out of L2.
+    keep: tl.constexpr = "evict_first" if q.shape[0] <= 16 else "evict_last"
     if MASKED:
-        k = tl.load(place, mask=(n < stop)[:, None] & (d < D)[None, :], other=0.0)
-        v = tl.load(place + P * D, mask=(n < stop)[:, None] & (d < D)[None, :], other=0.0)
+        seen = (n < stop)[:, None] & (d < D)[None, :]
+        k = tl.load(place, mask=seen, other=0.0, eviction_policy=keep)
+        v = tl.load(place + P * D, mask=seen, other=0.0, eviction_policy=keep)
     elif BLOCK_D != D:
-        k = tl.load(place, mask=(d < D)[None, :], other=0.0)
-        v = tl.load(place + P * D, mask=(d < D)[None, :], other=0.0)
+        k = tl.load(place, mask=(d < D)[None, :], other=0.0, eviction_policy=keep)
+        v = tl.load(place + P * D, mask=(d < D)[None, :], other=0.0, eviction_policy=keep)
     else:
-        k = tl.load(place)
-        v = tl.load(place + P * D)
+        k = tl.load(place, eviction_policy=keep)
+        v = tl.load(place + P * D, eviction_policy=keep)
     scores = multiply(q, tl.trans(k.to(q.dtype)), tl.zeros([q.shape[0], BLOCK_N], tl.float32))
     if SOFTCAP:
         scores = soft_cap(scores, scaling * k_scale, softcap)
@@ -156,7 +159,7 @@ def decode_tasks(
     q [R, H*G, D] with any strides of rows and heads, out [R, H*G, D]; pool, tables, lengths as in
     `kernels/reference.py`; `task_indptr` [L, KINDS + 1] bounds the tasks [N, 13] of each layer and kind; `entries`
     [M, 5]: row, direct, slot, segment, parts to finish; `scales` [L, H, 2] multiply keys and values of an FP8 pool;
-    part_out [slots, G, D], part_lse [slots, G] float32 (base 2).
+    part_out [slots, G, D] in any floating dtype, part_lse [slots, G] float32 (base 2).
     """
     if LEADS:
         let_next_start()
@@ -232,7 +235,8 @@ def decode_tasks(
         result = acc / seen[:, None]
         lse = tl.where(total > 0, peak + tl.log2(seen), float("-inf"))
         partial = serves & (final == 0)
-        tl.store(part_out + slot[:, None] * D + d[None, :], result, mask=partial[:, None] & (d < D)[None, :])
+        part = result.to(part_out.dtype.element_ty)
+        tl.store(part_out + slot[:, None] * D + d[None, :], part, mask=partial[:, None] & (d < D)[None, :])
         tl.store(part_lse + slot, lse, mask=partial)
         if SINKS:
             sink = tl.load(sinks + head * G + group).to(tl.float32) * LOG2E

@@ -44,7 +44,9 @@ class GpuDecode:
         self._host_plan = torch.zeros(total, dtype=torch.int32, pin_memory=pool.is_cuda)
         self._plan = self._views(self._device_plan)
         rows = max(1, size.slots) * group
-        self._part_out = torch.empty(rows, head_dim, dtype=torch.float32, device=device)
+        # A part is a mean of values, so where these are float16 it fits, and is rounded no more than the output is.
+        part = torch.float16 if pool.dtype == torch.float16 else torch.float32
+        self._part_out = torch.empty(rows, head_dim, dtype=part, device=device)
         self._part_lse = torch.empty(rows, dtype=torch.float32, device=device)
         self._arrivals = torch.zeros(max(1, size.sizes["part_indptr"]) * group, dtype=torch.int32, device=device)
         # Large tiles start first: they take longest, and small tasks fit beside them.

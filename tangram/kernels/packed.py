@@ -31,7 +31,7 @@ class Tile:
 
 
 # Chosen by trial on an H100: a tile of 8 rows takes half the registers of one of 16.
-TILES = (Tile(8), Tile(16, warps=2), Tile(32), Tile(64, stages=3), Tile(128, entries=32, stages=3))
+TILES = (Tile(8), Tile(16, warps=2), Tile(32, warps=2), Tile(64, stages=3), Tile(128, entries=32, stages=3))
 SHORT_TILE = Tile(8, entries=16, warps=1, stages=1)
 SHORT_TOKENS = 64
 

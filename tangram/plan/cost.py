@@ -1,7 +1,8 @@
 """What tasks cost on one GPU and geometry, linear in the entries they read (ours; PAT's profit model, measured).
 
 A task that reads n entries for m query-head rows takes max(bytes, arithmetic) of the whole device, plus a fixed cost of
-the one worker that runs it; every partial result is written once in float32 and read once by the merge.
+the one worker that runs it; every partial result is written once and read once, and counts as float32 whatever it is (a
+measured rate absorbs that).
 
 Worked example, the defaults (one H200, D 128, 16 bits): an entry is 2 · 128 · 2 = 512 bytes, 0.12 ns of the device.
 For up to 64 rows that is what it costs; 128 rows are 65,536 operations, 0.16 ns, so there arithmetic decides. A partial
