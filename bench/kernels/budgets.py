@@ -14,7 +14,7 @@ from tangram.errors import ConfigError
 from tangram.import_profiles import import_published
 from tangram.plan.form import DecodeRows
 from tangram.tune.case import Case, Geometry, scattered
-from tangram.types import Float64, Int64
+from tangram.types import Int64
 
 SHIPPED = (
     "llama-3.1-8b-instruct.keydiff.model.c2048.r0.25",
@@ -22,6 +22,7 @@ SHIPPED = (
     "qwen3-4b-instruct-2507.keydiff.layer.c2048.r0.25",
     "qwen3-4b-instruct-2507.expected_attention.model.c2048.r0.25",
 )
+PLAN_AGE = 256  # tokens that every row has decoded since it was planned for
 
 
 def load(name: str, published: Path | None, *, page_tokens: int | None, heads_per_page: int | None) -> Profile:
@@ -78,7 +79,7 @@ def ragged_case(
     index_of = np.arange(batch)[:, None, None] * len(groups) + member
     rows = DecodeRows(
         offset.ravel()[index_of], np.ascontiguousarray(np.broadcast_to(column, index_of.shape)), index_of,
-        _budget(sealed, kept, profile)[:, member],
+        (sealed[:, None] * kept + np.maximum(raw - PLAN_AGE, 1)[:, None])[:, member].astype(np.float64),
         (None,) * len(layers), profile.page_tokens,
     )  # fmt: skip
     return Case(name, geometry, rows, ids, lengths.ravel().astype(np.int32), total)
@@ -94,7 +95,8 @@ def even_case(ragged: Case, seed: int, name: str) -> Case:
     shape = table.shape
     rows = DecodeRows(
         table, np.ascontiguousarray(np.broadcast_to(np.arange(heads) % geometry.heads_per_page, shape)),
-        np.ascontiguousarray(np.broadcast_to(np.arange(batch)[:, None, None], shape)), np.ones(shape),
+        np.ascontiguousarray(np.broadcast_to(np.arange(batch)[:, None, None], shape)),
+        mean[:, None, None] * np.ones(shape),
         (None,) * layers, geometry.page_tokens,
     )  # fmt: skip
     return Case(name, geometry, rows, ids, mean.astype(np.int32), total)
@@ -106,11 +108,6 @@ def _geometry(profile: Profile) -> Geometry:
         model.kv_heads, model.query_heads // model.kv_heads, model.head_dim, profile.page_tokens,
         profile.heads_per_page,
     )  # fmt: skip
-
-
-def _budget(sealed: Int64, kept: Int64, profile: Profile) -> Float64:
-    """[R, groups]: what the engine expects of each: its sealed chunks, and half a chunk of raw tail."""
-    return sealed[:, None] * kept + profile.chunk_tokens / 2
 
 
 def _tables(lengths: Int64, page_tokens: int, seed: int) -> tuple[np.ndarray, int, Int64]:

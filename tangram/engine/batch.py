@@ -112,7 +112,7 @@ class Batcher:
             table=address[..., 0],
             column=address[..., 1],
             length_index=np.stack([begin + layout.head_group for begin, layout in zip(first, layouts, strict=True)]),
-            budget=np.stack([_expected(layout, row.start) for layout, row in zip(layouts, rows, strict=True)]),
+            budget=np.stack([_held(layout, row.start) for layout, row in zip(layouts, rows, strict=True)]),
             windows=self.windows,
             page_tokens=layouts[0].page_tokens,
         )
@@ -156,7 +156,7 @@ def _waves(rows: Sequence[Row]) -> Iterator[slice]:
         yield slice(begin, len(rows))
 
 
-def _expected(layout: Layout, position: int) -> Float64:
-    """[L, H]: entries of each head while a row at `position` decodes: sealed chunks and half a chunk of raw tail."""
-    lengths = layout.lengths(position // layout.chunk_tokens, layout.chunk_tokens // 2)
+def _held(layout: Layout, position: int) -> Float64:
+    """[L, H]: entries that each head holds of a row at `position`; a row that seals a chunk is planned for anew."""
+    lengths = layout.lengths(*divmod(position, layout.chunk_tokens))
     return np.asarray(lengths[layout.head_group], np.float64)

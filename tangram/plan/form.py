@@ -53,7 +53,7 @@ class DecodeRows:
 
     `table` is the offset, in the flat block tables, of the first page entry of the (row, layer, KV head). `column` is
     the head's column in its group's pages. `length_index` points into the flat lengths array, whose values are
-    rewritten at every step. `budget` is how much each is expected to hold while the plan lives; only ratios matter.
+    rewritten at every step. `budget` is how many entries each is expected to hold while the plan lives.
     `windows` gives each layer's sliding window in tokens, None = full; entry i of a window layer's table holds
     position i.
     """

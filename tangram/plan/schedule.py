@@ -30,7 +30,7 @@ from tangram.types import Int32, Int64
 # The numbers that each planner takes, and their names there.
 PLANNERS: dict[str, tuple[str, ...]] = {
     "plain": (),
-    "aot": ("ctas", "tasks", "tile"),
+    "aot": ("ctas", "tasks", "min", "tile"),
     "workqueue": ("ctas", "tasks", "min", "tile"),
     "uniform": ("ctas", "tile"),
     "packing": ("ctas", "tasks", "min", "tile", "queries"),
@@ -42,6 +42,7 @@ FLAGS = ("apart", "atomic", "serial", "onetile", "replan")
 TILE_NUMBERS = ("entries", "stages", "warps")
 CTAS = 3  # what an H100 was fastest with; `tangram bench calibrate-policy` tries others
 TILE_TOKENS = 64
+MIN_TOKENS = 128
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,6 +133,6 @@ class Schedule:
         )  # fmt: skip
 
     def _arguments(self) -> dict[str, int]:
-        defaults = {"tile": TILE_TOKENS} | ({"tasks": 1} if self.planner == "aot" else {})
+        defaults = {"tile": TILE_TOKENS} | ({"tasks": 1, "min": MIN_TOKENS} if self.planner == "aot" else {})
         taken = {name: value for name, value in (defaults | self.numbers).items() if name in PLANNERS[self.planner]}
         return {ARGUMENTS[name]: value for name, value in taken.items() if name in ARGUMENTS}

@@ -158,7 +158,7 @@ def tree_case(tree: Tree, geometry: Geometry, seed: int, name: str | None = None
     offset = np.arange(tree.leaves * runs, dtype=np.int64).reshape(-1, runs) * tables.shape[2]
     lengths = np.full(tree.leaves, sum(tree.tokens), np.int32)
     index = np.repeat(np.arange(tree.leaves)[:, None], runs, axis=1)
-    rows = _one_layer(offset, index, np.ones(offset.shape), geometry)
+    rows = _one_layer(offset, index, lengths[index].astype(np.float64), geometry)
     return Case(name or str(tree), geometry, rows, tables.ravel(), lengths, total, tree)
 
 

@@ -33,10 +33,12 @@ def environment() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """With "+" if files other than results differ from it. $GIT_COMMIT where sources travel without their history."""
+    """With "+" if files other than results differ from it. $GIT_COMMIT says it where sources travel without git."""
+    if "GIT_COMMIT" in os.environ:
+        return os.environ["GIT_COMMIT"]
     commit = _git("rev-parse", "--short", "HEAD")
     if not commit:
-        return os.environ.get("GIT_COMMIT", "unknown")
+        return "unknown"
     changed = _git("status", "--porcelain", "-uno", "--", ":/", ":(exclude,top)bench/results")
     return commit + ("+" if changed else "")
 

@@ -14,6 +14,7 @@ from torch import Tensor
 WARM_UPS = 3
 REPLAYS = 30
 SETTLE = 5  # replays before those that count
+HEAD_START = 64  # flushes before these: some 20 ms, in which clocks rise and the host gets ahead of the device
 WALL_REPEATS = 8
 LARGEST_ERROR = 1e-2
 MATRIX_SIZE = 8192
@@ -161,6 +162,8 @@ def _event() -> Any:
 def _device_times(launch: Callable[[], None], cold: ColdCache, replays: int) -> list[float]:
     """Microseconds of each launch, between events that exclude the flush before it."""
     events = [(_event(), _event()) for _ in range(replays + SETTLE)]
+    for _ in range(HEAD_START):
+        cold.flush()
     for begin, end in events:
         cold.flush()
         begin.record()

@@ -62,7 +62,7 @@ def shared_batch(
     shape = (len(paths), layers, heads)
     table = np.array(offsets).reshape(shape)
     tables = np.concatenate(runs).astype(np.int32)
-    budget = np.broadcast_to(kept_pages / CHUNK_PAGES, shape)
+    budget = np.broadcast_to(1e4 * kept_pages / CHUNK_PAGES, shape)
     rows = DecodeRows(table, np.zeros(shape, np.int64), np.arange(table.size).reshape(shape), budget, windows, PAGE)
     probe = next((layer for layer, window in enumerate(windows) if window is None), 0)
     raw = np.array([len(path) for path in paths]) - sealed

@@ -32,7 +32,7 @@ def batches(draw: st.DrawFn) -> tuple[DecodeRows, Int32]:
     windows = tuple(draw(st.lists(st.sampled_from([None, 1, 50, 128]), min_size=shape[1], max_size=shape[1])))
     longest = draw(st.sampled_from([1, 20, 700]))
     lengths = seed.integers(0, longest + 1, shape).astype(np.int32).ravel()
-    return make_rows(seed.uniform(0.01, 1.0, shape), windows), lengths
+    return make_rows(seed.uniform(1.0, 4000.0, shape), windows), lengths
 
 
 def every_plan(rows: DecodeRows, lengths: Int32, workers: int, tile_tokens: int) -> list[WorkPlan]:
@@ -138,7 +138,7 @@ def changed(plan: WorkPlan, field: str, index: int, value: int) -> WorkPlan:
     return replace(plan, **{field: values})
 
 
-UNEVEN = make_rows(np.array([[[1.0, 0.1]], [[0.5, 0.1]]]))  # 2 rows, 1 layer, 2 heads: some split, some whole
+UNEVEN = make_rows(np.array([[[1000, 100.0]], [[500, 100.0]]]))  # 2 rows, 1 layer, 2 heads: some split, some whole
 LENGTHS = np.array([400, 40, 200, 40], np.int32)
 
 
@@ -216,22 +216,29 @@ def parts_of(plan: WorkPlan, rows: DecodeRows) -> np.ndarray:
 
 
 def test_aot_follows_the_papers_formula() -> None:
-    rows = make_rows(np.array([[[0.8, 0.3, 0.1]]]))
+    rows = make_rows(np.array([[[800.0, 300.0, 100.0]]]))
     plan = plan_aot(rows, 2, tasks_per_worker=4)
     assert parts_of(plan, rows).tolist() == [[[5, 2, 1]]]
     assert plan.head.tolist() == [0, 0, 0, 0, 0, 1, 1, 2]  # the largest share starts first
 
 
+def test_no_part_of_an_aot_plan_is_smaller_than_asked_for() -> None:
+    rows = make_rows(np.array([[[800.0, 300.0, 100.0]]]))
+    assert parts_of(plan_aot(rows, 2, min_tokens=200), rows).tolist() == [[[4, 1, 1]]]
+
+
 def test_aot_hardly_splits_a_batch_that_fills_the_workers() -> None:
-    rows = make_rows(np.ones((8, 2, 3)))
+    rows = make_rows(np.full((8, 2, 3), 1000.0))
     assert (parts_of(plan_aot(rows, 2), rows) == 1).all()
-    assert (parts_of(plan_aot(make_rows(np.ones((1, 2, 3))), 2), make_rows(np.ones((1, 2, 3)))) > 1).all()
+    assert (
+        parts_of(plan_aot(make_rows(np.full((1, 2, 3), 1000.0)), 2), make_rows(np.full((1, 2, 3), 1000.0))) > 1
+    ).all()
 
 
 @pytest.mark.parametrize("budget", [[1.0, 1.0, 1.0], [1.0, 0.2, 0.1], [0.4, 0.35, 0.3]])
 @pytest.mark.parametrize("workers", [2, 4])
 def test_aot_balances_heads_whose_lengths_follow_their_budgets(budget: list[float], workers: int) -> None:
-    rows = make_rows(np.array([[budget]]))
+    rows = make_rows(np.array([[budget]]) * 16384)
     begin, end = plan_aot(rows, workers).spans((np.array(budget) * 16384).astype(np.int32))
     finish_at = [0] * workers
     for tokens in end - begin:  # each task goes to the worker that is free first
@@ -240,7 +247,7 @@ def test_aot_balances_heads_whose_lengths_follow_their_budgets(budget: list[floa
 
 
 def test_window_layers_are_read_by_window_and_never_split() -> None:
-    rows = make_rows(np.ones((1, 2, 1)), (None, 100))
+    rows = make_rows(np.full((1, 2, 1), 1000.0), (None, 100))
     plan = plan_aot(rows, 4)
     begin, end = plan.spans(np.array([1000, 1000], np.int32), plan.tasks(1))
     assert (begin.tolist(), end.tolist()) == ([900], [1000])
