@@ -1,6 +1,6 @@
 """Every family in one go, within a budget: what a rented machine is asked to run.
 
-    python -m bench.kernels.all --quick --budget-s 480 --out DIR [--families dense,pat,persistent,ragged]
+    python -m bench.kernels.all --quick --budget-s 480 --out DIR [--families dense,pat]
 
 The families share the budget in the order given: each gets its part of what is left, so that a slow one cannot starve
 those after it. Each writes its results after every case. Options that are not known here go to every family.
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
-from bench.kernels import dense, pat, persistent, ragged
+from bench.kernels import ablations, dense, pat, persistent, ragged
 from bench.kernels.family import NO_DEVICE
 
 FAMILIES = {
@@ -24,6 +24,7 @@ FAMILIES = {
     "pat": (pat.main, 4),
     "persistent": (persistent.main, 2),
     "ragged": (ragged.main, 2),
+    "ablations": (ablations.main, 1),
 }
 
 

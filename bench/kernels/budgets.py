@@ -10,6 +10,7 @@ import numpy as np
 from tangram.compress.library import shipped_profiles
 from tangram.compress.profile import Profile, Scope
 from tangram.compress.provenance import ScorerSpec
+from tangram.engine.batch import GROWTH_TOKENS
 from tangram.errors import ConfigError
 from tangram.import_profiles import import_published
 from tangram.plan.form import DecodeRows
@@ -76,10 +77,12 @@ def ragged_case(
         for place, (layer, head) in enumerate(profile.groups[group]):
             if layer in wanted:
                 member[wanted[layer], head], column[wanted[layer], head] = index, place
+    planned = np.maximum(raw - PLAN_AGE, 1) + GROWTH_TOKENS
+    expected = sealed[:, None] * kept + planned[:, None]
     index_of = np.arange(batch)[:, None, None] * len(groups) + member
     rows = DecodeRows(
         offset.ravel()[index_of], np.ascontiguousarray(np.broadcast_to(column, index_of.shape)), index_of,
-        (sealed[:, None] * kept + np.maximum(raw - PLAN_AGE, 1)[:, None])[:, member].astype(np.float64),
+        expected[:, member].astype(np.float64),
         (None,) * len(layers), profile.page_tokens,
     )  # fmt: skip
     return Case(name, geometry, rows, ids, lengths.ravel().astype(np.int32), total)

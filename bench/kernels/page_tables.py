@@ -101,6 +101,26 @@ def ragged(result: Result) -> Rows:
     return lines
 
 
+def ablations(result: Result) -> Rows:
+    """A line a variant of the whole, then one a page shape; a column a case."""
+    cases = list(dict.fromkeys(row["labels"]["case"] for row in result["rows"]))
+    lines = [["µs", *(f"`{case}`" for case in cases)]]
+    whole, *variants = names(result["rows"], ours=True)
+    shapes = dict.fromkeys((row["labels"]["page_tokens"], row["labels"]["heads_per_page"]) for row in result["rows"])
+    first, *others = shapes
+    times = {
+        ((row["labels"]["page_tokens"], row["labels"]["heads_per_page"]), row["labels"]["case"]): device_us(row)
+        for row in result["rows"]
+    }
+    for name, shape, text in (
+        (whole, first, f"`{whole}`, pages of {first[0]} tokens × {first[1]} heads"),
+        *((variant, first, f"`{variant.removeprefix(whole)}`") for variant in variants),
+        *((whole, shape, f"pages of {shape[0]} × {shape[1]}") for shape in others),
+    ):
+        lines.append([text, *(_times(times.get((shape, case), {}).get(name)) for case in cases)])
+    return lines
+
+
 def sealing(result: Result) -> Rows:
     parts = ("attention", "products", "scores", "seal")
     header = ["past tokens", "attention µs", "products µs", "scores µs", "seal µs", "sealing / prefill"]
@@ -171,6 +191,7 @@ def policy(result: Result) -> Rows:
 
 
 TABLES: dict[str, Callable[[Result], Rows]] = {
-    "dense": dense, "pat": pat, "persistent": persistent, "ragged": ragged, "policy": policy, "sealing": sealing,
+    "dense": dense, "pat": pat, "persistent": persistent, "ragged": ragged, "policy": policy,
+    "sealing": sealing, "ablations": ablations,
     "host_cost": host_cost, "tables": tables, "fragmentation": fragmentation,
 }  # fmt: skip

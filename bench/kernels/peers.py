@@ -23,6 +23,7 @@ class FlashInferBatch:
     """BatchAttention: one persistent kernel, its own split and merge. One object a layer; each owns 384 MiB."""
 
     each_step = True
+    replans = True
     name = "flashinfer batch"
 
     def __init__(self, workload: Workload, most_layers: int = 32) -> None:
@@ -70,6 +71,7 @@ class FlashInferCascade:
     """
 
     each_step = True
+    replans = True
 
     def __init__(self, workload: Workload, workspace: Tensor, backend: str) -> None:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper

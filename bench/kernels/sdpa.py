@@ -19,6 +19,7 @@ class TorchAttention:
     """
 
     each_step = False
+    replans = True
     name = "torch sdpa (gathered)"
 
     def __init__(self, workload: Workload) -> None:

@@ -22,6 +22,8 @@ from tangram.plan.form import DecodeRows
 from tangram.plan.schedule import Decoding
 from tangram.types import Float64, Int32, Int64, Row, RowKind, Step
 
+GROWTH_TOKENS = 128  # what a row grows by in the first half of a plan's life, as far as planning knows
+
 
 class DeviceTables:
     """Block tables where the pool is: a copy of `tables` [max_sequences, width], or, in host memory, that very array.
@@ -112,7 +114,7 @@ class Batcher:
             table=address[..., 0],
             column=address[..., 1],
             length_index=np.stack([begin + layout.head_group for begin, layout in zip(first, layouts, strict=True)]),
-            budget=np.stack([_held(layout, row.start) for layout, row in zip(layouts, rows, strict=True)]),
+            budget=np.stack([_expected(layout, row.start) for layout, row in zip(layouts, rows, strict=True)]),
             windows=self.windows,
             page_tokens=layouts[0].page_tokens,
         )
@@ -156,7 +158,8 @@ def _waves(rows: Sequence[Row]) -> Iterator[slice]:
         yield slice(begin, len(rows))
 
 
-def _held(layout: Layout, position: int) -> Float64:
-    """[L, H]: entries that each head holds of a row at `position`; a row that seals a chunk is planned for anew."""
-    lengths = layout.lengths(*divmod(position, layout.chunk_tokens))
+def _expected(layout: Layout, position: int) -> Float64:
+    """[L, H]: entries of each head of a row at `position` in mid-life of a plan; who seals a chunk is planned anew."""
+    sealed, raw = divmod(position, layout.chunk_tokens)
+    lengths = layout.lengths(sealed, min(raw + GROWTH_TOKENS, layout.chunk_tokens))
     return np.asarray(lengths[layout.head_group], np.float64)

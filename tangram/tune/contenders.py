@@ -22,6 +22,8 @@ class Ours:
     A schedule that re-plans layer by layer has a plan, and buffers, for each layer.
     """
 
+    replans = True
+
     def __init__(self, schedule: Schedule, workload: Workload, multiprocessors: int, cost: CostModel) -> None:
         self.name, self.each_step = schedule.text, schedule.each_step
         self._schedule, self._workload, self._cost = schedule, workload, cost

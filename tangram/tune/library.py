@@ -21,7 +21,7 @@ class Library:
     each_step = True
 
     def __init__(self, workload: Workload, workspace: Tensor, *, graph: bool = True) -> None:
-        self.name = "flashinfer decode" + ("" if graph else " static")
+        self.name, self.replans = "flashinfer decode" + ("" if graph else " static"), graph
         self._workload, self._layers = workload, layers_of(workload)
         self._outs = [torch.empty_like(q) for q in workload.q]
         self._decode = FlashInferDecode(self._layers, workspace, graph=graph)

@@ -22,10 +22,14 @@ COPY_ELEMENTS = 1 << 29  # float32: 2 GiB
 
 
 class Contender(Protocol):
-    """One way to compute a step's attention. `each_step`: its plan must be made again at every step."""
+    """One way to compute a step's attention. `each_step`: its plan must be made again at every step.
+
+    `replans`: what was captured runs by the last plan, whenever it was made.
+    """
 
     name: str
     each_step: bool
+    replans: bool
 
     def plan(self) -> None:
         """The host work of one step, upload included."""
@@ -87,7 +91,11 @@ class ColdCache:
 def measure(
     contender: Contender, expected: Sequence[Tensor], cold: ColdCache, *, replays: int = REPLAYS, wall: bool = True
 ) -> Measurement:
-    """Plan, capture, check against `expected`, then time. Raises `WrongAnswer`, or whatever the contender raises."""
+    """Plan, capture, check against `expected`, then time. Raises `WrongAnswer`, or whatever the contender raises.
+
+    No `wall` time of a contender that does not replan: what it captured is lost with its first plan.
+    """
+    wall = wall and contender.replans
     contender.plan()
     for _ in range(WARM_UPS):
         contender.run()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench.kernels import dense, family, pat, persistent, ragged
+from bench.kernels import ablations, dense, family, pat, persistent, ragged
 from tangram.kernels import reference
 from tangram.plan.form import WorkPlan
 from tangram.plan.plain import plan_plain
@@ -24,6 +24,7 @@ FAMILIES: dict[str, tuple[Main, list[str]]] = {
     "pat": (pat.main, ["--heads", "8/2", "--configs", "1,10_4096,416", "2,8,16,256_256,256,32,32"]),
     "persistent": (persistent.main, ["--quick", "--seeds", "0"]),
     "ragged": (ragged.main, ["--quick", "--contexts", "8192", "--batches", "2", "--planners", "aot,uniform"]),
+    "ablations": (ablations.main, ["--heads", "8/2"]),
 }
 
 
