@@ -1,4 +1,4 @@
-"""Host cost of planning when the decode membership changes; when nothing changes no planner is called.
+"""Host cost of planning when the decode membership changes, and of a step's attention with and without.
 
     python -m bench.kernels.host_cost [--rows 64] [--tokens 65536] [--layers 36] [--heads 8] [--repeats 50]
 
@@ -17,13 +17,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from rich.console import Console
 from rich.table import Table
 
+from bench.kernels.budgets import load
+from bench.kernels.tables import Books
+from tangram.engine.batch import Batcher, DeviceTables
+from tangram.model.sealing import Retention
 from tangram.plan.aot import plan_aot
 from tangram.plan.cost import CostModel
 from tangram.plan.forest import Forest, build_forest, units_of
@@ -33,7 +39,7 @@ from tangram.plan.plain import plan_plain
 from tangram.plan.uniform import plan_uniform_splits
 from tangram.plan.workqueue import plan_workqueue
 from tangram.tune.environment import environment
-from tangram.types import Int32, Int64
+from tangram.types import Int32, Int64, Row, RowKind, Step
 
 RESULT = Path(__file__).parents[1] / "results" / "kernels_host_cost.json"
 PAGE, CHUNK, WORKERS, GROUP = 32, 2048, 264, 4
@@ -69,7 +75,7 @@ class Batch:
         shape = (count, layers, heads)
         rows = DecodeRows(
             table.reshape(shape), np.zeros(shape, np.int64), np.arange(table.size).reshape(shape),
-            np.broadcast_to(kept_pages * PAGE / CHUNK, shape), (None,) * layers, PAGE,
+            np.broadcast_to(kept_pages * PAGE * chunks + 100.0, shape), (None,) * layers, PAGE,
         )  # fmt: skip
         lengths = np.broadcast_to(kept_pages * PAGE * chunks + 100, shape).astype(np.int32).ravel()
         return cls(rows, lengths, kept_pages * PAGE, tables, spans)
@@ -134,6 +140,37 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     return lines
 
 
+def step_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """All that the host does for a decode step's attention, in an engine's own books: the same batch, and a new one.
+
+    The new one is planned, packed for the kernels and uploaded; here an upload is a copy in host memory.
+    """
+    from tangram.kernels.triton_kernels import TritonKernels
+
+    profile = load("qwen3-4b-instruct-2507.keydiff.layer.c2048.r0.25", None, page_tokens=PAGE, heads_per_page=None)
+    books = Books(profile, options.rows, options.tokens)
+    books.fill(options.tokens)
+    layout, cache = books.layout, books.cache
+    pool = torch.empty(1, profile.heads_per_page, 2, PAGE, profile.model.head_dim, dtype=torch.float16)
+    tables = DeviceTables(cache.tables, cache.versions, pool.device)
+    kernels = TritonKernels(pool, profile.model.query_heads // profile.model.kv_heads)
+    batcher = Batcher([Retention(profile.kv_retention, layout, "")], kernels, cache, tables, None)
+    token = np.zeros(1, np.int64)
+    rows = tuple(
+        Row(str(seq.slot), seq.slot, 0, RowKind.DECODE, options.tokens, token, token[:0], True)
+        for seq in books.sequences
+    )
+    epochs = count()
+    lines = []
+    for name, epoch in {"a step of the same batch": lambda: 0, "a step of a new batch": lambda: next(epochs)}.items():
+        batcher.attention(Step(rows, epoch()))
+        times = measured_ms(lambda epoch=epoch: batcher.attention(Step(rows, epoch())), options.repeats)
+        median, low, high = (float(np.quantile(times, q)) for q in (0.5, 0.25, 0.75))
+        cells = len(rows) * len(profile.layers) * profile.model.kv_heads
+        lines.append({"what": name, "cells": cells, "ms": median, "ms_quartiles": [low, high]})
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in {"rows": 64, "tokens": 65536, "layers": 36, "heads": 8, "repeats": 50}.items():
@@ -144,7 +181,7 @@ def main() -> None:
     if not options.fresh:
         # Once a process has freed a larger array, glibc keeps freed memory instead of faulting it in at every plan.
         np.ones(30 << 20, np.uint8).sum()
-    lines = measure(options)
+    lines = step_rows(options) + measure(options)
     table = Table(
         "planner", "cells", "tasks", "row entries", "ms, median", "quartiles", title=f"{where['cpu']}, 1 thread"
     )

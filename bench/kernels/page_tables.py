@@ -11,6 +11,7 @@ from tangram.plan.policy import FLASHINFER
 
 DECODE, CASCADE = "flashinfer decode", "flashinfer cascade fa2"
 EVEN = " even"
+RAGGED = {"uniform": "uniform", "work queue": "workqueue", "re-planned": "aot+replan", "FlashInfer": BEST}
 Result = dict[str, Any]
 Rows = list[list[str]]
 
@@ -50,6 +51,12 @@ def pat(result: Result) -> Rows:
             if values := ratios(shared, ours, peer):
                 means[3 * number + 2] = f"**{statistics.geometric_mean(values):.2f}**"
         lines.append([f"× {peer}, shared trees", *means])
+    for other in names(result["rows"], ours=True)[1:]:
+        means = [""] * (3 * len(settings))
+        for number, setting in enumerate(settings):
+            shared = [row for (_, heads), row in rows.items() if heads == setting and row["labels"]["shared"]]
+            means[3 * number + 1] = f"{statistics.geometric_mean(ratios(shared, ours, other)):.2f}"
+        lines.append([f"`{other}` / `{ours}`, shared trees", *means])
     return lines
 
 
@@ -73,32 +80,45 @@ def _spread(values: Sequence[float]) -> str:
 
 def persistent(result: Result) -> Rows:
     """A line a trace family: means over its seeds."""
-    ours = names(result["rows"], ours=True)[0]
-    lines = [["family (seeds)", "ours µs", "FlashInfer µs", "× device", "ours wall µs", "× wall"]]
+    ours, *others = names(result["rows"], ours=True)
+    header = ["family (seeds)", "ours µs", "FlashInfer µs", "× device", "ours wall µs", "× wall"]
+    lines = [[*header, *(f"`{other}` / ours" for other in others)]]
     for family, rows in by_group(result["rows"]).items():
         mean, theirs = (_mean([device_us(row).get(name) for row in rows]) for name in (ours, BEST))
         wall = _mean([wall_us(row).get(ours) for row in rows])
         spread = [_spread(ratios(rows, ours, BEST, wall=clock)) for clock in (False, True)]
-        lines.append([f"{family} ({len(rows)})", _times(mean), _times(theirs), spread[0], _times(wall), spread[1]])
+        slower = [f"{statistics.geometric_mean(ratios(rows, ours, other)):.2f}" for other in others]
+        cells = [_times(mean), _times(theirs), spread[0], _times(wall), spread[1], *slower]
+        lines.append([f"{family} ({len(rows)})", *cells])
     return lines
 
 
 def ragged(result: Result) -> Rows:
+    """A line a profile and context: geometric means over the batches, and the worst of AOT."""
     rows = {row["case"]: row for row in result["rows"]}
-    lines = [["case", "KV MB", "AOT µs", "AOT / even", "uniform / AOT", "work queue / AOT", "FlashInfer / AOT"]]
-    for name, row in rows.items():
-        if name.endswith(EVEN):
-            continue
-        times = device_us(row)
-        aot = next((value for variant, value in times.items() if variant.startswith("aot")), None)
-        twin = device_us(rows[name + EVEN]) if name + EVEN in rows else {}
-        even = next((value for variant, value in twin.items() if variant.startswith("aot")), None)
-        uniform = times.get("uniform")
-        lines.append(
-            [name, f"{row['unique_bytes'] / 1e6:.0f}", _times(aot), _ratio(aot, even), _ratio(uniform, aot),
-             _ratio(times.get("workqueue"), aot), _ratio(times.get(BEST), aot)]
-        )  # fmt: skip
+    lines = [["profile, tokens (batches)", "AOT / even", "worst", *(f"{name} / AOT" for name in RAGGED)]]
+    for (profile, context), cases in _by_context(list(rows.values())).items():
+        twins = {name: device_us(rows[name + EVEN])["aot"] for name in cases if name + EVEN in rows}
+        balance = [device_us(rows[name])["aot"] / even for name, even in twins.items()]
+        means = [_mean_ratio([rows[name] for name in cases], "aot", other) for other in RAGGED.values()]
+        batches = ", ".join(str(rows[name]["labels"]["batch"]) for name in cases)
+        title = f"{profile} {context // 1024}K ({batches})"
+        lines.append([title, f"{statistics.geometric_mean(balance):.2f}", f"{max(balance):.2f}", *means])
     return lines
+
+
+def _by_context(rows: Sequence[Row]) -> dict[tuple[str, int], list[str]]:
+    found: dict[tuple[str, int], list[str]] = {}
+    for row in rows:
+        if not row["case"].endswith(EVEN):
+            labels = row["labels"]
+            found.setdefault((labels["profile"], labels["context_tokens"]), []).append(row["case"])
+    return found
+
+
+def _mean_ratio(rows: list[Row], variant: str, peer: str) -> str:
+    values = ratios(rows, variant, peer)
+    return f"{statistics.geometric_mean(values):.2f}" if values else "-"
 
 
 def ablations(result: Result) -> Rows:

@@ -161,9 +161,13 @@ class Layout:
         """Offsets, within a row of the block tables, of raw tail page `page` of every group."""
         return self.group_offset[:-1] + sealed_chunks * self.sealed_pages.astype(np.int64) + page
 
-    def lengths(self, sealed_chunks: int, raw_tokens: int) -> Int32:
-        """[groups]: entries each member head of a group can address (a window group counts its dropped ones too)."""
-        return np.asarray(sealed_chunks * self.sealed_pages * self.page_tokens + raw_tokens, np.int32)
+    def lengths(self, sealed_chunks: int | Int64, raw_tokens: int | Int64) -> Int32:
+        """[…, groups]: entries each member head of a group can address (a window group counts its dropped ones too).
+
+        Counts of one row, or arrays of them.
+        """
+        sealed, raw = np.asarray(sealed_chunks)[..., None], np.asarray(raw_tokens)[..., None]
+        return np.asarray(sealed * self.sealed_pages * self.page_tokens + raw, np.int32)
 
     @cached_property
     def full_span_pages(self) -> int:

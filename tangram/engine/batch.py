@@ -20,7 +20,7 @@ from tangram.model.sealing import ChunkSealer, Retention, ScoreObserver
 from tangram.plan.forest import Forest, build_forest, units_of
 from tangram.plan.form import DecodeRows
 from tangram.plan.schedule import Decoding
-from tangram.types import Float64, Int32, Int64, Row, RowKind, Step
+from tangram.types import Int32, Int64, Row, RowKind, Step
 
 GROWTH_TOKENS = 128  # what a row grows by in the first half of a plan's life, as far as planning knows
 
@@ -92,7 +92,7 @@ class Batcher:
         layouts = [self.retentions[row.layout].layout for row in rows]
         kept = np.stack([layout.head_kept_tokens for layout in layouts]).astype(np.int64)
         group = layouts[0].geometry.group_size
-        decode = self._decode_rows(rows, layouts)
+        decode = self._decode_rows(rows)
         prefixes = partial(self._prefixes, rows, layouts, decode.table)
         return Decoding(decode, self.cache.lengths.reshape(-1), group, kept, prefixes)
 
@@ -107,17 +107,20 @@ class Batcher:
         units = units_of(self.cache.tables.reshape(-1), table[:, probe, 0], sealed, chunks, raw_pages)
         return build_forest(*units, chunks)
 
-    def _decode_rows(self, rows: Sequence[Row], layouts: Sequence[Layout]) -> DecodeRows:
-        address = np.stack([self._address(row) for row in rows])
-        first = [row.slot * self.cache.lengths.shape[1] for row in rows]
-        return DecodeRows(
-            table=address[..., 0],
-            column=address[..., 1],
-            length_index=np.stack([begin + layout.head_group for begin, layout in zip(first, layouts, strict=True)]),
-            budget=np.stack([_expected(layout, row.start) for layout, row in zip(layouts, rows, strict=True)]),
-            windows=self.windows,
-            page_tokens=layouts[0].page_tokens,
-        )
+    def _decode_rows(self, rows: Sequence[Row]) -> DecodeRows:
+        slots, start, numbers = (np.array([getattr(row, x) for row in rows]) for x in ("slot", "start", "layout"))
+        first = self.retentions[0].layout
+        shape = (len(rows), *first.head_group.shape)
+        table, column, index = (np.empty(shape, np.int64) for _ in range(3))
+        budget = np.empty(shape)
+        for number in np.unique(numbers):
+            own, layout = numbers == number, self.retentions[number].layout
+            slot = slots[own, None, None]
+            table[own] = slot * self.cache.tables.shape[1] + layout.group_offset[layout.head_group]
+            column[own] = layout.head_column
+            index[own] = slot * self.cache.lengths.shape[1] + layout.head_group
+            budget[own] = _expected(layout, start[own])[:, layout.head_group]
+        return DecodeRows(table, column, index, budget, self.windows, first.page_tokens)
 
     def _prefill_rows(self, rows: Sequence[Row], first: int) -> PrefillRows:
         """`rows` lie end to end in the flattened batch, from token `first` on."""
@@ -158,8 +161,7 @@ def _waves(rows: Sequence[Row]) -> Iterator[slice]:
         yield slice(begin, len(rows))
 
 
-def _expected(layout: Layout, position: int) -> Float64:
-    """[L, H]: entries of each head of a row at `position` in mid-life of a plan; who seals a chunk is planned anew."""
-    sealed, raw = divmod(position, layout.chunk_tokens)
-    lengths = layout.lengths(sealed, min(raw + GROWTH_TOKENS, layout.chunk_tokens))
-    return np.asarray(lengths[layout.head_group], np.float64)
+def _expected(layout: Layout, positions: Int64) -> Int32:
+    """[R, groups]: entries of rows at `positions` [R] in mid-life of a plan; who seals a chunk is planned anew."""
+    sealed, raw = np.divmod(positions, layout.chunk_tokens)
+    return layout.lengths(sealed, np.minimum(raw + GROWTH_TOKENS, layout.chunk_tokens))

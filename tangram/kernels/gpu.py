@@ -40,8 +40,8 @@ class GpuDecode:
         packed = [pack(plan, group, self._options, lengths) for plan in plans]
         self._capacity = size = Capacity.of(plans, packed)
         device, total = pool.device, sum(size.sizes.values())
-        self._device_plan = torch.zeros(total, dtype=torch.int32, device=device)
-        self._host_plan = torch.zeros(total, dtype=torch.int32, pin_memory=pool.is_cuda)
+        self._device_plan = torch.empty(total, dtype=torch.int32, device=device)
+        self._host_plan = torch.empty(total, dtype=torch.int32, pin_memory=pool.is_cuda)
         self._plan = self._views(self._device_plan)
         rows = max(1, size.slots) * group
         # A part is a mean of values, so where these are float16 it fits, and is rounded no more than the output is.

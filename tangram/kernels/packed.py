@@ -88,7 +88,7 @@ def segment_of(plan: WorkPlan) -> Int64:
 class Packed:
     """A plan's arrays, and per layer and kind, [L, kinds], how many tasks there are and how many finish a row."""
 
-    arrays: dict[str, Int64]
+    arrays: dict[str, Int32 | Int64]
     counts: Int64
     finishes: Int64
 
@@ -110,13 +110,17 @@ def pack(
     before, left = _finishers(plan, kind, may if options.merge == "tails" else np.zeros(kinds, np.bool_))
     direct = plan.direct | (before > 0)
     tasks = np.empty((len(order), TASK_FIELDS), np.int32)
+    entries = np.empty((len(plan.rows), ENTRY_FIELDS), np.int32)
     first = plan.row_begin
     fields = (plan.table, plan.length_index, plan.column, plan.head, plan.kind, plan.a, plan.b, first, plan.row_end,
               plan.rows[first], direct[first], plan.slot[first], before[first])  # fmt: skip
     for column, values in enumerate(fields):
-        tasks[:, column] = values[order]
-    segment = segment_of(plan) if options.merge == "atomic" else np.zeros_like(plan.rows)
-    entries = np.stack([plan.rows, direct, plan.slot, segment, before], axis=1)
+        tasks[:, column] = values
+    if (order[1:] < order[:-1]).any():
+        tasks = tasks[order]
+    segment = segment_of(plan) if options.merge == "atomic" else 0
+    for column, value in enumerate((plan.rows, direct, plan.slot, segment, before)):
+        entries[:, column] = value
     slots = plan.part_slot[plan.part_indptr[:-1][left]], plan.part_slot[plan.part_indptr[1:][left] - 1] + 1
     arrays = {
         "tasks": tasks, "entries": entries, "part_indptr": plan.part_indptr,

@@ -49,8 +49,11 @@ class TritonKernels:
             [schedule.plan(batch, self._processors, self._cost)], group=self._group, head_dim=self._pool.shape[-1],
             pool=self._pool, lengths=batch.lengths, options=DecodeOptions.of(schedule),
         )  # fmt: skip
-        address = np.stack([rows.table, rows.column, rows.length_index], axis=-1).swapaxes(0, 1)
-        (self._decode_address,) = upload([address.astype(np.int32)], self._pool.device)
+        count, layers, heads = rows.table.shape
+        address = np.empty((layers, count, heads, 3), np.int32)
+        for place, values in enumerate((rows.table, rows.column, rows.length_index)):
+            address[..., place] = values.swapaxes(0, 1)
+        (self._decode_address,) = upload([address], self._pool.device)
 
     def _schedule(self, batch: Decoding) -> Schedule:
         # FlashInfer would plan every layer on the host at every step: it is not a route for an engine.
