@@ -16,7 +16,9 @@ class EngineConfig:
     `model` is `smollm2` (the embedded model), a Hugging Face id, a folder of safetensors or a GGUF file.
     `kv_retention` is ρ, the fraction of a sealed chunk's KV entries that is kept; 1.0 drops nothing.
     `profile` lists profile files; without one that fits, a shipped or cached one is used, or a short calibration runs.
-    `kv_cache_gib` None takes a share of the free memory. `max_model_len` None means the model's own limit.
+    `kv_cache_gib` None fills a GPU up to `gpu_memory_utilization` of its memory (on a CPU, a share of the host's is
+    taken). `max_model_len` None means the model's own limit.
+    `load_format` dummy makes random weights of the model's config.json alone, to measure with.
     `decode_policy` is a file of `tangram bench calibrate-policy`; None takes the one kept for this GPU, if any.
     """
 
@@ -31,12 +33,14 @@ class EngineConfig:
     gate: str | None = None
     decode_policy: str | None = None
     kv_cache_gib: float | None = None
+    gpu_memory_utilization: float = 0.9
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 2048
     max_model_len: int | None = None
     enable_prefix_caching: bool = True
     scheduling: Literal["continuous", "static"] = "continuous"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    load_format: Literal["auto", "dummy"] = "auto"
     device: str = "auto"
     seed: int = 0
 
@@ -49,6 +53,8 @@ class EngineConfig:
             raise ConfigError(f"scheduling is {self.scheduling!r}, it must be 'continuous' or 'static'")
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise ConfigError(f"dtype is {self.dtype!r}, it must be auto, float32, bfloat16 or float16")
+        if self.load_format not in ("auto", "dummy"):
+            raise ConfigError(f"load_format is {self.load_format!r}, it must be 'auto' or 'dummy'")
         for name in ("page_tokens", "heads_per_page", "chunk_tokens", "max_num_seqs"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least 1")
@@ -64,5 +70,7 @@ class EngineConfig:
             )
         if self.max_model_len is not None and self.max_model_len < 1:
             raise ConfigError(f"max_model_len is {self.max_model_len}, it must be at least 1")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}, it must lie in (0, 1]")
         if self.kv_cache_gib is not None and not (math.isfinite(self.kv_cache_gib) and self.kv_cache_gib > 0):
             raise ConfigError(f"kv_cache_gib is {self.kv_cache_gib}, it must be positive")

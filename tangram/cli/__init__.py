@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import logging
-from collections.abc import Callable
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from tangram.cli import bench
+from tangram.cli import bench, serving
+from tangram.cli.options import Chunk, Heads, Page, Retention, SizeType, with_config
 from tangram.compress.profile import Profile
 from tangram.config import EngineConfig
 from tangram.errors import TangramError
@@ -22,101 +20,9 @@ from tangram.size import kv_size, render
 from tangram.types import SamplingParams
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
+bench.commands.add_typer(serving.commands, name="serving")
 app.add_typer(bench.commands, name="bench")
 _out, _err = Console(), Console(stderr=True)
-
-MODEL = typer.Argument(help="smollm2 (embedded), a Hugging Face id, a folder of safetensors, or a GGUF file")
-
-
-class Scope(StrEnum):
-    """What competes for the kept entries."""
-
-    layer = "layer"
-    model = "model"
-
-
-class Scheduling(StrEnum):
-    """When waiting requests may join."""
-
-    continuous = "continuous"
-    static = "static"
-
-
-class WeightType(StrEnum):
-    """The dtype of weights and KV cache."""
-
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-class SizeType(StrEnum):
-    """The dtype that `size` reckons with."""
-
-    fp32 = "fp32"
-    bf16 = "bf16"
-    fp16 = "fp16"
-    fp8 = "fp8"
-
-
-Model = Annotated[str, MODEL]
-Retention = Annotated[float, typer.Option("--kv-retention", help="fraction of KV entries kept; 1.0 keeps everything")]
-ScorerName = Annotated[str, typer.Option(help="what decides which entries stay; see docs/scorers.md")]
-ScopeName = Annotated[Scope, typer.Option(help="heads compete within a layer or across the model")]
-Chunk = Annotated[int, typer.Option(help="tokens that are computed and sealed in one piece")]
-Page = Annotated[int, typer.Option(help="tokens of a page")]
-Heads = Annotated[int, typer.Option(help="KV heads that share a page table")]
-Profiles = Annotated[list[str] | None, typer.Option("--profile", help="profile file; repeat for several kv-retentions")]
-Gate = Annotated[str | None, typer.Option(help="gate file of the scorer fastkvzip")]
-DecodePolicy = Annotated[str | None, typer.Option(help="file of `tangram bench calibrate-policy`, for a GPU")]
-CacheGib = Annotated[float | None, typer.Option(help="memory for KV pages in GiB")]
-MaxSeqs = Annotated[int, typer.Option(help="most sequences in one step")]
-MaxBatched = Annotated[int, typer.Option(help="most tokens in one step")]
-MaxLen = Annotated[int | None, typer.Option(help="most tokens, prompt and answer, of one sequence")]
-Prefix = Annotated[bool, typer.Option(help="reuse the KV state of prefixes seen before")]
-Batching = Annotated[Scheduling, typer.Option(help="continuous batching, or static batches for comparison")]
-Dtype = Annotated[WeightType, typer.Option(help="dtype of weights and KV cache")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, …")]
-Seed = Annotated[int, typer.Option(help="seed of requests that bring none")]
-
-
-def _config(
-    model: Model = "smollm2", kv_retention: Retention = 0.5, scorer: ScorerName = "keydiff",
-    scope: ScopeName = Scope.model, chunk_tokens: Chunk = 512, page_tokens: Page = 16, heads_per_page: Heads = 4,
-    profile: Profiles = None, gate: Gate = None, decode_policy: DecodePolicy = None, kv_cache_gib: CacheGib = None,
-    max_num_seqs: MaxSeqs = 32,
-    max_num_batched_tokens: MaxBatched = 2048, max_model_len: MaxLen = None, enable_prefix_caching: Prefix = True,
-    scheduling: Batching = Scheduling.continuous, dtype: Dtype = WeightType.auto, device: Device = "auto",
-    seed: Seed = 0,
-) -> EngineConfig:  # fmt: skip
-    return EngineConfig(
-        model=model, kv_retention=kv_retention, scorer=scorer, scope=scope.value, chunk_tokens=chunk_tokens,
-        page_tokens=page_tokens, heads_per_page=heads_per_page, profile=tuple(profile or ()), gate=gate,
-        decode_policy=decode_policy,
-        kv_cache_gib=kv_cache_gib, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=max_model_len, enable_prefix_caching=enable_prefix_caching, scheduling=scheduling.value,
-        dtype=dtype.value, device=device, seed=seed,
-    )  # fmt: skip
-
-
-def _with_config(command: Callable[..., None]) -> Callable[..., None]:
-    """A command whose first parameter is the `EngineConfig` made of the shared options; errors become exit code 2."""
-    shared = list(inspect.signature(_config, eval_str=True).parameters.values())
-    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
-
-    def run(**options: Any) -> None:
-        try:
-            config = _config(**{parameter.name: options.pop(parameter.name) for parameter in shared})
-            command(config, **options)
-        except TangramError as error:
-            _err.print(f"[red]error:[/red] {error}", highlight=False)
-            raise typer.Exit(2) from error
-
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    run.__signature__ = inspect.Signature([entry.replace(kind=keyword) for entry in (*shared, *own)])  # type: ignore[attr-defined]
-    run.__name__, run.__doc__ = command.__name__, command.__doc__
-    return run
 
 
 def _log_to_terminal() -> None:
@@ -129,7 +35,7 @@ def _log_to_terminal() -> None:
 
 
 @app.command()
-@_with_config
+@with_config
 def serve(
     config: EngineConfig,
     host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
@@ -153,7 +59,7 @@ def serve(
 
 
 @app.command()
-@_with_config
+@with_config
 def generate(
     config: EngineConfig,
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="the text to complete")],
@@ -171,7 +77,7 @@ def generate(
 
 
 @app.command()
-@_with_config
+@with_config
 def chat(
     config: EngineConfig,
     max_tokens: Annotated[int, typer.Option(help="most tokens of an answer")] = 512,
@@ -197,7 +103,7 @@ def _share(held: int, uncompressed: int) -> str:
 
 
 @app.command()
-@_with_config
+@with_config
 def calibrate(
     config: EngineConfig,
     output: Annotated[Path, typer.Option("--output", "-o", help="where the profile goes")],
@@ -236,7 +142,7 @@ def _measure(config: EngineConfig, samples: int, data: Path | None) -> Profile:
         if data
         else pilot_texts(samples, config.seed, min_characters=max(8_000, 6 * config.chunk_tokens))
     )
-    loaded = load_model(config.model, dtype=config.dtype, device=config.device)
+    loaded = load_model(config.model, dtype=config.dtype, device=config.device, load_format=config.load_format)
     scorer = make_scorer(config.scorer, gate=Path(config.gate) if config.gate else None)
     source = str(data) if data else f"built-in pilot texts, seed {config.seed}"
     return calibrate_model(loaded, scorer, config, retentions=[config.kv_retention], texts=texts, source=source)[0]

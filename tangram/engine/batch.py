@@ -58,6 +58,7 @@ class Batcher:
     rotary: Rotary | None
     observer: ScoreObserver | None = None
     _epoch: int | None = field(default=None, init=False)
+    _width: int = field(default=0, init=False)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -68,11 +69,13 @@ class Batcher:
         """The attention of `step`, whose pages the scheduler has taken."""
         decode, rest = step.rows[: step.decode_rows], step.rows[step.decode_rows :]
         if decode and step.epoch != self._epoch:
-            self.kernels.load(self._decoding(decode))
+            self._width = self.kernels.width(len(decode))
+            self.kernels.load(self._decoding(decode), self._width)
             self._epoch = step.epoch
-        prefill = self._prefill_rows(rest, len(decode))
-        self._begin(len(decode), prefill)
-        return StepAttention(self.kernels, self.windows, prefill, self._sealers(rest))
+        width = self._width if decode else 0
+        prefill = self._prefill_rows(rest, width)
+        self._begin(width, prefill)
+        return StepAttention(self.kernels, self.windows, width, prefill, self._sealers(rest))
 
     def repetition(self, attention: StepAttention, sealer: ChunkSealer, tokens: int) -> RepeatAttention:
         """The attention of a second pass of `tokens` tokens for a chunk that waits since the step of `attention`."""

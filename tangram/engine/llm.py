@@ -62,12 +62,14 @@ class LLM:
         gate: str | None = None,
         decode_policy: str | None = None,
         kv_cache_gib: float | None = None,
+        gpu_memory_utilization: float = 0.9,
         max_num_seqs: int = 32,
         max_num_batched_tokens: int = 2048,
         max_model_len: int | None = None,
         enable_prefix_caching: bool = True,
         scheduling: Literal["continuous", "static"] = "continuous",
         dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        load_format: Literal["auto", "dummy"] = "auto",
         device: str = "auto",
         seed: int = 0,
     ) -> None:
@@ -76,8 +78,10 @@ class LLM:
             page_tokens=page_tokens, heads_per_page=heads_per_page,
             profile=(profile,) if isinstance(profile, str) else tuple(profile), gate=gate,
             decode_policy=decode_policy, kv_cache_gib=kv_cache_gib,
+            gpu_memory_utilization=gpu_memory_utilization,
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len,
-            enable_prefix_caching=enable_prefix_caching, scheduling=scheduling, dtype=dtype, device=device, seed=seed,
+            enable_prefix_caching=enable_prefix_caching, scheduling=scheduling, dtype=dtype,
+            load_format=load_format, device=device, seed=seed,
         )  # fmt: skip
         self._open(config)
 

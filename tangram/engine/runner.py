@@ -12,9 +12,11 @@ from torch import Tensor
 from tangram.cache.manager import CacheManager
 from tangram.compress.scorers.kvzip import repeat_tokens
 from tangram.engine.batch import Batcher, DeviceTables
+from tangram.engine.graphs import DecodeGraphs
 from tangram.engine.sampling import SampleRow, sample
 from tangram.kernels.dispatch import pool_kernels
 from tangram.kernels.step import KernelChoice
+from tangram.kernels.transfer import staged
 from tangram.model.attention import AttentionContext, StepAttention
 from tangram.model.load import LoadedModel
 from tangram.model.rotary import model_rotary
@@ -38,29 +40,31 @@ class Runner:
         serving = kernels(self.pool, layout.geometry.group_size)
         block_tables = DeviceTables(cache.tables, cache.versions, loaded.device)
         self._batcher = Batcher(retentions, serving, cache, block_tables, rotary, observer)
+        self._graphs = DecodeGraphs(self._forward, loaded.device) if loaded.device.type == "cuda" else None
 
     @torch.inference_mode()
     def run(self, step: Step, sample_rows: Sequence[SampleRow]) -> list[TokenLogprob]:
         """Compute `step` and draw a token for each of its rows with `sample`; `sample_rows` are theirs, in order."""
         attention = self._batcher.attention(step)
-        tokens = np.concatenate([row.tokens for row in step.rows])
-        positions = np.concatenate([np.arange(row.start, row.start + len(row.tokens)) for row in step.rows])
-        ends = np.cumsum([len(row.tokens) for row in step.rows]) - 1
-        logits = self._forward(tokens, positions, attention, ends[[row.sample for row in step.rows]])
+        tokens, positions, ends = _flattened(step, attention.width)
+        wanted = ends[[row.sample for row in step.rows]]
+        if self._graphs is not None and step.decode_rows == len(step.rows):
+            logits = self._graphs.logits(tokens, positions, attention)[wanted]
+        else:
+            logits = self._forward(attention, *self._uploaded(tokens, positions, wanted))
         sampled = sample(logits, sample_rows) if sample_rows else []
         self._reconstruct(attention)
         return sampled
 
-    def _forward(self, tokens: Int64, positions: Int64, attention: AttentionContext, wanted: Int64) -> Tensor:
+    def _uploaded(self, *arrays: Int64) -> list[Tensor]:
+        return [staged(array, self._loaded.device).to(self._loaded.device, non_blocking=True) for array in arrays]
+
+    def _forward(self, attention: AttentionContext, tokens: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
         """Logits [len(wanted), V] of the flattened batch's tokens `wanted`."""
-        device = self._loaded.device
         output = self._loaded.model(
-            input_ids=torch.from_numpy(tokens).to(device)[None],
-            position_ids=torch.from_numpy(positions).to(device)[None],
-            use_cache=False,
-            logits_to_keep=torch.from_numpy(wanted).to(device),
+            input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=wanted,
             tangram=attention,
-        )
+        )  # fmt: skip
         logits: Tensor = output.logits[0]
         return logits
 
@@ -71,9 +75,21 @@ class Runner:
                 row, tokens = sealer.row, self._repetition(sealer.row)
                 positions = row.start + len(row.tokens) + np.arange(len(tokens))
                 repeat = self._batcher.repetition(attention, sealer, len(tokens))
-                self._forward(tokens, positions, repeat, np.zeros(0, np.int64))
+                self._forward(repeat, *self._uploaded(tokens, positions, np.zeros(0, np.int64)))
 
     def _repetition(self, row: Row) -> Int64:
         encode = partial(self._loaded.tokenizer.encode, add_special_tokens=False)
         preceding = row.preceding.tolist() if row.start else None
         return np.asarray(repeat_tokens(encode, row.tokens.tolist(), preceding, encode("\n")), np.int64)
+
+
+def _flattened(step: Step, width: int) -> tuple[Int64, Int64, Int64]:
+    """Tokens and positions of a step whose decode rows are filled up to `width`, and where each of its rows ends."""
+    fill = np.zeros(width - step.decode_rows, np.int64)
+    tokens = [row.tokens for row in step.rows]
+    positions = [np.arange(row.start, row.start + len(row.tokens)) for row in step.rows]
+    ends = np.cumsum([len(own) for own in tokens]) - 1
+    ends[step.decode_rows :] += len(fill)
+    for parts in (tokens, positions):
+        parts.insert(step.decode_rows, fill)
+    return np.concatenate(tokens), np.concatenate(positions), ends

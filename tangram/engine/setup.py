@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from tangram.compress.scorers import Scorer, make_scorer
 from tangram.config import EngineConfig
 from tangram.engine.admission import Admission
 from tangram.engine.loop import Engine
+from tangram.engine.memory import GIB, kv_bytes
 from tangram.engine.observe import score_source
 from tangram.engine.runner import Runner
 from tangram.engine.scheduler import Scheduler
@@ -33,15 +33,13 @@ from tangram.pilots import pilot_texts
 from tangram.plan.policy import Policy, policy_name
 
 QUICK_SAMPLES = 8  # enough for a usable ranking of heads; `tangram calibrate` takes 50
-_DEFAULT_CPU_BYTES = 4 << 30
-_GIB = 1 << 30
 
 _log = logging.getLogger("tangram")
 
 
 def build_engine(config: EngineConfig) -> Engine:
     """Everything `config` asks for, ready to `submit` to. Raises the errors of `tangram.errors` with what to change."""
-    loaded = load_model(config.model, dtype=config.dtype, device=config.device)
+    loaded = load_model(config.model, dtype=config.dtype, device=config.device, load_format=config.load_format)
     return engine_of(config, loaded, partial(pool_kernels, policy=_decode_policy(config, loaded)))
 
 
@@ -179,14 +177,7 @@ def _retention(profile: Profile, scorer: Scorer, loaded: LoadedModel, max_tokens
 
 
 def _pool_pages(config: EngineConfig, loaded: LoadedModel, layout: Layout) -> int:
-    page_bytes = layout.page_bytes(loaded.dtype.itemsize)
-    if config.kv_cache_gib is not None:
-        total = int(config.kv_cache_gib * _GIB)
-    elif loaded.device.type == "cuda":
-        total = int(0.9 * torch.cuda.mem_get_info(loaded.device)[0])
-    else:
-        total = min(_DEFAULT_CPU_BYTES, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)
-    return total // page_bytes
+    return kv_bytes(config, loaded) // layout.page_bytes(loaded.dtype.itemsize)
 
 
 def _fit_model_len(config: EngineConfig, default: Retention, pages: int, wanted: int) -> int:
@@ -209,7 +200,7 @@ def _announce(config: EngineConfig, loaded: LoadedModel, admission: Admission) -
     default = admission.retentions[0]
     compressed = admission.capacity_tokens(default.layout)
     uncompressed = admission.capacity_tokens(admission.uncompressed)
-    gib = admission.total_pages * default.layout.page_bytes(admission.element_bytes) / _GIB
+    gib = admission.total_pages * default.layout.page_bytes(admission.element_bytes) / GIB
     method = f"{config.scorer}, scope {config.scope}" if default.scorer else "nothing dropped"
     _log.info(
         "%s on %s, %s; KV cache %.2f GiB = %d pages; %s tokens fit at kv_retention %s (%s), %s would without "

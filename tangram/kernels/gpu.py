@@ -19,6 +19,7 @@ from tangram.errors import ConfigError
 from tangram.kernels.decode import decode_tasks
 from tangram.kernels.merge import merge_segments
 from tangram.kernels.packed import Capacity, DecodeOptions, Packed, pack
+from tangram.kernels.transfer import staged
 from tangram.plan.form import WorkPlan
 from tangram.types import Int32
 
@@ -26,22 +27,24 @@ from tangram.types import Int32
 class GpuDecode:
     """Executes decode plans of one pool: `load` a plan, then `attend` layer by layer, eagerly or in a graph.
 
-    `plans`, at the flat host `lengths`, size the buffers; `group` is G. An FP8 pool needs `scales`, float32 [L, H, 2]:
-    what stored keys and values are multiplied with. Raises `ConfigError` if a plan does not fit.
+    `plans`, at the flat host `lengths`, size the buffers, together with `room`, up to the next powers of two where
+    there is to be `slack`. `group` is G. An FP8 pool needs `scales`, float32 [L, H, 2]: what stored keys and values are
+    multiplied with. Raises `ConfigError` if a plan does not fit.
     """
 
     def __init__(
         self, plans: Sequence[WorkPlan], *, group: int, head_dim: int, pool: Tensor, lengths: Int32 | None = None,
-        options: DecodeOptions | None = None, scales: Tensor | None = None,
+        options: DecodeOptions | None = None, scales: Tensor | None = None, room: Capacity | None = None,
+        slack: bool = False,
     ) -> None:  # fmt: skip
         self._options = options or DecodeOptions()
         self._group, self._head_dim, self._pool, self._scales = group, head_dim, pool, scales
         self._kv_heads, self._tile_tokens = plans[0].kv_heads, plans[0].tile_tokens
         packed = [pack(plan, group, self._options, lengths) for plan in plans]
-        self._capacity = size = Capacity.of(plans, packed)
+        size = Capacity.of(plans, packed) if room is None else Capacity.of(plans, packed).joined(room)
+        self.capacity = size = size.rounded if slack else size
         device, total = pool.device, sum(size.sizes.values())
         self._device_plan = torch.empty(total, dtype=torch.int32, device=device)
-        self._host_plan = torch.empty(total, dtype=torch.int32, pin_memory=pool.is_cuda)
         self._plan = self._views(self._device_plan)
         rows = max(1, size.slots) * group
         # A part is a mean of values, so where these are float16 it fits, and is rounded no more than the output is.
@@ -56,7 +59,7 @@ class GpuDecode:
         self._upload(packed[0])
 
     def _views(self, whole: Tensor) -> dict[str, Tensor]:
-        sizes = self._capacity.sizes
+        sizes = self.capacity.sizes
         return dict(zip(sizes, torch.split(whole, list(sizes.values())), strict=True))
 
     def load(self, plan: WorkPlan, lengths: Int32 | None = None) -> None:
@@ -69,24 +72,26 @@ class GpuDecode:
                 f"the plan has tile_tokens {plan.tile_tokens} and {plan.kv_heads} KV heads, the buffers were made for "
                 f"{self._tile_tokens} and {self._kv_heads}"
             )
-        packed = pack(plan, self._group, self._options, lengths, np.asarray(self._capacity.finishes))
-        for name, size in self._capacity.sizes.items():
-            if packed.arrays[name].size > size:
-                raise ConfigError(f"the plan has {packed.arrays[name].size} values in {name}, the buffers hold {size}")
-        for kind, count in enumerate(packed.counts.max(axis=0)):
-            if count and kind not in self._kinds:
-                raise ConfigError(f"the plan has tasks of tile {kind}, the buffers were made for tiles {self._kinds}")
-        if plan.partial_slots > self._capacity.slots:
-            raise ConfigError(f"the plan has {plan.partial_slots} slots, the buffers hold {self._capacity.slots}")
-        if self._pool.is_cuda:
-            torch.cuda.current_stream().synchronize()  # the last upload may still be reading the pinned twin
-        self._upload(packed)
+        if (misfit := self._loaded(plan, lengths)) is not None:
+            raise ConfigError(misfit)
+
+    def takes(self, plan: WorkPlan, lengths: Int32 | None = None) -> bool:
+        """`load`, if the plan fits."""
+        return plan.tile_tokens == self._tile_tokens and self._loaded(plan, lengths) is None
+
+    def _loaded(self, plan: WorkPlan, lengths: Int32 | None) -> str | None:
+        packed = pack(plan, self._group, self._options, lengths, np.asarray(self.capacity.finishes))
+        misfit = self.capacity.misfit(plan, packed)
+        if misfit is None:
+            self._upload(packed)
+        return misfit
 
     def _upload(self, packed: Packed) -> None:
-        host = self._views(self._host_plan)
+        whole = np.empty(len(self._device_plan), np.int32)
+        host = self._views(torch.from_numpy(whole))
         for name, array in packed.arrays.items():
             host[name].numpy()[: array.size] = array.ravel()
-        self._device_plan.copy_(self._host_plan, non_blocking=True)
+        self._device_plan.copy_(staged(whole, self._pool.device), non_blocking=True)
 
     def attend(
         self, layer: int, q: Tensor, tables: Tensor, lengths: Tensor, *, scaling: float,
@@ -107,7 +112,7 @@ class GpuDecode:
     ) -> None:  # fmt: skip
         options, pool, plan = self._options, self._pool, self._plan
         tile, chained = options.kinds[kind], self._chained
-        decode_tasks[(min(self._capacity.tasks[kind], options.programs),)](
+        decode_tasks[(min(self.capacity.tasks[kind], options.programs),)](
             q, pool, tables, lengths, plan["tasks"], plan["task_indptr"], plan["entries"], plan["part_indptr"],
             plan["merge_indptr"], self._arrivals, self._scales if self._scales is not None else self._part_lse,
             sinks if sinks is not None else q, out, self._part_out, self._part_lse, layer, scaling, softcap or 1.0,
@@ -115,16 +120,16 @@ class GpuDecode:
             G=self._group, D=self._head_dim, HP=pool.shape[1], P=pool.shape[3], TILE=self._tile_tokens,
             BLOCK_M=tile.queries, BLOCK_N=tile.entries, BLOCK_D=triton.next_power_of_2(self._head_dim),
             SOFTCAP=softcap is not None, SINKS=sinks is not None, SCALED=self._scales is not None,
-            ATOMIC=options.merge == "atomic", SHORT=kind == 0, FINISH=self._capacity.finishes[kind],
+            ATOMIC=options.merge == "atomic", SHORT=kind == 0, FINISH=self.capacity.finishes[kind],
             LEADS=chained and leads, FOLLOWS=chained and follows, num_warps=tile.warps, num_stages=tile.stages,
             **self._launch_options(follows),
         )  # fmt: skip
 
     def _launch_merge(self, layer: int, out: Tensor, sinks: Tensor | None) -> None:
         """Few parts: one program a segment. Many: one a query head, all of its parts at once."""
-        group, parts = self._group, triton.next_power_of_2(self._capacity.segment_parts)
+        group, parts = self._group, triton.next_power_of_2(self.capacity.segment_parts)
         block_group = triton.next_power_of_2(group) if parts <= 4 else 1
-        grid = (min(self._capacity.segments, self._options.programs), triton.cdiv(group, block_group))
+        grid = (min(self.capacity.segments, self._options.programs), triton.cdiv(group, block_group))
         merge_segments[grid](
             self._part_out, self._part_lse, self._plan["merge_indptr"], self._plan["segments"],
             sinks if sinks is not None else out, out, layer,

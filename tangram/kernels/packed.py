@@ -191,6 +191,37 @@ class Capacity:
     segments: int
     segment_parts: int
 
+    @property
+    def rounded(self) -> Capacity:
+        """What is larger than nothing at the next power of two: plans that follow one another differ a little."""
+        return Capacity(
+            {name: _rounded(size) for name, size in self.sizes.items()}, _rounded(self.slots),
+            tuple(_rounded(count) for count in self.tasks), self.finishes, _rounded(self.segments),
+            _rounded(self.segment_parts),
+        )  # fmt: skip
+
+    def joined(self, other: Capacity) -> Capacity:
+        """The smallest that holds what either holds."""
+        return Capacity(
+            {name: max(size, other.sizes[name]) for name, size in self.sizes.items()}, max(self.slots, other.slots),
+            tuple(max(pair) for pair in zip(self.tasks, other.tasks, strict=True)),
+            tuple(any(pair) for pair in zip(self.finishes, other.finishes, strict=True)),
+            max(self.segments, other.segments), max(self.segment_parts, other.segment_parts),
+        )  # fmt: skip
+
+    def misfit(self, plan: WorkPlan, packed: Packed) -> str | None:
+        """What of the plan is too large, with the limit; None if it fits."""
+        for name, size in self.sizes.items():
+            if packed.arrays[name].size > size:
+                return f"the plan has {packed.arrays[name].size} values in {name}, the buffers hold {size}"
+        for kind, (count, most) in enumerate(zip(packed.counts.max(axis=0).tolist(), self.tasks, strict=True)):
+            if count and not most:
+                kinds = [kind for kind, tasks in enumerate(self.tasks) if tasks]
+                return f"the plan has tasks of tile {kind}, the buffers were made for tiles {kinds}"
+        if plan.partial_slots > self.slots:
+            return f"the plan has {plan.partial_slots} slots, the buffers hold {self.slots}"
+        return None
+
     @classmethod
     def of(cls, plans: Sequence[WorkPlan], packed: Sequence[Packed]) -> Capacity:
         """The smallest capacity that holds each of `plans`, which are `packed`."""
@@ -202,3 +233,8 @@ class Capacity:
             segments=max(int(np.diff(one.arrays["merge_indptr"]).max(initial=0)) for one in packed),
             segment_parts=max(int(np.diff(one.arrays["segments"][:, 2:]).max(initial=0)) for one in packed),
         )
+
+
+def _rounded(value: int) -> int:
+    """The power of two at or above `value`; nothing stays nothing."""
+    return 1 << (value - 1).bit_length() if value else 0

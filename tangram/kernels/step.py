@@ -81,12 +81,21 @@ class PoolKernels(Protocol):
         """Faster ways to a scorer's scores, by its name: keys [H, C, D] → float32 [H, C]."""
         ...
 
-    def load(self, batch: Decoding) -> None:
+    def width(self, rows: int) -> int:
+        """The decode rows that a forward pass has which decodes `rows`; those beyond them mean nothing."""
+        ...
+
+    def load(self, batch: Decoding, width: int) -> None:
         """Plan for the rows of `batch` and decode them from now on; their lengths may grow."""
         ...
 
+    @property
+    def captured(self) -> object | None:
+        """What a graph of a decode pass needs to stay as it is to be replayed. None: nothing can be captured."""
+        ...
+
     def begin(self, tables: Tensor, lengths: Int32, decode_rows: int, prefill: PrefillRows) -> None:
-        """Get ready for a forward pass: `decode_rows` is 0 or the number of rows of the loaded plan.
+        """Get ready for a forward pass: `decode_rows` is 0 or the width of the loaded plan.
 
         `tables` are the flat block tables, int32 on the pool's device; `lengths`, of any shape, are read flat.
         """

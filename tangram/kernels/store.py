@@ -24,23 +24,24 @@ def append_entries(
     H: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, P: tl.constexpr, BLOCK_D: tl.constexpr, LIMIT: tl.constexpr,
     SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Write k, v [R, H, D] at index length - 1; `address` [L, R, H, 3]; grid (R, H)."""
+    """Write k, v [R, H, D] at index length - 1, where there is one; `address` [L, R, H, 3]; grid (R, H)."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     record = address + ((layer.to(tl.int64) * tl.num_programs(0) + row) * H + head) * 3
     index = tl.load(lengths + tl.load(record + 2)) - 1
-    page = tl.load(tables + tl.load(record) + index // P).to(tl.int64)
+    page = tl.load(tables + tl.load(record) + tl.maximum(index, 0) // P).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
+    here = d < tl.where(index >= 0, D, 0)
     place = pool + (page * HP + tl.load(record + 1)) * (2 * P * D) + (index % P) * D + d
     k_scale = 1.0
     v_scale = 1.0
     if SCALED:
         k_scale = tl.load(scales + (layer * H + head) * 2)
         v_scale = tl.load(scales + (layer * H + head) * 2 + 1)
-    key = tl.load(k + row * stride_k + head * stride_k_head + d, mask=d < D)
-    value = tl.load(v + row * stride_v + head * stride_v_head + d, mask=d < D)
-    tl.store(place, _stored(key, k_scale, LIMIT, SCALED).to(pool.dtype.element_ty), mask=d < D)
-    tl.store(place + P * D, _stored(value, v_scale, LIMIT, SCALED).to(pool.dtype.element_ty), mask=d < D)
+    key = tl.load(k + row * stride_k + head * stride_k_head + d, mask=here)
+    value = tl.load(v + row * stride_v + head * stride_v_head + d, mask=here)
+    tl.store(place, _stored(key, k_scale, LIMIT, SCALED).to(pool.dtype.element_ty), mask=here)
+    tl.store(place + P * D, _stored(value, v_scale, LIMIT, SCALED).to(pool.dtype.element_ty), mask=here)
 
 
 @triton.jit

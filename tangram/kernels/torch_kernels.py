@@ -21,6 +21,7 @@ class TorchKernels:
     """`PoolKernels` for any device and dtype."""
 
     fused_scores = NOTHING_FUSED
+    captured = None
     _plan: cpu.CpuPlan
     _rows: PrefillRows
     _tables: Tensor
@@ -31,7 +32,11 @@ class TorchKernels:
         if cpu.compiled(pool):
             cpu.warm_up()
 
-    def load(self, batch: Decoding) -> None:
+    def width(self, rows: int) -> int:
+        """See `PoolKernels`: as many as there are."""
+        return rows
+
+    def load(self, batch: Decoding, width: int) -> None:
         """See `PoolKernels`: by budgets, for torch's threads."""
         plan = plan_aot(batch.rows, torch.get_num_threads(), tasks_per_worker=4, tile_tokens=128)
         self._plan = cpu.CpuPlan.build(plan, batch.rows)

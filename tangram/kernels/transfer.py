@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tangram.types import Int32
+from tangram.types import Int32, Int64
 
 
-def staged(array: Int32, device: torch.device) -> Tensor:
+def staged(array: Int32 | Int64, device: torch.device) -> Tensor:
     """`array` as a host tensor from which a `non_blocking` copy to `device` does not make the host wait."""
     host = torch.from_numpy(array)
     return host.pin_memory() if device.type == "cuda" else host

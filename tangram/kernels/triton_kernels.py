@@ -13,13 +13,15 @@ from tangram.kernels import keydiff, prefill, reference, store
 from tangram.kernels.gpu import GpuDecode
 from tangram.kernels.packed import DecodeOptions
 from tangram.kernels.step import PrefillRows, Ranking
-from tangram.kernels.transfer import upload
+from tangram.kernels.transfer import staged, upload
 from tangram.plan.cost import CostModel
+from tangram.plan.form import DecodeRows
 from tangram.plan.policy import Policy, StepLoad
 from tangram.plan.schedule import Decoding, Schedule
 from tangram.types import Int32
 
 FUSED_SCORES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({"keydiff": keydiff.score})
+WIDTHS = ((2, 1), (4, 2), (8, 4), (64, 8), (256, 16), (1 << 30, 64))  # up to so many rows, in steps of
 UNMEASURED = "packing:measured"  # without a policy: a work queue that reads shared prefixes once
 
 
@@ -33,6 +35,7 @@ class TritonKernels:
     fused_scores = FUSED_SCORES
     _decoder: GpuDecode
     _decode_address: Tensor
+    _lengths: Tensor
     _rows: PrefillRows
     _tables: Tensor
 
@@ -41,19 +44,42 @@ class TritonKernels:
         device = pool.device
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count if pool.is_cuda else 1
         self._cost = CostModel() if policy is None else policy.cost
+        self._decoders: dict[tuple[int, DecodeOptions], GpuDecode] = {}
+        self._addresses: dict[int, Tensor] = {}
 
-    def load(self, batch: Decoding) -> None:
-        """See `PoolKernels`. Buffers of earlier plans go back to torch's allocator, which gives them out again."""
-        schedule, rows = self._schedule(batch), batch.rows
-        self._decoder = GpuDecode(
-            [schedule.plan(batch, self._processors, self._cost)], group=self._group, head_dim=self._pool.shape[-1],
-            pool=self._pool, lengths=batch.lengths, options=DecodeOptions.of(schedule),
-        )  # fmt: skip
+    def width(self, rows: int) -> int:
+        """See `PoolKernels`: few widths, so that few graphs serve all batches."""
+        step = next(step for most, step in WIDTHS if rows <= most)
+        return -(-rows // step) * step
+
+    @property
+    def captured(self) -> object | None:
+        """See `PoolKernels`: the buffers of the loaded plan."""
+        return self._decoder if self._pool.is_cuda else None
+
+    def load(self, batch: Decoding, width: int) -> None:
+        """See `PoolKernels`. The plan goes where the last one of this width lay, if it fits."""
+        schedule = self._schedule(batch)
+        plan, options = schedule.plan(batch, self._processors, self._cost), DecodeOptions.of(schedule)
+        known = self._decoders.get((width, options))
+        if known is None or not known.takes(plan, batch.lengths):
+            known = self._decoders[width, options] = GpuDecode(
+                [plan], group=self._group, head_dim=self._pool.shape[-1], pool=self._pool, lengths=batch.lengths,
+                options=options, room=None if known is None else known.capacity, slack=True,
+            )  # fmt: skip
+        self._decoder, self._decode_address = known, self._addressed(batch.rows, len(batch.lengths), width)
+
+    def _addressed(self, rows: DecodeRows, nowhere: int, width: int) -> Tensor:
+        """[L, width, H, 3]: table offset, column and length of each head; rows beyond the batch have length 0."""
         count, layers, heads = rows.table.shape
-        address = np.empty((layers, count, heads, 3), np.int32)
+        address = np.zeros((layers, width, heads, 3), np.int32)
+        address[..., 2] = nowhere
         for place, values in enumerate((rows.table, rows.column, rows.length_index)):
-            address[..., place] = values.swapaxes(0, 1)
-        (self._decode_address,) = upload([address], self._pool.device)
+            address[:, :count, :, place] = values.swapaxes(0, 1)
+        kept = self._addresses.setdefault(
+            width, torch.empty(address.shape, dtype=torch.int32, device=self._pool.device)
+        )
+        return kept.copy_(staged(address, self._pool.device), non_blocking=True)
 
     def _schedule(self, batch: Decoding) -> Schedule:
         # FlashInfer would plan every layer on the host at every step: it is not a route for an engine.
@@ -63,8 +89,11 @@ class TritonKernels:
     def begin(self, tables: Tensor, lengths: Int32, decode_rows: int, prefill: PrefillRows) -> None:
         """See `PoolKernels`."""
         self._tables, self._decode_rows, self._rows = tables, decode_rows, prefill
-        arrays = [lengths.reshape(-1), prefill.address, prefill.spans, prefill.kept]
-        self._lengths, self._address, self._spans, self._kept = upload(arrays, self._pool.device)
+        arrays = [np.append(lengths.reshape(-1), np.int32(0)), prefill.address, prefill.spans, prefill.kept]
+        new_lengths, self._address, self._spans, self._kept = upload(arrays, self._pool.device)
+        if not hasattr(self, "_lengths"):
+            self._lengths = torch.empty_like(new_lengths)
+        self._lengths.copy_(new_lengths)  # graphs know the address
 
     def decode(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, scaling: float, softcap: float | None,

@@ -50,10 +50,14 @@ def keep_hidden(module: nn.Module, args: Any, kwargs: Any) -> None:
 
 @dataclass
 class StepAttention:
-    """Attention of one step, which `kernels` have begun with the rows `prefill`; `sealers` seal those with scores."""
+    """Attention of one step, which `kernels` have begun with `width` decode rows and the rows `prefill`.
+
+    `sealers` seal those of them that have scores.
+    """
 
     kernels: PoolKernels
     windows: Sequence[int | None]
+    width: int
     prefill: PrefillRows
     sealers: Sequence[ChunkSealer]
     hidden: Tensor | None = None

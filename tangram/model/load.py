@@ -19,6 +19,7 @@ from tangram.compress.profile import ModelFingerprint
 from tangram.errors import ModelError
 from tangram.model.attention import IMPLEMENTATION, keep_hidden
 from tangram.model.checks import probe_geometry, refuse_unsupported
+from tangram.model.dummy import random_model, tokenizer_or_numbers
 from tangram.types import Geometry
 
 EMBEDDED = "smollm2"
@@ -54,11 +55,12 @@ def cache_folder() -> Path:
     return Path(os.environ.get("TANGRAM_CACHE") or Path(home) / "tangram")
 
 
-def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> LoadedModel:
+def load_model(name: str, *, dtype: str = "auto", device: str = "auto", load_format: str = "auto") -> LoadedModel:
     """Load `name` (`smollm2`, a Hugging Face id, a folder of safetensors or a GGUF file).
 
-    `dtype` auto is float32 on a CPU and the checkpoint's own elsewhere. Raises `ModelError` with the reason if the
-    model cannot be loaded or its attention is of a kind that this engine would compute wrongly.
+    `dtype` auto is float32 on a CPU and the checkpoint's own elsewhere. `load_format` dummy takes the config alone and
+    makes weights up; where there is no tokenizer either, tokens read as numbers. Raises `ModelError` with the reason if
+    the model cannot be loaded or its attention is of a kind that this engine would compute wrongly.
     """
     source = _resolve(name)
     place = _place(device)
@@ -69,11 +71,17 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> Loade
     refuse_unsupported(config)
     chosen = _DTYPES.get(dtype) or (torch.float32 if place.type == "cpu" else config.dtype or torch.bfloat16)
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=chosen, attn_implementation=IMPLEMENTATION)
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        if load_format == "dummy":
+            model = random_model(config, dtype=chosen, device=place, attention=IMPLEMENTATION)
+            tokenizer = tokenizer_or_numbers(source, config.get_text_config().vocab_size)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(
+                source, dtype=chosen, attn_implementation=IMPLEMENTATION,
+                device_map=None if place.type == "cpu" else place,  # straight to the device
+            )  # fmt: skip
+            tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"model {name!r} cannot be loaded: {error}") from error
-    torch.nn.Module.to(model, place)  # in place; PreTrainedModel's own `to` only adds checks for quantised weights
     return adopt(name, model, tokenizer)
 
 

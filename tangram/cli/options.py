@@ -1,0 +1,119 @@
+"""The options that every command shares, and the `EngineConfig` they make."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from tangram.config import EngineConfig
+from tangram.errors import TangramError
+
+_err = Console(stderr=True)
+
+MODEL = typer.Argument(help="smollm2 (embedded), a Hugging Face id, a folder of safetensors, or a GGUF file")
+
+
+class Scope(StrEnum):
+    """What competes for the kept entries."""
+
+    layer = "layer"
+    model = "model"
+
+
+class Scheduling(StrEnum):
+    """When waiting requests may join."""
+
+    continuous = "continuous"
+    static = "static"
+
+
+class WeightType(StrEnum):
+    """The dtype of weights and KV cache."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class LoadFormat(StrEnum):
+    """Where weights come from."""
+
+    auto = "auto"
+    dummy = "dummy"
+
+
+class SizeType(StrEnum):
+    """The dtype that `size` reckons with."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+    fp8 = "fp8"
+
+
+Model = Annotated[str, MODEL]
+Retention = Annotated[float, typer.Option("--kv-retention", help="fraction of KV entries kept; 1.0 keeps everything")]
+ScorerName = Annotated[str, typer.Option(help="what decides which entries stay; see docs/scorers.md")]
+ScopeName = Annotated[Scope, typer.Option(help="heads compete within a layer or across the model")]
+Chunk = Annotated[int, typer.Option(help="tokens that are computed and sealed in one piece")]
+Page = Annotated[int, typer.Option(help="tokens of a page")]
+Heads = Annotated[int, typer.Option(help="KV heads that share a page table")]
+Profiles = Annotated[list[str] | None, typer.Option("--profile", help="profile file; repeat for several kv-retentions")]
+Gate = Annotated[str | None, typer.Option(help="gate file of the scorer fastkvzip")]
+DecodePolicy = Annotated[str | None, typer.Option(help="file of `tangram bench calibrate-policy`, for a GPU")]
+CacheGib = Annotated[float | None, typer.Option(help="memory for KV pages in GiB")]
+Utilization = Annotated[float, typer.Option(help="share of a GPU's memory to fill where --kv-cache-gib is not given")]
+MaxSeqs = Annotated[int, typer.Option(help="most sequences in one step")]
+MaxBatched = Annotated[int, typer.Option(help="most tokens in one step")]
+MaxLen = Annotated[int | None, typer.Option(help="most tokens, prompt and answer, of one sequence")]
+Prefix = Annotated[bool, typer.Option(help="reuse the KV state of prefixes seen before")]
+Batching = Annotated[Scheduling, typer.Option(help="continuous batching, or static batches for comparison")]
+Dtype = Annotated[WeightType, typer.Option(help="dtype of weights and KV cache")]
+Weights = Annotated[LoadFormat, typer.Option(help="dummy: random weights of the model's config.json, to measure with")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, …")]
+Seed = Annotated[int, typer.Option(help="seed of requests that bring none")]
+
+
+def _config(
+    model: Model = "smollm2", kv_retention: Retention = 0.5, scorer: ScorerName = "keydiff",
+    scope: ScopeName = Scope.model, chunk_tokens: Chunk = 512, page_tokens: Page = 16, heads_per_page: Heads = 4,
+    profile: Profiles = None, gate: Gate = None, decode_policy: DecodePolicy = None, kv_cache_gib: CacheGib = None,
+    gpu_memory_utilization: Utilization = 0.9, max_num_seqs: MaxSeqs = 32,
+    max_num_batched_tokens: MaxBatched = 2048, max_model_len: MaxLen = None, enable_prefix_caching: Prefix = True,
+    scheduling: Batching = Scheduling.continuous, dtype: Dtype = WeightType.auto,
+    load_format: Weights = LoadFormat.auto, device: Device = "auto",
+    seed: Seed = 0,
+) -> EngineConfig:  # fmt: skip
+    return EngineConfig(
+        model=model, kv_retention=kv_retention, scorer=scorer, scope=scope.value, chunk_tokens=chunk_tokens,
+        page_tokens=page_tokens, heads_per_page=heads_per_page, profile=tuple(profile or ()), gate=gate,
+        decode_policy=decode_policy, kv_cache_gib=kv_cache_gib, gpu_memory_utilization=gpu_memory_utilization,
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len, enable_prefix_caching=enable_prefix_caching, scheduling=scheduling.value,
+        dtype=dtype.value, load_format=load_format.value, device=device, seed=seed,
+    )  # fmt: skip
+
+
+def with_config(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose first parameter is the `EngineConfig` made of the shared options; errors become exit code 2."""
+    shared = list(inspect.signature(_config, eval_str=True).parameters.values())
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+
+    def run(**options: Any) -> None:
+        try:
+            config = _config(**{parameter.name: options.pop(parameter.name) for parameter in shared})
+            command(config, **options)
+        except TangramError as error:
+            _err.print(f"[red]error:[/red] {error}", highlight=False)
+            raise typer.Exit(2) from error
+
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    run.__signature__ = inspect.Signature([entry.replace(kind=keyword) for entry in (*shared, *own)])  # type: ignore[attr-defined]
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    return run

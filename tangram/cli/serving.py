@@ -1,0 +1,174 @@
+"""`tangram bench serving`: an engine under load, in this process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from tangram.cli.options import with_config
+from tangram.config import EngineConfig
+from tangram.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tangram.drive.clock import Answer, Summary
+    from tangram.drive.work import Ask
+    from tangram.engine.loop import Engine
+
+commands = typer.Typer(help=__doc__, no_args_is_help=True)
+_out, _err = Console(), Console(stderr=True)
+
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="keep the figures here (JSON)")]
+Repeats = Annotated[int, typer.Option(help="times to measure, each with an empty cache")]
+
+
+@commands.command()
+@with_config
+def throughput(
+    config: EngineConfig,
+    requests: Annotated[int, typer.Option(help="requests, all at once")] = 64,
+    input_tokens: Annotated[int, typer.Option(help="prompt tokens of each request's own")] = 1024,
+    output_tokens: Annotated[int, typer.Option(help="tokens of each answer")] = 128,
+    shared_tokens: Annotated[int, typer.Option(help="tokens that all prompts begin with")] = 0,
+    repeats: Repeats = 1,
+    output: Output = None,
+) -> None:
+    """Equal requests, all at once."""
+    from tangram.drive.work import alike
+
+    engine = _engine(config)
+    asks = alike(
+        requests, input_tokens, output_tokens, shared_tokens=shared_tokens, vocab_size=engine.geometry.vocab_size
+    )
+    parts = [(f"run {number + 1}", _fresh(engine, asks)) for number in range(repeats)]
+    _report(f"{requests} × ({shared_tokens} shared + {input_tokens} in, {output_tokens} out)", engine, parts, output)
+
+
+@commands.command("multi-turn")
+@with_config
+def multi_turn(
+    config: EngineConfig,
+    sessions: Annotated[int, typer.Option(help="conversations; all take their turns together")] = 16,
+    history_tokens: Annotated[int, typer.Option(help="tokens before the first turn")] = 4096,
+    turns: Annotated[int, typer.Option(help="turns of each conversation")] = 3,
+    user_tokens: Annotated[int, typer.Option(help="new tokens of each turn")] = 128,
+    output_tokens: Annotated[int, typer.Option(help="tokens of each answer")] = 128,
+    output: Output = None,
+) -> None:
+    """Conversations that go on: every turn brings the whole history again, and few new tokens."""
+    from tangram.drive.work import made_up, next_turn
+
+    engine, parts = _engine(config), []
+    vocabulary = engine.geometry.vocab_size
+    histories = [made_up(history_tokens, vocabulary, 4, session) for session in range(sessions)]
+    for turn in range(1, turns + 1):
+        asks = next_turn(histories, turn, user_tokens, output_tokens, vocabulary)
+        answers = _answered(engine, asks)
+        histories = [ask.tokens + tuple(answer.token_ids) for ask, answer in zip(asks, answers, strict=True)]
+        parts.append((f"turn {turn}", answers))
+    title = f"{sessions} sessions × {history_tokens} tokens, +{user_tokens} in, {output_tokens} out a turn"
+    _report(title, engine, parts, output)
+
+
+@commands.command()
+@with_config
+def trace(
+    config: EngineConfig,
+    file: Annotated[Path, typer.Option(help="a Mooncake trace (JSON lines)")],
+    seconds: Annotated[float, typer.Option(help="how much of the trace, by its own clock")] = 600.0,
+    speed: Annotated[str, typer.Option(help="times as fast as recorded; several, comma-separated, run in turn")] = "1",
+    output: Output = None,
+) -> None:
+    """Requests as they once came: lengths, times and shared prefixes of a recorded trace."""
+    from tangram.drive.work import traced
+
+    speeds = [_positive("speed", text) for text in speed.split(",")]
+    engine, parts = _engine(config), []
+    for factor in speeds:
+        asks = traced(file, seconds=seconds, speed=factor, vocab_size=engine.geometry.vocab_size)
+        parts.append((f"speed {factor:g}", _fresh(engine, asks)))
+    _report(f"{file.name}, first {seconds:g} s", engine, parts, output)
+
+
+def _positive(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise ConfigError(f"{name} is {text!r}, it must be a number greater than 0")
+    return value
+
+
+def _engine(config: EngineConfig) -> Engine:
+    """An engine that has answered once: kernels are compiled."""
+    from tangram.drive.clock import answered
+    from tangram.drive.work import alike
+    from tangram.engine.setup import build_engine
+
+    engine = build_engine(config)
+    size = min(engine.max_model_len - 8, 2 * config.chunk_tokens + 8)
+    with _err.status("warming up"):
+        answered(engine, alike(2, size, 4, shared_tokens=0, vocab_size=engine.geometry.vocab_size))
+    engine.clear_cache()
+    return engine
+
+
+def _fresh(engine: Engine, asks: Sequence[Ask]) -> list[Answer]:
+    engine.clear_cache()
+    return _answered(engine, asks)
+
+
+def _answered(engine: Engine, asks: Sequence[Ask]) -> list[Answer]:
+    from tangram.drive.clock import answered
+
+    with Progress(console=_err, disable=not _err.is_terminal) as progress:
+        task = progress.add_task("requests", total=len(asks))
+        return answered(engine, asks, lambda done: progress.update(task, completed=done))
+
+
+def _report(title: str, engine: Engine, parts: Sequence[tuple[str, list[Answer]]], output: Path | None) -> None:
+    """A line a part, and the JSON."""
+    from tangram.drive.clock import Summary
+    from tangram.tune.environment import environment
+
+    summaries = {name: Summary.of(answers) for name, answers in parts}
+    table = Table(title=f"{title}; kv_retention {engine.config.kv_retention}")
+    for column, cell in _COLUMNS.items():
+        table.add_column(column, justify="left" if cell is None else "right")
+    for name, summary in summaries.items():
+        table.add_row(name, *(cell(summary) for cell in _COLUMNS.values() if cell is not None))
+    _out.print(table)
+    stats = asdict(engine.stats())
+    _out.print(
+        f"{stats['pages_total']:,} pages, {stats['capacity_tokens']:,} tokens fit; {stats['preemptions']} preemptions"
+    )
+    if output is not None:
+        content = {
+            "command": f"tangram bench serving: {title}", "environment": environment(),
+            "config": {field.name: getattr(engine.config, field.name) for field in fields(EngineConfig)},
+            "stats": stats, "parts": {name: asdict(summary) for name, summary in summaries.items()},
+        }  # fmt: skip
+        output.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _at(values: dict[str, float], digits: int) -> str:
+    return " / ".join(f"{value:.{digits}f}" for value in values.values())
+
+
+_COLUMNS: dict[str, Callable[[Summary], str] | None] = {
+    "": None,
+    "seconds": lambda summary: f"{summary.seconds:.2f}",
+    "requests/s": lambda summary: f"{summary.requests_per_s:.2f}",
+    "tokens/s": lambda summary: f"{summary.tokens_per_s:,.0f}",
+    "from cache": lambda summary: f"{summary.cached_share:.0%}",
+    "TTFT s, p50 / 90 / 99": lambda summary: _at(summary.ttft_s, 2),
+    "TPOT ms, p50 / 90 / 99": lambda summary: _at(summary.tpot_ms, 1),
+}

@@ -1,0 +1,106 @@
+"""Requests through an engine in this process, by the clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tangram.drive.work import Ask
+from tangram.engine.loop import Engine
+from tangram.errors import TangramError
+from tangram.types import Event, FinishReason, Request, SamplingParams
+
+
+@dataclass
+class Answer:
+    """What came of one `Ask`; times in seconds from the start of all."""
+
+    asked_s: float
+    prompt_tokens: int
+    times_s: list[float] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    cached_tokens: int = 0
+
+    @property
+    def first_token_s(self) -> float:
+        """From asking to the first token (TTFT)."""
+        return self.times_s[0] - self.asked_s
+
+    @property
+    def per_token_s(self) -> float | None:
+        """Mean time of a token after the first (TPOT); None where there was one."""
+        return (self.times_s[-1] - self.times_s[0]) / (len(self.times_s) - 1) if len(self.times_s) > 1 else None
+
+
+def answered(engine: Engine, asks: Sequence[Ask], progress: Callable[[int], None] = lambda done: None) -> list[Answer]:
+    """All of `asks`, each at its time, greedily and to the last token; `progress` hears how many are done.
+
+    Raises `RequestError` if one can never fit, `TangramError` if the engine gives one up.
+    """
+    begin, done = time.perf_counter(), 0
+    answers = [Answer(ask.at_s, len(ask.tokens)) for ask in asks]
+
+    def take(answer: Answer, event: Event) -> None:
+        nonlocal done
+        if event.finish_reason is FinishReason.ABORT:
+            raise TangramError(f"a request was ended by the engine: {event.error}")
+        answer.times_s += [time.perf_counter() - begin] * len(event.token_ids)
+        answer.token_ids += event.token_ids
+        answer.cached_tokens = event.usage.cached_tokens
+        if event.finish_reason is not None:
+            done += 1
+            progress(done)
+
+    requests = [
+        Request(
+            str(number), ask.tokens, SamplingParams(temperature=0.0, max_tokens=ask.output_tokens, ignore_eos=True),
+            lambda event, answer=answer: take(answer, event),  # type: ignore[misc]
+        )
+        for number, (ask, answer) in enumerate(zip(asks, answers, strict=True))
+    ]  # fmt: skip
+    for request in requests:
+        engine.check(request)
+    waiting = sorted(range(len(asks)), key=lambda number: asks[number].at_s, reverse=True)
+    while waiting or engine.busy:
+        now = time.perf_counter() - begin
+        while waiting and asks[waiting[-1]].at_s <= now:
+            engine.submit(requests[waiting.pop()])
+        if not engine.step() and waiting:
+            time.sleep(max(0.0, asks[waiting[-1]].at_s - (time.perf_counter() - begin)))
+    return answers
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Answers in a few figures; percentiles are those of requests."""
+
+    requests: int
+    seconds: float
+    requests_per_s: float
+    prompt_tokens: int
+    output_tokens: int
+    tokens_per_s: float
+    cached_share: float
+    ttft_s: dict[str, float]
+    tpot_ms: dict[str, float]
+
+    @classmethod
+    def of(cls, answers: Sequence[Answer]) -> Summary:
+        """Of at least one answer."""
+        seconds = max(answer.times_s[-1] for answer in answers) - min(answer.asked_s for answer in answers)
+        prompt, output = (
+            sum(values) for values in ((a.prompt_tokens for a in answers), (len(a.token_ids) for a in answers))
+        )
+        per_token = [value * 1e3 for answer in answers if (value := answer.per_token_s) is not None]
+        return cls(
+            len(answers), seconds, len(answers) / seconds, prompt, output, (prompt + output) / seconds,
+            sum(answer.cached_tokens for answer in answers) / prompt,
+            _percentiles([answer.first_token_s for answer in answers]), _percentiles(per_token),
+        )  # fmt: skip
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, float]:
+    return {f"p{q}": float(np.percentile(values, q)) for q in (50, 90, 99)} if values else {}

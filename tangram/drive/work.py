@@ -1,0 +1,82 @@
+"""What an engine is asked when it is measured: made-up tokens of given lengths, alone, in turns or as a trace says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tangram.errors import ConfigError
+
+TRACE_BLOCK = 512  # tokens that one hash of a Mooncake trace stands for
+_FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request: a prompt, how many tokens to answer with, and when to ask, in seconds from the start."""
+
+    tokens: tuple[int, ...]
+    output_tokens: int
+    at_s: float = 0.0
+
+
+def made_up(count: int, vocab_size: int, *seed: int) -> tuple[int, ...]:
+    """`count` random tokens; the same for the same seed."""
+    return tuple(np.random.default_rng(seed).integers(0, vocab_size, count).tolist())
+
+
+def alike(count: int, input_tokens: int, output_tokens: int, *, shared_tokens: int, vocab_size: int) -> list[Ask]:
+    """`count` requests at once, the first `shared_tokens` of each the same, `input_tokens` of its own behind them."""
+    shared = made_up(shared_tokens, vocab_size, 0)
+    return [Ask(shared + made_up(input_tokens, vocab_size, 1, n), output_tokens) for n in range(count)]
+
+
+def traced(path: Path, *, seconds: float, speed: float, vocab_size: int) -> list[Ask]:
+    """The first `seconds` of a Mooncake trace (JSON lines), `speed` times as fast; equal hashes are equal tokens.
+
+    Raises `ConfigError` naming the line and field that is missing or wrong, or if nothing is left.
+    """
+    asks = []
+    for number, entry in _lines(path):
+        at_s = entry["timestamp"] / 1e3
+        if at_s >= seconds:
+            break
+        blocks = [token for block in entry["hash_ids"] for token in made_up(TRACE_BLOCK, vocab_size, 2, block)]
+        if len(blocks) < entry["input_length"]:
+            raise ConfigError(
+                f"{path}:{number}: hash_ids stand for {len(blocks)} tokens, input_length is {entry['input_length']}"
+            )
+        asks.append(Ask(tuple(blocks[: entry["input_length"]]), max(1, entry["output_length"]), at_s / speed))
+    if not asks:
+        raise ConfigError(f"{path}: no request in the first {seconds} s: raise --seconds")
+    return asks
+
+
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"trace {path}: cannot be read: {error}") from error
+    for number, line in enumerate(lines, 1):
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{path}:{number}: not JSON: {error}") from error
+        if missing := [name for name in _FIELDS if not isinstance(entry, dict) or name not in entry]:
+            raise ConfigError(f"{path}:{number}: {', '.join(missing)} missing; every line needs {', '.join(_FIELDS)}")
+        yield number, entry
+
+
+def next_turn(
+    histories: Sequence[tuple[int, ...]], turn: int, user_tokens: int, output_tokens: int, vocab_size: int
+) -> list[Ask]:
+    """Every session asks again: its history so far and `user_tokens` new ones."""
+    return [
+        Ask(history + made_up(user_tokens, vocab_size, 3, turn, session), output_tokens)
+        for session, history in enumerate(histories)
+    ]

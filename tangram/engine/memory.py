@@ -1,0 +1,62 @@
+"""How much memory KV pages may take: a run of the largest step says what the model needs besides them."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tangram.config import EngineConfig
+from tangram.errors import ConfigError
+from tangram.model.load import LoadedModel
+
+GIB = 1 << 30
+_DEFAULT_CPU_BYTES = 4 * GIB
+_GRAPH_BYTES = GIB  # captured graphs, plans, sampling and what the allocator cannot use
+
+
+class _NoAttention:
+    """Stands in for a step's attention."""
+
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """The queries themselves: as large as what attention gives."""
+        return q
+
+
+def kv_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
+    """Bytes for KV pages: as told, a share of the GPU's memory, or 4 GiB and at most a quarter of the host's.
+
+    Raises `ConfigError` if the share leaves nothing beside weights and activations.
+    """
+    if config.kv_cache_gib is not None:
+        return int(config.kv_cache_gib * GIB)
+    if loaded.device.type != "cuda":
+        return min(_DEFAULT_CPU_BYTES, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)
+    needed = _activation_bytes(config, loaded) + _GRAPH_BYTES
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(loaded.device)
+    room = int(total * config.gpu_memory_utilization) - (total - free) - needed
+    if room <= 0:
+        raise ConfigError(
+            f"gpu_memory_utilization is {config.gpu_memory_utilization} of {total / GIB:.1f} GiB; weights and others "
+            f"take {(total - free) / GIB:.1f} GiB, a step of {config.max_num_batched_tokens} tokens and graphs "
+            f"{needed / GIB:.1f} GiB, which leaves nothing for KV pages: raise it, or lower max_num_batched_tokens"
+        )
+    return room
+
+
+def _activation_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
+    """The most that a forward pass over the largest step takes."""
+    tokens = torch.zeros(1, config.max_num_batched_tokens, dtype=torch.int64, device=loaded.device)
+    positions = torch.arange(tokens.shape[1], device=loaded.device)[None] % loaded.geometry.max_positions
+    torch.cuda.reset_peak_memory_stats(loaded.device)
+    before = torch.cuda.memory_allocated(loaded.device)
+    with torch.inference_mode():
+        output = loaded.model(
+            input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=config.max_num_seqs,
+            tangram=_NoAttention(),
+        )  # fmt: skip
+        output.logits.float()
+    return torch.cuda.max_memory_allocated(loaded.device) - before

@@ -1,0 +1,42 @@
+"""Models for measuring: a config's shape with random weights, and a vocabulary of numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+
+SEED = 0
+
+
+def random_model(
+    config: PretrainedConfig, *, dtype: torch.dtype, device: torch.device, attention: str
+) -> PreTrainedModel:  # fmt: skip
+    """Weights as training would begin with them, made on the device; the same at every call on the same device."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+        torch.manual_seed(SEED)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=dtype, attn_implementation=attention
+        )
+    return model
+
+
+def tokenizer_or_numbers(source: str, vocab_size: int) -> PreTrainedTokenizerBase:
+    """The tokenizer that lies beside the config; without one, token 17 reads "17"."""
+    if any(Path(source).glob("*token*")):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
+        return tokenizer
+    numbers = Tokenizer(WordLevel({str(token): token for token in range(vocab_size)}, unk_token="0"))
+    numbers.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=numbers)  # type: ignore[no-untyped-call]
