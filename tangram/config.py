@@ -19,6 +19,7 @@ class EngineConfig:
     `kv_cache_gib` None fills a GPU up to `gpu_memory_utilization` of its memory (on a CPU, a share of the host's is
     taken). `max_model_len` None means the model's own limit.
     `load_format` dummy makes random weights of the model's config.json alone, to measure with.
+    `enforce_eager` runs a GPU's model operation by operation, without compilation and CUDA graphs.
     `decode_policy` is a file of `tangram bench calibrate-policy`; None takes the one kept for this GPU, if any.
     """
 
@@ -41,6 +42,7 @@ class EngineConfig:
     scheduling: Literal["continuous", "static"] = "continuous"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
+    enforce_eager: bool = False
     device: str = "auto"
     seed: int = 0
 

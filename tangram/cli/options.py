@@ -76,6 +76,7 @@ Prefix = Annotated[bool, typer.Option(help="reuse the KV state of prefixes seen 
 Batching = Annotated[Scheduling, typer.Option(help="continuous batching, or static batches for comparison")]
 Dtype = Annotated[WeightType, typer.Option(help="dtype of weights and KV cache")]
 Weights = Annotated[LoadFormat, typer.Option(help="dummy: random weights of the model's config.json, to measure with")]
+Eager = Annotated[bool, typer.Option("--enforce-eager", help="on a GPU, no compilation and no CUDA graphs")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, …")]
 Seed = Annotated[int, typer.Option(help="seed of requests that bring none")]
 
@@ -87,7 +88,7 @@ def _config(
     gpu_memory_utilization: Utilization = 0.9, max_num_seqs: MaxSeqs = 32,
     max_num_batched_tokens: MaxBatched = 2048, max_model_len: MaxLen = None, enable_prefix_caching: Prefix = True,
     scheduling: Batching = Scheduling.continuous, dtype: Dtype = WeightType.auto,
-    load_format: Weights = LoadFormat.auto, device: Device = "auto",
+    load_format: Weights = LoadFormat.auto, enforce_eager: Eager = False, device: Device = "auto",
     seed: Seed = 0,
 ) -> EngineConfig:  # fmt: skip
     return EngineConfig(
@@ -96,7 +97,7 @@ def _config(
         decode_policy=decode_policy, kv_cache_gib=kv_cache_gib, gpu_memory_utilization=gpu_memory_utilization,
         max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len, enable_prefix_caching=enable_prefix_caching, scheduling=scheduling.value,
-        dtype=dtype.value, load_format=load_format.value, device=device, seed=seed,
+        dtype=dtype.value, load_format=load_format.value, enforce_eager=enforce_eager, device=device, seed=seed,
     )  # fmt: skip
 
 

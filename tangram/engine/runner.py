@@ -25,11 +25,15 @@ from tangram.types import Int64, Row, Step, TokenLogprob
 
 
 class Runner:
-    """Runs steps of one model over one pool, [pages, Hp, 2, P, D] in the model's dtype, whose pages `cache` manages."""
+    """Runs steps of one model over one pool, [pages, Hp, 2, P, D] in the model's dtype, whose pages `cache` manages.
+
+    `graphs` runs steps that only decode as CUDA graphs.
+    """
 
     def __init__(
         self, loaded: LoadedModel, retentions: Sequence[Retention], *, pages: int, cache: CacheManager,
         observer: ScoreObserver | None = None, kernels: KernelChoice = pool_kernels,
+        graphs: bool = False,
     ) -> None:  # fmt: skip
         self._loaded = loaded
         layout = retentions[0].layout
@@ -40,7 +44,7 @@ class Runner:
         serving = kernels(self.pool, layout.geometry.group_size)
         block_tables = DeviceTables(cache.tables, cache.versions, loaded.device)
         self._batcher = Batcher(retentions, serving, cache, block_tables, rotary, observer)
-        self._graphs = DecodeGraphs(self._forward, loaded.device) if loaded.device.type == "cuda" else None
+        self._graphs = DecodeGraphs(self._forward, loaded.device) if graphs else None
 
     @torch.inference_mode()
     def run(self, step: Step, sample_rows: Sequence[SampleRow]) -> list[TokenLogprob]:

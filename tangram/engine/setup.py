@@ -27,6 +27,7 @@ from tangram.engine.scheduler import Scheduler
 from tangram.errors import ConfigError, ProfileError
 from tangram.kernels.dispatch import pool_kernels
 from tangram.kernels.step import KernelChoice
+from tangram.model.compiled import compile_layers
 from tangram.model.load import LoadedModel, cache_folder, load_model
 from tangram.model.sealing import Retention
 from tangram.pilots import pilot_texts
@@ -55,7 +56,10 @@ def engine_of(config: EngineConfig, loaded: LoadedModel, kernels: KernelChoice =
         [(entry.fingerprint, entry.layout) for entry in retentions],
         total_pages=pages, max_sequences=config.max_num_seqs, prefix_caching=config.enable_prefix_caching,
     )  # fmt: skip
-    runner = Runner(loaded, retentions, pages=pages, cache=cache, kernels=kernels)
+    fast = loaded.device.type == "cuda" and not config.enforce_eager
+    if fast:
+        compile_layers(loaded.model)
+    runner = Runner(loaded, retentions, pages=pages, cache=cache, kernels=kernels, graphs=fast)
     admission = Admission(retentions, pages, loaded.dtype.itemsize, max_model_len)
     _announce(config, loaded, admission)
     twice = [

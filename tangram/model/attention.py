@@ -28,6 +28,7 @@ class AttentionContext(Protocol):
         ...
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
     tangram: AttentionContext, **options: Any,

@@ -1,0 +1,17 @@
+"""Transformers' layers through torch.compile: norms, rotations and gates become few kernels (torch, Inductor).
+
+Attention stays outside: a step's attention is an object that changes, and its kernels are launched as they are.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+
+def compile_layers(model: PreTrainedModel) -> None:
+    """Compile every layer at its first call, once for all layers of a kind and for any number of tokens."""
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            nn.Module.compile(module, dynamic=True)
