@@ -152,7 +152,7 @@ def step_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
     books.fill(options.tokens)
     layout, cache = books.layout, books.cache
     pool = torch.empty(1, profile.heads_per_page, 2, PAGE, profile.model.head_dim, dtype=torch.float16)
-    tables = DeviceTables(cache.tables, cache.versions, pool.device)
+    tables = DeviceTables(cache, pool.device)
     kernels = TritonKernels(pool, profile.model.query_heads // profile.model.kv_heads)
     batcher = Batcher([Retention(profile.kv_retention, layout, "")], kernels, cache, tables, None)
     token = np.zeros(1, np.int64)

@@ -8,7 +8,7 @@ a formula of its length, so the promise is exact and nothing is reclaimed. The b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -24,7 +24,7 @@ class CacheManager:
     """The one owner of the pool's pages.
 
     `tables` is int32 [max_sequences, width]: row `slot` holds the page ids of every group at `Layout.group_offset`.
-    `versions` is int64 [max_sequences]: how often each row of `tables` was written.
+    `follower`, if set, hears of every write to `tables`: places in the flat tables, and the page ids that go there.
     `lengths` is int32 [max_sequences, groups]: entries addressable per group, kept current.
     """
 
@@ -44,7 +44,7 @@ class CacheManager:
         width = max(int(layout.group_offset[-1]) for layout in self.layouts)
         groups = max(len(layout.groups) for layout in self.layouts)
         self.tables: Int32 = np.zeros((max_sequences, width), np.int32)
-        self.versions: Int64 = np.zeros(max_sequences, np.int64)
+        self.follower: Callable[[Int64, Int32], None] | None = None
         self.lengths: Int32 = np.zeros((max_sequences, groups), np.int32)
         self._slots = list(range(max_sequences - 1, -1, -1))
         self.sequences: dict[int, SequenceCache] = {}
@@ -154,7 +154,8 @@ class CacheManager:
     def _enter(self, seq: SequenceCache, entries: Int64, pages: Int32) -> None:
         """Enter `pages` in the row of `seq` in the block tables."""
         self.tables[seq.slot, entries] = pages
-        self.versions[seq.slot] += 1
+        if self.follower is not None:
+            self.follower(seq.slot * self.tables.shape[1] + entries, pages)
 
     def _write_lengths(self, seq: SequenceCache) -> None:
         lengths = seq.layout.lengths(seq.sealed_chunks, seq.raw_tokens)

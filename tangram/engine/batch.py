@@ -26,22 +26,26 @@ GROWTH_TOKENS = 128  # what a row grows by in the first half of a plan's life, a
 
 
 class DeviceTables:
-    """Block tables where the pool is: a copy of `tables` [max_sequences, width], or, in host memory, that very array.
+    """Block tables where the pool is: a copy of those of `cache` that follows every write; in host memory, those."""
 
-    A row is copied anew when its number in `versions` [max_sequences] has changed.
-    """
-
-    def __init__(self, tables: Int32, versions: Int64, device: torch.device) -> None:
-        self._tables, self._versions, self._seen = tables, versions, versions.copy()
-        self._copy = torch.from_numpy(tables).to(device)
+    def __init__(self, cache: CacheManager, device: torch.device) -> None:
+        self._tables = torch.from_numpy(cache.tables).to(device).view(-1)
+        self._written = list[tuple[Int64, Int32]]()
+        if not self._tables.is_cpu:
+            cache.follower = lambda places, pages: self._written.append((places, pages))
 
     def flat(self) -> Tensor:
         """int32: the block tables of all sequences, end to end, as they are now."""
-        changed = [] if self._copy.is_cpu else np.flatnonzero(self._seen != self._versions).tolist()
-        for slot in changed:
-            self._copy[slot].copy_(staged(self._tables[slot], self._copy.device), non_blocking=True)
-        self._seen[:] = self._versions
-        return self._copy.view(-1)
+        if self._written:
+            places, pages = (np.concatenate(parts)[::-1] for parts in zip(*self._written, strict=True))
+            self._written.clear()
+            # Of two writes to one place the later one holds.
+            places, newest = np.unique(places, return_index=True)
+            where, what = staged(np.stack([places, pages[newest]]), self._tables.device).to(
+                self._tables.device, non_blocking=True
+            )
+            self._tables[where] = what.int()
+        return self._tables
 
 
 @dataclass

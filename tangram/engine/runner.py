@@ -42,7 +42,7 @@ class Runner:
         needs = {need for entry in retentions if entry.scorer is not None for need in entry.scorer.needs}
         rotary = model_rotary(loaded.model, layout.geometry.head_dim) if "rotary" in needs else None
         serving = kernels(self.pool, layout.geometry.group_size)
-        block_tables = DeviceTables(cache.tables, cache.versions, loaded.device)
+        block_tables = DeviceTables(cache, loaded.device)
         self._batcher = Batcher(retentions, serving, cache, block_tables, rotary, observer)
         self._graphs = DecodeGraphs(self._forward, loaded.device) if graphs else None
 

@@ -20,19 +20,27 @@ def _absorb(
 ):  # fmt: skip
     """One tile of keys and values [N, D]; `hidden` [M, N] where MASKED."""
     scores = multiply(query, tl.trans(k), tl.zeros([query.shape[0], k.shape[0]], tl.float32))
+    grow = scaling * LOG2E
     if SOFTCAP:
         scores = soft_cap(scores, scaling, softcap)
-    else:
-        scores = scores * (scaling * LOG2E)
+        grow = 1.0
     if MASKED:
         scores = tl.where(hidden, float("-inf"), scores)
-    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    new_peak = tl.maximum(peak, tl.max(scores, 1) * grow)
     # A tile may be hidden from a query as a whole.
     safe = tl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED else new_peak
-    weights = tl.exp2(scores - safe[:, None])
+    weights = tl.exp2(scores * grow - safe[:, None])
     shrink = tl.exp2(peak - safe)
     acc = multiply(weights.to(v.dtype), v, acc * shrink[:, None])
     return acc, new_peak, total * shrink + tl.sum(weights, 1)
+
+
+@triton.jit
+def _taken(place, d, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """[N, BLOCK_D] from `place`, zero where a head has no such dimension."""
+    if BLOCK_D == D:
+        return tl.load(place)
+    return tl.load(place, mask=(d < D)[None, :], other=0.0)
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -82,6 +90,19 @@ def prefill_tiles(
         if WINDOW:
             # Pages that no query of the tile sees may have been given away: they are not even read.
             begin = tl.maximum(0, start + lead + first - window + 1)
+        else:
+            # Whole tiles that every query sees need no mask; what is left of the past does.
+            begin = past // BLOCK_N * BLOCK_N
+            for at in range(0, begin, BLOCK_N):
+                n = at + tl.arange(0, BLOCK_N)
+                page = tl.load(tables + table + n // P).to(tl.int64)
+                place = pool + ((page * HP + column) * (2 * P * D) + (n % P) * D)[:, None] + d[None, :]
+                keys = _taken(place, d, D, BLOCK_D)
+                values = _taken(place + P * D, d, D, BLOCK_D)
+                if SCALED:
+                    keys = (keys.to(tl.float32) * k_scale).to(query.dtype)
+                    values = (values.to(tl.float32) * v_scale).to(query.dtype)
+                acc, peak, total = _absorb(acc, peak, total, query, keys, values, 0, scaling, softcap, False, SOFTCAP)
         for at in range(begin, past, BLOCK_N):
             n = at + tl.arange(0, BLOCK_N)
             page = tl.load(tables + table + n // P, mask=n < past, other=0).to(tl.int64)
@@ -97,18 +118,26 @@ def prefill_tiles(
                 values = (values.to(tl.float32) * v_scale).to(query.dtype)
             acc, peak, total = _absorb(acc, peak, total, query, keys, values, hidden, scaling, softcap, True, SOFTCAP)
         own_end = tl.minimum(lead + first + BLOCK_M, k_end - k_begin)
-        own_begin = 0
+        own_k = k + head * stride_k_head + k_begin.to(tl.int64) * stride_k
+        own_v = v + head * stride_v_head + k_begin.to(tl.int64) * stride_v
         if WINDOW:
             own_begin = tl.maximum(0, lead + first - window + 1)
+        else:
+            own_begin = (lead + first) // BLOCK_N * BLOCK_N
+            for at in range(0, own_begin, BLOCK_N):
+                n = (at + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
+                keys = _taken(own_k + n * stride_k + d[None, :], d, D, BLOCK_D)
+                values = _taken(own_v + n * stride_v + d[None, :], d, D, BLOCK_D)
+                acc, peak, total = _absorb(acc, peak, total, query, keys, values, 0, scaling, softcap, False, SOFTCAP)
         for at in range(own_begin, own_end, BLOCK_N):
             n = at + tl.arange(0, BLOCK_N)
             here = (n < own_end)[:, None] & (d < D)[None, :]
             hidden = (n[None, :] > (lead + m)[:, None]) | (n >= own_end)[None, :]
             if WINDOW:
                 hidden = hidden | (n[None, :] <= (lead + m)[:, None] - window)
-            source = (k_begin + n).to(tl.int64)[:, None]
-            keys = tl.load(k + source * stride_k + head * stride_k_head + d[None, :], mask=here, other=0.0)
-            values = tl.load(v + source * stride_v + head * stride_v_head + d[None, :], mask=here, other=0.0)
+            source = n.to(tl.int64)[:, None]
+            keys = tl.load(own_k + source * stride_k + d[None, :], mask=here, other=0.0)
+            values = tl.load(own_v + source * stride_v + d[None, :], mask=here, other=0.0)
             acc, peak, total = _absorb(acc, peak, total, query, keys, values, hidden, scaling, softcap, True, SOFTCAP)
         if SINKS:
             sink = tl.load(sinks + query_head).to(tl.float32) * LOG2E

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from transformers import Gemma2Config, Gemma3TextConfig, GptOssConfig, LlamaConfig, PretrainedConfig
 
+from tangram.cache.layout import Layout
+from tangram.cache.manager import CacheManager
 from tangram.engine.batch import DeviceTables
 from tangram.engine.loop import Engine
 from tangram.kernels.step import PoolKernels
@@ -22,7 +24,7 @@ from tangram.plan.cost import CostModel
 from tangram.plan.form import WorkPlan
 from tangram.plan.policy import Policy, StepLoad
 from tangram.plan.schedule import Schedule
-from tangram.types import Event, Request, SamplingParams
+from tangram.types import Event, Geometry, Request, SamplingParams
 from tests.support import profile_file, small_engine, tiny_model
 
 BASE: dict[str, Any] = {
@@ -38,6 +40,9 @@ GEMMA_3 = Gemma3TextConfig(**BASE, **SLIDING, query_pre_attn_scalar=16, tie_word
 # KVzip's repeat prompt comes from the tokenizer, so the whole vocabulary must be there.
 LLAMA_WORDS = LlamaConfig(**(BASE | {"vocab_size": 49152}))
 CHUNK = 16
+LAYOUT = Layout.uncompressed(
+    Geometry(2, 2, 4, 16, 96, 64, (None, None)), chunk_tokens=CHUNK, page_tokens=4, heads_per_page=2, max_tokens=64
+)
 # Three chunks are prefilled, tails beside them, and the second answer fills a fourth.
 PROMPTS = [[5, 9, 17], [(7 * i) % 90 + 3 for i in range(28)], [(i * i) % 90 + 3 for i in range(40)]]
 ANSWER = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=3)
@@ -155,13 +160,21 @@ def test_rows_that_share_a_prefix_read_it_together(
     assert max(served) == 3
 
 
-def test_tables_on_the_device_follow_the_rows_that_were_written(device: torch.device) -> None:
-    tables, versions = np.arange(12, dtype=np.int32).reshape(3, 4), np.zeros(3, np.int64)
-    on_device = DeviceTables(tables, versions, device)
-    for slot in (1, 1, 2):
-        tables[slot] += 5
-        versions[slot] += 1
-        assert on_device.flat().tolist() == tables.ravel().tolist()
+def test_tables_on_the_device_follow_what_is_written(device: torch.device) -> None:
+    """Pages are taken, sealed chunks replace raw tails in the same places, and a cached prefix is entered."""
+    cache = CacheManager([("full", LAYOUT)], total_pages=200, max_sequences=2, prefix_caching=True)
+    on_device = DeviceTables(cache, device)
+    tokens = np.arange(40)
+    for _ in range(2):
+        seq = cache.admit(0, "", tokens, 60)
+        assert seq is not None
+        while seq.computed_tokens < 32:
+            cache.grow(seq, CHUNK - 1)
+            cache.seal(seq)
+            cache.commit(seq, tokens)
+            assert cache.extend(seq, 60)
+        cache.grow(seq, 8)
+        assert on_device.flat().tolist() == cache.tables.ravel().tolist()
 
 
 def test_sealing_takes_the_fused_form_of_a_scorer_by_its_name(models: dict[int, LoadedModel], tmp_path: Path) -> None:
