@@ -58,7 +58,7 @@ def make_batch(
     flat_lengths = np.empty(lengths.size, np.int32)
     flat_lengths[index] = lengths.ravel()
     rows = DecodeRows(
-        table.reshape(shape), rng.integers(0, per_page, shape), index.reshape(shape), lengths / longest,
+        table.reshape(shape), rng.integers(0, per_page, shape), index.reshape(shape), lengths.astype(float),
         (None, WINDOW), page,
     )  # fmt: skip
     pool = torch.full((count + 1, per_page, 2, page, d), torch.nan, dtype=dtype)

@@ -87,7 +87,7 @@ def draw_walk() -> None:
     ax.text(
         0.11,
         4.62,
-        "engine/loop.py:  schedule → plan → run → commit → emit",
+        "engine/loop.py:  schedule → plan → run → emit → commit",
         size=11,
         color=INK,
         va="center",

@@ -12,6 +12,7 @@ an entry's index in their tables equals its position.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -205,8 +206,13 @@ class Layout:
 
     def uncompressed_entries(self, tokens: int) -> int:
         """KV entries, over all heads, that `tokens` tokens have with nothing dropped but what slid out of a window."""
-        seen = sum(tokens if window is None else min(tokens, window) for window in self.geometry.windows)
+        seen = sum(count * (tokens if window is None else min(tokens, window)) for window, count in self._windows)
         return seen * self.geometry.kv_heads
+
+    @cached_property
+    def _windows(self) -> list[tuple[int | None, int]]:
+        """Each window, and how many layers have it."""
+        return list(Counter(self.geometry.windows).items())
 
     def page_bytes(self, element_bytes: int) -> int:
         """Bytes of one page: keys and values of Hp heads × P tokens."""

@@ -71,15 +71,15 @@ class Admission:
             )
         return granted
 
-    def usage(self, sequence: TokenSequence) -> Usage:
-        """The accounts of one sequence now; completion tokens are the caller's to count."""
+    def usage(self, sequence: TokenSequence, completion_tokens: int) -> Usage:
+        """The accounts of one sequence now."""
         cache = sequence.cache
         held = 0 if cache is None else cache.held_pages
         computed = 0 if cache is None else cache.computed_tokens
         layout = self.retentions[sequence.layout].layout
         return Usage(
             prompt_tokens=sequence.prompt_tokens,
-            completion_tokens=0,
+            completion_tokens=completion_tokens,
             cached_tokens=sequence.cached_tokens or 0,
             kv_bytes=held * layout.page_bytes(self.element_bytes),
             kv_bytes_uncompressed=layout.uncompressed_entries(computed) * self._entry_bytes(layout),
@@ -97,7 +97,7 @@ class Admission:
     def stats(self, scheduler: Scheduler) -> EngineStats:
         """One reading of the scheduler's books."""
         cache, counters = scheduler.cache, scheduler.counters
-        usages = [self.usage(sequence) for sequence in scheduler.running]
+        usages = [self.usage(sequence, 0) for sequence in scheduler.running]
         layout = self.retentions[0].layout
         cached, free = cache.prefix.idle_pages, cache.ledger.free
         return EngineStats(

@@ -1,4 +1,8 @@
-"""The engine's loop: schedule, plan, run, commit, emit. The only room that knows both the scheduler and the runner."""
+"""The engine's loop: schedule, plan, run, commit, emit. The only room that knows both the scheduler and the runner.
+
+What a step has sampled is told to clients while the device computes the next one. So a stop string, which only the text
+shows, is noticed when one more token is under way: that token is dropped.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,10 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 
 from tangram.config import EngineConfig
 from tangram.engine.admission import Admission
-from tangram.engine.completion import Completion
+from tangram.engine.completion import Completion, News
 from tangram.engine.runner import Runner
 from tangram.engine.sampling import SampleRow, check_bias
 from tangram.engine.scheduler import Scheduler, sequence_of
@@ -40,6 +43,7 @@ class Engine:
         self._arrivals = 0
         self._completions: dict[tuple[str, int], Completion] = {}
         self._siblings: dict[str, list[Completion]] = {}
+        self._news: list[News] = []
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -74,7 +78,7 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """End every completion of a request and free its pages; unknown ids are ignored."""
-        self._post(lambda: self._drop(request_id))
+        self._post(lambda: self._abort(request_id))
 
     def stats(self) -> EngineStats:
         """One reading of the books."""
@@ -98,25 +102,31 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """True while anything is queued or running."""
+        """True while anything is queued, running or not told yet."""
         return bool(self._inbox or self._completions)
 
     def step(self) -> bool:
-        """One step: schedule, plan, run, commit, emit. False if there was nothing to do."""
+        """One step: schedule, plan, run, emit what the last one gave, commit. False if there was nothing to do."""
         with self._wake:
             while self._inbox:
                 self._inbox.popleft()()
             step = self._scheduler.schedule()
+            if step is None and self._news:
+                self._emit()
+                return True
         if step is None:
             self._check_once()
             return False
         self._checked = False
         sampled = self._sampled(step)
-        tokens = self._runner.run(step, [completion.sampler for completion in sampled])
+        choice = self._runner.run(step, [completion.sampler for completion in sampled])
+        with self._wake:
+            self._emit()
+        tokens = [] if choice is None else choice.tokens_on_host()
         with self._wake:
             self._scheduler.commit(step)
             for completion, token in zip(sampled, tokens, strict=True):
-                self._emit(completion, token)
+                self._take(completion, token)
         return True
 
     def clear_cache(self) -> None:
@@ -142,6 +152,7 @@ class Engine:
             self.healthy = False
             _log.exception("the engine has stopped")
         with self._wake:
+            self._emit()
             for request_id in {request_id for request_id, _ in self._completions}:
                 self._drop(request_id, "the engine has stopped")
 
@@ -182,12 +193,16 @@ class Engine:
         for completion in self._siblings.pop(request_id, ()):
             self._scheduler.add(completion.sequence)
 
+    def _abort(self, request_id: str) -> None:
+        self._emit()
+        self._drop(request_id)
+
     def _drop(self, request_id: str, error: str | None = None) -> None:
         self._siblings.pop(request_id, None)
         for key in [key for key in self._completions if key[0] == request_id]:
             completion = self._completions.pop(key)
             usage = self._usage(completion)
-            self._scheduler.remove(completion.sequence)
+            self._end(completion)
             completion.request.on_event(completion.event(usage, None, "", FinishReason.ABORT, error))
 
     # -- emit -------------------------------------------------------------------------------------------------------
@@ -200,20 +215,34 @@ class Engine:
         }  # fmt: skip
         return [by_slot[row.slot] for row in step.rows if row.sample]
 
-    def _emit(self, completion: Completion, token: TokenLogprob) -> None:
-        text, reason = completion.take(token)
+    def _take(self, completion: Completion, token: TokenLogprob) -> None:
+        """Enter a token; its client hears of it by `_emit`."""
+        if completion.ended:
+            return
+        reason = completion.take(token)
         self._scheduler.counters.generated_tokens += 1
         self._release_siblings(completion.request.request_id)
-        event = completion.event(self._usage(completion), token, text, reason)
+        self._news.append(News(completion, token, reason, self._usage(completion)))
         if reason is not None:
-            del self._completions[completion.request.request_id, completion.index]
-            self._scheduler.remove(completion.sequence)
-        completion.request.on_event(event)
+            self._end(completion)
+
+    def _emit(self) -> None:
+        news, self._news = self._news, []
+        for entry in news:
+            completion = entry.completion
+            text, reason = completion.read(entry.token, entry.reason)
+            if reason is not None:
+                del self._completions[completion.request.request_id, completion.index]
+                self._end(completion)
+            completion.request.on_event(completion.event(entry.usage, entry.token, text, reason))
+
+    def _end(self, completion: Completion) -> None:
+        completion.ended = True
+        self._scheduler.remove(completion.sequence)
 
     def _usage(self, completion: Completion) -> Usage:
         sequence = completion.sequence
-        usage = self._admission.usage(sequence)
-        return replace(usage, completion_tokens=completion.completion_tokens)
+        return self._admission.usage(sequence, completion.completion_tokens)
 
     def _check_once(self) -> None:
         """With nothing to do, go over the books; a mistake shows here and not under load."""

@@ -13,7 +13,7 @@ from tangram.cache.manager import CacheManager
 from tangram.compress.scorers.kvzip import repeat_tokens
 from tangram.engine.batch import Batcher, DeviceTables
 from tangram.engine.graphs import DecodeGraphs
-from tangram.engine.sampling import SampleRow, sample
+from tangram.engine.sampling import Choice, SampleRow, choose
 from tangram.kernels.dispatch import pool_kernels
 from tangram.kernels.step import KernelChoice
 from tangram.kernels.transfer import staged
@@ -21,7 +21,7 @@ from tangram.model.attention import AttentionContext, StepAttention
 from tangram.model.load import LoadedModel
 from tangram.model.rotary import model_rotary
 from tangram.model.sealing import Retention, ScoreObserver
-from tangram.types import Int64, Row, Step, TokenLogprob
+from tangram.types import Int64, Row, Step
 
 
 class Runner:
@@ -47,8 +47,11 @@ class Runner:
         self._graphs = DecodeGraphs(self._forward, loaded.device) if graphs else None
 
     @torch.inference_mode()
-    def run(self, step: Step, sample_rows: Sequence[SampleRow]) -> list[TokenLogprob]:
-        """Compute `step` and draw a token for each of its rows with `sample`; `sample_rows` are theirs, in order."""
+    def run(self, step: Step, sample_rows: Sequence[SampleRow]) -> Choice | None:
+        """Compute `step` and choose a token for each of its rows with `sample`; `sample_rows` are theirs, in order.
+
+        A GPU goes on with it while the host does something else.
+        """
         attention = self._batcher.attention(step)
         tokens, positions, ends = _flattened(step, attention.width)
         wanted = ends[[row.sample for row in step.rows]]
@@ -56,9 +59,9 @@ class Runner:
             logits = self._graphs.logits(tokens, positions, attention)[wanted]
         else:
             logits = self._forward(attention, *self._uploaded(tokens, positions, wanted))
-        sampled = sample(logits, sample_rows) if sample_rows else []
+        choice = choose(logits, sample_rows) if sample_rows else None
         self._reconstruct(attention)
-        return sampled
+        return choice
 
     def _uploaded(self, *arrays: Int64) -> list[Tensor]:
         return [staged(array, self._loaded.device).to(self._loaded.device, non_blocking=True) for array in arrays]

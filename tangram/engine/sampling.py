@@ -14,6 +14,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -93,10 +94,29 @@ class _History:
         logits.sub_(output_seen.float(), alpha=params.presence_penalty)
 
 
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """What was chosen, on the device: `raw` and `normaliser` are the model's logits and their logsumexp."""
+
+    raw: Tensor
+    tokens: Tensor
+    normaliser: Tensor
+    rows: Sequence[SampleRow]
+
+    def tokens_on_host(self) -> list[TokenLogprob]:
+        """Waits for the device. Raises `ModelError` if a row's logits are NaN or infinite."""
+        return _report(self.raw, self.tokens, self.normaliser, self.rows)
+
+
 def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[TokenLogprob]:
+    """`choose`, and wait for it."""
+    return choose(logits, rows).tokens_on_host()
+
+
+def choose(logits: Tensor, rows: Sequence[SampleRow]) -> Choice:
     """Choose one token per row. `logits` [R, V], any float dtype, left unchanged; `rows` are not advanced.
 
-    Greedy rows take the first of equal maxima. Raises `ModelError` if a row's logits are NaN or infinite.
+    Greedy rows take the first of equal maxima.
     """
     raw = logits.float()
     changed = _change(raw, rows)
@@ -104,7 +124,7 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[TokenLogprob]:
     random = [index for index, row in enumerate(rows) if not row.greedy]
     if random:
         tokens[random] = _draw(_weights(_pick(changed, random), [rows[i] for i in random]), [rows[i] for i in random])
-    return _report(raw, tokens, rows)
+    return Choice(raw, tokens, raw.logsumexp(dim=-1, keepdim=True), rows)
 
 
 def probabilities(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
@@ -220,8 +240,7 @@ def _draw(weights: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=weights.shape[1] - 1)
 
 
-def _report(raw: Tensor, tokens: Tensor, rows: Sequence[SampleRow]) -> list[TokenLogprob]:
-    normaliser = raw.logsumexp(dim=-1, keepdim=True)
+def _report(raw: Tensor, tokens: Tensor, normaliser: Tensor, rows: Sequence[SampleRow]) -> list[TokenLogprob]:
     logprobs, sums = torch.cat([raw.gather(1, tokens[:, None]) - normaliser, normaliser], dim=1).T.tolist()
     broken = [index for index, value in enumerate(sums) if not math.isfinite(value)]
     if broken:

@@ -111,12 +111,15 @@ class Scheduler:
         return Step(tuple(decode + prefill), self._epoch_of(decode))
 
     def commit(self, step: Step) -> None:
-        """Enter in the books what `step` has computed; call it before sampled tokens are appended."""
+        """Enter in the books what `step` has computed; call it before sampled tokens are appended.
+
+        What was removed since it was scheduled has no books any more.
+        """
         by_slot = {sequence.cache.slot: sequence for sequence in self.running if sequence.cache is not None}
         for row in step.rows:
-            sequence = by_slot[row.slot]
             self.counters.sealed_chunks += row.kind is RowKind.SEAL
-            if sequence.cache is not None:
+            sequence = by_slot.get(row.slot)
+            if sequence is not None and sequence.cache is not None:
                 self.cache.commit(sequence.cache, sequence.known_tokens)
 
     # -- inside ---------------------------------------------------------------------------------------------------

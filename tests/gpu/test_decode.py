@@ -163,6 +163,21 @@ def test_a_short_tail_finishes_its_row() -> None:
     assert len(apart.arrays["segments"]) == len(plan.merge_row)
 
 
+def test_buffers_with_slack_take_plans_that_differ_a_little(device: torch.device) -> None:
+    from tangram.kernels.gpu import GpuDecode
+
+    batch = make_batch(3, 2, 4, 64, longest=2000)
+    pool = batch.pool.to(device)
+    small, like_it, large = (plan_aot(batch.rows, workers, tile_tokens=16) for workers in (14, 15, 90))
+    decoder = GpuDecode([small], group=4, head_dim=64, pool=pool, slack=True)
+    assert decoder.takes(like_it)
+    assert not decoder.takes(large)
+    with pytest.raises(ConfigError, match="in tasks, the buffers hold"):
+        decoder.load(large)
+    larger = GpuDecode([large], group=4, head_dim=64, pool=pool, slack=True, room=decoder.capacity)
+    assert larger.takes(small) and larger.takes(like_it) and larger.takes(large)
+
+
 @pytest.mark.parametrize("merge", MERGES)
 def test_equal_plans_give_equal_bits_and_counters_return_to_zero(merge: str, device: torch.device) -> None:
     from tangram.kernels import gpu

@@ -59,7 +59,7 @@ def always(schedule: str) -> Policy:
     return Policy.fitted("this", {}, CostModel(), [schedule], loads, [[1.0], [1.0]])
 
 
-def empty_triton(pool: Tensor, group: int, schedule: str = "aot+ctas=16+tile=16") -> PoolKernels:
+def empty_triton(pool: Tensor, group: int, schedule: str = "aot+ctas=16+tile=16+min=16") -> PoolKernels:
     """Short as they are, heads are split."""
     from tangram.kernels.triton_kernels import TritonKernels
 

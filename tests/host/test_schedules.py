@@ -17,7 +17,7 @@ from tangram.plan.workqueue import plan_workqueue
 
 def rows_of(rows: int, layers: int, heads: int, windows: tuple[int | None, ...] | None = None) -> DecodeRows:
     cell = np.arange(rows * layers * heads).reshape(rows, layers, heads)
-    return DecodeRows(cell * 9000, cell % 4, cell, np.ones(cell.shape), windows or (None,) * layers, 16)
+    return DecodeRows(cell * 9000, cell % 4, cell, np.full(cell.shape, 1e4), windows or (None,) * layers, 16)
 
 
 def sizes(plan: WorkPlan, lengths: np.ndarray, layer: int = 0) -> np.ndarray:

@@ -1,0 +1,187 @@
+"""Engines under load: what is asked, what comes of it, and the commands that measure it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from typer.testing import CliRunner
+
+from tangram.cli import app
+from tangram.drive.clock import Answer, Summary, answered
+from tangram.drive.work import Ask, alike, made_up, next_turn, traced
+from tangram.engine.llm import LLM
+from tangram.errors import ConfigError, RequestError
+from tangram.types import SamplingParams
+
+CONFIG = LlamaConfig(
+    vocab_size=300, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, max_position_embeddings=2048, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of which there is nothing but its config."""
+    path = tmp_path_factory.mktemp("shape")
+    CONFIG.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    return LLM(
+        str(folder), load_format="dummy", kv_retention=1.0, chunk_tokens=32, page_tokens=8, kv_cache_gib=0.01,
+        max_num_seqs=4, max_num_batched_tokens=128,
+    )  # fmt: skip
+
+
+def test_a_config_alone_makes_a_model_whose_words_are_numbers(folder: Path, llm: LLM) -> None:
+    output = llm.generate("17 4 299", SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))[0]
+    assert output.prompt_token_ids == (17, 4, 299)
+    assert output.outputs[0].text.split() == [str(token) for token in output.outputs[0].token_ids]
+    again = LLM(str(folder), load_format="dummy", kv_retention=1.0)
+    states = [engine._loaded.model.state_dict() for engine in (llm.engine, again.engine)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_an_unknown_load_format_is_refused() -> None:
+    with pytest.raises(ConfigError, match="load_format is 'mock'"):
+        LLM(load_format="mock")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("share", [0.0, 1.5])
+def test_a_share_of_memory_outside_its_range_is_refused(share: float) -> None:
+    with pytest.raises(ConfigError, match=f"gpu_memory_utilization is {share}"):
+        LLM(gpu_memory_utilization=share)
+
+
+def test_answers_are_those_of_the_engine_by_the_clock(llm: LLM) -> None:
+    asks = alike(3, 20, 5, shared_tokens=40, vocab_size=300)
+    told: list[int] = []
+    answers = answered(llm.engine, asks, told.append)
+    expected = llm.generate(
+        [{"prompt_token_ids": list(ask.tokens)} for ask in asks],
+        SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True),
+    )
+    assert [tuple(answer.token_ids) for answer in answers] == [output.outputs[0].token_ids for output in expected]
+    assert sorted(told) == [1, 2, 3]
+    for answer in answers:
+        assert 0 < answer.first_token_s < answer.times_s[-1] and len(answer.times_s) == 5
+        assert answer.times_s == sorted(answer.times_s)
+
+
+def test_a_turn_finds_the_one_before_in_the_cache(llm: LLM) -> None:
+    llm.engine.clear_cache()
+    histories = [made_up(60, 300, session) for session in range(2)]
+    for turn in (1, 2):
+        asks = next_turn(histories, turn, 10, 4, 300)
+        answers = answered(llm.engine, asks)
+        histories = [ask.tokens + tuple(answer.token_ids) for ask, answer in zip(asks, answers, strict=True)]
+        assert [answer.cached_tokens >= 60 for answer in answers] == [turn == 2] * 2
+
+
+def test_requests_wait_for_their_time(llm: LLM) -> None:
+    answers = answered(llm.engine, [Ask((5, 6, 7), 2, 0.15), Ask((5, 6, 8), 2)])
+    assert answers[1].times_s[-1] < 0.15 < answers[0].times_s[0]
+    assert answers[0].first_token_s == answers[0].times_s[0] - 0.15
+
+
+def test_a_request_that_never_fits_stops_all(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="prompt has 5000 tokens"):
+        answered(llm.engine, [Ask((1, 2), 2), Ask((3,) * 5000, 2)])
+    assert not llm.engine.busy
+
+
+def test_a_summary_adds_up() -> None:
+    answers = [Answer(0.0, 10, [1.0, 1.5, 2.0], [7, 8, 9], 4), Answer(1.0, 30, [4.0], [7], 0)]
+    summary = Summary.of(answers)
+    assert (summary.requests, summary.seconds, summary.prompt_tokens, summary.output_tokens) == (2, 4.0, 40, 4)
+    assert summary.requests_per_s == 0.5 and summary.tokens_per_s == 11.0 and summary.cached_share == 0.1
+    assert summary.ttft_s["p50"] == 2.0 and summary.tpot_ms["p99"] == 500.0
+
+
+def test_a_trace_gives_equal_tokens_for_equal_blocks(tmp_path: Path) -> None:
+    lines = [
+        {"timestamp": 0, "input_length": 700, "output_length": 3, "hash_ids": [4, 9]},
+        {"timestamp": 2000, "input_length": 600, "output_length": 0, "hash_ids": [4, 5]},
+        {"timestamp": 9000, "input_length": 5, "output_length": 1, "hash_ids": [1]},
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    first, second = traced(path, seconds=5, speed=2.0, vocab_size=300)
+    assert (len(first.tokens), first.output_tokens, first.at_s) == (700, 3, 0.0)
+    assert (len(second.tokens), second.output_tokens, second.at_s) == (600, 1, 1.0)
+    assert first.tokens[:512] == second.tokens[:512] and first.tokens[512:600] != second.tokens[512:600]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"timestamp": 0}', "1: input_length, output_length, hash_ids missing"),
+        ("nothing", "1: not JSON"),
+        ("", "no request in the first 5 s"),
+        (
+            '{"timestamp": 0, "input_length": 900, "output_length": 1, "hash_ids": [1]}',
+            "1: hash_ids stand for 512 tokens, input_length is 900",
+        ),
+    ],
+)
+def test_a_trace_that_is_none_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        traced(path, seconds=5, speed=1.0, vocab_size=300)
+
+
+SMALL = ["--load-format", "dummy", "--kv-retention", "1.0", "--chunk-tokens", "32", "--kv-cache-gib", "0.01",
+         "--max-num-seqs", "4", "--max-num-batched-tokens", "128", "--page-tokens", "8"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "parts"),
+    [
+        ("throughput", ["--requests", "3", "--input-tokens", "40", "--output-tokens", "4", "--repeats", "2"],
+         ["run 1", "run 2"]),
+        ("multi-turn", ["--sessions", "2", "--history-tokens", "50", "--turns", "2", "--user-tokens", "5",
+                        "--output-tokens", "4"], ["turn 1", "turn 2"]),
+        ("trace", ["--speed", "1,4"], ["speed 1", "speed 4"]),
+    ],
+)  # fmt: skip
+def test_the_commands_keep_what_they_measure(
+    command: str, options: list[str], parts: list[str], folder: Path, tmp_path: Path
+) -> None:
+    if command == "trace":
+        file = tmp_path / "trace.jsonl"
+        file.write_text('{"timestamp": 0, "input_length": 100, "output_length": 3, "hash_ids": [1]}\n')
+        options = [*options, "--file", str(file)]
+    kept = tmp_path / "kept.json"
+    result = CliRunner().invoke(
+        app, ["bench", "serving", command, str(folder), *SMALL, *options, "-o", str(kept)], catch_exceptions=False
+    )
+    assert result.exit_code == 0, result.output
+    content = json.loads(kept.read_text())
+    assert list(content["parts"]) == parts
+    assert content["environment"]["cpu"] and content["config"]["load_format"] == "dummy"
+    for part in content["parts"].values():
+        assert part["requests_per_s"] > 0 and part["ttft_s"]["p50"] > 0
+    if command == "multi-turn":
+        assert content["parts"]["turn 2"]["cached_share"] >= 0.5
+
+
+def test_a_stop_string_ends_a_completion_whose_next_token_is_under_way(folder: Path, llm: LLM) -> None:
+    """The text is read while the device goes on: neither the client nor the books see the token too many."""
+    prompt = {"prompt_token_ids": list(range(40, 71))}  # the answer's second token ends a chunk
+    free = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True))[0].outputs[0]
+    words = free.text.split()
+    stop = words[2]
+    last = words.index(stop)
+    held = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, stop=(stop,)))[0]
+    assert held.outputs[0].finish_reason == "stop"
+    assert held.outputs[0].text.split() == words[:last]
+    assert held.outputs[0].token_ids == free.token_ids[: last + 1]
+    llm.engine.check_books()
+    assert llm.engine.stats().pages_held == 0
