@@ -54,10 +54,10 @@ class Runner:
         """
         attention = self._batcher.attention(step)
         tokens, positions, ends = _flattened(step, attention.width)
-        wanted = ends[[row.sample for row in step.rows]]
         if self._graphs is not None and step.decode_rows == len(step.rows):
-            logits = self._graphs.logits(tokens, positions, attention)[wanted]
+            logits = self._graphs.logits(tokens, positions, attention)[: step.decode_rows]
         else:
+            wanted = ends[[row.sample for row in step.rows]]
             logits = self._forward(attention, *self._uploaded(tokens, positions, wanted))
         choice = choose(logits, sample_rows) if sample_rows else None
         self._reconstruct(attention)

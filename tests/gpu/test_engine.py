@@ -27,6 +27,11 @@ from tangram.plan.schedule import Schedule
 from tangram.types import Event, Geometry, Request, SamplingParams
 from tests.support import profile_file, small_engine, tiny_model
 
+# What torch's compiler says of torch itself.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
+]
 BASE: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
