@@ -144,6 +144,17 @@ class CacheManager:
         del self.sequences[seq.slot]
         self._slots.append(seq.slot)
 
+    def next_key(self, seq: SequenceCache, tokens: Int64) -> bytes | None:
+        """The prefix key of the chunk that `seq` seals next; None if `tokens` do not fill it or it is for nobody else.
+
+        `seq` has committed all that it sealed.
+        """
+        begin = seq.sealed_chunks * seq.layout.chunk_tokens
+        chunk = tokens[begin : begin + seq.layout.chunk_tokens]
+        if not self.prefix_caching or len(chunk) < seq.layout.chunk_tokens:
+            return None
+        return chunk_key(seq.keys[-1], chunk)
+
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _take(self, count: int) -> Int32:

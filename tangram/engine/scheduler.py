@@ -5,6 +5,7 @@ and prompt tails, first of running then of waiting sequences, in order of arriva
 by round, to the chunks that follow on those. A chunk is never split. A sequence is
 admitted when its footprint up to the end of its current chunk can be promised, and asks again only when a chunk ends;
 if there is no room then, the youngest is preempted and later computed anew to the same state. The oldest goes on.
+Whoever would begin with a chunk that another seals in the same step waits for the next one, and finds it in the cache.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ class Scheduler:
     running: list[Sequence] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
     one_at_a_time: frozenset[int] = frozenset()
+    _sealing: set[bytes] = field(default_factory=set)
     _members: tuple[tuple[int, int], ...] = ()
     _epoch: int = 0
 
@@ -155,6 +157,10 @@ class Scheduler:
         sequence.cache = self.cache.admit(sequence.layout, sequence.salt, sequence.known_tokens, sequence.limit)
         if sequence.cache is None:
             return False
+        if self.cache.next_key(sequence.cache, sequence.known_tokens) in self._sealing:
+            self.cache.close(sequence.cache)
+            sequence.cache = None
+            return False
         if sequence.cached_tokens is None:
             sequence.cached_tokens = sequence.cache.cached_tokens
             self.counters.prompt_tokens += sequence.prompt_tokens
@@ -170,6 +176,7 @@ class Scheduler:
     def _prefill(self, candidates: Iterable[Sequence], budget: int) -> list[Row]:
         """Rows of the first round, of the second, …, until the next one does not fit."""
         rows: list[Row] = []
+        self._sealing.clear()
         while candidates:
             again = []
             for sequence in candidates:
@@ -202,6 +209,9 @@ class Scheduler:
         # A chunk that decode completed has given its sample already, one that ends the known tokens has not.
         sample = end == sequence.known and cache.raw_tokens < chunk_tokens
         if kind is RowKind.SEAL:
+            committed = len(cache.keys) == cache.sealed_chunks + 1  # a later round follows on a chunk that is noted
+            if committed and (key := self.cache.next_key(cache, sequence.known_tokens)) is not None:
+                self._sealing.add(key)
             self.cache.seal(cache)
         else:
             self.cache.grow(cache, end - start)

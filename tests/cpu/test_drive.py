@@ -84,6 +84,17 @@ def test_a_turn_finds_the_one_before_in_the_cache(llm: LLM) -> None:
         assert [answer.cached_tokens >= 60 for answer in answers] == [turn == 2] * 2
 
 
+def test_what_requests_share_is_computed_once_even_when_they_come_together(llm: LLM) -> None:
+    llm.engine.clear_cache()
+    before = llm.engine.stats().sealed_chunks
+    asks = alike(4, 10, 3, shared_tokens=64, vocab_size=300)
+    answers = answered(llm.engine, asks)
+    assert llm.engine.stats().sealed_chunks - before == 2
+    assert sorted(answer.cached_tokens for answer in answers) == [0, 64, 64, 64]
+    llm.engine.clear_cache()
+    assert [answered(llm.engine, [ask])[0].token_ids for ask in asks] == [answer.token_ids for answer in answers]
+
+
 def test_requests_wait_for_their_time(llm: LLM) -> None:
     answers = answered(llm.engine, [Ask((5, 6, 7), 2, 0.15), Ask((5, 6, 8), 2)])
     assert answers[1].times_s[-1] < 0.15 < answers[0].times_s[0]

@@ -146,10 +146,20 @@ class Service:
             last[row.slot] = row
 
     def _check_work_conserved(self, step: Step, by_slot: dict[int, TokenSequence]) -> None:
-        """Whoever waits at the head waits for a reason: a seat, this step's tokens, or pages."""
+        """Whoever waits at the head waits for a reason: a seat, this step's tokens, pages, or a chunk it will find."""
         running, waiting = self.scheduler.running, self.scheduler.waiting
         if not waiting or len(running) == self.config.max_num_seqs or self.config.scheduling == "static":
             return
         if len({row.slot for row in step.rows}) == len(running):
             head = waiting[0]
-            assert self.layouts[head.layout].promised_pages(head.known, head.limit) > self.manager.spare_pages
+            full = self.layouts[head.layout].promised_pages(head.known, head.limit) > self.manager.spare_pages
+            assert full or any(self._begins_like(head, row, by_slot[row.slot]) for row in step.rows)
+
+    def _begins_like(self, head: TokenSequence, row: Row, other: TokenSequence) -> bool:
+        """Whether `row` seals a chunk of `other` that `head` has too."""
+        end = row.start + len(row.tokens)
+        return (
+            row.kind is RowKind.SEAL and self.manager.prefix_caching
+            and (head.layout, head.salt) == (other.layout, other.salt)
+            and head.known_tokens[:end].tolist() == other.known_tokens[:end].tolist()
+        )  # fmt: skip
