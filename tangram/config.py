@@ -18,6 +18,7 @@ class EngineConfig:
     `profile` lists profile files; without one that fits, a shipped or cached one is used, or a short calibration runs.
     `kv_cache_gib` None fills a GPU up to `gpu_memory_utilization` of its memory (on a CPU, a share of the host's is
     taken). `max_model_len` None means the model's own limit.
+    `kv_cache_dtype` auto is the model's own dtype; fp8 is E4M3, half of bfloat16, with all scales 1.
     `load_format` dummy makes random weights of the model's config.json alone, to measure with.
     `enforce_eager` runs a GPU's model operation by operation, without compilation and CUDA graphs.
     `decode_policy` is a file of `tangram bench calibrate-policy`; None takes the one kept for this GPU, if any.
@@ -41,6 +42,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     scheduling: Literal["continuous", "static"] = "continuous"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
     enforce_eager: bool = False
     device: str = "auto"
@@ -55,6 +57,8 @@ class EngineConfig:
             raise ConfigError(f"scheduling is {self.scheduling!r}, it must be 'continuous' or 'static'")
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise ConfigError(f"dtype is {self.dtype!r}, it must be auto, float32, bfloat16 or float16")
+        if self.kv_cache_dtype not in ("auto", "fp8"):
+            raise ConfigError(f"kv_cache_dtype is {self.kv_cache_dtype!r}, it must be 'auto' or 'fp8'")
         if self.load_format not in ("auto", "dummy"):
             raise ConfigError(f"load_format is {self.load_format!r}, it must be 'auto' or 'dummy'")
         for name in ("page_tokens", "heads_per_page", "chunk_tokens", "max_num_seqs"):

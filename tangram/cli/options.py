@@ -41,6 +41,13 @@ class WeightType(StrEnum):
     float16 = "float16"
 
 
+class CacheType(StrEnum):
+    """The dtype of the KV cache."""
+
+    auto = "auto"
+    fp8 = "fp8"
+
+
 class LoadFormat(StrEnum):
     """Where weights come from."""
 
@@ -75,6 +82,7 @@ MaxLen = Annotated[int | None, typer.Option(help="most tokens, prompt and answer
 Prefix = Annotated[bool, typer.Option(help="reuse the KV state of prefixes seen before")]
 Batching = Annotated[Scheduling, typer.Option(help="continuous batching, or static batches for comparison")]
 Dtype = Annotated[WeightType, typer.Option(help="dtype of weights and KV cache")]
+CacheDtype = Annotated[CacheType, typer.Option(help="dtype of the KV cache: that of the weights, or FP8 (E4M3)")]
 Weights = Annotated[LoadFormat, typer.Option(help="dummy: random weights of the model's config.json, to measure with")]
 Eager = Annotated[bool, typer.Option("--enforce-eager", help="on a GPU, no compilation and no CUDA graphs")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, …")]
@@ -88,6 +96,7 @@ def _config(
     gpu_memory_utilization: Utilization = 0.9, max_num_seqs: MaxSeqs = 32,
     max_num_batched_tokens: MaxBatched = 2048, max_model_len: MaxLen = None, enable_prefix_caching: Prefix = True,
     scheduling: Batching = Scheduling.continuous, dtype: Dtype = WeightType.auto,
+    kv_cache_dtype: CacheDtype = CacheType.auto,
     load_format: Weights = LoadFormat.auto, enforce_eager: Eager = False, device: Device = "auto",
     seed: Seed = 0,
 ) -> EngineConfig:  # fmt: skip
@@ -97,7 +106,8 @@ def _config(
         decode_policy=decode_policy, kv_cache_gib=kv_cache_gib, gpu_memory_utilization=gpu_memory_utilization,
         max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len, enable_prefix_caching=enable_prefix_caching, scheduling=scheduling.value,
-        dtype=dtype.value, load_format=load_format.value, enforce_eager=enforce_eager, device=device, seed=seed,
+        dtype=dtype.value, kv_cache_dtype=kv_cache_dtype.value,
+        load_format=load_format.value, enforce_eager=enforce_eager, device=device, seed=seed,
     )  # fmt: skip
 
 

@@ -69,6 +69,7 @@ class LLM:
         enable_prefix_caching: bool = True,
         scheduling: Literal["continuous", "static"] = "continuous",
         dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        kv_cache_dtype: Literal["auto", "fp8"] = "auto",
         load_format: Literal["auto", "dummy"] = "auto",
         enforce_eager: bool = False,
         device: str = "auto",
@@ -82,7 +83,8 @@ class LLM:
             gpu_memory_utilization=gpu_memory_utilization,
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len,
             enable_prefix_caching=enable_prefix_caching, scheduling=scheduling, dtype=dtype,
-            load_format=load_format, enforce_eager=enforce_eager, device=device, seed=seed,
+            kv_cache_dtype=kv_cache_dtype, load_format=load_format, enforce_eager=enforce_eager,
+            device=device, seed=seed,
         )  # fmt: skip
         self._open(config)
 

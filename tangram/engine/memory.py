@@ -25,6 +25,11 @@ class _NoAttention:
         return q
 
 
+def cache_dtype(config: EngineConfig, loaded: LoadedModel) -> torch.dtype:
+    """The dtype of the KV cache."""
+    return torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else loaded.dtype
+
+
 def kv_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
     """Bytes for KV pages: as told, a share of the GPU's memory, or 4 GiB and at most a quarter of the host's.
 

@@ -25,20 +25,20 @@ from tangram.types import Int64, Row, Step
 
 
 class Runner:
-    """Runs steps of one model over one pool, [pages, Hp, 2, P, D] in the model's dtype, whose pages `cache` manages.
+    """Runs steps of one model over one pool, [pages, Hp, 2, P, D] of `cache_dtype`, whose pages `cache` manages.
 
-    `graphs` runs steps that only decode as CUDA graphs.
+    `graphs` runs steps that only decode as CUDA graphs. `cache_dtype` None is the model's own.
     """
 
     def __init__(
         self, loaded: LoadedModel, retentions: Sequence[Retention], *, pages: int, cache: CacheManager,
         observer: ScoreObserver | None = None, kernels: KernelChoice = pool_kernels,
-        graphs: bool = False,
+        graphs: bool = False, cache_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         self._loaded = loaded
         layout = retentions[0].layout
         shape = (pages, layout.heads_per_page, 2, layout.page_tokens, layout.geometry.head_dim)
-        self.pool = torch.empty(shape, dtype=loaded.dtype, device=loaded.device)
+        self.pool = torch.empty(shape, dtype=cache_dtype or loaded.dtype, device=loaded.device)
         needs = {need for entry in retentions if entry.scorer is not None for need in entry.scorer.needs}
         rotary = model_rotary(loaded.model, layout.geometry.head_dim) if "rotary" in needs else None
         serving = kernels(self.pool, layout.geometry.group_size)

@@ -20,7 +20,7 @@ from tangram.compress.scorers import Scorer, make_scorer
 from tangram.config import EngineConfig
 from tangram.engine.admission import Admission
 from tangram.engine.loop import Engine
-from tangram.engine.memory import GIB, kv_bytes
+from tangram.engine.memory import GIB, cache_dtype, kv_bytes
 from tangram.engine.observe import score_source
 from tangram.engine.runner import Runner
 from tangram.engine.scheduler import Scheduler
@@ -56,11 +56,12 @@ def engine_of(config: EngineConfig, loaded: LoadedModel, kernels: KernelChoice =
         [(entry.fingerprint, entry.layout) for entry in retentions],
         total_pages=pages, max_sequences=config.max_num_seqs, prefix_caching=config.enable_prefix_caching,
     )  # fmt: skip
+    dtype = cache_dtype(config, loaded)
     fast = loaded.device.type == "cuda" and not config.enforce_eager
     if fast:
         compile_layers(loaded.model)
-    runner = Runner(loaded, retentions, pages=pages, cache=cache, kernels=kernels, graphs=fast)
-    admission = Admission(retentions, pages, loaded.dtype.itemsize, max_model_len)
+    runner = Runner(loaded, retentions, pages=pages, cache=cache, kernels=kernels, graphs=fast, cache_dtype=dtype)
+    admission = Admission(retentions, pages, dtype.itemsize, max_model_len)
     _announce(config, loaded, admission)
     twice = [
         number for number, entry in enumerate(retentions)
@@ -74,7 +75,7 @@ def _decode_policy(config: EngineConfig, loaded: LoadedModel) -> Policy | None:
     shape = loaded.geometry
     fits: dict[str, Any] = {
         "kv_heads": shape.kv_heads, "group": shape.group_size, "head_dim": shape.head_dim,
-        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "dtype": str(cache_dtype(config, loaded)).removeprefix("torch."),
     }  # fmt: skip
     device = torch.cuda.get_device_name(loaded.device) if loaded.device.type == "cuda" else str(loaded.device)
     if config.decode_policy is not None:
@@ -181,7 +182,7 @@ def _retention(profile: Profile, scorer: Scorer, loaded: LoadedModel, max_tokens
 
 
 def _pool_pages(config: EngineConfig, loaded: LoadedModel, layout: Layout) -> int:
-    return kv_bytes(config, loaded) // layout.page_bytes(loaded.dtype.itemsize)
+    return kv_bytes(config, loaded) // layout.page_bytes(cache_dtype(config, loaded).itemsize)
 
 
 def _fit_model_len(config: EngineConfig, default: Retention, pages: int, wanted: int) -> int:
@@ -207,9 +208,10 @@ def _announce(config: EngineConfig, loaded: LoadedModel, admission: Admission) -
     gib = admission.total_pages * default.layout.page_bytes(admission.element_bytes) / GIB
     method = f"{config.scorer}, scope {config.scope}" if default.scorer else "nothing dropped"
     _log.info(
-        "%s on %s, %s; KV cache %.2f GiB = %d pages; %s tokens fit at kv_retention %s (%s), %s would without "
+        "%s on %s, %s; KV cache in %s, %.2f GiB = %d pages; %s tokens fit at kv_retention %s (%s), %s would without "
         "compression; max_model_len %d, chunk %d tokens",
-        config.model, loaded.device, str(loaded.dtype).removeprefix("torch."), gib, admission.total_pages,
+        config.model, loaded.device, str(loaded.dtype).removeprefix("torch."),
+        str(cache_dtype(config, loaded)).removeprefix("torch."), gib, admission.total_pages,
         f"{compressed:,}", default.kv_retention, method, f"{uncompressed:,}", admission.max_model_len,
         default.layout.chunk_tokens,
     )  # fmt: skip

@@ -18,6 +18,7 @@ from torch import Tensor
 from tangram.errors import IntegrityError
 from tangram.plan.form import WorkPlan
 
+FP8_MAX = 448.0  # the largest finite E4M3 value
 Indices = Tensor | npt.NDArray[np.integer]
 Part = tuple[Tensor, Tensor]  # (out, log-sum-exp), float32
 
@@ -177,6 +178,8 @@ def _write(k: Tensor, v: Tensor, pool: Tensor, tables: Tensor, table: Tensor, co
     """Scatter entries k, v [..., D] to `index` [...] of the heads at (table, column) [...]."""
     heads_per_page, page_tokens = pool.shape[1], pool.shape[3]
     block = tables[table + index // page_tokens].long() * heads_per_page + column
+    if pool.dtype.itemsize == 1:  # torch turns what an FP8 dtype cannot hold into NaN
+        k, v = (x.float().clamp(-FP8_MAX, FP8_MAX) for x in (k, v))
     blocks(pool)[block, 0, index % page_tokens] = k.to(pool.dtype)
     blocks(pool)[block, 1, index % page_tokens] = v.to(pool.dtype)
 
@@ -218,7 +221,7 @@ def prefill(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     by_head = out.view(queries.shape[2], heads, *queries.shape[1::2]).permute(1, 2, 0, 3)
     for head, (table, col, length) in enumerate(zip(*address, strict=True)):
-        past_k, past_v = gather(pool, tables, table, col, begin, length)
+        past_k, past_v = (x.to(q.dtype) for x in gather(pool, tables, table, col, begin, length))
         if lead or slides:
             past_k, past_v = torch.cat([past_k, keys[head, :lead]]), torch.cat([past_v, values[head, :lead]])
         own = keys[head, lead:], values[head, lead:]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_FP8_MAX = 448.0  # the largest finite E4M3 value
+from tangram.kernels.reference import FP8_MAX
 
 
 @triton.jit
@@ -44,10 +43,11 @@ def append_entries(
     tl.store(place + P * D, _stored(value, v_scale, LIMIT, SCALED).to(pool.dtype.element_ty), mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer"])
 def store_rows(
-    k, v, pool, tables, address, spans, kept, stride_k, stride_k_head, stride_v, stride_v_head,
+    k, v, pool, tables, address, spans, kept, scales, layer, stride_k, stride_k_head, stride_v, stride_v_head,
     H: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    LIMIT: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Write rows of k, v [T, H, D] behind their past, where a head keeps all; grid (tiles of the longest row, H, rows).
 
@@ -69,8 +69,13 @@ def store_rows(
         head = tl.program_id(1)
         keys = tl.load(k + source * stride_k + head * stride_k_head + d[None, :], mask=here, other=0.0)
         values = tl.load(v + source * stride_v + head * stride_v_head + d[None, :], mask=here, other=0.0)
-        tl.store(target, keys, mask=here)
-        tl.store(target + P * D, values, mask=here)
+        k_scale = 1.0
+        v_scale = 1.0
+        if SCALED:
+            k_scale = tl.load(scales + (layer * H + head) * 2)
+            v_scale = tl.load(scales + (layer * H + head) * 2 + 1)
+        tl.store(target, _stored(keys, k_scale, LIMIT, SCALED).to(pool.dtype.element_ty), mask=here)
+        tl.store(target + P * D, _stored(values, v_scale, LIMIT, SCALED).to(pool.dtype.element_ty), mask=here)
 
 
 @triton.jit
@@ -156,22 +161,24 @@ def append(
     append_entries[(rows, heads)](
         k, v, pool, tables, lengths, address, scales if scales is not None else k, layer, *k.stride()[:2],
         *v.stride()[:2], H=heads, D=dim, HP=pool.shape[1], P=pool.shape[3], BLOCK_D=triton.next_power_of_2(dim),
-        LIMIT=_FP8_MAX, SCALED=scales is not None, num_warps=1,
+        LIMIT=FP8_MAX, SCALED=scales is not None, num_warps=1,
     )  # fmt: skip
 
 
 def store(
-    k: Tensor, v: Tensor, pool: Tensor, tables: Tensor, address: Tensor, spans: Tensor, kept: Tensor, *, longest: int
+    k: Tensor, v: Tensor, pool: Tensor, tables: Tensor, address: Tensor, spans: Tensor, kept: Tensor, *, layer: int,
+    longest: int, scales: Tensor | None = None,
 ) -> None:  # fmt: skip
     """`reference.store` for several rows of k, v [T, H, D], each head's entries where it keeps all of its row's.
 
     `address` int32 [rows, H, 3]: table offset, column and first index; `spans` int32 [rows, 5]: [2] and [3] bound the
-    row in k and v; `kept` int32 [rows, H]; `longest` is the most entries of a row. The pool is of k's dtype.
+    row in k and v; `kept` int32 [rows, H]; `longest` is the most entries of a row.
     """
     rows, heads = kept.shape
     store_rows[(triton.cdiv(longest, 32), heads, rows)](
-        k, v, pool, tables, address, spans, kept, *k.stride()[:2], *v.stride()[:2], H=heads, D=k.shape[2],
-        HP=pool.shape[1], P=pool.shape[3], BLOCK=32, BLOCK_D=triton.next_power_of_2(k.shape[2]), num_warps=4,
+        k, v, pool, tables, address, spans, kept, scales if scales is not None else k, layer, *k.stride()[:2],
+        *v.stride()[:2], H=heads, D=k.shape[2], HP=pool.shape[1], P=pool.shape[3], BLOCK=32,
+        BLOCK_D=triton.next_power_of_2(k.shape[2]), LIMIT=FP8_MAX, SCALED=scales is not None, num_warps=4,
     )  # fmt: skip
 
 
@@ -189,11 +196,6 @@ def seal(
     seal_chunk[(heads, triton.cdiv(tokens, block))](
         scores.contiguous(), k, v, pool, tables, address, kept, scales if scales is not None else k, layer, sinks,
         window, *k.stride()[:2], *v.stride()[:2], C=tokens, H=heads, D=dim, HP=pool.shape[1], P=pool.shape[3],
-        BLOCK_C=triton.next_power_of_2(tokens), BLOCK=block, BLOCK_D=triton.next_power_of_2(dim), LIMIT=_FP8_MAX,
+        BLOCK_C=triton.next_power_of_2(tokens), BLOCK=block, BLOCK_D=triton.next_power_of_2(dim), LIMIT=FP8_MAX,
         SCALED=scales is not None, num_warps=4,
     )  # fmt: skip
-
-
-def quantised(pool_dtype: torch.dtype) -> bool:
-    """True if a pool of this dtype needs scales."""
-    return pool_dtype.itemsize == 1

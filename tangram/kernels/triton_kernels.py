@@ -26,10 +26,10 @@ UNMEASURED = "packing:measured"  # without a policy: a work queue that reads sha
 
 
 class TritonKernels:
-    """`PoolKernels` of float32, bfloat16 and float16 pools for models of G = `group` query heads a KV head.
+    """`PoolKernels` of float32, bfloat16, float16 and FP8 pools for models of G = `group` query heads a KV head.
 
     `policy` chooses the schedule of each batch; without one all have the same. What a step's kernels read is uploaded
-    by `begin`, once; layers only launch.
+    by `begin`, once; layers only launch. An FP8 pool's scales are all 1, as in vLLM without calibration.
     """
 
     fused_scores = FUSED_SCORES
@@ -46,6 +46,7 @@ class TritonKernels:
         self._cost = CostModel() if policy is None else policy.cost
         self._decoders: dict[tuple[int, DecodeOptions], GpuDecode] = {}
         self._addresses: dict[int, Tensor] = {}
+        self._scales: Tensor | None = None
 
     def width(self, rows: int) -> int:
         """See `PoolKernels`: few widths, so that few graphs serve all batches."""
@@ -59,13 +60,14 @@ class TritonKernels:
 
     def load(self, batch: Decoding, width: int) -> None:
         """See `PoolKernels`. The plan goes where the last one of this width lay, if it fits."""
+        self._scale(*batch.rows.table.shape[1:])
         schedule = self._schedule(batch)
         plan, options = schedule.plan(batch, self._processors, self._cost), DecodeOptions.of(schedule)
         known = self._decoders.get((width, options))
         if known is None or not known.takes(plan, batch.lengths):
             known = self._decoders[width, options] = GpuDecode(
                 [plan], group=self._group, head_dim=self._pool.shape[-1], pool=self._pool, lengths=batch.lengths,
-                options=options, room=None if known is None else known.capacity, slack=True,
+                options=options, scales=self._scales, room=None if known is None else known.capacity, slack=True,
             )  # fmt: skip
         self._decoder, self._decode_address = known, self._addressed(batch.rows, len(batch.lengths), width)
 
@@ -81,6 +83,10 @@ class TritonKernels:
         )
         return kept.copy_(staged(address, self._pool.device), non_blocking=True)
 
+    def _scale(self, layers: int, heads: int) -> None:
+        if self._scales is None and self._pool.dtype.itemsize == 1:
+            self._scales = torch.ones(layers, heads, 2, device=self._pool.device)
+
     def _schedule(self, batch: Decoding) -> Schedule:
         # FlashInfer would plan every layer on the host at every step: it is not a route for an engine.
         chosen = UNMEASURED if self._policy is None else self._policy.choose(StepLoad.of(batch), library=False)
@@ -88,6 +94,7 @@ class TritonKernels:
 
     def begin(self, tables: Tensor, lengths: Int32, decode_rows: int, prefill: PrefillRows) -> None:
         """See `PoolKernels`."""
+        self._scale(prefill.address.shape[0], prefill.address.shape[2])
         self._tables, self._decode_rows, self._rows = tables, decode_rows, prefill
         arrays = [np.append(lengths.reshape(-1), np.int32(0)), prefill.address, prefill.spans, prefill.kept]
         new_lengths, self._address, self._spans, self._kept = upload(arrays, self._pool.device)
@@ -102,7 +109,7 @@ class TritonKernels:
         """See `PoolKernels`."""
         pool, tables, rows = self._pool, self._tables, self._decode_rows
         if rows:
-            store.append(k[:rows], v[:rows], pool, tables, self._lengths, self._decode_address, layer)
+            store.append(k[:rows], v[:rows], pool, tables, self._lengths, self._decode_address, layer, self._scales)
             self._decoder.attend(
                 layer, q[:rows], tables, self._lengths, scaling=scaling, softcap=softcap, sinks=sinks, out=out[:rows]
             )
@@ -116,16 +123,19 @@ class TritonKernels:
         address, spans = self._address[layer, own], self._spans[own]
         prefill.prefill(
             q, k, v, self._pool, self._tables, address, spans, layer=layer, longest=longest, scaling=scaling,
-            window=window, softcap=softcap, sinks=sinks, out=out,
+            window=window, softcap=softcap, sinks=sinks, scales=self._scales, out=out,
         )  # fmt: skip
         if self._rows.whole[layer, own].any():
-            store.store(k, v, self._pool, self._tables, address, spans, self._kept[layer, own], longest=longest)
+            store.store(
+                k, v, self._pool, self._tables, address, spans, self._kept[layer, own], layer=layer, longest=longest,
+                scales=self._scales,
+            )  # fmt: skip
 
     def seal(self, layer: int, row: int, ranking: Ranking, k: Tensor, v: Tensor) -> None:
         """See `PoolKernels`."""
         store.seal(
             ranking.scores, k, v, self._pool, self._tables, self._address[layer, row], self._kept[layer, row],
-            layer=layer, sinks=ranking.sinks, window=ranking.window,
+            layer=layer, sinks=ranking.sinks, window=ranking.window, scales=self._scales,
         )  # fmt: skip
 
     def first_keys(self, layer: int, row: int, count: int) -> Tensor:

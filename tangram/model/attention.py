@@ -28,18 +28,18 @@ class AttentionContext(Protocol):
         ...
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _attention(
+def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
     tangram: AttentionContext, **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
+    """What Transformers calls in every layer: query, key and value [1, heads, T, D] → [1, T, Q, D]."""
     if attention_mask is not None:
         raise ValueError("the model built an attention mask of its own")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return tangram.attend(module, q, k, v, **options)[None], None
 
 
-AttentionInterface.register(IMPLEMENTATION, _attention)
+AttentionInterface.register(IMPLEMENTATION, attention)
 
 
 def keep_hidden(module: nn.Module, args: Any, kwargs: Any) -> None:

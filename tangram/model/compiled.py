@@ -5,13 +5,17 @@ Attention stays outside: a step's attention is an object that changes, and its k
 
 from __future__ import annotations
 
+import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+from tangram.model.attention import IMPLEMENTATION, attention
 
 
 def compile_layers(model: PreTrainedModel) -> None:
     """Compile every layer at its first call, once for all layers of a kind and for any number of tokens."""
+    AttentionInterface.register(IMPLEMENTATION, torch.compiler.disable(attention))  # type: ignore[no-untyped-call]
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             nn.Module.compile(module, dynamic=True)

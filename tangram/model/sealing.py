@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from tangram.cache.layout import Layout
@@ -71,7 +72,7 @@ class ChunkSealer:
         chunk = ChunkView(
             queries=q.transpose(0, 1), keys=k.transpose(0, 1), values=v.transpose(0, 1), start=self.row.start,
             layer=layer, scaling=scaling, rotary=self.rotary, hidden=hidden,
-            sink_keys=self._sink_keys(layer) if self.waits else None,
+            sink_keys=self._sink_keys(layer, k.dtype) if self.waits else None,
         )  # fmt: skip
         if self.waits:
             self.pending[layer] = chunk
@@ -94,7 +95,9 @@ class ChunkSealer:
         ranking = ChunkRanking(scores, retention.sink_tokens if start == 0 else 0, retention.window_tokens)
         self.kernels.seal(chunk.layer, self.number, ranking, chunk.keys.transpose(0, 1), chunk.values.transpose(0, 1))
 
-    def _sink_keys(self, layer: int) -> Tensor | None:
+    def _sink_keys(self, layer: int, dtype: torch.dtype) -> Tensor | None:
         """[H, s, D]: the keys of the sequence's first s tokens, which every head keeps first."""
         sinks = self.retention.sink_tokens
-        return None if self.row.start == 0 or sinks == 0 else self.kernels.first_keys(layer, self.number, sinks)
+        if self.row.start == 0 or sinks == 0:
+            return None
+        return self.kernels.first_keys(layer, self.number, sinks).to(dtype)

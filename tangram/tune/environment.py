@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("torch", "transformers", "numba", "triton", "flashinfer-python")
+PACKAGES = ("torch", "transformers", "numba", "triton", "flashinfer-python", "vllm")
 
 
 @cache

@@ -101,3 +101,24 @@ def test_options_that_contradict_each_other_are_refused() -> None:
         LLM(max_model_len=9000, kv_cache_gib=0.1)
     with pytest.raises(ConfigError, match="raise kv_cache_gib"):
         LLM(max_model_len=8192, kv_cache_gib=0.01)
+
+
+def test_an_fp8_cache_takes_a_quarter_of_float32_and_says_much_the_same(llm: LLM) -> None:
+    asked, params = "The capital of France is", SamplingParams(temperature=0.0, max_tokens=12, logprobs=1)
+    small = LLM(kv_retention=0.5, kv_cache_gib=0.5, max_model_len=2048, kv_cache_dtype="fp8")
+    assert small.engine.stats().pages_total == 4 * llm.engine.stats().pages_total
+    wide, narrow = (one.generate(asked, params)[0] for one in (llm, small))
+    assert 4 * narrow.kv_bytes == wide.kv_bytes
+    first, other = wide.outputs[0], narrow.outputs[0]
+    assert first.logprobs is not None and other.logprobs is not None
+    same = next(
+        (n for n, pair in enumerate(zip(first.token_ids, other.token_ids, strict=True)) if len(set(pair)) > 1), 12
+    )
+    assert same >= 4
+    for one, two in zip(first.logprobs[:same], other.logprobs[:same], strict=True):
+        assert abs(one.logprob - two.logprob) < 0.3
+
+
+def test_an_unknown_cache_dtype_is_refused() -> None:
+    with pytest.raises(ConfigError, match="kv_cache_dtype is 'int4'"):
+        LLM(kv_cache_dtype="int4")  # type: ignore[arg-type]

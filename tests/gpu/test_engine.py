@@ -165,6 +165,25 @@ def test_rows_that_share_a_prefix_read_it_together(
     assert max(served) == 3
 
 
+@pytest.mark.parametrize("case", ["llama", "llama, uncompressed", "llama, second pass", "gpt-oss, windows and sinks"])
+def test_an_fp8_cache_holds_what_the_specification_holds(
+    case: str, models: dict[int, LoadedModel], tmp_path: Path
+) -> None:
+    """But for roundings: an entry may be its neighbour in E4M3, which is an eighth of it away."""
+    loaded = models[id(CASES[case][0])]
+    options = options_of(case, loaded, tmp_path) | {"kv_cache_dtype": "fp8"}
+    engines = [small_engine(loaded, kernels, **options) for kernels in (empty_torch, empty_triton)]
+    for engine in engines:
+        submitted(engine, PROMPTS[2:])
+    for _ in range(3):
+        for engine in engines:
+            engine.step()
+        expected, found = (engine._runner.pool.float().cpu() for engine in engines)
+        assert engines[0]._runner.pool.dtype is torch.float8_e4m3fn and expected.any()
+        apart = (found - expected).abs() > 0.14 * expected.abs() + 0.02
+        assert apart.float().mean() < 0.01
+
+
 def test_tables_on_the_device_follow_what_is_written(device: torch.device) -> None:
     """Pages are taken, sealed chunks replace raw tails in the same places, and a cached prefix is entered."""
     cache = CacheManager([("full", LAYOUT)], total_pages=200, max_sequences=2, prefix_caching=True)
