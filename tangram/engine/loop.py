@@ -1,7 +1,7 @@
 """The engine's loop: schedule, plan, run, commit, emit. The only room that knows both the scheduler and the runner.
 
-What a step has sampled is told to clients while the device computes the next one. So a stop string, which only the text
-shows, is noticed when one more token is under way: that token is dropped.
+Where the model runs beside the host, on a GPU, clients are told what a step has sampled while the next one is computed.
+So a stop string, which only the text shows, is noticed when one more token is under way: that token is dropped.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class Engine:
     """Serves requests one step at a time: call `step` yourself, or `start` a thread that does.
 
     `submit`, `abort` and `stats` may be called from any thread. Build it with `tangram.engine.setup.build_engine`.
+    `tells_late` says whether a step's news waits until the next step is under way.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Engine:
         self.config = config
         self.codec = TextCodec(loaded.tokenizer, eos_token_ids=loaded.eos_token_ids)
         self.healthy = True
+        self.tells_late = loaded.device.type != "cpu"
         self._loaded, self._admission, self._scheduler, self._runner = loaded, admission, scheduler, runner
         self._seeds = random.Random(config.seed)
         self._arrivals = 0
@@ -127,6 +129,8 @@ class Engine:
             self._scheduler.commit(step)
             for completion, token in zip(sampled, tokens, strict=True):
                 self._take(completion, token)
+            if not self.tells_late:
+                self._emit()
         return True
 
     def clear_cache(self) -> None:

@@ -101,6 +101,7 @@ class Scheduler:
     def schedule(self) -> Step | None:
         """The next step, or None if nothing can run. Pages of its rows are taken and their tables written."""
         budget = self.config.max_num_batched_tokens
+        self._sealing.clear()
         self._secure_promises()
         unfinished = [sequence for sequence in self.running if not _decodes(sequence)]
         fresh_batch = not self.running
@@ -176,7 +177,6 @@ class Scheduler:
     def _prefill(self, candidates: Iterable[Sequence], budget: int) -> list[Row]:
         """Rows of the first round, of the second, …, until the next one does not fit."""
         rows: list[Row] = []
-        self._sealing.clear()
         while candidates:
             again = []
             for sequence in candidates:

@@ -15,7 +15,7 @@ from tangram.drive.clock import Answer, Summary, answered
 from tangram.drive.work import Ask, alike, made_up, next_turn, traced
 from tangram.engine.llm import LLM
 from tangram.errors import ConfigError, RequestError
-from tangram.types import SamplingParams
+from tangram.types import Event, FinishReason, Request, SamplingParams
 
 CONFIG = LlamaConfig(
     vocab_size=300, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
@@ -183,8 +183,12 @@ def test_the_commands_keep_what_they_measure(
         assert content["parts"]["turn 2"]["cached_share"] >= 0.5
 
 
-def test_a_stop_string_ends_a_completion_whose_next_token_is_under_way(folder: Path, llm: LLM) -> None:
-    """The text is read while the device goes on: neither the client nor the books see the token too many."""
+@pytest.mark.parametrize("late", [False, True])
+def test_a_stop_string_ends_a_completion_whose_next_token_is_under_way(
+    late: bool, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the text is read while the device goes on, neither the client nor the books see the token too many."""
+    monkeypatch.setattr(llm.engine, "tells_late", late)
     prompt = {"prompt_token_ids": list(range(40, 71))}  # the answer's second token ends a chunk
     free = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True))[0].outputs[0]
     words = free.text.split()
@@ -196,3 +200,23 @@ def test_a_stop_string_ends_a_completion_whose_next_token_is_under_way(folder: P
     assert held.outputs[0].token_ids == free.token_ids[: last + 1]
     llm.engine.check_books()
     assert llm.engine.stats().pages_held == 0
+
+
+def test_telling_late_changes_nothing_but_the_moment(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for what is aborted with news on its way, and for answers of one token."""
+    engine, asks = llm.engine, [*alike(3, 30, 6, shared_tokens=0, vocab_size=300), Ask((9, 9, 9), 1)]
+    expected = [answer.token_ids for answer in answered(engine, asks)]
+    monkeypatch.setattr(engine, "tells_late", True)
+    assert [answer.token_ids for answer in answered(engine, asks)] == expected
+    events = list[Event]()
+    params = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
+    engine.submit(Request("gone", (3, 4, 5), params, events.append))
+    while sum(len(event.token_ids) for event in events) < 3:
+        engine.step()
+    engine.abort("gone")
+    while engine.busy:
+        engine.step()
+    assert [event.finish_reason for event in events].count(FinishReason.ABORT) == 1
+    assert events[-1].finish_reason is FinishReason.ABORT
+    assert events[-1].usage.completion_tokens == sum(len(event.token_ids) for event in events) == 4
+    engine.check_books()

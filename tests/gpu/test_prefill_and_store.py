@@ -131,7 +131,7 @@ def test_rows_are_stored_behind_their_pasts_where_all_of_them_is_kept(dtype: tor
         reference.store(*(x[begin:end, head][None] for x in (k, v)), expected, tables, *at)
     store.store(
         k.to(device), v.to(device), pool, tables.to(device),
-        *(torch.from_numpy(x).to(device, torch.int32) for x in (address, spans, kept)), longest=45,
+        *(torch.from_numpy(x).to(device, torch.int32) for x in (address, spans, kept)), layer=0, longest=45,
     )  # fmt: skip
     torch.testing.assert_close(pool.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
