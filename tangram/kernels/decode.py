@@ -15,7 +15,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tangram.kernels.tiles import LOG2E, OPEN, let_next_start, multiply, resolve_range, soft_cap, wait_for_tasks
+from tangram.kernels.tiles import (
+    LOG2E,
+    OPEN,
+    let_next_start,
+    multiply,
+    resolve_range,
+    soft_cap,
+    take_part,
+    wait_for_tasks,
+)
 
 
 @triton.jit
@@ -92,13 +101,7 @@ def _finish(
             part_out + at[:, None] * D + d[None, :], mask=here[:, None] & (d < D)[None, :], other=0.0,
             cache_modifier=".cg",
         )  # fmt: skip
-        new_peak = tl.maximum(peak, lse)
-        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weight = tl.exp2(lse - safe)
-        shrink = tl.exp2(peak - safe)
-        acc = acc * shrink[:, None] + weight[:, None] * value.to(tl.float32)
-        total = total * shrink + weight
-        peak = new_peak
+        acc, peak, total = take_part(acc, peak, total, lse, value)
     return acc, peak, total
 
 
@@ -129,13 +132,7 @@ def _finish_last(
                 part_out + slot[:, None] * D + d[None, :], mask=here[:, None] & (d < D)[None, :], other=0.0,
                 cache_modifier=".cg",
             )  # fmt: skip
-            new_peak = tl.maximum(peak, lse)
-            safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            weight = tl.exp2(lse - safe)
-            shrink = tl.exp2(peak - safe)
-            acc = acc * shrink[:, None] + weight[:, None] * value
-            total = total * shrink + weight
-            peak = new_peak
+            acc, peak, total = take_part(acc, peak, total, lse, value)
         if SINKS:
             sink = tl.load(sinks + head * G + group, mask=last, other=0.0).to(tl.float32) * LOG2E
             safe = tl.where(peak == float("-inf"), sink, peak)
