@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -152,7 +154,7 @@ def _report(title: str, engine: Engine, parts: Sequence[tuple[str, list[Answer]]
     )
     if output is not None:
         content = {
-            "command": f"tangram bench serving: {title}", "environment": environment(),
+            "command": shlex.join(["tangram", *sys.argv[1:]]), "load": title, "environment": environment(),
             "config": {field.name: getattr(engine.config, field.name) for field in fields(EngineConfig)},
             "stats": stats, "parts": {name: asdict(summary) for name, summary in summaries.items()},
         }  # fmt: skip

@@ -96,9 +96,9 @@ def test_what_requests_share_is_computed_once_even_when_they_come_together(llm: 
 
 
 def test_requests_wait_for_their_time(llm: LLM) -> None:
-    answers = answered(llm.engine, [Ask((5, 6, 7), 2, 0.15), Ask((5, 6, 8), 2)])
-    assert answers[1].times_s[-1] < 0.15 < answers[0].times_s[0]
-    assert answers[0].first_token_s == answers[0].times_s[0] - 0.15
+    answers = answered(llm.engine, [Ask((5, 6, 7), 2, 1.0), Ask((5, 6, 8), 2)])
+    assert answers[1].times_s[-1] < 1.0 < answers[0].times_s[0]
+    assert answers[0].first_token_s == answers[0].times_s[0] - 1.0
 
 
 def test_a_request_that_never_fits_stops_all(llm: LLM) -> None:
