@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,7 @@ Scores = npt.NDArray[np.float32]
 # One sample's token ids in; the scores [L, H, C] of each of its full chunks out, chunk 0 first, higher = keep.
 ScoreSource = Callable[[Sequence[int]], Iterator[Scores]]
 Tracker = Callable[[Sequence[Sequence[int]]], Iterable[Sequence[int]]]
+Item = TypeVar("Item")
 
 
 def calibrate(
@@ -146,10 +148,10 @@ def rank_stability(fractions: Float64) -> RankStability | None:
     return RankStability(round(float(pairs.mean()), 4), round(float(pairs.min()), 4))
 
 
-def in_terminal(samples: Sequence[Sequence[int]]) -> Iterable[Sequence[int]]:
-    """A `track` that draws a progress bar on standard error, or nothing where that is no terminal."""
+def in_terminal(items: Sequence[Item], description: str = "Calibrating") -> Iterable[Item]:
+    """`items` with a progress bar on standard error, or with none where that is no terminal."""
     console = Console(stderr=True)
-    return rich_track(samples, "Calibrating", console=console, disable=not console.is_terminal)
+    return rich_track(items, description, console=console, disable=not console.is_terminal)
 
 
 def read_texts(path: str | Path) -> list[str]:

@@ -151,7 +151,8 @@ class Row:
     """One request's share of a step. `start` is the position of `tokens[0]`; `tokens` is int64 [n].
 
     `preceding` are the few tokens before them, for scorers that name the place. `slot` is the row of the block tables;
-    `layout` indexes the engine's layouts (one per retention ratio).
+    `layout` indexes the engine's layouts (one per retention ratio). With `pending` the last of `tokens` is what the
+    step before samples, and only the device knows it yet.
     """
 
     request_id: str
@@ -162,6 +163,7 @@ class Row:
     tokens: Int64
     preceding: Int64
     sample: bool
+    pending: bool = False
 
 
 @dataclass(frozen=True)

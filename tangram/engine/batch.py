@@ -13,7 +13,7 @@ from torch import Tensor
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
 from tangram.kernels.step import PoolKernels, PrefillRows
-from tangram.kernels.transfer import staged
+from tangram.kernels.transfer import placed
 from tangram.model.attention import RepeatAttention, StepAttention
 from tangram.model.rotary import Rotary
 from tangram.model.sealing import ChunkSealer, Retention, ScoreObserver
@@ -41,9 +41,7 @@ class DeviceTables:
             self._written.clear()
             # Of two writes to one place the later one holds.
             places, newest = np.unique(places, return_index=True)
-            where, what = staged(np.stack([places, pages[newest]]), self._tables.device).to(
-                self._tables.device, non_blocking=True
-            )
+            where, what = placed(np.stack([places, pages[newest]]), self._tables.device)
             self._tables[where] = what.int()
         return self._tables
 
@@ -74,12 +72,29 @@ class Batcher:
         decode, rest = step.rows[: step.decode_rows], step.rows[step.decode_rows :]
         if decode and step.epoch != self._epoch:
             self._width = self.kernels.width(len(decode))
-            self.kernels.load(self._decoding(decode), self._width)
+            self.kernels.load(self._decoding(decode, self.cache.tables, self.cache.lengths), self._width)
             self._epoch = step.epoch
         width = self._width if decode else 0
         prefill = self._prefill_rows(rest, width)
         self._begin(width, prefill)
         return StepAttention(self.kernels, self.windows, width, prefill, self._sealers(rest))
+
+    def rehearse(self, rows: int) -> StepAttention:
+        """The attention of `rows` decoding rows that hold nothing, planned as if they were long and shared nothing."""
+        layout, nothing = self.retentions[0].layout, np.zeros(0, np.int64)
+        positions = np.linspace(layout.max_tokens - 1, layout.max_tokens // 8, rows, dtype=np.int64)
+        long = [
+            Row("", slot, 0, RowKind.DECODE, int(position), nothing, nothing, sample=True)
+            for slot, position in enumerate(positions)
+        ]
+        lengths = np.zeros_like(self.cache.lengths)
+        lengths[:rows, : len(layout.groups)] = layout.lengths(*np.divmod(positions, layout.chunk_tokens))
+        apart = np.arange(self.cache.tables.size, dtype=np.int32).reshape(self.cache.tables.shape)
+        self._width, self._epoch = self.kernels.width(rows), None
+        self.kernels.load(self._decoding(long, apart, lengths), self._width)
+        prefill = self._prefill_rows((), self._width)
+        self._begin(self._width, prefill)
+        return StepAttention(self.kernels, self.windows, self._width, prefill, ())
 
     def repetition(self, attention: StepAttention, sealer: ChunkSealer, tokens: int) -> RepeatAttention:
         """The attention of a second pass of `tokens` tokens for a chunk that waits since the step of `attention`."""
@@ -95,24 +110,14 @@ class Batcher:
         table = row.slot * self.cache.tables.shape[1] + layout.group_offset[layout.head_group]
         return np.stack([table, layout.head_column], axis=-1)
 
-    def _decoding(self, rows: Sequence[Row]) -> Decoding:
+    def _decoding(self, rows: Sequence[Row], tables: Int32, lengths: Int32) -> Decoding:
+        """`rows` over block `tables` and `lengths`, one line of each a slot."""
         layouts = [self.retentions[row.layout].layout for row in rows]
         kept = np.stack([layout.head_kept_tokens for layout in layouts]).astype(np.int64)
         group = layouts[0].geometry.group_size
         decode = self._decode_rows(rows)
-        prefixes = partial(self._prefixes, rows, layouts, decode.table)
-        return Decoding(decode, self.cache.lengths.reshape(-1), group, kept, prefixes)
-
-    def _prefixes(self, rows: Sequence[Row], layouts: Sequence[Layout], table: Int64) -> Forest:
-        """Who shares what, as one head of `table` [R, L, H] shows: sealed chunks, and the full pages of raw tails."""
-        full = layouts[0].geometry.full_layers
-        starts = [divmod(row.start, layout.chunk_tokens) for row, layout in zip(rows, layouts, strict=True)]
-        chunks, raw = np.asarray(starts if full else [(0, 0)] * len(rows), np.int64).T
-        probe = full[0] if full else 0
-        sealed = np.asarray([layout.sealed_pages[layout.head_group[probe, 0]] for layout in layouts], np.int64)
-        raw_pages = raw // layouts[0].page_tokens
-        units = units_of(self.cache.tables.reshape(-1), table[:, probe, 0], sealed, chunks, raw_pages)
-        return build_forest(*units, chunks)
+        prefixes = partial(_prefixes, rows, layouts, decode.table, tables.reshape(-1))
+        return Decoding(decode, lengths.reshape(-1), group, kept, prefixes)
 
     def _decode_rows(self, rows: Sequence[Row]) -> DecodeRows:
         slots, start, numbers = (np.array([getattr(row, x) for row in rows]) for x in ("slot", "start", "layout"))
@@ -154,6 +159,18 @@ class Batcher:
                 )  # fmt: skip
                 sealers.append(sealer)
         return sealers
+
+
+def _prefixes(rows: Sequence[Row], layouts: Sequence[Layout], table: Int64, tables: Int32) -> Forest:
+    """Who shares what, as one head of `table` [R, L, H] shows: sealed chunks, and the full pages of raw tails."""
+    full = layouts[0].geometry.full_layers
+    starts = [divmod(row.start, layout.chunk_tokens) for row, layout in zip(rows, layouts, strict=True)]
+    chunks, raw = np.asarray(starts if full else [(0, 0)] * len(rows), np.int64).T
+    probe = full[0] if full else 0
+    sealed = np.asarray([layout.sealed_pages[layout.head_group[probe, 0]] for layout in layouts], np.int64)
+    raw_pages = raw // layouts[0].page_tokens
+    units = units_of(tables, table[:, probe, 0], sealed, chunks, raw_pages)
+    return build_forest(*units, chunks)
 
 
 def _waves(rows: Sequence[Row]) -> Iterator[slice]:

@@ -10,16 +10,6 @@ from tangram.engine.text import TextStream
 from tangram.types import Event, FinishReason, Request, TokenLogprob, Usage
 
 
-@dataclass(frozen=True)
-class News:
-    """A token that was taken and that its client has not heard of; `reason` if it ended the completion."""
-
-    completion: Completion
-    token: TokenLogprob
-    reason: FinishReason | None
-    usage: Usage
-
-
 @dataclass(eq=False)
 class Completion:
     """Number `index` of the `n` completions of `request`."""
@@ -29,31 +19,20 @@ class Completion:
     sequence: Sequence
     sampler: SampleRow
     text: TextStream
-    max_tokens: int
     end_token_ids: frozenset[int]
     ended: bool = False
 
-    @property
-    def completion_tokens(self) -> int:
-        """Tokens sampled so far."""
-        return self.sequence.known - self.sequence.prompt_tokens
-
-    def take(self, token: TokenLogprob) -> FinishReason | None:
-        """Enter a sampled token; the reason if the completion ends here, whatever its text is."""
-        self.sequence.append(token.token_id)
-        self.sampler.append(token.token_id)
+    def take(self, token: TokenLogprob) -> tuple[str, FinishReason | None]:
+        """Enter the token that was expected: the text that is certain now, and the reason to end if there is one."""
+        self.sequence.settle(token.token_id)
         if token.token_id in self.end_token_ids:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if self.completion_tokens >= self.max_tokens else None
-
-    def read(self, token: TokenLogprob, reason: FinishReason | None) -> tuple[str, FinishReason | None]:
-        """The text that a token which was taken makes certain, and the reason to end if there is one now."""
-        if reason is FinishReason.STOP:
-            return self.text.finish(), reason
+            return self.text.finish(), FinishReason.STOP
         delta, stopped = self.text.push(token.token_id)
         if stopped:
             return delta, FinishReason.STOP
-        return (delta if reason is None else delta + self.text.finish()), reason
+        if self.sequence.complete:
+            return delta + self.text.finish(), FinishReason.LENGTH
+        return delta, None
 
     def event(
         self, usage: Usage, token: TokenLogprob | None, text: str, reason: FinishReason | None, error: str | None = None

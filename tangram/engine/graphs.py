@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tangram.kernels.transfer import staged
+from tangram.kernels.transfer import placed
 from tangram.model.attention import AttentionContext, StepAttention
 from tangram.types import Int64
 
 _log = logging.getLogger("tangram")
+
+# Enters into tokens [T] those that only the device knows.
+Carry = Callable[[Tensor], object]
 
 # The attention of a pass, tokens [T], positions [T] and the places [n] of those wanted → their logits [n, V].
 Forward = Callable[[AttentionContext, Tensor, Tensor, Tensor], Tensor]
@@ -40,17 +45,19 @@ class DecodeGraphs:
         self._forward, self._device = forward, device
         self._captured = WeakKeyDictionary[object, _Captured]()
         self._memory: Any = None
+        self._recent = deque[_Captured](maxlen=2)  # the device may still be at them when their buffers are let go
         self._refused = False
 
-    def logits(self, tokens: Int64, positions: Int64, attention: StepAttention) -> Tensor:
+    def logits(self, tokens: Int64, positions: Int64, attention: StepAttention, carried: Carry) -> Tensor:
         """Logits [width, V] of a step that only decodes; they hold until the next one."""
-        new = torch.from_numpy(tokens), torch.from_numpy(positions), torch.arange(len(tokens))
-        inputs = staged(torch.stack(new).numpy(), self._device)
+        inputs = placed(np.stack([tokens, positions, np.arange(len(tokens))]), self._device)
+        carried(inputs[0])
         known = self._graph(inputs, attention)
         if known is None:
-            return self._forward(attention, *inputs.to(self._device, non_blocking=True))
-        known.inputs.copy_(inputs, non_blocking=True)
+            return self._forward(attention, *inputs)
+        known.inputs.copy_(inputs)
         known.graph.replay()
+        self._recent.append(known)
         return known.logits
 
     def _graph(self, inputs: Tensor, attention: StepAttention) -> _Captured | None:
@@ -59,7 +66,7 @@ class DecodeGraphs:
             return None
         known = self._captured.get(state)
         if known is None:
-            known = self._capture(inputs.to(self._device), attention)
+            known = self._capture(inputs.clone(), attention)
         if known is not None:
             self._captured[state] = known
         return known

@@ -1,7 +1,8 @@
 """The engine's loop: schedule, plan, run, commit, emit. The only room that knows both the scheduler and the runner.
 
-Where the model runs beside the host, on a GPU, clients are told what a step has sampled while the next one is computed.
-So a stop string, which only the text shows, is noticed when one more token is under way: that token is dropped.
+Where the model runs beside the host, on a GPU, a step is launched before the tokens of the one before are read: the
+device takes them from where it left them. Only counts are needed to schedule, and they are known. What is noticed when
+tokens are read, an end token or a stop string, ends a completion whose next token is under way: that token is dropped.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from tangram.config import EngineConfig
 from tangram.engine.admission import Admission
-from tangram.engine.completion import Completion, News
+from tangram.engine.completion import Completion
 from tangram.engine.runner import Runner
-from tangram.engine.sampling import SampleRow, check_bias
+from tangram.engine.sampling import Choice, SampleRow, check_bias
 from tangram.engine.scheduler import Scheduler, sequence_of
 from tangram.engine.text import TextCodec, TextStream
 from tangram.metrics import EngineStats
@@ -26,11 +28,19 @@ from tangram.types import FinishReason, Geometry, Request, Step, TokenLogprob, U
 _log = logging.getLogger("tangram")
 
 
+@dataclass(frozen=True, eq=False)
+class _Flight:
+    """What a step was launched for: a token of each of `completions`."""
+
+    completions: list[Completion]
+    choice: Choice
+
+
 class Engine:
     """Serves requests one step at a time: call `step` yourself, or `start` a thread that does.
 
     `submit`, `abort` and `stats` may be called from any thread. Build it with `tangram.engine.setup.build_engine`.
-    `tells_late` says whether a step's news waits until the next step is under way.
+    With `ahead` a step is launched before the tokens of the one before are read.
     """
 
     def __init__(
@@ -39,13 +49,13 @@ class Engine:
         self.config = config
         self.codec = TextCodec(loaded.tokenizer, eos_token_ids=loaded.eos_token_ids)
         self.healthy = True
-        self.tells_late = loaded.device.type != "cpu"
+        self.ahead = loaded.device.type != "cpu"
         self._loaded, self._admission, self._scheduler, self._runner = loaded, admission, scheduler, runner
         self._seeds = random.Random(config.seed)
         self._arrivals = 0
         self._completions: dict[tuple[str, int], Completion] = {}
         self._siblings: dict[str, list[Completion]] = {}
-        self._news: list[News] = []
+        self._flight: _Flight | None = None
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -80,7 +90,7 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """End every completion of a request and free its pages; unknown ids are ignored."""
-        self._post(lambda: self._abort(request_id))
+        self._post(lambda: self._drop(request_id))
 
     def stats(self) -> EngineStats:
         """One reading of the books."""
@@ -104,33 +114,43 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """True while anything is queued, running or not told yet."""
+        """True while anything is queued or running."""
         return bool(self._inbox or self._completions)
 
     def step(self) -> bool:
-        """One step: schedule, plan, run, emit what the last one gave, commit. False if there was nothing to do."""
+        """One step: schedule, plan, run, commit, emit. False if there was nothing to do."""
         with self._wake:
             while self._inbox:
                 self._inbox.popleft()()
             step = self._scheduler.schedule()
-            if step is None and self._news:
-                self._emit()
-                return True
         if step is None:
+            if self._land():
+                return True
             self._check_once()
             return False
         self._checked = False
         sampled = self._sampled(step)
         choice = self._runner.run(step, [completion.sampler for completion in sampled])
-        with self._wake:
-            self._emit()
-        tokens = [] if choice is None else choice.tokens_on_host()
+        self._land()
         with self._wake:
             self._scheduler.commit(step)
-            for completion, token in zip(sampled, tokens, strict=True):
-                self._take(completion, token)
-            if not self.tells_late:
-                self._emit()
+            for completion in sampled:
+                completion.sequence.expect()
+        self._flight = None if choice is None else _Flight(sampled, choice)
+        if not self.ahead:
+            self._land()
+        return True
+
+    def _land(self) -> bool:
+        """Read the tokens that are on their way and tell the clients. False if there are none."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return False
+        tokens = flight.choice.tokens_on_host()
+        with self._wake:
+            for completion, token in zip(flight.completions, tokens, strict=True):
+                if not completion.ended:
+                    self._take(completion, token)
         return True
 
     def clear_cache(self) -> None:
@@ -156,7 +176,6 @@ class Engine:
             self.healthy = False
             _log.exception("the engine has stopped")
         with self._wake:
-            self._emit()
             for request_id in {request_id for request_id, _ in self._completions}:
                 self._drop(request_id, "the engine has stopped")
 
@@ -191,15 +210,11 @@ class Engine:
         )  # fmt: skip
         ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self.codec.eos_token_ids)
         text = TextStream(self.codec, stop=sampling.stop, prompt_token_ids=prompt)
-        return Completion(request, index, sequence, sampler, text, max_tokens, ends)
+        return Completion(request, index, sequence, sampler, text, ends)
 
     def _release_siblings(self, request_id: str) -> None:
         for completion in self._siblings.pop(request_id, ()):
             self._scheduler.add(completion.sequence)
-
-    def _abort(self, request_id: str) -> None:
-        self._emit()
-        self._drop(request_id)
 
     def _drop(self, request_id: str, error: str | None = None) -> None:
         self._siblings.pop(request_id, None)
@@ -220,33 +235,21 @@ class Engine:
         return [by_slot[row.slot] for row in step.rows if row.sample]
 
     def _take(self, completion: Completion, token: TokenLogprob) -> None:
-        """Enter a token; its client hears of it by `_emit`."""
-        if completion.ended:
-            return
-        reason = completion.take(token)
+        text, reason = completion.take(token)
         self._scheduler.counters.generated_tokens += 1
         self._release_siblings(completion.request.request_id)
-        self._news.append(News(completion, token, reason, self._usage(completion)))
+        usage = self._usage(completion)
         if reason is not None:
+            del self._completions[completion.request.request_id, completion.index]
             self._end(completion)
-
-    def _emit(self) -> None:
-        news, self._news = self._news, []
-        for entry in news:
-            completion = entry.completion
-            text, reason = completion.read(entry.token, entry.reason)
-            if reason is not None:
-                del self._completions[completion.request.request_id, completion.index]
-                self._end(completion)
-            completion.request.on_event(completion.event(entry.usage, entry.token, text, reason))
+        completion.request.on_event(completion.event(usage, token, text, reason))
 
     def _end(self, completion: Completion) -> None:
         completion.ended = True
         self._scheduler.remove(completion.sequence)
 
     def _usage(self, completion: Completion) -> Usage:
-        sequence = completion.sequence
-        return self._admission.usage(sequence, completion.completion_tokens)
+        return self._admission.usage(completion.sequence, completion.sequence.read_tokens)
 
     def _check_once(self) -> None:
         """With nothing to do, go over the books; a mistake shows here and not under load."""

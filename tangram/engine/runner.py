@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import numpy as np
@@ -12,11 +12,11 @@ from torch import Tensor
 from tangram.cache.manager import CacheManager
 from tangram.compress.scorers.kvzip import repeat_tokens
 from tangram.engine.batch import Batcher, DeviceTables
-from tangram.engine.graphs import DecodeGraphs
+from tangram.engine.graphs import Carry, DecodeGraphs
 from tangram.engine.sampling import Choice, SampleRow, choose
 from tangram.kernels.dispatch import pool_kernels
 from tangram.kernels.step import KernelChoice
-from tangram.kernels.transfer import staged
+from tangram.kernels.transfer import placed
 from tangram.model.attention import AttentionContext, StepAttention
 from tangram.model.load import LoadedModel
 from tangram.model.rotary import model_rotary
@@ -45,26 +45,57 @@ class Runner:
         block_tables = DeviceTables(cache, loaded.device)
         self._batcher = Batcher(retentions, serving, cache, block_tables, rotary, observer)
         self._graphs = DecodeGraphs(self._forward, loaded.device) if graphs else None
+        self._chosen = dict[int, int](), torch.empty(0, dtype=torch.int64, device=loaded.device)
 
     @torch.inference_mode()
     def run(self, step: Step, sample_rows: Sequence[SampleRow]) -> Choice | None:
         """Compute `step` and choose a token for each of its rows with `sample`; `sample_rows` are theirs, in order.
 
-        A GPU goes on with it while the host does something else.
+        A GPU goes on with it while the host does something else. What is `pending` in a row comes from the last step.
         """
         attention = self._batcher.attention(step)
         tokens, positions, ends = _flattened(step, attention.width)
+        carried = self._carried(step, ends)
         if self._graphs is not None and step.decode_rows == len(step.rows):
-            logits = self._graphs.logits(tokens, positions, attention)[: step.decode_rows]
+            logits = self._graphs.logits(tokens, positions, attention, carried)[: step.decode_rows]
         else:
+            inputs, places = self._uploaded(tokens, positions)
+            carried(inputs)
             wanted = ends[[row.sample for row in step.rows]]
-            logits = self._forward(attention, *self._uploaded(tokens, positions, wanted))
+            logits = self._forward(attention, inputs, places, *self._uploaded(wanted))
         choice = choose(logits, sample_rows) if sample_rows else None
+        if choice is not None:
+            slots = [row.slot for row in step.rows if row.sample]
+            self._chosen = {slot: place for place, slot in enumerate(slots)}, choice.tokens
+            for sample_row, token in zip(sample_rows, choice.tokens[:, None].unbind(), strict=True):
+                sample_row.append(token)
         self._reconstruct(attention)
         return choice
 
+    @torch.inference_mode()
+    def capture(self, rows: int, track: Callable[[Sequence[int]], Iterable[int]]) -> None:
+        """Capture the graphs of decode steps of up to `rows` rows, before anything is served; `track` sees widths."""
+        if self._graphs is None:
+            return
+        widths = {self._batcher.kernels.width(count) for count in range(1, rows + 1)}
+        # The largest first: the others fit into its memory.
+        for width in track(sorted(widths, reverse=True)):
+            attention = self._batcher.rehearse(min(width, rows))
+            nothing = np.zeros(attention.width, np.int64)
+            self._graphs.logits(nothing, nothing, attention, lambda tokens: None)
+
+    def _carried(self, step: Step, ends: Int64) -> Carry:
+        """What enters the tokens that the last step chose into this one's."""
+        rows = [number for number, row in enumerate(step.rows) if row.pending]
+        if not rows:
+            return lambda tokens: None
+        place_of, chosen = self._chosen
+        places = np.stack([ends[rows], [place_of[step.rows[number].slot] for number in rows]])
+        target, source = placed(places, self._loaded.device)
+        return lambda tokens: tokens.index_copy_(0, target, chosen.index_select(0, source))
+
     def _uploaded(self, *arrays: Int64) -> list[Tensor]:
-        return [staged(array, self._loaded.device).to(self._loaded.device, non_blocking=True) for array in arrays]
+        return [placed(array, self._loaded.device) for array in arrays]
 
     def _forward(self, attention: AttentionContext, tokens: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
         """Logits [len(wanted), V] of the flattened batch's tokens `wanted`."""

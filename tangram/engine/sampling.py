@@ -16,10 +16,12 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tangram.errors import ModelError, RequestError
+from tangram.kernels.transfer import Fetched, placed
 from tangram.types import SamplingParams, TokenLogprob
 
 _ONE = 2**40  # the weight of the likeliest token: 2**22 of them still fit in an int64
@@ -62,11 +64,11 @@ class SampleRow:
         """True when a bias or a penalty moves this row's logits."""
         return self._bias is not None or self._history is not None
 
-    def append(self, token_id: int) -> None:
-        """Count a token that became part of the completion."""
+    def append(self, token: Tensor) -> None:
+        """Count a token, int64 [1] where the logits are, that becomes part of the completion."""
         self.step += 1
         if self._history is not None:
-            self._history.output_counts[token_id] += 1
+            self._history.output_counts.index_add_(0, token, self._history.one)
 
     def change_logits(self, logits: Tensor) -> None:
         """Add the bias and the penalties to `logits` [V] (float32), in place."""
@@ -83,6 +85,7 @@ class _History:
         self.prompt_seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
         self.prompt_seen[torch.tensor(list(prompt_token_ids), dtype=torch.int64, device=device)] = True
         self.output_counts = torch.zeros(vocab_size, device=device)
+        self.one = torch.ones(1, device=device)
 
     def penalise(self, logits: Tensor, params: SamplingParams) -> None:
         """Repetition over prompt and output (CTRL, section 4.1); frequency and presence over the output (OpenAI)."""
@@ -96,16 +99,28 @@ class _History:
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """What was chosen, on the device: `raw` and `normaliser` are the model's logits and their logsumexp."""
+    """What was chosen: `tokens` int64 [R] on the device. The rest is on its way to the host.
 
-    raw: Tensor
+    `figures` are the tokens, their log-probabilities and the logsumexp of their rows, `best` the most likely tokens and
+    their log-probabilities, each [n, k], of the rows listed with them.
+    """
+
     tokens: Tensor
-    normaliser: Tensor
-    rows: Sequence[SampleRow]
+    figures: Fetched
+    best: Sequence[tuple[Sequence[int], Fetched]]
 
     def tokens_on_host(self) -> list[TokenLogprob]:
         """Waits for the device. Raises `ModelError` if a row's logits are NaN or infinite."""
-        return _report(self.raw, self.tokens, self.normaliser, self.rows)
+        token_ids, logprobs, sums = (part.tolist() for part in self.figures.get())
+        broken = [index for index, value in enumerate(sums) if not math.isfinite(value)]
+        if broken:
+            raise ModelError(f"the logits of rows {broken} are NaN or infinite: try dtype bfloat16 or float32")
+        top: dict[int, tuple[tuple[int, float], ...]] = {}
+        for rows, found in self.best:
+            pairs = zip(*(part.tolist() for part in found.get()), strict=True)
+            top.update((row, tuple(zip(*pair, strict=True))) for row, pair in zip(rows, pairs, strict=True))
+        chosen = zip(token_ids, logprobs, strict=True)
+        return [TokenLogprob(token_id, logprob, top.get(row, ())) for row, (token_id, logprob) in enumerate(chosen)]
 
 
 def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[TokenLogprob]:
@@ -123,8 +138,11 @@ def choose(logits: Tensor, rows: Sequence[SampleRow]) -> Choice:
     tokens = changed.argmax(dim=-1)
     random = [index for index, row in enumerate(rows) if not row.greedy]
     if random:
-        tokens[random] = _draw(_weights(_pick(changed, random), [rows[i] for i in random]), [rows[i] for i in random])
-    return Choice(raw, tokens, raw.logsumexp(dim=-1, keepdim=True), rows)
+        drawn = _draw(_weights(_pick(changed, random), [rows[i] for i in random]), [rows[i] for i in random])
+        tokens.index_copy_(0, _on(raw.device, random), drawn)
+    normaliser = raw.logsumexp(dim=-1)
+    logprobs = raw.gather(1, tokens[:, None])[:, 0] - normaliser
+    return Choice(tokens, Fetched(tokens, logprobs, normaliser), _best(raw, normaliser, rows))
 
 
 def probabilities(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
@@ -178,7 +196,7 @@ def _change(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
 
 def _weights(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     """[R, V] int64 weights after temperature, min-p, top-k and top-p; ties with the last token kept stay."""
-    temperature = torch.tensor([[row.params.temperature] for row in rows], device=logits.device)
+    temperature = _on(logits.device, [row.params.temperature for row in rows]).float()[:, None]
     weights = (logits - logits.amax(dim=-1, keepdim=True)).div_(temperature).exp_().mul_(_ONE).long()
     vocab_size = weights.shape[1]
     _keep(weights, [math.ceil(row.params.min_p * _ONE) if row.params.min_p > 0 else None for row in rows], _min_p_floor)
@@ -190,7 +208,12 @@ def _weights(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
 
 def _pick(values: Tensor, rows: Sequence[int]) -> Tensor:
     """The chosen rows, without a copy when all are chosen."""
-    return values if len(rows) == len(values) else values[rows]
+    return values if len(rows) == len(values) else values.index_select(0, _on(values.device, rows))
+
+
+def _on(device: torch.device, values: Sequence[float]) -> Tensor:
+    """`values` as int64 or float64 [n] on `device`."""
+    return placed(np.asarray(values), device)
 
 
 def _keep(weights: Tensor, values: Sequence[float | None], floor: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -198,9 +221,9 @@ def _keep(weights: Tensor, values: Sequence[float | None], floor: Callable[[Tens
     rows = [index for index, value in enumerate(values) if value is not None]
     if not rows:
         return
-    given = torch.tensor([values[row] for row in rows], dtype=torch.float64, device=weights.device)
+    given = _on(weights.device, [value for value in values if value is not None]).double()
     floors = torch.zeros(len(weights), dtype=torch.int64, device=weights.device)
-    floors[rows] = floor(_pick(weights, rows), given)
+    floors.index_copy_(0, _on(weights.device, rows), floor(_pick(weights, rows), given))
     weights.masked_fill_(weights < floors[:, None], 0)
 
 
@@ -234,33 +257,19 @@ def _draw(weights: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     numbers = [uniform(row.seed, row.sample_index, row.step) for row in rows]
     cumulative = weights.cumsum(dim=-1)
     total = cumulative[:, -1:]
-    target = torch.tensor(numbers, dtype=torch.float64, device=weights.device)[:, None] * total
-    target = torch.minimum(target.long(), total - 1)
-    # The clamp matters for NaN logits only; `_report` raises on them.
+    target = torch.minimum((_on(weights.device, numbers)[:, None] * total).long(), total - 1)
+    # The clamp matters for NaN logits only; `tokens_on_host` raises on them.
     return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=weights.shape[1] - 1)
 
 
-def _report(raw: Tensor, tokens: Tensor, normaliser: Tensor, rows: Sequence[SampleRow]) -> list[TokenLogprob]:
-    logprobs, sums = torch.cat([raw.gather(1, tokens[:, None]) - normaliser, normaliser], dim=1).T.tolist()
-    broken = [index for index, value in enumerate(sums) if not math.isfinite(value)]
-    if broken:
-        raise ModelError(f"the logits of rows {broken} are NaN or infinite: try dtype bfloat16 or float32")
-    top = _top(raw, normaliser, rows)
-    return [
-        TokenLogprob(token_id, logprob, top.get(index, ()))
-        for index, (token_id, logprob) in enumerate(zip(tokens.tolist(), logprobs, strict=True))
-    ]
-
-
-def _top(raw: Tensor, normaliser: Tensor, rows: Sequence[SampleRow]) -> dict[int, tuple[tuple[int, float], ...]]:
-    """The best alternatives of the rows that ask for some, best first, by row index."""
+def _best(raw: Tensor, normaliser: Tensor, rows: Sequence[SampleRow]) -> list[tuple[Sequence[int], Fetched]]:
+    """The best alternatives of the rows that ask for some, best first; see `Choice.best`."""
     wanted: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
         if row.params.logprobs:
             wanted.setdefault(min(row.params.logprobs, raw.shape[1]), []).append(index)
-    result: dict[int, tuple[tuple[int, float], ...]] = {}
+    found: list[tuple[Sequence[int], Fetched]] = []
     for count, indices in wanted.items():
-        values, token_ids = raw[indices].topk(count, dim=-1)
-        pairs = zip(token_ids.tolist(), (values - normaliser[indices]).tolist(), strict=True)
-        result.update((index, tuple(zip(*pair, strict=True))) for index, pair in zip(indices, pairs, strict=True))
-    return result
+        values, token_ids = _pick(raw, indices).topk(count, dim=-1)
+        found.append((indices, Fetched(token_ids, values - _pick(normaliser, indices)[:, None])))
+    return found

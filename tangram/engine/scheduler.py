@@ -6,6 +6,8 @@ by round, to the chunks that follow on those. A chunk is never split. A sequence
 admitted when its footprint up to the end of its current chunk can be promised, and asks again only when a chunk ends;
 if there is no room then, the youngest is preempted and later computed anew to the same state. The oldest goes on.
 Whoever would begin with a chunk that another seals in the same step waits for the next one, and finds it in the cache.
+
+A step may be scheduled while the tokens of the one before are still on the device: only how many there are matters.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ PRECEDING_TOKENS = 16
 class Sequence:
     """One completion on its way: `tokens[: known]` are its prompt and what was sampled so far.
 
+    With `pending` the last of them is still on the device: it counts, but its value is not here.
     `limit` is the most tokens whose KV state it may ever need. `arrival` orders sequences; it is never reused.
     """
 
@@ -43,16 +46,32 @@ class Sequence:
     cache: SequenceCache | None = None
     cached_tokens: int | None = None
     preemptions: int = 0
+    pending: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """True when nothing is left to compute."""
+        return self.known > self.limit
+
+    @property
+    def read_tokens(self) -> int:
+        """How many sampled tokens have arrived on the host."""
+        return self.known - self.prompt_tokens - self.pending
 
     @property
     def known_tokens(self) -> Int64:
         """int64 [known]: prompt and sampled tokens."""
         return self.tokens[: self.known]
 
-    def append(self, token: int) -> None:
-        """One more sampled token."""
-        self.tokens[self.known] = token
+    def expect(self) -> None:
+        """One more token is sampled."""
         self.known += 1
+        self.pending = True
+
+    def settle(self, token: int) -> None:
+        """The token that was expected is here."""
+        self.tokens[self.known - 1] = token
+        self.pending = False
 
 
 @dataclass
@@ -103,9 +122,9 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens
         self._sealing.clear()
         self._secure_promises()
-        unfinished = [sequence for sequence in self.running if not _decodes(sequence)]
-        fresh_batch = not self.running
-        decode = [self._decode_row(sequence) for sequence in self.running if _decodes(sequence)]
+        fresh_batch, active = not self.running, [sequence for sequence in self.running if not sequence.complete]
+        unfinished = [sequence for sequence in active if not _decodes(sequence)]
+        decode = [self._decode_row(sequence) for sequence in active if _decodes(sequence)]
         budget -= len(decode)
         prefill = self._prefill(chain(unfinished, self._admissions(fresh_batch)), budget)
         if not decode and not prefill:
@@ -114,7 +133,7 @@ class Scheduler:
         return Step(tuple(decode + prefill), self._epoch_of(decode))
 
     def commit(self, step: Step) -> None:
-        """Enter in the books what `step` has computed; call it before sampled tokens are appended.
+        """Enter in the books what `step` computes; call it when nothing is pending and before its tokens are expected.
 
         What was removed since it was scheduled has no books any more.
         """
@@ -130,7 +149,7 @@ class Scheduler:
     def _secure_promises(self) -> None:
         """Before a sequence enters a new chunk it must be promised that chunk's pages; the oldest is served first."""
         for sequence in list(self.running):
-            while sequence.cache is not None and _at_chunk_start(sequence):
+            while sequence.cache is not None and not sequence.complete and _at_chunk_start(sequence):
                 if self.cache.extend(sequence.cache, sequence.limit):
                     break
                 self._preempt(self.running[-1])
@@ -155,6 +174,8 @@ class Scheduler:
             yield sequence
 
     def _admit(self, sequence: Sequence) -> bool:
+        if sequence.pending:  # preempted a moment ago; its tokens name what the cache may have
+            return False
         sequence.cache = self.cache.admit(sequence.layout, sequence.salt, sequence.known_tokens, sequence.limit)
         if sequence.cache is None:
             return False
@@ -221,7 +242,8 @@ class Scheduler:
     def _row(sequence: Sequence, kind: RowKind, start: int, end: int, *, sample: bool) -> Row:
         tokens, preceding = sequence.tokens[start:end], sequence.tokens[max(0, start - PRECEDING_TOKENS) : start]
         slot = _held(sequence).slot
-        return Row(sequence.request_id, slot, sequence.layout, kind, start, tokens, preceding, sample)
+        pending = sequence.pending and end == sequence.known
+        return Row(sequence.request_id, slot, sequence.layout, kind, start, tokens, preceding, sample, pending)
 
     def _epoch_of(self, decode: list[Row]) -> int:
         members = tuple((row.slot, row.layout) for row in decode)

@@ -28,6 +28,7 @@ from tangram.errors import ConfigError, ProfileError
 from tangram.kernels.dispatch import pool_kernels
 from tangram.kernels.step import KernelChoice
 from tangram.model.compiled import compile_layers
+from tangram.model.fused import join_projections
 from tangram.model.load import LoadedModel, cache_folder, load_model
 from tangram.model.sealing import Retention
 from tangram.pilots import pilot_texts
@@ -59,8 +60,10 @@ def engine_of(config: EngineConfig, loaded: LoadedModel, kernels: KernelChoice =
     dtype = cache_dtype(config, loaded)
     fast = loaded.device.type == "cuda" and not config.enforce_eager
     if fast:
+        join_projections(loaded.model)
         compile_layers(loaded.model)
     runner = Runner(loaded, retentions, pages=pages, cache=cache, kernels=kernels, graphs=fast, cache_dtype=dtype)
+    runner.capture(config.max_num_seqs, partial(in_terminal, description="Capturing decode steps"))
     admission = Admission(retentions, pages, dtype.itemsize, max_model_len)
     _announce(config, loaded, admission)
     twice = [

@@ -1,25 +1,51 @@
-"""Integers from the host to the device, without waiting for the device."""
+"""Between host and device, without waiting for the device."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tangram.types import Int32, Int64
+from tangram.types import Int32
 
 
-def staged(array: Int32 | Int64, device: torch.device) -> Tensor:
+def staged(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     """`array` as a host tensor from which a `non_blocking` copy to `device` does not make the host wait."""
     host = torch.from_numpy(array)
     return host.pin_memory() if device.type == "cuda" else host
 
 
+def placed(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """A copy of `array` on `device`."""
+    return staged(array, device).to(device, non_blocking=True)
+
+
 def upload(arrays: Sequence[Int32], device: torch.device) -> list[Tensor]:
     """Copies of `arrays` on `device`, by one transfer; they lie in one buffer."""
-    flat = np.concatenate([array.ravel() for array in arrays])
-    whole = staged(flat, device).to(device, non_blocking=True)
+    whole = placed(np.concatenate([array.ravel() for array in arrays]), device)
     parts = torch.split(whole, [array.size for array in arrays])
     return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+
+
+class Fetched:
+    """Copies of `tensors` on their way to the host; work that is given to the device later does not delay them."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._arrival: Any = None
+        self._host = list(tensors)
+        if tensors[0].is_cuda:
+            self._host = [torch.empty_like(x, device="cpu", pin_memory=True) for x in tensors]
+            for host, source in zip(self._host, tensors, strict=True):
+                host.copy_(source, non_blocking=True)
+            self._arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrival.record()
+
+    def get(self) -> list[Tensor]:
+        """The copies, once they are there."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        return self._host

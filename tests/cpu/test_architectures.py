@@ -20,7 +20,9 @@ from transformers import (
 )
 
 from tangram.errors import ModelError
+from tangram.model.fused import join_projections
 from tangram.model.load import LoadedModel
+from tangram.types import SamplingParams
 from tests.support import GREEDY, profile_file, run, small_engine
 
 BASE: dict[str, Any] = {
@@ -85,6 +87,22 @@ def test_every_architecture_is_served_compressed(
     alone = [run(small_engine(loaded, **options), [prompt])[0] for prompt in PROMPTS]
     assert together == alone
     assert together != run(small_engine(loaded), PROMPTS), "compression changed nothing: is it on?"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_joined_projections_and_steps_launched_ahead_change_nothing(
+    name: str, adopt_tiny: Callable[[PretrainedConfig], LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU serves with. Penalties make a token depend on those before it, also while they are under way."""
+    loaded = adopt_tiny(CONFIGS[name])
+    params = SamplingParams(temperature=0.8, seed=3, frequency_penalty=0.5, max_tokens=20, ignore_eos=True)
+    expected = [run(small_engine(loaded), PROMPTS, params) for params in (GREEDY, params)]
+    linear = sum(type(module) is torch.nn.Linear for module in loaded.model.modules())
+    join_projections(loaded.model)
+    assert sum(type(module) is torch.nn.Linear for module in loaded.model.modules()) < linear
+    engine = small_engine(loaded)
+    monkeypatch.setattr(engine, "ahead", True)
+    assert [run(engine, PROMPTS, params) for params in (GREEDY, params)] == expected
 
 
 @pytest.mark.parametrize(

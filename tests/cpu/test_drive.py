@@ -183,12 +183,12 @@ def test_the_commands_keep_what_they_measure(
         assert content["parts"]["turn 2"]["cached_share"] >= 0.5
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("ahead", [False, True])
 def test_a_stop_string_ends_a_completion_whose_next_token_is_under_way(
-    late: bool, llm: LLM, monkeypatch: pytest.MonkeyPatch
+    ahead: bool, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the text is read while the device goes on, neither the client nor the books see the token too many."""
-    monkeypatch.setattr(llm.engine, "tells_late", late)
+    monkeypatch.setattr(llm.engine, "ahead", ahead)
     prompt = {"prompt_token_ids": list(range(40, 71))}  # the answer's second token ends a chunk
     free = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True))[0].outputs[0]
     words = free.text.split()
@@ -202,11 +202,11 @@ def test_a_stop_string_ends_a_completion_whose_next_token_is_under_way(
     assert llm.engine.stats().pages_held == 0
 
 
-def test_telling_late_changes_nothing_but_the_moment(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also for what is aborted with news on its way, and for answers of one token."""
+def test_launching_ahead_changes_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for answers of one token; of what is aborted with a token on its way, that token is dropped."""
     engine, asks = llm.engine, [*alike(3, 30, 6, shared_tokens=0, vocab_size=300), Ask((9, 9, 9), 1)]
     expected = [answer.token_ids for answer in answered(engine, asks)]
-    monkeypatch.setattr(engine, "tells_late", True)
+    monkeypatch.setattr(engine, "ahead", True)
     assert [answer.token_ids for answer in answered(engine, asks)] == expected
     events = list[Event]()
     params = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
@@ -218,5 +218,5 @@ def test_telling_late_changes_nothing_but_the_moment(llm: LLM, monkeypatch: pyte
         engine.step()
     assert [event.finish_reason for event in events].count(FinishReason.ABORT) == 1
     assert events[-1].finish_reason is FinishReason.ABORT
-    assert events[-1].usage.completion_tokens == sum(len(event.token_ids) for event in events) == 4
+    assert events[-1].usage.completion_tokens == sum(len(event.token_ids) for event in events) == 3
     engine.check_books()

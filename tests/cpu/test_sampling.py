@@ -49,7 +49,7 @@ def row_of(
 ) -> SampleRow:
     row = SampleRow(params, prompt_token_ids=prompt, vocab_size=vocab, seed=seed, sample_index=sample_index)
     for token in output:
-        row.append(token)
+        row.append(torch.tensor([token]))
     return row
 
 
@@ -161,7 +161,7 @@ def test_the_draws_of_one_seed_are_independent_over_steps_and_samples() -> None:
     for step in range(steps):
         drawn[step] = [token.token_id for token in sample(logits, rows)]
         for row, token in zip(rows, drawn[step], strict=True):
-            row.append(int(token))
+            row.append(torch.tensor([int(token)]))
     for one, other in ((drawn[:-1, 0], drawn[1:, 0]), (drawn[:, 0], drawn[:, 1])):
         table = np.histogram2d(one, other, bins=vocab)[0]
         assert stats.chi2_contingency(table).pvalue > 1e-3
@@ -198,7 +198,7 @@ def test_a_seed_reproduces_a_completion_and_another_seed_changes_it() -> None:
         tokens = []
         for step in range(30):
             tokens.append(sample(logits[step : step + 1], [row])[0].token_id)
-            row.append(tokens[-1])
+            row.append(torch.tensor(tokens[-1:]))
         return tokens
 
     assert completion(42) == completion(42)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
@@ -17,13 +18,15 @@ MAX_TOKENS = 48
 
 class Service:
     """A scheduler with a labelled pool for a device; a step checks every rule. A sampled token depends on its prefix
-    and on the sequence's `taste`, so that sequences of one taste stay together and others part."""
+    and on the sequence's `taste`, so that sequences of one taste stay together and others part; one of taste 2 ends
+    when it samples a 2. With `ahead` a step is scheduled before the tokens of the one before are there."""
 
     def __init__(
         self, layouts: Sequence[Layout], *, slack_pages: int, max_num_seqs: int, slack_tokens: int = 0,
         scheduling: str = "continuous", caching: bool = True, one_at_a_time: frozenset[int] = frozenset(),
+        ahead: bool = False,
     ) -> None:  # fmt: skip
-        self.layouts = layouts
+        self.layouts, self.ahead = layouts, ahead
         chunk, page = layouts[0].chunk_tokens, layouts[0].page_tokens
         self.config = EngineConfig(
             chunk_tokens=chunk, page_tokens=page, max_num_seqs=max_num_seqs, scheduling=scheduling,  # type: ignore[arg-type]
@@ -40,6 +43,7 @@ class Service:
         self.ended: list[TokenSequence] = []
         self.decoders: dict[int, list[TokenSequence]] = {}
         self.arrivals = 0
+        self.expected: list[TokenSequence] = []
 
     @property
     def alive(self) -> list[TokenSequence]:
@@ -68,30 +72,45 @@ class Service:
         step = self.scheduler.schedule()
         self._check_queues(before, preemptions)
         if step is None:
-            assert not self.alive, "nothing runs though somebody waits"
-            return None
+            assert self.expected or not self.alive, "nothing runs though somebody waits"
+            return self.step() if self._settle() else None
         by_slot = {entry.cache.slot: entry for entry in self.scheduler.running if entry.cache is not None}
         self._check_step(step, by_slot, starts)
         self._check_work_conserved(step, by_slot)
-        self.device.run(step, by_slot)
+        self._settle()
+        # What has ended meanwhile writes into pages that nobody has yet.
+        alive = replace(step, rows=tuple(row for row in step.rows if by_slot[row.slot] not in self.ended))
+        self.device.run(alive, by_slot)
         self.scheduler.commit(step)
-        for row in step.rows:
-            if row.sample:
-                self._sample(by_slot[row.slot])
+        self.expected = [by_slot[row.slot] for row in alive.rows if row.sample]
+        for sequence in self.expected:
+            sequence.expect()
+        if not self.ahead:
+            self._settle()
         return step
+
+    def _settle(self) -> bool:
+        """The tokens of the last step arrive; False if there are none."""
+        expected, self.expected = self.expected, []
+        for sequence in expected:
+            if sequence not in self.ended:
+                self._sample(sequence)
+        return bool(expected)
 
     def drain(self) -> None:
         """Everybody ends, and not too late: the oldest that runs moves on in every step."""
         # Twice: an older sibling that comes late may cost the oldest so far its place.
-        steps = 2 * sum(entry.limit + 2 * (entry.limit // self.config.chunk_tokens) + 2 for entry in self.alive)
+        steps = 2 * sum(entry.limit + 2 * (entry.limit // self.config.chunk_tokens) + 3 for entry in self.alive)
         for _ in range(steps):
             if self.step() is None:
                 return
         assert not self.alive, "sequences go on for ever"
 
     def _sample(self, sequence: TokenSequence) -> None:
-        sequence.append(hash((self.tastes[sequence], *sequence.known_tokens.tolist())) % 3)
-        if sequence.known > sequence.limit:
+        taste = self.tastes[sequence]
+        token = hash((taste, *sequence.known_tokens.tolist()[:-1])) % 3
+        sequence.settle(token)
+        if sequence.complete or (taste == 2 and token == 2):
             self.scheduler.remove(sequence)
             self.ended.append(sequence)
 
@@ -114,7 +133,8 @@ class Service:
         assert all((row.kind is RowKind.DECODE) == (at < step.decode_rows) for at, row in enumerate(step.rows))
         served = [by_slot[row.slot] for row in step.rows]
         # Whoever was the oldest before: a late sibling may be older, and be let in after this step's tokens are spent.
-        assert next((entry for entry in starts if entry.cache), served[0]) in served, "the oldest stands still"
+        working = (entry for entry in starts if entry.cache and not entry.complete)
+        assert next(working, served[0]) in served, "the oldest stands still"
         for row in step.rows:
             sequence, end = by_slot[row.slot], row.start + len(row.tokens)
             assert row.request_id == sequence.request_id and row.layout == sequence.layout
@@ -127,7 +147,9 @@ class Service:
             # A chunk that decode filled is computed once more to be sealed; its last token has given its sample.
             resealed = row.kind is RowKind.SEAL and starts.get(sequence) == end and sequence.preemptions == 0
             assert row.sample == (end == sequence.known and not resealed)
-        skipped = [entry for entry in starts if entry.cache and entry not in served]
+            assert row.pending == (sequence.pending and end == sequence.known)
+            assert row.kind is RowKind.DECODE or not row.pending
+        skipped = [entry for entry in starts if entry.cache and not entry.complete and entry not in served]
         prefilled = served[step.decode_rows :]
         assert all(one.arrival < other.arrival for one in prefilled for other in skipped), "overtaken within a step"
         decoders = served[: step.decode_rows]
@@ -150,10 +172,10 @@ class Service:
         running, waiting = self.scheduler.running, self.scheduler.waiting
         if not waiting or len(running) == self.config.max_num_seqs or self.config.scheduling == "static":
             return
-        if len({row.slot for row in step.rows}) == len(running):
-            head = waiting[0]
+        head = waiting[0]
+        if len({row.slot for row in step.rows}) == len([entry for entry in running if not entry.complete]):
             full = self.layouts[head.layout].promised_pages(head.known, head.limit) > self.manager.spare_pages
-            assert full or any(self._begins_like(head, row, by_slot[row.slot]) for row in step.rows)
+            assert full or head.pending or any(self._begins_like(head, row, by_slot[row.slot]) for row in step.rows)
 
     def _begins_like(self, head: TokenSequence, row: Row, other: TokenSequence) -> bool:
         """Whether `row` seals a chunk of `other` that `head` has too."""

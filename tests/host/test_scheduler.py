@@ -35,6 +35,7 @@ class Traffic(RuleBasedStateMachine):
             scheduling=data.draw(st.sampled_from(["continuous", "continuous", "static"])),
             caching=data.draw(st.sampled_from([True, True, True, False])),
             one_at_a_time=data.draw(st.sampled_from([frozenset(), frozenset(), frozenset([0])])),
+            ahead=data.draw(st.booleans()),
         )  # fmt: skip
 
     @rule(prompt=PROMPTS, max_new=st.integers(1, 16), layout=st.integers(0, 1), salt=st.sampled_from(["", "", "s"]),
@@ -135,6 +136,7 @@ def test_answers_do_not_depend_on_seats_pages_or_the_cache(seed: int) -> None:
     assert answers() == expected
     assert answers(slack_pages=0, max_num_seqs=2) == expected
     assert answers(scheduling="static") == expected
+    assert answers(ahead=True, slack_pages=0, max_num_seqs=2) == expected
 
 
 def test_static_batching_fills_its_seats_at_once_and_waits_until_all_have_left() -> None:

@@ -1,0 +1,59 @@
+"""Projections of one input as one matrix product: queries, keys and values; gate and up.
+
+A few rows leave a GPU idle in a narrow product, and each product has a launch: over the joined weights it is one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+# What Transformers' decoders call the linear maps that read the same tensor.
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+class _Joined(nn.Module):
+    """The weights of several linear maps, end to end; the product of an input is kept until each has had its part."""
+
+    def __init__(self, maps: list[nn.Linear]) -> None:
+        super().__init__()
+        self.sizes = [part.out_features for part in maps]
+        self.weight = nn.Parameter(torch.cat([part.weight.data for part in maps]), requires_grad=False)
+        biases = [part.bias.data for part in maps if part.bias is not None]
+        self.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
+        self._input: Tensor | None = None
+        self._parts: dict[int, Tensor] = {}
+
+    def part(self, number: int, x: Tensor) -> Tensor:
+        """The output of map `number` for `x`."""
+        if self._input is not x or number not in self._parts:
+            product = nn.functional.linear(x, self.weight, self.bias)
+            self._input, self._parts = x, dict(enumerate(torch.split(product, self.sizes, dim=-1)))
+        part = self._parts.pop(number)
+        if not self._parts:
+            self._input = None
+        return part
+
+
+class _Part(nn.Module):
+    def __init__(self, joined: _Joined, number: int) -> None:
+        super().__init__()
+        self.joined, self.number = joined, number
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.joined.part(self.number, x)
+
+
+def join_projections(model: nn.Module) -> None:
+    """Join, in place, what reads the same tensor in every layer of `model`; outputs stay what they were."""
+    for module in list(model.modules()):
+        for names in TOGETHER:
+            maps = [part for name in names if type(part := getattr(module, name, None)) is nn.Linear]
+            if len(maps) == len(names) and _alike(maps):
+                joined = _Joined(maps)
+                for number, name in enumerate(names):
+                    setattr(module, name, _Part(joined, number))
+
+
+def _alike(maps: list[nn.Linear]) -> bool:
+    return len({(part.in_features, part.bias is None, part.weight.dtype, part.weight.device) for part in maps}) == 1
