@@ -31,6 +31,7 @@ from tests.support import profile_file, small_engine, tiny_model
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
     pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
+    pytest.mark.filterwarnings("ignore:\\s*Online softmax is disabled:UserWarning"),
 ]
 BASE: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -13,6 +13,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="compares a GPU with the CPU"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
     pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
+    pytest.mark.filterwarnings("ignore:\\s*Online softmax is disabled:UserWarning"),
 ]
 LONG = "The lighthouse keeper wrote down the weather, the ships and the birds of every day. " * 60
 QUESTIONS = ("What is the capital of France?", "Count from one to twenty.", LONG + "What did the keeper write down?")
