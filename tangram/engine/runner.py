@@ -81,6 +81,8 @@ class Runner:
         # The largest first: the others fit into its memory.
         for width in track(sorted(widths, reverse=True)):
             attention = self._batcher.rehearse(min(width, rows))
+            if self._batcher.kernels.captured is None:
+                return
             nothing = np.zeros(attention.width, np.int64)
             self._graphs.logits(nothing, nothing, attention, lambda tokens: None)
 

@@ -2,8 +2,10 @@
 
 A layer's tiles divided by `workers · tasks_per_worker` are the target size of a task. Each (row, layer, KV head)
 becomes as many equal tasks as it takes to stay at or below the target, and where that gives more tasks than asked for,
-the target grows until they fit: one task too many would make all wait for it. All but a cell's last task are ABS ranges
-and the last is OPEN, so that rows may grow without a new plan. Tasks start longest first in their layer.
+the target grows until they fit: one task too many would make all wait for it. Where cells are about as many as
+workers, one long cell would do the same: there may be more tasks, but not so many that cells all alike are cut. All but
+a cell's last task are ABS ranges and the last is OPEN, so that rows may grow without a new plan. Tasks start longest
+first in their layer.
 
 Worked example: 1 layer, 1 KV head, 2 rows of 1000 and 300 entries, 2 workers with 2 tasks each, tile 128, at least 256
 tokens a task: the target is (8 + 3) / 4 = 2.75 tiles. Row 0 becomes 3 tasks of 2, 3 and 3 tiles; row 1 would be 2, but
@@ -25,6 +27,8 @@ import numpy as np
 from tangram.plan.form import DecodeRows, RangeKind, WorkPlan
 from tangram.plan.split import Parts, Sources, finish, fitted, require_positive
 from tangram.types import Float64, Int32, Int64
+
+SPARE = 1.75  # parts for each cell where these are about as many as workers: room to cut the long ones, not all
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,9 @@ def _count(
     """[L, S, H]: the number of parts, at least one of each tail, exactly one in window layers; and the work of all."""
     tile, least = grain.tile_tokens, -(-grain.min_tokens // grain.tile_tokens)
     work = tokens * weight[:, None]
-    wanted = grain.workers * grain.tasks_per_worker
+    wanted, cells = grain.workers * grain.tasks_per_worker, tokens[0].size
+    if cells <= 2 * wanted:
+        wanted = max(wanted, int(SPARE * cells))
     tiles, most = -(-tokens // tile) * weight[:, None], np.maximum(tokens // grain.min_tokens, 1)
     target = np.maximum(tiles.sum(axis=(1, 2), keepdims=True) / wanted, least)
     count = fitted(tiles, target, wanted, most)

@@ -270,3 +270,18 @@ def test_rows_of_mixed_shapes_are_refused() -> None:
         replace(UNEVEN, windows=(None, None))
     with pytest.raises(ConfigError, match="at least one row"):
         make_rows(np.ones((0, 1, 2)))
+
+
+@pytest.mark.parametrize("rows", [33, 40, 48, 64])
+def test_about_as_many_heads_as_workers_are_cut_so_that_the_long_ones_delay_nobody(rows: int) -> None:
+    """Half of the heads hold a third of what the others hold; heads that are all alike stay whole."""
+    workers, shape = 396, (rows, 1, 8)
+    lengths = np.broadcast_to(np.array([6000, 2000] * 4), shape).astype(np.int32).ravel()
+    plan = plan_workqueue(make_rows(np.ones(shape)), lengths, workers)
+    begin, end = plan.spans(lengths)
+    finished = [0] * workers
+    for tokens in end - begin:  # in the order they start
+        heapq.heapreplace(finished, finished[0] + int(tokens))
+    assert max(finished) < 1.5 * lengths.sum() / workers
+    alike = plan_workqueue(make_rows(np.ones(shape)), np.full(lengths.shape, 4000, np.int32), workers)
+    assert alike.direct.all()
