@@ -1,0 +1,122 @@
+"""One engine under the loads of docs/serving.md; run it once for each engine, in one go on one machine.
+
+    python -m bench.serving.compare vllm -o bench/results
+    python -m bench.serving.compare tangram --kv-retention 0.25 -o bench/results [--cases prefill,sessions-96]
+
+Writes serving_NAME.json after every case, so that what was measured is kept whatever comes after it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench.serving.engines import Served, Tangram, Vllm, vocab_size
+from tangram.drive.clock import Answer, Summary
+from tangram.drive.work import Ask, alike, made_up, next_turn
+from tangram.tune.environment import environment
+
+# A case gives its parts one by one, as they are measured.
+Case = Callable[[Served], Iterator[tuple[str, list[Answer]]]]
+
+
+def requests(
+    count: int, input_tokens: int, output_tokens: int, shared_tokens: int = 0, repeats: int = 1
+) -> Case:  # fmt: skip
+    """`count` requests at once, as often as it says, each time with an empty cache."""
+
+    def run(engine: Served) -> Iterator[tuple[str, list[Answer]]]:
+        asks = alike(count, input_tokens, output_tokens, shared_tokens=shared_tokens, vocab_size=vocab_size())
+        for number in range(repeats):
+            engine.clear_cache()
+            yield f"run {number + 1}", _complete(engine, asks)
+
+    return run
+
+
+def sessions(count: int, history_tokens: int, turns: int = 3, user_tokens: int = 128, output_tokens: int = 128) -> Case:
+    """`count` conversations; all take their turns together, each with its whole history."""
+
+    def run(engine: Served) -> Iterator[tuple[str, list[Answer]]]:
+        engine.clear_cache()
+        histories = [made_up(history_tokens, vocab_size(), 4, number) for number in range(count)]
+        for turn in range(1, turns + 1):
+            asks = next_turn(histories, turn, user_tokens, output_tokens, vocab_size())
+            answers = _complete(engine, asks)
+            yield f"turn {turn}", answers
+            histories = [ask.tokens + tuple(answer.token_ids) for ask, answer in zip(asks, answers, strict=True)]
+
+    return run
+
+
+def _complete(engine: Served, asks: Sequence[Ask]) -> list[Answer]:
+    answers = engine.answered(asks)
+    for number, (ask, answer) in enumerate(zip(asks, answers, strict=True)):
+        if len(answer.token_ids) != ask.output_tokens:
+            raise SystemExit(f"answer {number} has {len(answer.token_ids)} tokens, {ask.output_tokens} were asked for")
+    return answers
+
+
+CASES: dict[str, Case] = {
+    "prefill": requests(64, 8192, 1, repeats=3),
+    "shared": requests(64, 256, 256, shared_tokens=4096, repeats=3),
+    "answers-8k": requests(64, 8192, 512, repeats=2),
+    "sessions-40": sessions(40, 16384),
+    "sessions-96": sessions(96, 16384),
+    "answers-16k": requests(64, 16384, 256),
+    "answers-32k": requests(24, 32768, 256),
+}
+
+
+def measured(engine: Served, cases: Sequence[str], keep: Callable[[dict[str, Any]], None]) -> None:
+    """Run `cases`; `keep` is given all results so far after every part."""
+    for asks in (alike(2, 4104, 4, shared_tokens=0, vocab_size=vocab_size()),
+                 alike(16, 40, 8, shared_tokens=2100, vocab_size=vocab_size())):  # fmt: skip
+        engine.answered(asks)  # compiled
+    results: dict[str, Any] = {}
+    for case in cases:
+        for part, answers in CASES[case](engine):
+            summary = Summary.of(answers)
+            results.setdefault(case, {})[part] = asdict(summary)
+            keep(results)
+            print(
+                f"{case:12} {part:7} {summary.seconds:7.2f} s {summary.requests_per_s:7.2f} requests/s "
+                f"{summary.prompt_tokens / summary.seconds:9,.0f} prompt tokens/s, from cache "
+                f"{summary.cached_share:4.0%}, TTFT p50 {summary.ttft_s['p50']:.2f} s",
+                flush=True,
+            )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Start the engine, run the cases, keep the file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engine", choices=("tangram", "vllm"))
+    parser.add_argument("--kv-retention", type=float, default=0.25)
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    options = parser.parse_args(arguments)
+    cases = options.cases.split(",")
+    if unknown := set(cases) - set(CASES):
+        parser.error(f"cases {', '.join(sorted(unknown))} are not known, there are {', '.join(CASES)}")
+    name = "vllm" if options.engine == "vllm" else f"tangram-{options.kv_retention:g}"
+    engine: Served = Vllm() if options.engine == "vllm" else Tangram(options.kv_retention)
+    written = {
+        "command": shlex.join(["python", "-m", "bench.serving.compare", *sys.argv[1:]]),
+        "environment": environment(), "engine": name, "options": engine.options,
+    }  # fmt: skip
+    measured(engine, cases, partial(_keep, options.output / f"serving_{name}.json", written))
+
+
+def _keep(path: Path, written: dict[str, Any], results: dict[str, Any]) -> None:
+    path.write_text(json.dumps({**written, "cases": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""The engines that `bench.serving.compare` asks, each in a process of its own, on random weights of one config.json."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from tangram.drive.clock import Answer, answered
+from tangram.drive.work import Ask
+
+MODEL = Path(__file__).parents[1] / "models" / "qwen3-4b"
+MOST_REQUESTS = 256
+MOST_TOKENS = 40960  # of one request, prompt and answer
+
+
+class Served(Protocol):
+    """An engine under load; `options` says how it was started."""
+
+    options: dict[str, Any]
+
+    def clear_cache(self) -> None:
+        """Forget every prefix."""
+        ...
+
+    def answered(self, asks: Sequence[Ask]) -> list[Answer]:
+        """As `tangram.drive.clock.answered`: all of `asks`, each at its time, greedily and to the last token."""
+        ...
+
+
+class Tangram:
+    """This engine at one retention ratio, with the budgets that ship for the model."""
+
+    def __init__(self, kv_retention: float) -> None:
+        from tangram.config import EngineConfig
+        from tangram.engine.setup import build_engine
+
+        self.options = {
+            "load_format": "dummy", "dtype": "bfloat16", "kv_retention": kv_retention, "scorer": "keydiff",
+            "scope": "model", "chunk_tokens": 2048, "max_model_len": MOST_TOKENS, "max_num_seqs": MOST_REQUESTS,
+            "max_num_batched_tokens": 8192 + MOST_REQUESTS,
+        }  # fmt: skip
+        self._engine = build_engine(EngineConfig(model=str(MODEL), **self.options))
+        self.options["fits_tokens"] = self._engine.stats().capacity_tokens
+
+    def clear_cache(self) -> None:
+        """See `Served`."""
+        self._engine.clear_cache()
+
+    def answered(self, asks: Sequence[Ask]) -> list[Answer]:
+        """See `Served`."""
+        return answered(self._engine, asks)
+
+
+class Vllm:
+    """vLLM's offline engine as it comes, stepped here; everything else it decides by itself."""
+
+    def __init__(self) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        from vllm import LLM
+
+        self.options = {
+            "load_format": "dummy", "dtype": "bfloat16", "max_model_len": MOST_TOKENS, "max_num_seqs": MOST_REQUESTS,
+            "gpu_memory_utilization": 0.9, "enable_prefix_caching": True,
+        }  # fmt: skip
+        self._llm: Any = LLM(model=str(MODEL), skip_tokenizer_init=True, disable_log_stats=True, **self.options)
+        cache = self._llm.llm_engine.vllm_config.cache_config
+        self.options["fits_tokens"] = (cache.num_gpu_blocks or 0) * cache.block_size
+        self._count = 0
+
+    def clear_cache(self) -> None:
+        """See `Served`."""
+        self._llm.reset_prefix_cache()
+
+    def answered(self, asks: Sequence[Ask]) -> list[Answer]:
+        """See `Served`."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        engine, begin = self._llm.llm_engine, time.perf_counter()
+        answers = [Answer(ask.at_s, len(ask.tokens)) for ask in asks]
+        by_id: dict[str, Answer] = {}
+        waiting = sorted(range(len(asks)), key=lambda number: asks[number].at_s, reverse=True)
+        while waiting or engine.has_unfinished_requests():
+            now = time.perf_counter() - begin
+            while waiting and asks[waiting[-1]].at_s <= now:
+                number = waiting.pop()
+                self._count += 1
+                by_id[str(self._count)] = answers[number]
+                engine.add_request(
+                    str(self._count), {"prompt_token_ids": list(asks[number].tokens)},
+                    SamplingParams(
+                        temperature=0.0, max_tokens=asks[number].output_tokens, ignore_eos=True, detokenize=False,
+                        output_kind=RequestOutputKind.DELTA,
+                    ),
+                )  # fmt: skip
+            if not engine.has_unfinished_requests():
+                time.sleep(max(0.0, asks[waiting[-1]].at_s - (time.perf_counter() - begin)))
+                continue
+            for output in engine.step():
+                # Where ids are made unique, the given one comes first: "7-0a1b".
+                answer = by_id[output.request_id.split("-")[0]]
+                tokens = output.outputs[0].token_ids
+                answer.times_s += [time.perf_counter() - begin] * len(tokens)
+                answer.token_ids += tokens
+                answer.cached_tokens = output.num_cached_tokens or answer.cached_tokens
+        return answers
+
+
+def vocab_size() -> int:
+    """Of the model that all engines serve."""
+    return int(json.loads((MODEL / "config.json").read_text())["vocab_size"])
