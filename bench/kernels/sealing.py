@@ -95,14 +95,14 @@ class Layer:
     def scores(self) -> Tensor:
         from tangram.kernels import keydiff
 
-        return keydiff.score(self.k.transpose(0, 1))
+        return keydiff.score(self.k.transpose(0, 1)[None])
 
     def seal(self, scores: Tensor) -> None:
         from tangram.kernels import store
 
         store.seal(
-            scores, self.k, self.v, self.pool, self.tables, self.address, self.kept, layer=0,
-            sinks=SINKS if self.past == 0 else 0, window=self.window,
+            scores, self.k, self.v, self.pool, self.tables, self.address[None], self.spans, self.kept[None], layer=0,
+            sinks=SINKS, window=self.window,
         )  # fmt: skip
 
     def check(self) -> None:
@@ -110,13 +110,13 @@ class Layer:
         views = (x.transpose(0, 1) for x in (self.q, self.k, self.v))
         scores = self.scores()
         torch.testing.assert_close(
-            scores,
+            scores[0],
             KeyDiff().score(ChunkView(*views, start=self.past, layer=0, scaling=DIM**-0.5)),
             rtol=1e-4,
             atol=1e-5,
         )
         self.seal(scores)
-        best = keep(protect(scores, self.past, SINKS, self.window), self.kept.tolist())
+        best = keep(protect(scores[0], self.past, SINKS, self.window), self.kept.tolist())
         for head, positions in enumerate(best):
             first = int(self.address[head, 0]) + self.past // PAGE
             pages = self.tables[first : first + len(positions) // PAGE].long()

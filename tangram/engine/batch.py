@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from tangram.kernels.step import PoolKernels, PrefillRows
 from tangram.kernels.transfer import placed
 from tangram.model.attention import RepeatAttention, StepAttention
 from tangram.model.rotary import Rotary
-from tangram.model.sealing import ChunkSealer, Retention, ScoreObserver
+from tangram.model.sealing import ChunkSealer, FusedSealer, Retention, ScoreObserver
 from tangram.plan.forest import Forest, build_forest, units_of
 from tangram.plan.form import DecodeRows
 from tangram.plan.schedule import Decoding
@@ -77,7 +78,8 @@ class Batcher:
         width = self._width if decode else 0
         prefill = self._prefill_rows(rest, width)
         self._begin(width, prefill)
-        return StepAttention(self.kernels, self.windows, width, prefill, self._sealers(rest))
+        sealers = [sealer for wave in prefill.waves for sealer in self._sealers(rest, wave)]
+        return StepAttention(self.kernels, self.windows, width, prefill, sealers)
 
     def rehearse(self, rows: int) -> StepAttention:
         """The attention of `rows` decoding rows that hold nothing, planned as if they were long and shared nothing."""
@@ -149,16 +151,20 @@ class Batcher:
             first += len(row.tokens)
         return PrefillRows(address, spans, kept, tuple(_waves(rows)))
 
-    def _sealers(self, rows: Sequence[Row]) -> list[ChunkSealer]:
-        sealers = []
-        for number, row in enumerate(rows):
-            retention = self.retentions[row.layout]
-            if row.kind is RowKind.SEAL and retention.scorer is not None:
-                sealer = ChunkSealer(
-                    retention, retention.scorer, self.kernels, row, number, self.rotary, self.observer
-                )  # fmt: skip
-                sealers.append(sealer)
-        return sealers
+    def _sealers(self, rows: Sequence[Row], wave: slice) -> Iterator[ChunkSealer | FusedSealer]:
+        """Who seals the rows of one wave; those that follow on each other together, where the kernels can."""
+        for (layout, kind), group in groupby(range(wave.start, wave.stop), lambda at: (rows[at].layout, rows[at].kind)):
+            retention, numbers = self.retentions[layout], list(group)
+            if kind is not RowKind.SEAL or (scorer := retention.scorer) is None:
+                continue
+            fused = self.kernels.fused_scores.get(scorer.name)
+            if fused is not None and self.observer is None and not retention.layout.keeps_everything:
+                yield FusedSealer(retention, self.kernels, fused, slice(numbers[0], numbers[-1] + 1))
+            else:
+                for number in numbers:
+                    yield ChunkSealer(
+                        retention, scorer, self.kernels, rows[number], number, self.rotary, self.observer
+                    )  # fmt: skip
 
 
 def _prefixes(rows: Sequence[Row], layouts: Sequence[Layout], table: Int64, tables: Int32) -> Forest:

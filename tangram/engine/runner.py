@@ -20,7 +20,7 @@ from tangram.kernels.transfer import placed
 from tangram.model.attention import AttentionContext, StepAttention
 from tangram.model.load import LoadedModel
 from tangram.model.rotary import model_rotary
-from tangram.model.sealing import Retention, ScoreObserver
+from tangram.model.sealing import ChunkSealer, Retention, ScoreObserver
 from tangram.types import Int64, Row, Step
 
 
@@ -111,7 +111,7 @@ class Runner:
     def _reconstruct(self, attention: StepAttention) -> None:
         """The second pass of scorers that ask the model to repeat a chunk (KVzip, section 3)."""
         for sealer in attention.sealers:
-            if sealer.pending:
+            if isinstance(sealer, ChunkSealer) and sealer.pending:
                 row, tokens = sealer.row, self._repetition(sealer.row)
                 positions = row.start + len(row.tokens) + np.arange(len(tokens))
                 repeat = self._batcher.repetition(attention, sealer, len(tokens))

@@ -54,9 +54,9 @@ class PrefillRows:
 
 @dataclass(frozen=True, eq=False)
 class Ranking(ABC):
-    """In which order the entries of a chunk stay: by `scores` float32 [H, C], protected tokens before all others.
+    """In which order the entries of N chunks stay: by `scores` float32 [N, H, C], protected tokens before all others.
 
-    Protected are the first `sinks` and the last `window` tokens.
+    Protected are the first `sinks` tokens of a sequence and the last `window` of a chunk.
     """
 
     scores: Tensor
@@ -64,8 +64,8 @@ class Ranking(ABC):
     window: int
 
     @abstractmethod
-    def best(self, counts: Sequence[int] | Int32) -> list[Tensor]:
-        """The `counts[h]` best positions of each head, int64 [counts[h]], ascending."""
+    def best(self, chunk: int, start: int, counts: Sequence[int] | Int32) -> list[Tensor]:
+        """The `counts[h]` best places of each head in a chunk that begins at `start`: int64 [counts[h]], ascending."""
 
 
 class PoolKernels(Protocol):
@@ -78,7 +78,7 @@ class PoolKernels(Protocol):
 
     @property
     def fused_scores(self) -> Mapping[str, Callable[[Tensor], Tensor]]:
-        """Faster ways to a scorer's scores, by its name: keys [H, C, D] → float32 [H, C]."""
+        """Faster ways to a scorer's scores, by its name: keys [N, H, C, D] of N chunks → float32 [N, H, C]."""
         ...
 
     def width(self, rows: int) -> int:
@@ -118,8 +118,11 @@ class PoolKernels(Protocol):
         """
         ...
 
-    def seal(self, layer: int, row: int, ranking: Ranking, k: Tensor, v: Tensor) -> None:
-        """Store behind the past of prefill row `row` the `kept` best of its entries k, v [C, H, D], in their order."""
+    def seal(self, layer: int, rows: slice, ranking: Ranking, k: Tensor, v: Tensor) -> None:
+        """Store behind the past of each of N prefill rows the `kept` best of its entries, in their order.
+
+        `rows` are of one length C and lie end to end: k, v [N · C, H, D].
+        """
         ...
 
     def first_keys(self, layer: int, row: int, count: int) -> Tensor:

@@ -99,20 +99,24 @@ def _load_keys(scores, c, C: tl.constexpr, sinks, window):
 
 @triton.jit(do_not_specialize=["layer", "sinks", "window"])
 def seal_chunk(
-    scores, k, v, pool, tables, address, kept, scales, layer, sinks, window,
+    scores, k, v, pool, tables, address, spans, kept, scales, layer, sinks, window,
     stride_k, stride_k_head, stride_v, stride_v_head,
     C: tl.constexpr, H: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, P: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, LIMIT: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Select, gather and pack one chunk of one layer: kept entries go, in their order, to the head's next pages.
+    """Select, gather and pack chunks of one layer: kept entries go, in their order, to the head's next pages.
 
-    scores float32 [H, C]; k, v [C, H, D]; `address` [H, 3]: table offset, column, first index;
-    kept [H]: how many. The best stay: higher first, equal ones by lower index, NaN last, as `select.keep`. The grid is
-    (H, ceil(C / BLOCK)): each program finds its head's threshold by itself, then moves its own tokens.
+    scores float32 [N, H, C]; k, v [N · C, H, D]; `address` [N, H, 3]: table offset, column, first index; `spans` [N, 5]
+    as in `prefill.py`; kept [N, H]: how many. The best stay: higher first, equal ones by lower index, NaN last, as
+    `select.keep`. The grid is (N · H, ceil(C / BLOCK)): each program finds its head's threshold by itself, then moves
+    its own tokens.
     """
-    head = tl.program_id(0)
-    wanted = tl.load(kept + head)
-    row = scores + head * C
+    place = tl.program_id(0)
+    chunk = place // H
+    head = place % H
+    wanted = tl.load(kept + place)
+    row = scores + place * C
+    sinks = tl.where(tl.load(spans + chunk * 5 + 4) == 0, sinks, 0)
     c = tl.arange(0, BLOCK_C)
     key = _load_keys(row, c, C, sinks, window)
     low = tl.min(key, 0).to(tl.int64)
@@ -133,23 +137,23 @@ def seal_chunk(
     rank = equal_before + tl.cumsum(equal, 0) - equal
     stays = (own < C) & ((own_key > low) | ((own_key == low) & (rank < ties)))
     moved = stays.to(tl.int32)
-    index = tl.load(address + head * 3 + 2) + better_before + tl.minimum(equal_before, ties)
+    index = tl.load(address + place * 3 + 2) + better_before + tl.minimum(equal_before, ties)
     index += tl.cumsum(moved, 0) - moved
-    page = tl.load(tables + tl.load(address + head * 3) + index // P, mask=stays, other=0).to(tl.int64)
+    page = tl.load(tables + tl.load(address + place * 3) + index // P, mask=stays, other=0).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
-    entry = (page * HP + tl.load(address + head * 3 + 1)) * (2 * P * D) + (index % P) * D
-    place = pool + entry[:, None] + d[None, :]
+    entry = (page * HP + tl.load(address + place * 3 + 1)) * (2 * P * D) + (index % P) * D
+    target = pool + entry[:, None] + d[None, :]
     here = stays[:, None] & (d < D)[None, :]
     k_scale = 1.0
     v_scale = 1.0
     if SCALED:
         k_scale = tl.load(scales + (layer * H + head) * 2)
         v_scale = tl.load(scales + (layer * H + head) * 2 + 1)
-    source = own.to(tl.int64)[:, None]
+    source = (chunk * C + own).to(tl.int64)[:, None]
     keys = tl.load(k + source * stride_k + head * stride_k_head + d[None, :], mask=here, other=0.0)
-    tl.store(place, _stored(keys, k_scale, LIMIT, SCALED).to(pool.dtype.element_ty), mask=here)
+    tl.store(target, _stored(keys, k_scale, LIMIT, SCALED).to(pool.dtype.element_ty), mask=here)
     values = tl.load(v + source * stride_v + head * stride_v_head + d[None, :], mask=here, other=0.0)
-    tl.store(place + P * D, _stored(values, v_scale, LIMIT, SCALED).to(pool.dtype.element_ty), mask=here)
+    tl.store(target + P * D, _stored(values, v_scale, LIMIT, SCALED).to(pool.dtype.element_ty), mask=here)
 
 
 def append(
@@ -183,19 +187,20 @@ def store(
 
 
 def seal(
-    scores: Tensor, k: Tensor, v: Tensor, pool: Tensor, tables: Tensor, address: Tensor, kept: Tensor, *, layer: int,
-    sinks: int, window: int, scales: Tensor | None = None,
+    scores: Tensor, k: Tensor, v: Tensor, pool: Tensor, tables: Tensor, address: Tensor, spans: Tensor, kept: Tensor, *,
+    layer: int, sinks: int, window: int, scales: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Keep the `kept` [H] best of a chunk's C entries and write them to each head's next pages.
+    """Of each of N chunks of C entries keep the `kept` [N, H] best and write them to each head's next pages.
 
-    scores float32 [H, C], unprotected: the first `sinks` tokens (0 unless it is a sequence's first chunk) and the last
-    `window` stay whatever their scores. k, v [C, H, D]; `address` int32 [H, 3]: table offset, column and first index.
+    scores float32 [N, H, C], unprotected: the first `sinks` tokens of a sequence and the last `window` of a chunk stay
+    whatever their scores. k, v [N · C, H, D]; `address` int32 [N, H, 3]: table offset, column and first index; `spans`
+    int32 [N, 5]: [4] is the position that the chunk begins at.
     """
-    tokens, heads, dim = k.shape
+    (chunks, heads, tokens), dim = scores.shape, k.shape[2]
     block = min(64, triton.next_power_of_2(tokens))
-    seal_chunk[(heads, triton.cdiv(tokens, block))](
-        scores.contiguous(), k, v, pool, tables, address, kept, scales if scales is not None else k, layer, sinks,
-        window, *k.stride()[:2], *v.stride()[:2], C=tokens, H=heads, D=dim, HP=pool.shape[1], P=pool.shape[3],
+    seal_chunk[(chunks * heads, triton.cdiv(tokens, block))](
+        scores.contiguous(), k, v, pool, tables, address, spans, kept, scales if scales is not None else k, layer,
+        sinks, window, *k.stride()[:2], *v.stride()[:2], C=tokens, H=heads, D=dim, HP=pool.shape[1], P=pool.shape[3],
         BLOCK_C=triton.next_power_of_2(tokens), BLOCK=block, BLOCK_D=triton.next_power_of_2(dim), LIMIT=FP8_MAX,
         SCALED=scales is not None, num_warps=4,
     )  # fmt: skip

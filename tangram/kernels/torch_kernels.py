@@ -73,11 +73,14 @@ class TorchKernels:
             if self._rows.whole[layer, row]:
                 self._store(layer, row, k[first:last].transpose(0, 1), v[first:last].transpose(0, 1))
 
-    def seal(self, layer: int, row: int, ranking: Ranking, k: Tensor, v: Tensor) -> None:
+    def seal(self, layer: int, rows: slice, ranking: Ranking, k: Tensor, v: Tensor) -> None:
         """See `PoolKernels`."""
-        best = ranking.best(self._rows.kept[layer, row])
-        keys, values = ([x[:, head][positions] for head, positions in enumerate(best)] for x in (k, v))
-        self._store(layer, row, keys, values)
+        count = rows.stop - rows.start
+        for chunk, parts in enumerate(zip(k.chunk(count), v.chunk(count), strict=True)):
+            row = rows.start + chunk
+            best = ranking.best(chunk, int(self._rows.spans[row, 4]), self._rows.kept[layer, row])
+            keys, values = ([x[:, head][positions] for head, positions in enumerate(best)] for x in parts)
+            self._store(layer, row, keys, values)
 
     def first_keys(self, layer: int, row: int, count: int) -> Tensor:
         """See `PoolKernels`."""

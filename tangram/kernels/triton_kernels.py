@@ -131,11 +131,11 @@ class TritonKernels:
                 scales=self._scales,
             )  # fmt: skip
 
-    def seal(self, layer: int, row: int, ranking: Ranking, k: Tensor, v: Tensor) -> None:
+    def seal(self, layer: int, rows: slice, ranking: Ranking, k: Tensor, v: Tensor) -> None:
         """See `PoolKernels`."""
         store.seal(
-            ranking.scores, k, v, self._pool, self._tables, self._address[layer, row], self._kept[layer, row],
-            layer=layer, sinks=ranking.sinks, window=ranking.window, scales=self._scales,
+            ranking.scores, k, v, self._pool, self._tables, self._address[layer, rows], self._spans[rows],
+            self._kept[layer, rows], layer=layer, sinks=ranking.sinks, window=ranking.window, scales=self._scales,
         )  # fmt: skip
 
     def first_keys(self, layer: int, row: int, count: int) -> Tensor:

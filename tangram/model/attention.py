@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from tangram.kernels.step import PoolKernels, PrefillRows
-from tangram.model.sealing import ChunkSealer
+from tangram.model.sealing import ChunkSealer, FusedSealer
 
 IMPLEMENTATION = "tangram"
 
@@ -60,7 +60,7 @@ class StepAttention:
     windows: Sequence[int | None]
     width: int
     prefill: PrefillRows
-    sealers: Sequence[ChunkSealer]
+    sealers: Sequence[ChunkSealer | FusedSealer]
     hidden: Tensor | None = None
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -71,12 +71,14 @@ class StepAttention:
         for number, wave in enumerate(self.prefill.waves):
             self.kernels.prefill(layer, number, q, k, v, out, window=self.windows[layer], **known)
             for sealer in self.sealers:
-                if wave.start <= sealer.number < wave.stop:
+                if wave.start <= sealer.rows.start < wave.stop:
                     self._seal(sealer, layer, q, k, v, options["scaling"])
         return out
 
-    def _seal(self, sealer: ChunkSealer, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> None:
-        begin, end = self.prefill.spans[sealer.number, :2]
+    def _seal(
+        self, sealer: ChunkSealer | FusedSealer, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float
+    ) -> None:  # fmt: skip
+        begin, end = self.prefill.spans[sealer.rows.start, 0], self.prefill.spans[sealer.rows.stop - 1, 1]
         hidden = None if self.hidden is None else self.hidden[begin:end]
         sealer.take(layer, q[begin:end], k[begin:end], v[begin:end], scaling=scaling, hidden=hidden)
 

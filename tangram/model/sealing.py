@@ -34,9 +34,27 @@ class Retention:
 class ChunkRanking(Ranking):
     """The order of `compress/select.py`."""
 
-    def best(self, counts: Sequence[int] | Int32) -> list[Tensor]:
+    def best(self, chunk: int, start: int, counts: Sequence[int] | Int32) -> list[Tensor]:
         """See `Ranking`."""
-        return keep(protect(self.scores, 0, self.sinks, self.window), counts)
+        return keep(protect(self.scores[chunk], start, self.sinks, self.window), counts)
+
+
+@dataclass(frozen=True, eq=False)
+class FusedSealer:
+    """Seals chunks of one retention, prefill `rows` that lie end to end, by scores that `kernels` have at hand."""
+
+    retention: Retention
+    kernels: PoolKernels
+    scores: Callable[[Tensor], Tensor]
+    rows: slice
+
+    def take(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scaling: float, hidden: Tensor | None) -> None:
+        """See `ChunkSealer`; k and v are those of all rows, [N · C, H, D]."""
+        retention = self.retention
+        if retention.layout.geometry.windows[layer] is None:
+            keys = torch.unflatten(k, 0, (self.rows.stop - self.rows.start, -1)).transpose(1, 2)
+            ranking = ChunkRanking(self.scores(keys), retention.sink_tokens, retention.window_tokens)
+            self.kernels.seal(layer, self.rows, ranking, k, v)
 
 
 @dataclass
@@ -57,6 +75,11 @@ class ChunkSealer:
     observer: ScoreObserver | None = None
     pending: dict[int, ChunkView] = field(default_factory=dict)
     chunk_kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> slice:
+        """Its one row."""
+        return slice(self.number, self.number + 1)
 
     @property
     def waits(self) -> bool:
@@ -85,15 +108,13 @@ class ChunkSealer:
         self._select(replace(self.pending.pop(layer), reconstruction=repeat))
 
     def _select(self, chunk: ChunkView) -> None:
-        retention, start = self.retention, self.row.start
-        fused = self.kernels.fused_scores.get(self.scorer.name)
-        scores = self.scorer.score(chunk) if fused is None else fused(chunk.keys)
+        retention, scores = self.retention, self.scorer.score(chunk)
         if self.observer is not None:
-            self.observer(start, chunk.layer, scores)
+            self.observer(self.row.start, chunk.layer, scores)
         if retention.layout.keeps_everything:
             return  # it is stored already
-        ranking = ChunkRanking(scores, retention.sink_tokens if start == 0 else 0, retention.window_tokens)
-        self.kernels.seal(chunk.layer, self.number, ranking, chunk.keys.transpose(0, 1), chunk.values.transpose(0, 1))
+        ranking = ChunkRanking(scores[None], retention.sink_tokens, retention.window_tokens)
+        self.kernels.seal(chunk.layer, self.rows, ranking, chunk.keys.transpose(0, 1), chunk.values.transpose(0, 1))
 
     def _sink_keys(self, layer: int, dtype: torch.dtype) -> Tensor | None:
         """[H, s, D]: the keys of the sequence's first s tokens, which every head keeps first."""

@@ -207,7 +207,7 @@ def test_sealing_takes_the_fused_form_of_a_scorer_by_its_name(models: dict[int, 
 
     def first_tokens_first(keys: Tensor) -> Tensor:
         shapes.append(keys.shape)
-        return -torch.arange(keys.shape[1], dtype=torch.float32, device=keys.device).expand(keys.shape[:2])
+        return -torch.arange(keys.shape[2], dtype=torch.float32, device=keys.device).expand(keys.shape[:3])
 
     def choose(pool: Tensor, group: int) -> PoolKernels:
         serving = TorchKernels(pool)
@@ -215,6 +215,6 @@ def test_sealing_takes_the_fused_form_of_a_scorer_by_its_name(models: dict[int, 
         return serving
 
     engine = small_engine(loaded, choose, **options_of("llama", loaded, tmp_path))
-    submitted(engine, PROMPTS[2:])
+    submitted(engine, [PROMPTS[2], PROMPTS[2][::-1]])
     engine.step()
-    assert shapes == [(2, CHUNK, 16)] * 4, "two chunks of two layers"
+    assert shapes == [(2, 2, CHUNK, 16), (1, 2, CHUNK, 16)] * 2, "first chunks together, then what fits"

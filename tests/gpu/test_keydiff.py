@@ -26,7 +26,7 @@ def test_scores_are_the_scorers(heads: int, tokens: int, dim: int, dtype: torch.
     from tangram.kernels import keydiff
 
     keys = keys_in_a_batch(heads, tokens, dim, dtype).to(device)
-    torch.testing.assert_close(keydiff.score(keys), expected(keys), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(keydiff.score(keys[None])[0], expected(keys), rtol=1e-5, atol=1e-6)
 
 
 def test_zero_and_tiny_keys_score_as_the_scorer_says(device: torch.device) -> None:
@@ -34,7 +34,7 @@ def test_zero_and_tiny_keys_score_as_the_scorer_says(device: torch.device) -> No
 
     keys = keys_in_a_batch(2, 70, 32, torch.float32).clone()
     keys[0, 3], keys[1], keys[0, 5] = 0.0, 0.0, keys[0, 5] * 1e-14
-    scores = keydiff.score(keys.to(device)).cpu()
+    scores = keydiff.score(keys.to(device)[None])[0].cpu()
     assert scores[0, 3] == 0.0 and not scores[1].any()
     torch.testing.assert_close(scores, expected(keys), rtol=1e-5, atol=1e-6)
 
@@ -44,6 +44,15 @@ def test_equal_keys_tie_and_strides_do_not_matter(device: torch.device) -> None:
 
     keys = keys_in_a_batch(2, 150, 32, torch.float32).to(device)
     keys[:, [7, 70, 149]] = keys[:, :1].clone()
-    scores = keydiff.score(keys)
+    scores = keydiff.score(keys[None])[0]
     assert (scores[:, [7, 70, 149]] == scores[:, :1]).all()
-    assert torch.equal(keydiff.score(keys.contiguous()), scores)
+    assert torch.equal(keydiff.score(keys.contiguous()[None])[0], scores)
+
+
+def test_chunks_scored_together_score_as_alone(device: torch.device) -> None:
+    from tangram.kernels import keydiff
+
+    keys = torch.cat([keys_in_a_batch(2, tokens, 32, torch.bfloat16)[:, :70] for tokens in (70, 90, 110)], dim=1)
+    chunks = keys.to(device).transpose(0, 1).unflatten(0, (3, 70)).transpose(1, 2)
+    alone = torch.cat([keydiff.score(chunk[None]) for chunk in chunks])
+    assert torch.equal(keydiff.score(chunks), alone)

@@ -147,25 +147,28 @@ def test_sealing_keeps_what_the_specification_keeps(data: st.DataObject, tokens:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     heads, dim, page, sinks, window = 3, 16, 8, 4, 3
-    scores = torch.tensor(data.draw(st.lists(SCORES, min_size=heads * tokens, max_size=heads * tokens)))
-    scores = scores.view(heads, tokens)
+    scores = torch.randn(2, heads, tokens, generator=torch.Generator().manual_seed(tokens + start))
     if data.draw(st.booleans()):
-        scores = torch.randn(heads, tokens, generator=torch.Generator().manual_seed(tokens + start))
-    kept = data.draw(st.lists(st.integers(8, tokens), min_size=heads, max_size=heads))
-    k, v = torch.randn(2, tokens, heads, dim)
+        drawn = data.draw(st.lists(SCORES, min_size=heads * tokens, max_size=heads * tokens))
+        scores[data.draw(st.integers(0, 1))] = torch.tensor(drawn).view(heads, tokens)
+    kept = [data.draw(st.lists(st.integers(8, tokens), min_size=heads, max_size=heads)) for _ in range(2)]
+    k, v = torch.randn(2, 2 * tokens, heads, dim)
     pages = 2 + -(-(tokens + 5) // page)
-    tables = torch.randperm(heads * pages).int()
-    address = torch.tensor([[head * pages, head % 2, 5 * head % 7] for head in range(heads)], dtype=torch.int32)
-    empty = torch.full((heads * pages, 2, 2, page, dim), torch.nan)
+    tables = torch.randperm(2 * heads * pages).int()
+    address = torch.tensor([[head * pages, head % 2, 5 * head % 7] for head in range(2 * heads)], dtype=torch.int32)
+    address = address.view(2, heads, 3)
+    empty = torch.full((2 * heads * pages, 2, 2, page, dim), torch.nan)
     expected, pool = empty.clone(), empty.clone().to(device)
-    best = keep(protect(scores, start, sinks, window), kept)
-    reference.store(
-        [k[at, head] for head, at in enumerate(best)], [v[at, head] for head, at in enumerate(best)], expected,
-        tables, *address.numpy().T,
-    )  # fmt: skip
+    starts = [start, 512]
+    for chunk in range(2):
+        best = keep(protect(scores[chunk], starts[chunk], sinks, window), kept[chunk])
+        own = [x[chunk * tokens : (chunk + 1) * tokens] for x in (k, v)]
+        stored = ([x[at, head] for head, at in enumerate(best)] for x in own)
+        reference.store(*stored, expected, tables, *address[chunk].numpy().T)
+    spans = torch.tensor([[0, 0, 0, 0, start] for start in starts], dtype=torch.int32)
     store.seal(
-        *(x.to(device) for x in (scores, k, v)), pool, tables.to(device), address.to(device),
-        torch.tensor(kept, dtype=torch.int32, device=device), layer=0, sinks=sinks if start == 0 else 0, window=window,
+        *(x.to(device) for x in (scores, k, v)), pool, tables.to(device), address.to(device), spans.to(device),
+        torch.tensor(kept, dtype=torch.int32, device=device), layer=0, sinks=sinks, window=window,
     )  # fmt: skip
     torch.testing.assert_close(pool.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
