@@ -99,6 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engine", choices=("tangram", "vllm"))
     parser.add_argument("--kv-retention", type=float, default=0.25)
+    parser.add_argument("--chunk-tokens", type=int, default=512)
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args(arguments)
@@ -106,7 +107,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if unknown := set(cases) - set(CASES):
         parser.error(f"cases {', '.join(sorted(unknown))} are not known, there are {', '.join(CASES)}")
     name = "vllm" if options.engine == "vllm" else f"tangram-{options.kv_retention:g}"
-    engine: Served = Vllm() if options.engine == "vllm" else Tangram(options.kv_retention)
+    engine: Served
+    engine = Vllm() if options.engine == "vllm" else Tangram(options.kv_retention, options.chunk_tokens)
     written = {
         "command": shlex.join(["python", "-m", "bench.serving.compare", *sys.argv[1:]]),
         "environment": environment(), "engine": name, "options": engine.options,

@@ -34,13 +34,13 @@ class Served(Protocol):
 class Tangram:
     """This engine at one retention ratio, with the budgets that ship for the model."""
 
-    def __init__(self, kv_retention: float) -> None:
+    def __init__(self, kv_retention: float, chunk_tokens: int) -> None:
         from tangram.config import EngineConfig
         from tangram.engine.setup import build_engine
 
         self.options = {
             "load_format": "dummy", "dtype": "bfloat16", "kv_retention": kv_retention, "scorer": "keydiff",
-            "scope": "model", "chunk_tokens": 2048, "max_model_len": MOST_TOKENS, "max_num_seqs": MOST_REQUESTS,
+            "scope": "model", "chunk_tokens": chunk_tokens, "max_model_len": MOST_TOKENS, "max_num_seqs": MOST_REQUESTS,
             "max_num_batched_tokens": 8192 + MOST_REQUESTS,
         }  # fmt: skip
         self._engine = build_engine(EngineConfig(model=str(MODEL), **self.options))
