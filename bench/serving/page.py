@@ -83,12 +83,11 @@ def _number(value: float) -> str:
 
 def _how(result: dict[str, Any]) -> str:
     where, options = result["environment"], result["options"]
-    versions = ", ".join(
-        f"{name} {where[name]}" for name in ("vllm", "torch", "triton", "transformers") if name in where
-    )
+    named = ("vllm", "torch", "triton", "transformers")
+    versions = ", ".join(f"{name} {where[name]}" for name in named if name in where)
     return (
-        f"- {_title(result)}: `{result['command']}`, commit {where['commit']}, {where['date']}, {where['gpu']}, {versions}; "
-        f"{options['fits_tokens']:,} tokens fit."
+        f"- {_title(result)}: `{result['command']}`, commit {where['commit']}, {where['date']}, {where['gpu']}, "
+        f"{versions}; {options['fits_tokens']:,} tokens fit."
     )
 
 
