@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tangram.drive.work import Ask
-from tangram.engine.loop import Engine
 from tangram.errors import TangramError
 from tangram.types import Event, FinishReason, Request, SamplingParams
+
+if TYPE_CHECKING:
+    from tangram.engine.loop import Engine
 
 
 @dataclass
