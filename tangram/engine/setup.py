@@ -214,8 +214,8 @@ def _announce(config: EngineConfig, loaded: LoadedModel, admission: Admission, h
         "compression; max_model_len %d, chunk %d tokens",
         config.model, loaded.device, str(loaded.dtype).removeprefix("torch."),
         str(cache_dtype(config, loaded)).removeprefix("torch."), admission.total_pages * page_gib,
-        admission.total_pages, f"{compressed:,}", default.kv_retention, method, f"{uncompressed:,}", admission.max_model_len,
-        default.layout.chunk_tokens,
+        admission.total_pages, f"{compressed:,}", default.kv_retention, method, f"{uncompressed:,}",
+        admission.max_model_len, default.layout.chunk_tokens,
     )  # fmt: skip
     if host_pages:
         _log.info(

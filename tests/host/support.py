@@ -98,8 +98,8 @@ class Device:
                     self.entries[place] = label
 
     def move(self, moves: Sequence[PageMove]) -> None:
-        """Copies between the pool and host memory, one after the other."""
-        size = self.page_tokens
+        """Copies between the pool and host memory, one after the other; what leaves is read before any comes in."""
+        size, before = self.page_tokens, list(self.entries)
         for move in moves:
             assert len(set(move.pages.tolist())) == len(move.pages) == len(set(move.slots.tolist())) > 0
             for page, slot in zip(move.pages.tolist(), move.slots.tolist(), strict=True):
@@ -107,7 +107,7 @@ class Device:
                 if move.inward:
                     self.entries[inside] = self.host[outside]
                 else:
-                    self.host[outside] = self.entries[inside]
+                    self.host[outside] = before[inside]
 
     def _check_touched(self, work: list[Work]) -> None:
         readers, writers = dict[int, set[int]](), dict[int, set[int]]()

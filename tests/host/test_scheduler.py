@@ -150,7 +150,7 @@ def test_who_waits_for_host_memory_lets_the_others_run() -> None:
     beside, joined = service.step(), service.step()
     assert beside is not None and joined is not None and late.cache is None
     assert any(move.inward for move in beside.moves) and not beside.awaited and len(beside.rows) == 1
-    assert not any(move.inward for move in joined.moves) and [row.start for row in joined.rows] == [5, 16]
+    assert not any(move.inward for move in joined.moves) and [row.start for row in joined.rows] == [4, 16]
     service.drain()
     alone = service.submit([2] * 24, 1)
     step = service.step()
