@@ -18,6 +18,7 @@ class EngineConfig:
     `profile` lists profile files; without one that fits, a shipped or cached one is used, or a short calibration runs.
     `kv_cache_gib` None fills a GPU up to `gpu_memory_utilization` of its memory (on a CPU, a share of the host's is
     taken). `max_model_len` None means the model's own limit.
+    `kv_offload_gib` is host memory for sealed chunks that the pool has no room for any more; 0 means none.
     `kv_cache_dtype` auto is the model's own dtype; fp8 is E4M3, half of bfloat16, with all scales 1.
     `load_format` dummy makes random weights of the model's config.json alone, to measure with.
     `enforce_eager` runs a GPU's model operation by operation, without compilation and CUDA graphs.
@@ -35,6 +36,7 @@ class EngineConfig:
     gate: str | None = None
     decode_policy: str | None = None
     kv_cache_gib: float | None = None
+    kv_offload_gib: float = 0.0
     gpu_memory_utilization: float = 0.9
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 2048
@@ -80,3 +82,10 @@ class EngineConfig:
             raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}, it must lie in (0, 1]")
         if self.kv_cache_gib is not None and not (math.isfinite(self.kv_cache_gib) and self.kv_cache_gib > 0):
             raise ConfigError(f"kv_cache_gib is {self.kv_cache_gib}, it must be positive")
+        if not (math.isfinite(self.kv_offload_gib) and self.kv_offload_gib >= 0):
+            raise ConfigError(f"kv_offload_gib is {self.kv_offload_gib}, it must be at least 0, which means none")
+        if self.kv_offload_gib and not self.enable_prefix_caching:
+            raise ConfigError(
+                f"kv_offload_gib is {self.kv_offload_gib}, but without enable_prefix_caching nothing is kept: "
+                "enable it, or set kv_offload_gib to 0"
+            )

@@ -14,9 +14,13 @@ class EngineStats:
     pages occupy, a page counted for each request that holds it, and `kv_bytes_uncompressed` what the same tokens would
     occupy with nothing dropped; `kv_token_bytes` is one uncompressed token over all layers.
     `capacity_tokens` is the tokens the pool holds at the default retention ratio and
-    `capacity_uncompressed_tokens` what it would hold at 1.0.
+    `capacity_uncompressed_tokens` what it would hold at 1.0; `host_pages_used` of `host_pages_total` pages of host
+    memory keep links of the prefix cache.
 
-    Counters since the start: the others. `cached_tokens` are prompt tokens that were served from the prefix cache.
+    Counters since the start: the others. `cached_tokens` are prompt tokens that were served from the prefix cache;
+    `restored_tokens` those of chunks that were copied back from host memory. `host_bytes_out` and `host_bytes_in` were
+    copied there and back. `dropped_spans` are links (chunks, window parts) that host memory had to let go or found no
+    room for; without any, all that are evicted.
     """
 
     running: int
@@ -36,6 +40,12 @@ class EngineStats:
     preemptions: int
     steps: int
     sealed_chunks: int
+    host_pages_total: int
+    host_pages_used: int
+    restored_tokens: int
+    host_bytes_out: int
+    host_bytes_in: int
+    dropped_spans: int
 
     @property
     def retained_tokens(self) -> float:

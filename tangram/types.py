@@ -166,16 +166,31 @@ class Row:
     pending: bool = False
 
 
+@dataclass(frozen=True, eq=False)
+class PageMove:
+    """Whole pages between the pool and host memory: `pages` int32 [n] of the pool, `slots` int32 [n] of host memory.
+
+    `inward` ones fill pages, the others leave them as they are.
+    """
+
+    pages: Int32
+    slots: Int32
+    inward: bool
+
+
 @dataclass(frozen=True)
 class Step:
     """One forward pass: DECODE rows first, then TAIL and SEAL rows. `epoch` changes when the DECODE membership does.
 
     A sequence may have several SEAL rows and a TAIL row, in the order of its tokens; each attends to what those before
-    it have left.
+    it have left. `moves` are made before it, in their order; unless they are `awaited`, no row touches a page that they
+    fill, so the step may run beside them. Later steps find them done.
     """
 
     rows: tuple[Row, ...]
     epoch: int
+    moves: tuple[PageMove, ...] = ()
+    awaited: bool = False
 
     @property
     def decode_rows(self) -> int:

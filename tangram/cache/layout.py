@@ -180,6 +180,10 @@ class Layout:
         """Pages of one sealed chunk over the sliding-window groups."""
         return self.span_pages - self.full_span_pages
 
+    def tokens_in(self, pages: int) -> int:
+        """Tokens that fit into `pages` pages as sealed chunks."""
+        return pages * self.chunk_tokens // self.span_pages
+
     def held_pages(self, sealed_chunks: int, raw_tokens: int) -> int:
         """Pages held with `sealed_chunks` sealed chunks and `raw_tokens` raw tokens: the footprint formula."""
         windowed = min(sealed_chunks, self.window_chunks) * self.window_span_pages

@@ -8,20 +8,21 @@ a formula of its length, so the promise is exact and nothing is reclaimed. The b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from tangram.cache.host import HostTier
 from tangram.cache.layout import Layout
 from tangram.cache.pages import Ledger
-from tangram.cache.prefix import Node, PrefixCache, chunk_key, raw_key, root_key, window_key
+from tangram.cache.prefix import Chain, Link, Node, PrefixCache, chunk_key, raw_key, root_key, window_key
 from tangram.cache.sequence import SequenceCache
 from tangram.errors import IntegrityError
-from tangram.types import Int32, Int64
+from tangram.types import Int32, Int64, PageMove
 
 
 class CacheManager:
-    """The one owner of the pool's pages.
+    """The one owner of the pool's pages and, if there are any, of the `host_pages` behind them.
 
     `tables` is int32 [max_sequences, width]: row `slot` holds the page ids of every group at `Layout.group_offset`.
     `follower`, if set, hears of every write to `tables`: places in the flat tables, and the page ids that go there.
@@ -29,17 +30,14 @@ class CacheManager:
     """
 
     def __init__(
-        self,
-        layouts: Sequence[tuple[str, Layout]],
-        *,
-        total_pages: int,
-        max_sequences: int,
-        prefix_caching: bool,
-    ) -> None:
+        self, layouts: Sequence[tuple[str, Layout]], *, total_pages: int, max_sequences: int, prefix_caching: bool,
+        host_pages: int = 0,
+    ) -> None:  # fmt: skip
         self.fingerprints = [fingerprint for fingerprint, _ in layouts]
         self.layouts = [layout for _, layout in layouts]
         self.ledger = Ledger(total_pages)
-        self.prefix = PrefixCache(self.ledger)
+        self.host = HostTier(host_pages, total_pages)
+        self.prefix = PrefixCache(self.ledger, self.host)
         self.prefix_caching = prefix_caching
         width = max(int(layout.group_offset[-1]) for layout in self.layouts)
         groups = max(len(layout.groups) for layout in self.layouts)
@@ -71,25 +69,43 @@ class CacheManager:
     def admit(self, layout_index: int, salt: str, tokens: Int64, limit: int) -> SequenceCache | None:
         """Take in a sequence that knows `tokens` and may grow to `limit` tokens; None if there is no room now.
 
-        What the prefix cache has of it is attached: `cached_tokens` says how much. At least one token is always left to
-        compute, and a chunk that the tokens fill is either wholly cached or wholly computed.
+        What the prefix cache has of it, on the device or in host memory, is attached: `cached_tokens` says how much. At
+        least one token is always left to compute, and a chunk that the tokens fill is either wholly cached or wholly
+        computed.
         """
-        layout = self.layouts[layout_index]
+        layout, root = self.layouts[layout_index], root_key(self.fingerprints[layout_index], salt)
         if not self._slots:
             return None
-        seq = SequenceCache(self._slots.pop(), layout_index, layout, [root_key(self.fingerprints[layout_index], salt)])
-        self.sequences[seq.slot] = seq
-        if self.prefix_caching:
-            self._attach(seq, tokens)
-        seq.cached_tokens = seq.computed_tokens
+        chain = self.prefix.longest(layout, root, tokens) if self.prefix_caching else Chain([], [])
+        here = [node for key in chain.keys if (node := self.prefix.find(key)) is not None]
+        for node in here:
+            self.prefix.acquire(node)
+        # Pages that are brought back or found raw come out of the promise, so they change nothing here.
         promise = layout.promised_pages(len(tokens), limit)
-        seq.promised_pages = seq.formula_pages
-        if promise - seq.formula_pages > self.spare_pages:
-            self.close(seq)
+        if promise - sum(len(node.pages) for node in here) > self.spare_pages:
+            for node in reversed(here):
+                self.prefix.release(node)
             return None
-        seq.promised_pages = max(promise, seq.formula_pages)
+        seq = SequenceCache(self._slots.pop(), layout_index, layout, [root], promised_pages=promise)
+        self.sequences[seq.slot] = seq
+        with self.host.holding(chain.keys):
+            self._attach(seq, chain)
+        rest = tokens[seq.computed_tokens :]
+        if self.prefix_caching and len(rest) < layout.chunk_tokens:
+            self._attach_raw(seq, rest)
+        seq.cached_tokens = seq.computed_tokens
         self._write_lengths(seq)
         return seq
+
+    def take_moves(self, slots: Iterable[int]) -> tuple[tuple[PageMove, ...], bool]:
+        """What the device must copy before the next step, in order, and whether a row of `slots` touches what it fills.
+
+        The steps after that one find everything in its place.
+        """
+        awaited = any(self.sequences[slot].arriving for slot in slots)
+        for seq in self.sequences.values():
+            seq.arriving = False
+        return self.host.take_moves(), awaited
 
     def grow(self, seq: SequenceCache, tokens: int) -> None:
         """Make room for `tokens` more raw tokens of the current chunk, out of the promise."""
@@ -165,6 +181,7 @@ class CacheManager:
     def _enter(self, seq: SequenceCache, entries: Int64, pages: Int32) -> None:
         """Enter `pages` in the row of `seq` in the block tables."""
         self.tables[seq.slot, entries] = pages
+        seq.arriving |= bool(self.host.arriving[pages].any())
         if self.follower is not None:
             self.follower(seq.slot * self.tables.shape[1] + entries, pages)
 
@@ -185,43 +202,33 @@ class CacheManager:
         if seq.window_nodes:
             self.prefix.release(seq.window_nodes.pop(0))
 
-    def _attach(self, seq: SequenceCache, tokens: Int64) -> None:
-        """Stand `seq` on the longest chain of links that hold its tokens."""
-        layout = seq.layout
-        chunks = self._match_chunks(seq, tokens)
-        for node in chunks:
-            self._stand(node, seq.chunk_nodes)
-            seq.keys.append(node.key)
-            entries = layout.span_entries(seq.sealed_chunks)
-            self._enter(seq, entries[: layout.full_span_pages], node.pages)
+    def _attach(self, seq: SequenceCache, chain: Chain) -> None:
+        """Stand `seq` on `chain`, whose links on the device it has acquired; the others are brought back."""
+        layout, full = seq.layout, seq.layout.full_span_pages
+        windows = list(enumerate(chain.windows, len(chain.chunks) - len(chain.windows)))
+        absent = {chunk for chunk, key in [*enumerate(chain.chunks), *windows] if self.prefix.find(key) is None}
+        self.host.restored_tokens += len(absent) * layout.chunk_tokens
+        for chunk, key in enumerate(chain.chunks):
+            node = self._reached(key, seq.chunk_nodes[-1] if chunk else None, Link.CHUNK, full)
+            seq.chunk_nodes.append(node)
+            seq.keys.append(key)
             seq.spans.append(node.pages)
-        if layout.window_span_pages:
-            first = len(chunks) - min(len(chunks), layout.window_chunks)
-            for chunk in range(first, len(chunks)):
-                node = self.prefix.nodes[window_key(chunks[chunk].key)]
-                self._stand(node, seq.window_nodes)
-                self._enter(seq, layout.span_entries(chunk)[layout.full_span_pages :], node.pages)
-                seq.window_spans.append(node.pages)
-        rest = len(tokens) - len(chunks) * layout.chunk_tokens
-        if rest < layout.chunk_tokens:
-            self._attach_raw(seq, tokens[len(chunks) * layout.chunk_tokens :])
+            self._enter(seq, layout.span_entries(chunk)[:full], node.pages)
+        for chunk, key in windows:
+            node = self._reached(key, seq.chunk_nodes[chunk], Link.WINDOW, layout.window_span_pages)
+            seq.window_nodes.append(node)
+            seq.window_spans.append(node.pages)
+            self._enter(seq, layout.span_entries(chunk)[full:], node.pages)
 
-    def _match_chunks(self, seq: SequenceCache, tokens: Int64) -> list[Node]:
-        layout, key, found = seq.layout, seq.keys[0], list[Node]()
-        for chunk in range((len(tokens) - 1) // layout.chunk_tokens):
-            begin = chunk * layout.chunk_tokens
-            key = chunk_key(key, tokens[begin : begin + layout.chunk_tokens])
-            node = self.prefix.find(key)
-            if node is None:
-                break
-            found.append(node)
-        while found and layout.window_span_pages and not self._has_windows(layout, found):
-            found.pop()
-        return found
-
-    def _has_windows(self, layout: Layout, chunks: list[Node]) -> bool:
-        newest = chunks[len(chunks) - min(len(chunks), layout.window_chunks) :]
-        return all(self.prefix.find(window_key(node.key)) is not None for node in newest)
+    def _reached(self, key: bytes, parent: Node | None, link: Link, pages: int) -> Node:
+        """The link for `key`, acquired already, or brought back from host memory into new pages."""
+        node = self.prefix.find(key)
+        if node is not None:
+            self.ledger.share(node.pages)
+            return node
+        taken = self._take(pages)
+        self.host.restore(key, taken)
+        return self._adopt(key, parent, taken, link)[0]
 
     def _attach_raw(self, seq: SequenceCache, tail: Int64) -> None:
         layout, key = seq.layout, seq.keys[-1]
@@ -231,15 +238,12 @@ class CacheManager:
             node = self.prefix.find(key)
             if node is None:
                 return
-            self._stand(node, seq.raw_nodes)
+            self.prefix.acquire(node)
+            self.ledger.share(node.pages)
+            seq.raw_nodes.append(node)
             self._enter(seq, layout.raw_entries(seq.sealed_chunks, page), node.pages)
             seq.raw_pages.append(node.pages)
             seq.raw_tokens += layout.page_tokens
-
-    def _stand(self, node: Node, nodes: list[Node]) -> None:
-        self.prefix.acquire(node)
-        self.ledger.share(node.pages)
-        nodes.append(node)
 
     def _publish_chunk(self, seq: SequenceCache, tokens: Int64) -> None:
         layout, chunk = seq.layout, len(seq.chunk_nodes)
@@ -247,26 +251,26 @@ class CacheManager:
         key = chunk_key(seq.keys[-1], tokens[chunk * layout.chunk_tokens : (chunk + 1) * layout.chunk_tokens])
         seq.keys.append(key)
         entries = seq.layout.span_entries(chunk)
-        node, seq.spans[chunk] = self._adopt(key, parent, seq.spans[chunk], transient=False)
+        node, seq.spans[chunk] = self._adopt(key, parent, seq.spans[chunk], Link.CHUNK)
         self._enter(seq, entries[: layout.full_span_pages], node.pages)
         seq.chunk_nodes.append(node)
         if layout.window_span_pages:
-            newest, seq.window_spans[-1] = self._adopt(window_key(key), node, seq.window_spans[-1], transient=True)
+            newest, seq.window_spans[-1] = self._adopt(window_key(key), node, seq.window_spans[-1], Link.WINDOW)
             self._enter(seq, entries[layout.full_span_pages :], newest.pages)
             seq.window_nodes.append(newest)
 
     def _publish_raw(self, seq: SequenceCache, tokens: Int64, page: int) -> None:
         parent = seq.raw_nodes[-1] if seq.raw_nodes else (seq.chunk_nodes[-1] if seq.chunk_nodes else None)
         before = seq.raw_nodes[-1].key if seq.raw_nodes else seq.keys[-1]
-        node, seq.raw_pages[page] = self._adopt(raw_key(before, tokens), parent, seq.raw_pages[page], transient=True)
+        node, seq.raw_pages[page] = self._adopt(raw_key(before, tokens), parent, seq.raw_pages[page], Link.RAW)
         self._enter(seq, seq.layout.raw_entries(seq.sealed_chunks, page), node.pages)
         seq.raw_nodes.append(node)
 
-    def _adopt(self, key: bytes, parent: Node | None, pages: Int32, *, transient: bool) -> tuple[Node, Int32]:
+    def _adopt(self, key: bytes, parent: Node | None, pages: Int32, link: Link) -> tuple[Node, Int32]:
         """The link for `key`, made of `pages` if new; if not, its pages take the place of `pages`."""
         node = self.prefix.find(key)
         if node is None:
-            node = self.prefix.insert(key, parent, pages, transient=transient)
+            node = self.prefix.insert(key, parent, pages, link)
         else:
             self.ledger.share(node.pages)
             self.ledger.release(pages)
@@ -286,6 +290,7 @@ class CacheManager:
         for node in self.prefix.nodes.values():
             expected[node.pages] += 1
         self.ledger.check(expected)
+        self.host.check()
         idle = sum(len(node.pages) for node in self.prefix.nodes.values() if node.users == 0)
         if idle != self.prefix.idle_pages:
             raise IntegrityError(f"{idle} cached pages are idle, the books say {self.prefix.idle_pages}")

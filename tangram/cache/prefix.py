@@ -4,7 +4,7 @@ A chain of keys, each SHA-256 over its parent's key and its own tokens, starts f
 are sealed chunks (`C` tokens) and, below the last sealed chunk, raw pages (`P` tokens). The pages of sliding-window
 groups of a chunk hang below it as a leaf of their own, so that they can go while the chunk stays. By the purity law
 equal keys mean equal contents, whoever computed them. What nobody uses is evicted least recently used first, leaves
-before parents.
+before parents; sealed chunks go to host memory, if there is some.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from __future__ import annotations
 import hashlib
 import heapq
 from dataclasses import dataclass, field
+from enum import Enum
 
+from tangram.cache.host import HostTier
+from tangram.cache.layout import Layout
 from tangram.cache.pages import Ledger
 from tangram.types import Int32, Int64
 
@@ -38,28 +41,53 @@ def window_key(chunk: bytes) -> bytes:
     return hashlib.sha256(chunk + b"window").digest()
 
 
+class Link(Enum):
+    """What a link holds: a sealed chunk of the full-attention groups, its sliding-window part, or a raw page."""
+
+    CHUNK = "chunk"
+    WINDOW = "window"
+    RAW = "raw"
+
+
 @dataclass(eq=False)
 class Node:
-    """One link: the cache holds one reference to each of `pages`. `users` counts the sequences that stand on it.
-
-    `transient` links (raw pages, window parts) may be let go by a sequence that goes on living.
-    """
+    """One link: the cache holds one reference to each of `pages`. `users` counts the sequences that stand on it."""
 
     key: bytes
     parent: Node | None
     pages: Int32
-    transient: bool
+    link: Link
     users: int = 0
     children: int = 0
     last_used: int = 0
 
+    @property
+    def transient(self) -> bool:
+        """Whether a sequence that goes on living may let it go."""
+        return self.link is not Link.CHUNK
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Keys of sealed chunks that follow on each other, and of the window parts that go with the newest of them."""
+
+    chunks: list[bytes]
+    windows: list[bytes]
+
+    @property
+    def keys(self) -> list[bytes]:
+        """All of them, parents before children."""
+        return self.chunks + self.windows
+
 
 @dataclass
 class PrefixCache:
-    """Links by key over a ledger. `idle_pages` could be evicted now; `crowded_pages` counts the transient pages that
-    more than one sequence stands on, once for each further sequence: each of them may need a page of its own later."""
+    """Links by key over a ledger, with host memory behind it. `idle_pages` could be evicted now; `crowded_pages` counts
+    the transient pages that more than one sequence stands on, once for each further sequence: each of them may need a
+    page of its own later."""
 
     ledger: Ledger
+    host: HostTier
     nodes: dict[bytes, Node] = field(default_factory=dict)
     idle_pages: int = 0
     crowded_pages: int = 0
@@ -70,9 +98,30 @@ class PrefixCache:
         """The link with this key, if it is still here."""
         return self.nodes.get(key)
 
-    def insert(self, key: bytes, parent: Node | None, pages: Int32, *, transient: bool) -> Node:
+    def longest(self, layout: Layout, root: bytes, tokens: Int64) -> Chain:
+        """What the device or host memory has of `tokens` after `root`, so that one of them at least is left to compute.
+
+        The next query must find in its windows what it sees, so chunks without these parts are left out.
+        """
+        key, chunks = root, list[bytes]()
+        for begin in range(0, len(tokens) - layout.chunk_tokens, layout.chunk_tokens):
+            key = chunk_key(key, tokens[begin : begin + layout.chunk_tokens])
+            if not self._known(key):
+                break
+            chunks.append(key)
+        while chunks:
+            windows = [window_key(key) for key in chunks[max(0, len(chunks) - layout.window_chunks) :]]
+            if all(map(self._known, windows)):
+                return Chain(chunks, windows)
+            chunks.pop()
+        return Chain([], [])
+
+    def _known(self, key: bytes) -> bool:
+        return key in self.nodes or key in self.host.links
+
+    def insert(self, key: bytes, parent: Node | None, pages: Int32, link: Link) -> Node:
         """A new link used by nobody yet; the cache takes its own reference to `pages`."""
-        node = Node(key, parent, pages, transient)
+        node = Node(key, parent, pages, link)
         self.nodes[key] = node
         self.ledger.share(pages)
         if parent is not None:
@@ -99,18 +148,21 @@ class PrefixCache:
         elif node.transient:
             self.crowded_pages -= len(node.pages)
 
-    def evict(self, pages: int) -> None:
-        """Free at least `pages` pages of links that nobody uses, or all there are."""
+    def evict(self, pages: int, *, keep: bool = True) -> None:
+        """Free at least `pages` pages of links that nobody uses, or all there are. `keep` offers them to the host."""
         target = self.ledger.free + pages
         while self.ledger.free < target and self._heap:
             stamp, key = heapq.heappop(self._heap)
             node = self.nodes.get(key)
             if node is not None and _evictable(node) and node.last_used == stamp:
+                if keep and node.link is not Link.RAW:
+                    self.host.offer(node.key, node.pages)
                 self._remove(node)
 
     def clear(self) -> None:
-        """Evict everything that nobody uses."""
-        self.evict(self.ledger.total)
+        """Evict everything that nobody uses, from host memory too."""
+        self.evict(self.ledger.total, keep=False)
+        self.host.clear()
 
     def _offer(self, node: Node) -> None:
         if _evictable(node):

@@ -16,6 +16,7 @@ class SequenceCache:
     `spans[c]` are the pages of sealed chunk c over the full-attention groups, `window_spans` those of the newest chunks
     over the sliding-window groups (oldest first), `raw_pages` the tail. `keys[c]` is the prefix key before chunk c.
     The node lists name the prefix-cache links it stands on. `promised_pages` is what it may grow to without asking.
+    `arriving` says that its tables name pages which the moves before the next step fill.
     """
 
     slot: int
@@ -31,6 +32,7 @@ class SequenceCache:
     raw_nodes: list[Node] = field(default_factory=list)
     promised_pages: int = 0
     cached_tokens: int = 0
+    arriving: bool = False
 
     @property
     def sealed_chunks(self) -> int:

@@ -75,6 +75,7 @@ Profiles = Annotated[list[str] | None, typer.Option("--profile", help="profile f
 Gate = Annotated[str | None, typer.Option(help="gate file of the scorer fastkvzip")]
 DecodePolicy = Annotated[str | None, typer.Option(help="file of `tangram bench calibrate-policy`, for a GPU")]
 CacheGib = Annotated[float | None, typer.Option(help="memory for KV pages in GiB")]
+OffloadGib = Annotated[float, typer.Option(help="host memory for sealed chunks that KV pages are taken from, in GiB")]
 Utilization = Annotated[float, typer.Option(help="share of a GPU's memory to fill where --kv-cache-gib is not given")]
 MaxSeqs = Annotated[int, typer.Option(help="most sequences in one step")]
 MaxBatched = Annotated[int, typer.Option(help="most tokens in one step")]
@@ -93,7 +94,7 @@ def _config(
     model: Model = "smollm2", kv_retention: Retention = 0.5, scorer: ScorerName = "keydiff",
     scope: ScopeName = Scope.model, chunk_tokens: Chunk = 512, page_tokens: Page = 16, heads_per_page: Heads = 4,
     profile: Profiles = None, gate: Gate = None, decode_policy: DecodePolicy = None, kv_cache_gib: CacheGib = None,
-    gpu_memory_utilization: Utilization = 0.9, max_num_seqs: MaxSeqs = 32,
+    kv_offload_gib: OffloadGib = 0.0, gpu_memory_utilization: Utilization = 0.9, max_num_seqs: MaxSeqs = 32,
     max_num_batched_tokens: MaxBatched = 2048, max_model_len: MaxLen = None, enable_prefix_caching: Prefix = True,
     scheduling: Batching = Scheduling.continuous, dtype: Dtype = WeightType.auto,
     kv_cache_dtype: CacheDtype = CacheType.auto,
@@ -103,7 +104,8 @@ def _config(
     return EngineConfig(
         model=model, kv_retention=kv_retention, scorer=scorer, scope=scope.value, chunk_tokens=chunk_tokens,
         page_tokens=page_tokens, heads_per_page=heads_per_page, profile=tuple(profile or ()), gate=gate,
-        decode_policy=decode_policy, kv_cache_gib=kv_cache_gib, gpu_memory_utilization=gpu_memory_utilization,
+        decode_policy=decode_policy, kv_cache_gib=kv_cache_gib, kv_offload_gib=kv_offload_gib,
+        gpu_memory_utilization=gpu_memory_utilization,
         max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len, enable_prefix_caching=enable_prefix_caching, scheduling=scheduling.value,
         dtype=dtype.value, kv_cache_dtype=kv_cache_dtype.value,

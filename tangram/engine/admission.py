@@ -85,10 +85,6 @@ class Admission:
             kv_bytes_uncompressed=layout.uncompressed_entries(computed) * self._entry_bytes(layout),
         )
 
-    def capacity_tokens(self, layout: Layout) -> int:
-        """Tokens that fit into the pool as sealed chunks of `layout`."""
-        return self.total_pages * layout.chunk_tokens // layout.span_pages
-
     @property
     def uncompressed(self) -> Layout:
         """The layout of ρ = 1.0."""
@@ -100,6 +96,7 @@ class Admission:
         usages = [self.usage(sequence, 0) for sequence in scheduler.running]
         layout = self.retentions[0].layout
         cached, free = cache.prefix.idle_pages, cache.ledger.free
+        page_bytes = layout.page_bytes(self.element_bytes)
         return EngineStats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
@@ -107,8 +104,8 @@ class Admission:
             pages_held=self.total_pages - cached - free,
             pages_cached=cached,
             pages_free=free,
-            capacity_tokens=self.capacity_tokens(layout),
-            capacity_uncompressed_tokens=self.capacity_tokens(self.uncompressed),
+            capacity_tokens=layout.tokens_in(self.total_pages),
+            capacity_uncompressed_tokens=self.uncompressed.tokens_in(self.total_pages),
             kv_token_bytes=layout.uncompressed_entries(1) * self._entry_bytes(layout),
             kv_bytes_held=sum(usage.kv_bytes for usage in usages),
             kv_bytes_uncompressed=sum(usage.kv_bytes_uncompressed for usage in usages),
@@ -118,6 +115,12 @@ class Admission:
             preemptions=counters.preemptions,
             steps=counters.steps,
             sealed_chunks=counters.sealed_chunks,
+            host_pages_total=cache.host.total,
+            host_pages_used=cache.host.used,
+            restored_tokens=cache.host.restored_tokens,
+            host_bytes_out=cache.host.pages_out * page_bytes,
+            host_bytes_in=cache.host.pages_in * page_bytes,
+            dropped_spans=cache.host.dropped,
         )
 
     def _entry_bytes(self, layout: Layout) -> int:

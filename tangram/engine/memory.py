@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
+from tangram.kernels.offload import STAGING_BYTES
 from tangram.model.load import LoadedModel
 
 GIB = 1 << 30
@@ -38,8 +39,8 @@ def kv_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
     if config.kv_cache_gib is not None:
         return int(config.kv_cache_gib * GIB)
     if loaded.device.type != "cuda":
-        return min(_DEFAULT_CPU_BYTES, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)
-    needed = _activation_bytes(config, loaded) + _GRAPH_BYTES
+        return min(_DEFAULT_CPU_BYTES, _host_bytes() // 4)
+    needed = _activation_bytes(config, loaded) + _GRAPH_BYTES + (STAGING_BYTES if config.kv_offload_gib else 0)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(loaded.device)
     room = int(total * config.gpu_memory_utilization) - (total - free) - needed
@@ -50,6 +51,24 @@ def kv_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
             f"{needed / GIB:.1f} GiB, which leaves nothing for KV pages: raise it, or lower max_num_batched_tokens"
         )
     return room
+
+
+def offload_bytes(config: EngineConfig, chunk_bytes: int) -> int:
+    """Bytes of host memory for what the pool lets go, where a chunk takes `chunk_bytes`.
+
+    Raises `ConfigError` if that is less than a chunk or more than the machine has.
+    """
+    wanted, most = int(config.kv_offload_gib * GIB), _host_bytes()
+    if wanted and not chunk_bytes <= wanted <= most:
+        raise ConfigError(
+            f"kv_offload_gib is {config.kv_offload_gib}, it must be 0 or lie between {chunk_bytes / GIB:.4f}, "
+            f"one chunk at kv_retention {config.kv_retention}, and {most / GIB:.1f}, the memory of this machine"
+        )
+    return wanted
+
+
+def _host_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _activation_bytes(config: EngineConfig, loaded: LoadedModel) -> int:

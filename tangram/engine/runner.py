@@ -14,7 +14,7 @@ from tangram.compress.scorers.kvzip import repeat_tokens
 from tangram.engine.batch import Batcher, DeviceTables
 from tangram.engine.graphs import Carry, DecodeGraphs
 from tangram.engine.sampling import Choice, SampleRow, choose
-from tangram.kernels.dispatch import pool_kernels
+from tangram.kernels.dispatch import host_memory, pool_kernels
 from tangram.kernels.step import KernelChoice
 from tangram.kernels.transfer import placed
 from tangram.model.attention import AttentionContext, StepAttention
@@ -25,7 +25,8 @@ from tangram.types import Int64, Row, Step
 
 
 class Runner:
-    """Runs steps of one model over one pool, [pages, Hp, 2, P, D] of `cache_dtype`, whose pages `cache` manages.
+    """Runs steps of one model over one pool, [pages, Hp, 2, P, D] of `cache_dtype`, whose pages `cache` manages, and
+    over what host memory it has.
 
     `graphs` runs steps that only decode as CUDA graphs. `cache_dtype` None is the model's own.
     """
@@ -43,6 +44,7 @@ class Runner:
         rotary = model_rotary(loaded.model, layout.geometry.head_dim) if "rotary" in needs else None
         serving = kernels(self.pool, layout.geometry.group_size)
         block_tables = DeviceTables(cache, loaded.device)
+        self._host = host_memory(self.pool, cache.host.total)
         self._batcher = Batcher(retentions, serving, cache, block_tables, rotary, observer)
         self._graphs = DecodeGraphs(self._forward, loaded.device) if graphs else None
         self._chosen = dict[int, int](), torch.empty(0, dtype=torch.int64, device=loaded.device)
@@ -53,6 +55,7 @@ class Runner:
 
         A GPU goes on with it while the host does something else. What is `pending` in a row comes from the last step.
         """
+        self._host.move(step.moves, awaited=step.awaited)
         attention = self._batcher.attention(step)
         tokens, positions, ends = _flattened(step, attention.width)
         carried = self._carried(step, ends)

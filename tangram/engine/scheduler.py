@@ -6,6 +6,7 @@ by round, to the chunks that follow on those. A chunk is never split. A sequence
 admitted when its footprint up to the end of its current chunk can be promised, and asks again only when a chunk ends;
 if there is no room then, the youngest is preempted and later computed anew to the same state. The oldest goes on.
 Whoever would begin with a chunk that another seals in the same step waits for the next one, and finds it in the cache.
+Whose chunks come back from host memory joins one step later, while others run: the step runs beside the copies.
 
 A step may be scheduled while the tokens of the one before are still on the device: only how many there are matters.
 """
@@ -126,11 +127,15 @@ class Scheduler:
         unfinished = [sequence for sequence in active if not _decodes(sequence)]
         decode = [self._decode_row(sequence) for sequence in active if _decodes(sequence)]
         budget -= len(decode)
-        prefill = self._prefill(chain(unfinished, self._admissions(fresh_batch)), budget)
+        arriving: list[Sequence] = []
+        prefill = self._prefill(chain(unfinished, self._arrived(self._admissions(fresh_batch), arriving)), budget)
+        if not decode and not prefill:
+            prefill = self._prefill(arriving, budget)
         if not decode and not prefill:
             return None
         self.counters.steps += 1
-        return Step(tuple(decode + prefill), self._epoch_of(decode))
+        rows = tuple(decode + prefill)
+        return Step(rows, self._epoch_of(decode), *self.cache.take_moves(row.slot for row in rows))
 
     def commit(self, step: Step) -> None:
         """Enter in the books what `step` computes; call it when nothing is pending and before its tokens are expected.
@@ -172,6 +177,16 @@ class Scheduler:
             sequence = self.waiting.pop(0)
             insort(self.running, sequence, key=lambda entry: entry.arrival)
             yield sequence
+
+    def _arrived(self, admitted: Iterable[Sequence], arriving: list[Sequence]) -> Iterator[Sequence]:
+        """Those whose pages are all there. The others go to `arriving`, up to about a step's budget of tokens."""
+        for sequence in admitted:
+            if not _held(sequence).arriving:
+                yield sequence
+                continue
+            arriving.append(sequence)
+            if sum(_held(entry).cached_tokens for entry in arriving) >= self.config.max_num_batched_tokens:
+                return
 
     def _admit(self, sequence: Sequence) -> bool:
         if sequence.pending:  # preempted a moment ago; its tokens name what the cache may have

@@ -20,7 +20,7 @@ from tangram.compress.scorers import Scorer, make_scorer
 from tangram.config import EngineConfig
 from tangram.engine.admission import Admission
 from tangram.engine.loop import Engine
-from tangram.engine.memory import GIB, cache_dtype, kv_bytes
+from tangram.engine.memory import GIB, cache_dtype, kv_bytes, offload_bytes
 from tangram.engine.observe import score_source
 from tangram.engine.runner import Runner
 from tangram.engine.scheduler import Scheduler
@@ -53,11 +53,13 @@ def engine_of(config: EngineConfig, loaded: LoadedModel, kernels: KernelChoice =
     retentions = _retentions(config, loaded, config.max_model_len or limit)
     pages = _pool_pages(config, loaded, retentions[0].layout)
     max_model_len = _fit_model_len(config, retentions[0], pages, config.max_model_len or limit)
+    dtype = cache_dtype(config, loaded)
+    page_bytes, span_pages = retentions[0].layout.page_bytes(dtype.itemsize), retentions[0].layout.span_pages
     cache = CacheManager(
         [(entry.fingerprint, entry.layout) for entry in retentions],
         total_pages=pages, max_sequences=config.max_num_seqs, prefix_caching=config.enable_prefix_caching,
+        host_pages=offload_bytes(config, span_pages * page_bytes) // page_bytes,
     )  # fmt: skip
-    dtype = cache_dtype(config, loaded)
     fast = loaded.device.type == "cuda" and not config.enforce_eager
     if fast:
         join_projections(loaded.model)
@@ -65,7 +67,7 @@ def engine_of(config: EngineConfig, loaded: LoadedModel, kernels: KernelChoice =
     runner = Runner(loaded, retentions, pages=pages, cache=cache, kernels=kernels, graphs=fast, cache_dtype=dtype)
     runner.capture(config.max_num_seqs, partial(in_terminal, description="Capturing decode steps"))
     admission = Admission(retentions, pages, dtype.itemsize, max_model_len)
-    _announce(config, loaded, admission)
+    _announce(config, loaded, admission, cache.host.total)
     twice = [
         number for number, entry in enumerate(retentions)
         if entry.scorer is not None and "reconstruction" in entry.scorer.needs
@@ -203,18 +205,23 @@ def _fit_model_len(config: EngineConfig, default: Retention, pages: int, wanted:
     return fits
 
 
-def _announce(config: EngineConfig, loaded: LoadedModel, admission: Admission) -> None:
+def _announce(config: EngineConfig, loaded: LoadedModel, admission: Admission, host_pages: int) -> None:
     """Say how many tokens fit, and how many would without compression."""
     default = admission.retentions[0]
-    compressed = admission.capacity_tokens(default.layout)
-    uncompressed = admission.capacity_tokens(admission.uncompressed)
-    gib = admission.total_pages * default.layout.page_bytes(admission.element_bytes) / GIB
+    compressed = default.layout.tokens_in(admission.total_pages)
+    uncompressed = admission.uncompressed.tokens_in(admission.total_pages)
+    page_gib = default.layout.page_bytes(admission.element_bytes) / GIB
     method = f"{config.scorer}, scope {config.scope}" if default.scorer else "nothing dropped"
     _log.info(
         "%s on %s, %s; KV cache in %s, %.2f GiB = %d pages; %s tokens fit at kv_retention %s (%s), %s would without "
         "compression; max_model_len %d, chunk %d tokens",
         config.model, loaded.device, str(loaded.dtype).removeprefix("torch."),
-        str(cache_dtype(config, loaded)).removeprefix("torch."), gib, admission.total_pages,
-        f"{compressed:,}", default.kv_retention, method, f"{uncompressed:,}", admission.max_model_len,
-        default.layout.chunk_tokens,
+        str(cache_dtype(config, loaded)).removeprefix("torch."), admission.total_pages * page_gib,
+        admission.total_pages, f"{compressed:,}", default.kv_retention, method, f"{uncompressed:,}",
+        admission.max_model_len, default.layout.chunk_tokens,
     )  # fmt: skip
+    if host_pages:
+        _log.info(
+            "host memory behind it: %.2f GiB = %d pages; %s more tokens fit there at kv_retention %s",
+            host_pages * page_gib, host_pages, f"{default.layout.tokens_in(host_pages):,}", default.kv_retention,
+        )  # fmt: skip

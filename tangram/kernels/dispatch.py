@@ -1,9 +1,10 @@
-"""Which kernels serve a pool: by where it lies, decided once."""
+"""Which kernels serve a pool, and what lies behind it: by where it is, decided once."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from tangram.kernels.offload import HostMemory, PlainHostMemory
 from tangram.kernels.step import PoolKernels
 from tangram.kernels.torch_kernels import TorchKernels
 from tangram.plan.policy import Policy
@@ -20,3 +21,12 @@ def pool_kernels(pool: Tensor, group: int, policy: Policy | None = None) -> Pool
 
         return TritonKernels(pool, group, policy)
     return TorchKernels(pool)
+
+
+def host_memory(pool: Tensor, pages: int) -> HostMemory:
+    """`pages` host pages behind `pool` [N_pages, Hp, 2, P, D]; 0 take no memory."""
+    if pool.is_cuda and pages:
+        from tangram.kernels.gpu_offload import GpuHostMemory
+
+        return GpuHostMemory(pool, pages)
+    return PlainHostMemory(pool, pages)

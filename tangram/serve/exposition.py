@@ -19,12 +19,18 @@ _COUNTERS = (
     ("preemptions", "Running requests sent back to the queue for lack of pages", "preemptions"),
     ("steps", "Forward passes", "steps"),
     ("sealed_chunks", "Chunks compressed into their final pages", "sealed_chunks"),
+    ("restored_tokens", "Tokens of chunks copied back from host memory", "restored_tokens"),
+    ("host_bytes_out", "Bytes of KV pages copied to host memory", "host_bytes_out"),
+    ("host_bytes_in", "Bytes of KV pages copied back from host memory", "host_bytes_in"),
+    ("dropped_spans", "Evicted spans that host memory had no room for, or let go", "dropped_spans"),
 )
 
 _GAUGES = (
     ("requests_running", "Requests in the batch", "running"),
     ("requests_waiting", "Requests in the queue", "waiting"),
     ("kv_pages_total", "Pages of the pool", "pages_total"),
+    ("host_pages_total", "Pages of host memory behind the pool", "host_pages_total"),
+    ("host_pages_used", "Pages of host memory that keep cached spans", "host_pages_used"),
     ("kv_capacity_tokens", "Tokens the pool holds at the default retention ratio", "capacity_tokens"),
     ("kv_capacity_uncompressed_tokens", "Tokens it would hold with nothing dropped", "capacity_uncompressed_tokens"),
     ("kv_retained_tokens", "KV entries of the running requests, in whole tokens", "retained_tokens"),

@@ -25,7 +25,7 @@ from tangram.plan.form import WorkPlan
 from tangram.plan.policy import Policy, StepLoad
 from tangram.plan.schedule import Schedule
 from tangram.types import Event, Geometry, Request, SamplingParams
-from tests.support import profile_file, small_engine, tiny_model
+from tests.support import drain, profile_file, small_engine, tiny_model
 
 # What torch's compiler says of torch itself.
 pytestmark = [
@@ -218,3 +218,26 @@ def test_sealing_takes_the_fused_form_of_a_scorer_by_its_name(models: dict[int, 
     submitted(engine, [PROMPTS[2], PROMPTS[2][::-1]])
     engine.step()
     assert shapes == [(2, 2, CHUNK, 16), (1, 2, CHUNK, 16)] * 2, "first chunks together, then what fits"
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma 3"])
+def test_what_comes_back_from_host_memory_beside_other_steps_answers_the_same(
+    case: str, models: dict[int, LoadedModel], tmp_path: Path
+) -> None:
+    loaded = models[id(CASES[case][0])]
+    options = options_of(case, loaded, tmp_path)
+    roomy = small_engine(loaded, empty_triton, **options)
+    layout = roomy._admission.retentions[0].layout
+    pool = (layout.most_pages(70) * 5 // 4 + 0.5) * layout.page_bytes(4) / 2**30
+    tight = {"max_model_len": 70, "kv_cache_gib": pool, "kv_offload_gib": 1e-3}
+    tight_engine = small_engine(loaded, empty_triton, **(options | tight))
+    histories = [[(i * i * k + i) % 90 + 3 for i in range(35 + k)] for k in range(1, 4)]
+    for turn in range(2):
+        prompts = [history + turn * [5, 9] for history in histories]
+        found, expected = submitted(tight_engine, prompts), submitted(roomy, prompts)
+        for engine in (tight_engine, roomy):
+            drain(engine)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert [event.token_ids for event in ours] == [event.token_ids for event in theirs]
+            torch.testing.assert_close(log_probabilities(ours), log_probabilities(theirs), rtol=1e-3, atol=1e-3)
+    assert tight_engine.stats().restored_tokens > 0 and roomy.stats().restored_tokens == 0

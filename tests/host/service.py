@@ -24,7 +24,7 @@ class Service:
     def __init__(
         self, layouts: Sequence[Layout], *, slack_pages: int, max_num_seqs: int, slack_tokens: int = 0,
         scheduling: str = "continuous", caching: bool = True, one_at_a_time: frozenset[int] = frozenset(),
-        ahead: bool = False,
+        ahead: bool = False, host_pages: int = 0,
     ) -> None:  # fmt: skip
         self.layouts, self.ahead = layouts, ahead
         chunk, page = layouts[0].chunk_tokens, layouts[0].page_tokens
@@ -35,7 +35,7 @@ class Service:
         self.manager = CacheManager(
             [(f"profile {index}", entry) for index, entry in enumerate(layouts)],
             total_pages=max(entry.most_pages(MAX_TOKENS - 1) for entry in layouts) + slack_pages,
-            max_sequences=max_num_seqs, prefix_caching=caching,
+            max_sequences=max_num_seqs, prefix_caching=caching, host_pages=host_pages,
         )  # fmt: skip
         self.scheduler = Scheduler(self.config, self.manager, one_at_a_time=one_at_a_time)
         self.device = Device(self.manager)
@@ -168,9 +168,11 @@ class Service:
             last[row.slot] = row
 
     def _check_work_conserved(self, step: Step, by_slot: dict[int, TokenSequence]) -> None:
-        """Whoever waits at the head waits for a reason: a seat, this step's tokens, pages, or a chunk it will find."""
+        """Whoever waits at the head waits for a reason: a seat, tokens, copies, pages, or a chunk it will find."""
         running, waiting = self.scheduler.running, self.scheduler.waiting
         if not waiting or len(running) == self.config.max_num_seqs or self.config.scheduling == "static":
+            return
+        if any(move.inward for move in step.moves):
             return
         head = waiting[0]
         if len({row.slot for row in step.rows}) == len([entry for entry in running if not entry.complete]):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tangram.cache.layout import Layout, adjacent_groups
 from tangram.cache.manager import CacheManager
 from tangram.engine.scheduler import Sequence as TokenSequence
-from tangram.types import Geometry, Row, RowKind, Step
+from tangram.types import Geometry, PageMove, Row, RowKind, Step
 
 Label = tuple[Any, ...]
 
@@ -66,6 +66,7 @@ class Device:
         self.manager = manager
         self.page_tokens = manager.layouts[0].page_tokens
         self.entries: list[Label | None] = [None] * (manager.ledger.total * self.page_tokens)
+        self.host: list[Label | None] = [None] * (manager.host.total * self.page_tokens)
 
     def run(self, step: Step, sequences: dict[int, TokenSequence]) -> None:
         """Every row reads what it must, then writes; nobody writes what a row of another sequence touches.
@@ -74,6 +75,11 @@ class Device:
         """
         work = [(row, *self._work(row, sequences[row.slot])) for row in step.rows]
         self._check_touched(work)
+        self.move(step.moves)
+        if not step.awaited:
+            coming = {page for move in step.moves if move.inward for page in move.pages.tolist()}
+            touched = {place // self.page_tokens for _, reads, writes in work for place in (*reads, *writes)}
+            assert not coming & touched, "a row touches a page that is still being copied"
         for row in {row.slot: row for row in step.rows}.values():  # the last of each sequence
             self._check_length(row)
         turn = Counter[int]()
@@ -90,6 +96,18 @@ class Device:
             for _, _, writes in together:
                 for place, label in writes.items():
                     self.entries[place] = label
+
+    def move(self, moves: Sequence[PageMove]) -> None:
+        """Copies between the pool and host memory, one after the other; what leaves is read before any comes in."""
+        size, before = self.page_tokens, list(self.entries)
+        for move in moves:
+            assert len(set(move.pages.tolist())) == len(move.pages) == len(set(move.slots.tolist())) > 0
+            for page, slot in zip(move.pages.tolist(), move.slots.tolist(), strict=True):
+                inside, outside = slice(page * size, (page + 1) * size), slice(slot * size, (slot + 1) * size)
+                if move.inward:
+                    self.entries[inside] = self.host[outside]
+                else:
+                    self.host[outside] = before[inside]
 
     def _check_touched(self, work: list[Work]) -> None:
         readers, writers = dict[int, set[int]](), dict[int, set[int]]()

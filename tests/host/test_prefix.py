@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tangram.cache.host import HostTier
 from tangram.cache.pages import Ledger
-from tangram.cache.prefix import Node, PrefixCache, chunk_key, raw_key, root_key, window_key
+from tangram.cache.prefix import Link, Node, PrefixCache, chunk_key, raw_key, root_key, window_key
 
 PAGES = 40
 
@@ -21,18 +22,18 @@ class Shelf(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.ledger = Ledger(PAGES)
-        self.cache = PrefixCache(self.ledger)
+        self.cache = PrefixCache(self.ledger, HostTier(0, PAGES))
         self.standing: list[list[Node]] = []
         self.idle: list[Node] = []  # least recently used first
 
-    def _stand(self, path: tuple[int, ...], transient: bool) -> list[Node]:
+    def _stand(self, path: tuple[int, ...], link: Link) -> list[Node]:
         chain: list[Node] = []
         for depth in range(len(path)):
             key = repr(path[: depth + 1]).encode()
             node = self.cache.find(key)
             if node is None:
                 pages = self.ledger.take(1 + path[depth])
-                node = self.cache.insert(key, chain[-1] if chain else None, pages, transient=transient)
+                node = self.cache.insert(key, chain[-1] if chain else None, pages, link)
                 self.ledger.release(pages)
             elif node in self.idle:
                 self.idle.remove(node)
@@ -41,9 +42,9 @@ class Shelf(RuleBasedStateMachine):
         return chain
 
     @precondition(lambda self: self.ledger.free >= 12)
-    @rule(path=st.lists(st.integers(0, 2), min_size=1, max_size=4).map(tuple), transient=st.booleans())
-    def stand(self, path: tuple[int, ...], transient: bool) -> None:
-        self.standing.append(self._stand(path, transient))
+    @rule(path=st.lists(st.integers(0, 2), min_size=1, max_size=4).map(tuple), link=st.sampled_from(Link))
+    def stand(self, path: tuple[int, ...], link: Link) -> None:
+        self.standing.append(self._stand(path, link))
 
     @precondition(lambda self: self.standing)
     @rule(which=st.integers(0, 99))
@@ -84,8 +85,8 @@ TestShelf.settings = settings(max_examples=60, stateful_step_count=30, deadline=
 
 
 def test_links_in_steady_use_do_not_pile_up_memory() -> None:
-    cache = PrefixCache(Ledger(4))
-    node = cache.insert(b"hot", None, cache.ledger.take(1), transient=False)
+    cache = PrefixCache(Ledger(4), HostTier(0, 4))
+    node = cache.insert(b"hot", None, cache.ledger.take(1), Link.CHUNK)
 
     def size_after(uses: int) -> int:
         for _ in range(uses):

@@ -36,6 +36,7 @@ class Traffic(RuleBasedStateMachine):
             caching=data.draw(st.sampled_from([True, True, True, False])),
             one_at_a_time=data.draw(st.sampled_from([frozenset(), frozenset(), frozenset([0])])),
             ahead=data.draw(st.booleans()),
+            host_pages=data.draw(st.sampled_from([0, 5, 30, 1000])),
         )  # fmt: skip
 
     @rule(prompt=PROMPTS, max_new=st.integers(1, 16), layout=st.integers(0, 1), salt=st.sampled_from(["", "", "s"]),
@@ -84,6 +85,7 @@ class Traffic(RuleBasedStateMachine):
     @rule()
     def clear(self) -> None:
         self.service.manager.prefix.clear()
+        assert self.service.manager.host.used == 0
 
     @invariant()
     def books_add_up(self) -> None:
@@ -127,6 +129,35 @@ def test_a_small_pool_under_load_preempts_evicts_and_hits() -> None:
     assert sum(entry.sealed_chunks for entry in counters) > 100
 
 
+def test_host_memory_keeps_what_a_small_pool_evicts() -> None:
+    services = [(crowd(seed), crowd(seed, host_pages=60), crowd(seed, host_pages=1000)) for seed in range(6)]
+    without, some, much = zip(*services, strict=True)
+    cached = [sum(each.scheduler.counters.cached_tokens for each in tried) for tried in (without, some, much)]
+    assert cached[0] < cached[1] < cached[2]
+    assert sum(each.manager.host.restored_tokens for each in some) > 100
+    assert sum(each.manager.host.dropped for each in some) > 100
+    assert all(each.manager.host.dropped == 0 for each in much)
+
+
+def test_who_waits_for_host_memory_lets_the_others_run() -> None:
+    service = Service([layout(2)], slack_pages=8, max_num_seqs=2, host_pages=1000, slack_tokens=100)
+    for start in (1, 2, 3, 4):  # the first is evicted by the last
+        service.submit([start] * 24, 1)
+        service.drain()
+    assert service.manager.host.pages_out > 0
+    service.submit([9] * 3, 9)
+    service.step()
+    late = service.submit([1] * 24, 1)
+    beside, joined = service.step(), service.step()
+    assert beside is not None and joined is not None and late.cache is None
+    assert any(move.inward for move in beside.moves) and not beside.awaited and len(beside.rows) == 1
+    assert not any(move.inward for move in joined.moves) and [row.start for row in joined.rows] == [4, 16]
+    service.drain()
+    alone = service.submit([2] * 24, 1)
+    step = service.step()
+    assert step is not None and step.awaited and step.rows[0].request_id == alone.request_id
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_answers_do_not_depend_on_seats_pages_or_the_cache(seed: int) -> None:
     def answers(**options: object) -> dict[str, list[int]]:
@@ -137,6 +168,7 @@ def test_answers_do_not_depend_on_seats_pages_or_the_cache(seed: int) -> None:
     assert answers(slack_pages=0, max_num_seqs=2) == expected
     assert answers(scheduling="static") == expected
     assert answers(ahead=True, slack_pages=0, max_num_seqs=2) == expected
+    assert answers(host_pages=60) == answers(host_pages=2000) == expected
 
 
 def test_static_batching_fills_its_seats_at_once_and_waits_until_all_have_left() -> None:

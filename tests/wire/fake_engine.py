@@ -105,6 +105,8 @@ class FakeEngine:
                 pages_free=POOL_PAGES - held - 7, capacity_tokens=2000, capacity_uncompressed_tokens=1000,
                 kv_token_bytes=8, kv_bytes_held=80, kv_bytes_uncompressed=160, prompt_tokens=11, cached_tokens=5,
                 generated_tokens=self._generated_tokens, preemptions=3, steps=13, sealed_chunks=2,
+                host_pages_total=50, host_pages_used=20, restored_tokens=4, host_bytes_out=640, host_bytes_in=320,
+                dropped_spans=6,
             )  # fmt: skip
 
     def _loop(self) -> None:

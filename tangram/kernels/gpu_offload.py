@@ -1,0 +1,98 @@
+"""Host memory behind a pool on a GPU: pinned, and copied to and from beside the forward passes."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tangram.errors import ConfigError
+from tangram.kernels.offload import STAGING_BYTES, page_words, words
+from tangram.kernels.pages import copy
+from tangram.kernels.transfer import upload
+from tangram.types import PageMove
+
+_PARTS = 4  # of the staging memory: one is filled while others empty
+_GATHERING, _TRAVELLING = 2048, 32  # programs: all of the device for a moment, or few while a forward pass runs
+_log = logging.getLogger("tangram")
+
+
+class GpuHostMemory:
+    """`HostMemory` of `pages` pages, at least one, for a pool on a GPU. The host waits for nothing.
+
+    What goes out is gathered in device memory on the main stream, so that the pages may be written at once. All else
+    happens on a side stream, in order: host pages may be reused without further ado. What comes in waits for all that
+    the main stream was asked before, since a step in flight may still read those pages.
+    """
+
+    def __init__(self, pool: Tensor, pages: int) -> None:
+        size, self._device = page_words(pool), pool.device
+        self._pool, self._host = words(pool), _pinned(pages, size)
+        self._room = max(1, STAGING_BYTES // _PARTS // (4 * size))
+        self._staging = torch.empty(_PARTS, self._room, size, dtype=torch.int32, device=pool.device)
+        self._order = torch.arange(self._room, dtype=torch.int32, device=pool.device)
+        self._side: Any = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
+        self._emptied: list[Any] = [torch.cuda.Event() for _ in range(_PARTS)]  # type: ignore[no-untyped-call]
+        self._arrived: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._turn, self._coming = 0, False
+        first = np.zeros(1, np.int32)
+        self.move([PageMove(first, first, inward) for inward in (False, True)], awaited=True)  # compiles
+
+    def move(self, moves: Sequence[PageMove], *, awaited: bool) -> None:
+        """See `HostMemory`."""
+        main = torch.cuda.current_stream(self._device)
+        if self._coming:
+            main.wait_event(self._arrived)
+        self._coming = any(move.inward for move in moves)
+        if not moves:
+            return
+        places = upload([array for move in moves for array in (move.pages, move.slots)], self._device)
+        places[0].record_stream(self._side)  # they share one buffer
+        self._side.wait_stream(main)
+        for move, pages, slots in zip(moves, places[::2], places[1::2], strict=True):
+            if move.inward:
+                with torch.cuda.stream(self._side):
+                    copy(self._host, slots, self._pool, pages, programs=_TRAVELLING)
+            else:
+                parts = torch.split(pages, self._room), torch.split(slots, self._room)
+                for part in zip(*parts, strict=True):
+                    self._send(main, *part)
+        if self._coming:
+            self._arrived.record(self._side)
+            if awaited:
+                main.wait_event(self._arrived)
+
+    def _send(self, main: Any, pages: Tensor, slots: Tensor) -> None:
+        """Up to a part of the staging memory; a part that is still on its way is waited for by the main stream."""
+        staging, emptied = self._staging[self._turn], self._emptied[self._turn]
+        self._turn = (self._turn + 1) % _PARTS
+        order = self._order[: len(pages)]
+        main.wait_event(emptied)
+        copy(self._pool, pages, staging, order, programs=_GATHERING)
+        self._side.wait_stream(main)
+        with torch.cuda.stream(self._side):
+            copy(staging, order, self._host, slots, programs=_TRAVELLING)
+            emptied.record()
+
+
+def _pinned(pages: int, size: int) -> Tensor:
+    """int32 [pages, size] that a GPU can read and write. Raises `ConfigError` if the driver does not give it.
+
+    Registered, not allocated, by CUDA: torch would round up to a power of two.
+    """
+    memory = torch.empty(pages, size, dtype=torch.int32)
+    _log.info("pinning %.1f GiB of host memory", memory.nbytes / 2**30)
+    memory.zero_()  # on all cores, which the driver would not do
+    driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    error = int(driver.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    if error:
+        raise ConfigError(
+            f"kv_offload_gib: CUDA cannot pin {memory.nbytes / 2**30:.1f} GiB of host memory (error {error}): lower it"
+        )
+    weakref.finalize(memory.untyped_storage(), driver.cudaHostUnregister, memory.data_ptr())
+    return memory
