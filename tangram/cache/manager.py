@@ -82,7 +82,7 @@ class CacheManager:
         if self.prefix_caching:
             self._attach(seq, tokens)
         seq.cached_tokens = seq.computed_tokens
-        promise = layout.promised_pages(len(tokens), limit)
+        promise = self._promise(layout, len(tokens), limit)
         seq.promised_pages = seq.formula_pages
         if promise - seq.formula_pages > self.spare_pages:
             self.close(seq)
@@ -108,7 +108,7 @@ class CacheManager:
         """Let the raw tail go and take the final pages of the current chunk; the step that follows fills them whole."""
         self._drop_raw(seq)
         layout, chunk = seq.layout, seq.sealed_chunks
-        pages = self._take(layout.span_pages)
+        pages = self._take_span(seq)
         self._enter(seq, layout.span_entries(chunk), pages)
         seq.spans.append(pages[: layout.full_span_pages])
         if layout.window_span_pages:
@@ -156,6 +156,12 @@ class CacheManager:
         return chunk_key(seq.keys[-1], chunk)
 
     # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _promise(self, layout: Layout, tokens: int, limit: int) -> int:
+        return layout.promised_pages(tokens, limit)
+
+    def _take_span(self, seq: SequenceCache) -> Int32:
+        return self._take(seq.layout.span_pages)
 
     def _take(self, count: int) -> Int32:
         if count > self.ledger.free:

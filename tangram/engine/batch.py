@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tangram.cache.dynamic import DynamicCache
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
 from tangram.kernels.step import PoolKernels, PrefillRows
@@ -68,6 +69,11 @@ class Batcher:
     def windows(self) -> tuple[int | None, ...]:
         """Per layer, the sliding window in tokens."""
         return self.retentions[0].layout.geometry.windows
+
+    @property
+    def _reclaims(self) -> bool:
+        """Whether chunks are stored whole and selected from after the forward pass."""
+        return isinstance(self.cache, DynamicCache)
 
     def attention(self, step: Step) -> StepAttention:
         """The attention of `step`, whose pages the scheduler has taken."""
@@ -140,7 +146,8 @@ class Batcher:
             address[:, number, :, :2] = self._address(row)
             address[:, number, :, 2] = past[layout.head_group]
             spans[number] = first, first + len(row.tokens), first, first + len(row.tokens), row.start
-            kept[:, number] = layout.head_kept_tokens if row.kind is RowKind.SEAL else len(row.tokens)
+            selects = row.kind is RowKind.SEAL and not self._reclaims
+            kept[:, number] = layout.head_kept_tokens if selects else len(row.tokens)
             first += len(row.tokens)
         return PrefillRows(address, spans, kept, tuple(_waves(rows)))
 
@@ -150,7 +157,7 @@ class Batcher:
             retention = self.retentions[row.layout]
             if row.kind is RowKind.SEAL and retention.scorer is not None:
                 sealer = ChunkSealer(
-                    retention, retention.scorer, self.kernels, row, number, self.rotary, self.observer
+                    retention, retention.scorer, self.kernels, row, number, self.rotary, self.observer, self._reclaims
                 )  # fmt: skip
                 sealers.append(sealer)
         return sealers

@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from tangram.cache.layout import Layout
 from tangram.config import EngineConfig
 from tangram.engine.admission import Admission
 from tangram.engine.completion import Completion, News
@@ -56,6 +57,11 @@ class Engine:
     def geometry(self) -> Geometry:
         """The model's attention shape."""
         return self._loaded.geometry
+
+    @property
+    def layout(self) -> Layout:
+        """Where the entries of requests lie that ask for no ρ of their own."""
+        return self._admission.retentions[0].layout
 
     @property
     def max_model_len(self) -> int:

@@ -9,10 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tangram.cache.dynamic import DynamicCache
 from tangram.cache.manager import CacheManager
 from tangram.compress.scorers.kvzip import repeat_tokens
 from tangram.engine.batch import Batcher, DeviceTables
 from tangram.engine.graphs import DecodeGraphs
+from tangram.engine.reclaim import Reclaimer
 from tangram.engine.sampling import Choice, SampleRow, choose
 from tangram.kernels.dispatch import pool_kernels
 from tangram.kernels.step import KernelChoice
@@ -44,6 +46,7 @@ class Runner:
         serving = kernels(self.pool, layout.geometry.group_size)
         block_tables = DeviceTables(cache, loaded.device)
         self._batcher = Batcher(retentions, serving, cache, block_tables, rotary, observer)
+        self._reclaimer = Reclaimer(cache, self.pool, block_tables) if isinstance(cache, DynamicCache) else None
         self._graphs = DecodeGraphs(self._forward, loaded.device) if graphs else None
 
     @torch.inference_mode()
@@ -61,6 +64,8 @@ class Runner:
             logits = self._forward(attention, *self._uploaded(tokens, positions, wanted))
         choice = choose(logits, sample_rows) if sample_rows else None
         self._reconstruct(attention)
+        if self._reclaimer is not None:
+            self._reclaimer.reclaim(attention.sealers, attention.prefill)
         return choice
 
     def _uploaded(self, *arrays: Int64) -> list[Tensor]:
