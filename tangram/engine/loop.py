@@ -12,6 +12,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+import torch
+
 from tangram.cache.layout import Layout
 from tangram.config import EngineConfig
 from tangram.engine.admission import Admission
@@ -57,6 +59,11 @@ class Engine:
     def geometry(self) -> Geometry:
         """The model's attention shape."""
         return self._loaded.geometry
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model runs."""
+        return self._loaded.device
 
     @property
     def layout(self) -> Layout:
