@@ -29,12 +29,13 @@ class DynamicCache(CacheManager):
         return super().spare_pages + sum(len(pages) for _, pages in self._surplus.values())
 
     def reclaim(self, slot: int, kept_tokens: Int64) -> None:
-        """Give back the pages that entries `kept_tokens` [L, H] of the chunk sealed last leave empty.
+        """Give back what the chunk sealed last leaves empty with `kept_tokens` [n], heads of full layers in order.
 
         Raises `IntegrityError` unless a head keeps as many as the layout says: lengths are written already.
         """
         layout = self.sequences[slot].layout
-        if not np.array_equal(kept_tokens, layout.head_kept_tokens):
+        promised = layout.head_kept_tokens[list(layout.geometry.full_layers)]
+        if not np.array_equal(kept_tokens, promised.ravel()):
             raise IntegrityError(f"the chunk of slot {slot} kept other counts than its layout says")
         entries, pages = self._surplus.pop(slot)
         self._enter(self.sequences[slot], entries, np.zeros_like(pages))

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,9 +16,8 @@ from tangram.compress.select import chosen, protect
 from tangram.engine.batch import DeviceTables
 from tangram.kernels.reference import compact
 from tangram.kernels.step import PrefillRows
-from tangram.kernels.transfer import staged
+from tangram.kernels.transfer import staged, upload
 from tangram.model.sealing import ChunkSealer
-from tangram.types import Int64
 
 
 @dataclass(frozen=True)
@@ -32,10 +30,15 @@ class Reclaimer:
 
     def reclaim(self, sealers: Sequence[ChunkSealer], rows: PrefillRows) -> None:
         """Every chunk of `sealers`, rows of `rows`, whose scores are known; `cache` then holds no surplus."""
-        for sealer in sealers:
-            if sealer.deferred:
-                kept = self._select(sealer)
-                self.cache.reclaim(sealer.row.slot, self._compact(sealer, rows, kept))
+        ended = [sealer for sealer in sealers if sealer.deferred]
+        if not ended:
+            return
+        kept = [self._select(sealer) for sealer in ended]
+        # Here the host waits for the device, once for all chunks.
+        counts = torch.stack([chunk.sum(1) for chunk in kept]).cpu().numpy()
+        for sealer, chunk, own in zip(ended, kept, counts, strict=True):
+            self._compact(sealer, rows, chunk, int(own.sum()))
+            self.cache.reclaim(sealer.row.slot, own)
 
     def _select(self, sealer: ChunkSealer) -> Tensor:
         """[n, C] bool: what each of the n heads of the compressed layers keeps."""
@@ -45,12 +48,7 @@ class Reclaimer:
         forced = protect(scores, sealer.row.start, retention.sink_tokens, retention.window_tokens)
         return chosen(forced, limits.to(scores.device, non_blocking=True))
 
-    def _compact(self, sealer: ChunkSealer, rows: PrefillRows, kept: Tensor) -> Int64:
-        """[L, H]: how many entries each head has kept, all of them where it has no scores."""
-        layers = sorted(sealer.deferred)
-        counts = np.full(rows.kept.shape[::2], len(sealer.row.tokens), np.int64)
-        # Here the host waits for the device.
-        counts[layers] = kept.sum(1).cpu().numpy().reshape(len(layers), -1)
-        table, column, past = rows.address[layers, sealer.number].reshape(-1, 3).T
-        compact(self.pool, self.tables.flat(), table, column, past, kept)
-        return counts
+    def _compact(self, sealer: ChunkSealer, rows: PrefillRows, kept: Tensor, count: int) -> None:
+        address = rows.address[sorted(sealer.deferred), sealer.number]
+        table, column, past = upload([address.reshape(-1, 3)], self.pool.device)[0].T
+        compact(self.pool, self.tables.flat(), table, column, past, kept, count)

@@ -47,11 +47,14 @@ def first_keys(pool: Tensor, tables: Tensor, table_off: Indices, column: Indices
 
 
 def compact(
-    pool: Tensor, tables: Tensor, table_off: Indices, column: Indices, first: Indices, kept: Tensor
+    pool: Tensor, tables: Tensor, table_off: Indices, column: Indices, first: Indices, kept: Tensor, count: int
 ) -> None:  # fmt: skip
-    """Of each head's C entries from index `first` [H] on, move those `kept` (bool [H, C]) to the front, in order."""
+    """Of each head's C entries from index `first` [H] on, move those `kept` to the front, in order.
+
+    `kept` is bool [H, C], with `count` entries set.
+    """
     offset, col, begin = (torch.as_tensor(x, device=pool.device).long() for x in (table_off, column, first))
-    head, source = kept.nonzero(as_tuple=True)
+    head, source = torch.nonzero_static(kept, size=count).unbind(1)
     target = kept.cumsum(1)[head, source] - 1
     # Bits are moved, not numbers: torch indexes no FP8.
     entries = blocks(pool.view(torch.uint8) if pool.dtype.itemsize == 1 else pool)

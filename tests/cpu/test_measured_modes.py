@@ -19,6 +19,7 @@ from tangram.compress.scorers import make_scorer
 from tangram.engine.loop import Engine
 from tangram.engine.setup import scorer_spec
 from tangram.errors import ConfigError
+from tangram.kernels import reference
 from tangram.model.load import LoadedModel
 from tangram.types import Event, Request, SamplingParams
 from tests.support import drain, run, small_engine
@@ -158,6 +159,23 @@ def test_reclamation_ends_where_reservation_begins(
     assert state.keys() == found.keys() and len(state) > 8
     for key, pages in state.items():
         assert torch.equal(pages, found[key])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_compacting_moves_what_is_kept_to_the_front(dtype: torch.dtype) -> None:
+    pool = torch.randn(6, 2, 2, 4, 8).to(dtype)
+    tables = torch.tensor([3, 0, 5, 1, 2, 4], dtype=torch.int32)
+    place = [np.array(values, np.int32) for values in ((0, 3), (1, 0), (4, 2))]  # table, column, first entry
+    kept = torch.tensor([[0, 1, 1, 0, 0, 1, 0, 1], [1, 0, 0, 0, 1, 1, 1, 0]], dtype=torch.bool)
+    spans = [
+        (table, column, first, first + 8)
+        for table, column, first in zip(*(values.tolist() for values in place), strict=True)
+    ]
+    before = [torch.stack(reference.gather(pool.float(), tables, *span)) for span in spans]
+    reference.compact(pool, tables, *place, kept, 8)
+    for head, span in enumerate(spans):
+        after = torch.stack(reference.gather(pool.float(), tables, *span))
+        assert torch.equal(after[:, :4], before[head][:, kept[head]])
 
 
 @settings(deadline=None, max_examples=12, derandomize=True, suppress_health_check=list(HealthCheck))

@@ -217,3 +217,26 @@ def test_sealing_takes_the_fused_form_of_a_scorer_by_its_name(models: dict[int, 
     submitted(engine, PROMPTS[2:])
     engine.step()
     assert shapes == [(2, CHUNK, 16)] * 4, "two chunks of two layers"
+
+
+def test_chunks_that_are_stored_whole_and_compacted_later_answer_the_same(
+    models: dict[int, LoadedModel], tmp_path: Path
+) -> None:
+    """On the Triton kernels, under a schedule for all batches."""
+    loaded = models[id(LLAMA)]
+    options = options_of("llama", loaded, tmp_path)
+    uniform = Schedule.parse("uniform+ctas=16+tile=16")
+
+    def triton(pool: Tensor, group: int) -> PoolKernels:
+        from tangram.kernels.triton_kernels import TritonKernels
+
+        return TritonKernels(pool, group, schedule=uniform)
+
+    found = []
+    for reclamation in ("reserved", "dynamic"):
+        engine = small_engine(loaded, triton, reclamation=reclamation, **options)
+        found.append(submitted(engine, PROMPTS))
+        while engine.busy:
+            engine.step()
+            engine.check_books()
+    torch.testing.assert_close(*map(log_probabilities, found), rtol=1e-3, atol=1e-3)
