@@ -165,9 +165,10 @@ def at_rate(engine: Engine, asks: Sequence[Ask], rate: float, limits: Limits) ->
 
 def described(rung: Rung, engine: Engine) -> dict[str, Any]:
     """What tells the rung from others, and what fits."""
-    layout = engine.layout
+    layout, stats = engine.layout, engine.stats()
     return {
         "title": rung.title, "changes": rung.changes, "footprint": footprint(layout),
         "heads_per_page": layout.heads_per_page, "groups": len(layout.groups), "pages_of_a_chunk": layout.span_pages,
-        "capacity_tokens": engine.stats().capacity_tokens, "max_model_len": engine.max_model_len,
+        "pages": stats.pages_total, "capacity_tokens": stats.capacity_tokens, "max_model_len": engine.max_model_len,
+        "kv_cache_gib": engine.config.kv_cache_gib,
     }  # fmt: skip
