@@ -23,6 +23,11 @@ class EngineConfig:
     `load_format` dummy makes random weights of the model's config.json alone, to measure with.
     `enforce_eager` runs a GPU's model operation by operation, without compilation and CUDA graphs.
     `decode_policy` is a file of `tangram bench calibrate-policy`; None takes the one kept for this GPU, if any.
+
+    Three fields are there to measure what the engine's parts are worth; nothing serves with them. `head_groups` says
+    which heads share a page table: those of like budgets, neighbours, or all of a layer (in pages of a layer's heads);
+    what each head is promised stays the same. `decode_schedule` (`plan/schedule.py`) plans every decode step.
+    `reclamation` dynamic allocates a chunk whole and gives back what it did not keep, after the forward pass.
     """
 
     model: str = "smollm2"
@@ -49,6 +54,9 @@ class EngineConfig:
     enforce_eager: bool = False
     device: str = "auto"
     seed: int = 0
+    head_groups: Literal["clustered", "adjacent", "monolithic"] = "clustered"
+    decode_schedule: str | None = None
+    reclamation: Literal["reserved", "dynamic"] = "reserved"
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.kv_retention) and 0.0 < self.kv_retention <= 1.0):
@@ -63,6 +71,15 @@ class EngineConfig:
             raise ConfigError(f"kv_cache_dtype is {self.kv_cache_dtype!r}, it must be 'auto' or 'fp8'")
         if self.load_format not in ("auto", "dummy"):
             raise ConfigError(f"load_format is {self.load_format!r}, it must be 'auto' or 'dummy'")
+        if self.head_groups not in ("clustered", "adjacent", "monolithic"):
+            raise ConfigError(f"head_groups is {self.head_groups!r}, it must be clustered, adjacent or monolithic")
+        if self.reclamation not in ("reserved", "dynamic"):
+            raise ConfigError(f"reclamation is {self.reclamation!r}, it must be 'reserved' or 'dynamic'")
+        if self.decode_schedule is not None and self.decode_policy is not None:
+            raise ConfigError(
+                f"decode_schedule is {self.decode_schedule!r} and decode_policy {self.decode_policy!r}: give one of "
+                f"them, a policy chooses a schedule for each batch"
+            )
         for name in ("page_tokens", "heads_per_page", "chunk_tokens", "max_num_seqs"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least 1")

@@ -18,7 +18,6 @@ from tangram.config import EngineConfig
 from tangram.engine.loop import Engine
 from tangram.engine.observe import score_source
 from tangram.engine.setup import engine_of, scorer_spec
-from tangram.kernels.dispatch import pool_kernels
 from tangram.kernels.step import KernelChoice
 from tangram.model.load import LoadedModel, adopt
 from tangram.types import Event, Request, SamplingParams
@@ -60,7 +59,7 @@ def drain(engine: Engine) -> None:
         engine.check_books()
 
 
-def small_engine(loaded: LoadedModel, kernels: KernelChoice = pool_kernels, **options: Any) -> Engine:
+def small_engine(loaded: LoadedModel, kernels: KernelChoice | None = None, **options: Any) -> Engine:
     """An engine of `loaded` with a chunk of 32 tokens and pages of 8, unless told otherwise."""
     defaults: dict[str, Any] = {
         "kv_retention": 1.0, "chunk_tokens": 32, "page_tokens": 8, "heads_per_page": 2, "max_num_seqs": 8,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from tangram.cache.books import check_books
 from tangram.cache.host import HostTier
 from tangram.cache.layout import Layout
 from tangram.cache.pages import Ledger
@@ -25,7 +26,7 @@ class CacheManager:
     """The one owner of the pool's pages and, if there are any, of the `host_pages` behind them.
 
     `tables` is int32 [max_sequences, width]: row `slot` holds the page ids of every group at `Layout.group_offset`.
-    `follower`, if set, hears of every write to `tables`: places in the flat tables, and the page ids that go there.
+    `follower`, if set, hears of every write to `tables`: the slot, and where in its row.
     `lengths` is int32 [max_sequences, groups]: entries addressable per group, kept current.
     """
 
@@ -42,7 +43,7 @@ class CacheManager:
         width = max(int(layout.group_offset[-1]) for layout in self.layouts)
         groups = max(len(layout.groups) for layout in self.layouts)
         self.tables: Int32 = np.zeros((max_sequences, width), np.int32)
-        self.follower: Callable[[Int64, Int32], None] | None = None
+        self.follower: Callable[[int, Int64], None] | None = None
         self.lengths: Int32 = np.zeros((max_sequences, groups), np.int32)
         self._slots = list(range(max_sequences - 1, -1, -1))
         self.sequences: dict[int, SequenceCache] = {}
@@ -81,7 +82,7 @@ class CacheManager:
         for node in here:
             self.prefix.acquire(node)
         # Pages that are brought back or found raw come out of the promise, so they change nothing here.
-        promise = layout.promised_pages(len(tokens), limit)
+        promise = self._promise(layout, len(tokens), limit)
         if promise - sum(len(node.pages) for node in here) > self.spare_pages:
             for node in reversed(here):
                 self.prefix.release(node)
@@ -124,7 +125,7 @@ class CacheManager:
         """Let the raw tail go and take the final pages of the current chunk; the step that follows fills them whole."""
         self._drop_raw(seq)
         layout, chunk = seq.layout, seq.sealed_chunks
-        pages = self._take(layout.span_pages)
+        pages = self._take_span(seq)
         self._enter(seq, layout.span_entries(chunk), pages)
         seq.spans.append(pages[: layout.full_span_pages])
         if layout.window_span_pages:
@@ -173,6 +174,12 @@ class CacheManager:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
+    def _take_span(self, seq: SequenceCache) -> Int32:
+        return self._take(seq.layout.span_pages)
+
+    def _promise(self, layout: Layout, tokens: int, limit: int) -> int:
+        return layout.promised_pages(tokens, limit)
+
     def _take(self, count: int) -> Int32:
         if count > self.ledger.free:
             self.prefix.evict(count - self.ledger.free)
@@ -183,7 +190,7 @@ class CacheManager:
         self.tables[seq.slot, entries] = pages
         seq.arriving |= bool(self.host.arriving[pages].any())
         if self.follower is not None:
-            self.follower(seq.slot * self.tables.shape[1] + entries, pages)
+            self.follower(seq.slot, entries)
 
     def _write_lengths(self, seq: SequenceCache) -> None:
         lengths = seq.layout.lengths(seq.sealed_chunks, seq.raw_tokens)
@@ -228,7 +235,9 @@ class CacheManager:
             return node
         taken = self._take(pages)
         self.host.restore(key, taken)
-        return self._adopt(key, parent, taken, link)[0]
+        node = self.prefix.insert(key, parent, taken, link)
+        self.prefix.acquire(node)
+        return node
 
     def _attach_raw(self, seq: SequenceCache, tail: Int64) -> None:
         layout, key = seq.layout, seq.keys[-1]
@@ -250,49 +259,37 @@ class CacheManager:
         parent = seq.chunk_nodes[-1] if seq.chunk_nodes else None
         key = chunk_key(seq.keys[-1], tokens[chunk * layout.chunk_tokens : (chunk + 1) * layout.chunk_tokens])
         seq.keys.append(key)
-        entries = seq.layout.span_entries(chunk)
-        node, seq.spans[chunk] = self._adopt(key, parent, seq.spans[chunk], Link.CHUNK)
-        self._enter(seq, entries[: layout.full_span_pages], node.pages)
+        entries, full = layout.span_entries(chunk), layout.full_span_pages
+        node = self._adopt(seq, entries[:full], key, parent, seq.spans[chunk], Link.CHUNK)
+        seq.spans[chunk] = node.pages
         seq.chunk_nodes.append(node)
         if layout.window_span_pages:
-            newest, seq.window_spans[-1] = self._adopt(window_key(key), node, seq.window_spans[-1], Link.WINDOW)
-            self._enter(seq, entries[layout.full_span_pages :], newest.pages)
+            newest = self._adopt(seq, entries[full:], window_key(key), node, seq.window_spans[-1], Link.WINDOW)
+            seq.window_spans[-1] = newest.pages
             seq.window_nodes.append(newest)
 
     def _publish_raw(self, seq: SequenceCache, tokens: Int64, page: int) -> None:
         parent = seq.raw_nodes[-1] if seq.raw_nodes else (seq.chunk_nodes[-1] if seq.chunk_nodes else None)
-        before = seq.raw_nodes[-1].key if seq.raw_nodes else seq.keys[-1]
-        node, seq.raw_pages[page] = self._adopt(raw_key(before, tokens), parent, seq.raw_pages[page], Link.RAW)
-        self._enter(seq, seq.layout.raw_entries(seq.sealed_chunks, page), node.pages)
+        key = raw_key(seq.raw_nodes[-1].key if seq.raw_nodes else seq.keys[-1], tokens)
+        entries = seq.layout.raw_entries(seq.sealed_chunks, page)
+        node = self._adopt(seq, entries, key, parent, seq.raw_pages[page], Link.RAW)
+        seq.raw_pages[page] = node.pages
         seq.raw_nodes.append(node)
 
-    def _adopt(self, key: bytes, parent: Node | None, pages: Int32, link: Link) -> tuple[Node, Int32]:
-        """The link for `key`, made of `pages` if new; if not, its pages take the place of `pages`."""
+    def _adopt(
+        self, seq: SequenceCache, entries: Int64, key: bytes, parent: Node | None, pages: Int32, link: Link
+    ) -> Node:  # fmt: skip
+        """The link for `key`, made of `pages` if new; if not, its pages take the place of `pages` at `entries`."""
         node = self.prefix.find(key)
         if node is None:
             node = self.prefix.insert(key, parent, pages, link)
         else:
             self.ledger.share(node.pages)
             self.ledger.release(pages)
+            self._enter(seq, entries, node.pages)
         self.prefix.acquire(node)
-        return node, node.pages
+        return node
 
     def check(self) -> None:
         """Raise `IntegrityError` unless pages are accounted for, formulas hold and promises are covered."""
-        expected = np.zeros(self.ledger.total, np.int32)
-        for seq in self.sequences.values():
-            for pages in (*seq.spans, *seq.window_spans, *seq.raw_pages):
-                expected[pages] += 1
-            if seq.held_pages != seq.formula_pages:
-                raise IntegrityError(
-                    f"slot {seq.slot} holds {seq.held_pages} pages, the formula says {seq.formula_pages}"
-                )
-        for node in self.prefix.nodes.values():
-            expected[node.pages] += 1
-        self.ledger.check(expected)
-        self.host.check()
-        idle = sum(len(node.pages) for node in self.prefix.nodes.values() if node.users == 0)
-        if idle != self.prefix.idle_pages:
-            raise IntegrityError(f"{idle} cached pages are idle, the books say {self.prefix.idle_pages}")
-        if self.spare_pages < 0:
-            raise IntegrityError(f"{-self.spare_pages} pages were promised that do not exist")
+        check_books(self)

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from tangram.cli import bench, serving
+from tangram.cli import ablation, bench, serving
 from tangram.cli.options import Chunk, Heads, Page, Retention, SizeType, with_config
 from tangram.compress.profile import Profile
 from tangram.config import EngineConfig
@@ -20,6 +20,7 @@ from tangram.size import kv_size, render
 from tangram.types import SamplingParams
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
+serving.commands.command()(ablation.ablation)
 bench.commands.add_typer(serving.commands, name="serving")
 app.add_typer(bench.commands, name="bench")
 _out, _err = Console(), Console(stderr=True)

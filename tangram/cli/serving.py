@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -20,7 +20,7 @@ from tangram.config import EngineConfig
 from tangram.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tangram.drive.clock import Answer, Summary
+    from tangram.drive.clock import Answer, Limits, Summary
     from tangram.drive.work import Ask
     from tangram.engine.loop import Engine
 
@@ -28,6 +28,8 @@ commands = typer.Typer(help=__doc__, no_args_is_help=True)
 _out, _err = Console(), Console(stderr=True)
 
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="keep the figures here (JSON)")]
+TtftLimit = Annotated[float | None, typer.Option(help="goodput counts requests whose first token came by then")]
+TpotLimit = Annotated[float | None, typer.Option(help="goodput counts requests whose tokens came as fast on average")]
 Repeats = Annotated[int, typer.Option(help="times to measure, each with an empty cache")]
 
 
@@ -86,20 +88,24 @@ def trace(
     file: Annotated[Path, typer.Option(help="a Mooncake trace (JSON lines)")],
     seconds: Annotated[float, typer.Option(help="how much of the trace, by its own clock")] = 600.0,
     speed: Annotated[str, typer.Option(help="times as fast as recorded; several, comma-separated, run in turn")] = "1",
+    ttft_limit_s: TtftLimit = None,
+    tpot_limit_ms: TpotLimit = None,
     output: Output = None,
 ) -> None:
     """Requests as they once came: lengths, times and shared prefixes of a recorded trace."""
+    from tangram.drive.clock import Limits
     from tangram.drive.work import traced
 
-    speeds = [_positive("speed", text) for text in speed.split(",")]
+    speeds, limits = [positive("speed", text) for text in speed.split(",")], Limits(ttft_limit_s, tpot_limit_ms)
     engine, parts = _engine(config), []
     for factor in speeds:
         asks = traced(file, seconds=seconds, speed=factor, vocab_size=engine.geometry.vocab_size)
         parts.append((f"speed {factor:g}", _fresh(engine, asks)))
-    _report(f"{file.name}, first {seconds:g} s", engine, parts, output)
+    _report(f"{file.name}, first {seconds:g} s", engine, parts, output, limits)
 
 
-def _positive(name: str, text: str) -> float:
+def positive(name: str, text: str) -> float:
+    """The number that `text` is. Raises `ConfigError` naming the option unless it is greater than 0."""
     try:
         value = float(text)
     except ValueError:
@@ -136,41 +142,52 @@ def _answered(engine: Engine, asks: Sequence[Ask]) -> list[Answer]:
         return answered(engine, asks, lambda done: progress.update(task, completed=done))
 
 
-def _report(title: str, engine: Engine, parts: Sequence[tuple[str, list[Answer]]], output: Path | None) -> None:
+def _report(
+    title: str, engine: Engine, parts: Sequence[tuple[str, list[Answer]]], output: Path | None,
+    limits: Limits | None = None,
+) -> None:  # fmt: skip
     """A line a part, and the JSON."""
-    from tangram.drive.clock import Summary
-    from tangram.tune.environment import environment
+    from tangram.drive.clock import NO_LIMITS, Summary
 
-    summaries = {name: Summary.of(answers) for name, answers in parts}
-    table = Table(title=f"{title}; kv_retention {engine.config.kv_retention}")
-    for column, cell in _COLUMNS.items():
-        table.add_column(column, justify="left" if cell is None else "right")
+    summaries = {name: Summary.of(answers, limits or NO_LIMITS) for name, answers in parts}
+    columns = _COLUMNS if limits in (None, NO_LIMITS) else _COLUMNS | _GOODPUT
+    table = Table("", title=f"{title}; kv_retention {engine.config.kv_retention}")
+    for column in columns:
+        table.add_column(column, justify="right")
     for name, summary in summaries.items():
-        table.add_row(name, *(cell(summary) for cell in _COLUMNS.values() if cell is not None))
+        table.add_row(name, *(cell(summary) for cell in columns.values()))
     _out.print(table)
     stats = asdict(engine.stats())
     _out.print(
         f"{stats['pages_total']:,} pages, {stats['capacity_tokens']:,} tokens fit; {stats['preemptions']} preemptions"
     )
+    kept = {name: asdict(summary) for name, summary in summaries.items()}
+    keep(output, title, engine.config, {"stats": stats, "parts": kept})
+
+
+def keep(output: Path | None, load: str, config: EngineConfig, figures: dict[str, Any]) -> None:
+    """Write `figures`, and what they were measured with, as JSON; nothing without an `output`."""
+    from tangram.tune.environment import environment
+
     if output is not None:
         content = {
-            "command": shlex.join(["tangram", *sys.argv[1:]]), "load": title, "environment": environment(),
-            "config": {field.name: getattr(engine.config, field.name) for field in fields(EngineConfig)},
-            "stats": stats, "parts": {name: asdict(summary) for name, summary in summaries.items()},
+            "command": shlex.join(["tangram", *sys.argv[1:]]), "load": load, "environment": environment(),
+            "config": {field.name: getattr(config, field.name) for field in fields(EngineConfig)}, **figures,
         }  # fmt: skip
         output.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def _at(values: dict[str, float], digits: int) -> str:
+def percentiles(values: dict[str, float], digits: int) -> str:
+    """p50 / p90 / p99."""
     return " / ".join(f"{value:.{digits}f}" for value in values.values())
 
 
-_COLUMNS: dict[str, Callable[[Summary], str] | None] = {
-    "": None,
+_COLUMNS: dict[str, Callable[[Summary], str]] = {
     "seconds": lambda summary: f"{summary.seconds:.2f}",
     "requests/s": lambda summary: f"{summary.requests_per_s:.2f}",
     "tokens/s": lambda summary: f"{summary.tokens_per_s:,.0f}",
     "from cache": lambda summary: f"{summary.cached_share:.0%}",
-    "TTFT s, p50 / 90 / 99": lambda summary: _at(summary.ttft_s, 2),
-    "TPOT ms, p50 / 90 / 99": lambda summary: _at(summary.tpot_ms, 1),
+    "TTFT s, p50 / 90 / 99": lambda summary: percentiles(summary.ttft_s, 2),
+    "TPOT ms, p50 / 90 / 99": lambda summary: percentiles(summary.tpot_ms, 1),
 }
+_GOODPUT: dict[str, Callable[[Summary], str]] = {"goodput/s": lambda summary: f"{summary.goodput_per_s:.2f}"}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tangram.drive.work import Ask
-from tangram.errors import TangramError
+from tangram.errors import ConfigError, TangramError
 from tangram.types import Event, FinishReason, Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -38,24 +38,52 @@ class Answer:
         return (self.times_s[-1] - self.times_s[0]) / (len(self.times_s) - 1) if len(self.times_s) > 1 else None
 
 
-def answered(engine: Engine, asks: Sequence[Ask], progress: Callable[[int], None] = lambda done: None) -> list[Answer]:
-    """All of `asks`, each at its time, greedily and to the last token; `progress` hears how many are done.
+@dataclass(frozen=True)
+class Limits:
+    """What a request must meet to count as goodput; None is no limit."""
+
+    ttft_s: float | None = None
+    tpot_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("ttft_s", "tpot_ms"):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise ConfigError(f"the limit of {name} is {value}, it must be greater than 0")
+
+    def met(self, answer: Answer) -> bool:
+        """Whether `answer` came in time."""
+        in_time = self.ttft_s is None or answer.first_token_s <= self.ttft_s
+        per_token = answer.per_token_s
+        return in_time and (self.tpot_ms is None or per_token is None or per_token * 1e3 <= self.tpot_ms)
+
+
+def answered(
+    engine: Engine, asks: Sequence[Ask], progress: Callable[[int], None] = lambda done: None,
+    started: Callable[[], None] = lambda: None,
+) -> list[Answer]:  # fmt: skip
+    """All of `asks`, each at its time, greedily and to the last token.
+
+    `progress` hears how many are done, `started` when every one has its first token.
 
     Raises `RequestError` if one can never fit, `TangramError` if the engine gives one up.
     """
-    begin, done = time.perf_counter(), 0
+    begin, done, unstarted = time.perf_counter(), 0, len(asks)
     answers = [Answer(ask.at_s, len(ask.tokens)) for ask in asks]
 
     def take(answer: Answer, event: Event) -> None:
-        nonlocal done
+        nonlocal done, unstarted
         if event.finish_reason is FinishReason.ABORT:
             raise TangramError(f"a request was ended by the engine: {event.error}")
+        first = not answer.times_s and bool(event.token_ids)
         answer.times_s += [time.perf_counter() - begin] * len(event.token_ids)
         answer.token_ids += event.token_ids
         answer.cached_tokens = event.usage.cached_tokens
         if event.finish_reason is not None:
             done += 1
             progress(done)
+        unstarted -= first
+        if first and not unstarted:
+            started()
 
     requests = [
         Request(
@@ -76,9 +104,12 @@ def answered(engine: Engine, asks: Sequence[Ask], progress: Callable[[int], None
     return answers
 
 
+NO_LIMITS = Limits()
+
+
 @dataclass(frozen=True)
 class Summary:
-    """Answers in a few figures; percentiles are those of requests."""
+    """Answers in a few figures; percentiles are those of requests, `goodput_per_s` counts those within `limits`."""
 
     requests: int
     seconds: float
@@ -89,10 +120,12 @@ class Summary:
     cached_share: float
     ttft_s: dict[str, float]
     tpot_ms: dict[str, float]
+    limits: Limits
+    goodput_per_s: float
 
     @classmethod
-    def of(cls, answers: Sequence[Answer]) -> Summary:
-        """Of at least one answer."""
+    def of(cls, answers: Sequence[Answer], limits: Limits = NO_LIMITS) -> Summary:
+        """Of at least one answer; goodput counts those that meet `limits`."""
         seconds = max(answer.times_s[-1] for answer in answers) - min(answer.asked_s for answer in answers)
         prompt, output = (
             sum(values) for values in ((a.prompt_tokens for a in answers), (len(a.token_ids) for a in answers))
@@ -101,7 +134,8 @@ class Summary:
         return cls(
             len(answers), seconds, len(answers) / seconds, prompt, output, (prompt + output) / seconds,
             sum(answer.cached_tokens for answer in answers) / prompt,
-            _percentiles([answer.first_token_s for answer in answers]), _percentiles(per_token),
+            _percentiles([answer.first_token_s for answer in answers]), _percentiles(per_token), limits,
+            sum(map(limits.met, answers)) / seconds,
         )  # fmt: skip
 
 

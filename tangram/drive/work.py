@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,12 @@ def alike(count: int, input_tokens: int, output_tokens: int, *, shared_tokens: i
     """`count` requests at once, the first `shared_tokens` of each the same, `input_tokens` of its own behind them."""
     shared = made_up(shared_tokens, vocab_size, 0)
     return [Ask(shared + made_up(input_tokens, vocab_size, 1, n), output_tokens) for n in range(count)]
+
+
+def arriving(asks: Sequence[Ask], rate: float) -> list[Ask]:
+    """`asks` as independent clients send them, `rate` a second on average (Poisson); the same gaps at every rate."""
+    gaps = np.random.default_rng(5).exponential(1.0, len(asks))
+    return [replace(ask, at_s=float(at_s)) for ask, at_s in zip(asks, np.cumsum(gaps) / rate, strict=True)]
 
 
 def traced(path: Path, *, seconds: float, speed: float, vocab_size: int) -> list[Ask]:

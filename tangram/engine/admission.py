@@ -42,10 +42,9 @@ class Admission:
         if not prompt:
             raise RequestError("prompt is empty, it must have at least one token", "prompt")
         geometry = self.retentions[0].layout.geometry
-        if outside := [token for token in prompt if not 0 <= token < geometry.vocab_size]:
-            raise RequestError(
-                f"prompt has token {outside[0]}, it must lie in [0, {geometry.vocab_size - 1}]", "prompt"
-            )
+        for token in (min(prompt), max(prompt)):
+            if not 0 <= token < geometry.vocab_size:
+                raise RequestError(f"prompt has token {token}, it must lie in [0, {geometry.vocab_size - 1}]", "prompt")
         room = self.max_model_len - len(prompt)
         if room < 1:
             raise RequestError(

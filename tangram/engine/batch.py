@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tangram.cache.dynamic import DynamicCache
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
 from tangram.kernels.step import PoolKernels, PrefillRows
@@ -23,6 +24,7 @@ from tangram.plan.form import DecodeRows
 from tangram.plan.schedule import Decoding
 from tangram.types import Int32, Int64, Row, RowKind, Step
 
+WHOLE_ROW = 16  # a block table of which this part was written is copied as a whole
 GROWTH_TOKENS = 128  # what a row grows by in the first half of a plan's life, as far as planning knows
 
 
@@ -30,21 +32,36 @@ class DeviceTables:
     """Block tables where the pool is: a copy of those of `cache` that follows every write; in host memory, those."""
 
     def __init__(self, cache: CacheManager, device: torch.device) -> None:
-        self._tables = torch.from_numpy(cache.tables).to(device).view(-1)
-        self._written = list[tuple[Int64, Int32]]()
-        if not self._tables.is_cpu:
-            cache.follower = lambda places, pages: self._written.append((places, pages))
+        self._host, self._device = cache.tables, torch.from_numpy(cache.tables).to(device)
+        self._written: dict[int, list[Int64]] = {}
+        if not self._device.is_cpu:
+            cache.follower = lambda slot, entries: self._written.setdefault(slot, []).append(entries)
 
     def flat(self) -> Tensor:
         """int32: the block tables of all sequences, end to end, as they are now."""
         if self._written:
-            places, pages = (np.concatenate(parts)[::-1] for parts in zip(*self._written, strict=True))
+            width, places, rows = self._host.shape[1], [], []
+            for slot, parts in self._written.items():
+                if sum(map(len, parts)) * WHOLE_ROW > width:
+                    rows.append(slot)
+                else:
+                    places += [slot * width + entries for entries in parts]
             self._written.clear()
-            # Of two writes to one place the later one holds.
-            places, newest = np.unique(places, return_index=True)
-            where, what = placed(np.stack([places, pages[newest]]), self._tables.device)
-            self._tables[where] = what.int()
-        return self._tables
+            self._copy_places(places)
+            self._copy_rows(rows)
+        return self._device.view(-1)
+
+    def _copy_places(self, places: list[Int64]) -> None:
+        """A place that was written twice is copied twice, as it is now."""
+        if places:
+            where = np.concatenate(places)
+            target, pages = placed(np.stack([where, self._host.ravel().take(where)]), self._device.device)
+            self._device.view(-1).index_copy_(0, target, pages.int())
+
+    def _copy_rows(self, slots: list[int]) -> None:
+        if slots:
+            target = placed(np.asarray(slots), self._device.device)
+            self._device.index_copy_(0, target, placed(self._host[slots], self._device.device))
 
 
 @dataclass
@@ -67,6 +84,11 @@ class Batcher:
     def windows(self) -> tuple[int | None, ...]:
         """Per layer, the sliding window in tokens."""
         return self.retentions[0].layout.geometry.windows
+
+    @property
+    def _reclaims(self) -> bool:
+        """Whether chunks are stored whole and selected from after the forward pass."""
+        return isinstance(self.cache, DynamicCache)
 
     def attention(self, step: Step) -> StepAttention:
         """The attention of `step`, whose pages the scheduler has taken."""
@@ -147,7 +169,8 @@ class Batcher:
             address[:, number, :, :2] = self._address(row)
             address[:, number, :, 2] = past[layout.head_group]
             spans[number] = first, first + len(row.tokens), first, first + len(row.tokens), row.start
-            kept[:, number] = layout.head_kept_tokens if row.kind is RowKind.SEAL else len(row.tokens)
+            selects = row.kind is RowKind.SEAL and not self._reclaims
+            kept[:, number] = layout.head_kept_tokens if selects else len(row.tokens)
             first += len(row.tokens)
         return PrefillRows(address, spans, kept, tuple(_waves(rows)))
 
@@ -158,12 +181,13 @@ class Batcher:
             if kind is not RowKind.SEAL or (scorer := retention.scorer) is None:
                 continue
             fused = self.kernels.fused_scores.get(scorer.name)
-            if fused is not None and self.observer is None and not retention.layout.keeps_everything:
+            apart = self.observer is not None or self._reclaims or retention.layout.keeps_everything
+            if fused is not None and not apart:
                 yield FusedSealer(retention, self.kernels, fused, slice(numbers[0], numbers[-1] + 1))
             else:
-                for number in numbers:
+                for at in numbers:
                     yield ChunkSealer(
-                        retention, scorer, self.kernels, rows[number], number, self.rotary, self.observer
+                        retention, scorer, self.kernels, rows[at], at, self.rotary, self.observer, self._reclaims
                     )  # fmt: skip
 
 

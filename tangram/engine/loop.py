@@ -14,6 +14,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
+from tangram.cache.layout import Layout
 from tangram.config import EngineConfig
 from tangram.engine.admission import Admission
 from tangram.engine.completion import Completion
@@ -66,6 +69,16 @@ class Engine:
     def geometry(self) -> Geometry:
         """The model's attention shape."""
         return self._loaded.geometry
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model runs."""
+        return self._loaded.device
+
+    @property
+    def layout(self) -> Layout:
+        """Where the entries of requests lie that ask for no ρ of their own."""
+        return self._admission.retentions[0].layout
 
     @property
     def max_model_len(self) -> int:

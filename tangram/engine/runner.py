@@ -9,10 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tangram.cache.dynamic import DynamicCache
 from tangram.cache.manager import CacheManager
 from tangram.compress.scorers.kvzip import repeat_tokens
 from tangram.engine.batch import Batcher, DeviceTables
 from tangram.engine.graphs import Carry, DecodeGraphs
+from tangram.engine.reclaim import Reclaimer
 from tangram.engine.sampling import Choice, SampleRow, choose
 from tangram.kernels.dispatch import host_memory, pool_kernels
 from tangram.kernels.step import KernelChoice
@@ -46,6 +48,7 @@ class Runner:
         block_tables = DeviceTables(cache, loaded.device)
         self._host = host_memory(self.pool, cache.host.total)
         self._batcher = Batcher(retentions, serving, cache, block_tables, rotary, observer)
+        self._reclaimer = Reclaimer(cache, self.pool, block_tables) if isinstance(cache, DynamicCache) else None
         self._graphs = DecodeGraphs(self._forward, loaded.device) if graphs else None
         self._chosen = dict[int, int](), torch.empty(0, dtype=torch.int64, device=loaded.device)
 
@@ -73,6 +76,9 @@ class Runner:
             for sample_row, token in zip(sample_rows, choice.tokens[:, None].unbind(), strict=True):
                 sample_row.append(token)
         self._reconstruct(attention)
+        if self._reclaimer is not None:
+            alone = [sealer for sealer in attention.sealers if isinstance(sealer, ChunkSealer)]
+            self._reclaimer.reclaim(alone, attention.prefill)
         return choice
 
     @torch.inference_mode()

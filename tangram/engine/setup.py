@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
+from tangram.cache.dynamic import DynamicCache
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
 from tangram.calibrate import calibrate, in_terminal
+from tangram.compress.groups import adjacent
 from tangram.compress.library import find_profile, shipped_profiles
 from tangram.compress.profile import Profile
 from tangram.compress.provenance import ScorerSpec
@@ -33,6 +35,7 @@ from tangram.model.load import LoadedModel, cache_folder, load_model
 from tangram.model.sealing import Retention
 from tangram.pilots import pilot_texts
 from tangram.plan.policy import Policy, policy_name
+from tangram.plan.schedule import Schedule
 
 QUICK_SAMPLES = 8  # enough for a usable ranking of heads; `tangram calibrate` takes 50
 
@@ -42,11 +45,11 @@ _log = logging.getLogger("tangram")
 def build_engine(config: EngineConfig) -> Engine:
     """Everything `config` asks for, ready to `submit` to. Raises the errors of `tangram.errors` with what to change."""
     loaded = load_model(config.model, dtype=config.dtype, device=config.device, load_format=config.load_format)
-    return engine_of(config, loaded, partial(pool_kernels, policy=_decode_policy(config, loaded)))
+    return engine_of(config, loaded)
 
 
-def engine_of(config: EngineConfig, loaded: LoadedModel, kernels: KernelChoice = pool_kernels) -> Engine:
-    """`build_engine` for a model that is loaded already, its pool served by what `kernels` chooses."""
+def engine_of(config: EngineConfig, loaded: LoadedModel, kernels: KernelChoice | None = None) -> Engine:
+    """`build_engine` for a model that is loaded already; `kernels`, if given, chooses what serves its pool."""
     limit = loaded.geometry.max_positions
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(f"max_model_len is {config.max_model_len}, the model was made for at most {limit} positions")
@@ -55,7 +58,7 @@ def engine_of(config: EngineConfig, loaded: LoadedModel, kernels: KernelChoice =
     max_model_len = _fit_model_len(config, retentions[0], pages, config.max_model_len or limit)
     dtype = cache_dtype(config, loaded)
     page_bytes, span_pages = retentions[0].layout.page_bytes(dtype.itemsize), retentions[0].layout.span_pages
-    cache = CacheManager(
+    cache = (CacheManager if config.reclamation == "reserved" else DynamicCache)(
         [(entry.fingerprint, entry.layout) for entry in retentions],
         total_pages=pages, max_sequences=config.max_num_seqs, prefix_caching=config.enable_prefix_caching,
         host_pages=offload_bytes(config, span_pages * page_bytes) // page_bytes,
@@ -64,15 +67,33 @@ def engine_of(config: EngineConfig, loaded: LoadedModel, kernels: KernelChoice =
     if fast:
         join_projections(loaded.model)
         compile_layers(loaded.model)
-    runner = Runner(loaded, retentions, pages=pages, cache=cache, kernels=kernels, graphs=fast, cache_dtype=dtype)
+    runner = Runner(
+        loaded, retentions, pages=pages, cache=cache, kernels=kernels or _kernels(config, loaded), graphs=fast,
+        cache_dtype=dtype,
+    )  # fmt: skip
     runner.capture(config.max_num_seqs, partial(in_terminal, description="Capturing decode steps"))
     admission = Admission(retentions, pages, dtype.itemsize, max_model_len)
     _announce(config, loaded, admission, cache.host.total)
-    twice = [
+    one_at_a_time = [
         number for number, entry in enumerate(retentions)
-        if entry.scorer is not None and "reconstruction" in entry.scorer.needs
+        if entry.scorer is not None and ("reconstruction" in entry.scorer.needs or config.reclamation == "dynamic")
     ]  # fmt: skip
-    return Engine(config, loaded, admission, Scheduler(config, cache, one_at_a_time=frozenset(twice)), runner)
+    return Engine(config, loaded, admission, Scheduler(config, cache, one_at_a_time=frozenset(one_at_a_time)), runner)
+
+
+def _kernels(config: EngineConfig, loaded: LoadedModel) -> KernelChoice:
+    """What the device has, told how to decode."""
+    if config.decode_schedule is None:
+        return partial(pool_kernels, policy=_decode_policy(config, loaded))
+    try:
+        schedule = Schedule.parse(config.decode_schedule)
+    except ConfigError as error:
+        raise ConfigError(f"decode_schedule: {error}") from error
+    if "replan" in schedule.flags:
+        raise ConfigError(
+            f"decode_schedule is {schedule.text!r}: an engine plans when the batch changes, leave out +replan"
+        )
+    return partial(pool_kernels, schedule=schedule)
 
 
 def _decode_policy(config: EngineConfig, loaded: LoadedModel) -> Policy | None:
@@ -111,10 +132,10 @@ def calibrate_model(
 
 
 def _retentions(config: EngineConfig, loaded: LoadedModel, max_tokens: int) -> list[Retention]:
-    """The default ρ first, then 1.0, then those of other profiles the user named."""
+    """The default ρ first, then 1.0, then those of other profiles the user named; all in pages of one shape."""
     uncompressed = Layout.uncompressed(
         loaded.geometry, chunk_tokens=config.chunk_tokens, page_tokens=config.page_tokens,
-        heads_per_page=config.heads_per_page, max_tokens=max_tokens,
+        heads_per_page=_page_heads(config, loaded), max_tokens=max_tokens,
     )  # fmt: skip
     # ρ = 1.0 depends on the model alone; its weights' digest stands in for the profile's fingerprint.
     full = Retention(1.0, uncompressed, f"full:{loaded.fingerprint.weights_sha256}:{config.chunk_tokens}")
@@ -126,14 +147,16 @@ def _retentions(config: EngineConfig, loaded: LoadedModel, max_tokens: int) -> l
     scorer = make_scorer(config.scorer, gate=Path(config.gate) if config.gate else None)
     scorer.check_tokens(config.chunk_tokens)
     named = [_load(path, config, loaded, scorer) for path in config.profile]
-    found = [_retention(profile, scorer, loaded, max_tokens) for profile in named]
+    found = [_retention(config, profile, scorer, loaded, max_tokens) for profile in named]
     defaults = [entry for entry in (*found, full) if entry.kv_retention == config.kv_retention]
     if named and not defaults:
         raise ProfileError(
             f"kv_retention is {config.kv_retention}, the profiles given are for "
             f"{', '.join(str(profile.kv_retention) for profile in named)}: set kv_retention to one of them"
         )
-    default = defaults[0] if defaults else _retention(_profile(config, loaded, scorer), scorer, loaded, max_tokens)
+    if not defaults:
+        defaults = [_retention(config, _profile(config, loaded, scorer), scorer, loaded, max_tokens)]
+    default = defaults[0]
     return [default, *(entry for entry in (full, *found) if entry is not default)]
 
 
@@ -175,15 +198,25 @@ def _profile(config: EngineConfig, loaded: LoadedModel, scorer: Scorer) -> Profi
     return profile
 
 
-def _retention(profile: Profile, scorer: Scorer, loaded: LoadedModel, max_tokens: int) -> Retention:
+def _page_heads(config: EngineConfig, loaded: LoadedModel) -> int:
+    """Hp: a monolithic page holds a whole layer's heads."""
+    return loaded.geometry.kv_heads if config.head_groups == "monolithic" else config.heads_per_page
+
+
+def _retention(
+    config: EngineConfig, profile: Profile, scorer: Scorer, loaded: LoadedModel, max_tokens: int
+) -> Retention:  # fmt: skip
+    heads, fingerprint = _page_heads(config, loaded), profile.fingerprint()
+    groups: Sequence[Sequence[tuple[int, int]]] = profile.groups
+    sealed_pages: Sequence[int] = profile.sealed_pages
+    if config.head_groups != "clustered":
+        groups, sealed_pages = adjacent(groups, sealed_pages, heads)
+        fingerprint = f"{config.head_groups}:{fingerprint}"
     layout = Layout.build(
-        loaded.geometry, chunk_tokens=profile.chunk_tokens, page_tokens=profile.page_tokens,
-        heads_per_page=profile.heads_per_page, max_tokens=max_tokens, groups=profile.groups,
-        sealed_pages=profile.sealed_pages,
+        loaded.geometry, chunk_tokens=profile.chunk_tokens, page_tokens=profile.page_tokens, heads_per_page=heads,
+        max_tokens=max_tokens, groups=groups, sealed_pages=sealed_pages,
     )  # fmt: skip
-    return Retention(
-        profile.kv_retention, layout, profile.fingerprint(), scorer, profile.sink_tokens, profile.window_tokens
-    )
+    return Retention(profile.kv_retention, layout, fingerprint, scorer, profile.sink_tokens, profile.window_tokens)
 
 
 def _pool_pages(config: EngineConfig, loaded: LoadedModel, layout: Layout) -> int:

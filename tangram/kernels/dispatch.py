@@ -8,19 +8,22 @@ from tangram.kernels.offload import HostMemory, PlainHostMemory
 from tangram.kernels.step import PoolKernels
 from tangram.kernels.torch_kernels import TorchKernels
 from tangram.plan.policy import Policy
+from tangram.plan.schedule import Schedule
 
 
-def pool_kernels(pool: Tensor, group: int, policy: Policy | None = None) -> PoolKernels:
+def pool_kernels(
+    pool: Tensor, group: int, policy: Policy | None = None, schedule: Schedule | None = None
+) -> PoolKernels:  # fmt: skip
     """The fastest kernels for `pool` [N_pages, Hp, 2, P, D] and G = `group` query heads a KV head.
 
-    `policy` says how to decode on a GPU; it is for no other device. Compiles what they will need, where that is known
-    before the first step.
+    `policy` says how to decode on a GPU; it is for no other device. `schedule` is that of every batch, whatever the
+    policy. Compiles what they will need, where that is known before the first step.
     """
     if pool.is_cuda:
         from tangram.kernels.triton_kernels import TritonKernels  # Triton comes with torch where there is a GPU
 
-        return TritonKernels(pool, group, policy)
-    return TorchKernels(pool)
+        return TritonKernels(pool, group, policy, schedule)
+    return TorchKernels(pool, schedule)
 
 
 def host_memory(pool: Tensor, pages: int) -> HostMemory:

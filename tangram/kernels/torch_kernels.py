@@ -8,17 +8,22 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from tangram.errors import ConfigError
 from tangram.kernels import cpu, reference
 from tangram.kernels.step import PrefillRows, Ranking
-from tangram.plan.aot import plan_aot
-from tangram.plan.schedule import Decoding
+from tangram.plan.cost import CostModel
+from tangram.plan.schedule import PLANNERS, Decoding, Schedule
 from tangram.types import Int32
 
+BY_BUDGETS = "aot+ctas=1+tasks=4+min=1+tile=128"
 NOTHING_FUSED: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({})
 
 
 class TorchKernels:
-    """`PoolKernels` for any device and dtype."""
+    """`PoolKernels` for any device and dtype. Every batch is decoded by `schedule`; None splits by budgets.
+
+    Raises `ConfigError` if the schedule asks for what only the GPU's kernels can.
+    """
 
     fused_scores = NOTHING_FUSED
     captured = None
@@ -27,8 +32,14 @@ class TorchKernels:
     _tables: Tensor
     _lengths: Tensor
 
-    def __init__(self, pool: Tensor) -> None:
+    def __init__(self, pool: Tensor, schedule: Schedule | None = None) -> None:
         self._pool, self._decode_rows = pool, 0
+        self._schedule = Schedule.parse(BY_BUDGETS) if schedule is None else schedule
+        if foreign := sorted({*self._schedule.flags, *self._schedule.numbers} - {*PLANNERS[self._schedule.planner]}):
+            raise ConfigError(
+                f"decode_schedule is {self._schedule.text!r}: +{foreign[0]} tells the GPU's kernels how to run, leave "
+                f"it out on {pool.device.type}"
+            )
         if cpu.compiled(pool):
             cpu.warm_up()
 
@@ -37,8 +48,8 @@ class TorchKernels:
         return rows
 
     def load(self, batch: Decoding, width: int) -> None:
-        """See `PoolKernels`: by budgets, for torch's threads."""
-        plan = plan_aot(batch.rows, torch.get_num_threads(), tasks_per_worker=4, tile_tokens=128)
+        """See `PoolKernels`: for torch's threads."""
+        plan = self._schedule.plan(batch, torch.get_num_threads(), CostModel())
         self._plan = cpu.CpuPlan.build(plan, batch.rows)
 
     def begin(self, tables: Tensor, lengths: Int32, decode_rows: int, prefill: PrefillRows) -> None:

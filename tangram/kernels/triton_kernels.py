@@ -28,8 +28,9 @@ UNMEASURED = "packing:measured"  # without a policy: a work queue that reads sha
 class TritonKernels:
     """`PoolKernels` of float32, bfloat16, float16 and FP8 pools for models of G = `group` query heads a KV head.
 
-    `policy` chooses the schedule of each batch; without one all have the same. What a step's kernels read is uploaded
-    by `begin`, once; layers only launch. An FP8 pool's scales are all 1, as in vLLM without calibration.
+    `schedule` is that of every batch; without one `policy` chooses, and without that all have the same too. What a
+    step's kernels read is uploaded by `begin`, once; layers only launch. An FP8 pool's scales are all 1, as in vLLM
+    without calibration.
     """
 
     fused_scores = FUSED_SCORES
@@ -39,8 +40,11 @@ class TritonKernels:
     _rows: PrefillRows
     _tables: Tensor
 
-    def __init__(self, pool: Tensor, group: int, policy: Policy | None = None) -> None:
+    def __init__(
+        self, pool: Tensor, group: int, policy: Policy | None = None, schedule: Schedule | None = None
+    ) -> None:  # fmt: skip
         self._pool, self._group, self._policy, self._decode_rows = pool, group, policy, 0
+        self._fixed = schedule
         device = pool.device
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count if pool.is_cuda else 1
         self._cost = CostModel() if policy is None else policy.cost
@@ -88,9 +92,10 @@ class TritonKernels:
             self._scales = torch.ones(layers, heads, 2, device=self._pool.device)
 
     def _schedule(self, batch: Decoding) -> Schedule:
+        if self._fixed is not None or self._policy is None:
+            return Schedule.parse(UNMEASURED) if self._fixed is None else self._fixed
         # FlashInfer would plan every layer on the host at every step: it is not a route for an engine.
-        chosen = UNMEASURED if self._policy is None else self._policy.choose(StepLoad.of(batch), library=False)
-        return Schedule.parse(chosen)
+        return Schedule.parse(self._policy.choose(StepLoad.of(batch), library=False))
 
     def begin(self, tables: Tensor, lengths: Int32, decode_rows: int, prefill: PrefillRows) -> None:
         """See `PoolKernels`."""

@@ -14,8 +14,11 @@ from tangram.model.attention import IMPLEMENTATION, attention
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """Compile every layer at its first call, once for all layers of a kind and for any number of tokens."""
+    """Compile every layer at its first call, once for all layers of a kind and for any number of tokens.
+
+    What is compiled already stays as it is: several engines may use one model, one after the other.
+    """
     AttentionInterface.register(IMPLEMENTATION, torch.compiler.disable(attention))  # type: ignore[no-untyped-call]
     for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
+        if isinstance(module, GradientCheckpointingLayer) and module._compiled_call_impl is None:
             nn.Module.compile(module, dynamic=True)

@@ -63,7 +63,8 @@ class ChunkSealer:
 
     `number` is the row's number among the prefill rows of the step that `kernels` have begun. With a scorer that needs
     a reconstruction the chunk waits in `pending` until the second pass brings the queries of its repetition; `chunk_kv`
-    keeps its k and v [C, H, D] of every layer for that pass.
+    keeps its k and v [C, H, D] of every layer for that pass. `defers` only keeps the scores [H, C] of every layer in
+    `deferred`: the chunk is stored whole, and selected from when the step is done.
     """
 
     retention: Retention
@@ -73,6 +74,8 @@ class ChunkSealer:
     number: int
     rotary: Rotary | None
     observer: ScoreObserver | None = None
+    defers: bool = False
+    deferred: dict[int, Tensor] = field(default_factory=dict)
     pending: dict[int, ChunkView] = field(default_factory=dict)
     chunk_kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -108,11 +111,15 @@ class ChunkSealer:
         self._select(replace(self.pending.pop(layer), reconstruction=repeat))
 
     def _select(self, chunk: ChunkView) -> None:
-        retention, scores = self.retention, self.scorer.score(chunk)
+        retention, fused = self.retention, self.kernels.fused_scores.get(self.scorer.name)
+        scores = self.scorer.score(chunk) if fused is None else fused(chunk.keys[None])[0]
         if self.observer is not None:
             self.observer(self.row.start, chunk.layer, scores)
         if retention.layout.keeps_everything:
             return  # it is stored already
+        if self.defers:
+            self.deferred[chunk.layer] = scores
+            return
         ranking = ChunkRanking(scores[None], retention.sink_tokens, retention.window_tokens)
         self.kernels.seal(chunk.layer, self.rows, ranking, chunk.keys.transpose(0, 1), chunk.values.transpose(0, 1))
 

@@ -11,8 +11,8 @@ from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from tangram.cli import app
-from tangram.drive.clock import Answer, Summary, answered
-from tangram.drive.work import Ask, alike, made_up, next_turn, traced
+from tangram.drive.clock import Answer, Limits, Summary, answered
+from tangram.drive.work import Ask, alike, arriving, made_up, next_turn, traced
 from tangram.engine.llm import LLM
 from tangram.errors import ConfigError, RequestError
 from tangram.types import Event, FinishReason, Request, SamplingParams
@@ -113,6 +113,44 @@ def test_a_summary_adds_up() -> None:
     assert (summary.requests, summary.seconds, summary.prompt_tokens, summary.output_tokens) == (2, 4.0, 40, 4)
     assert summary.requests_per_s == 0.5 and summary.tokens_per_s == 11.0 and summary.cached_share == 0.1
     assert summary.ttft_s["p50"] == 2.0 and summary.tpot_ms["p99"] == 500.0
+
+
+@pytest.mark.parametrize(
+    ("limits", "met"),
+    [
+        (Limits(), 3), (Limits(ttft_s=1.0), 2), (Limits(tpot_ms=500.0), 2), (Limits(ttft_s=3.0, tpot_ms=499.0), 1),
+        (Limits(ttft_s=0.5), 0),
+    ],
+)  # fmt: skip
+def test_goodput_counts_what_came_in_time(limits: Limits, met: int) -> None:
+    """An answer of one token has no time per token to miss."""
+    answers = [
+        Answer(0.0, 10, [1.0, 1.5, 2.0], [7, 8, 9]), Answer(1.0, 30, [4.0], [7]), Answer(2.0, 5, [3.0, 5.0], [7, 8]),
+    ]  # fmt: skip
+    summary = Summary.of(answers, limits)
+    assert summary.goodput_per_s == met / 5.0 and summary.limits == limits
+
+
+def test_a_limit_that_nothing_can_meet_is_refused() -> None:
+    with pytest.raises(ConfigError, match="limit of tpot_ms is 0"):
+        Limits(tpot_ms=0.0)
+
+
+def test_arrivals_have_the_rate_that_is_asked_for_and_the_same_order() -> None:
+    asks = alike(400, 3, 2, shared_tokens=0, vocab_size=300)
+    slow, fast = arriving(asks, 2.0), arriving(asks, 8.0)
+    assert 180 < slow[-1].at_s < 220
+    assert [ask.tokens for ask in slow] == [ask.tokens for ask in asks]
+    assert [ask.at_s for ask in slow] == sorted(ask.at_s for ask in slow)
+    assert [ask.at_s for ask in fast] == pytest.approx([ask.at_s / 4 for ask in slow])
+
+
+def test_who_listens_hears_when_all_have_their_first_token(llm: LLM) -> None:
+    heard: list[int] = []
+    generated = llm.engine.stats().generated_tokens
+    answered(llm.engine, alike(3, 20, 6, shared_tokens=0, vocab_size=300),
+             started=lambda: heard.append(llm.engine.stats().generated_tokens - generated))  # fmt: skip
+    assert len(heard) == 1 and 3 <= heard[0] < 18
 
 
 def test_a_trace_gives_equal_tokens_for_equal_blocks(tmp_path: Path) -> None:

@@ -241,3 +241,28 @@ def test_what_comes_back_from_host_memory_beside_other_steps_answers_the_same(
             assert [event.token_ids for event in ours] == [event.token_ids for event in theirs]
             torch.testing.assert_close(log_probabilities(ours), log_probabilities(theirs), rtol=1e-3, atol=1e-3)
     assert tight_engine.stats().restored_tokens > 0 and roomy.stats().restored_tokens == 0
+
+
+def test_chunks_that_are_stored_whole_and_compacted_later_answer_the_same(
+    models: dict[int, LoadedModel], tmp_path: Path
+) -> None:
+    """On the Triton kernels, under a schedule for all batches."""
+    loaded = models[id(LLAMA)]
+    options = options_of("llama", loaded, tmp_path)
+    uniform = Schedule.parse("uniform+ctas=16+tile=16")
+
+    def triton(pool: Tensor, group: int) -> PoolKernels:
+        from tangram.kernels.triton_kernels import TritonKernels
+
+        return TritonKernels(pool, group, schedule=uniform)
+
+    found = []
+    for reclamation in ("reserved", "dynamic"):
+        engine = small_engine(loaded, triton, reclamation=reclamation, **options)
+        found.append(submitted(engine, PROMPTS))
+        while engine.busy:
+            engine.step()
+            engine.check_books()
+    for ours, theirs in zip(*found, strict=True):
+        assert [event.token_ids for event in ours] == [event.token_ids for event in theirs]
+        torch.testing.assert_close(log_probabilities(ours), log_probabilities(theirs), rtol=1e-3, atol=1e-3)

@@ -1,4 +1,4 @@
-"""Whoever repeats the writes that the manager tells of has its block tables."""
+"""Whoever copies the places that the manager tells of has its block tables."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from hypothesis import strategies as st
 
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
-from tangram.types import Int32, Int64
+from tangram.types import Int64
 from tests.host.support import layout_sets
 from tests.host.test_cache import admit, manager, tokens_of
 
 
 class Copy:
-    """The tables of a manager, written where and what it says."""
+    """The tables of a manager, copied where it says."""
 
     def __init__(self, cache: CacheManager) -> None:
-        self._cache, self._tables, self.writes = cache, cache.tables.ravel().copy(), 0
+        self._cache, self._tables, self.writes = cache, cache.tables.copy(), 0
         cache.follower = self._write
 
-    def _write(self, places: Int64, pages: Int32) -> None:
-        self._tables[places] = pages
+    def _write(self, slot: int, entries: Int64) -> None:
+        self._tables[slot, entries] = self._cache.tables[slot, entries]
         self.writes += 1
 
     def check(self) -> None:
-        assert (self._tables == self._cache.tables.ravel()).all()
+        assert (self._tables == self._cache.tables).all()
 
 
 @settings(max_examples=40, deadline=None)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tangram.compress.groups import allot_pages, cluster, group_budgets, realised_retention
+from tangram.compress.groups import adjacent, allot_pages, cluster, group_budgets, realised_retention
 from tangram.errors import ConfigError
 
 PAGE_TOKENS = 16
@@ -201,3 +201,27 @@ def test_ties_keep_the_natural_order_and_layers_keep_their_own_index() -> None:
 def test_cluster_refuses_what_it_cannot_group(budgets: list[Any], size: int, across: Any, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         cluster(budgets, [0], size, across)
+
+
+@given(
+    kv_heads=st.integers(1, 6), layers=st.integers(1, 5), per_page=st.integers(1, 6), coarser=st.integers(1, 6),
+    data=st.data(),
+)  # fmt: skip
+def test_neighbours_keep_at_least_what_clustering_gave_them(
+    kv_heads: int, layers: int, per_page: int, coarser: int, data: st.DataObject
+) -> None:
+    shape = layers * kv_heads
+    budgets = np.array(data.draw(st.lists(st.floats(0, 1), min_size=shape, max_size=shape))).reshape(layers, kv_heads)
+    groups = cluster(budgets, range(layers), per_page, "model")
+    pages = data.draw(st.lists(st.integers(1, 9), min_size=len(groups), max_size=len(groups)))
+    given_pages = {head: count for group, count in zip(groups, pages, strict=True) for head in group}
+    runs, deepest = adjacent(groups, pages, coarser)
+    heads = [head for run in runs for head in run]
+    assert heads == sorted(given_pages) and all(len(run) == coarser for run in runs[:-1])
+    assert deepest == [max(given_pages[head] for head in run) for run in runs]
+
+
+def test_a_run_of_all_heads_is_a_layer() -> None:
+    groups = [((0, 0), (1, 1)), ((1, 0), (0, 1))]
+    assert adjacent(groups, [3, 1], 2) == ([((0, 0), (0, 1)), ((1, 0), (1, 1))], [3, 3])
+    assert adjacent(groups, [3, 1], 1)[1] == [3, 1, 1, 3]

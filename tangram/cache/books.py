@@ -1,0 +1,31 @@
+"""Going over the books of a cache: what each page is held by, and what was promised."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tangram.errors import IntegrityError
+
+if TYPE_CHECKING:
+    from tangram.cache.manager import CacheManager
+
+
+def check_books(cache: CacheManager) -> None:
+    """Raise `IntegrityError` unless pages are accounted for, formulas hold and promises are covered."""
+    expected = np.zeros(cache.ledger.total, np.int32)
+    for seq in cache.sequences.values():
+        for pages in (*seq.spans, *seq.window_spans, *seq.raw_pages):
+            expected[pages] += 1
+        if seq.held_pages != seq.formula_pages:
+            raise IntegrityError(f"slot {seq.slot} holds {seq.held_pages} pages, the formula says {seq.formula_pages}")
+    for node in cache.prefix.nodes.values():
+        expected[node.pages] += 1
+    cache.ledger.check(expected)
+    cache.host.check()
+    idle = sum(len(node.pages) for node in cache.prefix.nodes.values() if node.users == 0)
+    if idle != cache.prefix.idle_pages:
+        raise IntegrityError(f"{idle} cached pages are idle, the books say {cache.prefix.idle_pages}")
+    if cache.spare_pages < 0:
+        raise IntegrityError(f"{-cache.spare_pages} pages were promised that do not exist")

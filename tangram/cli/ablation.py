@@ -1,0 +1,127 @@
+"""`tangram bench serving ablation`: what each part of the system is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from tangram.cli.options import with_config
+from tangram.cli.serving import Output, TpotLimit, TtftLimit, keep, percentiles, positive
+from tangram.config import EngineConfig
+from tangram.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tangram.drive.ablation import Rung
+    from tangram.engine.loop import Engine
+
+Figures = Mapping[str, dict[str, Any]]  # by rung
+_out, _err = Console(), Console(stderr=True)
+_ALL = "full-kv,reservation,ragged-paging,clustering,aot,dynamic"
+
+
+@with_config
+def ablation(
+    config: EngineConfig,
+    rungs: Annotated[str, typer.Option(help="engines to compare, comma-separated")] = _ALL,
+    batch: Annotated[int, typer.Option(min=1, help="requests, all at once, whose prefill and decode are split")] = 8,
+    requests: Annotated[int, typer.Option(min=1, help="requests at each rate")] = 32,
+    input_tokens: Annotated[int, typer.Option(min=1, help="prompt tokens of each request")] = 4096,
+    output_tokens: Annotated[int, typer.Option(min=2, help="tokens of each answer")] = 128,
+    rates: Annotated[str, typer.Option(help="requests a second, comma-separated; they arrive at random")] = "0.5,1,2,4",
+    ttft_limit_s: TtftLimit = None,
+    tpot_limit_ms: TpotLimit = None,
+    output: Output = None,
+    plot: Annotated[Path | None, typer.Option(help="draw TTFT against the rate here (PNG)")] = None,
+) -> None:
+    """What each part is worth: full KV, + reservation, + ragged paging, + clustering, + AOT; dynamic reclamation."""
+    from tangram.drive.ablation import at_rate, breakdowns, chosen_rungs, described, for_each
+    from tangram.drive.clock import Limits
+    from tangram.drive.work import alike
+
+    chosen, per_second = chosen_rungs(rungs), [positive("rates", text) for text in rates.split(",")]
+    limits, figures = Limits(ttft_limit_s, tpot_limit_ms), dict[str, dict[str, Any]]()
+    if plot is not None and find_spec("matplotlib") is None:
+        raise ConfigError(f"plot is {plot}, drawing needs matplotlib: pip install matplotlib")
+    load = f"{input_tokens} in, {output_tokens} out; batch of {batch}; {requests} at {rates} requests/s"
+
+    def measure(rung: Rung, engine: Engine) -> None:
+        count, vocabulary = max(batch, requests), engine.geometry.vocab_size
+        asks = alike(count, input_tokens, output_tokens, shared_tokens=0, vocab_size=vocabulary)
+        progress.update(task, description=f"{rung.title}: prefill and decode")
+        found = figures[rung.name] = described(rung, engine) | {"rates": {}}
+        found["breakdown"] = {phase: asdict(split) for phase, split in breakdowns(engine, asks[:batch]).items()}
+        progress.advance(task)
+        for rate in per_second:
+            progress.update(task, description=f"{rung.title}: {rate:g} requests/s")
+            found["rates"][f"{rate:g}"] = at_rate(engine, asks[:requests], rate, limits)
+            progress.advance(task)
+        # What comes later may fail or be cut short.
+        keep(output, load, config, {"rungs": figures})
+
+    with Progress(console=_err, disable=not _err.is_terminal) as progress:
+        task = progress.add_task("loading", total=len(chosen) * (1 + len(per_second)))
+        for_each(config, chosen, measure)
+    _out.print(f"{load}; kv_retention {config.kv_retention}")
+    for phase, unit in (("prefill", "1,000 prompt tokens"), ("decode", "step")):
+        _show_split(figures, phase, f"{phase}: ms of {unit}")
+    _show_rates(figures)
+    if plot is not None:
+        _draw(figures, load, plot)
+
+
+def _show_split(figures: Figures, phase: str, title: str) -> None:
+    """A line a part, a column a rung."""
+    table = Table("", title=title)
+    for found in figures.values():
+        table.add_column(found["title"], justify="right")
+    splits = [found["breakdown"][phase] for found in figures.values()]
+    for part in splits[0]["ms"]:
+        table.add_row(part, *(f"{split['ms'][part]:.2f}" for split in splits))
+    table.add_row("all", *(f"{sum(split['ms'].values()):.2f}" for split in splits), end_section=True)
+    table.add_row("sealing, reservation, tables", *(f"{split['upkeep']:.1%}" for split in splits))
+    table.add_row("reclamation", *(f"{split['reclamation']:.1%}" for split in splits))
+    if phase == "prefill":
+        table.add_row("KV held of a sealed chunk", *(f"{found['footprint']:.3f}" for found in figures.values()))
+        table.add_row("tokens that fit", *(f"{found['capacity_tokens']:,}" for found in figures.values()))
+    _out.print(table)
+
+
+def _show_rates(figures: Figures) -> None:
+    """A line a rung and rate."""
+    columns = ("requests/s", "served/s", "goodput/s", "tokens/s", "TTFT s, p50 / 90 / 99", "TPOT ms, p50 / 90 / 99")
+    table = Table("", title="arrivals at random")
+    for column in (*columns, "preempted"):
+        table.add_column(column, justify="right")
+    for found in figures.values():
+        for rate, summary in found["rates"].items():
+            table.add_row(
+                found["title"], rate, f"{summary['requests_per_s']:.2f}", f"{summary['goodput_per_s']:.2f}",
+                f"{summary['tokens_per_s']:,.0f}", percentiles(summary["ttft_s"], 2),
+                percentiles(summary["tpot_ms"], 1), str(summary["preemptions"]),
+            )  # fmt: skip
+    _out.print(table)
+
+
+def _draw(figures: Figures, title: str, path: Path) -> None:
+    """TTFT p50 and p90 against the rate, a line a rung."""
+    from matplotlib.figure import Figure
+
+    picture = Figure(figsize=(11, 4.5), layout="constrained")
+    for place, (axes, percentile) in enumerate(zip(picture.subplots(1, 2, sharey=True), ("p50", "p90"), strict=True)):
+        for found in figures.values():
+            rates = found["rates"]
+            seconds = [summary["ttft_s"][percentile] for summary in rates.values()]
+            axes.plot([float(rate) for rate in rates], seconds, marker="o", label=found["title"])
+        axes.set(xlabel="requests/s", ylabel="" if place else "s", title=f"TTFT {percentile}", yscale="log")
+        axes.grid(alpha=0.3)
+    axes.legend()
+    picture.suptitle(title, fontsize=10)
+    picture.savefig(path, dpi=130)

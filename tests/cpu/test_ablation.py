@@ -1,0 +1,131 @@
+"""What each part is worth: the rungs, where their time goes, and the command that measures them."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from typer.testing import CliRunner
+
+from tangram.cli import app
+from tangram.drive.ablation import RUNGS, breakdowns, chosen_rungs
+from tangram.drive.parts import PARTS, PartClock
+from tangram.drive.work import alike
+from tangram.engine.llm import LLM
+from tangram.engine.loop import Engine
+from tangram.errors import ConfigError
+
+CONFIG = LlamaConfig(
+    vocab_size=300, hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=4, head_dim=16, max_position_embeddings=2048, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+SMALL = {
+    "load_format": "dummy", "chunk_tokens": 32, "page_tokens": 4, "heads_per_page": 2, "kv_cache_gib": 0.01,
+    "max_num_seqs": 4, "max_num_batched_tokens": 128,
+}  # fmt: skip
+FLAGS = [text for name, value in SMALL.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+LOAD = ["--batch", "2", "--requests", "3", "--input-tokens", "70", "--output-tokens", "40", "--rates", "20,80"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("shape")
+    CONFIG.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Engine:
+    return LLM(str(folder), kv_retention=1.0, **SMALL).engine  # type: ignore[arg-type]
+
+
+def test_parts_are_timed_without_those_inside_them_and_then_left_alone(engine: Engine) -> None:
+    methods = [vars(owner)[name] for pairs in PARTS.values() for owner, name in pairs]
+    begin = time.perf_counter()
+    split = breakdowns(engine, alike(2, 70, 40, shared_tokens=0, vocab_size=300))
+    elapsed_ms = (time.perf_counter() - begin) * 1e3
+    assert [vars(owner)[name] for pairs in PARTS.values() for owner, name in pairs] == methods
+    prefill, decode = split["prefill"], split["decode"]
+    assert sum(prefill.ms.values()) * 0.14 + sum(decode.ms.values()) * decode.steps < elapsed_ms
+    assert prefill.ms == prefill.host_ms and list(prefill.ms) == list(PARTS)
+    assert all(prefill.ms[part] > 0 for part in ("model", "attention", "scheduling and reservation", "tables"))
+    assert prefill.reclamation == decode.reclamation == 0.0 and 0 < decode.upkeep < 1
+    # 70 tokens are two chunks and a rest; 39 more of each are decoded and fill one.
+    assert prefill.sealed_chunks == 4 and decode.sealed_chunks == 2 and decode.steps >= 39
+
+
+def test_an_error_inside_a_part_leaves_the_clock_usable(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = PartClock(torch.device("cpu"))
+    with clock.watching(), pytest.raises(AttributeError):
+        Engine.step(None)  # type: ignore[arg-type]
+    assert clock.split().steps == 0 and clock.split().total_s > 0
+
+
+def test_rungs_are_named(folder: Path) -> None:
+    assert [rung.title for rung in chosen_rungs("aot, full-kv")] == ["full KV", "+ AOT"]
+    with pytest.raises(ConfigError, match="rungs has 'paging', known are full-kv, reservation"):
+        chosen_rungs("aot,paging")
+
+
+def test_the_command_measures_every_rung_and_keeps_the_figures(folder: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "kept.json"
+    result = CliRunner().invoke(
+        app, ["bench", "serving", "ablation", str(folder), *FLAGS, *LOAD, "--ttft-limit-s", "5", "-o", str(kept)],
+        catch_exceptions=False, env={"COLUMNS": "200", "TANGRAM_CACHE": str(tmp_path)},
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    content = json.loads(kept.read_text())
+    assert content["environment"]["cpu"] and content["config"]["load_format"] == "dummy"
+    assert [found["title"] for found in content["rungs"].values()] == [rung.title for rung in RUNGS]
+    footprint = {name: found["footprint"] for name, found in content["rungs"].items()}
+    assert footprint["full-kv"] == 1.0 >= footprint["reservation"] >= footprint["ragged-paging"]
+    assert footprint["ragged-paging"] >= footprint["clustering"] == footprint["aot"] == footprint["dynamic"]
+    for name, found in content["rungs"].items():
+        assert found["title"] in result.output
+        assert list(found["rates"]) == ["20", "80"]
+        for summary in found["rates"].values():
+            assert summary["requests"] == 3 and summary["preemptions"] == 0
+            assert 0 < summary["ttft_s"]["p50"] <= summary["ttft_s"]["p99"] and summary["limits"]["ttft_s"] == 5
+            assert summary["goodput_per_s"] == summary["requests_per_s"]
+        for split in found["breakdown"].values():
+            assert (split["reclamation"] > 0) == (name == "dynamic") and "clock" in split["how"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--kv-retention", "1.0"], "kv_retention is 1.0, an ablation needs less"),
+        (["--rates", "2,none"], "rates is 'none'"),
+        (["--rungs", "best"], "rungs has 'best'"),
+        (["--tpot-limit-ms", "-1"], "limit of tpot_ms is -1.0"),
+        (["--decode-policy", "a.json"], "decode_policy is 'a.json', each rung has its own schedule"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(options: list[str], message: str, folder: Path) -> None:
+    result = CliRunner().invoke(app, ["bench", "serving", "ablation", str(folder), *FLAGS, *options])
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split()) and "Traceback" not in result.output
+
+
+def test_the_picture_is_drawn(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "ttft.png"
+    result = CliRunner().invoke(
+        app,
+        ["bench", "serving", "ablation", str(folder), *FLAGS, *LOAD, "--rungs", "full-kv", "--plot", str(picture)],
+        catch_exceptions=False,
+    )
+    assert result.exit_code == 0 and picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_who_cannot_draw_hears_it_before_anything_is_measured(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tangram.cli.ablation.find_spec", lambda name: None)
+    picture = tmp_path / "ttft.png"
+    result = CliRunner().invoke(app, ["bench", "serving", "ablation", str(folder), *FLAGS, "--plot", str(picture)])
+    assert result.exit_code == 2 and "pip install matplotlib" in " ".join(result.output.split())

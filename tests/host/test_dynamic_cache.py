@@ -1,0 +1,67 @@
+"""The cache that allocates chunks whole: between steps it holds what reserved budgets hold."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tangram.cache.dynamic import DynamicCache
+from tangram.cache.layout import Layout
+from tangram.errors import IntegrityError
+from tangram.types import Int64
+from tests.host.support import layout, layout_sets
+
+
+def kept(entry: Layout) -> Int64:
+    return entry.head_kept_tokens[list(entry.geometry.full_layers)].ravel().astype(np.int64)
+
+
+def dynamic(entry: Layout, pages: int) -> DynamicCache:
+    return DynamicCache([("profile", entry)], total_pages=pages, max_sequences=8, prefix_caching=True)
+
+
+def free(cache: DynamicCache) -> int:
+    """Pages that nobody holds, cached ones included."""
+    return cache.ledger.free + cache.prefix.idle_pages
+
+
+@settings(max_examples=50, deadline=None)
+@given(layouts=layout_sets(count=1), length=st.integers(1, 48))
+def test_a_pool_that_holds_the_promise_holds_every_chunk_whole(layouts: list[Layout], length: int) -> None:
+    entry, tokens = layouts[0], np.arange(length)
+    cache = dynamic(entry, entry.most_pages(length))
+    seq = cache.admit(0, "", tokens, length)
+    assert seq is not None
+    for _ in range(length // entry.chunk_tokens):
+        room, spare = free(cache), cache.spare_pages
+        cache.seal(seq)
+        assert free(cache) == room - entry.max_raw_pages and cache.spare_pages >= spare
+        if not entry.keeps_everything:
+            cache.reclaim(seq.slot, kept(entry))
+        assert free(cache) == room - entry.span_pages
+        cache.commit(seq, tokens)
+        cache.check()
+    cache.grow(seq, length % entry.chunk_tokens)
+    cache.check()
+    assert seq.held_pages == entry.held_pages(*divmod(length, entry.chunk_tokens))
+
+
+def test_counts_that_no_layout_promised_are_refused() -> None:
+    entry = layout(1)
+    cache = dynamic(entry, 100)
+    seq = cache.admit(0, "", np.arange(20), 20)
+    assert seq is not None
+    cache.seal(seq)
+    with pytest.raises(IntegrityError, match="kept other counts than its layout says"):
+        cache.reclaim(seq.slot, kept(entry) + 1)
+
+
+def test_what_is_not_given_back_is_missed() -> None:
+    cache = dynamic(layout(1), 100)
+    seq = cache.admit(0, "", np.arange(20), 20)
+    assert seq is not None
+    cache.seal(seq)
+    with pytest.raises(IntegrityError, match="pages are miscounted"):
+        cache.check()
