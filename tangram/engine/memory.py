@@ -40,7 +40,8 @@ def kv_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
         return int(config.kv_cache_gib * GIB)
     if loaded.device.type != "cuda":
         return min(_DEFAULT_CPU_BYTES, _host_bytes() // 4)
-    needed = _activation_bytes(config, loaded) + _GRAPH_BYTES + (STAGING_BYTES if config.kv_offload_gib else 0)
+    needed = _activation_bytes(config, loaded) + _gathered_bytes(config, loaded) + _GRAPH_BYTES
+    needed += STAGING_BYTES if config.kv_offload_gib else 0
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(loaded.device)
     room = int(total * config.gpu_memory_utilization) - (total - free) - needed
@@ -69,6 +70,13 @@ def offload_bytes(config: EngineConfig, chunk_bytes: int) -> int:
 
 def _host_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _gathered_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
+    """The keys and values of one layer of the longest sequence, which dense attention copies."""
+    shape = loaded.geometry
+    longest = config.max_model_len or shape.max_positions
+    return 2 * shape.kv_heads * longest * shape.head_dim * loaded.dtype.itemsize
 
 
 def _activation_bytes(config: EngineConfig, loaded: LoadedModel) -> int:

@@ -24,13 +24,14 @@ class PrefillRows:
     queries [begin, end) and keys [begin, end) in the flattened batch, and the position of its first key; the queries
     belong to its last keys. `kept` int32 [L, N, H]: how many of its entries each
     head keeps. `waves` are runs of rows of different sequences, one after the other: a row may follow on one of the
-    wave before.
+    wave before. `complete` says, wave by wave, whether its rows are whole chunks of sequences that drop nothing.
     """
 
     address: Int32
     spans: Int32
     kept: Int32
     waves: tuple[slice, ...]
+    complete: tuple[bool, ...]
 
     @cached_property
     def whole(self) -> Bool:
@@ -49,7 +50,7 @@ class PrefillRows:
         _, _, begin, end, position = self.spans[row]
         spans = self.spans.copy()
         spans[row] = 0, tokens, 0, end - begin + tokens, position
-        return replace(self, spans=spans, waves=(slice(row, row + 1),))
+        return replace(self, spans=spans, waves=(slice(row, row + 1),), complete=(False,))
 
 
 @dataclass(frozen=True, eq=False)

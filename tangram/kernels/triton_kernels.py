@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tangram.kernels import keydiff, prefill, reference, store
+from tangram.kernels import dense, keydiff, prefill, reference, store
 from tangram.kernels.gpu import GpuDecode
 from tangram.kernels.packed import DecodeOptions
 from tangram.kernels.step import PrefillRows, Ranking
@@ -126,15 +126,31 @@ class TritonKernels:
         """See `PoolKernels`."""
         own, longest = self._rows.waves[wave], self._rows.longest[wave]
         address, spans = self._address[layer, own], self._spans[own]
-        prefill.prefill(
-            q, k, v, self._pool, self._tables, address, spans, layer=layer, longest=longest, scaling=scaling,
-            window=window, softcap=softcap, sinks=sinks, scales=self._scales, out=out,
-        )  # fmt: skip
+        plain = window is None and softcap is None and sinks is None and dense.serves(q, self._pool)
+        # By the row alone, so that a row is computed alike in any batch.
+        if plain and self._rows.complete[wave] and longest >= dense.LEAST_TOKENS:
+            for row in range(own.start, own.stop):
+                self._attend_densely(layer, row, q, k, v, out, scaling)
+        else:
+            prefill.prefill(
+                q, k, v, self._pool, self._tables, address, spans, layer=layer, longest=longest, scaling=scaling,
+                window=window, softcap=softcap, sinks=sinks, scales=self._scales, out=out,
+            )  # fmt: skip
         if self._rows.whole[layer, own].any():
             store.store(
                 k, v, self._pool, self._tables, address, spans, self._kept[layer, own], layer=layer, longest=longest,
                 scales=self._scales,
             )  # fmt: skip
+
+    def _attend_densely(
+        self, layer: int, row: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scaling: float
+    ) -> None:  # fmt: skip
+        begin, end = self._rows.spans[row, :2]
+        past = int(self._rows.address[layer, row, 0, 2])
+        out[begin:end] = dense.attend(
+            q[begin:end], k[begin:end], v[begin:end], self._pool, self._tables, self._address[layer, row], past=past,
+            scaling=scaling,
+        )  # fmt: skip
 
     def seal(self, layer: int, rows: slice, ranking: Ranking, k: Tensor, v: Tensor) -> None:
         """See `PoolKernels`."""

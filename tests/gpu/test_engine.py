@@ -140,6 +140,26 @@ def test_every_step_leaves_the_pool_and_the_answers_that_torch_leaves(
     assert engines[0].stats().sealed_chunks == 4
 
 
+def test_whole_chunks_that_drop_nothing_go_through_dense_attention(
+    models: dict[int, LoadedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tangram.kernels import dense
+
+    chunks, attend = list[int](), dense.attend
+
+    def counted(*arguments: Any, **options: Any) -> Tensor:
+        chunks.append(options["past"])
+        return attend(*arguments, **options)
+
+    monkeypatch.setattr(dense, "attend", counted)
+    monkeypatch.setattr(dense, "LEAST_TOKENS", CHUNK)
+    monkeypatch.setattr(dense, "DTYPES", (torch.float32,))
+    loaded = models[id(LLAMA)]
+    options = options_of("llama, uncompressed", loaded, tmp_path)
+    in_step([small_engine(loaded, kernels, **options) for kernels in (empty_torch, empty_triton)], PROMPTS)
+    assert sorted(chunks) == [0] * 4 + [CHUNK] * 4, "two chunks of two prompts, in two layers"
+
+
 @pytest.mark.parametrize("case", ["llama", "gpt-oss, windows and sinks"])
 def test_rows_that_share_a_prefix_read_it_together(
     case: str, models: dict[int, LoadedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
