@@ -154,13 +154,21 @@ class Layout:
         """Pages of a full raw chunk over all groups."""
         return self.chunk_pages * len(self.groups)
 
-    def span_entries(self, chunk: int) -> Int64:
-        """Offsets, within a row of the block tables, of the pages of sealed chunk `chunk`, in span order."""
-        return self.group_offset[self.span_group] + chunk * self.sealed_pages[self.span_group] + self._span_rank
+    def span_entries(self, chunk: int | Int64) -> Int64:
+        """[…, span pages]: offsets, within a row of the block tables, of a sealed chunk's pages in span order."""
+        first, step = self._span_first
+        return first + np.asarray(chunk, np.int64)[..., None] * step
 
-    def raw_entries(self, sealed_chunks: int, page: int) -> Int64:
-        """Offsets, within a row of the block tables, of raw tail page `page` of every group."""
-        return self.group_offset[:-1] + sealed_chunks * self.sealed_pages.astype(np.int64) + page
+    @cached_property
+    def _span_first(self) -> tuple[Int64, Int64]:
+        """Where the pages of chunk 0 lie, and how far those of the next are from there."""
+        step = self.sealed_pages[self.span_group].astype(np.int64)
+        return self.group_offset[self.span_group] + self._span_rank, step
+
+    def raw_entries(self, sealed_chunks: int, page: int | Int64) -> Int64:
+        """[…, groups]: offsets, within a row of the block tables, of a raw tail page of every group."""
+        first = self.group_offset[:-1] + sealed_chunks * self.sealed_pages.astype(np.int64)
+        return np.asarray(first + np.asarray(page, np.int64)[..., None], np.int64)
 
     def lengths(self, sealed_chunks: int | Int64, raw_tokens: int | Int64) -> Int32:
         """[…, groups]: entries each member head of a group can address (a window group counts its dropped ones too).

@@ -192,6 +192,10 @@ class CacheManager:
         if self.follower is not None:
             self.follower(seq.slot, entries)
 
+    def _enter_all(self, seq: SequenceCache, entries: Int64, pages: Sequence[Int32]) -> None:
+        if pages:
+            self._enter(seq, entries.ravel(), np.concatenate(pages))
+
     def _write_lengths(self, seq: SequenceCache) -> None:
         lengths = seq.layout.lengths(seq.sealed_chunks, seq.raw_tokens)
         self.lengths[seq.slot, : len(lengths)] = lengths
@@ -216,16 +220,14 @@ class CacheManager:
         absent = {chunk for chunk, key in [*enumerate(chain.chunks), *windows] if self.prefix.find(key) is None}
         self.host.restored_tokens += len(absent) * layout.chunk_tokens
         for chunk, key in enumerate(chain.chunks):
-            node = self._reached(key, seq.chunk_nodes[-1] if chunk else None, Link.CHUNK, full)
-            seq.chunk_nodes.append(node)
-            seq.keys.append(key)
-            seq.spans.append(node.pages)
-            self._enter(seq, layout.span_entries(chunk)[:full], node.pages)
+            seq.chunk_nodes.append(self._reached(key, seq.chunk_nodes[-1] if chunk else None, Link.CHUNK, full))
         for chunk, key in windows:
-            node = self._reached(key, seq.chunk_nodes[chunk], Link.WINDOW, layout.window_span_pages)
-            seq.window_nodes.append(node)
-            seq.window_spans.append(node.pages)
-            self._enter(seq, layout.span_entries(chunk)[full:], node.pages)
+            seq.window_nodes.append(self._reached(key, seq.chunk_nodes[chunk], Link.WINDOW, layout.window_span_pages))
+        seq.keys += chain.chunks
+        seq.spans, seq.window_spans = ([node.pages for node in nodes] for nodes in (seq.chunk_nodes, seq.window_nodes))
+        chunks = np.arange(len(chain.chunks))
+        self._enter_all(seq, layout.span_entries(chunks)[:, :full], seq.spans)
+        self._enter_all(seq, layout.span_entries(chunks[len(chunks) - len(windows) :])[:, full:], seq.window_spans)
 
     def _reached(self, key: bytes, parent: Node | None, link: Link, pages: int) -> Node:
         """The link for `key`, acquired already, or brought back from host memory into new pages."""
@@ -241,18 +243,17 @@ class CacheManager:
 
     def _attach_raw(self, seq: SequenceCache, tail: Int64) -> None:
         layout, key = seq.layout, seq.keys[-1]
-        for page in range((len(tail) - 1) // layout.page_tokens):
-            begin = page * layout.page_tokens
+        for begin in range(0, len(tail) - layout.page_tokens, layout.page_tokens):
             key = raw_key(key, tail[begin : begin + layout.page_tokens])
             node = self.prefix.find(key)
             if node is None:
-                return
+                break
             self.prefix.acquire(node)
             self.ledger.share(node.pages)
             seq.raw_nodes.append(node)
-            self._enter(seq, layout.raw_entries(seq.sealed_chunks, page), node.pages)
-            seq.raw_pages.append(node.pages)
-            seq.raw_tokens += layout.page_tokens
+        seq.raw_pages = [node.pages for node in seq.raw_nodes]
+        seq.raw_tokens = len(seq.raw_pages) * layout.page_tokens
+        self._enter_all(seq, layout.raw_entries(seq.sealed_chunks, np.arange(len(seq.raw_pages))), seq.raw_pages)
 
     def _publish_chunk(self, seq: SequenceCache, tokens: Int64) -> None:
         layout, chunk = seq.layout, len(seq.chunk_nodes)

@@ -19,7 +19,8 @@ class HostMemory(Protocol):
     def move(self, moves: Sequence[PageMove], *, awaited: bool) -> None:
         """Copy in order, before whatever is asked of the pool's device from now on.
 
-        Unless they are `awaited`, pages that come in may only be there from the next call on.
+        No page comes in and goes out again by the same call. Unless they are `awaited`, pages that come in may only be
+        there from the next call on.
         """
         ...
 

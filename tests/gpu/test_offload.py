@@ -48,12 +48,16 @@ def test_pages_larger_than_a_block_are_copied_whole(device: torch.device) -> Non
 
 
 def random_moves(rng: np.random.Generator, pages: int, slots: int, count: int) -> list[PageMove]:
-    """Moves in any order; what comes in was once sent out."""
+    """Moves in any order; what comes in was once sent out, and does not go out again."""
     moves, written = [PageMove(*(np.arange(min(pages, slots), dtype=np.int32),) * 2, inward=False)], min(pages, slots)
+    came = np.zeros(pages, np.bool_)
     for _ in range(count):
-        size = int(rng.integers(1, written))
-        chosen = rng.permutation(pages)[:size], rng.permutation(written)[:size]
-        moves.append(PageMove(*(array.astype(np.int32) for array in chosen), inward=bool(rng.integers(2))))
+        size, inward = int(rng.integers(1, written)), bool(rng.integers(2))
+        chosen = rng.permutation(pages if inward else np.flatnonzero(~came))[:size]
+        moves.append(
+            PageMove(chosen.astype(np.int32), rng.permutation(written)[: len(chosen)].astype(np.int32), inward)
+        )
+        came[chosen] |= inward
     return moves
 
 
