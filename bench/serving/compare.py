@@ -2,6 +2,7 @@
 
     python -m bench.serving.compare vllm -o bench/results
     python -m bench.serving.compare tangram --kv-retention 0.25 -o bench/results [--cases prefill,sessions-96]
+    python -m bench.serving.compare vllm --cases trace --trace mooncake.jsonl --speeds 0.3,0.4 --max-model-len 131072 …
 
 Writes serving_NAME.json after every case, so that what was measured is kept whatever comes after it.
 """
@@ -12,15 +13,15 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench.serving.engines import Served, Tangram, Vllm, vocab_size
-from tangram.drive.clock import Answer, Summary
-from tangram.drive.work import Ask, alike, made_up, next_turn
+from tangram.drive.clock import Answer, GivenUpError, Patience, Summary
+from tangram.drive.work import Ask, alike, made_up, next_turn, traced
 from tangram.tune.environment import environment
 
 # A case gives its parts one by one, as they are measured.
@@ -56,6 +57,18 @@ def sessions(count: int, history_tokens: int, turns: int = 3, user_tokens: int =
     return run
 
 
+def replayed(options: argparse.Namespace) -> Case:
+    """The first minutes of a recorded trace, at each speed; ends with the first that is too fast."""
+
+    def run(engine: Served) -> Iterator[tuple[str, list[Answer]]]:
+        for speed in map(float, options.speeds.split(",")):
+            engine.clear_cache()
+            asks = traced(options.trace, seconds=options.seconds, speed=speed, vocab_size=vocab_size())
+            yield f"speed {speed:g}", engine.answered(asks, Patience(options.hold_ttft_s))
+
+    return run
+
+
 def _complete(engine: Served, asks: Sequence[Ask]) -> list[Answer]:
     answers = engine.answered(asks)
     for number, (ask, answer) in enumerate(zip(asks, answers, strict=True)):
@@ -75,23 +88,32 @@ CASES: dict[str, Case] = {
 }
 
 
-def measured(engine: Served, cases: Sequence[str], keep: Callable[[dict[str, Any]], None]) -> None:
+def measured(engine: Served, cases: Mapping[str, Case], keep: Callable[[dict[str, Any]], None]) -> None:
     """Run `cases`; `keep` is given all results so far after every part."""
     for asks in (alike(2, 4104, 4, shared_tokens=0, vocab_size=vocab_size()),
-                 alike(16, 40, 8, shared_tokens=2100, vocab_size=vocab_size())):  # fmt: skip
+                 alike(64, 40, 8, shared_tokens=2100, vocab_size=vocab_size())):  # fmt: skip
         engine.answered(asks)  # compiled
     results: dict[str, Any] = {}
-    for case in cases:
-        for part, answers in CASES[case](engine):
-            summary = Summary.of(answers)
-            results.setdefault(case, {})[part] = asdict(summary)
+    for name, case in cases.items():
+        kept = results.setdefault(name, {})
+        try:
+            for part, answers in case(engine):
+                summary = Summary.of(answers)
+                kept[part] = asdict(summary)
+                keep(results)
+                print(f"{name:12} {part:7} {_line(summary)}", flush=True)
+        except GivenUpError as error:
+            kept["given up"] = str(error)
             keep(results)
-            print(
-                f"{case:12} {part:7} {summary.seconds:7.2f} s {summary.requests_per_s:7.2f} requests/s "
-                f"{summary.prompt_tokens / summary.seconds:9,.0f} prompt tokens/s, from cache "
-                f"{summary.cached_share:4.0%}, TTFT p50 {summary.ttft_s['p50']:.2f} s",
-                flush=True,
-            )
+            print(f"{name:12} {error}", flush=True)
+
+
+def _line(summary: Summary) -> str:
+    return (
+        f"{summary.seconds:7.2f} s {summary.requests_per_s:7.2f} requests/s "
+        f"{summary.prompt_tokens / summary.seconds:9,.0f} prompt tokens/s, from cache {summary.cached_share:4.0%}, "
+        f"TTFT s p50 {summary.ttft_s['p50']:.2f} p90 {summary.ttft_s['p90']:.2f}"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -102,18 +124,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--chunk-tokens", type=int, default=512)
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--trace", type=Path, help="a Mooncake trace (JSON lines), for the case trace")
+    parser.add_argument("--seconds", type=float, default=600.0, help="how much of the trace, by its own clock")
+    parser.add_argument("--speeds", default="1", help="times as fast as recorded, slowest first")
+    parser.add_argument("--hold-ttft-s", type=float, default=5.0, help="too fast: a tenth waits longer than that")
+    parser.add_argument("--max-model-len", type=int, default=40960)
     options = parser.parse_args(arguments)
-    cases = options.cases.split(",")
-    if unknown := set(cases) - set(CASES):
-        parser.error(f"cases {', '.join(sorted(unknown))} are not known, there are {', '.join(CASES)}")
+    known = CASES | ({"trace": replayed(options)} if options.trace else {})
+    if unknown := set(options.cases.split(",")) - set(known):
+        parser.error(
+            f"cases {', '.join(sorted(unknown))} are not known, there are {', '.join(known)}; trace has --trace"
+        )
     name = "vllm" if options.engine == "vllm" else f"tangram-{options.kv_retention:g}"
     engine: Served
-    engine = Vllm() if options.engine == "vllm" else Tangram(options.kv_retention, options.chunk_tokens)
+    if options.engine == "vllm":
+        engine = Vllm(options.max_model_len)
+    else:
+        engine = Tangram(options.kv_retention, options.chunk_tokens, options.max_model_len)
     written = {
         "command": shlex.join(["python", "-m", "bench.serving.compare", *sys.argv[1:]]),
         "environment": environment(), "engine": name, "options": engine.options,
     }  # fmt: skip
-    measured(engine, cases, partial(_keep, options.output / f"serving_{name}.json", written))
+    cases = {case: known[case] for case in options.cases.split(",")}
+    kind = "trace" if list(cases) == ["trace"] else "serving"
+    measured(engine, cases, partial(_keep, options.output / f"{kind}_{name}.json", written))
 
 
 def _keep(path: Path, written: dict[str, Any], results: dict[str, Any]) -> None:

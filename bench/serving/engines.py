@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from tangram.drive.clock import Answer, answered
+from tangram.drive.clock import Answer, Patience, answered
 from tangram.drive.work import Ask
 
 MODEL = Path(__file__).parents[1] / "models" / "qwen3-4b"
 MOST_REQUESTS = 256
-MOST_TOKENS = 40960  # of one request, prompt and answer
 
 
 class Served(Protocol):
@@ -26,7 +25,7 @@ class Served(Protocol):
         """Forget every prefix."""
         ...
 
-    def answered(self, asks: Sequence[Ask]) -> list[Answer]:
+    def answered(self, asks: Sequence[Ask], patience: Patience | None = None) -> list[Answer]:
         """As `tangram.drive.clock.answered`: all of `asks`, each at its time, greedily and to the last token."""
         ...
 
@@ -34,13 +33,13 @@ class Served(Protocol):
 class Tangram:
     """This engine at one retention ratio, with the budgets that ship for the model."""
 
-    def __init__(self, kv_retention: float, chunk_tokens: int) -> None:
+    def __init__(self, kv_retention: float, chunk_tokens: int, most_tokens: int) -> None:
         from tangram.config import EngineConfig
         from tangram.engine.setup import build_engine
 
         self.options = {
             "load_format": "dummy", "dtype": "bfloat16", "kv_retention": kv_retention, "scorer": "keydiff",
-            "scope": "model", "chunk_tokens": chunk_tokens, "max_model_len": MOST_TOKENS, "max_num_seqs": MOST_REQUESTS,
+            "scope": "model", "chunk_tokens": chunk_tokens, "max_model_len": most_tokens, "max_num_seqs": MOST_REQUESTS,
             "max_num_batched_tokens": 8192 + MOST_REQUESTS,
         }  # fmt: skip
         self._engine = build_engine(EngineConfig(model=str(MODEL), **self.options))
@@ -50,21 +49,21 @@ class Tangram:
         """See `Served`."""
         self._engine.clear_cache()
 
-    def answered(self, asks: Sequence[Ask]) -> list[Answer]:
+    def answered(self, asks: Sequence[Ask], patience: Patience | None = None) -> list[Answer]:
         """See `Served`."""
-        return answered(self._engine, asks)
+        return answered(self._engine, asks, patience=patience)
 
 
 class Vllm:
     """vLLM's offline engine as it comes, stepped here; everything else it decides by itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_tokens: int) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ["HF_HUB_OFFLINE"] = "1"
         from vllm import LLM
 
         self.options = {
-            "load_format": "dummy", "dtype": "bfloat16", "max_model_len": MOST_TOKENS, "max_num_seqs": MOST_REQUESTS,
+            "load_format": "dummy", "dtype": "bfloat16", "max_model_len": most_tokens, "max_num_seqs": MOST_REQUESTS,
             "gpu_memory_utilization": 0.9, "enable_prefix_caching": True,
         }  # fmt: skip
         self._llm: Any = LLM(model=str(MODEL), skip_tokenizer_init=True, disable_log_stats=True, **self.options)
@@ -76,12 +75,12 @@ class Vllm:
         """See `Served`."""
         self._llm.reset_prefix_cache()
 
-    def answered(self, asks: Sequence[Ask]) -> list[Answer]:
+    def answered(self, asks: Sequence[Ask], patience: Patience | None = None) -> list[Answer]:
         """See `Served`."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        engine, begin = self._llm.llm_engine, time.perf_counter()
+        engine, begin, look_s = self._llm.llm_engine, time.perf_counter(), 0.0
         answers = [Answer(ask.at_s, len(ask.tokens)) for ask in asks]
         by_id: dict[str, Answer] = {}
         waiting = sorted(range(len(asks)), key=lambda number: asks[number].at_s, reverse=True)
@@ -98,6 +97,11 @@ class Vllm:
                         output_kind=RequestOutputKind.DELTA,
                     ),
                 )  # fmt: skip
+            if patience is not None and now >= look_s:
+                look_s = now + patience.every_s
+                if patience.ends(answers, now):
+                    engine.abort_request(list(by_id))
+                    raise patience.spent(now)
             if not engine.has_unfinished_requests():
                 time.sleep(max(0.0, asks[waiting[-1]].at_s - (time.perf_counter() - begin)))
                 continue

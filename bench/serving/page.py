@@ -85,9 +85,10 @@ def _how(result: dict[str, Any]) -> str:
     where, options = result["environment"], result["options"]
     named = ("vllm", "torch", "triton", "transformers")
     versions = ", ".join(f"{name} {where[name]}" for name in named if name in where)
+    command = result["command"].split(" -o ")[0]
     return (
-        f"- {_title(result)}: `{result['command']}`, commit {where['commit']}, {where['date']}, {where['gpu']}, "
-        f"{versions}; {options['fits_tokens']:,} tokens fit."
+        f"- {_title(result)}: `{command}`, commit {where['commit']}, {where['date']}, {where['gpu']}, {versions}; "
+        f"{options['fits_tokens']:,} tokens fit."
     )
 
 

@@ -20,7 +20,7 @@ from tangram.config import EngineConfig
 from tangram.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tangram.drive.clock import Answer, Limits, Summary
+    from tangram.drive.clock import Answer, Limits, Patience, Summary
     from tangram.drive.work import Ask
     from tangram.engine.loop import Engine
 
@@ -88,20 +88,29 @@ def trace(
     file: Annotated[Path, typer.Option(help="a Mooncake trace (JSON lines)")],
     seconds: Annotated[float, typer.Option(help="how much of the trace, by its own clock")] = 600.0,
     speed: Annotated[str, typer.Option(help="times as fast as recorded; several, comma-separated, run in turn")] = "1",
+    hold_ttft_s: Annotated[
+        float | None, typer.Option(help="end when a tenth of the requests waits longer for a first token")
+    ] = None,
     ttft_limit_s: TtftLimit = None,
     tpot_limit_ms: TpotLimit = None,
     output: Output = None,
 ) -> None:
     """Requests as they once came: lengths, times and shared prefixes of a recorded trace."""
-    from tangram.drive.clock import Limits
+    from tangram.drive.clock import GivenUpError, Limits, Patience
     from tangram.drive.work import traced
 
     speeds, limits = [positive("speed", text) for text in speed.split(",")], Limits(ttft_limit_s, tpot_limit_ms)
+    patience = None if hold_ttft_s is None else Patience(hold_ttft_s)
     engine, parts = _engine(config), []
     for factor in speeds:
         asks = traced(file, seconds=seconds, speed=factor, vocab_size=engine.geometry.vocab_size)
-        parts.append((f"speed {factor:g}", _fresh(engine, asks)))
-    _report(f"{file.name}, first {seconds:g} s", engine, parts, output, limits)
+        try:
+            parts.append((f"speed {factor:g}", _fresh(engine, asks, patience)))
+        except GivenUpError as error:
+            _out.print(f"speed {factor:g}: {error}")
+            break
+    if parts:
+        _report(f"{file.name}, first {seconds:g} s", engine, parts, output, limits)
 
 
 def positive(name: str, text: str) -> float:
@@ -129,17 +138,17 @@ def _engine(config: EngineConfig) -> Engine:
     return engine
 
 
-def _fresh(engine: Engine, asks: Sequence[Ask]) -> list[Answer]:
+def _fresh(engine: Engine, asks: Sequence[Ask], patience: Patience | None = None) -> list[Answer]:
     engine.clear_cache()
-    return _answered(engine, asks)
+    return _answered(engine, asks, patience)
 
 
-def _answered(engine: Engine, asks: Sequence[Ask]) -> list[Answer]:
+def _answered(engine: Engine, asks: Sequence[Ask], patience: Patience | None = None) -> list[Answer]:
     from tangram.drive.clock import answered
 
     with Progress(console=_err, disable=not _err.is_terminal) as progress:
         task = progress.add_task("requests", total=len(asks))
-        return answered(engine, asks, lambda done: progress.update(task, completed=done))
+        return answered(engine, asks, lambda done: progress.update(task, completed=done), patience=patience)
 
 
 def _report(

@@ -57,21 +57,50 @@ class Limits:
         return in_time and (self.tpot_ms is None or per_token is None or per_token * 1e3 <= self.tpot_ms)
 
 
+@dataclass(frozen=True)
+class Patience:
+    """A run is given up once more than `share` of its requests have waited longer than `ttft_s` for a first token."""
+
+    ttft_s: float
+    share: float = 0.1
+    every_s: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not self.ttft_s > 0:
+            raise ConfigError(f"the longest wait for a first token is {self.ttft_s} s, it must be greater than 0")
+
+    def ends(self, answers: Sequence[Answer], now_s: float) -> bool:
+        """Whether too many are late at `now_s`; who has not asked yet is not."""
+        late = sum((one.times_s[0] if one.times_s else now_s) - one.asked_s > self.ttft_s for one in answers)
+        return late > self.share * len(answers)
+
+    def spent(self, now_s: float) -> GivenUpError:
+        """What is raised when it ends."""
+        return GivenUpError(f"given up after {now_s:.0f} s: more than {self.share:.0%} waited over {self.ttft_s} s")
+
+
+class GivenUpError(TangramError):
+    """A run was ended because too many of its requests waited too long."""
+
+
 def answered(
     engine: Engine, asks: Sequence[Ask], progress: Callable[[int], None] = lambda done: None,
-    started: Callable[[], None] = lambda: None,
+    started: Callable[[], None] = lambda: None, patience: Patience | None = None,
 ) -> list[Answer]:  # fmt: skip
     """All of `asks`, each at its time, greedily and to the last token.
 
     `progress` hears how many are done, `started` when every one has its first token.
 
-    Raises `RequestError` if one can never fit, `TangramError` if the engine gives one up.
+    Raises `RequestError` if one can never fit, `GivenUpError` where `patience` ends, when nothing runs any more, and
+    `TangramError` if the engine gives one up.
     """
-    begin, done, unstarted = time.perf_counter(), 0, len(asks)
+    begin, done, unstarted, lost, look_s = time.perf_counter(), 0, len(asks), False, 0.0
     answers = [Answer(ask.at_s, len(ask.tokens)) for ask in asks]
 
     def take(answer: Answer, event: Event) -> None:
         nonlocal done, unstarted
+        if event.finish_reason is FinishReason.ABORT and lost:
+            return
         if event.finish_reason is FinishReason.ABORT:
             raise TangramError(f"a request was ended by the engine: {event.error}")
         first = not answer.times_s and bool(event.token_ids)
@@ -99,8 +128,16 @@ def answered(
         now = time.perf_counter() - begin
         while waiting and asks[waiting[-1]].at_s <= now:
             engine.submit(requests[waiting.pop()])
+        if patience is not None and not lost and now >= look_s:
+            look_s, lost = now + patience.every_s, patience.ends(answers, now)
+            if lost:
+                waiting.clear()
+                for request in requests:
+                    engine.abort(request.request_id)
         if not engine.step() and waiting:
             time.sleep(max(0.0, asks[waiting[-1]].at_s - (time.perf_counter() - begin)))
+    if patience is not None and lost:
+        raise patience.spent(time.perf_counter() - begin)
     return answers
 
 

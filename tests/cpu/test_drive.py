@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
+from bench.serving import compare
 from tangram.cli import app
-from tangram.drive.clock import Answer, Limits, Summary, answered
+from tangram.drive.clock import Answer, GivenUpError, Limits, Patience, Summary, answered
 from tangram.drive.work import Ask, alike, arriving, made_up, next_turn, traced
 from tangram.engine.llm import LLM
 from tangram.errors import ConfigError, RequestError
@@ -221,6 +225,17 @@ def test_the_commands_keep_what_they_measure(
         assert content["parts"]["turn 2"]["cached_share"] >= 0.5
 
 
+def test_a_run_that_is_too_slow_is_given_up_and_leaves_nothing_behind(llm: LLM) -> None:
+    engine, asks = llm.engine, alike(6, 30, 20, shared_tokens=0, vocab_size=300)
+    with pytest.raises(GivenUpError, match=r"more than 10% waited over 1e-09 s"):
+        answered(engine, asks, patience=Patience(1e-9, every_s=0.0))
+    assert not engine.busy and engine.stats().pages_held == 0
+    assert len(answered(engine, asks, patience=Patience(600.0))) == 6
+    late = [Answer(0.0, 5, times_s=[first]) for first in (1.0, 2.0, 9.0)] + [Answer(8.0, 5)]
+    assert Patience(5.0, share=0.2).ends(late, 10.0) and not Patience(5.0, share=0.3).ends(late, 10.0)
+    assert Patience(5.0, share=0.3).ends(late, 14.0), "who asked at 8 waits since"
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_stop_string_ends_a_completion_whose_next_token_is_under_way(
     ahead: bool, llm: LLM, monkeypatch: pytest.MonkeyPatch
@@ -258,3 +273,32 @@ def test_launching_ahead_changes_nothing(llm: LLM, monkeypatch: pytest.MonkeyPat
     assert events[-1].finish_reason is FinishReason.ABORT
     assert events[-1].usage.completion_tokens == sum(len(event.token_ids) for event in events) == 3
     engine.check_books()
+
+
+def test_the_comparison_keeps_what_it_measures_and_where_it_stopped(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare, "vocab_size", lambda: 300)
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 100, "output_length": 30, "hash_ids": [1]}\n')
+    options = argparse.Namespace(trace=trace, seconds=10.0, speeds="1,2", hold_ttft_s=60.0)
+    hasty = argparse.Namespace(**(vars(options) | {"hold_ttft_s": 1e-9}))
+    cases = {
+        "some": compare.requests(2, 20, 3, repeats=2), "turns": compare.sessions(2, 40, 2, 5, 4),
+        "trace": compare.replayed(options), "hasty": compare.replayed(hasty),
+    }  # fmt: skip
+
+    class Small:
+        options = dict[str, Any]()
+        clear_cache = staticmethod(llm.engine.clear_cache)
+
+        def answered(self, asks: Sequence[Ask], patience: Patience | None = None) -> list[Answer]:
+            return answered(llm.engine, asks, patience=patience)
+
+    kept: dict[str, Any] = {}
+    compare.measured(Small(), cases, kept.update)
+    assert {name: list(parts) for name, parts in kept.items()} == {
+        "some": ["run 1", "run 2"], "turns": ["turn 1", "turn 2"], "trace": ["speed 1", "speed 2"],
+        "hasty": ["given up"],
+    }  # fmt: skip
+    assert kept["turns"]["turn 2"]["cached_share"] > 0.5 and kept["some"]["run 1"]["output_tokens"] == 6
