@@ -289,8 +289,11 @@ def test_the_comparison_keeps_what_it_measures_and_where_it_stopped(
     }  # fmt: skip
 
     class Small:
-        options = dict[str, Any]()
-        clear_cache = staticmethod(llm.engine.clear_cache)
+        def __init__(self) -> None:
+            self.options: dict[str, Any] = {}
+
+        def clear_cache(self) -> None:
+            llm.engine.clear_cache()
 
         def answered(self, asks: Sequence[Ask], patience: Patience | None = None) -> list[Answer]:
             return answered(llm.engine, asks, patience=patience)
