@@ -76,13 +76,14 @@ class Layer:
         columns = [heads, torch.zeros(HEADS, dtype=torch.int32), torch.full((HEADS,), past, dtype=torch.int32)]
         self.address = torch.stack(columns, dim=1).to(device)
         self.spans = torch.tensor([[0, chunk, 0, chunk, past]], dtype=torch.int32, device=device)
+        self.order = torch.arange(HEADS, dtype=torch.int32, device=device)
         self.window = chunk // 64
 
     def attend(self) -> Tensor:
         from tangram.kernels import prefill
 
         return prefill.prefill(
-            self.q, self.k, self.v, self.pool, self.tables, self.address[None], self.spans, layer=0,
+            self.q, self.k, self.v, self.pool, self.tables, self.address[None], self.spans, self.order, layer=0,
             longest=self.chunk, scaling=DIM**-0.5,
         )  # fmt: skip
 

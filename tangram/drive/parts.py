@@ -25,13 +25,13 @@ from tangram.engine.reclaim import Reclaimer
 from tangram.engine.runner import Runner
 from tangram.engine.scheduler import Scheduler
 from tangram.model.attention import RepeatAttention, StepAttention
-from tangram.model.sealing import ChunkSealer
+from tangram.model.sealing import ChunkSealer, FusedSealer
 
 # A decode graph is one piece: its attention counts as model.
 PARTS: dict[str, tuple[tuple[type, str], ...]] = {
     "model": ((Runner, "_forward"), (DecodeGraphs, "logits")),
     "attention": ((StepAttention, "attend"), (RepeatAttention, "attend")),
-    "scoring and sealing": ((ChunkSealer, "take"), (ChunkSealer, "reconstruct")),
+    "scoring and sealing": ((FusedSealer, "take"), (ChunkSealer, "take"), (ChunkSealer, "reconstruct")),
     "reclamation": ((Reclaimer, "reclaim"),),
     "reclamation, books": ((DynamicCache, "reclaim"),),
     "scheduling and reservation": ((Scheduler, "schedule"),),

@@ -45,18 +45,21 @@ def _taken(place, d, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit(do_not_specialize=["layer"])
 def prefill_tiles(
-    q, k, v, pool, tables, address, spans, scales, sinks, out, layer, scaling, softcap, window,
+    q, k, v, pool, tables, address, spans, order, scales, sinks, out, layer, scaling, softcap, window,
     stride_q, stride_q_head, stride_k, stride_k_head, stride_v, stride_v_head,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, P: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of the longest row, Q heads, rows).
+    """Grid (tiles of the longest row, rows · Q heads).
 
     `spans` [rows, 5]: queries [begin, end) and keys [begin, end) in the flattened batch, and the position of the first
-    key. The queries belong to a row's last keys. `address` [rows, H, 3]: table offset, column, past length.
+    key. The queries belong to a row's last keys. `address` [rows, H, 3]: table offset, column, past length. `order`
+    [rows · H] says which (row, head) comes when: who has most to read starts first.
     """
-    part = tl.program_id(2)
+    cell = tl.load(order + tl.program_id(1) // G)
+    part = cell // H
+    head = cell % H
     q_begin = tl.load(spans + part * 5)
     q_end = tl.load(spans + part * 5 + 1)
     k_begin = tl.load(spans + part * 5 + 2)
@@ -65,9 +68,8 @@ def prefill_tiles(
     # The last tiles see the most keys: they start first.
     tile = tl.cdiv(q_end - q_begin, BLOCK_M) - 1 - tl.program_id(0)
     if tile >= 0:
-        query_head = tl.program_id(1)
-        head = query_head // G
-        record = address + (part * H + head) * 3
+        query_head = head * G + tl.program_id(1) % G
+        record = address + cell * 3
         table = tl.load(record)
         column = tl.load(record + 1)
         past = tl.load(record + 2)
@@ -148,15 +150,16 @@ def prefill_tiles(
 
 
 def prefill(
-    q: Tensor, k: Tensor, v: Tensor, pool: Tensor, tables: Tensor, address: Tensor, spans: Tensor, *, layer: int,
-    longest: int, scaling: float, window: int | None = None, softcap: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, pool: Tensor, tables: Tensor, address: Tensor, spans: Tensor, order: Tensor, *,
+    layer: int, longest: int, scaling: float, window: int | None = None, softcap: float | None = None,
     sinks: Tensor | None = None, scales: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of the new tokens of several requests: q [T, Q, D], k, v [T', H, D] → [T, Q, D], in q's dtype.
 
     `spans` int32 [rows, 5]: the requests' queries [begin, end) in q, keys [begin, end) in k, and the position of their
     first key; `address` int32 [rows, H, 3]: each head's table offset, column and past length in the pool. `longest` is
-    the most queries of a row. Otherwise the contract of `reference.prefill`; rows of `out` that no span covers stay.
+    the most queries of a row, `order` int32 [rows · H] the cells row · H + head in the order in which they start.
+    Otherwise the contract of `reference.prefill`; rows of `out` that no span covers stay.
     """
     tokens, query_heads, dim = q.shape
     heads = k.shape[1]
@@ -164,10 +167,10 @@ def prefill(
     block_dim = triton.next_power_of_2(dim)
     # By the head dim alone, so that a row is computed alike in any batch. Chosen by trial on Hopper.
     block_m, block_n, warps = (64, 64, 4) if block_dim <= 128 else (64, 32, 4)
-    grid = (triton.cdiv(longest, block_m), query_heads, len(spans))
+    grid = (triton.cdiv(longest, block_m), query_heads * len(spans))
     prefill_tiles[grid](
-        q, k, v, pool, tables, address, spans, scales if scales is not None else k, sinks if sinks is not None else q,
-        out, layer, scaling, softcap or 1.0, window or 0, q.stride(0), q.stride(1), k.stride(0),
+        q, k, v, pool, tables, address, spans, order, scales if scales is not None else k,
+        sinks if sinks is not None else q, out, layer, scaling, softcap or 1.0, window or 0, q.stride(0), q.stride(1), k.stride(0),
         k.stride(1), v.stride(0), v.stride(1),
         H=heads, G=query_heads // heads, D=dim, HP=pool.shape[1], P=pool.shape[3], BLOCK_M=block_m, BLOCK_N=block_n,
         BLOCK_D=block_dim, WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None,

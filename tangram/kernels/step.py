@@ -45,6 +45,20 @@ class PrefillRows:
         queries = self.spans[:, 1] - self.spans[:, 0]
         return [int(queries[wave].max()) for wave in self.waves]
 
+    @cached_property
+    def order(self) -> Int32:
+        """[L, N · H]: in the cells of each wave's rows, its cells (row · H + head, from its first row on) by entries.
+
+        Those that read most come first.
+        """
+        layers, rows, heads, _ = self.address.shape
+        entries = self.address[..., 2] + (self.spans[:, 3] - self.spans[:, 2])[:, None]
+        order = np.zeros((layers, rows * heads), np.int32)
+        for wave in self.waves:
+            cells = slice(wave.start * heads, wave.stop * heads)
+            order[:, cells] = np.argsort(-entries[:, wave].reshape(layers, -1), axis=1, kind="stable")
+        return order
+
     def repeated(self, row: int, tokens: int) -> PrefillRows:
         """One wave of `row` alone, with the queries of `tokens` tokens behind its own (KVzip's second pass)."""
         _, _, begin, end, position = self.spans[row]

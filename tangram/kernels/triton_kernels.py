@@ -101,8 +101,14 @@ class TritonKernels:
         """See `PoolKernels`."""
         self._scale(prefill.address.shape[0], prefill.address.shape[2])
         self._tables, self._decode_rows, self._rows = tables, decode_rows, prefill
-        arrays = [np.append(lengths.reshape(-1), np.int32(0)), prefill.address, prefill.spans, prefill.kept]
-        new_lengths, self._address, self._spans, self._kept = upload(arrays, self._pool.device)
+        arrays = [
+            np.append(lengths.reshape(-1), np.int32(0)),
+            prefill.address,
+            prefill.spans,
+            prefill.kept,
+            prefill.order,
+        ]
+        new_lengths, self._address, self._spans, self._kept, self._order = upload(arrays, self._pool.device)
         if not hasattr(self, "_lengths"):
             self._lengths = torch.empty_like(new_lengths)
         self._lengths.copy_(new_lengths)  # graphs know the address
@@ -132,8 +138,10 @@ class TritonKernels:
             for row in range(own.start, own.stop):
                 self._attend_densely(layer, row, q, k, v, out, scaling)
         else:
+            heads = k.shape[1]
+            order = self._order[layer, own.start * heads : own.stop * heads]
             prefill.prefill(
-                q, k, v, self._pool, self._tables, address, spans, layer=layer, longest=longest, scaling=scaling,
+                q, k, v, self._pool, self._tables, address, spans, order, layer=layer, longest=longest, scaling=scaling,
                 window=window, softcap=softcap, sinks=sinks, scales=self._scales, out=out,
             )  # fmt: skip
         if self._rows.whole[layer, own].any():

@@ -62,7 +62,8 @@ def test_prefill_of_several_requests_equals_each_alone(
     places = [(begin, end, begin, end, int(past[row].max())) for row, (begin, end) in enumerate(spans)]
     out = prefill.prefill(
         *(x.to(device) for x in (q, k, v, batch.pool, batch.tables)), torch.from_numpy(address).to(device, torch.int32),
-        torch.tensor(places, dtype=torch.int32, device=device), layer=layer, longest=max(sizes), scaling=SCALING,
+        torch.tensor(places, dtype=torch.int32, device=device), torch.randperm(len(sizes) * HEADS).int().to(device),
+        layer=layer, longest=max(sizes), scaling=SCALING,
         window=window, softcap=softcap, sinks=None if sinks is None else sinks.to(device),
     ).cpu()  # fmt: skip
     for row, (begin, end) in enumerate(spans):
@@ -85,7 +86,8 @@ def test_queries_of_a_second_pass_see_the_keys_before_them(device: torch.device)
     out = prefill.prefill(
         *(x.to(device) for x in (q, k, v, batch.pool.nan_to_num(0.5), batch.tables)),
         torch.from_numpy(address).to(device, torch.int32),
-        torch.tensor([[0, 20, 0, 52, 30]], dtype=torch.int32, device=device), layer=0, longest=20, scaling=SCALING,
+        torch.tensor([[0, 20, 0, 52, 30]], dtype=torch.int32, device=device),
+        torch.arange(HEADS, dtype=torch.int32, device=device), layer=0, longest=20, scaling=SCALING,
     ).cpu()  # fmt: skip
     expected = reference.prefill(
         q, k, v, batch.pool.nan_to_num(0.5), batch.tables, batch.rows.table[0, 0], batch.rows.column[0, 0], past,
@@ -104,10 +106,12 @@ def test_a_row_is_computed_alike_whatever_is_beside_it(device: torch.device) -> 
     where = torch.from_numpy(address).to(device, torch.int32)
     spans = torch.tensor([[0, 9, 0, 9, 40], [9, 159, 9, 159, 40]], dtype=torch.int32, device=device)
     pool, tables = batch.pool.to(device), batch.tables.to(device)
+    orders = torch.tensor([3, 1, 2, 0], dtype=torch.int32, device=device), torch.tensor([0, 1]).int().to(device)
     both, alone = (
         prefill.prefill(
-            q, k, v, pool, tables, where[:rows], spans[:rows], layer=0, longest=longest, scaling=SCALING
-        ) for rows, longest in ((2, 150), (1, 9))
+            q, k, v, pool, tables, where[: len(order) // HEADS], spans[: len(order) // HEADS], order, layer=0,
+            longest=longest, scaling=SCALING,
+        ) for order, longest in zip(orders, (150, 9), strict=True)
     )  # fmt: skip
     assert torch.equal(both[:9], alone[:9])
 
@@ -220,8 +224,8 @@ def test_an_fp8_pool_is_written_and_read_through_its_scales(device: torch.device
     at = torch.from_numpy(np.stack([rows.table[:1, 0], rows.column[:1, 0], past], axis=-1)).to(device, torch.int32)
     spans = torch.tensor([[0, 10, 0, 10, int(past.max())]], dtype=torch.int32, device=device)
     out = prefill.prefill(
-        *(x.to(device) for x in new), on_device, tables, at, spans, layer=0, longest=10, scaling=SCALING,
-        scales=scales.to(device),
+        *(x.to(device) for x in new), on_device, tables, at, spans, torch.arange(HEADS).int().to(device), layer=0,
+        longest=10, scaling=SCALING, scales=scales.to(device),
     ).cpu()  # fmt: skip
     expected = reference.prefill(
         *(x.float() for x in new), wide, batch.tables, rows.table[0, 0], rows.column[0, 0], past[0], scaling=SCALING,
