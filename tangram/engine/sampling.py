@@ -216,29 +216,44 @@ def _on(device: torch.device, values: Sequence[float]) -> Tensor:
     return placed(np.asarray(values), device)
 
 
-def _keep(weights: Tensor, values: Sequence[float | None], floor: Callable[[Tensor, Tensor], Tensor]) -> None:
+def _keep(weights: Tensor, values: Sequence[float | None], floor: Callable[[Tensor, Sequence[float]], Tensor]) -> None:
     """Zero, in place, the weights below their row's floor; rows whose value is None are left alone."""
     rows = [index for index, value in enumerate(values) if value is not None]
     if not rows:
         return
-    given = _on(weights.device, [value for value in values if value is not None]).double()
     floors = torch.zeros(len(weights), dtype=torch.int64, device=weights.device)
-    floors.index_copy_(0, _on(weights.device, rows), floor(_pick(weights, rows), given))
+    own = floor(_pick(weights, rows), [value for value in values if value is not None])
+    floors.index_copy_(0, _on(weights.device, rows), own)
     weights.masked_fill_(weights < floors[:, None], 0)
 
 
-def _min_p_floor(weights: Tensor, min_weight: Tensor) -> Tensor:
-    return min_weight.long()
+def _min_p_floor(weights: Tensor, min_weights: Sequence[float]) -> Tensor:
+    return _on(weights.device, min_weights)
 
 
-def _top_k_floor(weights: Tensor, top_k: Tensor) -> Tensor:
-    largest = weights.topk(int(top_k.max()), dim=-1).values
-    return largest.gather(1, top_k.long()[:, None] - 1)[:, 0]
+def _top_k_floor(weights: Tensor, top_k: Sequence[float]) -> Tensor:
+    largest = weights.topk(int(max(top_k)), dim=-1).values
+    return largest.gather(1, _on(weights.device, top_k)[:, None] - 1)[:, 0]
 
 
-def _top_p_floor(weights: Tensor, top_p: Tensor) -> Tensor:
+def _top_p_floor(weights: Tensor, top_p: Sequence[float]) -> Tensor:
     """[R]: the smallest weight in the nucleus, the fewest tokens that reach top-p (Holtzman et al. 2020, section 3)."""
-    needed = (weights.sum(dim=-1) * top_p).ceil().long().clamp_(min=1)
+    needed = (weights.sum(dim=-1) * _on(weights.device, top_p)).ceil().long().clamp_(min=1)
+    return _halved(weights, needed) if weights.is_cuda else _sorted_through(weights, needed)
+
+
+def _halved(weights: Tensor, needed: Tensor) -> Tensor:
+    """[R]: the largest weight such that it and all larger ones reach `needed`, by halving: nothing waits for a GPU."""
+    low, high = torch.zeros_like(needed), torch.full_like(needed, _ONE)
+    for _ in range(_ONE.bit_length()):
+        middle = (low + high + 1) // 2
+        enough = weights.where(weights >= middle[:, None], 0).sum(dim=-1) >= needed
+        low, high = low.where(~enough, middle), high.where(enough, middle - 1)
+    return low
+
+
+def _sorted_through(weights: Tensor, needed: Tensor) -> Tensor:
+    """The same from the likeliest tokens on, which are few where a nucleus is small."""
     floors = torch.zeros_like(needed)
     open_rows = torch.arange(len(needed), device=weights.device)
     for width in [*(w for w in _NUCLEUS_WIDTHS if w < weights.shape[1]), weights.shape[1]]:

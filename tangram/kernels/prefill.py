@@ -170,8 +170,8 @@ def prefill(
     grid = (triton.cdiv(longest, block_m), query_heads * len(spans))
     prefill_tiles[grid](
         q, k, v, pool, tables, address, spans, order, scales if scales is not None else k,
-        sinks if sinks is not None else q, out, layer, scaling, softcap or 1.0, window or 0, q.stride(0), q.stride(1), k.stride(0),
-        k.stride(1), v.stride(0), v.stride(1),
+        sinks if sinks is not None else q, out, layer, scaling, softcap or 1.0, window or 0, *q.stride()[:2],
+        *k.stride()[:2], *v.stride()[:2],
         H=heads, G=query_heads // heads, D=dim, HP=pool.shape[1], P=pool.shape[3], BLOCK_M=block_m, BLOCK_N=block_n,
         BLOCK_D=block_dim, WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None,
         SCALED=scales is not None, num_warps=warps, num_stages=2,

@@ -19,7 +19,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from tangram.engine.sampling import SampleRow, probabilities, sample, uniform
+from tangram.engine.sampling import SampleRow, _halved, _sorted_through, probabilities, sample, uniform
 from tangram.errors import ModelError, RequestError
 from tangram.types import SamplingParams
 
@@ -271,3 +271,16 @@ def test_greedy_costs_little_beyond_the_argmax() -> None:
         return min(durations) * 1e3
 
     assert best_ms(lambda: sample(logits, rows)) < best_ms(lambda: logits.argmax(dim=-1)) + 1.0
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 3000), st.sampled_from([1e-9, 0.05, 0.5, 0.9, 1 - 1e-12]))
+@settings(max_examples=60, deadline=None)
+def test_a_nucleus_is_the_same_found_by_halving_and_by_sorting(seed: int, vocab: int, top_p: float) -> None:
+    """Ties, weights of nothing and one weight of everything included."""
+    rng = np.random.default_rng(seed)
+    weights = np.exp(rng.normal(0, rng.choice([0.0, 1.0, 30.0]), (4, vocab)).clip(-60, 0)) * 2**40
+    weights[0], weights[1] = weights[0].max(), weights[1] // 2**38
+    weights[2, rng.integers(vocab)] = 2**40
+    weights = torch.from_numpy(weights).long()
+    needed = (weights.sum(dim=-1).double() * top_p).ceil().long().clamp_(min=1)
+    assert torch.equal(_halved(weights, needed), _sorted_through(weights, needed))
