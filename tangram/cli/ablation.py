@@ -88,6 +88,7 @@ def _show_split(figures: Figures, phase: str, title: str) -> None:
     table.add_row("all", *(f"{sum(split['ms'].values()):.2f}" for split in splits), end_section=True)
     table.add_row("sealing, reservation, tables", *(f"{split['upkeep']:.1%}" for split in splits))
     table.add_row("reclamation", *(f"{split['reclamation']:.1%}" for split in splits))
+    table.add_row("outside the forward pass", *(f"{split['outside']:.1%}" for split in splits))
     if phase == "prefill":
         table.add_row("KV held of a sealed chunk", *(f"{found['footprint']:.3f}" for found in figures.values()))
         table.add_row("tokens that fit", *(f"{found['capacity_tokens']:,}" for found in figures.values()))

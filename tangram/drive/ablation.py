@@ -18,7 +18,7 @@ from tangram.cache.layout import Layout
 from tangram.compress.groups import realised_retention
 from tangram.config import EngineConfig
 from tangram.drive.clock import Limits, Summary, answered
-from tangram.drive.parts import HOW, RECLAMATION, UPKEEP, PartClock, Split
+from tangram.drive.parts import FORWARD, HOW, RECLAMATION, UPKEEP, PartClock, Split
 from tangram.drive.work import Ask, alike, arriving
 from tangram.engine.loop import Engine
 from tangram.engine.memory import GIB, kv_bytes
@@ -102,13 +102,15 @@ class Breakdown:
     """Milliseconds of each part: of prefill for 1,000 prompt tokens, of decode for one step.
 
     `host_ms` is what the host spends on the same, waiting included. `upkeep` is the share of scoring, sealing,
-    scheduling, reservation and tables, `reclamation` that of giving pages back. `sealed_chunks` were sealed meanwhile.
+    scheduling, reservation and tables, `reclamation` that of giving pages back, `outside` that of everything but the
+    forward pass: on a GPU also what it waits for the host. `sealed_chunks` were sealed meanwhile.
     """
 
     ms: dict[str, float]
     host_ms: dict[str, float]
     upkeep: float
     reclamation: float
+    outside: float
     steps: int
     sealed_chunks: int
     how: str
@@ -120,7 +122,8 @@ class Breakdown:
             {part: value * 1e3 / per for part, value in times.items()} for times in (split.seconds, split.host_s)
         )
         upkeep, reclamation = split.share(*UPKEEP), split.share(*RECLAMATION)
-        return cls(ms, host_ms, upkeep, reclamation, split.steps, sealed_chunks, HOW[device.type])
+        outside = 1.0 - split.share(*FORWARD)
+        return cls(ms, host_ms, upkeep, reclamation, outside, split.steps, sealed_chunks, HOW[device.type])
 
 
 def breakdowns(engine: Engine, asks: Sequence[Ask]) -> dict[str, Breakdown]:

@@ -40,6 +40,7 @@ PARTS: dict[str, tuple[tuple[type, str], ...]] = {
     "prefix cache": ((Scheduler, "commit"),),
     "sampling and text": ((Engine, "step"),),
 }
+FORWARD = ("model", "attention", "scoring and sealing")
 UPKEEP = ("scoring and sealing", "scheduling and reservation", "tables")
 RECLAMATION = ("reclamation", "reclamation, books")
 HOW = {

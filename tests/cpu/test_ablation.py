@@ -53,7 +53,7 @@ def test_parts_are_timed_without_those_inside_them_and_then_left_alone(engine: E
     assert sum(prefill.ms.values()) * 0.14 + sum(decode.ms.values()) * decode.steps < elapsed_ms
     assert prefill.ms == prefill.host_ms and list(prefill.ms) == list(PARTS)
     assert all(prefill.ms[part] > 0 for part in ("model", "attention", "scheduling and reservation", "tables"))
-    assert prefill.reclamation == decode.reclamation == 0.0 and 0 < decode.upkeep < 1
+    assert prefill.reclamation == decode.reclamation == 0.0 and 0 < decode.upkeep < decode.outside < 1
     # 70 tokens are two chunks and a rest; 39 more of each are decoded and fill one.
     assert prefill.sealed_chunks == 4 and decode.sealed_chunks == 2 and decode.steps >= 39
 
