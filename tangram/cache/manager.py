@@ -89,6 +89,8 @@ class CacheManager:
             return None
         seq = SequenceCache(self._slots.pop(), layout_index, layout, [root], promised_pages=promise)
         self.sequences[seq.slot] = seq
+        if here:
+            self.ledger.share(np.concatenate([node.pages for node in here]))
         with self.host.holding(chain.keys):
             self._attach(seq, chain)
         rest = tokens[seq.computed_tokens :]
@@ -230,10 +232,9 @@ class CacheManager:
         self._enter_all(seq, layout.span_entries(chunks[len(chunks) - len(windows) :])[:, full:], seq.window_spans)
 
     def _reached(self, key: bytes, parent: Node | None, link: Link, pages: int) -> Node:
-        """The link for `key`, acquired already, or brought back from host memory into new pages."""
+        """The link for `key`, acquired and shared already, or brought back from host memory into new pages."""
         node = self.prefix.find(key)
         if node is not None:
-            self.ledger.share(node.pages)
             return node
         taken = self._take(pages)
         self.host.restore(key, taken)
@@ -249,10 +250,11 @@ class CacheManager:
             if node is None:
                 break
             self.prefix.acquire(node)
-            self.ledger.share(node.pages)
             seq.raw_nodes.append(node)
         seq.raw_pages = [node.pages for node in seq.raw_nodes]
         seq.raw_tokens = len(seq.raw_pages) * layout.page_tokens
+        if seq.raw_pages:
+            self.ledger.share(np.concatenate(seq.raw_pages))
         self._enter_all(seq, layout.raw_entries(seq.sealed_chunks, np.arange(len(seq.raw_pages))), seq.raw_pages)
 
     def _publish_chunk(self, seq: SequenceCache, tokens: Int64) -> None:
