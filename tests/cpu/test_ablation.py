@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from tangram.cli import app
@@ -19,23 +18,12 @@ from tangram.engine.llm import LLM
 from tangram.engine.loop import Engine
 from tangram.errors import ConfigError
 
-CONFIG = LlamaConfig(
-    vocab_size=300, hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=4,
-    num_key_value_heads=4, head_dim=16, max_position_embeddings=2048, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
 SMALL = {
     "load_format": "dummy", "chunk_tokens": 32, "page_tokens": 4, "heads_per_page": 2, "kv_cache_gib": 0.01,
     "max_num_seqs": 4, "max_num_batched_tokens": 128,
 }  # fmt: skip
 FLAGS = [text for name, value in SMALL.items() for text in (f"--{name.replace('_', '-')}", str(value))]
 LOAD = ["--batch", "2", "--requests", "3", "--input-tokens", "70", "--output-tokens", "40", "--rates", "20,80"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("shape")
-    CONFIG.save_pretrained(path)
-    return path
 
 
 @pytest.fixture(scope="module")

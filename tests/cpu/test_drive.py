@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
 from typer.testing import CliRunner
 
-from bench.serving import compare
 from tangram.cli import app
 from tangram.drive.clock import Answer, GivenUpError, Limits, Patience, Summary, answered
 from tangram.drive.work import Ask, alike, arriving, made_up, next_turn, traced
@@ -21,34 +16,13 @@ from tangram.engine.llm import LLM
 from tangram.errors import ConfigError, RequestError
 from tangram.types import Event, FinishReason, Request, SamplingParams
 
-CONFIG = LlamaConfig(
-    vocab_size=300, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=16, max_position_embeddings=2048, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of which there is nothing but its config."""
-    path = tmp_path_factory.mktemp("shape")
-    CONFIG.save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def llm(folder: Path) -> LLM:
-    return LLM(
-        str(folder), load_format="dummy", kv_retention=1.0, chunk_tokens=32, page_tokens=8, kv_cache_gib=0.01,
-        max_num_seqs=4, max_num_batched_tokens=128,
-    )  # fmt: skip
-
-
-def test_a_config_alone_makes_a_model_whose_words_are_numbers(folder: Path, llm: LLM) -> None:
-    output = llm.generate("17 4 299", SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))[0]
+def test_a_config_alone_makes_a_model_whose_words_are_numbers(folder: Path, small_llm: LLM) -> None:
+    output = small_llm.generate("17 4 299", SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))[0]
     assert output.prompt_token_ids == (17, 4, 299)
     assert output.outputs[0].text.split() == [str(token) for token in output.outputs[0].token_ids]
     again = LLM(str(folder), load_format="dummy", kv_retention=1.0)
-    states = [engine._loaded.model.state_dict() for engine in (llm.engine, again.engine)]
+    states = [engine._loaded.model.state_dict() for engine in (small_llm.engine, again.engine)]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
@@ -63,11 +37,11 @@ def test_a_share_of_memory_outside_its_range_is_refused(share: float) -> None:
         LLM(gpu_memory_utilization=share)
 
 
-def test_answers_are_those_of_the_engine_by_the_clock(llm: LLM) -> None:
+def test_answers_are_those_of_the_engine_by_the_clock(small_llm: LLM) -> None:
     asks = alike(3, 20, 5, shared_tokens=40, vocab_size=300)
     told: list[int] = []
-    answers = answered(llm.engine, asks, told.append)
-    expected = llm.generate(
+    answers = answered(small_llm.engine, asks, told.append)
+    expected = small_llm.generate(
         [{"prompt_token_ids": list(ask.tokens)} for ask in asks],
         SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True),
     )
@@ -78,37 +52,37 @@ def test_answers_are_those_of_the_engine_by_the_clock(llm: LLM) -> None:
         assert answer.times_s == sorted(answer.times_s)
 
 
-def test_a_turn_finds_the_one_before_in_the_cache(llm: LLM) -> None:
-    llm.engine.clear_cache()
+def test_a_turn_finds_the_one_before_in_the_cache(small_llm: LLM) -> None:
+    small_llm.engine.clear_cache()
     histories = [made_up(60, 300, session) for session in range(2)]
     for turn in (1, 2):
         asks = next_turn(histories, turn, 10, 4, 300)
-        answers = answered(llm.engine, asks)
+        answers = answered(small_llm.engine, asks)
         histories = [ask.tokens + tuple(answer.token_ids) for ask, answer in zip(asks, answers, strict=True)]
         assert [answer.cached_tokens >= 60 for answer in answers] == [turn == 2] * 2
 
 
-def test_what_requests_share_is_computed_once_even_when_they_come_together(llm: LLM) -> None:
-    llm.engine.clear_cache()
-    before = llm.engine.stats().sealed_chunks
+def test_what_requests_share_is_computed_once_even_when_they_come_together(small_llm: LLM) -> None:
+    small_llm.engine.clear_cache()
+    before = small_llm.engine.stats().sealed_chunks
     asks = alike(4, 10, 3, shared_tokens=64, vocab_size=300)
-    answers = answered(llm.engine, asks)
-    assert llm.engine.stats().sealed_chunks - before == 2
+    answers = answered(small_llm.engine, asks)
+    assert small_llm.engine.stats().sealed_chunks - before == 2
     assert sorted(answer.cached_tokens for answer in answers) == [0, 64, 64, 64]
-    llm.engine.clear_cache()
-    assert [answered(llm.engine, [ask])[0].token_ids for ask in asks] == [answer.token_ids for answer in answers]
+    small_llm.engine.clear_cache()
+    assert [answered(small_llm.engine, [ask])[0].token_ids for ask in asks] == [answer.token_ids for answer in answers]
 
 
-def test_requests_wait_for_their_time(llm: LLM) -> None:
-    answers = answered(llm.engine, [Ask((5, 6, 7), 2, 1.0), Ask((5, 6, 8), 2)])
+def test_requests_wait_for_their_time(small_llm: LLM) -> None:
+    answers = answered(small_llm.engine, [Ask((5, 6, 7), 2, 1.0), Ask((5, 6, 8), 2)])
     assert answers[1].times_s[-1] < 1.0 < answers[0].times_s[0]
     assert answers[0].first_token_s == answers[0].times_s[0] - 1.0
 
 
-def test_a_request_that_never_fits_stops_all(llm: LLM) -> None:
+def test_a_request_that_never_fits_stops_all(small_llm: LLM) -> None:
     with pytest.raises(RequestError, match="prompt has 5000 tokens"):
-        answered(llm.engine, [Ask((1, 2), 2), Ask((3,) * 5000, 2)])
-    assert not llm.engine.busy
+        answered(small_llm.engine, [Ask((1, 2), 2), Ask((3,) * 5000, 2)])
+    assert not small_llm.engine.busy
 
 
 def test_a_summary_adds_up() -> None:
@@ -149,11 +123,11 @@ def test_arrivals_have_the_rate_that_is_asked_for_and_the_same_order() -> None:
     assert [ask.at_s for ask in fast] == pytest.approx([ask.at_s / 4 for ask in slow])
 
 
-def test_who_listens_hears_when_all_have_their_first_token(llm: LLM) -> None:
+def test_who_listens_hears_when_all_have_their_first_token(small_llm: LLM) -> None:
     heard: list[int] = []
-    generated = llm.engine.stats().generated_tokens
-    answered(llm.engine, alike(3, 20, 6, shared_tokens=0, vocab_size=300),
-             started=lambda: heard.append(llm.engine.stats().generated_tokens - generated))  # fmt: skip
+    generated = small_llm.engine.stats().generated_tokens
+    answered(small_llm.engine, alike(3, 20, 6, shared_tokens=0, vocab_size=300),
+             started=lambda: heard.append(small_llm.engine.stats().generated_tokens - generated))  # fmt: skip
     assert len(heard) == 1 and 3 <= heard[0] < 18
 
 
@@ -225,8 +199,8 @@ def test_the_commands_keep_what_they_measure(
         assert content["parts"]["turn 2"]["cached_share"] >= 0.5
 
 
-def test_a_run_that_is_too_slow_is_given_up_and_leaves_nothing_behind(llm: LLM) -> None:
-    engine, asks = llm.engine, alike(6, 30, 20, shared_tokens=0, vocab_size=300)
+def test_a_run_that_is_too_slow_is_given_up_and_leaves_nothing_behind(small_llm: LLM) -> None:
+    engine, asks = small_llm.engine, alike(6, 30, 20, shared_tokens=0, vocab_size=300)
     with pytest.raises(GivenUpError, match=r"more than 10% waited over 1e-09 s"):
         answered(engine, asks, patience=Patience(1e-9, every_s=0.0))
     assert not engine.busy and engine.stats().pages_held == 0
@@ -238,26 +212,26 @@ def test_a_run_that_is_too_slow_is_given_up_and_leaves_nothing_behind(llm: LLM) 
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_stop_string_ends_a_completion_whose_next_token_is_under_way(
-    ahead: bool, llm: LLM, monkeypatch: pytest.MonkeyPatch
+    ahead: bool, small_llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the text is read while the device goes on, neither the client nor the books see the token too many."""
-    monkeypatch.setattr(llm.engine, "ahead", ahead)
+    monkeypatch.setattr(small_llm.engine, "ahead", ahead)
     prompt = {"prompt_token_ids": list(range(40, 71))}  # the answer's second token ends a chunk
-    free = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True))[0].outputs[0]
+    free = small_llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True))[0].outputs[0]
     words = free.text.split()
     stop = words[2]
     last = words.index(stop)
-    held = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, stop=(stop,)))[0]
+    held = small_llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, stop=(stop,)))[0]
     assert held.outputs[0].finish_reason == "stop"
     assert held.outputs[0].text.split() == words[:last]
     assert held.outputs[0].token_ids == free.token_ids[: last + 1]
-    llm.engine.check_books()
-    assert llm.engine.stats().pages_held == 0
+    small_llm.engine.check_books()
+    assert small_llm.engine.stats().pages_held == 0
 
 
-def test_launching_ahead_changes_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launching_ahead_changes_nothing(small_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for answers of one token; of what is aborted with a token on its way, that token is dropped."""
-    engine, asks = llm.engine, [*alike(3, 30, 6, shared_tokens=0, vocab_size=300), Ask((9, 9, 9), 1)]
+    engine, asks = small_llm.engine, [*alike(3, 30, 6, shared_tokens=0, vocab_size=300), Ask((9, 9, 9), 1)]
     expected = [answer.token_ids for answer in answered(engine, asks)]
     monkeypatch.setattr(engine, "ahead", True)
     assert [answer.token_ids for answer in answered(engine, asks)] == expected
@@ -273,35 +247,3 @@ def test_launching_ahead_changes_nothing(llm: LLM, monkeypatch: pytest.MonkeyPat
     assert events[-1].finish_reason is FinishReason.ABORT
     assert events[-1].usage.completion_tokens == sum(len(event.token_ids) for event in events) == 3
     engine.check_books()
-
-
-def test_the_comparison_keeps_what_it_measures_and_where_it_stopped(
-    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compare, "vocab_size", lambda: 300)
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text('{"timestamp": 0, "input_length": 100, "output_length": 30, "hash_ids": [1]}\n')
-    options = argparse.Namespace(trace=trace, seconds=10.0, speeds="1,2", hold_ttft_s=60.0)
-    hasty = argparse.Namespace(**(vars(options) | {"hold_ttft_s": 1e-9}))
-    cases = {
-        "some": compare.requests(2, 20, 3, repeats=2), "turns": compare.sessions(2, 40, 2, 5, 4),
-        "trace": compare.replayed(options), "hasty": compare.replayed(hasty),
-    }  # fmt: skip
-
-    class Small:
-        def __init__(self) -> None:
-            self.options: dict[str, Any] = {}
-
-        def clear_cache(self) -> None:
-            llm.engine.clear_cache()
-
-        def answered(self, asks: Sequence[Ask], patience: Patience | None = None) -> list[Answer]:
-            return answered(llm.engine, asks, patience=patience)
-
-    kept: dict[str, Any] = {}
-    compare.measured(Small(), cases, kept.update)
-    assert {name: list(parts) for name, parts in kept.items()} == {
-        "some": ["run 1", "run 2"], "turns": ["turn 1", "turn 2"], "trace": ["speed 1", "speed 2"],
-        "hasty": ["given up"],
-    }  # fmt: skip
-    assert kept["turns"]["turn 2"]["cached_share"] > 0.5 and kept["some"]["run 1"]["output_tokens"] == 6

@@ -1,0 +1,80 @@
+"""Engines under the same loads: what is kept of them, and docs/serving.md, which says what the result files say."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.kernels.family import RESULTS
+from bench.kernels.page import replaced
+from bench.serving import compare
+from bench.serving.page import PAGE, found, written
+from tangram.drive.clock import Answer, Patience, answered
+from tangram.drive.work import Ask
+from tangram.engine.llm import LLM
+
+MEASURED = found(RESULTS)
+
+
+def test_the_table_is_that_of_the_result_files() -> None:
+    page = PAGE.read_text()
+    assert replaced(page, "engines", written(MEASURED)) == page, "run python -m bench.serving.page"
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_an_engine_comes_with_its_command_machine_and_commit(name: str) -> None:
+    where = MEASURED[name]["environment"]
+    assert MEASURED[name]["command"].startswith("python -m bench.serving.compare ")
+    assert where["commit"] and not where["commit"].endswith("+") and where["gpu"]
+
+
+def result(name: str, seconds: list[float], **where: str) -> dict[str, Any]:
+    parts = {f"run {n}": {"seconds": value, "prompt_tokens": 1000} for n, value in enumerate(seconds)}
+    environment = {"commit": "c", "date": "d", "gpu": "g", **where}
+    options = {"kv_retention": 0.25, "fits_tokens": 1}
+    return {"engine": name, "command": "x -o y", "environment": environment, "options": options,
+            "cases": {"prefill": parts, "answers-8k": parts}}  # fmt: skip
+
+
+def test_cells_are_medians_with_their_span_and_how_many_times_as_fast_that_is() -> None:
+    peer = result("vllm", [4.0], vllm="1")
+    table = written({"vllm": peer, "tangram": result("tangram", [1.0, 2.0, 4.0])}).splitlines()
+    assert table[0] == "|  | vLLM 1 | ρ 0.25 |"
+    assert table[2] == "| prefill, 64 × 8,192 tokens: tokens/s | 250.0 | 500.0 (250.0–1,000) · 2.00 × |"
+    assert table[3] == "| 64 × (8,192 in, 512 out): s | 4 | 2 (1–4) · 2.00 × |"
+
+
+def test_the_comparison_keeps_what_it_measures_and_where_it_stopped(
+    small_llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare, "vocab_size", lambda: 300)
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 100, "output_length": 30, "hash_ids": [1]}\n')
+    options = argparse.Namespace(trace=trace, seconds=10.0, speeds="1,2", hold_ttft_s=60.0)
+    hasty = argparse.Namespace(**(vars(options) | {"hold_ttft_s": 1e-9}))
+    cases = {
+        "some": compare.requests(2, 20, 3, repeats=2), "turns": compare.sessions(2, 40, 2, 5, 4),
+        "trace": compare.replayed(options), "hasty": compare.replayed(hasty),
+    }  # fmt: skip
+
+    class Small:
+        def __init__(self) -> None:
+            self.options: dict[str, Any] = {}
+
+        def clear_cache(self) -> None:
+            small_llm.engine.clear_cache()
+
+        def answered(self, asks: Sequence[Ask], patience: Patience | None = None) -> list[Answer]:
+            return answered(small_llm.engine, asks, patience=patience)
+
+    kept: dict[str, Any] = {}
+    compare.measured(Small(), cases, kept.update)
+    assert {name: list(parts) for name, parts in kept.items()} == {
+        "some": ["run 1", "run 2"], "turns": ["turn 1", "turn 2"], "trace": ["speed 1", "speed 2"],
+        "hasty": ["given up"],
+    }  # fmt: skip
+    assert kept["turns"]["turn 2"]["cached_share"] > 0.5 and kept["some"]["run 1"]["output_tokens"] == 6
