@@ -41,6 +41,12 @@ class DynamicCache(CacheManager):
         self._enter(self.sequences[slot], entries, np.zeros_like(pages))
         self.ledger.release(pages)
 
+    def close(self, seq: SequenceCache) -> None:
+        """See `CacheManager`; also when a step was broken off before it could reclaim."""
+        if seq.slot in self._surplus:
+            self.ledger.release(self._surplus.pop(seq.slot)[1])
+        super().close(seq)
+
     def _promise(self, layout: Layout, tokens: int, limit: int) -> int:
         return max(super()._promise(layout, tokens, limit), layout.peak_pages(tokens))
 

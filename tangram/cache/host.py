@@ -79,7 +79,9 @@ class HostTier:
         return moves
 
     def clear(self) -> None:
-        """Forget every link."""
+        """Forget every link, and every move that nobody has taken."""
+        self._moves.clear()
+        self.arriving[:] = False
         for slots in self.links.values():
             self.ledger.release(slots)
         self.links.clear()

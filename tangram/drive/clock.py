@@ -136,7 +136,7 @@ def answered(
                     engine.abort(request.request_id)
         if not engine.step() and waiting:
             time.sleep(max(0.0, asks[waiting[-1]].at_s - (time.perf_counter() - begin)))
-    if patience is not None and lost:
+    if patience is not None and (lost or patience.ends(answers, time.perf_counter() - begin)):
         raise patience.spent(time.perf_counter() - begin)
     return answers
 

@@ -71,11 +71,13 @@ class Admission:
         return granted
 
     def usage(self, sequence: TokenSequence, completion_tokens: int) -> Usage:
-        """The accounts of one sequence now."""
-        cache = sequence.cache
-        held = 0 if cache is None else cache.held_pages
-        computed = 0 if cache is None else cache.computed_tokens
-        layout = self.retentions[sequence.layout].layout
+        """The accounts of one sequence now; of one that was preempted, what it held when it was last computed."""
+        cache, layout = sequence.cache, self.retentions[sequence.layout].layout
+        if cache is not None:
+            held, computed = cache.held_pages, cache.computed_tokens
+        else:
+            computed = 0 if sequence.cached_tokens is None else sequence.known - 1 - sequence.pending
+            held = layout.held_pages(*divmod(computed, layout.chunk_tokens))
         return Usage(
             prompt_tokens=sequence.prompt_tokens,
             completion_tokens=completion_tokens,

@@ -131,7 +131,17 @@ class Engine:
         return bool(self._inbox or self._completions)
 
     def step(self) -> bool:
-        """One step: schedule, plan, run, commit, emit. False if there was nothing to do."""
+        """One step: schedule, plan, run, commit, emit. False if there was nothing to do.
+
+        Where it fails, all requests are ended and nothing stays cached: what it has written is not known.
+        """
+        try:
+            return self._step()
+        except BaseException:
+            self._abandon("a step of the engine failed")
+            raise
+
+    def _step(self) -> bool:
         with self._wake:
             while self._inbox:
                 self._inbox.popleft()()
@@ -165,6 +175,17 @@ class Engine:
                 if not completion.ended:
                     self._take(completion, token)
         return True
+
+    def _abandon(self, error: str) -> None:
+        self._flight = None
+        with self._wake:
+            while self._completions:
+                request_id, _ = next(iter(self._completions))
+                try:
+                    self._drop(request_id, error)
+                except Exception:
+                    _log.exception("request %s could not be told that %s", request_id, error)
+            self._scheduler.cache.prefix.clear()
 
     def clear_cache(self) -> None:
         """Forget every cached prefix that nobody uses."""

@@ -73,10 +73,10 @@ def _host_bytes() -> int:
 
 
 def _gathered_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
-    """The keys and values of one layer of the longest sequence, which dense attention copies."""
+    """The keys and values of one layer of the longest sequence, which dense attention copies, twice: room doubles."""
     shape = loaded.geometry
     longest = config.max_model_len or shape.max_positions
-    return 2 * shape.kv_heads * longest * shape.head_dim * loaded.dtype.itemsize
+    return 2 * 2 * shape.kv_heads * longest * shape.head_dim * loaded.dtype.itemsize
 
 
 def _activation_bytes(config: EngineConfig, loaded: LoadedModel) -> int:

@@ -50,17 +50,24 @@ def serves(q: Tensor, pool: Tensor) -> bool:
     return q.dtype in DTYPES and pool.dtype == q.dtype and q.shape[2] <= MOST_DIMENSIONS
 
 
+def room(heads: int, total: int, dim: int) -> int:
+    """Elements that the keys and values of `total` entries take."""
+    return 2 * heads * total * dim
+
+
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, pool: Tensor, tables: Tensor, address: Tensor, *, past: int, scaling: float
+    q: Tensor, k: Tensor, v: Tensor, pool: Tensor, tables: Tensor, address: Tensor, gathered: Tensor, *, past: int,
+    scaling: float,
 ) -> Tensor:  # fmt: skip
     """One chunk against its `past` entries a head and causally against itself: q [C, Q, D], k, v [C, H, D] → [C, Q, D].
 
-    `address` int32 [H, 3]: table offset, column and past length, the same for all heads.
+    `address` int32 [H, 3]: table offset, column and past length, the same for all heads. `gathered` has `room` for
+    past and chunk, and is overwritten.
     """
     (tokens, heads, dim), total = k.shape, past + len(k)
     keys, values = k.transpose(0, 1), v.transpose(0, 1)
     if past:
-        gathered = torch.empty(2, heads, total, dim, dtype=k.dtype, device=k.device)
+        gathered = gathered[: room(heads, total, dim)].view(2, heads, total, dim)
         gather_entries[(triton.cdiv(total, 64), heads)](
             k, v, pool, tables, address, gathered, past, total, *k.stride()[:2], *v.stride()[:2], H=heads, D=dim,
             HP=pool.shape[1], P=pool.shape[3], BLOCK=64, BLOCK_D=triton.next_power_of_2(dim), num_warps=4,

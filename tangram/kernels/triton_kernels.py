@@ -51,6 +51,7 @@ class TritonKernels:
         self._decoders: dict[tuple[int, DecodeOptions], GpuDecode] = {}
         self._addresses: dict[int, Tensor] = {}
         self._scales: Tensor | None = None
+        self._gathered = torch.empty(0, dtype=pool.dtype, device=device)
 
     def width(self, rows: int) -> int:
         """See `PoolKernels`: few widths, so that few graphs serve all batches."""
@@ -155,9 +156,12 @@ class TritonKernels:
     ) -> None:  # fmt: skip
         begin, end = self._rows.spans[row, :2]
         past = int(self._rows.address[layer, row, 0, 2])
+        size = dense.room(k.shape[1], past + int(end - begin), k.shape[2]) if past else 0
+        if len(self._gathered) < size:  # by doubling: a prompt's chunks need a little more each
+            self._gathered = torch.empty(1 << (size - 1).bit_length(), dtype=k.dtype, device=k.device)
         out[begin:end] = dense.attend(
-            q[begin:end], k[begin:end], v[begin:end], self._pool, self._tables, self._address[layer, row], past=past,
-            scaling=scaling,
+            q[begin:end], k[begin:end], v[begin:end], self._pool, self._tables, self._address[layer, row],
+            self._gathered, past=past, scaling=scaling,
         )  # fmt: skip
 
     def seal(self, layer: int, rows: slice, ranking: Ranking, k: Tensor, v: Tensor) -> None:

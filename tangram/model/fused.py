@@ -23,10 +23,17 @@ class _Joined(nn.Module):
         self.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
         self._input: Tensor | None = None
         self._parts: dict[int, Tensor] = {}
+        self._apart = False  # a model whose maps turn out to read different tensors
 
     def part(self, number: int, x: Tensor) -> Tensor:
         """The output of map `number` for `x`."""
-        if self._input is not x or number not in self._parts:
+        if self._input is not None and self._input is not x:
+            self._apart, self._input, self._parts = True, None, {}
+        if self._apart:
+            weight = torch.split(self.weight, self.sizes)[number]
+            bias = None if self.bias is None else torch.split(self.bias, self.sizes)[number]
+            return nn.functional.linear(x, weight, bias)
+        if number not in self._parts:
             product = nn.functional.linear(x, self.weight, self.bias)
             self._input, self._parts = x, dict(enumerate(torch.split(product, self.sizes, dim=-1)))
         part = self._parts.pop(number)

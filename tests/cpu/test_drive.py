@@ -13,8 +13,9 @@ from tangram.cli import app
 from tangram.drive.clock import Answer, GivenUpError, Limits, Patience, Summary, answered
 from tangram.drive.work import Ask, alike, arriving, made_up, next_turn, traced
 from tangram.engine.llm import LLM
-from tangram.errors import ConfigError, RequestError
-from tangram.types import Event, FinishReason, Request, SamplingParams
+from tangram.engine.sampling import Choice
+from tangram.errors import ConfigError, ModelError, RequestError
+from tangram.types import Event, FinishReason, Request, SamplingParams, TokenLogprob
 
 
 def test_a_config_alone_makes_a_model_whose_words_are_numbers(folder: Path, small_llm: LLM) -> None:
@@ -227,6 +228,35 @@ def test_a_stop_string_ends_a_completion_whose_next_token_is_under_way(
     assert held.outputs[0].token_ids == free.token_ids[: last + 1]
     small_llm.engine.check_books()
     assert small_llm.engine.stats().pages_held == 0
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_after_a_step_that_failed_the_engine_answers_as_before(
+    ahead: bool, small_llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, asks = small_llm.engine, alike(3, 40, 6, shared_tokens=20, vocab_size=300)
+    engine.clear_cache()
+    expected = [answer.token_ids for answer in answered(engine, asks)]
+    monkeypatch.setattr(engine, "ahead", ahead)
+    read, reads = Choice.tokens_on_host, list[int]()
+
+    def broken(choice: Choice) -> list[TokenLogprob]:
+        reads.append(1)
+        if len(reads) == 3:
+            raise ModelError("the logits are NaN")
+        return read(choice)
+
+    monkeypatch.setattr(Choice, "tokens_on_host", broken)
+    events = list[Event]()
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    engine.submit(Request("lost", asks[0].tokens, params, events.append))
+    with pytest.raises(ModelError):
+        while engine.busy:
+            engine.step()
+    assert events[-1].finish_reason is FinishReason.ABORT and events[-1].error == "a step of the engine failed"
+    assert not engine.busy and engine.stats().pages_free == engine.stats().pages_total
+    engine.check_books()
+    assert [answer.token_ids for answer in answered(engine, asks)] == expected
 
 
 def test_launching_ahead_changes_nothing(small_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,8 @@ def test_a_chunk_sees_its_past_and_itself(tokens: int, past: int, dtype: torch.d
     address = np.array([[head * pages, head % 2, past] for head in range(HEADS)])
     expected = reference.prefill(q, k, v, pool, tables, *address.T, scaling=DIM**-0.5, past_tokens=past)
     out = dense.attend(
-        *(x.to(device) for x in (q, k, v, pool, tables)), torch.from_numpy(address).to(device, torch.int32), past=past,
+        *(x.to(device) for x in (q, k, v, pool, tables)), torch.from_numpy(address).to(device, torch.int32),
+        torch.full((dense.room(HEADS, 400, DIM),), torch.nan, dtype=dtype, device=device), past=past,
         scaling=DIM**-0.5,
     )  # fmt: skip
     limit = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
