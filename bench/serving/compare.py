@@ -4,7 +4,7 @@
     python -m bench.serving.compare tangram --kv-retention 0.25 -o bench/results [--cases prefill,sessions-96]
     python -m bench.serving.compare vllm --cases trace --trace mooncake.jsonl --speeds 0.3,0.4 --max-model-len 131072 …
 
-Writes serving_NAME.json after every case, so that what was measured is kept whatever comes after it.
+Writes serving_NAME.json and trace_NAME.json after every case: what was measured is kept whatever comes after it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ def replayed(options: argparse.Namespace) -> Case:
         for speed in map(float, options.speeds.split(",")):
             engine.clear_cache()
             asks = traced(options.trace, seconds=options.seconds, speed=speed, vocab_size=vocab_size())
-            yield f"speed {speed:g}", engine.answered(asks, Patience(options.hold_ttft_s))
+            try:
+                yield f"speed {speed:g}", engine.answered(asks, Patience(options.hold_ttft_s))
+            except GivenUpError as error:
+                raise GivenUpError(f"speed {speed:g}: {error}") from error
 
     return run
 
@@ -128,6 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--chunk-tokens", type=int, default=512)
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--series", default="serving", help="files' name; what one lease measured has one")
     parser.add_argument("--trace", type=Path, help="a Mooncake trace (JSON lines), for the case trace")
     parser.add_argument("--seconds", type=float, default=600.0, help="how much of the trace, by its own clock")
     parser.add_argument("--speeds", default="1", help="times as fast as recorded, slowest first")
@@ -151,12 +155,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }  # fmt: skip
     warm(engine)
     cases = {case: known[case] for case in options.cases.split(",")}
-    kind = "trace" if list(cases) == ["trace"] else "serving"
-    measured(engine, cases, partial(_keep, options.output / f"{kind}_{name}.json", written))
+    measured(engine, cases, partial(_keep, options.output, options.series, name, written))
 
 
-def _keep(path: Path, written: dict[str, Any], results: dict[str, Any]) -> None:
-    path.write_text(json.dumps({**written, "cases": results}, indent=1) + "\n")
+def _keep(folder: Path, series: str, name: str, written: dict[str, Any], results: dict[str, Any]) -> None:
+    for kind, wanted in (("trace", {"trace"}), (series, set(results) - {"trace"})):
+        if found := {case: parts for case, parts in results.items() if case in wanted}:
+            path = folder / f"{kind}_{name}.json"
+            path.write_text(json.dumps({**written, "cases": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
