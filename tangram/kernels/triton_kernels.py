@@ -133,9 +133,10 @@ class TritonKernels:
         """See `PoolKernels`."""
         own, longest = self._rows.waves[wave], self._rows.longest[wave]
         address, spans = self._address[layer, own], self._spans[own]
-        plain = window is None and softcap is None and sinks is None and dense.serves(q, self._pool)
         # By the row alone, so that a row is computed alike in any batch.
-        if plain and self._rows.complete[wave] and longest >= dense.LEAST_TOKENS:
+        long = self._rows.complete[wave] and longest >= dense.LEAST_TOKENS
+        plain = window is None and softcap is None and sinks is None
+        if long and plain and dense.serves(q, k, v, self._pool):
             for row in range(own.start, own.stop):
                 self._attend_densely(layer, row, q, k, v, out, scaling)
         else:
@@ -156,12 +157,12 @@ class TritonKernels:
     ) -> None:  # fmt: skip
         begin, end = self._rows.spans[row, :2]
         past = int(self._rows.address[layer, row, 0, 2])
-        size = dense.room(k.shape[1], past + int(end - begin), k.shape[2]) if past else 0
+        size = dense.room(k.shape[1], past, k.shape[2])
         if len(self._gathered) < size:  # by doubling: a prompt's chunks need a little more each
             self._gathered = torch.empty(1 << (size - 1).bit_length(), dtype=k.dtype, device=k.device)
-        out[begin:end] = dense.attend(
+        dense.attend(
             q[begin:end], k[begin:end], v[begin:end], self._pool, self._tables, self._address[layer, row],
-            self._gathered, past=past, scaling=scaling,
+            self._gathered, out[begin:end], past=past, scaling=scaling,
         )  # fmt: skip
 
     def seal(self, layer: int, rows: slice, ranking: Ranking, k: Tensor, v: Tensor) -> None:
