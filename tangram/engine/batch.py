@@ -105,9 +105,19 @@ class Batcher:
 
     def rehearse(self, rows: int) -> StepAttention:
         """The attention of `rows` decoding rows that hold nothing, planned as if they were long and shared nothing."""
-        layout, nothing = self.retentions[0].layout, np.zeros(0, np.int64)
-        positions = np.linspace(layout.max_tokens - 1, layout.max_tokens // 8, rows, dtype=np.int64)
-        long = [
+        most = self.retentions[0].layout.max_tokens
+        self.kernels.load(self._made_up(np.linspace(most - 1, most // 8, rows, dtype=np.int64)), self._width)
+        return self._rehearsed()
+
+    def rehearsals(self, rows: int) -> Iterator[StepAttention]:
+        """The attention of `rows` decoding rows that hold nothing, under plans that launch every kernel there is."""
+        for _ in self.kernels.rehearsals(self._made_up(np.zeros(rows, np.int64)), self.kernels.width(rows)):
+            yield self._rehearsed()
+
+    def _made_up(self, positions: Int64) -> Decoding:
+        """Rows at `positions` that share nothing; sets the width of the passes that decode them."""
+        layout, nothing, rows = self.retentions[0].layout, np.zeros(0, np.int64), len(positions)
+        made_up = [
             Row("", slot, 0, RowKind.DECODE, int(position), nothing, nothing, sample=True)
             for slot, position in enumerate(positions)
         ]
@@ -115,7 +125,9 @@ class Batcher:
         lengths[:rows, : len(layout.groups)] = layout.lengths(*np.divmod(positions, layout.chunk_tokens))
         apart = np.arange(self.cache.tables.size, dtype=np.int32).reshape(self.cache.tables.shape)
         self._width, self._epoch = self.kernels.width(rows), None
-        self.kernels.load(self._decoding(long, apart, lengths), self._width)
+        return self._decoding(made_up, apart, lengths)
+
+    def _rehearsed(self) -> StepAttention:
         prefill = self._prefill_rows((), self._width)
         self._begin(self._width, prefill)
         return StepAttention(self.kernels, self.windows, self._width, prefill, ())

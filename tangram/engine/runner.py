@@ -23,7 +23,7 @@ from tangram.model.attention import AttentionContext, StepAttention
 from tangram.model.load import LoadedModel
 from tangram.model.rotary import model_rotary
 from tangram.model.sealing import ChunkSealer, Retention, ScoreObserver
-from tangram.types import Int64, Row, Step
+from tangram.types import Int64, Row, RowKind, Step
 
 
 class Runner:
@@ -80,6 +80,18 @@ class Runner:
             alone = [sealer for sealer in attention.sealers if isinstance(sealer, ChunkSealer)]
             self._reclaimer.reclaim(alone, attention.prefill)
         return choice
+
+    @torch.inference_mode()
+    def rehearse(self, rows: int) -> None:
+        """Launch whatever steps of up to `rows` rows launch, before anything is served: what is compiled, is then."""
+        if self._reclaimer is None:
+            for number, entry in enumerate(self._batcher.retentions):
+                for kind, tokens in ((RowKind.TAIL, 2), (RowKind.SEAL, entry.layout.chunk_tokens)):
+                    row = Row("", 0, number, kind, 0, np.zeros(tokens, np.int64), np.zeros(0, np.int64), sample=False)
+                    self.run(Step((row,), epoch=0), [])
+        for attention in self._batcher.rehearsals(rows):
+            nothing = np.zeros(attention.width, np.int64)
+            self._forward(attention, *self._uploaded(nothing, nothing, np.arange(attention.width)))
 
     @torch.inference_mode()
     def capture(self, rows: int, track: Callable[[Sequence[int]], Iterable[int]]) -> None:

@@ -71,6 +71,8 @@ def engine_of(config: EngineConfig, loaded: LoadedModel, kernels: KernelChoice |
         loaded, retentions, pages=pages, cache=cache, kernels=kernels or _kernels(config, loaded), graphs=fast,
         cache_dtype=dtype,
     )  # fmt: skip
+    if loaded.device.type == "cuda":
+        runner.rehearse(config.max_num_seqs)
     runner.capture(config.max_num_seqs, partial(in_terminal, description="Capturing decode steps"))
     admission = Admission(retentions, pages, dtype.itemsize, max_model_len)
     _announce(config, loaded, admission, cache.host.total)

@@ -142,14 +142,19 @@ def _finish_last(
         tl.store(arrivals + segment * G + group, tl.zeros([BLOCK_M], tl.int32), mask=last)
 
 
-@triton.jit(do_not_specialize=["layer", "table_entries"])
+@triton.jit(
+    do_not_specialize=["layer", "table_entries"],
+    do_not_specialize_on_alignment=[
+        "tables", "lengths", "tasks", "task_indptr", "entries", "part_indptr", "merge_indptr",
+    ],
+)  # fmt: skip
 def decode_tasks(
     q, pool, tables, lengths, tasks, task_indptr, entries, part_indptr, merge_indptr, arrivals, scales, sinks,
     out, part_out, part_lse, layer, scaling, softcap, stride_row, stride_head, table_entries,
     KIND: tl.constexpr, KINDS: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HP: tl.constexpr,
     P: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr, ATOMIC: tl.constexpr,
-    SHORT: tl.constexpr, FINISH: tl.constexpr, LEADS: tl.constexpr, FOLLOWS: tl.constexpr,
+    SHORT: tl.constexpr, FINISH: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Run the tasks of one layer and one tile size.
 
@@ -158,7 +163,8 @@ def decode_tasks(
     [M, 5]: row, direct, slot, segment, parts to finish; `scales` [L, H, 2] multiply keys and values of an FP8 pool;
     part_out [slots, G, D] in any floating dtype, part_lse [slots, G] float32 (base 2).
     """
-    if LEADS:
+    # Waiting for nobody and letting nobody start cost nothing: one kernel serves as first, last and in between.
+    if CHAINED:
         let_next_start()
     begin_task = tl.load(task_indptr + layer * (KINDS + 1) + KIND)
     end_task = tl.load(task_indptr + layer * (KINDS + 1) + KIND + 1)
@@ -225,7 +231,7 @@ def decode_tasks(
                 before = tl.where(serves, tl.load(record + 12), 0)
             else:
                 before = tl.load(entries + entry * 5 + 4, mask=serves, other=0)
-            if FOLLOWS:
+            if CHAINED:
                 wait_for_tasks()
             acc, peak, total = _finish(acc, peak, total, part_out, part_lse, slot, before, G, D, BLOCK_D)
         seen = tl.where(total > 0, total, 1.0)
@@ -248,6 +254,6 @@ def decode_tasks(
                 arrivals, part_out, part_lse, base, part_indptr, segment, partial, sinks, out_place,
                 group, head, G, D, BLOCK_M, BLOCK_D, SINKS,
             )  # fmt: skip
-    if FOLLOWS:
+    if CHAINED:
         # Whoever waits for this launch waits for those before it too.
         wait_for_tasks()

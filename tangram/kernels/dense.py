@@ -17,7 +17,7 @@ LEAST_TOKENS = 2048  # of a chunk; the kernel that follows pages is as fast for 
 _aten = torch.ops.aten
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tables", "address"])
 def gather_entries(
     pool, tables, address, gathered, past,
     H: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,

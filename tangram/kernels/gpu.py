@@ -23,6 +23,8 @@ from tangram.kernels.transfer import staged
 from tangram.plan.form import WorkPlan
 from tangram.types import Int32
 
+FEW_PARTS, MANY_PARTS = (4, 8), 64  # how many a merge takes at a time: a kernel each
+
 
 class GpuDecode:
     """Executes decode plans of one pool: `load` a plan, then `attend` layer by layer, eagerly or in a graph.
@@ -100,18 +102,17 @@ class GpuDecode:
         """One layer of the loaded plan: q [R, Q, D] → [R, Q, D], contiguous; the contract of `reference.decode`."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
         for number, kind in enumerate(self._kinds):
-            more = self._merges or number + 1 < len(self._kinds)
-            self._launch(kind, number > 0, more, layer, q, out, tables, lengths, scaling, softcap, sinks)
+            self._launch(kind, number > 0, layer, q, out, tables, lengths, scaling, softcap, sinks)
         if self._merges:
             self._launch_merge(layer, out, sinks)
         return out
 
     def _launch(
-        self, kind: int, follows: bool, leads: bool, layer: int, q: Tensor, out: Tensor, tables: Tensor,
+        self, kind: int, follows: bool, layer: int, q: Tensor, out: Tensor, tables: Tensor,
         lengths: Tensor, scaling: float, softcap: float | None, sinks: Tensor | None,
     ) -> None:  # fmt: skip
         options, pool, plan = self._options, self._pool, self._plan
-        tile, chained = options.kinds[kind], self._chained
+        tile = options.kinds[kind]
         decode_tasks[(min(self.capacity.tasks[kind], options.programs),)](
             q, pool, tables, lengths, plan["tasks"], plan["task_indptr"], plan["entries"], plan["part_indptr"],
             plan["merge_indptr"], self._arrivals, self._scales if self._scales is not None else self._part_lse,
@@ -121,20 +122,20 @@ class GpuDecode:
             BLOCK_M=tile.queries, BLOCK_N=tile.entries, BLOCK_D=triton.next_power_of_2(self._head_dim),
             SOFTCAP=softcap is not None, SINKS=sinks is not None, SCALED=self._scales is not None,
             ATOMIC=options.merge == "atomic", SHORT=kind == 0, FINISH=self.capacity.finishes[kind],
-            LEADS=chained and leads, FOLLOWS=chained and follows, num_warps=tile.warps, num_stages=tile.stages,
+            CHAINED=self._chained, num_warps=tile.warps, num_stages=tile.stages,
             **self._launch_options(follows),
         )  # fmt: skip
 
     def _launch_merge(self, layer: int, out: Tensor, sinks: Tensor | None) -> None:
         """Few parts: one program a segment. Many: one a query head, all of its parts at once."""
-        group, parts = self._group, triton.next_power_of_2(self.capacity.segment_parts)
+        group, parts = self._group, next((few for few in FEW_PARTS if self.capacity.segment_parts <= few), MANY_PARTS)
         block_group = triton.next_power_of_2(group) if parts <= 4 else 1
         grid = (min(self.capacity.segments, self._options.programs), triton.cdiv(group, block_group))
         merge_segments[grid](
             self._part_out, self._part_lse, self._plan["merge_indptr"], self._plan["segments"],
             sinks if sinks is not None else out, out, layer,
             H=self._kv_heads, G=group, D=self._head_dim, BLOCK_G=block_group,
-            BLOCK_D=triton.next_power_of_2(self._head_dim), BLOCK_PARTS=min(parts, 64), SINKS=sinks is not None,
+            BLOCK_D=triton.next_power_of_2(self._head_dim), BLOCK_PARTS=parts, SINKS=sinks is not None,
             CHAINED=self._chained, num_warps=1 if parts <= 8 else 4, **self._launch_options(True),
         )  # fmt: skip
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from tangram.kernels.tiles import LOG2E, wait_for_tasks
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["merge_indptr", "segments"])
 def merge_segments(
     part_out, part_lse, merge_indptr, segments, sinks, out, layer,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,

@@ -34,6 +34,7 @@ class Tile:
 TILES = (Tile(8), Tile(16, warps=2), Tile(32, warps=2), Tile(64, stages=3), Tile(128, entries=32, stages=3))
 SHORT_TILE = Tile(8, entries=16, warps=1, stages=1)
 SHORT_TOKENS = 64
+FINISHING = 2  # the smallest kinds, whose tasks may finish rows
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def pack(
     key = (plan.task_layer * kinds + kind).astype(np.uint16 if plan.layers * kinds < 65536 else np.int64)
     order = np.argsort(key, kind="stable")
     counts = np.bincount(key, minlength=plan.layers * kinds).reshape(plan.layers, kinds)
-    may = np.arange(kinds) < 2 if finishing is None else finishing
+    may = np.arange(kinds) < FINISHING if finishing is None else finishing
     before, left = _finishers(plan, kind, may if options.merge == "tails" else np.zeros(kinds, np.bool_))
     direct = plan.direct | (before > 0)
     tasks = np.empty((len(order), TASK_FIELDS), np.int32)
@@ -199,6 +200,12 @@ class Capacity:
             tuple(_rounded(count) for count in self.tasks), self.finishes, _rounded(self.segments),
             _rounded(self.segment_parts),
         )  # fmt: skip
+
+    def launching_all(self, options: DecodeOptions, parts: int) -> Capacity:
+        """The same for a plan that has tasks of every kind, whose smallest finish rows, and merges of `parts` parts."""
+        kinds = range(len(options.kinds))
+        finishes = tuple(options.merge == "tails" and kind < FINISHING for kind in kinds)
+        return replace(self, tasks=(1,) * len(kinds), finishes=finishes, segments=1, segment_parts=parts)
 
     def joined(self, other: Capacity) -> Capacity:
         """The smallest that holds what either holds."""

@@ -43,7 +43,7 @@ def _taken(place, d, D: tl.constexpr, BLOCK_D: tl.constexpr):
     return tl.load(place, mask=(d < D)[None, :], other=0.0)
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["tables", "address", "spans", "order"])
 def prefill_tiles(
     q, k, v, pool, tables, address, spans, order, scales, sinks, out, layer, scaling, softcap, window,
     stride_q, stride_q_head, stride_k, stride_k_head, stride_v, stride_v_head,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
@@ -102,6 +102,10 @@ class PoolKernels(Protocol):
 
     def load(self, batch: Decoding, width: int) -> None:
         """Plan for the rows of `batch` and decode them from now on; their lengths may grow."""
+        ...
+
+    def rehearsals(self, batch: Decoding, width: int) -> Iterator[None]:
+        """Load plans for `batch`, one after the other, which between them launch whatever any plan may need."""
         ...
 
     @property

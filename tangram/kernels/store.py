@@ -17,7 +17,7 @@ def _stored(x, scale, LIMIT: tl.constexpr, SCALED: tl.constexpr):
     return x
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["tables", "lengths", "address"])
 def append_entries(
     k, v, pool, tables, lengths, address, scales, layer, stride_k, stride_k_head, stride_v, stride_v_head,
     H: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, P: tl.constexpr, BLOCK_D: tl.constexpr, LIMIT: tl.constexpr,
@@ -43,7 +43,7 @@ def append_entries(
     tl.store(place + P * D, _stored(value, v_scale, LIMIT, SCALED).to(pool.dtype.element_ty), mask=here)
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["tables", "address", "spans", "kept"])
 def store_rows(
     k, v, pool, tables, address, spans, kept, scales, layer, stride_k, stride_k_head, stride_v, stride_v_head,
     H: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -97,7 +97,10 @@ def _load_keys(scores, c, C: tl.constexpr, sinks, window):
     return _ordered(tl.where(forced, float("inf"), x), valid)
 
 
-@triton.jit(do_not_specialize=["layer", "sinks", "window"])
+@triton.jit(
+    do_not_specialize=["layer", "sinks", "window"],
+    do_not_specialize_on_alignment=["tables", "address", "spans", "kept"],
+)
 def seal_chunk(
     scores, k, v, pool, tables, address, spans, kept, scales, layer, sinks, window,
     stride_k, stride_k_head, stride_v, stride_v_head,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
 import torch
@@ -51,6 +51,10 @@ class TorchKernels:
         """See `PoolKernels`: for torch's threads."""
         plan = self._schedule.plan(batch, torch.get_num_threads(), CostModel())
         self._plan = cpu.CpuPlan.build(plan, batch.rows)
+
+    def rehearsals(self, batch: Decoding, width: int) -> Iterator[None]:
+        """See `PoolKernels`: nothing is compiled."""
+        return iter(())
 
     def begin(self, tables: Tensor, lengths: Int32, decode_rows: int, prefill: PrefillRows) -> None:
         """See `PoolKernels`."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
@@ -10,12 +11,12 @@ import torch
 from torch import Tensor
 
 from tangram.kernels import dense, keydiff, prefill, reference, store
-from tangram.kernels.gpu import GpuDecode
-from tangram.kernels.packed import DecodeOptions
+from tangram.kernels.gpu import FEW_PARTS, MANY_PARTS, GpuDecode
+from tangram.kernels.packed import Capacity, DecodeOptions, pack
 from tangram.kernels.step import PrefillRows, Ranking
 from tangram.kernels.transfer import staged, upload
 from tangram.plan.cost import CostModel
-from tangram.plan.form import DecodeRows
+from tangram.plan.form import DecodeRows, WorkPlan
 from tangram.plan.policy import Policy, StepLoad
 from tangram.plan.schedule import Decoding, Schedule
 from tangram.types import Int32
@@ -70,11 +71,27 @@ class TritonKernels:
         plan, options = schedule.plan(batch, self._processors, self._cost), DecodeOptions.of(schedule)
         known = self._decoders.get((width, options))
         if known is None or not known.takes(plan, batch.lengths):
-            known = self._decoders[width, options] = GpuDecode(
-                [plan], group=self._group, head_dim=self._pool.shape[-1], pool=self._pool, lengths=batch.lengths,
-                options=options, scales=self._scales, room=None if known is None else known.capacity, slack=True,
-            )  # fmt: skip
+            room = None if known is None else known.capacity
+            known = self._decoders[width, options] = self._executing(plan, batch, options, room)
         self._decoder, self._decode_address = known, self._addressed(batch.rows, len(batch.lengths), width)
+
+    def rehearsals(self, batch: Decoding, width: int) -> Iterator[None]:
+        """See `PoolKernels`."""
+        self._scale(*batch.rows.table.shape[1:])
+        schedule = self._schedule(batch)
+        plan, options = schedule.plan(batch, self._processors, self._cost), DecodeOptions.of(schedule)
+        apart = replace(options, merge="kernel")
+        self._decode_address = self._addressed(batch.rows, len(batch.lengths), width)
+        for one, parts in ((options, FEW_PARTS[0]), *((apart, parts) for parts in (*FEW_PARTS[1:], MANY_PARTS))):
+            needed = Capacity.of([plan], [pack(plan, self._group, one, batch.lengths)])
+            self._decoder = self._executing(plan, batch, one, needed.launching_all(one, parts))
+            yield
+
+    def _executing(self, plan: WorkPlan, batch: Decoding, options: DecodeOptions, room: Capacity | None) -> GpuDecode:
+        return GpuDecode(
+            [plan], group=self._group, head_dim=self._pool.shape[-1], pool=self._pool, lengths=batch.lengths,
+            options=options, scales=self._scales, room=room, slack=True,
+        )  # fmt: skip
 
     def _addressed(self, rows: DecodeRows, nowhere: int, width: int) -> Tensor:
         """[L, width, H, 3]: table offset, column and length of each head; rows beyond the batch have length 0."""
