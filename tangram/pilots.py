@@ -95,7 +95,8 @@ def _filled(pieces: Iterator[str], characters: int, separator: str) -> str:
     return text[: end if end > 0 else characters]
 
 
-def _sentence(rng: random.Random) -> str:
+def sentence(rng: random.Random) -> str:
+    """One of ten patterns of made-up English, filled in at random, of some 100 characters."""
     return rng.choice(_SENTENCES).format(
         time=rng.choice(_TIMES), person=rng.choice(_PEOPLE), other_person=rng.choice(_PEOPLE),
         action=rng.choice(_ACTIONS), thing=rng.choice(_THINGS), other_thing=rng.choice(_THINGS),
@@ -106,7 +107,7 @@ def _sentence(rng: random.Random) -> str:
 
 def _paragraphs(rng: random.Random) -> Iterator[str]:
     while True:
-        yield " ".join(_sentence(rng) for _ in range(rng.randint(3, 8)))
+        yield " ".join(sentence(rng) for _ in range(rng.randint(3, 8)))
 
 
 def _code(rng: random.Random) -> str:
@@ -163,8 +164,8 @@ def _dialogue(rng: random.Random, characters: int) -> str:
 
     def turns() -> Iterator[str]:
         while True:
-            yield f"{first}: {_sentence(rng)} What do you know about {_code(rng)}?"
-            yield f"{second}: {' '.join(_sentence(rng) for _ in range(rng.randint(1, 4)))}"
+            yield f"{first}: {sentence(rng)} What do you know about {_code(rng)}?"
+            yield f"{second}: {' '.join(sentence(rng) for _ in range(rng.randint(1, 4)))}"
 
     return _filled(turns(), characters, "\n")
 
@@ -186,14 +187,14 @@ def _source(rng: random.Random, characters: int) -> str:
     paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     rng.shuffle(paths)
     modules = (path.read_text(encoding="utf-8", errors="replace") for path in paths)
-    return _filled(itertools.chain(modules, _topics(rng)), characters, "\n")
+    return _filled(itertools.chain(modules, topics(rng)), characters, "\n")
 
 
 def _documentation(rng: random.Random, characters: int) -> str:
-    return _filled(_topics(rng), characters, "\n")
+    return _filled(topics(rng), characters, "\n")
 
 
-def _topics(rng: random.Random) -> Iterator[str]:
+def topics(rng: random.Random) -> Iterator[str]:
     """The topics of Python's `help()`, shuffled, over and over."""
     topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
     pages = [topics[name] for name in sorted(topics)]

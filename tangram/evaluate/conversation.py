@@ -1,0 +1,114 @@
+"""Files of LoCoMo's form to conversations: sessions of dated turns, and questions with the turns they rest on."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, TypeAdapter, ValidationError
+
+from tangram.errors import ConfigError
+
+# The dataset writes years as numbers.
+Text = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, int | float) else value)]
+
+_SESSION = re.compile(r"session_(\d+)")
+_TURN_ID = re.compile(r"D:?(\d+):(\d+)")
+
+
+class Turn(BaseModel):
+    """What one speaker says; `blip_caption` describes a photo that is shown with it."""
+
+    speaker: str
+    dia_id: str
+    text: str
+    blip_caption: str | None = None
+
+    def line(self) -> str:
+        """The turn as it stands in a context, and as LoCoMo's own evaluation writes it."""
+        photo = f" and shared {self.blip_caption}." if self.blip_caption else ""
+        return f'{self.speaker} said, "{self.text}"{photo}'
+
+
+class Asked(BaseModel):
+    """A question of the dataset. Categories: 1 multi-hop, 2 temporal, 3 open-domain, 4 single-hop, 5 adversarial."""
+
+    question: str
+    category: Literal[1, 2, 3, 4, 5]
+    evidence: list[str] = []
+    answer: Text | None = None
+    adversarial_answer: Text | None = None
+
+    def turn_ids(self) -> tuple[str, ...]:
+        """The turns named, "D3:12" each; what several are run together in one string ("D8:6; D9:17") is parted."""
+        found = _TURN_ID.findall(" ".join(self.evidence))
+        return tuple(dict.fromkeys(f"D{int(session)}:{int(turn)}" for session, turn in found))
+
+
+@dataclass(frozen=True)
+class Session:
+    """The turns of one sitting and its date, as the file words it."""
+
+    date: str
+    turns: tuple[Turn, ...]
+
+    def text(self) -> str:
+        """Its date and its turns, a line each."""
+        return "\n".join([f"DATE: {self.date}", "CONVERSATION:", *(turn.line() for turn in self.turns)])
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Two people's sessions, in order, and the questions about them; `name` tells it from the others."""
+
+    name: str
+    speakers: tuple[str, str]
+    sessions: tuple[Session, ...]
+    asked: tuple[Asked, ...]
+
+
+def read_conversations(path: Path) -> list[Conversation]:
+    """All conversations of a file, or of a folder's `*.json` in order of names.
+
+    A file holds one conversation or a list of them; the sessions stand beside "qa" or under "conversation". Raises
+    `ConfigError` (field `path`) if there is no such file, or it does not have LoCoMo's form.
+    """
+    files = sorted(path.glob("*.json")) if path.is_dir() else [path]
+    if not files:
+        raise ConfigError(f"path is {path}, a folder without *.json: name a LoCoMo file or a folder of them")
+    return [conversation for file in files for conversation in _of_file(file)]
+
+
+def _of_file(file: Path) -> list[Conversation]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"path: {file} cannot be read ({error.strerror}): name a LoCoMo file") from error
+    except ValueError as error:
+        raise ConfigError(f"path: {file} is not JSON ({error}): name a LoCoMo file") from error
+    documents = content if isinstance(content, list) else [content]
+    try:
+        return [_conversation(file.stem, number, document) for number, document in enumerate(documents)]
+    except (ValidationError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"path: {file} does not have the form of a LoCoMo conversation: {error}") from error
+
+
+def _conversation(stem: str, number: int, document: dict[str, Any]) -> Conversation:
+    told = document.get("conversation", document)
+    numbers = sorted(int(match[1]) for key in told if (match := _SESSION.fullmatch(key)))
+    return Conversation(
+        name=str(document.get("sample_id", f"{stem}-{number}" if number else stem)),
+        speakers=(told["speaker_a"], told["speaker_b"]),
+        sessions=tuple(
+            Session(
+                told[f"session_{one}_date_time"],
+                TypeAdapter(tuple[Turn, ...]).validate_python(told[f"session_{one}"]),
+            )
+            for one in numbers
+            if told[f"session_{one}"]
+        ),
+        asked=TypeAdapter(tuple[Asked, ...]).validate_python(document["qa"]),
+    )
