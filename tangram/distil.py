@@ -113,7 +113,8 @@ def train_gate(
         weights = {name: tensor.to(device) for name, tensor in new_weights(shape, generator).items()}
         if layer in examples.hidden:
             _train_layer(weights, shape, examples.hidden[layer], examples.scores[layer], recipe, generator)
-        layers.append({name: tensor.detach().cpu() for name, tensor in weights.items()})
+        # As the file will hold them: what is measured now is what will be served.
+        layers.append({name: tensor.detach().cpu().half().float() for name, tensor in weights.items()})
     return Gate(shape, tuple(layers))
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 from torch.nn import functional
 
@@ -89,7 +89,7 @@ def gate_scores(weights: Mapping[str, Tensor], shape: GateShape, hidden: Tensor)
     """[H, C] float32 in (0, 1): the gate of one layer, `weights` by their names, over `hidden` [C, hidden].
 
     A key competes with S learned keys for the query of its own token; the share it wins, averaged over the group, is
-    its score (Fast KVzip, section 3).
+    its score (Fast KVzip).
     """
     scale = shape.head_dim**-0.5
     queries = functional.linear(hidden.float(), weights["q_proj.weight"], weights["q_proj.bias"])
@@ -104,13 +104,18 @@ def gate_scores(weights: Mapping[str, Tensor], shape: GateShape, hidden: Tensor)
 
 
 def save_gate(path: Path, gate: Gate) -> None:
-    """Write `gate` as safetensors, whole or not at all; equal gates give equal bytes. `ConfigError` as `check_path`."""
+    """Write `gate` as safetensors in float16, whole or not at all; equal gates give equal bytes.
+
+    `ConfigError` as `check_path`.
+    """
     check_path(path)
-    tensors = {f"{n}.{name}": layer[name].cpu().contiguous() for n, layer in enumerate(gate.layers) for name in NAMES}
+    tensors = {
+        f"{n}.{name}": layer[name].cpu().half().contiguous() for n, layer in enumerate(gate.layers) for name in NAMES
+    }
     metadata = None if gate.training is None else {METADATA: _TRAINING.dump_json(gate.training).decode()}
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        save_file(tensors, partial, metadata)
+        partial.write_bytes(save(tensors, metadata))
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
