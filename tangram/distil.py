@@ -51,7 +51,7 @@ class Examples:
     """What a gate is trained on: hidden states and scores of tokens drawn evenly from `chunks` chunks of C tokens.
 
     After every chunk has been taken, `hidden[l]` is [N, hidden] in bfloat16 and `scores[l]` is [H, N] in float32, for
-    every layer l that was seen. Both are in host memory.
+    every layer l that was seen. Both are in host memory. `ConfigError` if N tokens do not fill a batch of the recipe.
     """
 
     chunks: int
@@ -61,6 +61,11 @@ class Examples:
     scores: dict[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.tokens < self.recipe.batch_tokens:
+            raise ConfigError(
+                f"the samples give {self.tokens} tokens to train on, a batch takes {self.recipe.batch_tokens}: give "
+                f"more samples, or longer ones"
+            )
         generator = torch.Generator().manual_seed(self.recipe.seed)
         self._drawn = [
             torch.randperm(self.chunk_tokens, generator=generator)[: self.tokens_per_chunk] for _ in range(self.chunks)
@@ -95,18 +100,11 @@ def train_gate(
 ) -> Gate:
     """A gate for every layer that `examples` has; layers without (sliding windows) get one that was not trained.
 
-    The same examples and recipe give the same gate on the same device. `ConfigError` if they do not fill a batch.
+    The same examples and recipe give the same gate on the same device.
     """
     recipe = examples.recipe
-    if examples.tokens < recipe.batch_tokens:
-        raise ConfigError(
-            f"the samples give {examples.tokens} tokens to train on, a batch takes {recipe.batch_tokens}: give more of "
-            f"them"
-        )
     hidden = next(iter(examples.hidden.values())).shape[1]
-    shape = GateShape(
-        geometry.layers, hidden, geometry.kv_heads, geometry.group_size, recipe.head_dim, recipe.sinks
-    )  # fmt: skip
+    shape = GateShape(geometry.layers, hidden, geometry.kv_heads, geometry.group_size, recipe.head_dim, recipe.sinks)
     layers = []
     for layer in track(range(geometry.layers), "Training"):
         generator = torch.Generator().manual_seed(recipe.seed * geometry.layers + layer)

@@ -45,8 +45,11 @@ def distil_gate(
     """A gate that was trained on KVzip's scores of `texts`, and the samples (token ids) that it has not seen.
 
     One text of eight is held out. `source` says in words where they are from. Draws progress bars in a terminal.
-    Raises `ConfigError`, before the model runs, if there are fewer than two texts or one does not fill a chunk.
+    Raises `ConfigError`, before the model runs, if nothing in `loaded` is compressed, if there are fewer than two
+    texts, if one does not fill a chunk, or if all of them do not fill a batch.
     """
+    if not loaded.geometry.full_layers:
+        raise ConfigError(f"model is {loaded.name!r}, it has sliding-window layers only: there is nothing to compress")
     if len(texts) < 2:
         raise ConfigError(f"there are {len(texts)} texts, a gate needs at least 2: one is held out to test it")
     limit = loaded.geometry.max_positions

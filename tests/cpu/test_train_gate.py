@@ -140,8 +140,8 @@ def test_texts_that_are_not_enough_are_refused(tiny: LoadedModel, texts: list[st
 
 
 def test_a_batch_must_fill(tiny: LoadedModel) -> None:
-    with pytest.raises(ConfigError, match="give 64 tokens to train on, a batch takes 65"):
-        train_gate(Examples(1, CHUNK, replace(RECIPE, batch_tokens=65)), tiny.geometry, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="give 2688 tokens to train on, a batch takes 2689"):
+        distilled(tiny, batch_tokens=2_689)
 
 
 @pytest.mark.parametrize(
