@@ -71,7 +71,7 @@ def calibrate(
     for retention in retentions:  # scoring takes minutes: refuse now what could not be derived then
         derive(nothing, nothing, kv_retention=retention, calibration=Calibration(1, source))
     samples = [sample[: geometry.max_positions] for sample in samples]
-    _check_lengths(samples, chunk_tokens)
+    check_lengths(samples, chunk_tokens)
 
     def fractions(number: int, sample: Sequence[int]) -> Float64:
         chunks = [
@@ -195,7 +195,8 @@ def _message_text(message: object, place: str) -> str:
     raise ConfigError(f'{place}: every message needs "content", a string')
 
 
-def _check_lengths(samples: Sequence[Sequence[int]], chunk_tokens: int) -> None:
+def check_lengths(samples: Sequence[Sequence[int]], chunk_tokens: int) -> None:
+    """Raise `ConfigError` if there are no `samples` (token ids), or one of them does not fill a chunk."""
     if not samples:
         raise ConfigError("there are no samples, calibration needs at least one")
     for number, sample in enumerate(samples):

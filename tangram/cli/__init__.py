@@ -12,10 +12,11 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from tangram.cli import ablation, bench, serving
+from tangram.cli.gate import refuse_with_gate, train_and_report
 from tangram.cli.options import Chunk, Heads, Page, Retention, SizeType, with_config
 from tangram.compress.profile import Profile
 from tangram.config import EngineConfig
-from tangram.errors import TangramError
+from tangram.errors import ConfigError, TangramError
 from tangram.size import kv_size, render
 from tangram.types import SamplingParams
 
@@ -107,12 +108,21 @@ def _share(held: int, uncompressed: int) -> str:
 @with_config
 def calibrate(
     config: EngineConfig,
-    output: Annotated[Path, typer.Option("--output", "-o", help="where the profile goes")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="where the profile goes")] = None,
     samples: Annotated[int, typer.Option(help="pilot samples")] = 50,
     data: Annotated[Path | None, typer.Option(help="calibrate on these texts instead (.jsonl, or plain text)")] = None,
     import_from: Annotated[Path | None, typer.Option("--import", help="published budgets (.npz) to convert")] = None,
+    train_gate: Annotated[
+        Path | None, typer.Option(help="instead of a profile, train a gate for the scorer fastkvzip, and write it here")
+    ] = None,
 ) -> None:
-    """Measure how much each head of MODEL needs, and write the profile."""
+    """Measure how much each head of MODEL needs, and write the profile; or train a gate."""
+    if train_gate is not None:
+        refuse_with_gate(config, {"--output": output, "--import": import_from})
+        train_and_report(config, train_gate, _texts(config, samples, data), _source(config, data))
+        return
+    if output is None:
+        raise ConfigError("output is not set: give -o PROFILE.json, or --train-gate GATE.safetensors")
     profile = _import(config, import_from) if import_from else _measure(config, samples, data)
     profile.save(output)
     stability = profile.calibration.rank_stability
@@ -132,21 +142,29 @@ def _import(config: EngineConfig, path: Path) -> Profile:
 
 
 def _measure(config: EngineConfig, samples: int, data: Path | None) -> Profile:
-    from tangram.calibrate import read_texts
     from tangram.compress.scorers import make_scorer
     from tangram.engine.setup import calibrate_model
     from tangram.model.load import load_model
-    from tangram.pilots import pilot_texts
 
-    texts = (
-        read_texts(data)
-        if data
-        else pilot_texts(samples, config.seed, min_characters=max(8_000, 6 * config.chunk_tokens))
-    )
+    texts = _texts(config, samples, data)
     loaded = load_model(config.model, dtype=config.dtype, device=config.device, load_format=config.load_format)
     scorer = make_scorer(config.scorer, gate=Path(config.gate) if config.gate else None)
-    source = str(data) if data else f"built-in pilot texts, seed {config.seed}"
-    return calibrate_model(loaded, scorer, config, retentions=[config.kv_retention], texts=texts, source=source)[0]
+    return calibrate_model(
+        loaded, scorer, config, retentions=[config.kv_retention], texts=texts, source=_source(config, data)
+    )[0]
+
+
+def _texts(config: EngineConfig, samples: int, data: Path | None) -> list[str]:
+    from tangram.calibrate import read_texts
+    from tangram.pilots import pilot_texts
+
+    if data:
+        return read_texts(data)
+    return pilot_texts(samples, config.seed, min_characters=max(8_000, 6 * config.chunk_tokens))
+
+
+def _source(config: EngineConfig, data: Path | None) -> str:
+    return str(data) if data else f"built-in pilot texts, seed {config.seed}"
 
 
 @app.command()

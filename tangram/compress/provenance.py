@@ -1,4 +1,4 @@
-"""Of which model, by which method and from which samples a profile was made: the parts of a `Profile`."""
+"""Of which model, by which method and from which samples a profile or a gate was made."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class ModelFingerprint:
     vocab_size: Count | None = None
     weights_sha256: str | None = None
 
-    def mismatches(self, other: ModelFingerprint) -> list[str]:
-        """One phrase for each field that differs, with this fingerprint's value and the other's."""
+    def mismatches(self, other: ModelFingerprint, holder: str = "the profile") -> list[str]:
+        """One phrase for each field that differs, with this fingerprint's value, in `holder`, and the other's."""
         pairs = {
             entry.name: (getattr(self, entry.name), getattr(other, entry.name))
             for entry in fields(self)
             if entry.name != "name"
         }
         return [
-            f"{name} is {mine!r} in the profile, {theirs!r} in the model"
+            f"{name} is {mine!r} in {holder}, {theirs!r} in the model"
             for name, (mine, theirs) in pairs.items()
             if mine != theirs and mine is not None and theirs is not None
         ]
@@ -78,3 +78,22 @@ class Calibration:
     source: str
     tokens: Count | None = None
     rank_stability: RankStability | None = None
+
+
+@dataclass(frozen=True)
+class GateTraining:
+    """What a gate was trained from: the scores of `teacher` over `tokens` tokens of `samples` texts of `source`.
+
+    The texts went through `model` in chunks of `chunk_tokens`. `seed` drew texts, tokens and the first weights.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    model: ModelFingerprint
+    teacher: ScorerSpec
+    chunk_tokens: Count
+    samples: Count
+    tokens: Count
+    source: str
+    seed: int
+    loss: str

@@ -1,4 +1,4 @@
-"""Scores of real text, chunk by chunk, from the engine's own prefill: what calibration listens to."""
+"""Real text, chunk by chunk, through the engine's own prefill: what calibration and the training of gates listen to."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
 from tangram.compress.profile import SINK_TOKENS
-from tangram.compress.scorers import Scorer
+from tangram.compress.scorers import ChunkView, Scorer
 from tangram.config import EngineConfig
 from tangram.engine.runner import Runner
 from tangram.engine.scheduler import Scheduler, sequence_of
 from tangram.model.load import LoadedModel
-from tangram.model.sealing import Retention
+from tangram.model.sealing import Retention, ScoreObserver
 
 Scores = npt.NDArray[np.float32]
 
@@ -27,6 +27,27 @@ def score_source(
     """A function from one sample's token ids to the scores float32 [L, H, C] of its full chunks, first chunk first.
 
     L counts the full-attention layers. Every chunk sees its past uncompressed, as the methods were published.
+    """
+    seen: dict[int, Scores] = {}
+
+    def observe(chunk: ChunkView, scores: Tensor) -> None:
+        seen[chunk.layer] = scores.float().cpu().numpy()
+
+    chunks = chunk_source(loaded, scorer, observe, chunk_tokens=chunk_tokens)
+
+    def scores_of(tokens: Sequence[int]) -> Iterator[Scores]:
+        for _ in chunks(tokens):
+            yield np.stack([seen.pop(layer) for layer in loaded.geometry.full_layers])
+
+    return scores_of
+
+
+def chunk_source(
+    loaded: LoadedModel, scorer: Scorer, observer: ScoreObserver, *, chunk_tokens: int
+) -> Callable[[Sequence[int]], Iterator[int]]:
+    """A function from one sample's token ids to the positions of its full chunks, each when it has been scored.
+
+    By then `observer` has seen it and its scores in every full-attention layer. Every chunk sees its past uncompressed.
     """
     geometry = loaded.geometry
     layout = Layout.uncompressed(
@@ -42,26 +63,21 @@ def score_source(
         kv_retention=1.0, chunk_tokens=chunk_tokens, page_tokens=chunk_tokens, max_num_seqs=1,
         max_num_batched_tokens=chunk_tokens + 1,
     )  # fmt: skip
-    seen: dict[int, Scores] = {}
-
-    def observe(start: int, layer: int, scores: Tensor) -> None:
-        seen[layer] = scores.float().cpu().numpy()
-
     retention = Retention(1.0, layout, "", scorer, sink_tokens=SINK_TOKENS)
-    runner = Runner(loaded, [retention], pages=pages, cache=cache, observer=observe)
+    runner = Runner(loaded, [retention], pages=pages, cache=cache, observer=observer)
 
-    def scores_of(tokens: Sequence[int]) -> Iterator[Scores]:
+    def chunks_of(tokens: Sequence[int]) -> Iterator[int]:
         scheduler = Scheduler(config, cache)
         whole = len(tokens) // chunk_tokens * chunk_tokens
         sequence = sequence_of("sample", 0, 0, "", tuple(tokens[:whole]), whole)
         scheduler.add(sequence)
-        for _ in range(whole // chunk_tokens):
+        for start in range(0, whole, chunk_tokens):
             step = scheduler.schedule()
             if step is None:
                 raise RuntimeError("the calibration pool is too small for one sample")
             runner.run(step, [])
             scheduler.commit(step)
-            yield np.stack([seen.pop(layer) for layer in geometry.full_layers])
+            yield start
         scheduler.remove(sequence)
 
-    return scores_of
+    return chunks_of

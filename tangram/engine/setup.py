@@ -124,6 +124,7 @@ def calibrate_model(
     source: str,
 ) -> list[Profile]:  # fmt: skip
     """One profile of `loaded` for each ρ, from the scores of `texts`; draws a progress bar in a terminal."""
+    scorer.check_model(loaded.fingerprint)
     samples = [loaded.tokenizer.encode(text) for text in texts]
     return calibrate(
         score_source(loaded, scorer, chunk_tokens=config.chunk_tokens), samples, geometry=loaded.geometry,
@@ -148,6 +149,7 @@ def _retentions(config: EngineConfig, loaded: LoadedModel, max_tokens: int) -> l
         return [full]
     scorer = make_scorer(config.scorer, gate=Path(config.gate) if config.gate else None)
     scorer.check_tokens(config.chunk_tokens)
+    scorer.check_model(loaded.fingerprint)
     named = [_load(path, config, loaded, scorer) for path in config.profile]
     found = [_retention(config, profile, scorer, loaded, max_tokens) for profile in named]
     defaults = [entry for entry in (*found, full) if entry.kv_retention == config.kv_retention]

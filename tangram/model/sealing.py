@@ -15,8 +15,8 @@ from tangram.kernels.step import PoolKernels, Ranking
 from tangram.model.rotary import Rotary
 from tangram.types import Int32, Row
 
-# (position of the chunk, layer, scores [H, C]) as they come: calibration and inspection look on here.
-ScoreObserver = Callable[[int, int, Tensor], None]
+# (the chunk in one layer, its scores [H, C]) as they come: calibration and inspection look on here.
+ScoreObserver = Callable[[ChunkView, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class ChunkSealer:
         retention, fused = self.retention, self.kernels.fused_scores.get(self.scorer.name)
         scores = self.scorer.score(chunk) if fused is None else fused(chunk.keys[None])[0]
         if self.observer is not None:
-            self.observer(self.row.start, chunk.layer, scores)
+            self.observer(chunk, scores)
         if retention.layout.keeps_everything:
             return  # it is stored already
         if self.defers:

@@ -13,6 +13,7 @@ from typing import ClassVar, TypeVar
 
 from torch import Tensor
 
+from tangram.compress.provenance import ModelFingerprint
 from tangram.errors import ConfigError, IntegrityError
 
 Value = TypeVar("Value")
@@ -87,6 +88,20 @@ class Scorer(ABC):
             raise ConfigError(
                 f"chunk_tokens is {chunk_tokens}, scorer {self.name} needs at least {self.fewest_tokens}: raise "
                 "chunk_tokens or choose another scorer"
+            )
+
+    @property
+    def trained_for(self) -> ModelFingerprint | None:
+        """The model that this method was trained for; None if it was not trained, or does not say for which."""
+        return None
+
+    def check_model(self, fingerprint: ModelFingerprint) -> None:
+        """Raise `ConfigError` if this method was trained for another model than the one of `fingerprint`."""
+        wrong = self.trained_for.mismatches(fingerprint, "the gate") if self.trained_for else []
+        if wrong:
+            raise ConfigError(
+                f"the gate of scorer {self.name} was trained for another model: {'; '.join(wrong)}. "
+                f"Train one for this model with `tangram calibrate --train-gate`, or choose another scorer"
             )
 
     @abstractmethod

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from tangram.compress.provenance import ModelFingerprint
 from tangram.compress.scorers.base import ChunkView, Scorer, needed
 from tangram.compress.scorers.gate import Gate, load_gate
 from tangram.errors import ConfigError
@@ -32,14 +33,19 @@ class FastKVzip(Scorer):
         """The first 52 bits of the gate file's SHA-256."""
         return {"gate_sha256": self._digest}
 
+    @property
+    def trained_for(self) -> ModelFingerprint | None:
+        """What the gate file says; None for the released ones, which say nothing."""
+        return self.gate.training.model if self.gate.training else None
+
     def score(self, chunk: ChunkView) -> Tensor:
-        """[H, C] float32 in (0, 1). `ConfigError` if the gate was trained for another model."""
+        """[H, C] float32 in (0, 1). `ConfigError` if the gate was trained for a model of another shape."""
         hidden = needed(chunk.hidden, "hidden", self)
-        self._check_model(chunk, hidden.shape[1])
+        self._check_shape(chunk, hidden.shape[1])
         self.gate = self.gate.to(hidden.device)
         return self.gate.score(chunk.layer, hidden)
 
-    def _check_model(self, chunk: ChunkView, hidden: int) -> None:
+    def _check_shape(self, chunk: ChunkView, hidden: int) -> None:
         shape = self.gate.shape
         group_size = chunk.queries.shape[0] // chunk.kv_heads
         pairs = {"hidden size": (shape.hidden, hidden), "KV heads": (shape.kv_heads, chunk.kv_heads)}

@@ -5,10 +5,14 @@ paper, or a safetensors file whose tensors are named `<layer>.<name>`. With d th
 
     q_proj.weight [H·G·d, hidden]   q_proj.bias [H·G·d]   q_norm.weight [d]   k_base [H, 1, S, d]
     k_proj.weight [H·d, hidden]                           k_norm.weight [d]   b      [H, 1, G]
+
+A gate that was trained here is a safetensors file whose metadata says from what: `training` is the JSON of a
+`GateTraining`.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,17 +20,21 @@ from pickle import UnpicklingError
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from pydantic import TypeAdapter, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
 from torch.nn import functional
 
+from tangram.compress.provenance import GateTraining
 from tangram.errors import ConfigError
 
 NAMES = ("q_proj.weight", "q_proj.bias", "k_proj.weight", "q_norm.weight", "k_norm.weight", "k_base", "b")
 NORM_EPSILON = 1e-6
+METADATA = "training"
 # A torch file that is not one fails in many ways: no zip, no pickle, no "module".
 UNREADABLE = (SafetensorError, UnpicklingError, RuntimeError, EOFError, OSError, KeyError, TypeError, ValueError)
+_TRAINING = TypeAdapter(GateTraining)
 
 
 @dataclass(frozen=True)
@@ -56,10 +64,14 @@ class GateShape:
 
 @dataclass(frozen=True)
 class Gate:
-    """A gate in memory: `layers[l]` maps each name of the format to a float32 tensor."""
+    """A gate in memory: `layers[l]` maps each name of the format to a float32 tensor.
+
+    `training` is None for a file that does not say where it is from, as the released ones.
+    """
 
     shape: GateShape
     layers: tuple[dict[str, Tensor], ...]
+    training: GateTraining | None = None
 
     def to(self, device: torch.device) -> Gate:
         """The gate on `device`; itself if it is there already."""
@@ -69,27 +81,68 @@ class Gate:
         return replace(self, layers=tuple(moved))
 
     def score(self, layer: int, hidden: Tensor) -> Tensor:
-        """[H, C] float32 in (0, 1): the gate of one layer over `hidden` [C, hidden].
+        """[H, C] float32 in (0, 1): the gate of one layer over `hidden` [C, hidden]."""
+        return gate_scores(self.layers[layer], self.shape, hidden)
 
-        A key competes with S learned keys for the query of its own token; the share it wins, averaged over the group,
-        is its score.
-        """
-        weights, shape, scale = self.layers[layer], self.shape, self.shape.head_dim**-0.5
-        queries = functional.linear(hidden.float(), weights["q_proj.weight"], weights["q_proj.bias"])
-        keys = functional.linear(hidden.float(), weights["k_proj.weight"])
-        queries = queries.reshape(-1, shape.kv_heads, shape.group_size, shape.head_dim)
-        queries = functional.rms_norm(queries, (shape.head_dim,), weights["q_norm.weight"], NORM_EPSILON)
-        keys = keys.reshape(-1, shape.kv_heads, shape.head_dim)
-        keys = functional.rms_norm(keys, (shape.head_dim,), weights["k_norm.weight"], NORM_EPSILON)
-        logits = torch.einsum("chgd,chd->hcg", queries, keys) * scale + weights["b"]
-        base = torch.einsum("chgd,hsd->hcgs", queries, weights["k_base"].squeeze(1)) * scale
-        return torch.sigmoid(logits - base.logsumexp(dim=-1)).mean(dim=-1)
+
+def gate_scores(weights: Mapping[str, Tensor], shape: GateShape, hidden: Tensor) -> Tensor:
+    """[H, C] float32 in (0, 1): the gate of one layer, `weights` by their names, over `hidden` [C, hidden].
+
+    A key competes with S learned keys for the query of its own token; the share it wins, averaged over the group, is
+    its score (Fast KVzip).
+    """
+    scale = shape.head_dim**-0.5
+    queries = functional.linear(hidden.float(), weights["q_proj.weight"], weights["q_proj.bias"])
+    keys = functional.linear(hidden.float(), weights["k_proj.weight"])
+    queries = queries.reshape(-1, shape.kv_heads, shape.group_size, shape.head_dim)
+    queries = functional.rms_norm(queries, (shape.head_dim,), weights["q_norm.weight"], NORM_EPSILON)
+    keys = keys.reshape(-1, shape.kv_heads, shape.head_dim)
+    keys = functional.rms_norm(keys, (shape.head_dim,), weights["k_norm.weight"], NORM_EPSILON)
+    logits = torch.einsum("chgd,chd->hcg", queries, keys) * scale + weights["b"]
+    base = torch.einsum("chgd,hsd->hcgs", queries, weights["k_base"].squeeze(1)) * scale
+    return torch.sigmoid(logits - base.logsumexp(dim=-1)).mean(dim=-1)
+
+
+def save_gate(path: Path, gate: Gate) -> None:
+    """Write `gate` as safetensors in float16, whole or not at all; equal gates give equal bytes.
+
+    `ConfigError` as `check_path`.
+    """
+    check_path(path)
+    tensors = {
+        f"{n}.{name}": layer[name].cpu().half().contiguous() for n, layer in enumerate(gate.layers) for name in NAMES
+    }
+    metadata = None if gate.training is None else {METADATA: _TRAINING.dump_json(gate.training).decode()}
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_bytes(save(tensors, metadata))
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def check_path(path: Path) -> None:
+    """Raise `ConfigError` if no gate can be written to `path`: find out before a training, not after it."""
+    if path.suffix != ".safetensors":
+        raise ConfigError(f"gate is {str(path)!r}, a gate is written as safetensors: give it the suffix .safetensors")
+    if path.is_dir():
+        raise ConfigError(f"gate is {str(path)!r}, this is a folder: give the path of a file")
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        partial.touch()
+        partial.unlink()
+    except OSError as error:
+        raise ConfigError(f"gate is {str(path)!r}, it cannot be written there: {error.strerror}") from error
 
 
 def load_gate(path: Path) -> Gate:
     """Read a gate file. `ConfigError` names the file and the first thing in it that is not of the format."""
+    metadata: Mapping[str, str] = {}
     try:
-        layers = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
+        if path.suffix == ".safetensors":
+            layers, metadata = _read_safetensors(path)
+        else:
+            layers = _read_torch(path)
     except FileNotFoundError:
         raise ConfigError(f"gate is {str(path)!r}, there is no such file") from None
     except UNREADABLE as error:
@@ -99,7 +152,8 @@ def load_gate(path: Path) -> Gate:
     shape = _read_shape(path, layers)
     for layer, tensors in enumerate(layers):
         _check_layer(path, layer, tensors, shape)
-    return Gate(shape, tuple({name: layer[name].float() for name in NAMES} for layer in layers))
+    floats = tuple({name: layer[name].float() for name in NAMES} for layer in layers)
+    return Gate(shape, floats, _read_training(path, metadata))
 
 
 def _read_torch(path: Path) -> list[Mapping[str, Tensor]]:
@@ -115,12 +169,23 @@ def _read_torch(path: Path) -> list[Mapping[str, Tensor]]:
         return list(torch.load(path, map_location="cpu", weights_only=True)["module"])
 
 
-def _read_safetensors(path: Path) -> list[Mapping[str, Tensor]]:
+def _read_safetensors(path: Path) -> tuple[list[Mapping[str, Tensor]], Mapping[str, str]]:
     layers: dict[int, dict[str, Tensor]] = {}
-    for name, tensor in load_file(path).items():
-        layer, _, rest = name.partition(".")
-        layers.setdefault(int(layer), {})[rest] = tensor
-    return [layers[layer] for layer in range(len(layers))]
+    with safe_open(path, "pt") as file:
+        metadata: Mapping[str, str] = file.metadata() or {}
+        for name in file.keys():  # noqa: SIM118 (it is no dict)
+            layer, _, rest = name.partition(".")
+            layers.setdefault(int(layer), {})[rest] = file.get_tensor(name)
+    return [layers[layer] for layer in range(len(layers))], metadata
+
+
+def _read_training(path: Path, metadata: Mapping[str, str]) -> GateTraining | None:
+    if METADATA not in metadata:
+        return None
+    try:
+        return _TRAINING.validate_json(metadata[METADATA])
+    except ValidationError as error:
+        raise ConfigError(f"gate is {str(path)!r}, its metadata {METADATA!r} is damaged: {error}") from error
 
 
 def _read_shape(path: Path, layers: list[Mapping[str, Tensor]]) -> GateShape:

@@ -1,0 +1,46 @@
+"""`tangram calibrate --train-gate`: a gate of one's own for the scorer fastkvzip."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from tangram.config import EngineConfig
+from tangram.errors import ConfigError
+
+_err = Console(stderr=True)
+
+
+def refuse_with_gate(config: EngineConfig, options: Mapping[str, Path | None]) -> None:
+    """Raise `ConfigError` for what a profile needs and the training of a gate would not look at."""
+    given = [f"{name} {value}" for name, value in options.items() if value is not None]
+    given += [f"--gate {config.gate}"] if config.gate is not None else []
+    given += [f"--scorer {config.scorer}"] if config.scorer != EngineConfig.scorer else []
+    if given:
+        raise ConfigError(
+            f"--train-gate was given together with {', '.join(given)}: leave that out, a gate learns from KVzip; when "
+            f"it is there, make a profile with -o PROFILE --scorer fastkvzip --gate GATE"
+        )
+
+
+def train_and_report(config: EngineConfig, path: Path, texts: Sequence[str], source: str) -> None:
+    """Train a gate on `texts`, write it to `path`, and print how far it agrees with KVzip on texts it has not seen."""
+    from tangram.compress.scorers.gate import check_path, save_gate
+    from tangram.distil import Recipe
+    from tangram.engine.teacher import agreements, distil_gate
+    from tangram.model.load import load_model
+
+    check_path(path)
+    loaded = load_model(config.model, dtype=config.dtype, device=config.device, load_format=config.load_format)
+    recipe = Recipe(seed=config.seed)
+    gate, unseen = distil_gate(loaded, texts, chunk_tokens=config.chunk_tokens, source=source, recipe=recipe)
+    save_gate(path, gate)
+    table = Table("ρ", "what competes", "gate", "keydiff", title=f"Kept as KVzip would, in {len(unseen)} unseen texts")
+    for found in agreements(loaded, gate, unseen, chunk_tokens=config.chunk_tokens):
+        competing = "entries of the model" if found.scope else "entries of a head"
+        table.add_row(str(found.retention), competing, f"{found.gate:.3f}", f"{found.keydiff:.3f}")
+    _err.print(f"{path}: the gate is written", highlight=False)
+    _err.print(table)
