@@ -1,7 +1,8 @@
-"""The cache of systems without budgets, to measure what reservation saves: allocate whole chunks, then reclaim."""
+"""The caches of systems without budgets, to measure what reservation saves and what budgets cost in accuracy."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,52 @@ from tangram.errors import IntegrityError
 from tangram.types import Int32, Int64
 
 
-class DynamicCache(CacheManager):
-    """A `CacheManager` whose `seal` takes pages for all tokens of a chunk, until `reclaim` is told what was kept.
+class LateCache(CacheManager, ABC):
+    """A `CacheManager` whose chunks are stored whole and selected from after the step that seals them.
 
-    Between steps it holds what a `CacheManager` holds. A step seals at most one chunk of a sequence.
+    A step seals at most one chunk of a sequence.
+    """
+
+    @abstractmethod
+    def reclaim(self, slot: int, kept_tokens: Int64) -> None:
+        """Enter that of the chunk sealed last `kept_tokens` [n] stay, heads of full-attention layers in order."""
+
+
+class ByInputCache(LateCache):
+    """Heads keep of each chunk as many entries as is decided then; every group has one head, and pages for everything.
+
+    Nothing is given back, and no prefix is shared: a chunk's entries follow on those before it within a page.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._kept = np.zeros_like(self.lengths)  # of all sealed chunks
+
+    def past_lengths(self, slot: int, layout: Layout, position: int) -> Int32:
+        """See `CacheManager`; sliding windows hold every entry."""
+        lengths, full = super().past_lengths(slot, layout, position), layout.full_groups
+        lengths[:full] = self._kept[slot, :full] + position % layout.chunk_tokens
+        return lengths
+
+    def reclaim(self, slot: int, kept_tokens: Int64) -> None:
+        """See `LateCache`."""
+        seq = self.sequences[slot]
+        layers, heads = zip(*(group[0] for group in seq.layout.groups[: seq.layout.full_groups]), strict=True)
+        counts = np.zeros((seq.layout.geometry.layers, seq.layout.geometry.kv_heads), np.int64)
+        counts[list(seq.layout.geometry.full_layers)] = kept_tokens.reshape(-1, seq.layout.geometry.kv_heads)
+        self._kept[slot, : len(layers)] += counts[layers, heads].astype(np.int32)
+        self._write_lengths(seq)
+
+    def close(self, seq: SequenceCache) -> None:
+        """See `CacheManager`."""
+        self._kept[seq.slot] = 0
+        super().close(seq)
+
+
+class DynamicCache(LateCache):
+    """Its `seal` takes pages for all tokens of a chunk, until `reclaim` is told what was kept.
+
+    Between steps it holds what a `CacheManager` holds.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -29,7 +72,7 @@ class DynamicCache(CacheManager):
         return super().spare_pages + sum(len(pages) for _, pages in self._surplus.values())
 
     def reclaim(self, slot: int, kept_tokens: Int64) -> None:
-        """Give back what the chunk sealed last leaves empty with `kept_tokens` [n], heads of full layers in order.
+        """See `LateCache`: pages that stay empty are given back.
 
         Raises `IntegrityError` unless a head keeps as many as the layout says: lengths are written already.
         """

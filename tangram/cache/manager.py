@@ -25,9 +25,8 @@ from tangram.types import Int32, Int64, PageMove
 class CacheManager:
     """The one owner of the pool's pages and, if there are any, of the `host_pages` behind them.
 
-    `tables` is int32 [max_sequences, width]: row `slot` holds the page ids of every group at `Layout.group_offset`.
-    `follower`, if set, hears of every write to `tables`: the slot, and where in its row.
-    `lengths` is int32 [max_sequences, groups]: entries addressable per group, kept current.
+    `tables` is int32 [max_sequences, width]: row `slot` holds the page ids of every group at `Layout.group_offset`;
+    `follower`, if set, hears where in a row is written. `lengths` is int32 [max_sequences, groups]: entries a group has.
     """
 
     def __init__(
@@ -198,9 +197,12 @@ class CacheManager:
         if pages:
             self._enter(seq, entries.ravel(), np.concatenate(pages))
 
+    def past_lengths(self, slot: int, layout: Layout, position: int) -> Int32:
+        """[groups]: the entries that each member head has of the tokens before `position`."""
+        return layout.lengths(*divmod(position, layout.chunk_tokens))
+
     def _write_lengths(self, seq: SequenceCache) -> None:
-        lengths = seq.layout.lengths(seq.sealed_chunks, seq.raw_tokens)
-        self.lengths[seq.slot, : len(lengths)] = lengths
+        self.lengths[seq.slot, : len(seq.layout.groups)] = self.past_lengths(seq.slot, seq.layout, seq.computed_tokens)
 
     def _drop_raw(self, seq: SequenceCache) -> None:
         for pages in seq.raw_pages:

@@ -53,9 +53,14 @@ def chosen(scores: Tensor, counts: Tensor) -> Tensor:
 
 
 def dynamic_fractions(scores: Tensor, retention: float, scope: Scope, sinks: int, window: int, start: int) -> Tensor:
-    """The fraction of its tokens each head gets when the best `retention` of all entries are kept together.
+    """[L, H] float64: the fraction of its tokens each head gets by `dynamic_choice`."""
+    return dynamic_choice(scores, retention, scope, sinks, window, start).to(torch.float64).mean(dim=-1)
 
-    `scores` is [L, H, C] float32; the result is [L, H] float64. In scope "layer" the heads of a layer compete
+
+def dynamic_choice(scores: Tensor, retention: float, scope: Scope, sinks: int, window: int, start: int) -> Tensor:
+    """[L, H, C] bool: what stays when the best `retention` of all entries are kept together.
+
+    `scores` is [L, H, C] float32. In scope "layer" the heads of a layer compete
     (Ada-KV, arXiv 2407.11550, without its floor), in scope "model" those of all layers, by their raw scores (KVzip).
     Protected tokens are kept first and count towards the total; if they alone exceed it, they alone are kept.
     Equal scores go to the lower position, then to the lower head, so that no head wins by its number.
@@ -68,7 +73,7 @@ def dynamic_fractions(scores: Tensor, retention: float, scope: Scope, sinks: int
     total = max(round(retention * (heads * tokens)), heads * protected_tokens)
     # Position before head: ties are then shared out among the heads.
     kept = _ranks(pools.transpose(1, 2).flatten(1)) < total
-    return kept.reshape(-1, tokens, heads).to(torch.float64).mean(dim=1).reshape(scores.shape[:2])
+    return kept.reshape(-1, tokens, heads).transpose(1, 2).reshape(scores.shape)
 
 
 def _ranks(scores: Tensor) -> Tensor:

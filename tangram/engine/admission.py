@@ -89,7 +89,7 @@ class Admission:
     @property
     def uncompressed(self) -> Layout:
         """The layout of ρ = 1.0."""
-        return next(entry.layout for entry in self.retentions if entry.kv_retention == 1.0)
+        return next(entry.layout for entry in self.retentions if entry.layout.keeps_everything)
 
     def stats(self, scheduler: Scheduler) -> EngineStats:
         """One reading of the scheduler's books."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tangram.cache.dynamic import DynamicCache
+from tangram.cache.dynamic import LateCache
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
 from tangram.kernels.step import PoolKernels, PrefillRows
@@ -88,7 +88,7 @@ class Batcher:
     @property
     def _reclaims(self) -> bool:
         """Whether chunks are stored whole and selected from after the forward pass."""
-        return isinstance(self.cache, DynamicCache)
+        return isinstance(self.cache, LateCache)
 
     def attention(self, step: Step) -> StepAttention:
         """The attention of `step`, whose pages the scheduler has taken."""
@@ -177,16 +177,19 @@ class Batcher:
         spans, kept = np.empty((len(rows), 5), np.int32), np.empty(address.shape[:3], np.int32)
         for number, row in enumerate(rows):
             layout = self.retentions[row.layout].layout
-            past = layout.lengths(*divmod(row.start, layout.chunk_tokens))
+            past = self.cache.past_lengths(row.slot, layout, row.start)
             address[:, number, :, :2] = self._address(row)
             address[:, number, :, 2] = past[layout.head_group]
             spans[number] = first, first + len(row.tokens), first, first + len(row.tokens), row.start
             selects = row.kind is RowKind.SEAL and not self._reclaims
             kept[:, number] = layout.head_kept_tokens if selects else len(row.tokens)
             first += len(row.tokens)
-        complete = [row.kind is RowKind.SEAL and self.retentions[row.layout].layout.keeps_everything for row in rows]
+        complete = [row.kind is RowKind.SEAL and self._keeps_everything(row) for row in rows]
         waves = tuple(_waves(rows, complete))
         return PrefillRows(address, spans, kept, waves, tuple(complete[wave.start] for wave in waves))
+
+    def _keeps_everything(self, row: Row) -> bool:
+        return self.retentions[row.layout].layout.keeps_everything and not self._reclaims
 
     def _sealers(self, rows: Sequence[Row], wave: slice) -> Iterator[ChunkSealer | FusedSealer]:
         """Who seals the rows of one wave; those that follow on each other together, where the kernels can."""

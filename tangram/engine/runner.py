@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tangram.cache.dynamic import DynamicCache
+from tangram.cache.dynamic import LateCache
 from tangram.cache.manager import CacheManager
 from tangram.compress.scorers.kvzip import repeat_tokens
+from tangram.compress.select import Scope
 from tangram.engine.batch import Batcher, DeviceTables
 from tangram.engine.graphs import Carry, DecodeGraphs
 from tangram.engine.reclaim import Reclaimer
@@ -30,13 +31,14 @@ class Runner:
     """Runs steps of one model over one pool, [pages, Hp, 2, P, D] of `cache_dtype`, whose pages `cache` manages, and
     over what host memory it has.
 
-    `graphs` runs steps that only decode as CUDA graphs. `cache_dtype` None is the model's own.
+    With `competing`, the scope they compete in, heads keep of each chunk what its scores give them. `graphs` runs steps
+    that only decode as CUDA graphs. `cache_dtype` None is the model's own.
     """
 
     def __init__(
         self, loaded: LoadedModel, retentions: Sequence[Retention], *, pages: int, cache: CacheManager,
         observer: ScoreObserver | None = None, kernels: KernelChoice = pool_kernels,
-        graphs: bool = False, cache_dtype: torch.dtype | None = None,
+        graphs: bool = False, cache_dtype: torch.dtype | None = None, competing: Scope | None = None,
     ) -> None:  # fmt: skip
         self._loaded = loaded
         layout = retentions[0].layout
@@ -48,7 +50,9 @@ class Runner:
         block_tables = DeviceTables(cache, loaded.device)
         self._host = host_memory(self.pool, cache.host.total)
         self._batcher = Batcher(retentions, serving, cache, block_tables, rotary, observer)
-        self._reclaimer = Reclaimer(cache, self.pool, block_tables) if isinstance(cache, DynamicCache) else None
+        self._reclaimer: Reclaimer | None = None
+        if isinstance(cache, LateCache):
+            self._reclaimer = Reclaimer(cache, self.pool, block_tables, competing)
         self._graphs = DecodeGraphs(self._forward, loaded.device) if graphs else None
         self._chosen = dict[int, int](), torch.empty(0, dtype=torch.int64, device=loaded.device)
 

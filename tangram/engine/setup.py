@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from tangram.cache.dynamic import DynamicCache
+from tangram.cache.dynamic import ByInputCache, DynamicCache
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
 from tangram.calibrate import calibrate, in_terminal
 from tangram.compress.groups import adjacent
 from tangram.compress.library import find_profile, shipped_profiles
-from tangram.compress.profile import Profile
+from tangram.compress.profile import SINK_TOKENS, Profile
 from tangram.compress.provenance import ScorerSpec
 from tangram.compress.scorers import Scorer, make_scorer
 from tangram.config import EngineConfig
@@ -39,6 +39,10 @@ from tangram.plan.schedule import Schedule
 
 QUICK_SAMPLES = 8  # enough for a usable ranking of heads; `tangram calibrate` takes 50
 
+CACHES: dict[str, type[CacheManager]] = {
+    "reserved": CacheManager, "dynamic": DynamicCache, "by-input": ByInputCache,
+}  # fmt: skip
+
 _log = logging.getLogger("tangram")
 
 
@@ -58,7 +62,7 @@ def engine_of(config: EngineConfig, loaded: LoadedModel, kernels: KernelChoice |
     max_model_len = _fit_model_len(config, retentions[0], pages, config.max_model_len or limit)
     dtype = cache_dtype(config, loaded)
     page_bytes, span_pages = retentions[0].layout.page_bytes(dtype.itemsize), retentions[0].layout.span_pages
-    cache = (CacheManager if config.reclamation == "reserved" else DynamicCache)(
+    cache = CACHES[config.reclamation](
         [(entry.fingerprint, entry.layout) for entry in retentions],
         total_pages=pages, max_sequences=config.max_num_seqs, prefix_caching=config.enable_prefix_caching,
         host_pages=offload_bytes(config, span_pages * page_bytes) // page_bytes,
@@ -69,7 +73,7 @@ def engine_of(config: EngineConfig, loaded: LoadedModel, kernels: KernelChoice |
         compile_layers(loaded.model)
     runner = Runner(
         loaded, retentions, pages=pages, cache=cache, kernels=kernels or _kernels(config, loaded), graphs=fast,
-        cache_dtype=dtype,
+        cache_dtype=dtype, competing=config.scope if config.reclamation == "by-input" else None,
     )  # fmt: skip
     if loaded.device.type == "cuda":
         runner.rehearse(config.max_num_seqs)
@@ -78,7 +82,7 @@ def engine_of(config: EngineConfig, loaded: LoadedModel, kernels: KernelChoice |
     _announce(config, loaded, admission, cache.host.total)
     one_at_a_time = [
         number for number, entry in enumerate(retentions)
-        if entry.scorer is not None and ("reconstruction" in entry.scorer.needs or config.reclamation == "dynamic")
+        if entry.scorer is not None and ("reconstruction" in entry.scorer.needs or config.reclamation != "reserved")
     ]  # fmt: skip
     return Engine(config, loaded, admission, Scheduler(config, cache, one_at_a_time=frozenset(one_at_a_time)), runner)
 
@@ -150,6 +154,10 @@ def _retentions(config: EngineConfig, loaded: LoadedModel, max_tokens: int) -> l
     scorer = make_scorer(config.scorer, gate=Path(config.gate) if config.gate else None)
     scorer.check_tokens(config.chunk_tokens)
     scorer.check_model(loaded.fingerprint)
+    if config.reclamation == "by-input":
+        return [
+            Retention(config.kv_retention, uncompressed, "by input", scorer, SINK_TOKENS, config.chunk_tokens // 64)
+        ]
     named = [_load(path, config, loaded, scorer) for path in config.profile]
     found = [_retention(config, profile, scorer, loaded, max_tokens) for profile in named]
     defaults = [entry for entry in (*found, full) if entry.kv_retention == config.kv_retention]
@@ -203,7 +211,9 @@ def _profile(config: EngineConfig, loaded: LoadedModel, scorer: Scorer) -> Profi
 
 
 def _page_heads(config: EngineConfig, loaded: LoadedModel) -> int:
-    """Hp: a monolithic page holds a whole layer's heads."""
+    """Hp: a monolithic page holds a whole layer's heads; heads that go their own ways have pages of their own."""
+    if config.reclamation == "by-input":
+        return 1
     return loaded.geometry.kv_heads if config.head_groups == "monolithic" else config.heads_per_page
 
 

@@ -115,11 +115,11 @@ class ChunkSealer:
         scores = self.scorer.score(chunk) if fused is None else fused(chunk.keys[None])[0]
         if self.observer is not None:
             self.observer(chunk, scores)
-        if retention.layout.keeps_everything:
-            return  # it is stored already
         if self.defers:
             self.deferred[chunk.layer] = scores
             return
+        if retention.layout.keeps_everything:
+            return  # it is stored already
         ranking = ChunkRanking(scores[None], retention.sink_tokens, retention.window_tokens)
         self.kernels.seal(chunk.layer, self.rows, ranking, chunk.keys.transpose(0, 1), chunk.values.transpose(0, 1))
 
