@@ -26,7 +26,7 @@ class CacheManager:
     """The one owner of the pool's pages and, if there are any, of the `host_pages` behind them.
 
     `tables` is int32 [max_sequences, width]: row `slot` holds the page ids of every group at `Layout.group_offset`;
-    `follower`, if set, hears where in a row is written. `lengths` is int32 [max_sequences, groups]: entries a group has.
+    `follower`, if set, hears where in a row is written. `lengths` is int32 [max_sequences, groups]: entries by group.
     """
 
     def __init__(
@@ -58,8 +58,7 @@ class CacheManager:
     def extend(self, seq: SequenceCache, limit: int) -> bool:
         """Promise `seq` what it needs until its current chunk ends; False if there is no room now."""
         wanted = seq.layout.promised_pages(seq.sealed_chunks * seq.layout.chunk_tokens, limit)
-        more = wanted - seq.promised_pages
-        if more > 0 and more > self.spare_pages:
+        if (more := wanted - seq.promised_pages) > 0 and more > self.spare_pages:
             return False
         seq.promised_pages = max(wanted, seq.formula_pages)
         return True
