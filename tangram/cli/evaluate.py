@@ -70,8 +70,9 @@ def evaluate(
     window_tokens: Window = None, align: Align = True, calibration_samples: PilotSamples = 50,
     output: ResultFile = Path("results.json"), report: ReportFile = None, plot: Plot = None, page_tokens: Page = 16,
     heads_per_page: Heads = 4, gate: Gate = None, kv_cache_gib: CacheGib = None,
-    gpu_memory_utilization: Utilization = 0.9, max_num_seqs: MaxSeqs = 32, dtype: Dtype = WeightType.auto, kv_cache_dtype: CacheDtype = CacheType.auto,
-    load_format: Weights = LoadFormat.auto, enforce_eager: Eager = False, device: Device = "auto", seed: Seed = 0,
+    gpu_memory_utilization: Utilization = 0.9, max_num_seqs: MaxSeqs = 32, dtype: Dtype = WeightType.auto,
+    kv_cache_dtype: CacheDtype = CacheType.auto, load_format: Weights = LoadFormat.auto, enforce_eager: Eager = False,
+    device: Device = "auto", seed: Seed = 0,
 ) -> None:  # fmt: skip
     """Ask MODEL the questions of suites under each way of keeping KV entries, and grade its replies."""
     from tangram.compress.profile import SINK_TOKENS

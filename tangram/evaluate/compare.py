@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tangram.config import EngineConfig
-from tangram.errors import ConfigError
 from tangram.evaluate.engines import ModelBench
-from tangram.evaluate.methods import Grid, Method
+from tangram.evaluate.methods import Grid, aligned_tokens
 from tangram.evaluate.prompts import Alignment, Questions, SuitePrompts, filler_token
 from tangram.evaluate.results import Cell, Results, Setting
 from tangram.evaluate.run import Watch, planned, run
@@ -42,25 +41,6 @@ def compare(
     plans = planned(bench, methods, suites)
     watch.expect(sum(plan.questions for plan in plans if plan.found_in(results) is None))
     return run(bench, plans, results, output, watch)
-
-
-def aligned_tokens(methods: Sequence[Method], *, align: bool) -> int | None:
-    """The largest chunk of `methods`, at a multiple of which contexts end; None without `align`.
-
-    Raises `ConfigError` if another chunk would not end there, or if one-shot is asked for without.
-    """
-    if not align:
-        if any(method.name == "one-shot" for method in methods):
-            raise ConfigError("methods has one-shot, whose one chunk is the whole context: that needs align")
-        return None
-    chunks = {method.chunk_tokens for method in methods if method.chunk_tokens is not None}
-    largest = max(chunks, default=1)
-    if uneven := sorted(chunk for chunk in chunks if largest % chunk):
-        raise ConfigError(
-            f"chunk_tokens has {uneven[0]}, of which the largest chunk, {largest}, is no multiple (one-shot's is "
-            "context_tokens): choose sizes that divide it, or --no-align"
-        )
-    return largest
 
 
 def _setting(bench: ModelBench, asked: Questions, prompts: SuitePrompts, *, aligned: bool) -> Setting:

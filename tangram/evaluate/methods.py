@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -49,10 +50,10 @@ class Method:
         return ", ".join(parts)
 
     def variant(self) -> list[str]:
-        """Everything but name, scorer and ρ, as far as it makes a difference: "C 512", "α 2", …"""
+        """Everything but name, scorer and ρ, unless it is the default or makes no difference: "C 512", "α 2", …"""
         named = {
-            "C": self.chunk_tokens, "α": self.alpha, "scope": self.scope, "sinks": self.sink_tokens,
-            "window": self.window_tokens,
+            "C": self.chunk_tokens, "α": self.alpha, "scope": self.scope,
+            "sinks": None if self.sink_tokens == SINK_TOKENS else self.sink_tokens, "window": self.window_tokens,
         }  # fmt: skip
         return [
             f"{name} {value:g}" if isinstance(value, (int, float)) else f"{name} {value}"
@@ -92,17 +93,20 @@ class Grid:
     window_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        for field in ("names", "scorers", "retentions", "chunk_tokens", "alphas", "scopes"):
+        for field, option in _LISTS.items():
             if not getattr(self, field):
-                raise ConfigError(f"{_OPTIONS.get(field, field)} is empty, it must name at least one")
+                raise ConfigError(f"{option} is empty, it must name at least one")
         for name in self.names:
-            if name not in NAMES:
-                raise ConfigError(f"methods has {name!r}, known are {', '.join(NAMES)}: name one of these")
+            _refuse_unless(name in NAMES, "methods", name, f"known are {', '.join(NAMES)}: name one of these")
         for retention in self.retentions:
-            if not 0.0 < retention < 1.0:
-                raise ConfigError(
-                    f"retentions has {retention}, each must lie in (0, 1): method full stands for 1.0, ask for it there"
-                )
+            limit = "each must lie in (0, 1): method full stands for 1.0, ask for it there"
+            _refuse_unless(0.0 < retention < 1.0, "retentions", retention, limit)
+        for scope in self.scopes:
+            _refuse_unless(scope in ("layer", "model"), "scopes", scope, "it must be layer or model")
+        for chunk in self.chunk_tokens:
+            _refuse_unless(chunk >= 1, "chunk_tokens", chunk, "each must be at least 1")
+        for alpha in self.alphas:
+            _refuse_unless(math.isfinite(alpha) and alpha >= 0.0, "alphas", alpha, "each must be at least 0")
         kept = (self.sink_tokens, self.window_tokens)
         if kept != (SINK_TOKENS, None) and (fixed := [name for name in self.names if name in _BY_INPUT]):
             raise ConfigError(
@@ -127,4 +131,31 @@ class Grid:
             yield Method(name, retention, scorer, chunk, scope, alpha, *kept)
 
 
-_OPTIONS = {"names": "methods"}
+def aligned_tokens(methods: Sequence[Method], *, align: bool) -> int | None:
+    """The largest chunk of `methods`, at a multiple of which contexts end; None without `align`.
+
+    Raises `ConfigError` if another chunk would not end there, or if one-shot is asked for without.
+    """
+    if not align:
+        if any(method.name == "one-shot" for method in methods):
+            raise ConfigError("methods has one-shot, whose one chunk is the whole context: that needs align")
+        return None
+    chunks = {method.chunk_tokens for method in methods if method.chunk_tokens is not None}
+    largest = max(chunks, default=1)
+    if uneven := sorted(chunk for chunk in chunks if largest % chunk):
+        raise ConfigError(
+            f"chunk_tokens has {uneven[0]}, of which the largest chunk, {largest}, is no multiple (one-shot's is "
+            "context_tokens): choose sizes that divide it, or --no-align"
+        )
+    return largest
+
+
+_LISTS = {
+    "names": "methods", "scorers": "scorers", "retentions": "retentions", "chunk_tokens": "chunk_tokens",
+    "alphas": "alphas", "scopes": "scopes",
+}  # fmt: skip
+
+
+def _refuse_unless(good: bool, option: str, value: object, limit: str) -> None:
+    if not good:
+        raise ConfigError(f"{option} has {value!r}, {limit}")
