@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
 
-.PHONY: demo serve test check bench clean
+.PHONY: demo serve test check bench eval-quick clean
 
 demo: $(READY)
 	$(BIN)/python bench/demo.py
@@ -24,6 +24,10 @@ check: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m bench.cpu_decode
+
+# A few minutes: what compression costs in answers, with floors (docs/accuracy.md).
+eval-quick: $(READY)
+	$(BIN)/python -m bench.eval_quick
 
 # torch comes first and by exact version: asked for as a dependency, pip would take the newest CUDA build.
 # The embedded model is one file of weights; the dependencies it names are another project's runtime.

@@ -39,7 +39,9 @@ def compare(
         suites.append((prompts, _setting(bench, questions, prompts, aligned=align)))
     bench = bench.for_prompts([sample for prompts, _ in suites for sample in prompts.samples])
     plans = planned(bench, methods, suites)
-    watch.expect(sum(plan.questions for plan in plans if plan.found_in(results) is None))
+    missing = [plan for plan in plans if plan.found_in(results) is None]
+    bench.calibrate(dict.fromkeys(plan.method for plan in missing), watch)
+    watch.expect(sum(plan.questions for plan in missing))
     return run(bench, plans, results, output, watch)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,7 +25,7 @@ from tangram.errors import ConfigError, TangramError
 from tangram.evaluate.methods import GATED, WITH_PROFILE, Method
 from tangram.evaluate.profiles import Budgets
 from tangram.evaluate.prompts import SamplePrompts
-from tangram.evaluate.run import Ask, Reply
+from tangram.evaluate.run import Ask, Reply, Watch
 from tangram.model.load import LoadedModel, cache_folder
 from tangram.tune.environment import environment
 from tangram.types import Event, FinishReason, Request, SamplingParams
@@ -82,6 +82,12 @@ class ModelBench:
                 f"made for {limit}"
             )
         return replace(self, base=replace(self.base, max_model_len=longest))
+
+    def calibrate(self, methods: Iterable[Method], watch: Watch) -> None:
+        """Measure what the profiles of `methods` lack: now, since engines may leave the model compiled."""
+        for method in (method for method in methods if method.name == "static"):
+            watch.turns_to(f"calibrating {method.title}")
+            self.budgets.profile(method)
 
     def basis(self, method: Method) -> Mapping[str, Any]:
         """See `Bench`."""
