@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from tangram.cli import ablation, bench, serving
+from tangram.cli import ablation, bench, calibration, serving
 from tangram.cli.options import Chunk, Heads, Page, Retention, SizeType, with_config
 from tangram.compress.profile import Profile
 from tangram.config import EngineConfig
@@ -111,9 +111,13 @@ def calibrate(
     samples: Annotated[int, typer.Option(help="pilot samples")] = 50,
     data: Annotated[Path | None, typer.Option(help="calibrate on these texts instead (.jsonl, or plain text)")] = None,
     import_from: Annotated[Path | None, typer.Option("--import", help="published budgets (.npz) to convert")] = None,
+    plot: calibration.Plot = None,
+    report: calibration.ReportFile = None,
+    also_at: calibration.AlsoAt = None,
 ) -> None:
     """Measure how much each head of MODEL needs, and write the profile."""
-    profile = _import(config, import_from) if import_from else _measure(config, samples, data)
+    study = calibration.Study.asked(plot, report, also_at, import_from)
+    profile = _import(config, import_from) if import_from else _measure(config, samples, data, study)
     profile.save(output)
     stability = profile.calibration.rank_stability
     agreement = f", rank stability {stability.mean:.3f} (lowest {stability.min:.3f})" if stability else ""
@@ -131,22 +135,28 @@ def _import(config: EngineConfig, path: Path) -> Profile:
     )  # fmt: skip
 
 
-def _measure(config: EngineConfig, samples: int, data: Path | None) -> Profile:
-    from tangram.calibrate import read_texts
+def _measure(config: EngineConfig, samples: int, data: Path | None, study: calibration.Study) -> Profile:
+    from tangram.calibrate import read_kinds, read_texts
     from tangram.compress.scorers import make_scorer
     from tangram.engine.setup import calibrate_model
     from tangram.model.load import load_model
-    from tangram.pilots import pilot_texts
+    from tangram.pilots import pilot_kinds, pilot_texts
 
     texts = (
         read_texts(data)
         if data
         else pilot_texts(samples, config.seed, min_characters=max(8_000, 6 * config.chunk_tokens))
     )
+    study.check(texts)
     loaded = load_model(config.model, dtype=config.dtype, device=config.device, load_format=config.load_format)
     scorer = make_scorer(config.scorer, gate=Path(config.gate) if config.gate else None)
     source = str(data) if data else f"built-in pilot texts, seed {config.seed}"
-    return calibrate_model(loaded, scorer, config, retentions=[config.kv_retention], texts=texts, source=source)[0]
+    profiles = calibrate_model(
+        loaded, scorer, config, retentions=study.retentions(config.kv_retention), texts=texts, source=source,
+        observe=study.observe,
+    )  # fmt: skip
+    study.publish(profiles, read_kinds(data) if data else pilot_kinds(samples), source, config)
+    return profiles[0]
 
 
 @app.command()

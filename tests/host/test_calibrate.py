@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
-from tangram.calibrate import Scores, calibrate, in_terminal, kept_fractions, rank_stability, read_texts
+from tangram.calibrate import Scores, calibrate, in_terminal, kept_fractions, read_texts
+from tangram.calibrate.agreement import rank_stability
 from tangram.compress.profile import ModelFingerprint, Profile, Scope, ScorerSpec
 from tangram.errors import ConfigError, ProfileError
 from tangram.types import Geometry
