@@ -96,11 +96,13 @@ def _fitted(evidence: Evidence, numbers: Sequence[int]) -> Rooms:
     page = profile.page_tokens / profile.chunk_tokens
     fewest = fewest_pages(profile.sink_tokens, profile.window_tokens, profile.page_tokens)
     numbered = range(fewest, profile.chunk_tokens // profile.page_tokens)
-    held = np.stack([np.clip(wishes - number * page, 0.0, page).mean(axis=0) for number in numbered])  # [pages, L, H]
+    held = np.zeros((len(numbered), *wishes.shape[1:]))  # [pages, L, H], what each next page would hold of a head
+    for place, number in enumerate(numbered):
+        held[place] = np.clip(wishes - number * page, 0.0, page).mean(axis=0)
     row = {layer: index for index, layer in enumerate(profile.layers)}
     gains = np.stack([sum(held[:, row[layer], head] for layer, head in group) for group in profile.groups])
     spare = sum(profile.sealed_pages) - fewest * len(profile.groups)
-    winners = np.argsort(-gains, axis=None, kind="stable")[:spare] // len(numbered)
+    winners = np.argsort(-gains, axis=None, kind="stable")[:spare] // max(1, len(numbered))
     pages = fewest + np.bincount(winners, minlength=len(profile.groups))
     return share_of_heads(profile, pages.tolist()), profile.realised_retention
 

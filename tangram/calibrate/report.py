@@ -90,11 +90,16 @@ def _tables(figures: Mapping[str, Any]) -> Iterator[tuple[str, list[Row]]]:
             yield title, matrix_rows(losses, "{:.1%}".format)
 
 
+def budget_name(way: str) -> str:
+    """A key of `held_out_overflow` in words."""
+    return _BUDGETS.get(way, f"of the other samples, α {way.removeprefix('alpha ')}")
+
+
 def overflow_rows(found: Mapping[str, Mapping[str, float]]) -> list[Row]:
     """A row a way to make budgets."""
     head = ["budgets", "reserved", "wishes that exceed their budget", "entries lost", "5th–95th percentile of samples"]
     return [head] + [
-        [_BUDGETS.get(name, f"of the other samples, α {name.removeprefix('alpha ')}"), f"{figures['footprint']:.3f}",
+        [budget_name(name), f"{figures['footprint']:.3f}",
          f"{figures['exceeded']:.1%}", f"{figures['lost']:.2%}", f"{figures['lost_p5']:.1%}–{figures['lost_p95']:.1%}"]
         for name, figures in found.items()
     ]  # fmt: skip

@@ -119,6 +119,12 @@ def test_a_profile_of_one_kind_serves_its_own_and_not_the_other() -> None:
     assert lonely["a"] == {"b": 0.5}, "one sample cannot be held out of itself"
 
 
+def test_where_every_group_needs_the_whole_chunk_nothing_is_left_to_fit() -> None:
+    (evidence,) = calibrated(two_heads(8, 8), "aa", page_tokens=8)
+    found = held_out_overflow(evidence)
+    assert (found["fitted"]["footprint"], found["fitted"]["lost"]) == (0.5, 0.0)
+
+
 @given(
     seed=st.integers(0, 2**32 - 1),
     shape=st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3)),
