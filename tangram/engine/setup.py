@@ -13,7 +13,7 @@ import torch
 from tangram.cache.dynamic import ByInputCache, DynamicCache
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
-from tangram.calibrate import calibrate, in_terminal
+from tangram.calibrate import Observer, calibrate, in_terminal
 from tangram.compress.groups import adjacent
 from tangram.compress.library import find_profile, shipped_profiles
 from tangram.compress.profile import SINK_TOKENS, Profile
@@ -125,16 +125,19 @@ def scorer_spec(scorer: Scorer) -> ScorerSpec:
 
 def calibrate_model(
     loaded: LoadedModel, scorer: Scorer, config: EngineConfig, *, retentions: Sequence[float], texts: Sequence[str],
-    source: str,
+    source: str, observe: Observer | None = None,
 ) -> list[Profile]:  # fmt: skip
-    """One profile of `loaded` for each ρ, from the scores of `texts`; draws a progress bar in a terminal."""
+    """One profile of `loaded` for each ρ, from the scores of `texts`; draws a progress bar in a terminal.
+
+    `observe` is handed each text's shares, as in `tangram.calibrate.calibrate`.
+    """
     scorer.check_model(loaded.fingerprint)
     samples = [loaded.tokenizer.encode(text) for text in texts]
     return calibrate(
         score_source(loaded, scorer, chunk_tokens=config.chunk_tokens), samples, geometry=loaded.geometry,
         fingerprint=loaded.fingerprint, scorer=scorer_spec(scorer), scope=config.scope, retentions=retentions,
         chunk_tokens=config.chunk_tokens, source=source, page_tokens=config.page_tokens,
-        heads_per_page=config.heads_per_page, track=in_terminal,
+        heads_per_page=config.heads_per_page, track=in_terminal, observe=observe,
     )  # fmt: skip
 
 
