@@ -54,6 +54,13 @@ def build_engine(config: EngineConfig) -> Engine:
 
 def engine_of(config: EngineConfig, loaded: LoadedModel, kernels: KernelChoice | None = None) -> Engine:
     """`build_engine` for a model that is loaded already; `kernels`, if given, chooses what serves its pool."""
+    return Engine(config, loaded, *parts_of(config, loaded, kernels))
+
+
+def parts_of(
+    config: EngineConfig, loaded: LoadedModel, kernels: KernelChoice | None = None
+) -> tuple[Admission, Scheduler, Runner]:
+    """What an engine is made of: who may come in, who runs next, and what computes it. As for `engine_of`."""
     limit = loaded.geometry.max_positions
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(f"max_model_len is {config.max_model_len}, the model was made for at most {limit} positions")
@@ -84,7 +91,7 @@ def engine_of(config: EngineConfig, loaded: LoadedModel, kernels: KernelChoice |
         number for number, entry in enumerate(retentions)
         if entry.scorer is not None and ("reconstruction" in entry.scorer.needs or config.reclamation != "reserved")
     ]  # fmt: skip
-    return Engine(config, loaded, admission, Scheduler(config, cache, one_at_a_time=frozenset(one_at_a_time)), runner)
+    return admission, Scheduler(config, cache, one_at_a_time=frozenset(one_at_a_time)), runner
 
 
 def _kernels(config: EngineConfig, loaded: LoadedModel) -> KernelChoice:
