@@ -1,4 +1,4 @@
-"""The `tangram` command: serve, chat, generate, calibrate, size, bench."""
+"""The `tangram` command: serve, chat, generate, calibrate, eval, size, bench."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from tangram.cli import ablation, bench, calibration, serving
+from tangram.cli import ablation, bench, calibration, evaluate, serving
 from tangram.cli.gate import refuse_with_gate, train_and_report
 from tangram.cli.options import Chunk, Heads, Page, Retention, SizeType, with_config
 from tangram.compress.profile import Profile
@@ -23,6 +23,7 @@ from tangram.types import SamplingParams
 app = typer.Typer(help=__doc__, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 serving.commands.command()(ablation.ablation)
 bench.commands.add_typer(serving.commands, name="serving")
+app.command("eval")(evaluate.evaluate)
 app.add_typer(bench.commands, name="bench")
 _out, _err = Console(), Console(stderr=True)
 

@@ -1,0 +1,204 @@
+"""One model behind every method: an engine for each, and the questions asked of it."""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from tangram.calibrate import ScoreSource
+from tangram.compress.scorers import Scorer, make_scorer
+from tangram.config import EngineConfig
+from tangram.engine.loop import Engine
+from tangram.engine.observe import score_source
+from tangram.engine.setup import engine_of, scorer_spec
+from tangram.engine.text import TextCodec
+from tangram.errors import ConfigError, TangramError
+from tangram.evaluate.methods import GATED, WITH_PROFILE, Method
+from tangram.evaluate.profiles import Budgets
+from tangram.evaluate.prompts import SamplePrompts
+from tangram.evaluate.run import Ask, Reply
+from tangram.model.load import LoadedModel, cache_folder
+from tangram.tune.environment import environment
+from tangram.types import Event, FinishReason, Request, SamplingParams
+
+
+@dataclass(frozen=True)
+class ModelBench:
+    """A `Bench` of one loaded model, whose engines are `base` but for what a method changes.
+
+    Build it with `of`, which refuses what no engine could do before anything is measured.
+    """
+
+    base: EngineConfig
+    loaded: LoadedModel
+    budgets: Budgets
+
+    @classmethod
+    def of(
+        cls, base: EngineConfig, loaded: LoadedModel, methods: Sequence[Method], calibration_samples: int
+    ) -> ModelBench:
+        """For `methods`, whose profiles are calibrated on `calibration_samples` texts where they are not kept.
+
+        Raises `ConfigError` naming a scorer that does not fit the model or a chunk, or a ρ that cannot be met.
+        """
+        if calibration_samples < 1:
+            raise ConfigError(f"calibration_samples is {calibration_samples}, it must be at least 1")
+        scorers = _scorers(base, methods)
+        source = partial(_source, loaded, scorers)
+        budgets = Budgets(
+            loaded.fingerprint, loaded.geometry, {name: scorer_spec(scorer) for name, scorer in scorers.items()},
+            [method.kv_retention for method in methods if method.name == "static"], calibration_samples,
+            cache_folder() / "calibrations", source, loaded.tokenizer.encode, base.page_tokens, base.heads_per_page,
+        )  # fmt: skip
+        for method in methods:
+            if method.scorer is not None and method.chunk_tokens is not None:
+                scorers[method.scorer].check_tokens(method.chunk_tokens)
+                scorers[method.scorer].check_model(loaded.fingerprint)
+            if method.name in WITH_PROFILE:
+                budgets.equal(method)
+            method.config(base)
+        return cls(base, loaded, budgets)
+
+    @property
+    def codec(self) -> TextCodec:
+        """The tokenizer as engines use it."""
+        return TextCodec(self.loaded.tokenizer)
+
+    def for_prompts(self, samples: Sequence[SamplePrompts]) -> ModelBench:
+        """The same, for sequences as long as these. Raises `ConfigError` if the model was made for shorter ones."""
+        longest, limit = max(sample.longest_tokens for sample in samples), self.loaded.geometry.max_positions
+        if longest > limit:
+            raise ConfigError(
+                f"context_tokens is too large: the longest prompt has {longest} tokens with its reply, the model was "
+                f"made for {limit}"
+            )
+        return replace(self, base=replace(self.base, max_model_len=longest))
+
+    def basis(self, method: Method) -> Mapping[str, Any]:
+        """See `Bench`."""
+        found: dict[str, Any] = {}
+        if method.scorer is not None:
+            found["scorer_parameters"] = dict(self.budgets.scorers[method.scorer].parameters)
+        if method.name == "static":
+            found["calibration_samples"] = self.budgets.samples
+        return found
+
+    def environment(self) -> Mapping[str, Any]:
+        """See `Bench`."""
+        return environment()
+
+    @contextmanager
+    def opened(self, method: Method) -> Iterator[Ask]:
+        """See `Bench`."""
+        engines = [self._engine(method)]  # whoever keeps the function does not keep the engine
+        try:
+            yield lambda samples, told: asked(engines[0], samples, told)
+        finally:
+            engines.clear()
+            gc.collect()
+            if self.loaded.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def _engine(self, method: Method) -> Engine:
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "profile.json"
+            if method.name in WITH_PROFILE:
+                self.budgets.profile(method).save(path)
+            config = method.config(self.base, str(path) if path.exists() else None)
+            return engine_of(config, self.loaded)
+
+
+def asked(
+    engine: Engine, samples: Sequence[SamplePrompts], told: Callable[[int], None]
+) -> list[tuple[Reply, ...]]:  # fmt: skip
+    """Greedy replies to all questions, by sample and question; `told` hears how many more there are.
+
+    Of each sample one question goes first and the others follow when it has a token: they find the context in the
+    cache. No more samples run at once than fit, so that it is still there. Raises `RequestError` if a prompt can never
+    fit, and `TangramError` if the engine gives one up.
+    """
+    longest = max(sample.longest_tokens for sample in samples)
+    at_once = max(1, min(engine.config.max_num_seqs, engine.stats().capacity_tokens // longest))
+    sittings = [_Sitting(engine, number, sample) for number, sample in enumerate(samples)]
+    waiting, running = deque(sittings), list[_Sitting]()
+    while waiting or running:
+        while waiting and len(running) < at_once:
+            running.append(waiting.popleft())
+            running[-1].ask(1)
+        engine.step()
+        for sitting in running:
+            if sitting.context_is_cached:
+                sitting.ask(len(sitting.sample.prompts))
+        told(sum(sitting.newly_answered() for sitting in running))
+        running = [sitting for sitting in running if not sitting.done]
+    return [sitting.replies() for sitting in sittings]
+
+
+@dataclass(eq=False)
+class _Sitting:
+    """The questions about one context on their way."""
+
+    engine: Engine
+    number: int
+    sample: SamplePrompts
+    events: list[list[Event]] = field(default_factory=list)
+    told: int = 0
+
+    def ask(self, questions: int) -> None:
+        """Submit the first `questions` of them, unless they were."""
+        for index in range(len(self.events), questions):
+            self.events.append([])
+            sampling = SamplingParams(temperature=0.0, max_tokens=self.sample.sample.questions[index].max_tokens)
+            name, prompt = f"{self.number}/{index}", self.sample.prompts[index]
+            self.engine.submit(Request(name, prompt, sampling, self.events[index].append))
+
+    @property
+    def context_is_cached(self) -> bool:
+        return bool(self.events[0])
+
+    @property
+    def done(self) -> bool:
+        return len(self.events) == len(self.sample.prompts) == self._answered
+
+    @property
+    def _answered(self) -> int:
+        return sum(bool(own) and own[-1].finish_reason is not None for own in self.events)
+
+    def newly_answered(self) -> int:
+        """How many ended since this was last asked."""
+        before, self.told = self.told, self._answered
+        return self.told - before
+
+    def replies(self) -> tuple[Reply, ...]:
+        whole = self.engine.config.reclamation == "by-input"
+        return tuple(_reply(own, whole) for own in self.events)
+
+
+def _reply(events: Sequence[Event], holds_everything: bool) -> Reply:
+    last = events[-1]
+    if last.finish_reason is FinishReason.ABORT:
+        raise TangramError(f"request {last.request_id} was ended by the engine: {last.error}")
+    held = None if holds_everything else last.usage.kv_bytes
+    text = "".join(event.text for event in events)
+    return Reply(text, last.usage.completion_tokens, held, last.usage.kv_bytes_uncompressed)
+
+
+def _scorers(base: EngineConfig, methods: Sequence[Method]) -> dict[str, Scorer]:
+    names = dict.fromkeys(method.scorer for method in methods if method.scorer is not None)
+    if base.gate is not None and GATED not in names:
+        raise ConfigError(f"gate is {base.gate!r}, but no method scores by {GATED}: leave it out or name that scorer")
+    gates = {GATED: Path(base.gate)} if base.gate is not None else {}
+    return {name: make_scorer(name, gate=gates.get(name)) for name in names}
+
+
+def _source(loaded: LoadedModel, scorers: Mapping[str, Scorer], name: str, chunk_tokens: int) -> ScoreSource:
+    return score_source(loaded, scorers[name], chunk_tokens=chunk_tokens)

@@ -1,0 +1,47 @@
+"""The picture of a run: scores against ρ, a line a method, a panel a scorer and suite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from tangram.errors import ConfigError
+from tangram.evaluate.report import rows
+from tangram.evaluate.results import Cell
+
+_PANEL_INCHES = (4.5, 3.5)
+
+
+def check_plot(path: Path) -> None:
+    """Raise `ConfigError` if `path` could not be drawn."""
+    if find_spec("matplotlib") is None:
+        raise ConfigError(f"plot is {path}, drawing needs matplotlib: pip install matplotlib")
+    if not path.parent.is_dir():
+        raise ConfigError(f"plot is {path}, but there is no folder {path.parent}: make it first")
+
+
+def draw(cells: Sequence[Cell], path: Path) -> None:
+    """Draw the cells, with standard errors, as a PNG; `full` is a line across. At least one cell must have a scorer."""
+    from matplotlib.figure import Figure
+
+    settings = list(dict.fromkeys(cell.setting for cell in cells))
+    scorers = list(dict.fromkeys(cell.method.scorer for cell in cells if cell.method.scorer is not None))
+    if not scorers:
+        raise ConfigError(f"plot is {path}, but no method compresses: there is nothing to draw against ρ")
+    width, height = _PANEL_INCHES
+    picture = Figure(figsize=(width * len(scorers), height * len(settings)), layout="constrained")
+    panels = picture.subplots(len(settings), len(scorers), sharey="row", squeeze=False)
+    for line, setting in zip(panels, settings, strict=True):
+        for axes, scorer in zip(line, scorers, strict=True):
+            for (name, of_scorer), own in rows(cell for cell in cells if cell.setting == setting).items():
+                if of_scorer == "":
+                    axes.axhline(100 * own[1.0].score.mean, color="black", linestyle="--", label=name)
+                elif of_scorer == scorer:
+                    means = [100 * cell.score.mean for cell in own.values()]
+                    errors = [100 * (cell.score.stderr or 0.0) for cell in own.values()]
+                    axes.errorbar(list(own), means, errors, marker="o", capsize=3, label=name)
+            axes.set(xlabel="ρ", ylabel="score, %", title=f"{setting.suite}, {setting.context_tokens:,}: {scorer}")
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize=8)
+    picture.savefig(path, dpi=130)

@@ -1,0 +1,148 @@
+"""The file of `tangram eval`: one cell for each method and suite, with everything it rests on."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from tangram.errors import ConfigError
+from tangram.evaluate.methods import Method
+
+_STRICT = ConfigDict(extra="forbid", frozen=True)
+
+
+class Score(BaseModel):
+    """The mean over samples, in [0, 1], and its standard error; None of a single sample."""
+
+    model_config = _STRICT
+
+    mean: float
+    stderr: float | None
+    samples: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Score:
+        """Of at least one value."""
+        error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+        return cls(mean=statistics.fmean(values), stderr=error, samples=len(values))
+
+
+class Answer(BaseModel):
+    """One reply: its score, its beginning, and lengths in tokens."""
+
+    model_config = _STRICT
+
+    score: float
+    reply: str
+    prompt_tokens: int
+    reply_tokens: int
+    category: str | None = None
+
+
+class AnsweredSample(BaseModel):
+    """The answers to the questions about one context."""
+
+    model_config = _STRICT
+
+    task: str
+    number: int
+    answers: tuple[Answer, ...]
+
+    @property
+    def score(self) -> float:
+        """The mean over its questions."""
+        return statistics.fmean(answer.score for answer in self.answers)
+
+
+class Setting(BaseModel):
+    """What was asked of which model: cells of equal settings can be compared.
+
+    `prompts_sha256` covers every token of every prompt; `aligned` says whether contexts end where chunks do.
+    """
+
+    model_config = _STRICT
+
+    model: str
+    weights_sha256: str | None
+    dtype: str
+    kv_cache_dtype: str
+    page_tokens: int
+    heads_per_page: int
+    suite: str
+    samples: int
+    context_tokens: int
+    seed: int
+    aligned: bool
+    prompts_sha256: str
+
+
+class Cell(BaseModel):
+    """What one method makes of one suite.
+
+    `kind` says what was measured: "answers" are replies, graded. `basis` is what else the method rests on: the
+    scorer's parameters, samples of calibration. `footprint` is KV bytes held over those of everything, when the
+    answers ended, raw tails included; None where the engine keeps room for everything (by-input methods).
+    `filler_tokens` is the mean over prompts, `seconds` what asking took.
+    """
+
+    model_config = _STRICT
+
+    kind: Literal["answers"] = "answers"
+    method: Method
+    setting: Setting
+    basis: dict[str, Any]
+    score: Score
+    by_task: dict[str, Score]
+    footprint: float | None
+    filler_tokens: float
+    seconds: float
+    environment: dict[str, Any]
+    samples: tuple[AnsweredSample, ...]
+
+    def same(self, method: Method, setting: Setting, basis: Mapping[str, Any]) -> bool:
+        """Whether it is what these would give."""
+        return (self.method, self.setting, self.basis) == (method, setting, dict(basis))
+
+
+class Results(BaseModel):
+    """All cells of a file, in the order they were measured; `command` is the last one that added to it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    format_version: Literal[1] = 1
+    command: str
+    cells: list[Cell] = []
+
+    @classmethod
+    def resumed(cls, path: Path, command: str) -> Results:
+        """The file's cells, none if there is no file. Raises `ConfigError` if it is another kind of file."""
+        if not path.exists():
+            if not path.parent.is_dir():
+                raise ConfigError(f"output is {path}, but there is no folder {path.parent}: make it first")
+            return cls(command=command)
+        found = cls.load(path)
+        found.command = command
+        return found
+
+    @classmethod
+    def load(cls, path: Path) -> Results:
+        """Read a file. Raises `ConfigError` naming it and what is wrong with it."""
+        try:
+            return cls.model_validate_json(path.read_text(encoding="utf-8"))
+        except (OSError, ValidationError, ValueError) as error:
+            reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+            raise ConfigError(
+                f"{path} is no result file of `tangram eval` ({reason}): name another, or move it away"
+            ) from error
+
+    def save(self, path: Path) -> None:
+        """Write the file, whole or not at all."""
+        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        partial.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        partial.replace(path)

@@ -1,0 +1,149 @@
+"""Runs a grid: every method answers every suite, and each cell is kept as soon as it is there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Protocol
+
+from tangram.evaluate.grading import score
+from tangram.evaluate.methods import Method
+from tangram.evaluate.prompts import SamplePrompts, SuitePrompts
+from tangram.evaluate.results import Answer, AnsweredSample, Cell, Results, Score, Setting
+
+_REPLY_CHARACTERS = 240  # of each reply in the file
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One reply and what its KV pages held when it ended; `held_bytes` is None where that says nothing."""
+
+    text: str
+    tokens: int
+    held_bytes: int | None
+    uncompressed_bytes: int
+
+
+# Asks all questions of the samples and hears after each how many more are answered; replies by sample and question.
+Ask = Callable[[Sequence[SamplePrompts], Callable[[int], None]], list[tuple[Reply, ...]]]
+
+
+class Bench(Protocol):
+    """A model under whichever method is asked for."""
+
+    def basis(self, method: Method) -> Mapping[str, Any]:
+        """What the answers rest on besides method and setting, as JSON."""
+        ...
+
+    def environment(self) -> Mapping[str, Any]:
+        """Machine, versions and commit."""
+        ...
+
+    def opened(self, method: Method) -> AbstractContextManager[Ask]:
+        """Load an engine that keeps entries as `method` says; it is gone when the context ends."""
+        ...
+
+
+class Watch(Protocol):
+    """Whoever looks on."""
+
+    def expect(self, questions: int) -> None:
+        """So many questions will be asked."""
+        ...
+
+    def turns_to(self, what: str) -> None:
+        """This is being done now."""
+        ...
+
+    def advance(self, questions: int) -> None:
+        """So many more questions are answered."""
+        ...
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A cell to be: `method` answers `prompts`; what is written down with it says what it is compared by."""
+
+    method: Method
+    prompts: SuitePrompts
+    setting: Setting
+    basis: Mapping[str, Any]
+
+    @property
+    def questions(self) -> int:
+        """How many are asked."""
+        return sum(len(sample.prompts) for sample in self.prompts.samples)
+
+    def found_in(self, results: Results) -> Cell | None:
+        """The cell, if it is there already."""
+        return next((cell for cell in results.cells if cell.same(self.method, self.setting, self.basis)), None)
+
+
+def planned(
+    bench: Bench, methods: Sequence[Method], suites: Sequence[tuple[SuitePrompts, Setting]]
+) -> list[Planned]:  # fmt: skip
+    """Every method with every suite, all suites of a method one after the other."""
+    return [Planned(method, *suite, bench.basis(method)) for method in methods for suite in suites]
+
+
+def run(bench: Bench, grid: Sequence[Planned], results: Results, path: Path, watch: Watch) -> list[Cell]:
+    """The cells of `grid`, in its order: those that `results` has are taken from there, the others are measured.
+
+    `path` is written anew after each cell, so whoever interrupts it loses that one cell, and the next run goes on.
+    """
+    missing = [plan for plan in grid if plan.found_in(results) is None]
+    for method, plans in groupby(missing, key=lambda plan: plan.method):
+        watch.turns_to(f"preparing {method.title}")
+        with bench.opened(method) as ask:
+            for cell in _cells(ask, plans, bench.environment(), watch):
+                results.cells.append(cell)
+                results.save(path)
+    found = [plan.found_in(results) for plan in grid]
+    return [cell for cell in found if cell is not None]
+
+
+def _cells(ask: Ask, plans: Iterator[Planned], environment: Mapping[str, Any], watch: Watch) -> Iterator[Cell]:
+    for plan in plans:
+        watch.turns_to(f"{plan.method.title}: {plan.prompts.suite}")
+        begin = time.perf_counter()
+        replies = ask(plan.prompts.samples, watch.advance)
+        yield _cell(plan, replies, time.perf_counter() - begin, environment)
+
+
+def _cell(
+    plan: Planned, replies: Sequence[tuple[Reply, ...]], seconds: float, environment: Mapping[str, Any]
+) -> Cell:  # fmt: skip
+    prompts = plan.prompts.samples
+    samples = tuple(_graded(asked, own) for asked, own in zip(prompts, replies, strict=True))
+    tasks = dict.fromkeys(sample.task for sample in samples)
+    of_task = {task: [sample.score for sample in samples if sample.task == task] for task in tasks}
+    return Cell(
+        method=plan.method, setting=plan.setting, basis=dict(plan.basis),
+        score=Score.of([sample.score for sample in samples]),
+        by_task={task: Score.of(scores) for task, scores in of_task.items()},
+        footprint=_footprint([reply for own in replies for reply in own]),
+        filler_tokens=sum(asked.filler_tokens for asked in prompts) / len(prompts),
+        seconds=seconds, environment=dict(environment), samples=samples,
+    )  # fmt: skip
+
+
+def _graded(asked: SamplePrompts, replies: Sequence[Reply]) -> AnsweredSample:
+    answers = tuple(
+        Answer(
+            score=score(question, reply.text), reply=reply.text[:_REPLY_CHARACTERS], prompt_tokens=len(prompt),
+            reply_tokens=reply.tokens, category=question.category,
+        )
+        for question, prompt, reply in zip(asked.sample.questions, asked.prompts, replies, strict=True)
+    )  # fmt: skip
+    return AnsweredSample(task=asked.sample.task, number=asked.sample.number, answers=answers)
+
+
+def _footprint(replies: Sequence[Reply]) -> float | None:
+    held = [reply.held_bytes for reply in replies if reply.held_bytes is not None]
+    if len(held) < len(replies):
+        return None
+    return sum(held) / sum(reply.uncompressed_bytes for reply in replies)
