@@ -77,8 +77,12 @@ def pilot_texts(count: int = 50, seed: int = 0, *, min_characters: int = 8_000) 
         raise ConfigError(f"count is {count}, it must be at least 1")
     if min_characters < _SHORTEST:
         raise ConfigError(f"min_characters is {min_characters}, it must be at least {_SHORTEST}")
-    kinds = list(KINDS.items())
-    return [_one(*kinds[index % len(kinds)], f"{seed}/{index}", min_characters) for index in range(count)]
+    return [_one(kind, KINDS[kind], f"{seed}/{index}", min_characters) for index, kind in enumerate(pilot_kinds(count))]
+
+
+def pilot_kinds(count: int) -> list[str]:
+    """The kind, a key of `KINDS`, of each of `count` pilot texts."""
+    return list(itertools.islice(itertools.cycle(KINDS), count))
 
 
 def _one(kind: str, write: Writer, seed: str, min_characters: int) -> str:

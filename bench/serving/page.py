@@ -1,4 +1,6 @@
-"""Writes the measured table of docs/serving.md from the files of `bench.serving.compare`.
+"""Writes the measured tables of docs/serving.md from the files of `bench.serving.compare`.
+
+Engines are compared within one lease: of several series of files each case is shown from the last that has it for all.
 
 python -m bench.serving.page [--results bench/results] [--page docs/serving.md]
 """
@@ -17,6 +19,7 @@ from bench.kernels.page import replaced
 
 PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 ENGINES = ("vllm", "tangram-1", "tangram-0.25")
+Found = dict[str, dict[str, Any]]  # by engine
 # What is shown of each case: a title, the parts it is the median of, and a figure of the summary; more is better unless
 # it is seconds.
 ROWS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
@@ -30,22 +33,64 @@ ROWS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
 )
 
 
-def found(results: Path) -> dict[str, dict[str, Any]]:
-    """The results of each engine that was measured."""
-    paths = {name: results / f"serving_{name}.json" for name in ENGINES}
-    return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
+def found(results: Path, kind: str = "serving") -> list[Found]:
+    """The series of results of a kind, `KIND_ENGINE.json`, `KIND-2_ENGINE.json`, …: in each what engines measured."""
+    names = sorted({path.name.split("_")[0] for path in results.glob(f"{kind}*_*.json")})
+    series = [{engine: results / f"{name}_{engine}.json" for engine in ENGINES} for name in names]
+    return [
+        {engine: json.loads(path.read_text()) for engine, path in paths.items() if path.exists()} for paths in series
+    ]
 
 
-def written(results: dict[str, dict[str, Any]]) -> str:
+def written(series: Sequence[Found]) -> str:
     """The table in Markdown, a column an engine, and how each was measured."""
-    peer = next((result for result in results.values() if result["engine"] == "vllm"), None)
-    header = ["", *(_title(result) for result in results.values())]
-    lines = [header, ["---", *(["---:"] * len(results))]]
+    engines = [name for name in ENGINES if any(name in results for results in series)]
+    titles = [next(_title(results[name]) for results in series if name in results) for name in engines]
+    lines, used = [["", *titles], ["---", *(["---:"] * len(engines))]], dict[int, list[str]]()
     for title, case, parts, figure in ROWS:
-        if any(case in result["cases"] for result in results.values()):
-            lines.append([title, *(_cell(result, peer, case, parts, figure) for result in results.values())])
+        having = [number for number, results in enumerate(series) if case in _cases(results)]
+        if having:
+            results = series[having[-1]]
+            used.setdefault(having[-1], []).append(case)
+            lines.append(
+                [title, *(_cell(results.get(name), results.get("vllm"), case, parts, figure) for name in engines)]
+            )
+    hows = [
+        _how(result, [case for case in cases if case in result["cases"]])
+        for number, cases in used.items()
+        for result in series[number].values()
+    ]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n\n" + "\n".join(hows) + "\n"
+
+
+def _cases(results: Found) -> set[str]:
+    """Those of the peer, whom the others are compared with; without one, anybody's."""
+    with_peer = results.get("vllm")
+    every = [set(result["cases"]) for result in results.values()]
+    return set(with_peer["cases"]) if with_peer else set().union(*every)
+
+
+def traced(series: Sequence[Found]) -> str:
+    """A line an engine and speed: what came of a recorded trace, and how it was measured."""
+    results = [result for found_in in series for result in found_in.values()]
+    lines = [["", "speed", "TTFT s, p50 / p90", "TPOT ms, p50", "requests/s", "from cache"], ["---"] * 2 + ["---:"] * 4]
+    for result in results:
+        for part, summary in result["cases"]["trace"].items():
+            if part == "given up":
+                speed, _, reason = summary.removeprefix("speed ").partition(": ")
+                lines.append([_title(result), speed, reason, "–", "–", "–"])
+            else:
+                lines.append([_title(result), part.removeprefix("speed "), *_traced_cells(summary)])
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return table + "\n\n" + "\n".join(map(_how, results.values())) + "\n"
+    return table + "\n\n" + "\n".join(_how(result, ["trace"]) for result in results) + "\n"
+
+
+def _traced_cells(summary: dict[str, Any]) -> list[str]:
+    ttft, tpot = summary["ttft_s"], summary["tpot_ms"]
+    return [
+        f"{ttft['p50']:.2f} / {ttft['p90']:.2f}", f"{tpot['p50']:.0f}", f"{summary['requests_per_s']:.2f}",
+        f"{summary['cached_share']:.0%}",
+    ]  # fmt: skip
 
 
 def _title(result: dict[str, Any]) -> str:
@@ -62,10 +107,10 @@ def _figures(result: dict[str, Any], case: str, parts: Sequence[str], figure: st
 
 
 def _cell(
-    result: dict[str, Any], peer: dict[str, Any] | None, case: str, parts: Sequence[str], figure: str
+    result: dict[str, Any] | None, peer: dict[str, Any] | None, case: str, parts: Sequence[str], figure: str
 ) -> str:  # fmt: skip
     """The median, the span if there are several, and how many times as fast as the peer that is."""
-    values = _figures(result, case, parts, figure)
+    values = [] if result is None else _figures(result, case, parts, figure)
     if not values:
         return "–"
     middle = statistics.median(values)
@@ -81,14 +126,14 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}" if value < 10 else f"{value:.1f}"
 
 
-def _how(result: dict[str, Any]) -> str:
+def _how(result: dict[str, Any], cases: Sequence[str]) -> str:
     where, options = result["environment"], result["options"]
     named = ("vllm", "torch", "triton", "transformers")
     versions = ", ".join(f"{name} {where[name]}" for name in named if name in where)
     command = result["command"].split(" -o ")[0]
     return (
-        f"- {_title(result)}: `{command}`, commit {where['commit']}, {where['date']}, {where['gpu']}, {versions}; "
-        f"{options['fits_tokens']:,} tokens fit."
+        f"- {_title(result)}, {', '.join(cases)}: `{command}`, commit {where['commit']}, {where['date']}, "
+        f"{where['gpu']}, {versions}; {options['fits_tokens']:,} tokens fit."
     )
 
 
@@ -98,7 +143,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--page", type=Path, default=PAGE)
     options = parser.parse_args(arguments)
-    options.page.write_text(replaced(options.page.read_text(), "engines", written(found(options.results))))
+    page = replaced(options.page.read_text(), "engines", written(found(options.results)))
+    options.page.write_text(replaced(page, "trace", traced(found(options.results, "trace"))))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from tangram.cli import ablation, bench, evaluate, serving
+from tangram.cli import ablation, bench, calibration, evaluate, serving
 from tangram.cli.gate import refuse_with_gate, train_and_report
 from tangram.cli.options import Chunk, Heads, Page, Retention, SizeType, with_config
 from tangram.compress.profile import Profile
@@ -116,15 +116,20 @@ def calibrate(
     train_gate: Annotated[
         Path | None, typer.Option(help="instead of a profile, train a gate for the scorer fastkvzip, and write it here")
     ] = None,
+    plot: calibration.Plot = None,
+    report: calibration.ReportFile = None,
+    also_at: calibration.AlsoAt = None,
 ) -> None:
     """Measure how much each head of MODEL needs, and write the profile; or train a gate."""
     if train_gate is not None:
-        refuse_with_gate(config, {"--output": output, "--import": import_from})
+        others = {"--output": output, "--import": import_from, "--plot": plot, "--report": report, "--also-at": also_at}
+        refuse_with_gate(config, others)
         train_and_report(config, train_gate, _texts(config, samples, data), _source(config, data))
         return
     if output is None:
         raise ConfigError("output is not set: give -o PROFILE.json, or --train-gate GATE.safetensors")
-    profile = _import(config, import_from) if import_from else _measure(config, samples, data)
+    study = calibration.Study.asked(plot, report, also_at, import_from)
+    profile = _import(config, import_from) if import_from else _measure(config, samples, data, study)
     profile.save(output)
     stability = profile.calibration.rank_stability
     agreement = f", rank stability {stability.mean:.3f} (lowest {stability.min:.3f})" if stability else ""
@@ -142,17 +147,23 @@ def _import(config: EngineConfig, path: Path) -> Profile:
     )  # fmt: skip
 
 
-def _measure(config: EngineConfig, samples: int, data: Path | None) -> Profile:
+def _measure(config: EngineConfig, samples: int, data: Path | None, study: calibration.Study) -> Profile:
+    from tangram.calibrate import read_kinds
     from tangram.compress.scorers import make_scorer
     from tangram.engine.setup import calibrate_model
     from tangram.model.load import load_model
+    from tangram.pilots import pilot_kinds
 
-    texts = _texts(config, samples, data)
+    texts, source = _texts(config, samples, data), _source(config, data)
+    study.check(texts)
     loaded = load_model(config.model, dtype=config.dtype, device=config.device, load_format=config.load_format)
     scorer = make_scorer(config.scorer, gate=Path(config.gate) if config.gate else None)
-    return calibrate_model(
-        loaded, scorer, config, retentions=[config.kv_retention], texts=texts, source=_source(config, data)
-    )[0]
+    profiles = calibrate_model(
+        loaded, scorer, config, retentions=study.retentions(config.kv_retention), texts=texts, source=source,
+        observe=study.observe,
+    )  # fmt: skip
+    study.publish(profiles, read_kinds(data) if data else pilot_kinds(samples), source, config)
+    return profiles[0]
 
 
 def _texts(config: EngineConfig, samples: int, data: Path | None) -> list[str]:

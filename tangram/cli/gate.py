@@ -14,7 +14,7 @@ from tangram.errors import ConfigError
 _err = Console(stderr=True)
 
 
-def refuse_with_gate(config: EngineConfig, options: Mapping[str, Path | None]) -> None:
+def refuse_with_gate(config: EngineConfig, options: Mapping[str, Path | str | None]) -> None:
     """Raise `ConfigError` for what a profile needs and the training of a gate would not look at."""
     given = [f"{name} {value}" for name, value in options.items() if value is not None]
     given += [f"--gate {config.gate}"] if config.gate is not None else []

@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +38,10 @@ FORMAT_VERSION = 1
 SINK_TOKENS = 4
 ALPHA = 2.0
 _DIGITS = 5  # of the statistics: finer than any two calibrations agree, and it keeps files small
+_OPTIONS = (
+    "model", "layers", "scorer", "scope", "kv_retention", "chunk_tokens", "calibration", "page_tokens",
+    "heads_per_page", "grouping", "alpha", "sink_tokens", "window_tokens",
+)  # fmt: skip
 
 Scope = Literal["layer", "model"]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -108,7 +112,7 @@ class Profile(BaseModel):
         pages = allot_pages(
             group_budgets(budgets, layers, groups), [len(group) for group in groups],
             chunk_tokens=chunk_tokens, page_tokens=page_tokens, heads_per_page=heads_per_page,
-            retention=kv_retention, min_pages=_min_pages(sink_tokens, window, page_tokens),
+            retention=kv_retention, min_pages=fewest_pages(sink_tokens, window, page_tokens),
         )  # fmt: skip
         realised = realised_retention(
             pages, mu.size, chunk_tokens=chunk_tokens, page_tokens=page_tokens, heads_per_page=heads_per_page
@@ -126,12 +130,16 @@ class Profile(BaseModel):
 
     def with_pages(self, page_tokens: int, heads_per_page: int) -> Profile:
         """The same statistics, grouped for another page shape. Raises `ConfigError` if ρ cannot be met."""
-        return Profile.from_statistics(
-            self.mean, self.std, model=self.model, layers=self.layers, scorer=self.scorer, scope=self.scope,
-            kv_retention=self.kv_retention, chunk_tokens=self.chunk_tokens, calibration=self.calibration,
-            page_tokens=page_tokens, heads_per_page=heads_per_page, grouping=self.grouping, alpha=self.alpha,
-            sink_tokens=self.sink_tokens, window_tokens=self.window_tokens,
-        )  # fmt: skip
+        return self._derived(self.mean, self.std, page_tokens=page_tokens, heads_per_page=heads_per_page)
+
+    def with_statistics(self, mean: npt.ArrayLike, std: npt.ArrayLike, *, alpha: float) -> Profile:
+        """The same options over other statistics, float [L, H]; `calibration` stays that of this profile."""
+        return self._derived(mean, std, alpha=alpha)
+
+    def _derived(self, mean: npt.ArrayLike, std: npt.ArrayLike, **changes: float) -> Profile:
+        """Groups and counts anew from the options of this profile, but for `changes`."""
+        options: dict[str, Any] = {name: getattr(self, name) for name in _OPTIONS}
+        return Profile.from_statistics(mean, std, **(options | changes))
 
     @property
     def budgets(self) -> Float64:
@@ -228,7 +236,7 @@ class Profile(BaseModel):
         return self
 
     def _check_counts(self, heads: int) -> None:
-        fewest = _min_pages(self.sink_tokens, self.window_tokens, self.page_tokens)
+        fewest = fewest_pages(self.sink_tokens, self.window_tokens, self.page_tokens)
         most, rest = divmod(self.chunk_tokens, self.page_tokens)
         if rest:
             raise ValueError(f"chunk_tokens is {self.chunk_tokens}, not a multiple of page_tokens ({self.page_tokens})")
@@ -255,7 +263,8 @@ def _budgets(mean: Float64, std: Float64, alpha: float) -> Float64:
     return np.asarray(np.minimum(1.0, mean + alpha * std), np.float64)
 
 
-def _min_pages(sink_tokens: int, window_tokens: int, page_tokens: int) -> int:
+def fewest_pages(sink_tokens: int, window_tokens: int, page_tokens: int) -> int:
+    """Pages that a chunk's always-kept positions fill, at least one."""
     return max(1, -(-(sink_tokens + window_tokens) // max(1, page_tokens)))
 
 

@@ -79,11 +79,30 @@ class Runner:
             self._chosen = {slot: place for place, slot in enumerate(slots)}, choice.tokens
             for sample_row, token in zip(sample_rows, choice.tokens[:, None].unbind(), strict=True):
                 sample_row.append(token)
+        self._finish(attention)
+        return choice
+
+    @torch.inference_mode()
+    def tail_logits(self, step: Step) -> Tensor:
+        """Compute `step`; logits [n, V] of all tokens of its TAIL rows, in their order. Nothing may be pending."""
+        self._host.move(step.moves, awaited=step.awaited)
+        attention = self._batcher.attention(step)
+        tokens, positions, ends = _flattened(step, attention.width)
+        wanted = [
+            np.arange(end - len(row.tokens), end) + 1
+            for row, end in zip(step.rows, ends, strict=True)
+            if row.kind is RowKind.TAIL
+        ]
+        logits = self._forward(attention, *self._uploaded(tokens, positions, np.concatenate(wanted)))
+        self._finish(attention)
+        return logits
+
+    def _finish(self, attention: StepAttention) -> None:
+        """What is left to do for sealed chunks when the model is through."""
         self._reconstruct(attention)
         if self._reclaimer is not None:
             alone = [sealer for sealer in attention.sealers if isinstance(sealer, ChunkSealer)]
             self._reclaimer.reclaim(alone, attention.prefill)
-        return choice
 
     @torch.inference_mode()
     def rehearse(self, rows: int) -> None:

@@ -13,7 +13,7 @@ import torch
 from tangram.cache.dynamic import ByInputCache, DynamicCache
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
-from tangram.calibrate import calibrate, in_terminal
+from tangram.calibrate import Observer, calibrate, in_terminal
 from tangram.compress.groups import adjacent
 from tangram.compress.library import find_profile, shipped_profiles
 from tangram.compress.profile import SINK_TOKENS, Profile
@@ -54,6 +54,13 @@ def build_engine(config: EngineConfig) -> Engine:
 
 def engine_of(config: EngineConfig, loaded: LoadedModel, kernels: KernelChoice | None = None) -> Engine:
     """`build_engine` for a model that is loaded already; `kernels`, if given, chooses what serves its pool."""
+    return Engine(config, loaded, *parts_of(config, loaded, kernels))
+
+
+def parts_of(
+    config: EngineConfig, loaded: LoadedModel, kernels: KernelChoice | None = None
+) -> tuple[Admission, Scheduler, Runner]:
+    """What an engine is made of: who may come in, who runs next, and what computes it. As for `engine_of`."""
     limit = loaded.geometry.max_positions
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(f"max_model_len is {config.max_model_len}, the model was made for at most {limit} positions")
@@ -84,7 +91,7 @@ def engine_of(config: EngineConfig, loaded: LoadedModel, kernels: KernelChoice |
         number for number, entry in enumerate(retentions)
         if entry.scorer is not None and ("reconstruction" in entry.scorer.needs or config.reclamation != "reserved")
     ]  # fmt: skip
-    return Engine(config, loaded, admission, Scheduler(config, cache, one_at_a_time=frozenset(one_at_a_time)), runner)
+    return admission, Scheduler(config, cache, one_at_a_time=frozenset(one_at_a_time)), runner
 
 
 def _kernels(config: EngineConfig, loaded: LoadedModel) -> KernelChoice:
@@ -125,16 +132,19 @@ def scorer_spec(scorer: Scorer) -> ScorerSpec:
 
 def calibrate_model(
     loaded: LoadedModel, scorer: Scorer, config: EngineConfig, *, retentions: Sequence[float], texts: Sequence[str],
-    source: str,
+    source: str, observe: Observer | None = None,
 ) -> list[Profile]:  # fmt: skip
-    """One profile of `loaded` for each ρ, from the scores of `texts`; draws a progress bar in a terminal."""
+    """One profile of `loaded` for each ρ, from the scores of `texts`; draws a progress bar in a terminal.
+
+    `observe` is handed each text's shares, as in `tangram.calibrate.calibrate`.
+    """
     scorer.check_model(loaded.fingerprint)
     samples = [loaded.tokenizer.encode(text) for text in texts]
     return calibrate(
         score_source(loaded, scorer, chunk_tokens=config.chunk_tokens), samples, geometry=loaded.geometry,
         fingerprint=loaded.fingerprint, scorer=scorer_spec(scorer), scope=config.scope, retentions=retentions,
         chunk_tokens=config.chunk_tokens, source=source, page_tokens=config.page_tokens,
-        heads_per_page=config.heads_per_page, track=in_terminal,
+        heads_per_page=config.heads_per_page, track=in_terminal, observe=observe,
     )  # fmt: skip
 
 

@@ -45,14 +45,49 @@ def test_measuring_decode_needs_a_gpu_and_says_so(command: str, tmp_path: Path) 
     assert "decode_policy is for device GPU, this is cpu" in " ".join(refused.output.split())
 
 
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--plot", "heads.jpg"], "plot is heads.jpg, the picture is a PNG"),
+        (["--report", "report.txt"], "report is report.txt, it must end in .json or .md"),
+        (["--report", "absent/report.md"], "report is absent/report.md, there is no folder absent"),
+        (["--report", "report.md", "--samples", "1"], "take at least 2"),
+        (["--also-at", "0.3"], "also_at is 0.3, it is for --plot and --report"),
+        (["--report", "report.md", "--also-at", "some"], "also_at is 'some'"),
+        (["--report", "report.md", "--import", "budgets.npz"], "imported budgets hold no samples"),
+    ],
+)
+def test_what_calibration_could_not_show_is_refused_before_any_work(
+    options: list[str], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tangram.model.load.load_model", None)
+    monkeypatch.setattr("tangram.cli.calibration.find_spec", lambda name: name)
+    refused = CLI.invoke(app, ["calibrate", "smollm2", "-o", "profile.json", *options])
+    assert refused.exit_code == 2
+    assert named in " ".join(refused.output.split())
+    assert not list(tmp_path.iterdir())
+
+
+def test_drawing_without_matplotlib_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tangram.cli.calibration.find_spec", lambda name: None)
+    refused = CLI.invoke(app, ["calibrate", "smollm2", "-o", str(tmp_path / "p.json"), "--plot", "heads.png"])
+    assert refused.exit_code == 2 and "pip install matplotlib" in " ".join(refused.output.split())
+
+
 def test_calibrate_writes_a_profile_that_generate_accepts(tmp_path: Path) -> None:
     data, profile = tmp_path / "texts.jsonl", tmp_path / "profile.json"
     texts = [{"text": TEXT[start : start + 1500]} for start in (0, 5000)]
     data.write_text("\n".join(map(json.dumps, texts)))
     options = ["--chunk-tokens", "128", "--kv-retention", "0.6", "--scope", "layer", "--scorer", "tova"]
-    made = CLI.invoke(app, ["calibrate", "smollm2", "-o", str(profile), "--data", str(data), *options])
+    report = tmp_path / "report.json"
+    shown = ["--report", str(report), "--also-at", "0.4"]
+    made = CLI.invoke(app, ["calibrate", "smollm2", "-o", str(profile), "--data", str(data), *options, *shown])
     assert made.exit_code == 0, made.output
     assert Profile.load(profile).calibration.samples == 2
+    found = json.loads(report.read_text())
+    assert list(found["retentions"]) == ["0.6", "0.4"] and found["kinds"] == {"texts": 2}
+    assert found["environment"]["commit"] and found["command"].startswith("tangram ")
     used = CLI.invoke(app, ["generate", "-p", "Hello", "--max-tokens", "3", "--profile", str(profile), *options])
     assert used.exit_code == 0, used.output
     options[options.index("tova")] = "keydiff"

@@ -12,23 +12,25 @@ import pytest
 from bench.kernels.family import RESULTS
 from bench.kernels.page import replaced
 from bench.serving import compare
-from bench.serving.page import PAGE, found, written
+from bench.serving.page import PAGE, found, traced, written
 from tangram.drive.clock import Answer, Patience, answered
 from tangram.drive.work import Ask
 from tangram.engine.llm import LLM
 
-MEASURED = found(RESULTS)
+SERVING, TRACE = found(RESULTS), found(RESULTS, "trace")
+MEASURED = [result for series in (*SERVING, *TRACE) for result in series.values()]
 
 
-def test_the_table_is_that_of_the_result_files() -> None:
+def test_the_tables_are_those_of_the_result_files() -> None:
     page = PAGE.read_text()
-    assert replaced(page, "engines", written(MEASURED)) == page, "run python -m bench.serving.page"
+    assert replaced(page, "engines", written(SERVING)) == page, "run python -m bench.serving.page"
+    assert replaced(page, "trace", traced(TRACE)) == page, "run python -m bench.serving.page"
 
 
-@pytest.mark.parametrize("name", MEASURED)
-def test_an_engine_comes_with_its_command_machine_and_commit(name: str) -> None:
-    where = MEASURED[name]["environment"]
-    assert MEASURED[name]["command"].startswith("python -m bench.serving.compare ")
+@pytest.mark.parametrize("measured", MEASURED)
+def test_an_engine_comes_with_its_command_machine_and_commit(measured: dict[str, Any]) -> None:
+    where = measured["environment"]
+    assert measured["command"].startswith("python -m bench.serving.compare ")
     assert where["commit"] and not where["commit"].endswith("+") and where["gpu"]
 
 
@@ -42,10 +44,30 @@ def result(name: str, seconds: list[float], **where: str) -> dict[str, Any]:
 
 def test_cells_are_medians_with_their_span_and_how_many_times_as_fast_that_is() -> None:
     peer = result("vllm", [4.0], vllm="1")
-    table = written({"vllm": peer, "tangram": result("tangram", [1.0, 2.0, 4.0])}).splitlines()
+    table = written([{"vllm": peer, "tangram-0.25": result("tangram-0.25", [1.0, 2.0, 4.0])}]).splitlines()
     assert table[0] == "|  | vLLM 1 | ρ 0.25 |"
     assert table[2] == "| prefill, 64 × 8,192 tokens: tokens/s | 250.0 | 500.0 (250.0–1,000) · 2.00 × |"
     assert table[3] == "| 64 × (8,192 in, 512 out): s | 4 | 2 (1–4) · 2.00 × |"
+
+
+def test_a_case_is_shown_from_the_last_lease_in_which_the_peer_ran_it() -> None:
+    peer, ours = (result(name, [seconds], vllm="1") for name, seconds in (("vllm", 4.0), ("tangram-1", 2.0)))
+    later = result("vllm", [8.0], vllm="1") | {"cases": {"answers-8k": {"run 1": {"seconds": 8.0}}}}
+    faster = result("tangram-1", [1.0])
+    table = written([{"vllm": peer, "tangram-1": ours}, {"vllm": later, "tangram-1": faster}]).splitlines()
+    assert table[2].endswith("| 250.0 | 500.0 · 2.00 × |") and table[3].endswith("| 8 | 1 · 8.00 × |")
+
+
+def test_a_trace_says_at_which_speed_it_was_given_up() -> None:
+    summary = {
+        "ttft_s": {"p50": 0.5, "p90": 2.0}, "tpot_ms": {"p50": 30.0}, "requests_per_s": 3.5, "cached_share": 0.25,
+    }  # fmt: skip
+    held = result("vllm", [1.0], vllm="1") | {
+        "cases": {"trace": {"speed 0.3": summary, "given up": "speed 0.4: given up after 9 s"}}
+    }
+    table = traced([{"vllm": held}]).splitlines()
+    assert table[2] == "| vLLM 1 | 0.3 | 0.50 / 2.00 | 30 | 3.50 | 25% |"
+    assert table[3] == "| vLLM 1 | 0.4 | given up after 9 s | – | – | – |"
 
 
 def test_the_comparison_keeps_what_it_measures_and_where_it_stopped(

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
-from tangram.calibrate import Scores, calibrate, in_terminal, kept_fractions, rank_stability, read_texts
+from tangram.calibrate import Scores, calibrate, in_terminal, kept_fractions, read_kinds, read_texts
+from tangram.calibrate.agreement import rank_stability
 from tangram.compress.profile import ModelFingerprint, Profile, Scope, ScorerSpec
 from tangram.errors import ConfigError, ProfileError
 from tangram.types import Geometry
@@ -220,9 +221,12 @@ def test_texts_are_read_from_json_lines_and_from_plain_text(tmp_path: Path) -> N
     path = tmp_path / "data.jsonl"
     path.write_text("\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines) + "\n", encoding="utf-8")
     assert read_texts(path) == ["one\u2028line", "two", "system: Be brief.\nuser: Hi"]
+    assert read_kinds(path) == ["data", "data", "data"]
+    path.write_text('{"text": "one", "kind": "summary"}\n{"text": "two"}\n')
+    assert read_kinds(path) == ["summary", "data"]
     plain = tmp_path / "data.txt"
     plain.write_text("one\ntwo\n", encoding="utf-8")
-    assert read_texts(plain) == ["one\ntwo\n"]
+    assert (read_texts(plain), read_kinds(plain)) == (["one\ntwo\n"], ["data"])
 
 
 @pytest.mark.parametrize(
@@ -231,6 +235,7 @@ def test_texts_are_read_from_json_lines_and_from_plain_text(tmp_path: Path) -> N
         ("{oops", "line 2: not valid JSON"),
         ('{"question": "why"}', 'line 2: needs an object with "text"'),
         ('{"text": 7}', 'line 2: needs an object with "text"'),
+        ('{"text": "why", "kind": 7}', 'line 2: "kind" is 7, it must be a string'),
         ("[1]", 'line 2: needs an object with "text"'),
         ('{"messages": [{"role": "user"}]}', 'line 2: every message needs "content"'),
     ],

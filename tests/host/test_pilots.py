@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 
 from tangram.errors import ConfigError
-from tangram.pilots import KINDS, pilot_texts
+from tangram.pilots import KINDS, pilot_kinds, pilot_texts
 
 
 def test_fifty_texts_of_the_promised_length_all_different() -> None:
@@ -47,6 +47,8 @@ def test_kinds_are_evenly_mixed() -> None:
     )
     assert looks == {"json": 4, "table": 4, "other": 4 * (len(KINDS) - 2)}
     assert sum("def " in text or "import " in text for text in texts) >= 4
+    json_kinds = [kind for kind, text in zip(pilot_kinds(len(texts)), texts, strict=True) if text.startswith("Below")]
+    assert json_kinds == ["key_values"] * 4
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -12,22 +12,25 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from rich.console import Console
 from rich.progress import track as rich_track
 
+from tangram.calibrate.agreement import rank_stability
 from tangram.compress.groups import Grouping
 from tangram.compress.profile import ALPHA, SINK_TOKENS, Profile, Scope
-from tangram.compress.provenance import Calibration, ModelFingerprint, RankStability, ScorerSpec
+from tangram.compress.provenance import Calibration, ModelFingerprint, ScorerSpec
 from tangram.errors import ConfigError, ProfileError
 from tangram.types import Float64, Geometry
 
 Scores = npt.NDArray[np.float32]
 # One sample's token ids in; the scores [L, H, C] of each of its full chunks out, chunk 0 first, higher = keep.
 ScoreSource = Callable[[Sequence[int]], Iterator[Scores]]
+# Each sample's shares in turn, float64 [ρ, chunks, L, H], fractions of C.
+Observer = Callable[[Float64], None]
 Tracker = Callable[[Sequence[Sequence[int]]], Iterable[Sequence[int]]]
 Item = TypeVar("Item")
 
@@ -50,12 +53,13 @@ def calibrate(
     sink_tokens: int = SINK_TOKENS,
     window_tokens: int | None = None,
     track: Tracker = iter,
+    observe: Observer | None = None,
 ) -> list[Profile]:
     """One profile for each ρ of `retentions`, from the scores of `samples` (token ids).
 
     Of each sample the full chunks within the model's context are used. L counts the model's full-attention layers, the
     only ones that are compressed. `source` says in words where the samples are from. `track` wraps the samples to
-    report progress (`in_terminal`).
+    report progress (`in_terminal`). `observe` is handed what each sample gave the heads, as soon as it is known.
 
     Raises `ConfigError`, before any scoring, if a sample is shorter than a chunk or a ρ cannot be met; `ProfileError`
     if the scores have the wrong shape or hold NaN.
@@ -84,6 +88,8 @@ def calibrate(
                 f"sample {number} has {len(sample) // chunk_tokens} full chunks, the scores of {len(chunks)} came: the "
                 f"score source must yield one array for each full chunk"
             )
+        if observe is not None:
+            observe(np.stack(chunks, axis=1))
         return np.asarray(np.mean(chunks, axis=0), np.float64)
 
     by_retention = np.stack([fractions(n, sample) for n, sample in enumerate(track(samples))], axis=1)  # [ρ, n, L, H]
@@ -133,21 +139,6 @@ def _best(entries: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.bool_]
     return np.asarray(below | (level & (np.cumsum(level, axis=1) <= spare)), np.bool_)
 
 
-def rank_stability(fractions: Float64) -> RankStability | None:
-    """Spearman's correlation of the heads' ranking over all pairs of samples; `fractions` is [samples, L, H].
-
-    None when there is nothing to compare: fewer than two samples, or a sample that gives every head the same.
-    """
-    from scipy.stats import rankdata  # 0.4 s that a server start would pay
-
-    ranks = np.asarray(rankdata(fractions.reshape(len(fractions), -1), axis=1), np.float64)
-    if len(ranks) < 2 or (np.ptp(ranks, axis=1) == 0).any():
-        return None
-    correlations = np.clip(np.asarray(np.corrcoef(ranks)), -1.0, 1.0)  # rounding may pass 1 by a bit
-    pairs = correlations[np.triu_indices(len(ranks), k=1)]
-    return RankStability(round(float(pairs.mean()), 4), round(float(pairs.min()), 4))
-
-
 def in_terminal(items: Sequence[Item], description: str = "Calibrating") -> Iterable[Item]:
     """`items` with a progress bar on standard error, or with none where that is no terminal."""
     console = Console(stderr=True)
@@ -160,32 +151,51 @@ def read_texts(path: str | Path) -> list[str]:
     A line has "text", "prompt" or "messages" (chat messages, joined as `role: content`). Blank lines are skipped.
     Raises `ConfigError` naming the file and the line.
     """
+    return [text for text, _ in _read(path)]
+
+
+def read_kinds(path: str | Path) -> list[str]:
+    """The kind of each of the texts of `read_texts`: "kind" of its line, or the file's name without its ending."""
+    return [kind for _, kind in _read(path)]
+
+
+def _read(path: str | Path) -> list[tuple[str, str]]:
+    """Texts and kinds."""
     try:
         content = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"data {path}: cannot be read as UTF-8 text: {error}") from error
+    name = Path(path).stem
     if Path(path).suffix != ".jsonl":
-        texts = [content]
+        read = [(content, name)]
     else:
         # Not splitlines(): a JSON string may hold the line separators of Unicode.
         numbered = enumerate(content.split("\n"), start=1)
-        texts = [_text_of(line, f"data {path}, line {number}") for number, line in numbered if line.strip()]
-    if not any(text.strip() for text in texts):
+        read = [_record(line, f"data {path}, line {number}", name) for number, line in numbered if line.strip()]
+    if not any(text.strip() for text, _ in read):
         raise ConfigError(f"data {path}: holds no text")
-    return texts
+    return read
 
 
-def _text_of(line: str, place: str) -> str:
+def _record(line: str, place: str, name: str) -> tuple[str, str]:
     try:
         record = json.loads(line)
     except ValueError as error:
         raise ConfigError(f"{place}: not valid JSON: {error}") from error
-    if isinstance(record, dict):
-        for key in ("text", "prompt"):
-            if isinstance(record.get(key), str):
-                return str(record[key])
-        if isinstance(record.get("messages"), list):
-            return "\n".join(_message_text(message, place) for message in record["messages"])
+    if not isinstance(record, dict):
+        raise ConfigError(f'{place}: needs an object with "text" or "prompt" (a string) or "messages" (a list)')
+    kind = record.get("kind", name)
+    if not isinstance(kind, str):
+        raise ConfigError(f'{place}: "kind" is {kind!r}, it must be a string')
+    return _text_of(record, place), kind
+
+
+def _text_of(record: dict[str, Any], place: str) -> str:
+    for key in ("text", "prompt"):
+        if isinstance(record.get(key), str):
+            return str(record[key])
+    if isinstance(record.get("messages"), list):
+        return "\n".join(_message_text(message, place) for message in record["messages"])
     raise ConfigError(f'{place}: needs an object with "text" or "prompt" (a string) or "messages" (a list)')
 
 

@@ -1,0 +1,95 @@
+"""What `tangram calibrate` shows besides the profile: `--plot` and `--report`, from the same pass over the scores."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tangram.cli.serving import keep, positive
+from tangram.compress.profile import Profile
+from tangram.config import EngineConfig
+from tangram.errors import ConfigError
+from tangram.types import Float64
+
+if TYPE_CHECKING:
+    from tangram.calibrate.evidence import Evidence
+
+Plot = Annotated[Path | None, typer.Option(help="draw each head's shares and its budget here (PNG)")]
+ReportFile = Annotated[Path | None, typer.Option(help="write here what this calibration is worth (.json or .md)")]
+AlsoAt = Annotated[str | None, typer.Option(help="more kv-retentions, comma-separated, for --plot and --report")]
+
+
+@dataclass(frozen=True)
+class Study:
+    """What is to be shown of a calibration, and what it has let `observe` so far."""
+
+    plot: Path | None
+    report: Path | None
+    also_at: tuple[float, ...]
+    _shares: list[Float64] = field(default_factory=list)
+
+    @classmethod
+    def asked(cls, plot: Path | None, report: Path | None, also_at: str | None, import_from: Path | None) -> Study:
+        """Raises `ConfigError` before any work for what could not be done after it."""
+        if plot is not None and find_spec("matplotlib") is None:
+            raise ConfigError(f"plot is {plot}, drawing needs matplotlib: pip install matplotlib")
+        if plot is not None and plot.suffix != ".png":
+            raise ConfigError(f"plot is {plot}, the picture is a PNG: give a name that ends in .png")
+        if report is not None and report.suffix not in (".json", ".md"):
+            raise ConfigError(f"report is {report}, it must end in .json or .md")
+        for name, path in (("plot", plot), ("report", report)):
+            if path is not None and not path.absolute().parent.is_dir():
+                raise ConfigError(f"{name} is {path}, there is no folder {path.parent}: make it first")
+            if path is not None and import_from is not None:
+                raise ConfigError(f"{name} is {path}, imported budgets hold no samples: leave it out or --import")
+        if also_at is not None and plot is None and report is None:
+            raise ConfigError(f"also_at is {also_at}, it is for --plot and --report: give one of them or leave it out")
+        return cls(plot, report, tuple(positive("also_at", text) for text in also_at.split(",")) if also_at else ())
+
+    def retentions(self, first: float) -> list[float]:
+        """Every ρ to measure, `first` before the others."""
+        return list(dict.fromkeys((first, *self.also_at)))
+
+    def check(self, texts: Sequence[str]) -> None:
+        """Raise `ConfigError` if a report is asked of so few texts that none could be left out."""
+        if self.report is not None and len(texts) < 2:
+            raise ConfigError(f"report is {self.report}, it leaves samples out in turn: take at least 2 (samples is 1)")
+
+    def observe(self, shares: Float64) -> None:
+        """Take in one sample's shares [ρ, chunks, L, H]."""
+        self._shares.append(shares)
+
+    def publish(self, profiles: Sequence[Profile], kinds: Sequence[str], source: str, config: EngineConfig) -> None:
+        """Draw and write what was asked for."""
+        from tangram.calibrate.evidence import Evidence
+
+        if self.plot is None and self.report is None:
+            return
+        evidence = Evidence.gathered(profiles, self._shares, kinds)
+        first = profiles[0]
+        title = f"{first.model.name.rsplit('/', 1)[-1]}, {first.scorer.name}, scope {first.scope}: {source}"
+        if self.plot is not None:
+            from tangram.cli.retention_plot import drawn
+
+            drawn(evidence, title).savefig(self.plot, dpi=110)
+        if self.report is not None:
+            self._write(self.report, evidence, title, config)
+
+    def _write(self, path: Path, evidence: Sequence[Evidence], title: str, config: EngineConfig) -> None:
+        from tangram.calibrate.report import markdown, report
+        from tangram.tune.environment import environment
+
+        found = report(evidence)
+        if path.suffix == ".json":
+            keep(path, title, config, found)
+            return
+        where = environment()
+        command = shlex.join(["tangram", *sys.argv[1:]])
+        path.write_text(f"# {title}\n\n{markdown(found)}\n`{command}` · {where['date']}, commit {where['commit']}\n")

@@ -1,0 +1,31 @@
+"""docs/calibration.md says what the reports of `tangram calibrate` say."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.calibration_page import PAGE, found, written
+from bench.kernels.family import RESULTS
+from bench.kernels.page import replaced
+
+REPORTS = found(RESULTS)
+
+
+@pytest.mark.parametrize("name", written(REPORTS))
+def test_every_table_is_that_of_the_reports(name: str) -> None:
+    page = PAGE.read_text()
+    assert replaced(page, name, written(REPORTS)[name]) == page, "run python -m bench.calibration_page"
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_a_report_comes_with_its_command_machine_and_commit(name: str) -> None:
+    where = REPORTS[name]["environment"]
+    assert REPORTS[name]["command"].startswith("tangram calibrate ")
+    assert where["commit"] and not where["commit"].endswith("+") and where["cpu"] and where["torch"]
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_the_picture_of_a_report_is_on_the_page(name: str) -> None:
+    picture = PAGE.parent / "pictures" / f"calibration_{name}.png"
+    assert f"pictures/{picture.name}" in PAGE.read_text()
+    assert picture.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,101 @@
+"""Fidelity: forced texts give what the model itself expects, and divergence is what its definition says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig
+
+from tangram.config import EngineConfig
+from tangram.engine.forced import ForcedText
+from tangram.errors import ConfigError
+from tangram.evaluate.fidelity import TAIL_TOKENS, Fidelity, expected, passages
+from tangram.model.load import LoadedModel
+from tests.support import profile_file
+
+Adopt = Callable[[PretrainedConfig], LoadedModel]
+LLAMA = LlamaConfig(
+    vocab_size=300, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, max_position_embeddings=1024, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+TEXT = [3 + (i * i * 7) % 290 for i in range(2 * 256 + TAIL_TOKENS)]
+
+
+@pytest.fixture(scope="module")
+def loaded(adopt_tiny: Adopt) -> LoadedModel:
+    return adopt_tiny(LLAMA)
+
+
+def config(**options: Any) -> EngineConfig:
+    defaults = {"kv_retention": 1.0, "chunk_tokens": 256, "kv_cache_gib": 0.02, "max_num_seqs": 1}
+    return EngineConfig(**(defaults | options))
+
+
+def test_without_compression_a_forced_text_is_what_transformers_says(loaded: LoadedModel) -> None:
+    plain = LlamaForCausalLM(LlamaConfig.from_dict(LLAMA.to_dict())).eval()
+    plain.set_attn_implementation("eager")
+    plain.load_state_dict(loaded.model.state_dict())
+    with torch.inference_mode():
+        whole = plain(torch.tensor([TEXT])).logits[0, -TAIL_TOKENS:]
+    (found,) = expected(config(), loaded, [TEXT])
+    assert torch.allclose(found, whole, atol=1e-4)
+    same = Fidelity.of(whole, found, TEXT)
+    assert same.divergence == pytest.approx(0.0, abs=1e-6) and same.agreement == 1.0
+    loss = torch.nn.functional.cross_entropy(whole[:-1], torch.tensor(TEXT[1 - TAIL_TOKENS :]))
+    assert same.full_surprise == pytest.approx(float(loss), rel=1e-5)
+
+
+def test_the_less_is_kept_the_further_it_goes(loaded: LoadedModel, tmp_path: Path) -> None:
+    """And one text does not see what another has left."""
+    (full,) = expected(config(), loaded, [TEXT])
+    found = []
+    for retention in (0.75, 0.25):
+        file = profile_file(loaded, tmp_path, retention=retention, chunk_tokens=64)
+        kept = config(kv_retention=retention, chunk_tokens=64, page_tokens=8, heads_per_page=2, profile=(file,))
+        forced = ForcedText(kept, loaded)
+        odd = TEXT[:-64]  # 64 of the tail are left behind whole chunks
+        first, again = forced.logits(odd[:-1]), forced.logits(odd[:-1])
+        assert torch.equal(first, again) and len(first) == 63
+        reference = ForcedText(config(chunk_tokens=64), loaded).logits(odd[:-1])
+        found.append(Fidelity.of(reference, first, odd[:-1]))
+    assert 0 < found[0].divergence < found[1].divergence and len(full) == TAIL_TOKENS
+
+
+def test_divergence_and_surprise_are_those_of_the_definition() -> None:
+    full = torch.tensor([[0.5, 0.5], [0.9, 0.1], [0.5, 0.5]]).log()
+    found = torch.tensor([[0.25, 0.75], [0.4, 0.6], [0.5, 0.5]]).log()
+    seen = Fidelity.of(full, found, [7, 0, 1, 0])
+    terms = [0.5 * math.log(2) + 0.5 * math.log(0.5 / 0.75), 0.9 * math.log(0.9 / 0.4) + 0.1 * math.log(0.1 / 0.6), 0.0]
+    assert seen.divergence == pytest.approx(sum(terms) / 3)
+    assert seen.agreement == pytest.approx(1 / 3)
+    assert seen.surprise == pytest.approx(-(math.log(0.75) + math.log(0.4)) / 2)
+    assert seen.full_surprise == pytest.approx(-(math.log(0.5) + math.log(0.9)) / 2)
+
+
+def test_passages_are_cut_from_real_text_one_after_the_other() -> None:
+    def encode(text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    pieces = passages(encode, 512, 3, seed=1)
+    assert [len(piece) for piece in pieces] == [512 + TAIL_TOKENS] * 3
+    assert pieces == passages(encode, 512, 3, seed=1) != passages(encode, 512, 3, seed=2)
+    assert passages(encode, 512, 2, seed=1) == pieces[:2]
+    assert "".join(map(chr, pieces[0])).isprintable() is False, "lines of text"
+    own = passages(encode, 512, 2, texts=["a" * 700, "b" * 600])
+    assert own[1] == [97] * 60 + [98] * 580
+    with pytest.raises(ConfigError, match="samples is 3, the texts hold 2 passages"):
+        passages(encode, 512, 3, texts=["a" * 700, "b" * 600])
+
+
+def test_what_cannot_be_compared_is_refused(loaded: LoadedModel) -> None:
+    with pytest.raises(ConfigError, match="whole chunks of 256: nothing is left"):
+        ForcedText(config(), loaded).logits(TEXT[:512])
+    with pytest.raises(ConfigError, match="tokens are 1025, at most 1024 fit here"):
+        ForcedText(config(), loaded).logits([3] * 1025)
+    with pytest.raises(ConfigError, match="leaves 28 tokens unsealed with chunk_tokens 100"):
+        list(expected(config(chunk_tokens=100, page_tokens=10), loaded, [TEXT[:628]]))
