@@ -86,7 +86,7 @@ class ModelBench:
     def calibrate(self, methods: Iterable[Method], watch: Watch) -> None:
         """Measure what the profiles of `methods` lack: now, since engines may leave the model compiled."""
         for method in (method for method in methods if method.name == "static"):
-            watch.turns_to(f"calibrating {method.title}")
+            watch.turns_to(f"budgets of {method.title}")
             self.budgets.profile(method)
 
     def basis(self, method: Method) -> Mapping[str, Any]:

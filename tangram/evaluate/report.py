@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from statistics import fmean
 
 from tangram.evaluate.methods import Method, MethodName
 from tangram.evaluate.results import Cell, Score, Setting
@@ -19,7 +20,7 @@ _NONE = "–"
 
 
 def report(cells: Sequence[Cell]) -> str:
-    """A section for each suite and setting: scores, differences, tasks, footprints; then the machine.
+    """A section for each suite and setting: scores, differences, tasks or categories, footprints; then the machine.
 
     Scores are means over samples in percent ± the standard error. A difference is taken sample by sample, of cells that
     were asked the same. Nothing but a line where there are no cells.
@@ -65,7 +66,7 @@ def _section(cells: Sequence[Cell], setting: Setting) -> str:
         f"{setting.samples} samples, seed {setting.seed}, {setting.dtype}, KV cache {setting.kv_cache_dtype}; "
         f"{aligned}. Score in percent ± standard error."
     )
-    tables = [_scores(cells), _differences(cells), _tasks(cells), _footprints(cells)]
+    tables = [_scores(cells), _differences(cells), _parts(cells), _footprints(cells)]
     return "\n\n".join([title, told, *(table for table in tables if table)]) + "\n"
 
 
@@ -112,17 +113,31 @@ def _name(own: dict[float, Cell]) -> MethodName:
     return next(iter(own.values())).method.name
 
 
-def _tasks(cells: Sequence[Cell]) -> str:
-    """A line a cell, a column a task; nothing where there is one task."""
-    tasks = list(dict.fromkeys(task for cell in cells for task in cell.by_task))
-    if len(tasks) < 2:
+def _parts(cells: Sequence[Cell]) -> str:
+    """A line a cell, a column a category of questions or, where there are none, a task; nothing for a single one."""
+    found = {cell.method: _by_category(cell) or _by_task(cell) for cell in cells}
+    parts = list(dict.fromkeys(part for means in found.values() for part in means))
+    if len(parts) < 2:
         return ""
     lines = [
-        [name, scorer or _NONE, f"{retention:g}", *(f"{100 * cell.by_task[task].mean:.1f}" for task in tasks)]
+        [name, scorer or _NONE, f"{retention:g}", *(f"{100 * found[cell.method][part]:.1f}" for part in parts)]
         for (name, scorer), own in rows(cells).items()
         for retention, cell in own.items()
     ]
-    return _table(["method", "scorer", "ρ", *tasks], lines)
+    return _table(["method", "scorer", "ρ", *parts], lines)
+
+
+def _by_task(cell: Cell) -> dict[str, float]:
+    return {task: score.mean for task, score in cell.by_task.items()}
+
+
+def _by_category(cell: Cell) -> dict[str, float]:
+    """Means over questions."""
+    answers = [answer for sample in cell.samples for answer in sample.answers]
+    categories = sorted({answer.category for answer in answers if answer.category is not None})
+    return {
+        category: fmean(answer.score for answer in answers if answer.category == category) for category in categories
+    }
 
 
 def percent(score: Score, *, signed: bool = False) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from tangram.errors import ConfigError
 from tangram.evaluate.prompts import Alignment, Questions, filler_token, parse_suites, prompts_of
 from tests.host.asking import sample
+from tests.host.test_locomo import asked, document
 
 BOS, USER, END, ASSISTANT = 1, 2, 3, 4
 
@@ -79,12 +82,19 @@ def test_a_single_question_does_not_count_as_shared() -> None:
 
 
 def test_contexts_with_the_template_keep_within_what_was_asked_for() -> None:
-    asked = Questions("multiturn", ("key_values", "report"), 4, 2048)
-    made = asked.prompts(CODEC, Alignment(512, filler_token(CODEC)))
+    questions = Questions("multiturn", ("key_values", "report"), 4, 2048)
+    made = questions.prompts(CODEC, Alignment(512, filler_token(CODEC)))
     assert all(one.shared_tokens == 2048 for one in made.samples)
     assert all(one.filler_tokens < 0.08 * 2048 for one in made.samples)
-    assert made.sha256 == asked.prompts(CODEC, Alignment(512, filler_token(CODEC))).sha256
-    assert made.sha256 != asked.prompts(CODEC, None).sha256
+    assert made.sha256 == questions.prompts(CODEC, Alignment(512, filler_token(CODEC))).sha256
+    assert made.sha256 != questions.prompts(CODEC, None).sha256
+
+
+def test_conversations_are_filled_up_to_the_next_chunk_only(tmp_path: Path) -> None:
+    (tmp_path / "7.json").write_text(json.dumps(document(asked(2, "D1:1"), asked(4, "D5:2"))))
+    questions = Questions("locomo", None, 1, 6_000, path=tmp_path)
+    (one,) = questions.prompts(CODEC, Alignment(512, filler_token(CODEC))).samples
+    assert one.shared_tokens % 512 == 0 and one.filler_tokens < 512 and one.shared_tokens < 6_000
 
 
 def test_a_context_that_the_template_fills_is_refused() -> None:
