@@ -25,8 +25,8 @@ FLOORS = Path(__file__).with_name("eval_quick_floors.json")
 GRID = Grid(["full", "uniform", "static"], ["keydiff"], [0.5])
 # The tasks that a model of 135 M parameters answers at all, three chunks long.
 ASKED = (
-    Questions("ruler", ("niah_single_3", "niah_multikey_1"), samples=8, context_tokens=1536, max_questions=3),
-    Questions("multiturn", ("code_lookup",), samples=4, context_tokens=1536, max_questions=3),
+    Questions("ruler", ("niah_single_3", "niah_multikey_1"), samples=12, context_tokens=1536, max_questions=3),
+    Questions("multiturn", ("code_lookup",), samples=6, context_tokens=1536, max_questions=3),
 )
 
 Floors = Mapping[str, Mapping[str, float]]  # by suite and method

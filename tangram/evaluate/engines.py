@@ -128,8 +128,8 @@ def asked(
 ) -> list[tuple[Reply, ...]]:  # fmt: skip
     """Greedy replies to all questions, by sample and question; `told` hears how many more there are.
 
-    Of each sample one question goes first and the others follow when it has a token: they find the context in the
-    cache. No more samples run at once than fit, so that it is still there. Raises `RequestError` if a prompt can never
+    The scheduler lets the questions of a sample wait until one of them has computed the context. No more samples run at
+    once than fit, so that it is still there. Raises `RequestError` if a prompt can never
     fit, and `TangramError` if the engine gives one up.
     """
     longest = max(sample.longest_tokens for sample in samples)
@@ -139,11 +139,8 @@ def asked(
     while waiting or running:
         while waiting and len(running) < at_once:
             running.append(waiting.popleft())
-            running[-1].ask(1)
+            running[-1].ask()
         engine.step()
-        for sitting in running:
-            if sitting.context_is_cached:
-                sitting.ask(len(sitting.sample.prompts))
         told(sum(sitting.newly_answered() for sitting in running))
         running = [sitting for sitting in running if not sitting.done]
     return [sitting.replies() for sitting in sittings]
@@ -159,21 +156,16 @@ class _Sitting:
     events: list[list[Event]] = field(default_factory=list)
     told: int = 0
 
-    def ask(self, questions: int) -> None:
-        """Submit the first `questions` of them, unless they were."""
-        for index in range(len(self.events), questions):
+    def ask(self) -> None:
+        """Submit all of them."""
+        for index, (prompt, question) in enumerate(zip(self.sample.prompts, self.sample.sample.questions, strict=True)):
             self.events.append([])
-            sampling = SamplingParams(temperature=0.0, max_tokens=self.sample.sample.questions[index].max_tokens)
-            name, prompt = f"{self.number}/{index}", self.sample.prompts[index]
-            self.engine.submit(Request(name, prompt, sampling, self.events[index].append))
-
-    @property
-    def context_is_cached(self) -> bool:
-        return bool(self.events[0])
+            sampling = SamplingParams(temperature=0.0, max_tokens=question.max_tokens)
+            self.engine.submit(Request(f"{self.number}/{index}", prompt, sampling, self.events[index].append))
 
     @property
     def done(self) -> bool:
-        return len(self.events) == len(self.sample.prompts) == self._answered
+        return self._answered == len(self.sample.prompts)
 
     @property
     def _answered(self) -> int:
