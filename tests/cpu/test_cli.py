@@ -75,7 +75,8 @@ def test_drawing_without_matplotlib_is_refused(tmp_path: Path, monkeypatch: pyte
     assert refused.exit_code == 2 and "pip install matplotlib" in " ".join(refused.output.split())
 
 
-def test_calibrate_writes_a_profile_that_generate_accepts(tmp_path: Path) -> None:
+def test_calibrate_writes_a_profile_that_generate_accepts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/usr/bin/tangram", "calibrate", "smollm2"])
     data, profile = tmp_path / "texts.jsonl", tmp_path / "profile.json"
     texts = [{"text": TEXT[start : start + 1500]} for start in (0, 5000)]
     data.write_text("\n".join(map(json.dumps, texts)))
@@ -87,7 +88,7 @@ def test_calibrate_writes_a_profile_that_generate_accepts(tmp_path: Path) -> Non
     assert Profile.load(profile).calibration.samples == 2
     found = json.loads(report.read_text())
     assert list(found["retentions"]) == ["0.6", "0.4"] and found["kinds"] == {"texts": 2}
-    assert found["environment"]["commit"] and found["command"].startswith("tangram ")
+    assert found["environment"]["commit"] and found["command"] == "tangram calibrate smollm2"
     used = CLI.invoke(app, ["generate", "-p", "Hello", "--max-tokens", "3", "--profile", str(profile), *options])
     assert used.exit_code == 0, used.output
     options[options.index("tova")] = "keydiff"
