@@ -287,34 +287,3 @@ def test_chunks_that_are_stored_whole_and_compacted_later_answer_the_same(
     for ours, theirs in zip(*found, strict=True):
         assert [event.token_ids for event in ours] == [event.token_ids for event in theirs]
         torch.testing.assert_close(log_probabilities(ours), log_probabilities(theirs), rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("case", ["llama", "llama, second pass", "gpt-oss, windows and sinks", "gemma 2, softcap"])
-def test_a_rehearsal_leaves_no_trace(case: str, models: dict[int, LoadedModel], tmp_path: Path) -> None:
-    loaded = models[id(CASES[case][0])]
-    options = options_of(case, loaded, tmp_path)
-    engines = [small_engine(loaded, kernels, **options) for kernels in (empty_torch, empty_triton)]
-    for engine in engines:
-        engine._runner.rehearse(3)
-        engine._runner.pool.zero_()
-    in_step(engines, PROMPTS)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="nothing is compiled in the interpreter")
-def test_nothing_is_compiled_once_an_engine_serves(
-    models: dict[int, LoadedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Mixed steps, splits, shared prefixes and seals: all of it was launched before."""
-    from triton import knobs
-
-    loaded = models[id(LLAMA)]
-    options = options_of("llama", loaded, tmp_path) | {"page_tokens": 4, "max_num_seqs": 8}
-    engine = small_engine(loaded, partial(empty_triton, schedule="packing:naive+ctas=8+tile=16+min=16"), **options)
-    engine._runner.rehearse(8)
-    compiled: list[str] = []
-    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **about: compiled.append(about["repr"]))
-    for prompts in (PROMPTS, [[*PROMPTS[2][:38], number] for number in range(3, 9)]):
-        submitted(engine, prompts)
-        while engine.busy:
-            engine.step()
-    assert compiled == []
