@@ -184,12 +184,7 @@ class Batcher:
             selects = row.kind is RowKind.SEAL and not self._reclaims
             kept[:, number] = layout.head_kept_tokens if selects else len(row.tokens)
             first += len(row.tokens)
-        complete = [row.kind is RowKind.SEAL and self._keeps_everything(row) for row in rows]
-        waves = tuple(_waves(rows, complete))
-        return PrefillRows(address, spans, kept, waves, tuple(complete[wave.start] for wave in waves))
-
-    def _keeps_everything(self, row: Row) -> bool:
-        return self.retentions[row.layout].layout.keeps_everything and not self._reclaims
+        return PrefillRows(address, spans, kept, tuple(_waves(rows)))
 
     def _sealers(self, rows: Sequence[Row], wave: slice) -> Iterator[ChunkSealer | FusedSealer]:
         """Who seals the rows of one wave; those that follow on each other together, where the kernels can."""
@@ -220,11 +215,11 @@ def _prefixes(rows: Sequence[Row], layouts: Sequence[Layout], table: Int64, tabl
     return build_forest(*units, chunks)
 
 
-def _waves(rows: Sequence[Row], complete: Sequence[bool]) -> Iterator[slice]:
-    """Runs of rows of different sequences, all or none of which are `complete`."""
+def _waves(rows: Sequence[Row]) -> Iterator[slice]:
+    """Runs of rows of different sequences."""
     begin, slots = 0, set[int]()
     for number, row in enumerate(rows):
-        if row.slot in slots or complete[number] != complete[begin]:
+        if row.slot in slots:
             yield slice(begin, number)
             begin, slots = number, set()
         slots.add(row.slot)

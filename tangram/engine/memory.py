@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
 from tangram.kernels.offload import STAGING_BYTES
+from tangram.kernels.step import MOST_BYTES
 from tangram.model.load import LoadedModel
 
 GIB = 1 << 30
@@ -73,10 +74,10 @@ def _host_bytes() -> int:
 
 
 def _gathered_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
-    """The keys and values of one layer of the longest sequence, which dense attention copies, twice: room doubles."""
+    """What prefill copies out of pages at a time: at least the keys and values of one layer of the longest sequence."""
     shape = loaded.geometry
     longest = config.max_model_len or shape.max_positions
-    return 2 * 2 * shape.kv_heads * longest * shape.head_dim * loaded.dtype.itemsize
+    return max(MOST_BYTES, 2 * shape.kv_heads * longest * shape.head_dim * loaded.dtype.itemsize)
 
 
 def _activation_bytes(config: EngineConfig, loaded: LoadedModel) -> int:

@@ -158,8 +158,8 @@ def prefill(
 
     `spans` int32 [rows, 5]: the requests' queries [begin, end) in q, keys [begin, end) in k, and the position of their
     first key; `address` int32 [rows, H, 3]: each head's table offset, column and past length in the pool. `longest` is
-    the most queries of a row, `order` int32 [rows · H] the cells row · H + head in the order in which they start.
-    Otherwise the contract of `reference.prefill`; rows of `out` that no span covers stay.
+    the most queries of a row, `order` int32 [cells] those cells row · H + head that are computed, as they start.
+    Otherwise the contract of `reference.prefill`; what no span or cell covers stays in `out`.
     """
     tokens, query_heads, dim = q.shape
     heads = k.shape[1]
@@ -167,7 +167,7 @@ def prefill(
     block_dim = triton.next_power_of_2(dim)
     # By the head dim alone, so that a row is computed alike in any batch. Chosen by trial on Hopper.
     block_m, block_n, warps = (64, 64, 4) if block_dim <= 128 else (64, 32, 4)
-    grid = (triton.cdiv(longest, block_m), query_heads * len(spans))
+    grid = (triton.cdiv(longest, block_m), query_heads // heads * len(order))
     prefill_tiles[grid](
         q, k, v, pool, tables, address, spans, order, scales if scales is not None else k,
         sinks if sinks is not None else q, out, layer, scaling, softcap or 1.0, window or 0, *q.stride()[:2],

@@ -15,6 +15,8 @@ from tangram.plan.form import Bool
 from tangram.plan.schedule import Decoding
 from tangram.types import Int32
 
+MOST_BYTES = 1 << 29  # of keys and values that prefill copies at a time, unless one row needs more
+
 
 @dataclass(frozen=True, eq=False)
 class PrefillRows:
@@ -24,14 +26,13 @@ class PrefillRows:
     queries [begin, end) and keys [begin, end) in the flattened batch, and the position of its first key; the queries
     belong to its last keys. `kept` int32 [L, N, H]: how many of its entries each
     head keeps. `waves` are runs of rows of different sequences, one after the other: a row may follow on one of the
-    wave before. `complete` says, wave by wave, whether its rows are whole chunks of sequences that drop nothing.
+    wave before.
     """
 
     address: Int32
     spans: Int32
     kept: Int32
     waves: tuple[slice, ...]
-    complete: tuple[bool, ...]
 
     @cached_property
     def whole(self) -> Bool:
@@ -45,26 +46,12 @@ class PrefillRows:
         queries = self.spans[:, 1] - self.spans[:, 0]
         return [int(queries[wave].max()) for wave in self.waves]
 
-    @cached_property
-    def order(self) -> Int32:
-        """[L, N · H]: in the cells of each wave's rows, its cells (row · H + head, from its first row on) by entries.
-
-        Those that read most come first.
-        """
-        layers, rows, heads, _ = self.address.shape
-        entries = self.address[..., 2] + (self.spans[:, 3] - self.spans[:, 2])[:, None]
-        order = np.zeros((layers, rows * heads), np.int32)
-        for wave in self.waves:
-            cells = slice(wave.start * heads, wave.stop * heads)
-            order[:, cells] = np.argsort(-entries[:, wave].reshape(layers, -1), axis=1, kind="stable")
-        return order
-
     def repeated(self, row: int, tokens: int) -> PrefillRows:
         """One wave of `row` alone, with the queries of `tokens` tokens behind its own (KVzip's second pass)."""
         _, _, begin, end, position = self.spans[row]
         spans = self.spans.copy()
         spans[row] = 0, tokens, 0, end - begin + tokens, position
-        return replace(self, spans=spans, waves=(slice(row, row + 1),), complete=(False,))
+        return replace(self, spans=spans, waves=(slice(row, row + 1),))
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tangram.kernels import dense, keydiff, prefill, reference, store
+from tangram.kernels import gathered, keydiff, prefill, reference, store
 from tangram.kernels.gpu import FEW_PARTS, MANY_PARTS, GpuDecode
 from tangram.kernels.packed import Capacity, DecodeOptions, pack
-from tangram.kernels.step import PrefillRows, Ranking
+from tangram.kernels.step import MOST_BYTES, PrefillRows, Ranking
 from tangram.kernels.transfer import staged, upload
 from tangram.plan.cost import CostModel
 from tangram.plan.form import DecodeRows, WorkPlan
@@ -39,6 +39,7 @@ class TritonKernels:
     _decode_address: Tensor
     _lengths: Tensor
     _rows: PrefillRows
+    _cells: gathered.PrefillOrder
     _tables: Tensor
 
     def __init__(
@@ -52,7 +53,8 @@ class TritonKernels:
         self._decoders: dict[tuple[int, DecodeOptions], GpuDecode] = {}
         self._addresses: dict[int, Tensor] = {}
         self._scales: Tensor | None = None
-        self._gathered = torch.empty(0, dtype=pool.dtype, device=device)
+        self._gathers = gathered.serves(pool)
+        self._copies = [torch.empty(0, dtype=pool.dtype, device=device) for _ in range(2)]
 
     def width(self, rows: int) -> int:
         """See `PoolKernels`: few widths, so that few graphs serve all batches."""
@@ -119,14 +121,15 @@ class TritonKernels:
         """See `PoolKernels`."""
         self._scale(prefill.address.shape[0], prefill.address.shape[2])
         self._tables, self._decode_rows, self._rows = tables, decode_rows, prefill
+        entry_bytes = 2 * self._pool.shape[-1] * self._pool.dtype.itemsize
+        self._cells = gathered.PrefillOrder.of(prefill, entry_bytes, self._gathers)
         arrays = [
-            np.append(lengths.reshape(-1), np.int32(0)),
-            prefill.address,
-            prefill.spans,
-            prefill.kept,
-            prefill.order,
-        ]
-        new_lengths, self._address, self._spans, self._kept, self._order = upload(arrays, self._pool.device)
+            np.append(lengths.reshape(-1), np.int32(0)), prefill.address, prefill.spans, prefill.kept,
+            self._cells.order, self._cells.offsets,
+        ]  # fmt: skip
+        new_lengths, self._address, self._spans, self._kept, self._order, self._offsets = upload(
+            arrays, self._pool.device
+        )
         if not hasattr(self, "_lengths"):
             self._lengths = torch.empty_like(new_lengths)
         self._lengths.copy_(new_lengths)  # graphs know the address
@@ -149,19 +152,21 @@ class TritonKernels:
     ) -> None:  # fmt: skip
         """See `PoolKernels`."""
         own, longest = self._rows.waves[wave], self._rows.longest[wave]
-        address, spans = self._address[layer, own], self._spans[own]
-        # By the row alone, so that a row is computed alike in any batch.
-        long = self._rows.complete[wave] and longest >= dense.LEAST_TOKENS
-        plain = window is None and softcap is None and sinks is None
-        if long and plain and dense.serves(q, k, v, self._pool):
-            for row in range(own.start, own.stop):
-                self._attend_densely(layer, row, q, k, v, out, scaling)
-        else:
-            heads = k.shape[1]
-            order = self._order[layer, own.start * heads : own.stop * heads]
+        address, spans, heads = self._address[layer, own], self._spans[own], k.shape[1]
+        cells = slice(own.start * heads, own.stop * heads)
+        paged = [(cells, longest)]
+        if window is None and softcap is None and sinks is None:
+            paged = [(part.cells, part.queries) for part in self._cells.paged[wave]]
+            for part in self._cells.gathered[wave]:
+                gathered.attend(
+                    q, k, v, self._pool, self._tables, address, spans, self._order[layer, part.cells],
+                    self._offsets[layer, cells], self._room(part, layer), part, out, layer=layer, scaling=scaling,
+                )  # fmt: skip
+        for places, queries in paged:
             prefill.prefill(
-                q, k, v, self._pool, self._tables, address, spans, order, layer=layer, longest=longest, scaling=scaling,
-                window=window, softcap=softcap, sinks=sinks, scales=self._scales, out=out,
+                q, k, v, self._pool, self._tables, address, spans, self._order[layer, places], layer=layer,
+                longest=queries, scaling=scaling, window=window, softcap=softcap, sinks=sinks, scales=self._scales,
+                out=out,
             )  # fmt: skip
         if self._rows.whole[layer, own].any():
             store.store(
@@ -169,18 +174,14 @@ class TritonKernels:
                 scales=self._scales,
             )  # fmt: skip
 
-    def _attend_densely(
-        self, layer: int, row: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scaling: float
-    ) -> None:  # fmt: skip
-        begin, end = self._rows.spans[row, :2]
-        past = int(self._rows.address[layer, row, 0, 2])
-        size = dense.room(k.shape[1], past, k.shape[2])
-        if len(self._gathered) < size:  # by doubling: a prompt's chunks need a little more each
-            self._gathered = torch.empty(1 << (size - 1).bit_length(), dtype=k.dtype, device=k.device)
-        dense.attend(
-            q[begin:end], k[begin:end], v[begin:end], self._pool, self._tables, self._address[layer, row],
-            self._gathered, out[begin:end], past=past, scaling=scaling,
-        )  # fmt: skip
+    def _room(self, part: gathered.Part, layer: int) -> list[Tensor]:
+        """For the keys and values of a part: as much as any part takes, or as one row needs that takes more."""
+        dim = self._pool.shape[-1]
+        size = gathered.room(part, layer, dim)
+        if len(self._copies[0]) < size:
+            most = max(size, MOST_BYTES // (2 * self._pool.dtype.itemsize))
+            self._copies = [torch.empty(most, dtype=self._pool.dtype, device=self._pool.device) for _ in range(2)]
+        return self._copies
 
     def seal(self, layer: int, rows: slice, ranking: Ranking, k: Tensor, v: Tensor) -> None:
         """See `PoolKernels`."""

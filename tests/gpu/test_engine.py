@@ -140,25 +140,26 @@ def test_every_step_leaves_the_pool_and_the_answers_that_torch_leaves(
     assert engines[0].stats().sealed_chunks == 4
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="cuDNN has no attention in float32; test_dense.py has the rest")
-def test_whole_chunks_that_drop_nothing_go_through_dense_attention(
-    models: dict[int, LoadedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tiny models are in float32, which is not gathered")
+@pytest.mark.parametrize("case", ["llama", "llama, uncompressed", "llama, second pass", "gpt-oss, windows and sinks"])
+def test_chunks_are_gathered_where_nothing_else_is_asked_of_a_layer(
+    case: str, models: dict[int, LoadedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tangram.kernels import dense
+    from tangram.kernels import gathered
 
-    chunks, attend = list[int](), dense.attend
+    layers, attend = list[int](), gathered.attend
 
-    def counted(*arguments: Any, **options: Any) -> Tensor:
-        chunks.append(options["past"])
-        return attend(*arguments, **options)
+    def counted(*arguments: Any, **options: Any) -> None:
+        layers.append(options["layer"])
+        attend(*arguments, **options)
 
-    monkeypatch.setattr(dense, "attend", counted)
-    monkeypatch.setattr(dense, "LEAST_TOKENS", CHUNK)
-    monkeypatch.setattr(dense, "serves", lambda *tensors: True)
-    loaded = models[id(LLAMA)]
-    options = options_of("llama, uncompressed", loaded, tmp_path)
+    monkeypatch.setattr(gathered, "attend", counted)
+    monkeypatch.setattr(gathered, "LEAST_TOKENS", CHUNK)
+    monkeypatch.setattr(gathered, "serves", lambda pool: True)
+    loaded = models[id(CASES[case][0])]
+    options = options_of(case, loaded, tmp_path)
     in_step([small_engine(loaded, kernels, **options) for kernels in (empty_torch, empty_triton)], PROMPTS)
-    assert sorted(chunks) == [0] * 4 + [CHUNK] * 4, "two chunks of two prompts, in two layers"
+    assert set(layers) == (set() if "gpt-oss" in case else {0, 1}), "sinks and windows follow pages"
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt-oss, windows and sinks"])
