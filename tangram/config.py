@@ -19,6 +19,8 @@ class EngineConfig:
     `kv_cache_gib` None fills a GPU up to `gpu_memory_utilization` of its memory (on a CPU, a share of the host's is
     taken). `max_model_len` None means the model's own limit.
     `kv_offload_gib` is host memory for sealed chunks that the pool has no room for any more; 0 means none.
+    `prompt_patience`: a prompt lets others by until as many tokens were computed as that many times its own new ones;
+    0 is first come, first served.
     `kv_cache_dtype` auto is the model's own dtype; fp8 is E4M3, half of bfloat16, with all scales 1.
     `load_format` dummy makes random weights of the model's config.json alone, to measure with.
     `enforce_eager` runs a GPU's model operation by operation, without compilation and CUDA graphs.
@@ -48,6 +50,7 @@ class EngineConfig:
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 2048
     max_model_len: int | None = None
+    prompt_patience: int = 16
     enable_prefix_caching: bool = True
     scheduling: Literal["continuous", "static"] = "continuous"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -102,6 +105,10 @@ class EngineConfig:
             )
         if self.max_model_len is not None and self.max_model_len < 1:
             raise ConfigError(f"max_model_len is {self.max_model_len}, it must be at least 1")
+        if self.prompt_patience < 0:
+            raise ConfigError(
+                f"prompt_patience is {self.prompt_patience}, it must be at least 0: first come, first served"
+            )
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}, it must lie in (0, 1]")
         if self.kv_cache_gib is not None and not (math.isfinite(self.kv_cache_gib) and self.kv_cache_gib > 0):

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from tangram.cache.manager import CacheManager
 from tangram.errors import IntegrityError
-
-if TYPE_CHECKING:
-    from tangram.cache.manager import CacheManager
 
 
 def check_books(cache: CacheManager) -> None:

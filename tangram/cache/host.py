@@ -79,9 +79,7 @@ class HostTier:
         return moves
 
     def clear(self) -> None:
-        """Forget every link, and every move that nobody has taken."""
-        self._moves.clear()
-        self.arriving[:] = False
+        """Forget every link. Moves that were noted are still made: sequences stand on what they bring."""
         for slots in self.links.values():
             self.ledger.release(slots)
         self.links.clear()

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from tangram.cache.books import check_books
 from tangram.cache.host import HostTier
 from tangram.cache.layout import Layout
 from tangram.cache.pages import Ledger
@@ -63,6 +62,11 @@ class CacheManager:
         seq.promised_pages = max(wanted, seq.formula_pages)
         return True
 
+    def new_tokens(self, layout_index: int, salt: str, tokens: Int64) -> int:
+        """How many of `tokens` are not in cached chunks now, so that they would have to be computed."""
+        cached = len(self._chain(layout_index, salt, tokens).chunks)
+        return len(tokens) - cached * self.layouts[layout_index].chunk_tokens
+
     # -- a sequence's life ----------------------------------------------------------------------------------------
 
     def admit(self, layout_index: int, salt: str, tokens: Int64, limit: int) -> SequenceCache | None:
@@ -72,10 +76,9 @@ class CacheManager:
         least one token is always left to compute, and a chunk that the tokens fill is either wholly cached or wholly
         computed.
         """
-        layout, root = self.layouts[layout_index], root_key(self.fingerprints[layout_index], salt)
         if not self._slots:
             return None
-        chain = self.prefix.longest(layout, root, tokens) if self.prefix_caching else Chain([], [])
+        layout, chain = self.layouts[layout_index], self._chain(layout_index, salt, tokens)
         here = [node for key in chain.keys if (node := self.prefix.find(key)) is not None]
         for node in here:
             self.prefix.acquire(node)
@@ -85,7 +88,7 @@ class CacheManager:
             for node in reversed(here):
                 self.prefix.release(node)
             return None
-        seq = SequenceCache(self._slots.pop(), layout_index, layout, [root], promised_pages=promise)
+        seq = SequenceCache(self._slots.pop(), layout_index, layout, [chain.root], promised_pages=promise)
         self.sequences[seq.slot] = seq
         if here:
             self.ledger.share(np.concatenate([node.pages for node in here]))
@@ -162,10 +165,7 @@ class CacheManager:
         self._slots.append(seq.slot)
 
     def next_key(self, seq: SequenceCache, tokens: Int64) -> bytes | None:
-        """The prefix key of the chunk that `seq` seals next; None if `tokens` do not fill it or it is for nobody else.
-
-        `seq` has committed all that it sealed.
-        """
+        """The prefix key of the chunk that `seq`, all committed, seals next; None if not full or for nobody else."""
         begin = seq.sealed_chunks * seq.layout.chunk_tokens
         chunk = tokens[begin : begin + seq.layout.chunk_tokens]
         if not self.prefix_caching or len(chunk) < seq.layout.chunk_tokens:
@@ -173,6 +173,10 @@ class CacheManager:
         return chunk_key(seq.keys[-1], chunk)
 
     # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _chain(self, layout_index: int, salt: str, tokens: Int64) -> Chain:
+        root = root_key(self.fingerprints[layout_index], salt)
+        return self.prefix.longest(self.layouts[layout_index], root, tokens if self.prefix_caching else tokens[:0])
 
     def _take_span(self, seq: SequenceCache) -> Int32:
         return self._take(seq.layout.span_pages)
@@ -293,7 +297,3 @@ class CacheManager:
             self._enter(seq, entries, node.pages)
         self.prefix.acquire(node)
         return node
-
-    def check(self) -> None:
-        """Raise `IntegrityError` unless pages are accounted for, formulas hold and promises are covered."""
-        check_books(self)

@@ -69,8 +69,9 @@ class Node:
 
 @dataclass(frozen=True)
 class Chain:
-    """Keys of sealed chunks that follow on each other, and of the window parts that go with the newest of them."""
+    """Keys of sealed chunks that follow on each other after `root`, and of the window parts of the newest of them."""
 
+    root: bytes
     chunks: list[bytes]
     windows: list[bytes]
 
@@ -112,9 +113,9 @@ class PrefixCache:
         while chunks:
             windows = [window_key(key) for key in chunks[max(0, len(chunks) - layout.window_chunks) :]]
             if all(map(self._known, windows)):
-                return Chain(chunks, windows)
+                return Chain(root, chunks, windows)
             chunks.pop()
-        return Chain([], [])
+        return Chain(root, [], [])
 
     def _known(self, key: bytes) -> bool:
         return key in self.nodes or key in self.host.links

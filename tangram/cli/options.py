@@ -80,6 +80,7 @@ Utilization = Annotated[float, typer.Option(help="share of a GPU's memory to fil
 MaxSeqs = Annotated[int, typer.Option(help="most sequences in one step")]
 MaxBatched = Annotated[int, typer.Option(help="most tokens in one step")]
 MaxLen = Annotated[int | None, typer.Option(help="most tokens, prompt and answer, of one sequence")]
+Patience = Annotated[int, typer.Option(help="a prompt lets others pass for that many times its own tokens; 0: none")]
 Prefix = Annotated[bool, typer.Option(help="reuse the KV state of prefixes seen before")]
 Batching = Annotated[Scheduling, typer.Option(help="continuous batching, or static batches for comparison")]
 Dtype = Annotated[WeightType, typer.Option(help="dtype of weights and KV cache")]
@@ -95,8 +96,8 @@ def _config(
     scope: ScopeName = Scope.model, chunk_tokens: Chunk = 512, page_tokens: Page = 16, heads_per_page: Heads = 4,
     profile: Profiles = None, gate: Gate = None, decode_policy: DecodePolicy = None, kv_cache_gib: CacheGib = None,
     kv_offload_gib: OffloadGib = 0.0, gpu_memory_utilization: Utilization = 0.9, max_num_seqs: MaxSeqs = 32,
-    max_num_batched_tokens: MaxBatched = 2048, max_model_len: MaxLen = None, enable_prefix_caching: Prefix = True,
-    scheduling: Batching = Scheduling.continuous, dtype: Dtype = WeightType.auto,
+    max_num_batched_tokens: MaxBatched = 2048, max_model_len: MaxLen = None, prompt_patience: Patience = 16,
+    enable_prefix_caching: Prefix = True, scheduling: Batching = Scheduling.continuous, dtype: Dtype = WeightType.auto,
     kv_cache_dtype: CacheDtype = CacheType.auto,
     load_format: Weights = LoadFormat.auto, enforce_eager: Eager = False, device: Device = "auto",
     seed: Seed = 0,
@@ -107,8 +108,8 @@ def _config(
         decode_policy=decode_policy, kv_cache_gib=kv_cache_gib, kv_offload_gib=kv_offload_gib,
         gpu_memory_utilization=gpu_memory_utilization,
         max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=max_model_len, enable_prefix_caching=enable_prefix_caching, scheduling=scheduling.value,
-        dtype=dtype.value, kv_cache_dtype=kv_cache_dtype.value,
+        max_model_len=max_model_len, prompt_patience=prompt_patience, enable_prefix_caching=enable_prefix_caching,
+        scheduling=scheduling.value, dtype=dtype.value, kv_cache_dtype=kv_cache_dtype.value,
         load_format=load_format.value, enforce_eager=enforce_eager, device=device, seed=seed,
     )  # fmt: skip
 

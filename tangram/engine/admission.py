@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tangram.cache.layout import Layout
 from tangram.engine.scheduler import Scheduler
-from tangram.engine.scheduler import Sequence as TokenSequence
+from tangram.engine.sequence import Sequence as TokenSequence
 from tangram.errors import RequestError
 from tangram.metrics import EngineStats
 from tangram.model.sealing import Retention

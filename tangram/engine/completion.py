@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tangram.engine.sampling import SampleRow
-from tangram.engine.scheduler import Sequence
+from tangram.engine.sequence import Sequence
 from tangram.engine.text import TextStream
 from tangram.types import Event, FinishReason, Request, TokenLogprob, Usage
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tangram.config import EngineConfig
-from tangram.engine.scheduler import sequence_of
+from tangram.engine.sequence import sequence_of
 from tangram.engine.setup import parts_of
 from tangram.errors import ConfigError, IntegrityError
 from tangram.model.load import LoadedModel

@@ -67,6 +67,7 @@ class LLM:
         max_num_seqs: int = 32,
         max_num_batched_tokens: int = 2048,
         max_model_len: int | None = None,
+        prompt_patience: int = 16,
         enable_prefix_caching: bool = True,
         scheduling: Literal["continuous", "static"] = "continuous",
         dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
@@ -83,8 +84,8 @@ class LLM:
             decode_policy=decode_policy, kv_cache_gib=kv_cache_gib, kv_offload_gib=kv_offload_gib,
             gpu_memory_utilization=gpu_memory_utilization,
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len,
-            enable_prefix_caching=enable_prefix_caching, scheduling=scheduling, dtype=dtype,
-            kv_cache_dtype=kv_cache_dtype, load_format=load_format, enforce_eager=enforce_eager,
+            prompt_patience=prompt_patience, enable_prefix_caching=enable_prefix_caching, scheduling=scheduling,
+            dtype=dtype, kv_cache_dtype=kv_cache_dtype, load_format=load_format, enforce_eager=enforce_eager,
             device=device, seed=seed,
         )  # fmt: skip
         self._open(config)

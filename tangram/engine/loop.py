@@ -16,13 +16,15 @@ from dataclasses import dataclass
 
 import torch
 
+from tangram.cache.books import check_books
 from tangram.cache.layout import Layout
 from tangram.config import EngineConfig
 from tangram.engine.admission import Admission
 from tangram.engine.completion import Completion
 from tangram.engine.runner import Runner
 from tangram.engine.sampling import Choice, SampleRow, check_bias
-from tangram.engine.scheduler import Scheduler, sequence_of
+from tangram.engine.scheduler import Scheduler
+from tangram.engine.sequence import sequence_of
 from tangram.engine.text import TextCodec, TextStream
 from tangram.metrics import EngineStats
 from tangram.model.load import LoadedModel
@@ -195,7 +197,7 @@ class Engine:
     def check_books(self) -> None:
         """Raise `IntegrityError` unless every page is accounted for and every footprint is what the formula says."""
         with self._wake:
-            self._scheduler.cache.check()
+            check_books(self._scheduler.cache)
 
     def _run(self) -> None:
         try:

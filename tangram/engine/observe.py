@@ -14,7 +14,8 @@ from tangram.compress.profile import SINK_TOKENS
 from tangram.compress.scorers import ChunkView, Scorer
 from tangram.config import EngineConfig
 from tangram.engine.runner import Runner
-from tangram.engine.scheduler import Scheduler, sequence_of
+from tangram.engine.scheduler import Scheduler
+from tangram.engine.sequence import sequence_of
 from tangram.model.load import LoadedModel
 from tangram.model.sealing import Retention, ScoreObserver
 

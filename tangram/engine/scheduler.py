@@ -1,10 +1,13 @@
 """Who runs in the next step. Integers only: counts are known before the step (Tangram, budget reservation).
 
-A step is a budget of tokens. Decoding sequences take one each, in order of arrival; what is left goes to whole chunks
-and prompt tails, first of running then of waiting sequences, in order of arrival; and while something is left, round
-by round, to the chunks that follow on those. A chunk is never split. A sequence is
+Sequences are served in the order of when they are due: the tokens computed when they came, plus `prompt_patience`
+times the new tokens they came with. Short prompts pass long ones, and after so many tokens nobody passes any more.
+
+A step is a budget of tokens. Decoding sequences take one each; what is left goes to whole chunks and prompt tails,
+first of running then of waiting sequences; and while something is left, round by round, to the chunks that follow on
+those. A chunk is never split. A sequence is
 admitted when its footprint up to the end of its current chunk can be promised, and asks again only when a chunk ends;
-if there is no room then, the youngest is preempted and later computed anew to the same state. The oldest goes on.
+if there is no room then, the last is preempted and later computed anew to the same state. The first goes on.
 Whoever would begin with a chunk that another seals in the same step waits for the next one, and finds it in the cache.
 Whose chunks come back from host memory joins one step later, while others run: the step runs beside the copies.
 
@@ -18,61 +21,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 
-import numpy as np
-
 from tangram.cache.manager import CacheManager
 from tangram.cache.sequence import SequenceCache
 from tangram.config import EngineConfig
-from tangram.types import Int64, Row, RowKind, Step
+from tangram.engine.sequence import Sequence
+from tangram.types import Row, RowKind, Step
 
 PRECEDING_TOKENS = 16
-
-
-@dataclass(eq=False)
-class Sequence:
-    """One completion on its way: `tokens[: known]` are its prompt and what was sampled so far.
-
-    With `pending` the last of them is still on the device: it counts, but its value is not here.
-    `limit` is the most tokens whose KV state it may ever need. `arrival` orders sequences; it is never reused.
-    """
-
-    request_id: str
-    arrival: int
-    layout: int
-    salt: str
-    tokens: Int64
-    known: int
-    prompt_tokens: int
-    limit: int
-    cache: SequenceCache | None = None
-    cached_tokens: int | None = None
-    preemptions: int = 0
-    pending: bool = False
-
-    @property
-    def complete(self) -> bool:
-        """True when nothing is left to compute."""
-        return self.known > self.limit
-
-    @property
-    def read_tokens(self) -> int:
-        """How many sampled tokens have arrived on the host."""
-        return self.known - self.prompt_tokens - self.pending
-
-    @property
-    def known_tokens(self) -> Int64:
-        """int64 [known]: prompt and sampled tokens."""
-        return self.tokens[: self.known]
-
-    def expect(self) -> None:
-        """One more token is sampled."""
-        self.known += 1
-        self.pending = True
-
-    def settle(self, token: int) -> None:
-        """The token that was expected is here."""
-        self.tokens[self.known - 1] = token
-        self.pending = False
 
 
 @dataclass
@@ -80,6 +35,7 @@ class Counters:
     """What happened since the start."""
 
     steps: int = 0
+    computed_tokens: int = 0
     preemptions: int = 0
     sealed_chunks: int = 0
     prompt_tokens: int = 0
@@ -89,7 +45,7 @@ class Counters:
 
 @dataclass
 class Scheduler:
-    """Two queues in order of arrival, `waiting` and `running`, over one cache manager.
+    """Two queues in order of rank, `waiting` and `running`, over one cache manager.
 
     Of sequences of the layouts `one_at_a_time` a step takes one chunk: they seal it in a second pass.
     """
@@ -106,7 +62,9 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; its most pages (`Layout.most_pages`) must not exceed the pool."""
-        insort(self.waiting, sequence, key=lambda entry: entry.arrival)
+        new_tokens = self.cache.new_tokens(sequence.layout, sequence.salt, sequence.known_tokens)
+        sequence.due = self.counters.computed_tokens + self.config.prompt_patience * new_tokens
+        self._queue(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, ended or aborted, and free its pages. Unknown ones are ignored."""
@@ -135,6 +93,7 @@ class Scheduler:
             return None
         self.counters.steps += 1
         rows = tuple(decode + prefill)
+        self.counters.computed_tokens += sum(len(row.tokens) for row in rows)
         return Step(rows, self._epoch_of(decode), *self.cache.take_moves(row.slot for row in rows))
 
     def commit(self, step: Step) -> None:
@@ -152,18 +111,21 @@ class Scheduler:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _secure_promises(self) -> None:
-        """Before a sequence enters a new chunk it must be promised that chunk's pages; the oldest is served first."""
+        """Before a sequence enters a new chunk it must be promised that chunk's pages; the first is served first."""
         for sequence in list(self.running):
             while sequence.cache is not None and not sequence.complete and _at_chunk_start(sequence):
                 if self.cache.extend(sequence.cache, sequence.limit):
                     break
                 self._preempt(self.running[-1])
 
+    def _queue(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence, key=lambda entry: entry.rank)
+
     def _preempt(self, sequence: Sequence) -> None:
         self.remove(sequence)
         sequence.preemptions += 1
         self.counters.preemptions += 1
-        self.add(sequence)
+        self._queue(sequence)
 
     def _admissions(self, fresh_batch: bool) -> Iterable[Sequence]:
         """Waiting sequences as they are admitted; static batching admits a whole batch at once, when none runs."""
@@ -172,10 +134,10 @@ class Scheduler:
         return list(self._admit_in_order()) if fresh_batch else ()
 
     def _admit_in_order(self) -> Iterator[Sequence]:
-        """Stops at the first that does not fit: whoever came first is never overtaken."""
+        """Stops at the first that does not fit: nobody of a lower rank overtakes it."""
         while self.waiting and len(self.running) < self.config.max_num_seqs and self._admit(self.waiting[0]):
             sequence = self.waiting.pop(0)
-            insort(self.running, sequence, key=lambda entry: entry.arrival)
+            insort(self.running, sequence, key=lambda entry: entry.rank)
             yield sequence
 
     def _arrived(self, admitted: Iterable[Sequence], arriving: list[Sequence]) -> Iterator[Sequence]:
@@ -285,10 +247,3 @@ def _at_chunk_start(sequence: Sequence) -> bool:
     rest = sequence.known - cache.computed_tokens
     # With chunks of one token the newest token fills its chunk and is decoded all the same.
     return cache.raw_tokens == 0 and (rest < cache.layout.chunk_tokens or _decodes(sequence))
-
-
-def sequence_of(request_id: str, arrival: int, layout: int, salt: str, prompt: tuple[int, ...], limit: int) -> Sequence:
-    """A fresh sequence with room for its `limit` tokens and the last sampled one."""
-    tokens = np.zeros(limit + 1, np.int64)
-    tokens[: len(prompt)] = prompt
-    return Sequence(request_id, arrival, layout, salt, tokens, len(prompt), len(prompt), limit)

@@ -8,8 +8,9 @@ from dataclasses import replace
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
 from tangram.config import EngineConfig
-from tangram.engine.scheduler import PRECEDING_TOKENS, Scheduler, sequence_of
-from tangram.engine.scheduler import Sequence as TokenSequence
+from tangram.engine.scheduler import PRECEDING_TOKENS, Scheduler
+from tangram.engine.sequence import Sequence as TokenSequence
+from tangram.engine.sequence import sequence_of
 from tangram.types import Row, RowKind, Step
 from tests.host.support import Device
 
@@ -24,13 +25,13 @@ class Service:
     def __init__(
         self, layouts: Sequence[Layout], *, slack_pages: int, max_num_seqs: int, slack_tokens: int = 0,
         scheduling: str = "continuous", caching: bool = True, one_at_a_time: frozenset[int] = frozenset(),
-        ahead: bool = False, host_pages: int = 0,
+        ahead: bool = False, host_pages: int = 0, patience: int = 16,
     ) -> None:  # fmt: skip
         self.layouts, self.ahead = layouts, ahead
         chunk, page = layouts[0].chunk_tokens, layouts[0].page_tokens
         self.config = EngineConfig(
             chunk_tokens=chunk, page_tokens=page, max_num_seqs=max_num_seqs, scheduling=scheduling,  # type: ignore[arg-type]
-            max_num_batched_tokens=chunk + max_num_seqs + slack_tokens,
+            max_num_batched_tokens=chunk + max_num_seqs + slack_tokens, prompt_patience=patience,
         )  # fmt: skip
         self.manager = CacheManager(
             [(f"profile {index}", entry) for index, entry in enumerate(layouts)],
@@ -98,8 +99,8 @@ class Service:
         return bool(expected)
 
     def drain(self) -> None:
-        """Everybody ends, and not too late: the oldest that runs moves on in every step."""
-        # Twice: an older sibling that comes late may cost the oldest so far its place.
+        """Everybody ends, and not too late: the first that runs moves on in every step."""
+        # Twice: one that is due earlier and comes late may cost the first so far its place.
         steps = 2 * sum(entry.limit + 2 * (entry.limit // self.config.chunk_tokens) + 3 for entry in self.alive)
         for _ in range(steps):
             if self.step() is None:
@@ -119,10 +120,10 @@ class Service:
         assert sorted(entry.arrival for entry in running + waiting) == sorted(entry.arrival for entry in preemptions)
         preempted = [entry for entry in before if entry.preemptions > preemptions[entry]]
         kept = [entry for entry in before if entry not in preempted]
-        assert kept or not before, "the oldest was preempted"
-        assert all(old.arrival < young.arrival for old in kept for young in preempted), "not the youngest was preempted"
+        assert kept or not before, "the first was preempted"
+        assert all(first.rank < last.rank for first in kept for last in preempted), "not the last was preempted"
         admitted = [entry for entry in running if entry not in kept]
-        assert all(first.arrival < later.arrival for first in admitted for later in waiting), "overtaken at admission"
+        assert all(first.rank < later.rank for first in admitted for later in waiting), "overtaken at admission"
         assert not (self.config.scheduling == "static" and before and admitted), "a batch was joined under way"
         assert len(running) <= self.config.max_num_seqs
 
@@ -132,9 +133,9 @@ class Service:
         self._check_several(step, by_slot)
         assert all((row.kind is RowKind.DECODE) == (at < step.decode_rows) for at, row in enumerate(step.rows))
         served = [by_slot[row.slot] for row in step.rows]
-        # Whoever was the oldest before: a late sibling may be older, and be let in after this step's tokens are spent.
+        # Whoever was the first before: a newcomer may be due earlier, and be let in after this step's tokens are spent.
         working = (entry for entry in starts if entry.cache and not entry.complete)
-        assert next(working, served[0]) in served, "the oldest stands still"
+        assert next(working, served[0]) in served, "the first stands still"
         for row in step.rows:
             sequence, end = by_slot[row.slot], row.start + len(row.tokens)
             assert row.request_id == sequence.request_id and row.layout == sequence.layout
@@ -151,7 +152,7 @@ class Service:
             assert row.kind is RowKind.DECODE or not row.pending
         skipped = [entry for entry in starts if entry.cache and not entry.complete and entry not in served]
         prefilled = served[step.decode_rows :]
-        assert all(one.arrival < other.arrival for one in prefilled for other in skipped), "overtaken within a step"
+        assert all(one.rank < other.rank for one in prefilled for other in skipped), "overtaken within a step"
         decoders = served[: step.decode_rows]
         assert self.decoders.setdefault(step.epoch, decoders) == decoders, "one epoch, two sets of decoding rows"
 

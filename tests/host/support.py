@@ -12,9 +12,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from tangram.cache.books import check_books
 from tangram.cache.layout import Layout, adjacent_groups
 from tangram.cache.manager import CacheManager
-from tangram.engine.scheduler import Sequence as TokenSequence
+from tangram.engine.sequence import Sequence as TokenSequence
 from tangram.types import Geometry, PageMove, Row, RowKind, Step
 
 Label = tuple[Any, ...]
@@ -175,7 +176,7 @@ def _first_seen(layout: Layout, layer: int, position: int) -> int:
 
 def recount(manager: CacheManager) -> None:
     """Count pages one by one, between two steps, and compare with every total the manager keeps."""
-    manager.check()
+    check_books(manager)
     sequences, nodes = manager.sequences.values(), manager.prefix.nodes.values()
     lasting = Counter(page for seq in sequences for pages in seq.spans for page in pages.tolist())
     transient = [pages for seq in sequences for pages in seq.window_spans + seq.raw_pages]

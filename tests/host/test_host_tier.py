@@ -176,6 +176,17 @@ def test_a_copy_stays_when_its_chunk_comes_back_and_so_costs_nothing_the_second_
     assert cache.host.pages_out == copied and cache.host.restored_tokens == 4 * 24
 
 
+def test_clearing_the_cache_leaves_alone_what_a_sequence_waits_for() -> None:
+    cache = small(100)
+    for start in (0, 100):
+        visit(cache, np.arange(25) + start)
+    seq = cache.admit(0, "", np.arange(25), 25)
+    assert seq is not None and seq.cached_tokens == 24
+    cache.prefix.clear()
+    brought = [page for move in cache.take_moves(())[0] if move.inward for page in move.pages.tolist()]
+    assert set(np.concatenate(seq.spans).tolist()) <= set(brought)
+
+
 def test_of_a_chain_the_end_is_let_go_first() -> None:
     cache = small(16)
     for start in (0, 100):

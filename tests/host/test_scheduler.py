@@ -37,6 +37,7 @@ class Traffic(RuleBasedStateMachine):
             one_at_a_time=data.draw(st.sampled_from([frozenset(), frozenset(), frozenset([0])])),
             ahead=data.draw(st.booleans()),
             host_pages=data.draw(st.sampled_from([0, 5, 30, 1000])),
+            patience=data.draw(st.sampled_from([0, 1, 16])),
         )  # fmt: skip
 
     @rule(prompt=PROMPTS, max_new=st.integers(1, 16), layout=st.integers(0, 1), salt=st.sampled_from(["", "", "s"]),
@@ -158,6 +159,40 @@ def test_who_waits_for_host_memory_lets_the_others_run() -> None:
     assert step is not None and step.awaited and step.rows[0].request_id == alone.request_id
 
 
+def order_of_ends(patience: int, lengths: list[int]) -> list[int]:
+    """In which order prompts of `lengths` tokens, one a step and all there at once, get their only token."""
+    service = Service([layout(4)], slack_pages=1000, max_num_seqs=1, caching=False, patience=patience)
+    for token, length in enumerate(lengths):
+        service.submit([token % 5] * length, 1)
+    service.drain()
+    return [entry.prompt_tokens for entry in service.ended]
+
+
+def test_short_prompts_pass_long_ones_unless_there_is_no_patience() -> None:
+    assert order_of_ends(16, [40, 9, 24, 8]) == [8, 9, 24, 40]
+    assert order_of_ends(0, [40, 9, 24, 8]) == [40, 9, 24, 8]
+
+
+@pytest.mark.parametrize("patience", [0, 1, 3])
+def test_a_long_prompt_is_passed_for_so_many_times_its_tokens_and_no_longer(patience: int) -> None:
+    service = Service([layout(4)], slack_pages=1000, max_num_seqs=1, caching=False, patience=patience)
+    long, passed = service.submit([1] * 40, 1), 0
+    while long not in service.scheduler.running:
+        service.submit([2] * 8, 1)
+        service.step()
+        passed = service.scheduler.counters.computed_tokens
+    assert passed - 16 <= patience * 40 <= passed + patience * 8
+
+
+def test_what_the_cache_has_counts_for_nothing_when_it_is_decided_who_is_short() -> None:
+    service = Service([layout(4)], slack_pages=1000, max_num_seqs=1)
+    service.submit([1] * 40, 1)
+    service.drain()
+    middle, long = service.submit([2] * 16, 1), service.submit([1] * 40, 1)
+    service.drain()
+    assert service.ended[1:] == [long, middle]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_answers_do_not_depend_on_seats_pages_or_the_cache(seed: int) -> None:
     def answers(**options: object) -> dict[str, list[int]]:
@@ -239,7 +274,7 @@ def test_chunks_of_one_token_are_promised_one_by_one() -> None:
 
 def test_preemption_keeps_what_was_sampled_and_goes_to_the_head_of_the_queue() -> None:
     model = layout(4)
-    service = Service([model], slack_pages=0, max_num_seqs=2)
+    service = Service([model], slack_pages=0, max_num_seqs=2, patience=0)
     first, second = service.submit([1] * 8, 39), service.submit([2] * 8, 39)
     third = service.submit([0], 1)
     while not second.preemptions:

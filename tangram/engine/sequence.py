@@ -1,0 +1,71 @@
+"""What the scheduler orders: one completion on its way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tangram.cache.sequence import SequenceCache
+from tangram.types import Int64
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One completion on its way: `tokens[: known]` are its prompt and what was sampled so far.
+
+    With `pending` the last of them is still on the device: it counts, but its value is not here.
+    `limit` is the most tokens whose KV state it may ever need. `arrival` is never reused; `due`, in computed tokens, is
+    set when the sequence is queued first.
+    """
+
+    request_id: str
+    arrival: int
+    layout: int
+    salt: str
+    tokens: Int64
+    known: int
+    prompt_tokens: int
+    limit: int
+    due: int = 0
+    cache: SequenceCache | None = None
+    cached_tokens: int | None = None
+    preemptions: int = 0
+    pending: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """True when nothing is left to compute."""
+        return self.known > self.limit
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Whoever is due earlier goes first, then whoever came first."""
+        return self.due, self.arrival
+
+    @property
+    def read_tokens(self) -> int:
+        """How many sampled tokens have arrived on the host."""
+        return self.known - self.prompt_tokens - self.pending
+
+    @property
+    def known_tokens(self) -> Int64:
+        """int64 [known]: prompt and sampled tokens."""
+        return self.tokens[: self.known]
+
+    def expect(self) -> None:
+        """One more token is sampled."""
+        self.known += 1
+        self.pending = True
+
+    def settle(self, token: int) -> None:
+        """The token that was expected is here."""
+        self.tokens[self.known - 1] = token
+        self.pending = False
+
+
+def sequence_of(request_id: str, arrival: int, layout: int, salt: str, prompt: tuple[int, ...], limit: int) -> Sequence:
+    """A fresh sequence with room for its `limit` tokens and the last sampled one."""
+    tokens = np.zeros(limit + 1, np.int64)
+    tokens[: len(prompt)] = prompt
+    return Sequence(request_id, arrival, layout, salt, tokens, len(prompt), len(prompt), limit)
