@@ -143,14 +143,14 @@ def _finish_last(
 
 
 @triton.jit(
-    do_not_specialize=["layer", "table_entries"],
+    do_not_specialize=["layer", "leads", "table_entries"],
     do_not_specialize_on_alignment=[
         "tables", "lengths", "tasks", "task_indptr", "entries", "part_indptr", "merge_indptr",
     ],
 )  # fmt: skip
 def decode_tasks(
     q, pool, tables, lengths, tasks, task_indptr, entries, part_indptr, merge_indptr, arrivals, scales, sinks,
-    out, part_out, part_lse, layer, scaling, softcap, stride_row, stride_head, table_entries,
+    out, part_out, part_lse, layer, leads, scaling, softcap, stride_row, stride_head, table_entries,
     KIND: tl.constexpr, KINDS: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HP: tl.constexpr,
     P: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr, ATOMIC: tl.constexpr,
@@ -165,6 +165,8 @@ def decode_tasks(
     """
     # Waiting for nobody and letting nobody start cost nothing: one kernel serves as first, last and in between.
     if CHAINED:
+        if leads:
+            wait_for_tasks()  # whoever starts next reads what was written before this chain
         let_next_start()
     begin_task = tl.load(task_indptr + layer * (KINDS + 1) + KIND)
     end_task = tl.load(task_indptr + layer * (KINDS + 1) + KIND + 1)

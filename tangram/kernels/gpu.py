@@ -3,7 +3,7 @@
 A plan is packed into one int32 buffer and copied in one go. Everything that a launch fixes (grids, tile sizes, buffer
 addresses, who merges) depends on the capacity alone, so a graph captured under one plan replays under any other that
 fits. All launches go to one stream, largest tiles first; each lets the next one start before it ends (programmatic
-dependent launch) and waits for the one before it only where it needs its results.
+dependent launch) and waits for the one before it only where it needs its results, or at once if it is the first.
 """
 
 from __future__ import annotations
@@ -102,13 +102,13 @@ class GpuDecode:
         """One layer of the loaded plan: q [R, Q, D] → [R, Q, D], contiguous; the contract of `reference.decode`."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
         for number, kind in enumerate(self._kinds):
-            self._launch(kind, number > 0, layer, q, out, tables, lengths, scaling, softcap, sinks)
+            self._launch(kind, number == 0, layer, q, out, tables, lengths, scaling, softcap, sinks)
         if self._merges:
             self._launch_merge(layer, out, sinks)
         return out
 
     def _launch(
-        self, kind: int, follows: bool, layer: int, q: Tensor, out: Tensor, tables: Tensor,
+        self, kind: int, leads: bool, layer: int, q: Tensor, out: Tensor, tables: Tensor,
         lengths: Tensor, scaling: float, softcap: float | None, sinks: Tensor | None,
     ) -> None:  # fmt: skip
         options, pool, plan = self._options, self._pool, self._plan
@@ -116,14 +116,14 @@ class GpuDecode:
         decode_tasks[(min(self.capacity.tasks[kind], options.programs),)](
             q, pool, tables, lengths, plan["tasks"], plan["task_indptr"], plan["entries"], plan["part_indptr"],
             plan["merge_indptr"], self._arrivals, self._scales if self._scales is not None else self._part_lse,
-            sinks if sinks is not None else q, out, self._part_out, self._part_lse, layer, scaling, softcap or 1.0,
+            sinks if sinks is not None else q, out, self._part_out, self._part_lse, layer, int(leads), scaling, softcap or 1.0,
             q.stride(0), q.stride(1), tables.numel(), KIND=kind, KINDS=len(options.kinds), H=self._kv_heads,
             G=self._group, D=self._head_dim, HP=pool.shape[1], P=pool.shape[3], TILE=self._tile_tokens,
             BLOCK_M=tile.queries, BLOCK_N=tile.entries, BLOCK_D=triton.next_power_of_2(self._head_dim),
             SOFTCAP=softcap is not None, SINKS=sinks is not None, SCALED=self._scales is not None,
             ATOMIC=options.merge == "atomic", SHORT=kind == 0, FINISH=self.capacity.finishes[kind],
             CHAINED=self._chained, num_warps=tile.warps, num_stages=tile.stages,
-            **self._launch_options(follows),
+            **self._launch_options,
         )  # fmt: skip
 
     def _launch_merge(self, layer: int, out: Tensor, sinks: Tensor | None) -> None:
@@ -136,8 +136,9 @@ class GpuDecode:
             sinks if sinks is not None else out, out, layer,
             H=self._kv_heads, G=group, D=self._head_dim, BLOCK_G=block_group,
             BLOCK_D=triton.next_power_of_2(self._head_dim), BLOCK_PARTS=parts, SINKS=sinks is not None,
-            CHAINED=self._chained, num_warps=1 if parts <= 8 else 4, **self._launch_options(True),
+            CHAINED=self._chained, num_warps=1 if parts <= 8 else 4, **self._launch_options,
         )  # fmt: skip
 
-    def _launch_options(self, follows: bool) -> dict[str, bool]:
-        return {"launch_pdl": True} if self._chained and follows else {}
+    @property
+    def _launch_options(self) -> dict[str, bool]:
+        return {"launch_pdl": True} if self._chained else {}
