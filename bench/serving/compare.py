@@ -137,6 +137,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--speeds", default="1", help="times as fast as recorded, slowest first")
     parser.add_argument("--hold-ttft-s", type=float, default=5.0, help="too fast: a tenth waits longer than that")
     parser.add_argument("--max-model-len", type=int, default=40960)
+    parser.add_argument(
+        "--offload-gib", type=float, default=0.0, help="host memory behind the KV pool, of either engine"
+    )
     options = parser.parse_args(arguments)
     known = CASES | ({"trace": replayed(options)} if options.trace else {})
     if unknown := set(options.cases.split(",")) - set(known):
@@ -146,9 +149,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     name = "vllm" if options.engine == "vllm" else f"tangram-{options.kv_retention:g}"
     engine: Served
     if options.engine == "vllm":
-        engine = Vllm(options.max_model_len)
+        engine = Vllm(options.max_model_len, options.offload_gib)
     else:
-        engine = Tangram(options.kv_retention, options.chunk_tokens, options.max_model_len)
+        engine = Tangram(options.kv_retention, options.chunk_tokens, options.max_model_len, options.offload_gib)
     written = {
         "command": shlex.join(["python", "-m", "bench.serving.compare", *sys.argv[1:]]),
         "environment": environment(), "engine": name, "options": engine.options,

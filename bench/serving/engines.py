@@ -33,14 +33,14 @@ class Served(Protocol):
 class Tangram:
     """This engine at one retention ratio, with the budgets that ship for the model."""
 
-    def __init__(self, kv_retention: float, chunk_tokens: int, most_tokens: int) -> None:
+    def __init__(self, kv_retention: float, chunk_tokens: int, most_tokens: int, offload_gib: float = 0.0) -> None:
         from tangram.config import EngineConfig
         from tangram.engine.setup import build_engine
 
         self.options = {
             "load_format": "dummy", "dtype": "bfloat16", "kv_retention": kv_retention, "scorer": "keydiff",
             "scope": "model", "chunk_tokens": chunk_tokens, "max_model_len": most_tokens, "max_num_seqs": MOST_REQUESTS,
-            "max_num_batched_tokens": 8192 + MOST_REQUESTS,
+            "max_num_batched_tokens": 8192 + MOST_REQUESTS, "kv_offload_gib": offload_gib,
         }  # fmt: skip
         self._engine = build_engine(EngineConfig(model=str(MODEL), **self.options))
         self.options["fits_tokens"] = self._engine.stats().capacity_tokens
@@ -57,14 +57,14 @@ class Tangram:
 class Vllm:
     """vLLM's offline engine as it comes, stepped here; everything else it decides by itself."""
 
-    def __init__(self, most_tokens: int) -> None:
+    def __init__(self, most_tokens: int, offload_gib: float = 0.0) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ["HF_HUB_OFFLINE"] = "1"
         from vllm import LLM
 
         self.options = {
             "load_format": "dummy", "dtype": "bfloat16", "max_model_len": most_tokens, "max_num_seqs": MOST_REQUESTS,
-            "gpu_memory_utilization": 0.9, "enable_prefix_caching": True,
+            "gpu_memory_utilization": 0.9, "enable_prefix_caching": True, "kv_offloading_size": offload_gib or None,
         }  # fmt: skip
         self._llm: Any = LLM(model=str(MODEL), skip_tokenizer_init=True, disable_log_stats=True, **self.options)
         cache = self._llm.llm_engine.vllm_config.cache_config

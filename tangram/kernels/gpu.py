@@ -116,9 +116,9 @@ class GpuDecode:
         decode_tasks[(min(self.capacity.tasks[kind], options.programs),)](
             q, pool, tables, lengths, plan["tasks"], plan["task_indptr"], plan["entries"], plan["part_indptr"],
             plan["merge_indptr"], self._arrivals, self._scales if self._scales is not None else self._part_lse,
-            sinks if sinks is not None else q, out, self._part_out, self._part_lse, layer, int(leads), scaling, softcap or 1.0,
-            q.stride(0), q.stride(1), tables.numel(), KIND=kind, KINDS=len(options.kinds), H=self._kv_heads,
-            G=self._group, D=self._head_dim, HP=pool.shape[1], P=pool.shape[3], TILE=self._tile_tokens,
+            sinks if sinks is not None else q, out, self._part_out, self._part_lse, layer, int(leads), scaling,
+            softcap or 1.0, q.stride(0), q.stride(1), tables.numel(), KIND=kind, KINDS=len(options.kinds),
+            H=self._kv_heads, G=self._group, D=self._head_dim, HP=pool.shape[1], P=pool.shape[3], TILE=self._tile_tokens,
             BLOCK_M=tile.queries, BLOCK_N=tile.entries, BLOCK_D=triton.next_power_of_2(self._head_dim),
             SOFTCAP=softcap is not None, SINKS=sinks is not None, SCALED=self._scales is not None,
             ATOMIC=options.merge == "atomic", SHORT=kind == 0, FINISH=self.capacity.finishes[kind],

@@ -17,7 +17,7 @@ from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
 from tangram.engine.batch import DeviceTables
 from tangram.engine.loop import Engine
-from tangram.kernels.step import PoolKernels
+from tangram.kernels.step import KernelChoice, PoolKernels
 from tangram.kernels.torch_kernels import TorchKernels
 from tangram.model.load import LoadedModel, load_tokenizer
 from tangram.plan.cost import CostModel
@@ -54,8 +54,7 @@ PROMPTS = [[5, 9, 17], [(7 * i) % 90 + 3 for i in range(28)], [(i * i) % 90 + 3 
 ANSWER = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=3)
 
 
-def empty_torch(pool: Tensor, group: int) -> PoolKernels:
-    pool.zero_()
+def on_torch(pool: Tensor, group: int) -> PoolKernels:
     return TorchKernels(pool)
 
 
@@ -65,12 +64,19 @@ def always(schedule: str) -> Policy:
     return Policy.fitted("this", {}, CostModel(), [schedule], loads, [[1.0], [1.0]])
 
 
-def empty_triton(pool: Tensor, group: int, schedule: str = "aot+ctas=16+tile=16+min=16") -> PoolKernels:
+def on_triton(pool: Tensor, group: int, schedule: str = "aot+ctas=16+tile=16+min=16") -> PoolKernels:
     """Short as they are, heads are split."""
     from tangram.kernels.triton_kernels import TritonKernels
 
-    pool.zero_()
     return TritonKernels(pool, group, always(schedule))
+
+
+def both(loaded: LoadedModel, options: dict[str, Any], triton: KernelChoice = on_triton) -> list[Engine]:
+    """Over pools of zeros: an engine on a GPU has rehearsed in its own."""
+    engines = [small_engine(loaded, kernels, **options) for kernels in (on_torch, triton)]
+    for engine in engines:
+        engine._runner.pool.zero_()
+    return engines
 
 
 def submitted(engine: Engine, prompts: Sequence[list[int]]) -> list[list[Event]]:
@@ -135,7 +141,7 @@ def test_every_step_leaves_the_pool_and_the_answers_that_torch_leaves(
 ) -> None:
     loaded = models[id(CASES[case][0])]
     options = options_of(case, loaded, tmp_path)
-    engines = [small_engine(loaded, kernels, **options) for kernels in (empty_torch, empty_triton)]
+    engines = both(loaded, options)
     in_step(engines, PROMPTS)
     assert engines[0].stats().sealed_chunks == 4
 
@@ -158,7 +164,7 @@ def test_chunks_are_gathered_where_nothing_else_is_asked_of_a_layer(
     monkeypatch.setattr(gathered, "serves", lambda pool: True)
     loaded = models[id(CASES[case][0])]
     options = options_of(case, loaded, tmp_path)
-    in_step([small_engine(loaded, kernels, **options) for kernels in (empty_torch, empty_triton)], PROMPTS)
+    in_step(both(loaded, options), PROMPTS)
     assert set(layers) == (set() if "gpt-oss" in case else {0, 1}), "sinks and windows follow pages"
 
 
@@ -177,9 +183,9 @@ def test_rows_that_share_a_prefix_read_it_together(
         return plan
 
     monkeypatch.setattr(Schedule, "plan", seen)
-    packing = partial(empty_triton, schedule="packing:naive+ctas=8+tile=16+min=16")
+    packing = partial(on_triton, schedule="packing:naive+ctas=8+tile=16+min=16")
     options = options_of(case, loaded, tmp_path) | {"page_tokens": 4}
-    engines = [small_engine(loaded, kernels, **options) for kernels in (empty_torch, packing)]
+    engines = both(loaded, options, packing)
     for engine in engines:  # leaves the prefix in the cache
         engine.submit(Request("first", tuple(PROMPTS[2]), ANSWER, lambda event: None))
         while engine.busy:
@@ -195,7 +201,7 @@ def test_an_fp8_cache_holds_what_the_specification_holds(
     """But for roundings: an entry may be its neighbour in E4M3, which is an eighth of it away."""
     loaded = models[id(CASES[case][0])]
     options = options_of(case, loaded, tmp_path) | {"kv_cache_dtype": "fp8"}
-    engines = [small_engine(loaded, kernels, **options) for kernels in (empty_torch, empty_triton)]
+    engines = both(loaded, options)
     for engine in engines:
         submitted(engine, PROMPTS[2:])
     for _ in range(3):
@@ -249,11 +255,11 @@ def test_what_comes_back_from_host_memory_beside_other_steps_answers_the_same(
 ) -> None:
     loaded = models[id(CASES[case][0])]
     options = options_of(case, loaded, tmp_path)
-    roomy = small_engine(loaded, empty_triton, **options)
+    roomy = small_engine(loaded, on_triton, **options)
     layout = roomy._admission.retentions[0].layout
     pool = (layout.most_pages(70) * 5 // 4 + 0.5) * layout.page_bytes(4) / 2**30
     tight = {"max_model_len": 70, "kv_cache_gib": pool, "kv_offload_gib": 1e-3}
-    tight_engine = small_engine(loaded, empty_triton, **(options | tight))
+    tight_engine = small_engine(loaded, on_triton, **(options | tight))
     histories = [[(i * i * k + i) % 90 + 3 for i in range(35 + k)] for k in range(1, 4)]
     for turn in range(2):
         prompts = [history + turn * [5, 9] for history in histories]

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig
 
 from tangram.model.load import load_tokenizer
-from tests.gpu.test_engine import BASE, CASES, CHUNK, PROMPTS, empty_torch, empty_triton, in_step, options_of, submitted
+from tests.gpu.test_engine import BASE, CASES, CHUNK, PROMPTS, both, in_step, on_triton, options_of, submitted
 from tests.gpu.test_engine import pytestmark as pytestmark
 from tests.support import profile_file, small_engine, tiny_model
 
@@ -19,7 +19,7 @@ from tests.support import profile_file, small_engine, tiny_model
 def test_a_rehearsal_leaves_no_trace(case: str, device: torch.device, tmp_path: Path) -> None:
     loaded = tiny_model(CASES[case][0], load_tokenizer("smollm2"), device)
     options = options_of(case, loaded, tmp_path)
-    engines = [small_engine(loaded, kernels, **options) for kernels in (empty_torch, empty_triton)]
+    engines = both(loaded, options)
     for engine in engines:
         engine._runner.rehearse(3)
         engine._runner.pool.zero_()
@@ -39,7 +39,7 @@ def test_nothing_is_compiled_once_an_engine_serves(
     compiled: list[str] = []
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **about: compiled.append(about["repr"]))
     engine = small_engine(
-        loaded, partial(empty_triton, schedule="packing:naive+ctas=8+tile=16+min=16"), kv_retention=0.5,
+        loaded, partial(on_triton, schedule="packing:naive+ctas=8+tile=16+min=16"), kv_retention=0.5,
         profile=(profile,), chunk_tokens=CHUNK, page_tokens=4, max_num_seqs=8, max_num_batched_tokens=50,
         max_model_len=100, kv_cache_gib=1e-3,
     )  # fmt: skip
