@@ -26,9 +26,10 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 
 
 def tiny_model(
-    config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
-) -> LoadedModel:
-    """A random model of a config, small enough to run in milliseconds, in float32."""
+    config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> LoadedModel:  # fmt: skip
+    """A random model of a config, small enough to run in milliseconds."""
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -37,7 +38,7 @@ def tiny_model(
         # The default initialisation makes attention all but uniform, which would hide a wrong mask.
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.2)
-    return adopt(config.model_type, torch.nn.Module.to(model, device), tokenizer)
+    return adopt(config.model_type, torch.nn.Module.to(model, device, dtype), tokenizer)
 
 
 def run(

@@ -100,8 +100,7 @@ class Batcher:
         width = self._width if decode else 0
         prefill = self._prefill_rows(rest, width)
         self._begin(width, prefill)
-        sealers = [sealer for wave in prefill.waves for sealer in self._sealers(rest, wave)]
-        return StepAttention(self.kernels, self.windows, width, prefill, sealers)
+        return StepAttention(self.kernels, self.windows, width, prefill, list(self._sealers(rest)))
 
     def rehearse(self, rows: int) -> StepAttention:
         """The attention of `rows` decoding rows that hold nothing, planned as if they were long and shared nothing."""
@@ -184,11 +183,11 @@ class Batcher:
             selects = row.kind is RowKind.SEAL and not self._reclaims
             kept[:, number] = layout.head_kept_tokens if selects else len(row.tokens)
             first += len(row.tokens)
-        return PrefillRows(address, spans, kept, tuple(_waves(rows)))
+        return PrefillRows(address, spans, kept, slice(0, len(rows)))
 
-    def _sealers(self, rows: Sequence[Row], wave: slice) -> Iterator[ChunkSealer | FusedSealer]:
-        """Who seals the rows of one wave; those that follow on each other together, where the kernels can."""
-        for (layout, kind), group in groupby(range(wave.start, wave.stop), lambda at: (rows[at].layout, rows[at].kind)):
+    def _sealers(self, rows: Sequence[Row]) -> Iterator[ChunkSealer | FusedSealer]:
+        """Who seals `rows`; those that follow on each other together, where the kernels can."""
+        for (layout, kind), group in groupby(range(len(rows)), lambda at: (rows[at].layout, rows[at].kind)):
             retention, numbers = self.retentions[layout], list(group)
             if kind is not RowKind.SEAL or (scorer := retention.scorer) is None:
                 continue
@@ -213,18 +212,6 @@ def _prefixes(rows: Sequence[Row], layouts: Sequence[Layout], table: Int64, tabl
     raw_pages = raw // layouts[0].page_tokens
     units = units_of(tables, table[:, probe, 0], sealed, chunks, raw_pages)
     return build_forest(*units, chunks)
-
-
-def _waves(rows: Sequence[Row]) -> Iterator[slice]:
-    """Runs of rows of different sequences."""
-    begin, slots = 0, set[int]()
-    for number, row in enumerate(rows):
-        if row.slot in slots:
-            yield slice(begin, number)
-            begin, slots = number, set()
-        slots.add(row.slot)
-    if slots:
-        yield slice(begin, len(rows))
 
 
 def _expected(layout: Layout, positions: Int64) -> Int32:

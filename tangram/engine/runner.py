@@ -109,8 +109,12 @@ class Runner:
         """Launch whatever steps of up to `rows` rows launch, before anything is served: what is compiled, is then."""
         if self._reclaimer is None:
             for number, entry in enumerate(self._batcher.retentions):
-                for kind, tokens in ((RowKind.TAIL, 2), (RowKind.SEAL, entry.layout.chunk_tokens)):
-                    row = Row("", 0, number, kind, 0, np.zeros(tokens, np.int64), np.zeros(0, np.int64), sample=False)
+                chunk = entry.layout.chunk_tokens
+                start = chunk if 2 * chunk <= entry.layout.max_tokens else 0  # behind something, if there is room
+                for kind, tokens in ((RowKind.TAIL, 2), (RowKind.SEAL, chunk)):
+                    row = Row(
+                        "", 0, number, kind, start, np.zeros(tokens, np.int64), np.zeros(0, np.int64), sample=False
+                    )  # fmt: skip
                     self.run(Step((row,), epoch=0), [])
         for attention in self._batcher.rehearsals(rows):
             nothing = np.zeros(attention.width, np.int64)

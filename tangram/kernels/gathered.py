@@ -1,7 +1,8 @@
-"""Prefill attention over gathered entries: a head's past is copied out of its pages, its chunk behind it (Triton).
+"""Prefill attention over gathered entries: pasts are copied out of their pages, new chunks laid behind them (Triton).
 
 What lies end to end is loaded by tensor memory access, tile by tile, without following pages in the loop that
-multiplies; heads of any lengths stay as they are. The copy is read as often as there are tiles of queries.
+multiplies; heads of any lengths stay as they are. The copy is read as often as there are tiles of queries, and rows of
+one sequence read one copy of its past, each as far as its own goes.
 """
 
 from __future__ import annotations
@@ -30,11 +31,14 @@ _WARPS, _STAGES = 4, 3
 class Part:
     """Cells (row · H + head) that are computed together: the places `cells` of each layer's order.
 
-    `queries` is the most of a row; `longest` [L] and `total` [L] are the entries of the longest segment and of all.
+    `sources` are the places of those cells whose pasts are copied. `queries` and `keys` are the most of a row,
+    `longest` [L] the entries of the longest past, `total` [L] those of all segments.
     """
 
     cells: slice
+    sources: slice
     queries: int
+    keys: int
     longest: Int64
     total: Int64
 
@@ -43,50 +47,105 @@ class Part:
 class PrefillOrder:
     """In which order a step's cells are computed, and where their entries are gathered.
 
-    `order` int32 [L, N · H]: by wave, its cells, counted from the wave's first row; `offsets` int32 [L, N · H]: by
-    cell, where its segment begins. `gathered` and `paged` are the parts of each wave that are and that are not.
+    `order` int32 [L, cells]: first the cells of each of the parts `gathered`, then those `paged` that follow pages.
+    `offsets` int32 [L, N · H, 2]: by cell, where its past and its own entries begin in the copy. `sources` int32: cells
+    of the last gathered row of each sequence, whose past holds those of the others.
     """
 
     order: Int32
     offsets: Int32
-    gathered: list[list[Part]]
-    paged: list[list[Part]]
+    sources: Int32
+    gathered: list[Part]
+    paged: slice
 
     @classmethod
-    def of(cls, rows: PrefillRows, row_bytes: int, gathers: bool) -> PrefillOrder:
+    def of(cls, rows: PrefillRows, entry_bytes: int, gathers: bool) -> PrefillOrder:
         """Those that read most come first; a row is gathered for its own length alone, if at all."""
-        layers, count, heads, _ = rows.address.shape
-        queries, keys = rows.spans[:, 1] - rows.spans[:, 0], rows.spans[:, 3] - rows.spans[:, 2]
-        entries = (rows.address[..., 2] + keys[:, None]).astype(np.int64)
-        segments = -(-entries // TILE) * TILE
-        order, offsets = (np.zeros((layers, count * heads), np.int32) for _ in range(2))
-        gathered, paged = list[list[Part]](), list[list[Part]]()
-        for wave in rows.waves:
-            numbers = np.arange(wave.start, wave.stop)
-            wanted = gathers & (keys[wave] >= LEAST_TOKENS)
-            begin, parts = wave.start * heads, (list[Part](), list[Part]())
-            for kind, members in enumerate((numbers[wanted], numbers[~wanted])):
-                for own in _within(members, segments.sum(2).max(0) * row_bytes, MOST_BYTES if kind == 0 else 0):
-                    lengths = segments[:, own].reshape(layers, -1)
-                    cells = ((own - wave.start)[:, None] * heads + np.arange(heads)).ravel()
-                    places = slice(begin, begin + len(cells))
-                    order[:, places] = cells[np.argsort(-lengths, axis=1, kind="stable")]
-                    offsets[:, wave.start * heads + cells] = np.cumsum(lengths, axis=1) - lengths
-                    part = Part(places, int(queries[own].max()), lengths.max(1), lengths.sum(1))
-                    parts[kind].append(part)
-                    begin = places.stop
-            gathered.append(parts[0])
-            paged.append(parts[1])
-        return cls(order, offsets, gathered, paged)
+        heads, asking = rows.address.shape[2], np.arange(rows.asking.start, rows.asking.stop)
+        wanted = gathers & (_keys(rows)[asking] >= LEAST_TOKENS)
+        lots = list(_lots(rows, asking[wanted], MOST_BYTES // entry_bytes))
+        offsets = np.zeros((len(rows.address), rows.address.shape[1] * heads, 2), np.int32)
+        parts, begin, first = list[Part](), 0, 0
+        for lot in lots:
+            cells, sources = (slice(at, at + len(own) * heads) for at, own in ((begin, lot.rows), (first, lot.lasts)))
+            parts.append(lot.part(rows, offsets, cells, sources))
+            begin, first = cells.stop, sources.stop
+        runs = [*(lot.rows for lot in lots), asking[~wanted]]
+        order = np.concatenate([_ordered(rows, run) for run in runs], axis=1).astype(np.int32)
+        all_sources = [_cells(lot.lasts, heads) for lot in lots]
+        return cls(
+            order, offsets, np.concatenate([np.zeros(0, np.int64), *all_sources]).astype(np.int32), parts,
+            slice(begin, order.shape[1]),
+        )  # fmt: skip
 
 
-def _within(rows: Int64, sizes: Int64, most: int) -> Iterator[Int64]:
-    """`rows` in runs of at most `most` bytes together, or of one; all at once where `most` is 0."""
-    begin = 0
-    while begin < len(rows):
-        fits = int(np.searchsorted(np.cumsum(sizes[rows[begin:]]), most, side="right")) if most else len(rows)
-        yield rows[begin : begin + max(fits, 1)]
-        begin += max(fits, 1)
+@dataclass(frozen=True, eq=False)
+class _Lot:
+    """`rows` that are gathered together: `lasts` are the last of each sequence, `sequence` [rows] points into them."""
+
+    rows: Int64
+    lasts: Int64
+    sequence: Int64
+
+    @classmethod
+    def of(cls, rows: PrefillRows, members: Int64) -> _Lot:
+        # Where the first head's table begins tells sequences apart.
+        _, index, inverse = np.unique(rows.address[0, members[::-1], 0, 0], return_index=True, return_inverse=True)
+        return cls(members, members[::-1][index], inverse[::-1])
+
+    def part(self, rows: PrefillRows, offsets: Int32, cells: slice, sources: slice) -> Part:
+        """Lays pasts and own entries end to end and enters in `offsets` where they begin."""
+        layers, _, heads, _ = rows.address.shape
+        pasts, keys = _pasts(rows, self.lasts), _keys(rows)[self.rows]
+        own = np.broadcast_to(_tiled(keys)[:, None], (layers, len(keys), heads))
+        sizes = np.concatenate([_tiled(pasts), own], axis=1).reshape(layers, -1)
+        ends = np.cumsum(sizes, axis=1)
+        begins = (ends - sizes).reshape(layers, -1, heads)
+        pasts_begin, own_begin = np.moveaxis(offsets.reshape(layers, -1, heads, 2), -1, 0)
+        pasts_begin[:, self.rows] = begins[:, self.sequence]
+        own_begin[:, self.rows] = begins[:, len(self.lasts) :]
+        queries = (rows.spans[:, 1] - rows.spans[:, 0])[self.rows]
+        return Part(cells, sources, int(queries.max()), int(keys.max()), pasts.max(axis=(1, 2)), ends[:, -1])
+
+
+def _lots(rows: PrefillRows, members: Int64, most: int) -> Iterator[_Lot]:
+    """`members` by sequences in lots of at most `most` entries, or of one sequence."""
+    whole, heads = _Lot.of(rows, members), rows.address.shape[2]
+    pasts = _tiled(_pasts(rows, whole.lasts)).sum(axis=2).max(axis=0)
+    own = np.bincount(whole.sequence, _tiled(_keys(rows)[members]), minlength=len(pasts)).astype(np.int64)
+    filled, sizes = 0, pasts + heads * own
+    lot_of = np.zeros(len(sizes), np.int64)
+    for number, size in enumerate(sizes):
+        filled += size
+        opens = number > 0 and filled > most
+        lot_of[number] = lot_of[max(0, number - 1)] + opens
+        filled = size if opens else filled
+    for lot in range(lot_of.max(initial=-1) + 1):
+        yield _Lot.of(rows, members[lot_of[whole.sequence] == lot])
+
+
+def _ordered(rows: PrefillRows, members: Int64) -> Int64:
+    """[L, cells of `members`]: those that read most come first."""
+    reads = _pasts(rows, members) + _keys(rows)[members, None]
+    places = np.argsort(-reads.reshape(len(reads), -1), axis=1, kind="stable")
+    return _cells(members, rows.address.shape[2])[places]
+
+
+def _keys(rows: PrefillRows) -> Int64:
+    return (rows.spans[:, 3] - rows.spans[:, 2]).astype(np.int64)
+
+
+def _pasts(rows: PrefillRows, members: Int64) -> Int64:
+    """[L, members, H]"""
+    return rows.address[..., 2][:, members].astype(np.int64)
+
+
+def _cells(members: Int64, heads: int) -> Int64:
+    return (members[:, None] * heads + np.arange(heads)).ravel()
+
+
+def _tiled(entries: Int64) -> Int64:
+    return -(-entries // TILE) * TILE
 
 
 def serves(pool: Tensor) -> bool:
@@ -95,49 +154,58 @@ def serves(pool: Tensor) -> bool:
     return able and pool.dtype in DTYPES and pool.shape[-1] in (64, 128)
 
 
-@triton.jit(do_not_specialize_on_alignment=["tables", "address", "spans", "order", "offsets"])
-def gather_segments(
-    k, v, pool, tables, address, spans, order, offsets, gathered_k, gathered_v, stride_k, stride_k_head, stride_v,
-    stride_v_head, H: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr,
+@triton.jit(do_not_specialize_on_alignment=["tables", "address", "sources", "offsets"])
+def gather_pasts(
+    pool, tables, address, sources, offsets, gathered_k, gathered_v,
+    D: tl.constexpr, HP: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Copy each cell's past and chunk to its segment of gathered_k and gathered_v [entries, D], zeros behind them.
-
-    Grid (tiles of the longest segment, cells); `address`, `spans` as in `prefill.py`.
-    """
-    cell = tl.load(order + tl.program_id(1))
-    row = cell // H
-    head = cell % H
+    """Copy the past of each source cell to its segment, zeros behind it; grid (tiles of the longest past, sources)."""
+    cell = tl.load(sources + tl.program_id(1))
     past = tl.load(address + cell * 3 + 2)
-    begin = tl.load(spans + row * 5 + 2)
-    total = past + tl.load(spans + row * 5 + 3) - begin
     n = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    if tl.program_id(0) * TILE < total:
+    if tl.program_id(0) * TILE < past:
         d = tl.arange(0, D)
-        old = (n < past)[:, None]
-        new = ((n >= past) & (n < total))[:, None]
+        here = (n < past)[:, None]
         page = tl.load(tables + tl.load(address + cell * 3) + n // P, mask=n < past, other=0).to(tl.int64)
         column = tl.load(address + cell * 3 + 1)
         place = pool + ((page * HP + column) * (2 * P * D) + (n % P) * D)[:, None] + d[None, :]
-        own = (begin + n - past).to(tl.int64)[:, None]
-        target = (tl.load(offsets + cell) + n).to(tl.int64)[:, None] * D + d[None, :]
-        fresh = tl.load(k + own * stride_k + head * stride_k_head + d[None, :], mask=new, other=0.0)
-        tl.store(gathered_k + target, tl.where(old, tl.load(place, mask=old, other=0.0), fresh))
-        fresh = tl.load(v + own * stride_v + head * stride_v_head + d[None, :], mask=new, other=0.0)
-        tl.store(gathered_v + target, tl.where(old, tl.load(place + P * D, mask=old, other=0.0), fresh))
+        target = (tl.load(offsets + cell * 2) + n).to(tl.int64)[:, None] * D + d[None, :]
+        tl.store(gathered_k + target, tl.load(place, mask=here, other=0.0))
+        tl.store(gathered_v + target, tl.load(place + P * D, mask=here, other=0.0))
+
+
+@triton.jit(do_not_specialize_on_alignment=["spans", "order", "offsets"])
+def gather_chunks(
+    k, v, spans, order, offsets, gathered_k, gathered_v, stride_k, stride_k_head, stride_v, stride_v_head,
+    H: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Copy the new entries of each cell to their segment, zeros behind them; grid (tiles of the longest row, cells)."""
+    cell = tl.load(order + tl.program_id(1))
+    row = cell // H
+    head = cell % H
+    begin = tl.load(spans + row * 5 + 2)
+    count = tl.load(spans + row * 5 + 3) - begin
+    n = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    if tl.program_id(0) * TILE < count:
+        d = tl.arange(0, D)
+        here = (n < count)[:, None]
+        own = (begin + n).to(tl.int64)[:, None]
+        target = (tl.load(offsets + cell * 2 + 1) + n).to(tl.int64)[:, None] * D + d[None, :]
+        tl.store(gathered_k + target, tl.load(k + own * stride_k + head * stride_k_head + d[None, :], here, other=0.0))
+        tl.store(gathered_v + target, tl.load(v + own * stride_v + head * stride_v_head + d[None, :], here, other=0.0))
 
 
 @triton.jit
-def _absorb(acc, peak, total, query, keys, values, at, offset, last, scaling, MASKED: tl.constexpr, TILE: tl.constexpr):
-    """One tile of a segment; `last` [M] is the last entry that each query sees."""
-    k = keys.load([offset + at, 0])
+def _absorb(acc, peak, total, query, keys, values, place, n, last, scaling, MASKED: tl.constexpr, TILE: tl.constexpr):
+    """The tile of entries at `place`; `last` [M] is the last of the entries `n` that each query sees."""
+    k = keys.load([place, 0])
     scores = multiply(query, tl.trans(k), tl.zeros([query.shape[0], TILE], tl.float32))
     if MASKED:
-        n = at + tl.arange(0, TILE)
         scores = tl.where(n[None, :] > last[:, None], float("-inf"), scores)
     new_peak = tl.maximum(peak, tl.max(scores, 1) * (scaling * LOG2E))
     weights = tl.exp2(scores * (scaling * LOG2E) - new_peak[:, None])
     shrink = tl.exp2(peak - new_peak)
-    v = values.load([offset + at, 0])
+    v = values.load([place, 0])
     acc = multiply(weights.to(v.dtype), v, acc * shrink[:, None])
     return acc, new_peak, total * shrink + tl.sum(weights, 1)
 
@@ -147,7 +215,7 @@ def attend_segments(
     q, keys, values, address, spans, order, offsets, out, scaling, stride_q, stride_q_head,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Each tile of queries against its segment, causally; grid (tiles of the longest row, cells · G)."""
+    """Each tile of queries against its past and, causally, its row; grid (tiles of the longest row, cells · G)."""
     cell = tl.load(order + tl.program_id(1) // G)
     row = cell // H
     q_begin = tl.load(spans + row * 5)
@@ -157,9 +225,11 @@ def attend_segments(
     if tile >= 0:
         query_head = (cell % H) * G + tl.program_id(1) % G
         lead = tl.load(spans + row * 5 + 3) - tl.load(spans + row * 5 + 2) - queries
-        before = tl.load(address + cell * 3 + 2) + lead
-        offset = tl.load(offsets + cell)
+        past = tl.load(address + cell * 3 + 2)
+        past_place = tl.load(offsets + cell * 2)
+        own_place = tl.load(offsets + cell * 2 + 1)
         m = tile * TILE + tl.arange(0, TILE)
+        n = tl.arange(0, TILE)
         d = tl.arange(0, D)
         token = (q_begin + m).to(tl.int64)[:, None]
         wanted = (m < queries)[:, None]
@@ -167,12 +237,21 @@ def attend_segments(
         acc = tl.zeros([TILE, D], tl.float32)
         peak = tl.full([TILE], float("-inf"), tl.float32)
         total = tl.zeros([TILE], tl.float32)
-        last = before + m
-        seen_by_all = (before + tile * TILE + 1) // TILE * TILE
-        for at in range(0, seen_by_all, TILE):
-            acc, peak, total = _absorb(acc, peak, total, query, keys, values, at, offset, last, scaling, False, TILE)
-        for at in range(seen_by_all, before + tl.minimum(tile * TILE + TILE, queries), TILE):
-            acc, peak, total = _absorb(acc, peak, total, query, keys, values, at, offset, last, scaling, True, TILE)
+        # Whole tiles of both segments in one loop, so that loads run ahead across them.
+        past_tiles = past // TILE
+        own_tiles = (lead + tile * TILE + 1) // TILE
+        for at in range(0, past_tiles + own_tiles):
+            place = tl.where(at < past_tiles, past_place, own_place - past_tiles * TILE) + at * TILE
+            acc, peak, total = _absorb(acc, peak, total, query, keys, values, place, n, n, scaling, False, TILE)
+        for at in range(past_tiles * TILE, past, TILE):
+            last = past - 1 + tl.zeros([TILE], tl.int32)
+            acc, peak, total = _absorb(
+                acc, peak, total, query, keys, values, past_place + at, at + n, last, scaling, True, TILE
+            )  # fmt: skip
+        for at in range(own_tiles * TILE, lead + tl.minimum(tile * TILE + TILE, queries), TILE):
+            acc, peak, total = _absorb(
+                acc, peak, total, query, keys, values, own_place + at, at + n, lead + m, scaling, True, TILE
+            )  # fmt: skip
         place = out + (token * (H * G) + query_head) * D + d[None, :]
         tl.store(place, (acc / total[:, None]).to(out.dtype.element_ty), mask=wanted)
 
@@ -184,20 +263,25 @@ def room(part: Part, layer: int, dim: int) -> int:
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, pool: Tensor, tables: Tensor, address: Tensor, spans: Tensor, order: Tensor,
-    offsets: Tensor, gathered: Sequence[Tensor], part: Part, out: Tensor, *, layer: int, scaling: float,
+    offsets: Tensor, sources: Tensor, gathered: Sequence[Tensor], part: Part, out: Tensor, *, layer: int,
+    scaling: float,
 ) -> None:  # fmt: skip
     """Attention of the cells `order` of a part: q [T, Q, D], k, v [T', H, D] → out [T, Q, D], those rows of it.
 
-    `address` int32 [rows, H, 3] and `spans` int32 [rows, 5] are a wave's, `offsets` int32 [rows · H] too. `gathered`
-    are two tensors with `room`, which are overwritten. Otherwise the contract of `prefill.prefill`.
+    `address` int32 [N, H, 3], `spans` int32 [N, 5] and `offsets` int32 [N · H, 2] are a step's, `sources` int32 the
+    part's. `gathered` are two tensors with `room`, which are overwritten. Otherwise the contract of `prefill.prefill`.
     """
     dim, heads, group = q.shape[2], k.shape[1], q.shape[1] // k.shape[1]
-    total = int(part.total[layer])
+    total, past_tiles = int(part.total[layer]), triton.cdiv(int(part.longest[layer]), TILE)
     buffers = [buffer[: total * dim].view(total, dim) for buffer in gathered]
-    gather_segments[(triton.cdiv(int(part.longest[layer]), TILE), len(order))](
-        k, v, pool, tables, address, spans, order, offsets, *buffers, *k.stride()[:2], *v.stride()[:2],
-        H=heads, D=dim, HP=pool.shape[1], P=pool.shape[3], TILE=TILE, num_warps=4,
-    )  # fmt: skip
+    if past_tiles:
+        gather_pasts[(past_tiles, len(sources))](
+            pool, tables, address, sources, offsets, *buffers, D=dim, HP=pool.shape[1], P=pool.shape[3], TILE=TILE,
+            num_warps=4,
+        )  # fmt: skip
+    gather_chunks[(triton.cdiv(part.keys, TILE), len(order))](
+        k, v, spans, order, offsets, *buffers, *k.stride()[:2], *v.stride()[:2], H=heads, D=dim, TILE=TILE, num_warps=4
+    )
     keys, values = (TensorDescriptor(buffer, [total, dim], [dim, 1], [TILE, dim]) for buffer in buffers)
     attend_segments[(triton.cdiv(part.queries, TILE), len(order) * group)](
         q, keys, values, address, spans, order, offsets, out, scaling, *q.stride()[:2],

@@ -24,15 +24,14 @@ class PrefillRows:
 
     `address` int32 [L, N, H, 3]: each head's table offset, column and past length. `spans` int32 [N, 5]: the row's
     queries [begin, end) and keys [begin, end) in the flattened batch, and the position of its first key; the queries
-    belong to its last keys. `kept` int32 [L, N, H]: how many of its entries each
-    head keeps. `waves` are runs of rows of different sequences, one after the other: a row may follow on one of the
-    wave before.
+    belong to its last keys. `kept` int32 [L, N, H]: how many of its entries each head keeps. A row may follow on one
+    before it: what that one leaves is part of its past. `asking` are the rows that attend.
     """
 
     address: Int32
     spans: Int32
     kept: Int32
-    waves: tuple[slice, ...]
+    asking: slice
 
     @cached_property
     def whole(self) -> Bool:
@@ -41,17 +40,16 @@ class PrefillRows:
         return np.asarray((self.kept == keys[:, None]).all(axis=2), np.bool_)
 
     @cached_property
-    def longest(self) -> list[int]:
-        """By wave, the most queries of a row."""
-        queries = self.spans[:, 1] - self.spans[:, 0]
-        return [int(queries[wave].max()) for wave in self.waves]
+    def longest(self) -> int:
+        """The most queries of an asking row; 0 if there is none."""
+        return int((self.spans[:, 1] - self.spans[:, 0])[self.asking].max(initial=0))
 
     def repeated(self, row: int, tokens: int) -> PrefillRows:
-        """One wave of `row` alone, with the queries of `tokens` tokens behind its own (KVzip's second pass)."""
+        """`row` asks alone, with the queries of `tokens` tokens behind its own (KVzip's second pass)."""
         _, _, begin, end, position = self.spans[row]
         spans = self.spans.copy()
         spans[row] = 0, tokens, 0, end - begin + tokens, position
-        return replace(self, spans=spans, waves=(slice(row, row + 1),))
+        return replace(self, spans=spans, asking=slice(row, row + 1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,8 +71,8 @@ class Ranking(ABC):
 class PoolKernels(Protocol):
     """All that attention does with one pool [N_pages, Hp, 2, P, D], in its dtype.
 
-    `load` the decoding rows when they change, `begin` each forward pass, then `decode` and `prefill` wave by wave in
-    every layer. Results of a row depend on its own tokens and past alone, but for the rounding of decode, which follows
+    `load` the decoding rows when they change, `begin` each forward pass, then in every layer `decode`, `seal` and
+    `prefill`. Results of a row depend on its own tokens and past alone, but for the rounding of decode, which follows
     the plan.
     """
 
@@ -115,10 +113,10 @@ class PoolKernels(Protocol):
         ...
 
     def prefill(
-        self, layer: int, wave: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, scaling: float,
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, scaling: float,
         window: int | None, softcap: float | None, sinks: Tensor | None,
     ) -> None:  # fmt: skip
-        """Each row of a wave attends to its past and, causally, to itself; whole ones are then stored behind it.
+        """Store the whole rows behind their pasts; then each row attends to its past and, causally, to itself.
 
         q [T, Q, D], k and v [T', H, D] → out [T, Q, D].
         """

@@ -74,19 +74,21 @@ class TorchKernels:
             )  # fmt: skip
 
     def prefill(
-        self, layer: int, wave: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, scaling: float,
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, scaling: float,
         window: int | None, softcap: float | None, sinks: Tensor | None,
     ) -> None:  # fmt: skip
         """See `PoolKernels`."""
-        own = self._rows.waves[wave]
-        for row in range(own.start, own.stop):
+        asking = range(self._rows.asking.start, self._rows.asking.stop)
+        for row in asking:
+            _, _, first, last, _ = self._rows.spans[row].tolist()
+            if self._rows.whole[layer, row]:
+                self._store(layer, row, k[first:last].transpose(0, 1), v[first:last].transpose(0, 1))
+        for row in asking:
             begin, end, first, last, position = self._rows.spans[row].tolist()
             out[begin:end] = reference.prefill(
                 q[begin:end], k[first:last], v[first:last], self._pool, self._tables, *self._address(layer, row),
                 scaling=scaling, window=window, past_tokens=position, softcap=softcap, sinks=sinks,
             )  # fmt: skip
-            if self._rows.whole[layer, row]:
-                self._store(layer, row, k[first:last].transpose(0, 1), v[first:last].transpose(0, 1))
 
     def seal(self, layer: int, rows: slice, ranking: Ranking, k: Tensor, v: Tensor) -> None:
         """See `PoolKernels`."""

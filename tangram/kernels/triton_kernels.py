@@ -125,9 +125,9 @@ class TritonKernels:
         self._cells = gathered.PrefillOrder.of(prefill, entry_bytes, self._gathers)
         arrays = [
             np.append(lengths.reshape(-1), np.int32(0)), prefill.address, prefill.spans, prefill.kept,
-            self._cells.order, self._cells.offsets,
+            self._cells.order, self._cells.offsets, self._cells.sources,
         ]  # fmt: skip
-        new_lengths, self._address, self._spans, self._kept, self._order, self._offsets = upload(
+        new_lengths, self._address, self._spans, self._kept, self._order, self._offsets, self._sources = upload(
             arrays, self._pool.device
         )
         if not hasattr(self, "_lengths"):
@@ -147,31 +147,30 @@ class TritonKernels:
             )
 
     def prefill(
-        self, layer: int, wave: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, scaling: float,
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, scaling: float,
         window: int | None, softcap: float | None, sinks: Tensor | None,
     ) -> None:  # fmt: skip
         """See `PoolKernels`."""
-        own, longest = self._rows.waves[wave], self._rows.longest[wave]
-        address, spans, heads = self._address[layer, own], self._spans[own], k.shape[1]
-        cells = slice(own.start * heads, own.stop * heads)
-        paged = [(cells, longest)]
-        if window is None and softcap is None and sinks is None:
-            paged = [(part.cells, part.queries) for part in self._cells.paged[wave]]
-            for part in self._cells.gathered[wave]:
-                gathered.attend(
-                    q, k, v, self._pool, self._tables, address, spans, self._order[layer, part.cells],
-                    self._offsets[layer, cells], self._room(part, layer), part, out, layer=layer, scaling=scaling,
-                )  # fmt: skip
-        for places, queries in paged:
-            prefill.prefill(
-                q, k, v, self._pool, self._tables, address, spans, self._order[layer, places], layer=layer,
-                longest=queries, scaling=scaling, window=window, softcap=softcap, sinks=sinks, scales=self._scales,
-                out=out,
-            )  # fmt: skip
-        if self._rows.whole[layer, own].any():
+        rows, address, spans = self._rows, self._address[layer], self._spans
+        if rows.whole[layer, rows.asking].any():
+            own = rows.asking
             store.store(
-                k, v, self._pool, self._tables, address, spans, self._kept[layer, own], layer=layer, longest=longest,
-                scales=self._scales,
+                k, v, self._pool, self._tables, address[own], spans[own], self._kept[layer, own], layer=layer,
+                longest=rows.longest, scales=self._scales,
+            )  # fmt: skip
+        plain = window is None and softcap is None and sinks is None
+        for part in self._cells.gathered if plain else ():
+            gathered.attend(
+                q, k, v, self._pool, self._tables, address, spans, self._order[layer, part.cells],
+                self._offsets[layer], self._sources[part.sources], self._room(part, layer), part, out, layer=layer,
+                scaling=scaling,
+            )  # fmt: skip
+        paged = self._cells.paged if plain else slice(0, self._order.shape[1])
+        if paged.stop > paged.start:
+            prefill.prefill(
+                q, k, v, self._pool, self._tables, address, spans, self._order[layer, paged], layer=layer,
+                longest=rows.longest, scaling=scaling, window=window, softcap=softcap, sinks=sinks,
+                scales=self._scales, out=out,
             )  # fmt: skip
 
     def _room(self, part: gathered.Part, layer: int) -> list[Tensor]:

@@ -68,11 +68,10 @@ class StepAttention:
         layer = int(module.layer_idx)  # type: ignore[arg-type]
         out, known = torch.empty(q.shape, dtype=q.dtype, device=q.device), _known(options)
         self.kernels.decode(layer, q, k, v, out, **known)
-        for number, wave in enumerate(self.prefill.waves):
-            self.kernels.prefill(layer, number, q, k, v, out, window=self.windows[layer], **known)
-            for sealer in self.sealers:
-                if wave.start <= sealer.rows.start < wave.stop:
-                    self._seal(sealer, layer, q, k, v, options["scaling"])
+        # No score looks at what attention gives: with all chunks sealed, rows of one sequence attend side by side.
+        for sealer in self.sealers:
+            self._seal(sealer, layer, q, k, v, options["scaling"])
+        self.kernels.prefill(layer, q, k, v, out, window=self.windows[layer], **known)
         return out
 
     def _seal(
@@ -99,7 +98,7 @@ class RepeatAttention:
         layer = int(module.layer_idx)  # type: ignore[arg-type]
         keys, values = (torch.cat(pair) for pair in zip(self.sealer.chunk_kv.pop(layer), (k, v), strict=True))
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self.kernels.prefill(layer, 0, q, keys, values, out, window=self.windows[layer], **_known(options))
+        self.kernels.prefill(layer, q, keys, values, out, window=self.windows[layer], **_known(options))
         if layer in self.sealer.pending:
             self.sealer.reconstruct(layer, q, k)
         return out

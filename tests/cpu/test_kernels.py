@@ -11,7 +11,6 @@ from torch import Tensor
 
 from tangram.errors import IntegrityError
 from tangram.kernels import cpu, reference
-from tangram.kernels.step import PrefillRows
 from tangram.plan.aot import plan_aot
 from tangram.plan.form import DecodeRows, TaskList, WorkPlan, assemble
 from tangram.plan.plain import plan_plain
@@ -206,13 +205,3 @@ def test_stored_entries_are_read_back_and_nothing_else_is_touched(counts: list[i
         assert torch.equal(read[0], k[head]) and torch.equal(read[1], v[head])
     changed = (batch.pool.nan_to_num(7.0) != before.nan_to_num(7.0)).any(-1).any(2).sum()
     assert sum(room) > 0 and changed == sum(room)
-
-
-def test_prefill_starts_with_what_has_most_to_read_in_each_wave() -> None:
-    past = np.array([[[5, 0], [40, 7], [0, 90]], [[1, 1], [1, 1], [2, 2]]])  # [L, N, H]
-    address = np.stack([np.zeros_like(past), np.zeros_like(past), past], axis=-1).astype(np.int32)
-    spans = np.array([[0, 10, 0, 10, 5], [10, 14, 10, 14, 40], [14, 15, 14, 15, 90]], np.int32)
-    rows = PrefillRows(address, spans, np.zeros_like(past), (slice(0, 2), slice(2, 3)), (False, False))
-    # Row 0 brings 10 entries of its own, row 1 four: 15, 10 and 44, 11 in layer 0.
-    assert rows.order.tolist() == [[2, 0, 3, 1, 1, 0], [0, 1, 2, 3, 0, 1]]
-    assert rows.repeated(2, 4).order[:, 4:].tolist() == [[1, 0], [0, 1]]

@@ -18,28 +18,32 @@ LIMIT = {torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
 class Requests:
-    """Rows of `keys` new tokens, `queries` of which ask, behind `past` [rows, H] entries; page tables without order."""
+    """Rows of `keys` new tokens, `queries` of which ask, behind `past` [rows, H] entries; page tables without order.
+
+    Rows of one `sequence` stand on one table, each on as much of it as its past has.
+    """
 
     def __init__(
-        self, keys: Sequence[int], past: Sequence[Sequence[int]], dtype: torch.dtype, queries: Sequence[int] = ()
+        self, keys: Sequence[int], past: Sequence[Sequence[int]], dtype: torch.dtype, queries: Sequence[int] = (),
+        sequence: Sequence[int] = (),
     ) -> None:  # fmt: skip
         torch.manual_seed(sum(keys))
-        asking = list(queries or keys)
+        asking, sequences = list(queries or keys), np.array(sequence or range(len(keys)))
         batch = torch.randn(max(sum(keys), sum(asking)) + 7, (GROUP + 2) * HEADS, DIM).to(dtype)
         self.q, self.k, self.v = batch[3:-4].split([HEADS * GROUP, HEADS, HEADS], dim=1)  # as a flattened batch lies
         self.past = np.array(past)
-        pages = -(-self.past // PAGE) + 1
-        first = np.cumsum(pages).reshape(pages.shape) - pages
+        pages = np.array([-(-self.past[sequences == one].max(0) // PAGE) + 1 for one in np.unique(sequences)])
+        first = (np.cumsum(pages).reshape(pages.shape) - pages)[sequences]
         self.pool = torch.randn(int(pages.sum()), 2, 2, PAGE, DIM).to(dtype)
         self.tables = torch.randperm(int(pages.sum())).int()
-        self.address = np.stack([first, np.indices(pages.shape)[1] % 2, self.past], -1).astype(np.int32)
+        self.address = np.stack([first, np.indices(first.shape)[1] % 2, self.past], -1).astype(np.int32)
         ends, asked = np.cumsum(keys), np.cumsum(asking)
         position = self.past.max(1)
         self.spans = np.stack([asked - asking, asked, ends - keys, ends, position], 1).astype(np.int32)
 
-    def rows(self, waves: Sequence[slice]) -> PrefillRows:
+    def rows(self, asking: slice) -> PrefillRows:
         kept = np.broadcast_to((self.spans[:, 3] - self.spans[:, 2])[None, :, None], (1, len(self.spans), HEADS))
-        return PrefillRows(self.address[None], self.spans, np.ascontiguousarray(kept, np.int32), tuple(waves))
+        return PrefillRows(self.address[None], self.spans, np.ascontiguousarray(kept, np.int32), asking)
 
     def expected(self, row: int) -> Tensor:
         begin, end, first, last, _ = self.spans[row]
@@ -50,27 +54,25 @@ class Requests:
         )  # fmt: skip
 
 
-def attended(asked: Requests, waves: Sequence[slice], device: torch.device) -> Tensor:
-    """What the gathered parts of all waves leave of an output full of NaN."""
+def attended(asked: Requests, device: torch.device, asking: slice | None = None) -> Tensor:
+    """What the gathered parts leave of an output full of NaN."""
     from tangram.kernels import gathered
 
-    cells = gathered.PrefillOrder.of(asked.rows(waves), 2 * DIM * 2, gathers=True)
+    rows = asked.rows(asking or slice(0, len(asked.spans)))
+    cells = gathered.PrefillOrder.of(rows, 2 * DIM * 2, gathers=True)
     q, k, v, pool, tables = (x.to(device) for x in (asked.q, asked.k, asked.v, asked.pool, asked.tables))
     out = torch.full(q.shape, torch.nan, dtype=q.dtype, device=device)
 
     def there(array: Int32) -> Tensor:
         return torch.from_numpy(array).to(device)
 
-    for wave, parts in zip(waves, cells.gathered, strict=True):
-        for part in parts:
-            copies = [
-                torch.full((gathered.room(part, 0, DIM),), torch.nan, dtype=q.dtype, device=device) for _ in range(2)
-            ]
-            gathered.attend(
-                q, k, v, pool, tables, there(asked.address[wave]), there(asked.spans[wave]),
-                there(cells.order[0, part.cells]), there(cells.offsets[0, wave.start * HEADS : wave.stop * HEADS]),
-                copies, part, out, layer=0, scaling=DIM**-0.5,
-            )  # fmt: skip
+    for part in cells.gathered:
+        copies = [torch.full((gathered.room(part, 0, DIM),), torch.nan, dtype=q.dtype, device=device) for _ in range(2)]
+        gathered.attend(
+            q, k, v, pool, tables, there(asked.address), there(asked.spans), there(cells.order[0, part.cells]),
+            there(cells.offsets[0]), there(cells.sources[part.sources]), copies, part, out, layer=0,
+            scaling=DIM**-0.5,
+        )  # fmt: skip
     return out.cpu()
 
 
@@ -84,47 +86,69 @@ def least(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_rows_see_their_pasts_and_themselves(dtype: torch.dtype, device: torch.device) -> None:
     asked = Requests([40, 64, 100, 31], [[0, 0, 0], [128, 3, 64], [60, 200, 0], [7, 7, 150]], dtype)
-    out = attended(asked, [slice(0, 3), slice(3, 4)], device)
+    out = attended(asked, device)
     for row, (begin, end, *_) in enumerate(asked.spans):
         torch.testing.assert_close(out[begin:end], asked.expected(row), rtol=LIMIT[dtype], atol=LIMIT[dtype])
 
 
+def test_rows_of_one_sequence_see_as_much_of_its_past_as_is_theirs(device: torch.device) -> None:
+    past = [[10, 70, 0], [5, 5, 5], [42, 128, 16], [9, 6, 5], [74, 130, 32]]
+    asked = Requests([64, 40, 64, 33, 64], past, torch.float16, sequence=[0, 1, 0, 1, 0])
+    out = attended(asked, device)
+    for row, (begin, end, *_) in enumerate(asked.spans):
+        torch.testing.assert_close(out[begin:end], asked.expected(row), rtol=2e-3, atol=2e-3)
+
+
 def test_queries_of_a_second_pass_see_the_keys_before_them(device: torch.device) -> None:
-    asked = Requests([90], [[30, 17, 64]], torch.float16, queries=[20])
-    torch.testing.assert_close(attended(asked, [slice(0, 1)], device)[:20], asked.expected(0), rtol=2e-3, atol=2e-3)
+    asked = Requests([90, 50], [[30, 17, 64], [1, 1, 1]], torch.float16, queries=[20, 0])
+    out = attended(asked, device, asking=slice(0, 1))
+    torch.testing.assert_close(out[:20], asked.expected(0), rtol=2e-3, atol=2e-3)
+    assert out[20:].isnan().all()
 
 
 def test_a_row_is_computed_alike_whatever_is_beside_it(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if not all of a wave fits at a time."""
+    """Also if not all rows fit at a time."""
     from tangram.kernels import gathered
 
-    asked = Requests([40, 64, 50], [[90, 5, 33], [128, 3, 64], [10, 0, 200]], torch.float16)
-    together = attended(asked, [slice(0, 3)], device)
-    assert torch.equal(attended(asked, [slice(0, 1), slice(1, 2), slice(2, 3)], device), together)
+    past = [[90, 5, 33], [128, 3, 64], [10, 0, 200], [100, 69, 40]]
+    asked = Requests([40, 64, 50, 30], past, torch.float16, sequence=[0, 1, 2, 0])
+    together = attended(asked, device)
+    for row, (begin, end, *_) in enumerate(asked.spans):
+        assert torch.equal(attended(asked, device, asking=slice(row, row + 1))[begin:end], together[begin:end])
     monkeypatch.setattr(gathered, "MOST_BYTES", 1)
-    assert torch.equal(attended(asked, [slice(0, 3)], device), together)
+    assert torch.equal(attended(asked, device), together)
 
 
-def test_every_cell_is_computed_once_and_short_rows_follow_pages() -> None:
+@pytest.mark.parametrize("most_entries", [1 << 20, 600, 1])
+def test_every_cell_is_computed_once_and_every_past_copied_once(
+    most_entries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row 1 and 3 are short and follow pages; 0 and 4 are of one sequence."""
     from tangram.kernels import gathered
 
-    asked = Requests([40, 5, 64, 29, 33], [[9, 80, 200]] * 5, torch.float16)
-    waves = [slice(0, 2), slice(2, 5)]
-    cells = gathered.PrefillOrder.of(asked.rows(waves), 256, gathers=True)
-    nothing = gathered.PrefillOrder.of(asked.rows(waves), 256, gathers=False)
-    assert [sum(map(len, nothing.gathered))] == [0]
-    for wave, (own, others) in zip(waves, zip(cells.gathered, cells.paged, strict=True), strict=True):
-        rows = [
-            sorted({int(cell) // HEADS for part in parts for cell in cells.order[0, part.cells]})
-            for parts in (own, others)
+    monkeypatch.setattr(gathered, "MOST_BYTES", most_entries * 256)
+    past = [[9, 80, 200], [9, 80, 200], [1, 2, 3], [4, 4, 4], [50, 80, 210]]
+    asked = Requests([40, 5, 64, 29, 33], past, torch.float16, sequence=[0, 1, 2, 3, 0])
+    rows = asked.rows(slice(0, 5))
+    cells = gathered.PrefillOrder.of(rows, 256, gathers=True)
+    runs = [cells.order[0, part.cells] for part in cells.gathered]
+    assert {tuple(sorted({int(cell) // HEADS for cell in run})) for run in runs} == (
+        {(0, 2, 4)} if most_entries > 600 else {(0, 4), (2,)}
+    )
+    assert sorted(cells.order[0, cells.paged] // HEADS) == [1] * HEADS + [3] * HEADS
+    assert sorted(cells.order[0]) == list(range(5 * HEADS))
+    assert sorted(cells.sources) == sorted([*range(2 * HEADS, 3 * HEADS), *range(4 * HEADS, 5 * HEADS)])
+    reads = np.array(past) + (asked.spans[:, 3] - asked.spans[:, 2])[:, None]
+    for part, run in zip(cells.gathered, runs, strict=True):
+        assert (np.diff(reads.ravel()[run]) <= 0).all(), "who reads most comes first"
+        taken = [(cells.offsets[0, cell, 0], past[cell // HEADS][cell % HEADS]) for cell in cells.sources[part.sources]]
+        taken += [
+            (cells.offsets[0, cell, 1], asked.spans[cell // HEADS, 3] - asked.spans[cell // HEADS, 2]) for cell in run
         ]
-        assert rows == ([[0], [1]] if wave.start == 0 else [[0, 2], [1]])
-        places = np.concatenate([np.arange(part.cells.start, part.cells.stop) for part in (*own, *others)])
-        assert sorted(places) == list(range(wave.start * HEADS, wave.stop * HEADS))
-        assert sorted(cells.order[0, places]) == list(range((wave.stop - wave.start) * HEADS))
-        for part in own:
-            segments = cells.offsets[0, wave.start * HEADS + cells.order[0, part.cells]]
-            lengths = asked.past[0][cells.order[0, part.cells] % HEADS]
-            assert (segments % gathered.TILE == 0).all() and len(set(segments.tolist())) == len(segments)
-            assert (np.diff(lengths) <= 0).all() or len(set(asked.spans[wave, 3] - asked.spans[wave, 2])) > 1
-            assert part.total[0] > segments.max() and part.longest[0] == 64 * -(-(200 + part.queries) // 64)
+        taken.sort()
+        ends = [begin + length for begin, length in taken]
+        assert all(end <= begin for end, (begin, _) in zip(ends, taken[1:], strict=False)), "segments overlap"
+        assert ends[-1] <= part.total[0] and all(begin % gathered.TILE == 0 for begin, _ in taken)
+    assert (cells.offsets[0, :HEADS, 0] == cells.offsets[0, 4 * HEADS :, 0]).all(), "one copy for both rows"
+    nothing = gathered.PrefillOrder.of(rows, 256, gathers=False)
+    assert nothing.gathered == [] and sorted(nothing.order[0, nothing.paged]) == list(range(5 * HEADS))

@@ -27,14 +27,18 @@ def test_a_rehearsal_leaves_no_trace(case: str, device: torch.device, tmp_path: 
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="nothing is compiled in the interpreter")
+@pytest.mark.parametrize("head_dim, dtype", [(32, torch.float32), (64, torch.bfloat16)])
 def test_nothing_is_compiled_once_an_engine_serves(
-    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    head_dim: int, dtype: torch.dtype, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Mixed steps, splits, shared prefixes and seals: all of it was launched before."""
+    """Mixed steps, splits, shared prefixes, seals, gathered pasts: all of it was launched before."""
     from triton import knobs
 
+    from tangram.kernels import gathered
+
+    monkeypatch.setattr(gathered, "LEAST_TOKENS", CHUNK)
     # A head dim that no other test has, so that no other test has compiled anything for it.
-    loaded = tiny_model(LlamaConfig(**(BASE | {"head_dim": 32})), load_tokenizer("smollm2"), device)
+    loaded = tiny_model(LlamaConfig(**(BASE | {"head_dim": head_dim})), load_tokenizer("smollm2"), device, dtype)
     profile = profile_file(loaded, tmp_path, chunk_tokens=CHUNK)
     compiled: list[str] = []
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **about: compiled.append(about["repr"]))
