@@ -180,7 +180,7 @@ class PageMove:
 
 @dataclass(frozen=True)
 class Step:
-    """One forward pass: DECODE rows first, then TAIL and SEAL rows. `epoch` changes when the DECODE membership does.
+    """One forward pass: DECODE rows first, then SEAL and TAIL rows. `epoch` changes when the DECODE membership does.
 
     A sequence may have several SEAL rows and a TAIL row, in the order of its tokens; each attends to what those before
     it have left. `moves` are made before it, in their order; unless they are `awaited`, no row touches a page that they

@@ -3,13 +3,12 @@
 Sequences are served in the order of when they are due: the tokens computed when they came, plus `prompt_patience`
 times the new tokens they came with. Short prompts pass long ones, and after so many tokens nobody passes any more.
 
-A step is a budget of tokens. Decoding sequences take one each; what is left goes to whole chunks and prompt tails,
-first of running then of waiting sequences; and while something is left, round by round, to the chunks that follow on
-those. A chunk is never split. A sequence is
-admitted when its footprint up to the end of its current chunk can be promised, and asks again only when a chunk ends;
-if there is no room then, the last is preempted and later computed anew to the same state. The first goes on.
-Whoever would begin with a chunk that another seals in the same step waits for the next one, and finds it in the cache.
-Whose chunks come back from host memory joins one step later, while others run: the step runs beside the copies.
+A step is a budget of tokens. Decoding sequences take one each; what is left goes to whole chunks and prompt tails of
+one sequence after the other, running or waiting. A chunk is never split. A sequence is admitted when its footprint up
+to the end of its current chunk can be promised, and asks again only when a chunk ends; if there is no room then, the
+last is preempted and later computed anew to the same state. The first goes on. Whoever would begin with a chunk that
+another seals in the same step waits for the next one, and finds it in the cache. Whose chunks come back from host
+memory joins one step later, while others run: the step runs beside the copies.
 
 A step may be scheduled while the tokens of the one before are still on the device: only how many there are matters.
 """
@@ -19,7 +18,6 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain
 
 from tangram.cache.manager import CacheManager
 from tangram.cache.sequence import SequenceCache
@@ -85,13 +83,14 @@ class Scheduler:
         unfinished = [sequence for sequence in active if not _decodes(sequence)]
         decode = [self._decode_row(sequence) for sequence in active if _decodes(sequence)]
         budget -= len(decode)
-        arriving: list[Sequence] = []
-        prefill = self._prefill(chain(unfinished, self._arrived(self._admissions(fresh_batch), arriving)), budget)
+        in_turn = self._in_turn(unfinished, self._admissions(fresh_batch))
+        prefill = self._prefill((sequence for sequence in in_turn if not _held(sequence).arriving), budget)
         if not decode and not prefill:
-            prefill = self._prefill(arriving, budget)
+            prefill = self._prefill([sequence for sequence in self.running if _held(sequence).arriving], budget)
         if not decode and not prefill:
             return None
         self.counters.steps += 1
+        prefill.sort(key=lambda row: row.kind is RowKind.TAIL)  # whole chunks lie end to end: they are sealed together
         rows = tuple(decode + prefill)
         self.counters.computed_tokens += sum(len(row.tokens) for row in rows)
         return Step(rows, self._epoch_of(decode), *self.cache.take_moves(row.slot for row in rows))
@@ -127,27 +126,32 @@ class Scheduler:
         self.counters.preemptions += 1
         self._queue(sequence)
 
-    def _admissions(self, fresh_batch: bool) -> Iterable[Sequence]:
+    def _in_turn(self, unfinished: Iterable[Sequence], admissions: Iterator[Sequence]) -> Iterator[Sequence]:
+        """Both by rank; who waits is admitted when its turn comes, and those that run go on if it cannot be."""
+        for sequence in unfinished:
+            while self.waiting and self.waiting[0].rank < sequence.rank:
+                admitted = next(admissions, None)
+                if admitted is None:
+                    break
+                yield admitted
+            yield sequence
+        yield from admissions
+
+    def _admissions(self, fresh_batch: bool) -> Iterator[Sequence]:
         """Waiting sequences as they are admitted; static batching admits a whole batch at once, when none runs."""
         if self.config.scheduling == "continuous":
             return self._admit_in_order()
-        return list(self._admit_in_order()) if fresh_batch else ()
+        return iter(list(self._admit_in_order()) if fresh_batch else ())
 
     def _admit_in_order(self) -> Iterator[Sequence]:
-        """Stops at the first that does not fit: nobody of a lower rank overtakes it."""
+        """Stops at the first that does not fit: nobody of a later rank overtakes it."""
         while self.waiting and len(self.running) < self.config.max_num_seqs and self._admit(self.waiting[0]):
             sequence = self.waiting.pop(0)
             insort(self.running, sequence, key=lambda entry: entry.rank)
             yield sequence
-
-    def _arrived(self, admitted: Iterable[Sequence], arriving: list[Sequence]) -> Iterator[Sequence]:
-        """Those whose pages are all there. The others go to `arriving`, up to about a step's budget of tokens."""
-        for sequence in admitted:
-            if not _held(sequence).arriving:
-                yield sequence
-                continue
-            arriving.append(sequence)
-            if sum(_held(entry).cached_tokens for entry in arriving) >= self.config.max_num_batched_tokens:
+            # About a step's budget of tokens may be on its way from host memory.
+            arriving = (_held(entry).cached_tokens for entry in self.running if _held(entry).arriving)
+            if sum(arriving) >= self.config.max_num_batched_tokens:
                 return
 
     def _admit(self, sequence: Sequence) -> bool:
@@ -173,19 +177,17 @@ class Scheduler:
         return self._row(sequence, RowKind.DECODE, start, start + 1, sample=True)
 
     def _prefill(self, candidates: Iterable[Sequence], budget: int) -> list[Row]:
-        """Rows of the first round, of the second, …, until the next one does not fit."""
+        """All rows that the first may have, then those of the second, …, until the next one does not fit."""
         rows: list[Row] = []
-        while candidates:
-            again = []
-            for sequence in candidates:
+        for sequence in candidates:
+            goes_on = True
+            while goes_on:
                 row = self._prefill_row(sequence, budget)
                 if row is None:
                     return rows
                 rows.append(row)
                 budget -= len(row.tokens)
-                if self._goes_on(sequence, row):
-                    again.append(sequence)
-            candidates = again
+                goes_on = self._goes_on(sequence, row)
         return rows
 
     def _goes_on(self, sequence: Sequence, row: Row) -> bool:

@@ -1,7 +1,7 @@
 """The one attention function that every model calls, and what it does for one step.
 
 Transformers passes the step through as the keyword argument `tangram`, so there is no global state. Queries, keys and
-values arrive as [1, heads, T, D] for the flattened batch: DECODE rows first, one token each, then TAIL and SEAL rows.
+values arrive as [1, heads, T, D] for the flattened batch: DECODE rows first, one token each, then SEAL and TAIL rows.
 """
 
 from __future__ import annotations

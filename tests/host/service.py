@@ -133,9 +133,10 @@ class Service:
         self._check_several(step, by_slot)
         assert all((row.kind is RowKind.DECODE) == (at < step.decode_rows) for at, row in enumerate(step.rows))
         served = [by_slot[row.slot] for row in step.rows]
-        # Whoever was the first before: a newcomer may be due earlier, and be let in after this step's tokens are spent.
-        working = (entry for entry in starts if entry.cache and not entry.complete)
-        assert next(working, served[0]) in served, "the first stands still"
+        # Whoever was the first before goes on, unless newcomers who are due earlier take the step.
+        working = next((entry for entry in starts if entry.cache and not entry.complete), served[0])
+        passing = [entry for entry in served[step.decode_rows :] if entry not in starts and entry.rank < working.rank]
+        assert working in served or passing, "the first stands still"
         for row in step.rows:
             sequence, end = by_slot[row.slot], row.start + len(row.tokens)
             assert row.request_id == sequence.request_id and row.layout == sequence.layout
@@ -158,7 +159,7 @@ class Service:
 
     def _check_several(self, step: Step, by_slot: dict[int, TokenSequence]) -> None:
         """Rows of one sequence follow on each other: chunks, then perhaps a tail."""
-        last: dict[int, Row] = {}
+        last = dict[int, Row]()
         for row in step.rows:
             before = last.get(row.slot)
             if before is not None:
@@ -176,9 +177,17 @@ class Service:
         if any(move.inward for move in step.moves):
             return
         head = waiting[0]
+        if any(self._spent(step, row, by_slot[row.slot]) for row in {row.slot: row for row in step.rows}.values()):
+            return
         if len({row.slot for row in step.rows}) == len([entry for entry in running if not entry.complete]):
             full = self.layouts[head.layout].promised_pages(head.known, head.limit) > self.manager.spare_pages
             assert full or head.pending or any(self._begins_like(head, row, by_slot[row.slot]) for row in step.rows)
+
+    def _spent(self, step: Step, last: Row, sequence: TokenSequence) -> bool:
+        """Whether there was no room in `step` for what follows on the `last` row of a sequence."""
+        left = self.config.max_num_batched_tokens - sum(len(row.tokens) for row in step.rows)
+        rest = sequence.known - last.start - len(last.tokens)
+        return last.kind is RowKind.SEAL and rest > 1 and min(rest, self.config.chunk_tokens) > left
 
     def _begins_like(self, head: TokenSequence, row: Row, other: TokenSequence) -> bool:
         """Whether `row` seals a chunk of `other` that `head` has too."""

@@ -70,10 +70,7 @@ class Device:
         self.host: list[Label | None] = [None] * (manager.host.total * self.page_tokens)
 
     def run(self, step: Step, sequences: dict[int, TokenSequence]) -> None:
-        """Every row reads what it must, then writes; nobody writes what a row of another sequence touches.
-
-        Rows of one sequence run one after the other, the first of all sequences before the second of any.
-        """
+        """All rows write, then every row reads what it must; nobody writes what a row of another sequence touches."""
         work = [(row, *self._work(row, sequences[row.slot])) for row in step.rows]
         self._check_touched(work)
         self.move(step.moves)
@@ -83,20 +80,14 @@ class Device:
             assert not coming & touched, "a row touches a page that is still being copied"
         for row in {row.slot: row for row in step.rows}.values():  # the last of each sequence
             self._check_length(row)
-        turn = Counter[int]()
-        rounds: dict[int, list[Work]] = {}
-        for entry in work:
-            rounds.setdefault(turn[entry[0].slot], []).append(entry)
-            turn[entry[0].slot] += 1
-        assert [entry for turn in sorted(rounds) for entry in rounds[turn]] == work, "rows are not in order of rounds"
-        for _, together in sorted(rounds.items()):
-            for row, reads, _ in together:
-                for place, label in reads.items():
-                    found = self.entries[place]
-                    assert found == label, f"{row.kind} at {row.start} reads {found}, not {label}"
-            for _, _, writes in together:
-                for place, label in writes.items():
-                    self.entries[place] = label
+        for _, _, writes in work:
+            for place, label in writes.items():
+                self.entries[place] = label
+        for row, reads, _ in work:
+            for place, label in reads.items():
+                assert self.entries[place] == label, (
+                    f"{row.kind} at {row.start} reads {self.entries[place]}, not {label}"
+                )
 
     def move(self, moves: Sequence[PageMove]) -> None:
         """Copies between the pool and host memory, one after the other; what leaves is read before any comes in."""

@@ -238,16 +238,27 @@ def first_step(**options: Any) -> list[tuple[str, str, int, bool]]:
     return [(row.request_id, row.kind.value, row.start, row.sample) for row in step.rows] if step else []
 
 
-def test_what_is_left_of_a_step_goes_to_the_chunks_that_follow_in_rounds() -> None:
-    one_round = [("2", "seal", 0, False), ("4", "seal", 0, False)]
-    assert first_step(slack_tokens=40) == [
-        *one_round, ("2", "seal", 8, False), ("4", "seal", 8, False), ("2", "tail", 16, True), ("4", "seal", 16, False),
-        ("4", "tail", 24, True),
-    ]  # fmt: skip
-    assert first_step(slack_tokens=6) == one_round
-    assert first_step(slack_tokens=40, one_at_a_time=frozenset([0])) == one_round
+def test_a_step_goes_to_one_prompt_after_the_other() -> None:
+    one_chunk = [("2", "seal", 0, False), ("4", "seal", 0, False)]
+    whole = [("2", "seal", 0, False), ("2", "seal", 8, False), ("2", "tail", 16, True)]
+    other = [("4", "seal", 0, False), ("4", "seal", 8, False), ("4", "seal", 16, False), ("4", "tail", 24, True)]
+    assert first_step(slack_tokens=40) == [*whole[:2], *other[:3], whole[2], other[3]], "whole chunks lie end to end"
+    assert first_step(slack_tokens=14) == [
+        *whole,
+    ]
+    assert first_step(slack_tokens=6) == whole[:2]
+    assert first_step(slack_tokens=40, one_at_a_time=frozenset([0])) == one_chunk
     sliding = geometry(2, 2, (None, 11))
-    assert first_step(slack_tokens=40, layout={"model": sliding}) == one_round
+    assert first_step(slack_tokens=40, layout={"model": sliding}) == one_chunk
+
+
+def test_a_short_prompt_does_not_wait_until_a_long_one_under_way_is_through() -> None:
+    service = Service([layout(4)], slack_pages=1000, max_num_seqs=2)
+    long = service.submit([1] * 40, 1)
+    service.step()
+    short = service.submit([2] * 8, 1)
+    service.step()
+    assert service.ended == [short] and long.cache is not None
 
 
 def test_generated_tokens_are_sealed_when_they_fill_their_chunk() -> None:
