@@ -1,8 +1,8 @@
 """Forgetting what may not be sound: a sequence whose logits are NaN has unsound state somewhere, nobody knows where.
 
 So its whole chain goes, from its first link on: what it computed, and what it found there, of which one link may have
-been broken by whoever came before and never looked at a logit. With it goes whatever descends from those links, in host
-memory too, because it was computed over them. Nothing else can be touched, since state depends on a sequence's own chain
+been broken by whoever came before and never looked at a logit. With it goes whatever descends from those links, in
+host memory too, because it was computed over them. Nothing else can be touched, since state depends on the own chain
 alone. The price of going too far is to compute a prefix once more.
 """
 
