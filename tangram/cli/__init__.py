@@ -46,19 +46,30 @@ def serve(
     served_model_name: Annotated[
         str | None, typer.Option(help="name of the model in the API; MODEL if not given")
     ] = None,
-    api_key: Annotated[str | None, typer.Option(help="key that requests must carry", envvar="TANGRAM_API_KEY")] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="a key that requests may carry, again for more; in the variable with spaces between",
+            envvar="TANGRAM_API_KEY",
+        ),
+    ] = None,
+    max_body_mb: Annotated[float, typer.Option(help="most megabytes of a request's body")] = 16.0,
 ) -> None:
     """Serve MODEL over an OpenAI-compatible HTTP API."""
     # Imports and weights live as long as the process: collecting among them costs half a second now and a pause later.
     gc.disable()
     from tangram.engine.setup import build_engine
+    from tangram.serve.guard import Protection
     from tangram.serve.http import serve_forever
 
+    protection = Protection(tuple(api_key or ()), max_body_mb)
     _log_to_terminal()
     engine = build_engine(config)
     gc.freeze()
     gc.enable()
-    serve_forever(engine, host=host, port=port, served_model_name=served_model_name or config.model, api_key=api_key)
+    serve_forever(
+        engine, host=host, port=port, served_model_name=served_model_name or config.model, protection=protection
+    )
 
 
 @app.command()

@@ -22,11 +22,18 @@ HEALTH_CHECK_S = 1.0
 class Codec(Protocol):
     """Text to tokens and back, as the server needs it."""
 
+    @property
+    def longest_token_bytes(self) -> int:
+        """No token is made of more bytes of text."""
+
     def encode(self, text: str) -> tuple[int, ...]:
         """The tokens of a raw prompt."""
 
     def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
         """The tokens of a conversation up to the answer; raises `RequestError` if the template rejects it."""
+
+    def verbatim(self, token_ids: Sequence[int], field: str) -> str:
+        """The text of tokens, special ones by name; raises `RequestError` (`field`) if one is not in the vocabulary."""
 
     def token_text(self, token_id: int) -> TokenText:
         """One token as `logprobs` reports it."""

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from tangram.errors import RequestError
 
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
+_MAX_MESSAGE_CHARACTERS = 1000  # messages quote what the client sent, which may be millions of characters
 
 
 class ApiError(Exception):
@@ -25,12 +26,17 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """The JSON body, also sent as an event when a stream fails half way."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        param = None if self.param is None else _shortened(self.param)
+        return {"error": {"message": _shortened(str(self)), "type": kind, "param": param, "code": self.code}}
 
     def response(self, headers: Mapping[str, str] | None = None) -> Response:
         """ASCII JSON, because a message may quote text of the client that UTF-8 cannot spell."""
         content = json.dumps(self.body()).encode("ascii")
         return Response(content, self.status, dict(headers or {}), media_type="application/json")
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MAX_MESSAGE_CHARACTERS else f"{text[:_MAX_MESSAGE_CHARACTERS]}…"
 
 
 def _field_path(location: Sequence[str | int]) -> str:
@@ -79,7 +85,8 @@ def install_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     def on_http_exception(request: Request, error: HTTPException) -> Response:
-        message = f"{request.method} {request.url.path}: {error.detail}"
+        # `request.url` is made of the Host header too, which may be anything.
+        message = f"{request.method} {request.scope['path']}: {error.detail}"
         return ApiError(error.status_code, message).response(error.headers)
 
     @app.exception_handler(Exception)

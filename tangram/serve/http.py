@@ -7,10 +7,10 @@ starts and stops the engine.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from importlib.metadata import version as version_of
 from socket import socket
 
 import uvicorn
@@ -22,16 +22,25 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tangram.serve.bridge import ServedEngine
 from tangram.serve.errors import ApiError, install_handlers
 from tangram.serve.exposition import ServerMetrics
+from tangram.serve.guard import MAX_HEADER_BYTES, BoundRequests, NameRequests, Protection, RequireKeys
 from tangram.serve.replies import Json
 from tangram.serve.schema import ChatRequest, CompletionRequest
 from tangram.serve.service import Service
+from tangram.serve.wire import HttpProtocol
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics")
+ENDPOINTS = (
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/tokenize", "/detokenize", "/health",
+    "/ready", "/version", "/metrics",
+)  # fmt: skip
 _CUT_AFTER_GRACE_S = 10
 
 
-def build_app(engine: ServedEngine, *, served_model_name: str, api_key: str | None = None) -> FastAPI:
-    """The application that serves `engine` as `served_model_name`. With `api_key`, all but /health ask for it."""
+def build_app(engine: ServedEngine, *, served_model_name: str, protection: Protection | None = None) -> FastAPI:
+    """The application that serves `engine` as `served_model_name`.
+
+    With API keys in `protection`, all but /health and /ready ask for one.
+    """
+    protection = protection or Protection()
     service = Service(engine, served_model_name)
 
     @asynccontextmanager
@@ -42,10 +51,13 @@ def build_app(engine: ServedEngine, *, served_model_name: str, api_key: str | No
         finally:
             service.stop()
 
-    app = FastAPI(title="Tangram", lifespan=lifespan, docs_url=None, redoc_url=None)
+    # A redirect for a trailing slash would be made of the Host header.
+    app = FastAPI(title="Tangram", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
     install_handlers(app)
-    if api_key is not None:
-        app.add_middleware(_RequireKey, api_key=api_key)
+    app.add_middleware(BoundRequests, max_body_bytes=protection.max_body_bytes)
+    if protection.api_keys:
+        app.add_middleware(RequireKeys, api_keys=protection.api_keys)
+    app.add_middleware(NameRequests)
     app.add_middleware(_CountRequests, metrics=service.metrics)
     _add_completion_routes(app, service)
     _add_other_routes(app, service)
@@ -79,6 +91,14 @@ def _add_other_routes(app: FastAPI, service: Service) -> None:
         status = "ok" if service.healthy else "the engine has stopped: the server's log has the reason"
         return JSONResponse({"status": status}, 200 if service.healthy else 503)
 
+    @app.get("/ready")
+    async def ready() -> JSONResponse:
+        return JSONResponse({"ready": service.ready}, 200 if service.ready else 503)
+
+    @app.get("/version")
+    async def version() -> Json:
+        return {"version": version_of("tangram")}
+
     @app.get("/metrics", response_model=None)
     def metrics() -> Response:
         return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
@@ -98,23 +118,6 @@ def _model_card(service: Service) -> Json:
         "owned_by": "tangram",
         "max_model_len": service.max_model_len,
     }
-
-
-class _RequireKey:
-    """Refuses requests without the key before their body is read."""
-
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
-        self._app, self._expected = app, f"Bearer {api_key}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] != "/health":
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            # Constant time: how long a comparison takes must not tell how much of a guess was right.
-            if not hmac.compare_digest(given, self._expected):
-                error = ApiError(401, "send 'Authorization: Bearer' with this server's API key", code="invalid_api_key")
-                await error.response({"WWW-Authenticate": "Bearer"})(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
 
 
 class _CountRequests:
@@ -158,23 +161,35 @@ class _Server(uvicorn.Server):
         await asyncio.to_thread(self._engine.stop)
 
 
+def transport_options() -> Json:
+    """The options of `uvicorn.Config` that bound what a client can send before the application sees it."""
+    return {
+        "http": HttpProtocol,
+        "ws": "none",
+        "h11_max_incomplete_event_size": MAX_HEADER_BYTES,
+        "server_header": False,
+    }
+
+
 def serve_forever(
     engine: ServedEngine,
     *,
     host: str,
     port: int,
     served_model_name: str,
-    api_key: str | None = None,
+    protection: Protection | None = None,
     shutdown_grace_s: float = 5.0,
 ) -> None:
     """Serve until SIGTERM or SIGINT; running answers get `shutdown_grace_s` to end, then they end with an error.
 
     Call it from the main thread, with an engine that is built but not started. Returns once the engine has stopped.
     """
-    app = build_app(engine, served_model_name=served_model_name, api_key=api_key)
+    app = build_app(engine, served_model_name=served_model_name, protection=protection)
     cut_after_s = int(shutdown_grace_s) + _CUT_AFTER_GRACE_S
     # log_config None: what is logged, and where, stays the caller's choice.
-    config = uvicorn.Config(app, host=host, port=port, log_config=None, timeout_graceful_shutdown=cut_after_s)
+    config = uvicorn.Config(
+        app, host=host, port=port, log_config=None, timeout_graceful_shutdown=cut_after_s, **transport_options()
+    )
     # uvicorn raises the signal again once it has shut down, which would make a clean end look like a crash.
     previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

@@ -20,6 +20,8 @@ from tangram.serve.unsupported import CHAT, COMPLETION, MESSAGE, STREAM_OPTIONS,
 from tangram.types import SamplingParams
 
 MAX_PROMPTS = 1024
+MAX_MESSAGES = 4096
+_MAX_TOKEN_DIGITS = 10
 
 
 def _encodable(text: str) -> str:
@@ -124,8 +126,9 @@ class _Sampled(_Body):
     @classmethod
     def _keys_are_token_ids(cls, bias: dict[str, float]) -> dict[str, float]:
         for key in bias:
-            if not (key.isascii() and key.isdecimal()):
-                raise ValueError(f"the key {key!r} must be a token id written in decimal digits")
+            if not (key.isascii() and key.isdecimal() and len(key) <= _MAX_TOKEN_DIGITS):
+                shown = key[: 2 * _MAX_TOKEN_DIGITS]
+                raise ValueError(f"the key {shown!r} must be a token id written in decimal digits")
         return bias
 
     @model_validator(mode="after")
@@ -162,7 +165,7 @@ class ChatRequest(_Sampled):
     """The body of POST /v1/chat/completions. Without a token limit an answer may fill the context."""
 
     refused = CHAT
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     max_completion_tokens: PositiveInt | None = None

@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from tangram.errors import RequestError
 from tangram.serve.bridge import EventStream, Job, ServedEngine
 from tangram.serve.errors import ApiError
 from tangram.serve.exposition import ServerMetrics
@@ -48,7 +49,8 @@ class Service:
         self.model = served_model_name
         self.created_s = int(time.time())
         self.metrics = ServerMetrics(engine.stats)
-        self._engine = engine
+        self.draining = False
+        self._engine, self._started = engine, False
         # Tokenizing a long prompt takes long enough to stall every stream; one thread, because tokenizers keep state.
         self._tokenizer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
 
@@ -58,6 +60,11 @@ class Service:
         return self._engine.healthy
 
     @property
+    def ready(self) -> bool:
+        """Whether new requests should come here: the engine runs, and the server is not about to end."""
+        return self._started and self.healthy and not self.draining
+
+    @property
     def max_model_len(self) -> int:
         """The most tokens, prompt and answer, of one sequence."""
         return self._engine.max_model_len
@@ -65,6 +72,7 @@ class Service:
     def start(self) -> None:
         """Start the engine's thread."""
         self._engine.start()
+        self._started = True
 
     def stop(self) -> None:
         """End the engine's thread; what still runs is aborted."""
@@ -73,20 +81,41 @@ class Service:
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        messages = [message.for_template() for message in body.messages]
-        prompt = await self._tokens(self._engine.codec.chat_prompt, messages)
+        prompt = await self.chat_prompt([message.for_template() for message in body.messages], "messages")
         return await self._answer(body, [prompt], ChatFormat(self._engine.codec, logprobs=body.logprobs), request)
 
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
         """POST /v1/completions."""
-        encode = self._engine.codec.encode
         prompts = [
-            await self._tokens(encode, prompt) if isinstance(prompt, str) else tuple(prompt) for prompt in body.prompt
+            await self.text_prompt(prompt) if isinstance(prompt, str) else tuple(prompt) for prompt in body.prompt
         ]
         if not all(prompts):
             raise ApiError(400, "prompt holds no tokens: send at least one", param="prompt", code="invalid_value")
         style = CompletionFormat(self._engine.codec, logprobs=body.logprobs is not None)
         return await self._answer(body, prompts, style, request)
+
+    async def chat_prompt(self, messages: Sequence[Mapping[str, str]], field: str) -> tuple[int, ...]:
+        """The tokens of a conversation up to the answer; raises `RequestError` (`field`) if it could never fit."""
+        self._refuse_endless((message["content"] for message in messages), field)
+        return await self._tokens(self._engine.codec.chat_prompt, messages)
+
+    async def text_prompt(self, text: str) -> tuple[int, ...]:
+        """The tokens of a raw prompt; raises `RequestError` (field `prompt`) if it could never fit."""
+        self._refuse_endless([text], "prompt")
+        return await self._tokens(self._engine.codec.encode, text)
+
+    def _refuse_endless(self, texts: Iterable[str], field: str) -> None:
+        """Tokenizing takes seconds for texts that are megabytes long: not for one that is too long anyway."""
+        size, most = (
+            sum(len(text.encode()) for text in texts),
+            self.max_model_len * self._engine.codec.longest_token_bytes,
+        )
+        if size > most:
+            raise RequestError(
+                f"{field} has {size} bytes of text, {self.max_model_len} tokens (max_model_len) hold at most {most}: "
+                "shorten it",
+                field,
+            )
 
     async def _tokens(self, encode: Callable[[Any], tuple[int, ...]], what: object) -> tuple[int, ...]:
         return await asyncio.get_running_loop().run_in_executor(self._tokenizer, encode, what)

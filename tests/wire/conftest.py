@@ -18,7 +18,8 @@ import uvicorn
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
-from tangram.serve.http import build_app
+from tangram.serve.guard import Protection
+from tangram.serve.http import build_app, transport_options
 
 from .fake_engine import FakeEngine
 
@@ -60,11 +61,12 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 5.0)
 
 
 @contextmanager
-def run_fake_server(api_key: str | None = None) -> Iterator[FakeServer]:
+def run_fake_server(*api_keys: str, max_body_mb: float = 16.0) -> Iterator[FakeServer]:
     """A real uvicorn on a free port, in a thread."""
     engine = FakeEngine()
-    app = build_app(engine, served_model_name=MODEL, api_key=api_key)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", timeout_graceful_shutdown=1))
+    app = build_app(engine, served_model_name=MODEL, protection=Protection(api_keys, max_body_mb))
+    options = {"port": 0, "log_level": "critical", "timeout_graceful_shutdown": 1}
+    server = uvicorn.Server(uvicorn.Config(app, **options, **transport_options()))
     thread = threading.Thread(target=server.run)
     thread.start()
 
@@ -95,8 +97,8 @@ def shared_server() -> Iterator[FakeServer]:
 
 @pytest.fixture
 def locked_server() -> Iterator[FakeServer]:
-    """A server whose API key is 'sesame'."""
-    with run_fake_server(api_key="sesame") as server:
+    """A server whose API keys are 'sesame' and 'poppy'."""
+    with run_fake_server("sesame", "poppy") as server:
         yield server
 
 
