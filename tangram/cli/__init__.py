@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -54,22 +55,31 @@ def serve(
         ),
     ] = None,
     max_body_mb: Annotated[float, typer.Option(help="most megabytes of a request's body")] = 16.0,
+    max_queue: Annotated[
+        int, typer.Option(help="most requests that may wait; more are told to come back later")
+    ] = 1024,
+    request_timeout_s: Annotated[
+        float, typer.Option(help="most seconds from a request to the end of its answer")
+    ] = 3600,
+    shutdown_grace_s: Annotated[float, typer.Option(help="seconds that running answers get to end at SIGTERM")] = 20,
 ) -> None:
     """Serve MODEL over an OpenAI-compatible HTTP API."""
     # Imports and weights live as long as the process: collecting among them costs half a second now and a pause later.
     gc.disable()
     from tangram.engine.setup import build_engine
+    from tangram.serve.bridge import Limits
     from tangram.serve.guard import Protection
     from tangram.serve.http import serve_forever
 
-    protection = Protection(tuple(api_key or ()), max_body_mb)
+    protection, limits = Protection(tuple(api_key or ()), max_body_mb), Limits(request_timeout_s)
     _log_to_terminal()
-    engine = build_engine(config)
+    engine = build_engine(replace(config, max_queue=max_queue))
     gc.freeze()
     gc.enable()
     serve_forever(
-        engine, host=host, port=port, served_model_name=served_model_name or config.model, protection=protection
-    )
+        engine, host=host, port=port, served_model_name=served_model_name or config.model, protection=protection,
+        limits=limits, shutdown_grace_s=shutdown_grace_s,
+    )  # fmt: skip
 
 
 @app.command()

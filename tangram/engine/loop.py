@@ -226,7 +226,7 @@ class Engine:
                         break
                     if not worked and not self._inbox:
                         self._wake.wait()
-        except Exception:
+        except BaseException:  # whatever it was, nobody serves any more
             self.healthy = False
             _log.exception("the engine has stopped")
         with self._wake:

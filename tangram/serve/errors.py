@@ -10,9 +10,12 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from tangram.errors import RequestError
+from tangram.errors import EngineError, OverloadError, RequestError
 
-_TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
+_TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error",
+    504: "timeout_error",
+}  # fmt: skip
 _MAX_MESSAGE_CHARACTERS = 1000  # messages quote what the client sent, which may be millions of characters
 
 
@@ -82,6 +85,15 @@ def install_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestError)
     def on_request_error(request: Request, error: RequestError) -> Response:
         return of_request_error(error).response()
+
+    @app.exception_handler(OverloadError)
+    def on_overload(request: Request, error: OverloadError) -> Response:
+        refusal = ApiError(429, str(error), code="queue_full")
+        return refusal.response({"Retry-After": str(error.retry_after_s)})
+
+    @app.exception_handler(EngineError)
+    def on_dead_engine(request: Request, error: EngineError) -> Response:
+        return ApiError(503, str(error)).response()
 
     @app.exception_handler(HTTPException)
     def on_http_exception(request: Request, error: HTTPException) -> Response:

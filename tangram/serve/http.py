@@ -6,12 +6,10 @@ starts and stops the engine.
 
 from __future__ import annotations
 
-import asyncio
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version as version_of
-from socket import socket
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
@@ -19,10 +17,12 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tangram.serve.bridge import ServedEngine
+from tangram.errors import EngineError
+from tangram.serve.bridge import Limits, ServedEngine
 from tangram.serve.errors import ApiError, install_handlers
 from tangram.serve.exposition import ServerMetrics
 from tangram.serve.guard import MAX_HEADER_BYTES, BoundRequests, NameRequests, Protection, RequireKeys
+from tangram.serve.process import Server
 from tangram.serve.replies import Json
 from tangram.serve.schema import ChatRequest, CompletionRequest
 from tangram.serve.service import Service
@@ -35,13 +35,15 @@ ENDPOINTS = (
 _CUT_AFTER_GRACE_S = 10
 
 
-def build_app(engine: ServedEngine, *, served_model_name: str, protection: Protection | None = None) -> FastAPI:
-    """The application that serves `engine` as `served_model_name`.
+def build_app(
+    engine: ServedEngine, *, served_model_name: str, protection: Protection | None = None, limits: Limits | None = None
+) -> FastAPI:
+    """The application that serves `engine` as `served_model_name`; its `state.service` is the `Service`.
 
     With API keys in `protection`, all but /health and /ready ask for one.
     """
     protection = protection or Protection()
-    service = Service(engine, served_model_name)
+    service = Service(engine, served_model_name, limits or Limits())
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -53,6 +55,7 @@ def build_app(engine: ServedEngine, *, served_model_name: str, protection: Prote
 
     # A redirect for a trailing slash would be made of the Host header.
     app = FastAPI(title="Tangram", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.state.service = service
     install_handlers(app)
     app.add_middleware(BoundRequests, max_body_bytes=protection.max_body_bytes)
     if protection.api_keys:
@@ -144,23 +147,6 @@ class _CountRequests:
                 self._metrics.http_requests.labels(endpoint, str(statuses[0] if statuses else 500)).inc()
 
 
-class _Server(uvicorn.Server):
-    """Ends the engine when the grace is over: its answers then end with an error, not with a cut connection."""
-
-    def __init__(self, config: uvicorn.Config, engine: ServedEngine, grace_s: float) -> None:
-        super().__init__(config)
-        self._engine, self._grace_s = engine, grace_s
-
-    async def shutdown(self, sockets: list[socket] | None = None) -> None:
-        ending = asyncio.create_task(self._end_engine())
-        await super().shutdown(sockets)
-        ending.cancel()
-
-    async def _end_engine(self) -> None:
-        await asyncio.sleep(self._grace_s)
-        await asyncio.to_thread(self._engine.stop)
-
-
 def transport_options() -> Json:
     """The options of `uvicorn.Config` that bound what a client can send before the application sees it."""
     return {
@@ -178,13 +164,15 @@ def serve_forever(
     port: int,
     served_model_name: str,
     protection: Protection | None = None,
+    limits: Limits | None = None,
     shutdown_grace_s: float = 5.0,
 ) -> None:
     """Serve until SIGTERM or SIGINT; running answers get `shutdown_grace_s` to end, then they end with an error.
 
     Call it from the main thread, with an engine that is built but not started. Returns once the engine has stopped.
+    Raises `EngineError` if it stopped by itself. A second signal ends the process at once.
     """
-    app = build_app(engine, served_model_name=served_model_name, protection=protection)
+    app = build_app(engine, served_model_name=served_model_name, protection=protection, limits=limits)
     cut_after_s = int(shutdown_grace_s) + _CUT_AFTER_GRACE_S
     # log_config None: what is logged, and where, stays the caller's choice.
     config = uvicorn.Config(
@@ -193,7 +181,9 @@ def serve_forever(
     # uvicorn raises the signal again once it has shut down, which would make a clean end look like a crash.
     previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        _Server(config, engine, shutdown_grace_s).run()
+        Server(config, engine, app.state.service.drain, shutdown_grace_s).run()
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+    if not engine.healthy:
+        raise EngineError("the engine has stopped, its log has the reason: start the server again")

@@ -11,46 +11,29 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from fastapi.responses import JSONResponse
 
 from tangram.errors import RequestError
-from tangram.serve.bridge import EventStream, Job, ServedEngine
+from tangram.serve.bridge import EventStream, Job, Limits, ServedEngine
 from tangram.serve.errors import ApiError
 from tangram.serve.exposition import ServerMetrics
 from tangram.serve.replies import ChatFormat, Choice, CompletionFormat, Format, Json, usage_json
 from tangram.serve.schema import ChatRequest, CompletionRequest
+from tangram.serve.sending import EventSource
 from tangram.types import Usage
 
 T = TypeVar("T")
 
 
-class EventSource(StreamingResponse):
-    """Server-sent events. `close` runs however the response ends, also when it never sent a byte."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, frames: AsyncIterator[str], close: Callable[[], None]) -> None:
-        super().__init__(frames, headers={"Cache-Control": "no-cache"})
-        self._close = close
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events until they or the client end."""
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._close()
-
-
 class Service:
     """Answers both completion endpoints for one engine and one model name."""
 
-    def __init__(self, engine: ServedEngine, served_model_name: str) -> None:
+    def __init__(self, engine: ServedEngine, served_model_name: str, limits: Limits) -> None:
         self.model = served_model_name
         self.created_s = int(time.time())
         self.metrics = ServerMetrics(engine.stats)
         self.draining = False
-        self._engine, self._started = engine, False
+        self._engine, self._limits, self._started = engine, limits, False
         # Tokenizing a long prompt takes long enough to stall every stream; one thread, because tokenizers keep state.
         self._tokenizer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
 
@@ -73,6 +56,10 @@ class Service:
         """Start the engine's thread."""
         self._engine.start()
         self._started = True
+
+    def drain(self) -> None:
+        """Take no new requests; those that are here go on."""
+        self.draining = True
 
     def stop(self) -> None:
         """End the engine's thread; what still runs is aborted."""
@@ -125,12 +112,17 @@ class Service:
     ) -> Response:
         if not self._engine.healthy:
             raise ApiError(503, "the engine has stopped: the server's log has the reason")
-        job = Job(f"{style.id_prefix}-{uuid.uuid4().hex}", prompts, body.sampling(), body.kv_retention, body.cache_salt)
+        if self.draining:
+            raise ApiError(503, "the server is shutting down: send the request to another, or again in a while")
+        job = Job(
+            f"{style.id_prefix}-{uuid.uuid4().hex}", prompts, body.sampling(), body.kv_retention, body.cache_salt,
+            body.stream,
+        )  # fmt: skip
         head = {"id": job.id, "created": int(time.time()), "model": self.model}
-        events = EventStream(self._engine, job, self.metrics)
+        events = EventStream(self._engine, job, self.metrics, self._limits)
         if body.stream:
             frames = _frames(events, head | {"object": style.chunk_object}, style, job.sampling.n, body.include_usage)
-            return EventSource(frames, events.close)
+            return EventSource(frames, events)
         try:
             reply = await _unless_disconnected(request, _whole(events, style, job))
         finally:
@@ -140,7 +132,7 @@ class Service:
 
 async def _whole(events: EventStream, style: Format, job: Job) -> Json:
     """The choices and the usage of a whole answer."""
-    choices = [Choice() for _ in range(len(job.prompts) * job.sampling.n)]
+    choices = [Choice() for _ in range(job.choices)]
     usages: dict[int, Usage] = {}
     async for index, event in events:
         choices[index].add(event)
