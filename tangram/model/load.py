@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import importlib.util
 import os
@@ -56,6 +57,11 @@ class LoadedModel:
         return self.model.dtype
 
 
+def memory_ran_out(error: Exception) -> bool:
+    """Whether there was too little memory; torch has a type of its own for a GPU, on a CPU there are only its words."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
+
+
 def cache_folder() -> Path:
     """Where converted weights and calibrated profiles are kept: $TANGRAM_CACHE, else the user's cache folder."""
     home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
@@ -85,6 +91,8 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto", load_for
             model = _weights(source, chosen, place)
             tokenizer = AutoTokenizer.from_pretrained(source)
     except _UNREADABLE as error:
+        if memory_ran_out(error):
+            raise
         raise ModelError(f"model {name!r} cannot be loaded: {error}") from error
     return adopt(name, model, tokenizer)
 
@@ -189,18 +197,33 @@ def _embedded_gguf() -> Path:
 
 
 def _converted(gguf: Path) -> Path:
-    """The safetensors twin of a GGUF file, made on first use (Transformers reads GGUF, but takes ~17 s each time)."""
+    """The safetensors twin of a GGUF file, made on first use (Transformers reads GGUF, but takes ~17 s each time).
+
+    Where the cache folder cannot be written it lives as long as the process.
+    """
     status = gguf.stat()
     identity = hashlib.sha256(f"{gguf.name}:{status.st_size}".encode())
     with gguf.open("rb") as file:
         identity.update(file.read(1 << 20))
     target = cache_folder() / "models" / f"{gguf.stem}-{identity.hexdigest()[:16]}"
-    if not (target / "config.json").is_file():
-        _convert(gguf, target)
-    return target
+    try:
+        if not (target / "config.json").is_file():
+            _convert(gguf, target)
+        return target
+    except OSError as error:
+        log = transformers_logging.get_logger("tangram")
+        log.warning("what %s is converted to cannot be kept: %s", gguf.name, error)
+    folder = tempfile.mkdtemp(prefix="tangram-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    try:
+        _convert(gguf, Path(folder) / target.name)
+    except OSError as error:
+        raise ModelError(f"{gguf} cannot be converted, set TANGRAM_CACHE to a folder with room: {error}") from error
+    return Path(folder) / target.name
 
 
 def _convert(gguf: Path, target: Path) -> None:
+    """Raises `OSError` if `target` cannot be written, `ModelError` if the file cannot be read."""
     transformers_logging.get_logger("tangram").warning("converting %s once, this takes some 20 s", gguf.name)
     target.parent.mkdir(parents=True, exist_ok=True)
     check_gguf(gguf)
@@ -208,15 +231,20 @@ def _convert(gguf: Path, target: Path) -> None:
     try:
         options: dict[str, Any] = {"gguf_file": gguf.name}
         model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **options)
-        # The weights are plain floats now; Transformers refuses to save what it still takes for quantised.
-        vars(model).update(hf_quantizer=None, is_quantized=False)
-        del model.config.quantization_config
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **options)
+    except _UNREADABLE as error:
+        shutil.rmtree(work, ignore_errors=True)
+        raise ModelError(f"{gguf} cannot be converted: {error}") from error
+    # The weights are plain floats now; Transformers refuses to save what it still takes for quantised.
+    vars(model).update(hf_quantizer=None, is_quantized=False)
+    del model.config.quantization_config
+    try:
         model.save_pretrained(work)
-        AutoTokenizer.from_pretrained(gguf.parent, **options).save_pretrained(work)
+        tokenizer.save_pretrained(work)
         # A rename is atomic: whoever comes second finds the folder whole and throws its own copy away.
         if not target.exists():
             work.rename(target)
-    except _UNREADABLE as error:
-        raise ModelError(f"{gguf} cannot be converted: {error}") from error
+    except SafetensorError as error:  # that of a full disk
+        raise OSError(str(error)) from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
