@@ -79,6 +79,12 @@ class Service:
         self._tokenizer.shutdown(wait=False, cancel_futures=True)
         self._engine.stop()
 
+    def check_model(self, model: str) -> None:
+        """Raise `ApiError` 404 unless `model` is the served one."""
+        if model != self.model:
+            message = f"the model {model!r} does not exist: this server serves {self.model!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
     async def answer(self, body: ChatRequest | CompletionRequest, request: Request) -> Response:
         """POST /v1/chat/completions and /v1/completions."""
         events, style, job, head = await self._begin(body)
@@ -120,7 +126,10 @@ class Service:
         return CompletionFormat(codec, logprobs=body.logprobs is not None, echoes=echoes, n=body.n)
 
     def open(self, job: Job) -> EventStream:
-        """Submit `job`; close what comes back. Raises `ApiError` if the engine has stopped, `RequestError` if it won't."""
+        """Submit `job`; close what comes back.
+
+        Raises `ApiError` if the engine has stopped, `RequestError` if it refuses the job.
+        """
         if not self._engine.healthy:
             raise ApiError(503, "the engine has stopped: the server's log has the reason")
         return EventStream(self._engine, job, self.metrics)
