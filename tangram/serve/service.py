@@ -140,7 +140,7 @@ class Service:
 
     async def chat_prompt(self, messages: Sequence[Mapping[str, str]], field: str) -> tuple[int, ...]:
         """The tokens of a conversation up to the answer; raises `RequestError` (`field`) if it could never fit."""
-        self._refuse_endless((message["content"] for message in messages), field)
+        self._refuse_endless((text for message in messages for text in message.values()), field)
         return await self._tokens(self._engine.codec.chat_prompt, messages)
 
     async def text_prompt(self, text: str) -> tuple[int, ...]:
