@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from tangram.cli import ablation, bench, calibration, evaluate, serving
+from tangram.cli.batch import answer_batch
 from tangram.cli.gate import refuse_with_gate, train_and_report
 from tangram.cli.options import Chunk, Heads, Page, Retention, SizeType, with_config
 from tangram.compress.profile import Profile
@@ -86,17 +87,33 @@ def serve(
 @with_config
 def generate(
     config: EngineConfig,
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="the text to complete")],
-    max_tokens: Annotated[int, typer.Option(help="most tokens to generate")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token")] = 0.0,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="the text to complete")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="most tokens to generate; 128 if not given")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 takes the likeliest token, which is what happens if not given")
+    ] = None,
+    batch: Annotated[
+        Path | None, typer.Option(help="instead of a prompt, a file of requests in OpenAI's batch format (.jsonl)")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="where the answers to --batch go; what is there is skipped")
+    ] = None,
 ) -> None:
-    """Complete one text and say what the KV cache held."""
+    """Complete one text and say what the KV cache held; or answer a file of requests."""
+    if batch is not None:
+        answer_batch(config, batch, output, {"prompt": prompt, "max_tokens": max_tokens, "temperature": temperature})
+        return
+    if prompt is None or output is not None:
+        raise ConfigError(
+            "prompt is not set or output is without batch: give -p TEXT, or --batch IN.jsonl -o OUT.jsonl"
+        )
     from tangram.engine.llm import LLM
 
-    output = LLM.from_config(config).generate(prompt, SamplingParams(max_tokens=max_tokens, temperature=temperature))[0]
-    _out.print(output.outputs[0].text, highlight=False, markup=False)
+    sampling = SamplingParams(max_tokens=128 if max_tokens is None else max_tokens, temperature=temperature or 0.0)
+    answer = LLM.from_config(config).generate(prompt, sampling)[0]
+    _out.print(answer.outputs[0].text, highlight=False, markup=False)
     _err.print(
-        f"{len(output.prompt_token_ids)} prompt tokens, KV {_share(output.kv_bytes, output.kv_bytes_uncompressed)}"
+        f"{len(answer.prompt_token_ids)} prompt tokens, KV {_share(answer.kv_bytes, answer.kv_bytes_uncompressed)}"
     )
 
 

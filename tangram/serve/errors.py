@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from tangram.errors import EngineError, OverloadError, RequestError
@@ -64,6 +65,12 @@ def _describe(error: Mapping[str, Any]) -> ApiError:
         message = f"unknown field '{param}': correct its name or leave it out"
         return ApiError(400, message, param=param, code="unknown_field")
     return ApiError(400, f"{param or 'body'}: {message}", param=param, code="invalid_value")
+
+
+def of_validation(error: ValidationError) -> ApiError:
+    """What a schema refused of a body that came some other way than by HTTP."""
+    first = error.errors()[0]
+    return _describe({**first, "loc": ("body", *first["loc"])})
 
 
 def of_request_error(error: RequestError) -> ApiError:

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tangram.errors import EngineError
 from tangram.serve.bridge import Limits, ServedEngine
-from tangram.serve.errors import ApiError, install_handlers
+from tangram.serve.errors import install_handlers
 from tangram.serve.exposition import ServerMetrics
 from tangram.serve.guard import MAX_HEADER_BYTES, BoundRequests, NameRequests, Protection, RequireKeys
 from tangram.serve.process import Server
@@ -45,7 +45,7 @@ def build_app(
     With API keys in `protection`, all but /health and /ready ask for one.
     """
     protection = protection or Protection()
-    service = Service(engine, served_model_name, limits or Limits())
+    service = Service(engine, served_model_name, limits)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -72,28 +72,28 @@ def build_app(
 def _add_completion_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", response_model=None)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        _check_model(body.model, service)
+        service.check_model(body.model)
         return await service.answer(body, request)
 
     @app.post("/v1/completions", response_model=None)
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        _check_model(body.model, service)
+        service.check_model(body.model)
         return await service.answer(body, request)
 
     @app.post("/v1/responses", response_model=None)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
-        _check_model(body.model, service)
+        service.check_model(body.model)
         return await respond(service, body, request)
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Json:
-        _check_model(service.model if body.model is None else body.model, service)
+        service.check_model(service.model if body.model is None else body.model)
         tokens = await body.tokens(service)
         return {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens, "token_strs": None}
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> Json:
-        _check_model(service.model if body.model is None else body.model, service)
+        service.check_model(service.model if body.model is None else body.model)
         return {"prompt": service.detokenized(body.tokens)}
 
 
@@ -104,7 +104,7 @@ def _add_other_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models/{model:path}")
     async def model_card(model: str) -> Json:
-        _check_model(model, service)
+        service.check_model(model)
         return _model_card(service)
 
     @app.get("/health")
@@ -123,12 +123,6 @@ def _add_other_routes(app: FastAPI, service: Service) -> None:
     @app.get("/metrics", response_model=None)
     def metrics() -> Response:
         return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
-
-
-def _check_model(model: str, service: Service) -> None:
-    if model != service.model:
-        message = f"the model {model!r} does not exist: this server serves {service.model!r}"
-        raise ApiError(404, message, param="model", code="model_not_found")
 
 
 def _model_card(service: Service) -> Json:

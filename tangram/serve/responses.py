@@ -66,7 +66,11 @@ class ResponsesRequest(Body):
 
     refused = RESPONSES
     model: str
-    input: Annotated[list[InputMessage], BeforeValidator(_as_messages), Field(min_length=1, max_length=MAX_MESSAGES)]
+    input: Annotated[
+        list[InputMessage],
+        Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+        BeforeValidator(_as_messages),
+    ]
     instructions: Text | None = Field(default=None, description="a system message before the input")
     max_output_tokens: PositiveInt | None = None
     temperature: float = 1.0

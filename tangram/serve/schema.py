@@ -15,12 +15,14 @@ from pydantic import (
     model_validator,
 )
 
-from tangram.limits import MAX_LOGPROBS
+from tangram.limits import MAX_BIASES, MAX_LOGPROBS
 from tangram.serve.unsupported import CHAT, COMPLETION, MESSAGE, STREAM_OPTIONS, NoOps, drop_no_ops, wrong_field
 from tangram.types import SamplingParams
 
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 4096
+MAX_COMPLETIONS = 1024
+_MAX_FIELDS = 128
 _MAX_TOKEN_DIGITS = 10
 
 
@@ -45,6 +47,8 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _null_is_default(cls, body: Any) -> Any:
+        if isinstance(body, dict) and len(body) > _MAX_FIELDS:  # each would become an error, with all its data
+            raise ValueError(f"there are {len(body)} fields, at most {_MAX_FIELDS} are allowed")
         body = drop_no_ops(body, cls.refused)
         if not isinstance(body, dict):
             return body
@@ -98,6 +102,12 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _few_biases(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_BIASES:
+        raise ValueError(f"names {len(value)} tokens, at most {MAX_BIASES} are allowed")
+    return value
+
+
 class _Sampled(Body):
     """The fields of both endpoints."""
 
@@ -112,9 +122,12 @@ class _Sampled(Body):
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict[str, float] = Field(default={}, description="token id, as a string, to bias")
-    stop: Annotated[list[Text], BeforeValidator(_as_list)] = []
-    stop_token_ids: list[int] = []
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_few_biases)] = Field(
+        default={}, description="token id, as a string, to bias"
+    )
+    # The first error is enough: millions of them would take gigabytes.
+    stop: Annotated[list[Text], Field(fail_fast=True), BeforeValidator(_as_list)] = []
+    stop_token_ids: list[int] = Field(default=[], fail_fast=True)
     ignore_eos: bool = False
     seed: int | None = None
     max_tokens: int | None = None
@@ -165,7 +178,7 @@ class ChatRequest(_Sampled):
     """The body of POST /v1/chat/completions. Without a token limit an answer may fill the context."""
 
     refused = CHAT
-    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     max_completion_tokens: PositiveInt | None = None
@@ -215,6 +228,13 @@ class CompletionRequest(_Sampled):
     logprobs: int | None = None
     max_tokens: int | None = 16
     echo: bool = Field(default=False, description="begin the text with the prompt")
+
+    @model_validator(mode="after")
+    def _not_too_many(self) -> Self:
+        if len(self.prompt) * self.n > max(MAX_COMPLETIONS, self.n):
+            message = f"n is {self.n} for {len(self.prompt)} prompts: at most {MAX_COMPLETIONS} completions are allowed"
+            raise wrong_field("n", message)
+        return self
 
     @model_validator(mode="after")
     def _prompts_have_no_logprobs(self) -> Self:

@@ -28,12 +28,12 @@ T = TypeVar("T")
 class Service:
     """Answers both completion endpoints for one engine and one model name."""
 
-    def __init__(self, engine: ServedEngine, served_model_name: str, limits: Limits) -> None:
+    def __init__(self, engine: ServedEngine, served_model_name: str, limits: Limits | None = None) -> None:
         self.model = served_model_name
         self.created_s = int(time.time())
         self.metrics = ServerMetrics(engine.stats)
         self.draining = False
-        self._engine, self._limits, self._started = engine, limits, False
+        self._engine, self._limits, self._started = engine, limits or Limits(), False
         # Tokenizing a long prompt takes long enough to stall every stream; one thread, because tokenizers keep state.
         self._tokenizer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
 
@@ -65,6 +65,12 @@ class Service:
         """End the engine's thread; what still runs is aborted."""
         self._tokenizer.shutdown(wait=False, cancel_futures=True)
         self._engine.stop()
+
+    def check_model(self, model: str) -> None:
+        """Raise `ApiError` 404 unless `model` is the served one."""
+        if model != self.model:
+            message = f"the model {model!r} does not exist: this server serves {self.model!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
 
     async def answer(self, body: ChatRequest | CompletionRequest, request: Request) -> Response:
         """POST /v1/chat/completions and /v1/completions."""
@@ -124,7 +130,7 @@ class Service:
 
     async def chat_prompt(self, messages: Sequence[Mapping[str, str]], field: str) -> tuple[int, ...]:
         """The tokens of a conversation up to the answer; raises `RequestError` (`field`) if it could never fit."""
-        self._refuse_endless((message["content"] for message in messages), field)
+        self._refuse_endless((text for message in messages for text in message.values()), field)
         return await self._tokens(self._engine.codec.chat_prompt, messages)
 
     async def text_prompt(self, text: str) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ class TokenizeRequest(Body):
     refused = TOKENIZE
     model: str | None = None
     prompt: Text | None = None
-    messages: list[ChatMessage] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES)
+    messages: list[ChatMessage] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     add_special_tokens: bool | None = Field(default=None, description="those around a raw text: always there")
 
     @model_validator(mode="after")
@@ -41,4 +41,4 @@ class DetokenizeRequest(Body):
     """The text of `tokens`, special ones by name."""
 
     model: str | None = None
-    tokens: list[int] = Field(max_length=1_000_000)
+    tokens: list[int] = Field(max_length=1_000_000, fail_fast=True)

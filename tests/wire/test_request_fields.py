@@ -103,6 +103,8 @@ def test_an_answer_can_be_sent_back_as_the_client_holds_it(fake_server: FakeServ
         (COMPLETIONS, {"prompt": "a", "best_of": 3}, "best_of", "not supported"),
         (COMPLETIONS, {"prompt": "a", "suffix": "z"}, "suffix", "not supported"),
         (COMPLETIONS, {"prompt": ["a", [1]], "max_tokens": "4"}, "max_tokens", "integer"),
+        (COMPLETIONS, {"prompt": ["a"] * 9, "n": 128}, "n", "1024"),
+        (COMPLETIONS, {"prompt": ["a"] * 9, "n": 10**9}, "n", "1024"),
         (COMPLETIONS, {"prompt": []}, "prompt", "must be a string"),
         (COMPLETIONS, {"prompt": [1, True]}, "prompt", "must be a string"),
         (COMPLETIONS, {"prompt": ""}, "prompt", "no tokens"),

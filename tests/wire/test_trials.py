@@ -124,7 +124,7 @@ TRIALS = [
         chat(f"kv_retention {value}", 400, "kv_retention", "kv_retention", kv_retention=value)
         for value in (0, -1, float("nan"), 1.5)
     ),
-    Trial("responses with store", 400, "store", path="/v1/responses", content=b'{"model":"smollm2","input":"a","store":true}'),
+    Trial("store", 400, "store", path="/v1/responses", content=b'{"model":"smollm2","input":"a","store":true}'),
     Trial("detokenize", 400, "tokens", path="/detokenize", content=b'{"tokens":[-1]}'),
     Trial("tokenize", 400, "prompt", path="/tokenize", content=json.dumps({"prompt": "a" * 5_000_000}).encode()),
 ]  # fmt: skip
