@@ -21,6 +21,7 @@ class EngineConfig:
     `kv_offload_gib` is host memory for sealed chunks that the pool has no room for any more; 0 means none.
     `prompt_patience`: a prompt lets others by until as many tokens were computed as that many times its own new ones;
     0 is first come, first served.
+    `max_queue` is the most requests that may wait for a place in the batch; more are refused. None takes them all.
     `kv_cache_dtype` auto is the model's own dtype; fp8 is E4M3, half of bfloat16, with all scales 1.
     `load_format` dummy makes random weights of the model's config.json alone, to measure with.
     `enforce_eager` runs a GPU's model operation by operation, without compilation and CUDA graphs.
@@ -51,6 +52,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     max_model_len: int | None = None
     prompt_patience: int = 16
+    max_queue: int | None = None
     enable_prefix_caching: bool = True
     scheduling: Literal["continuous", "static"] = "continuous"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -109,6 +111,8 @@ class EngineConfig:
             raise ConfigError(
                 f"prompt_patience is {self.prompt_patience}, it must be at least 0: first come, first served"
             )
+        if self.max_queue is not None and self.max_queue < 1:
+            raise ConfigError(f"max_queue is {self.max_queue}, it must be at least 1, or None to let everybody wait")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}, it must lie in (0, 1]")
         if self.kv_cache_gib is not None and not (math.isfinite(self.kv_cache_gib) and self.kv_cache_gib > 0):

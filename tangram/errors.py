@@ -3,6 +3,8 @@
 TangramError
 ├── ConfigError      an engine option is wrong: names the field, the value and the limit
 ├── RequestError     one request is wrong or can never fit (HTTP 400): the engine goes on
+├── OverloadError    the queue is full (HTTP 429): says when to come back
+├── EngineError      the engine's thread has died: whoever runs it should start it again
 ├── ProfileError     a profile is damaged, stale or of another model: names the mismatch
 ├── ModelError       the model cannot be loaded, or would be served silently wrong
 └── IntegrityError   the cache's books do not add up: a bug in Tangram, never the user's fault
@@ -28,6 +30,18 @@ class RequestError(TangramError):
     def __init__(self, message: str, field: str) -> None:
         super().__init__(message)
         self.field = field
+
+
+class OverloadError(TangramError):
+    """One request too many waits; it may be sent again after `retry_after_s` seconds."""
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class EngineError(TangramError):
+    """The engine has stopped by itself."""
 
 
 class ProfileError(TangramError):

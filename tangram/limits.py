@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 MAX_SAMPLES = 128
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 256  # each new token is compared with every beginning of every stop string
+MAX_STOP_TOKEN_IDS = 1024
+MAX_BIASES = 1024
 
 
 def _between(field: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
@@ -43,5 +46,16 @@ def check_sampling(params: SamplingParams) -> None:
         raise RequestError(f"stop has {len(params.stop)} strings, at most {MAX_STOP_STRINGS} are allowed", "stop")
     if any(not text for text in params.stop):
         raise RequestError("stop holds an empty string, it would end every answer at once: remove it", "stop")
+    longest = max(map(len, params.stop), default=0)
+    if longest > MAX_STOP_CHARACTERS:
+        raise RequestError(
+            f"stop has a string of {longest} characters, at most {MAX_STOP_CHARACTERS} are allowed", "stop"
+        )
+    if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        message = f"stop_token_ids has {len(params.stop_token_ids)} tokens, at most {MAX_STOP_TOKEN_IDS} are allowed"
+        raise RequestError(message, "stop_token_ids")
+    if len(params.logit_bias) > MAX_BIASES:
+        message = f"logit_bias names {len(params.logit_bias)} tokens, at most {MAX_BIASES} are allowed"
+        raise RequestError(message, "logit_bias")
     for token, bias in params.logit_bias.items():
         _between(f"logit_bias[{token}]", bias, -100.0, 100.0)

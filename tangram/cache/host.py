@@ -29,6 +29,7 @@ class HostTier:
         self.links: OrderedDict[bytes, Int32] = OrderedDict()
         self.arriving = np.zeros(device_pages, np.bool_)
         self.dropped = self.pages_out = self.pages_in = self.restored_tokens = 0
+        self._parents: dict[bytes, bytes] = {}
         self._moves: list[PageMove] = []
         self._held: frozenset[bytes] = frozenset()
 
@@ -54,14 +55,16 @@ class HostTier:
         finally:
             self._held = frozenset()
 
-    def offer(self, key: bytes, pages: Int32) -> None:
-        """The device lets go of `pages`, which hold link `key`: copy them unless there is a copy or no room."""
+    def offer(self, key: bytes, pages: Int32, parent: bytes | None = None) -> None:
+        """The device lets go of link `key` below `parent`: copy its `pages` unless there is a copy or no room."""
         if key in self.links:
             self.links.move_to_end(key)
         elif self.arriving[pages].any() or not self._make_room(len(pages)):  # what is still to come cannot leave yet
             self.dropped += 1
         else:
             self.links[key] = self.ledger.take(len(pages))
+            if parent is not None:
+                self._parents[key] = parent
             self._note(PageMove(pages, self.links[key], inward=False))
             self.pages_out += len(pages)
 
@@ -80,9 +83,16 @@ class HostTier:
 
     def clear(self) -> None:
         """Forget every link. Moves that were noted are still made: sequences stand on what they bring."""
-        for slots in self.links.values():
-            self.ledger.release(slots)
-        self.links.clear()
+        for key in list(self.links):
+            self._drop(key)
+
+    def forget(self, keys: set[bytes]) -> None:
+        """Forget the links of `keys`, and those that descend from them; as in `clear`, moves are still made."""
+        lost = set(keys)
+        while found := [key for key in self.links if key in lost or self._parents.get(key) in lost]:
+            lost.update(found)
+            for key in found:
+                self._drop(key)
 
     def check(self) -> None:
         """Raise `IntegrityError` unless every host page belongs to one link or is free."""
@@ -90,6 +100,10 @@ class HostTier:
         for slots in self.links.values():
             expected[slots] += 1
         self.ledger.check(expected)
+
+    def _drop(self, key: bytes) -> None:
+        self.ledger.release(self.links.pop(key))
+        self._parents.pop(key, None)
 
     def _note(self, move: PageMove) -> None:
         if len(move.pages):
@@ -102,6 +116,6 @@ class HostTier:
             oldest = next(iter(self.links))
             if oldest in self._held:
                 return False
-            self.ledger.release(self.links.pop(oldest))
+            self._drop(oldest)
             self.dropped += 1
         return True

@@ -157,8 +157,8 @@ class PrefixCache:
             node = self.nodes.get(key)
             if node is not None and _evictable(node) and node.last_used == stamp:
                 if keep and node.link is not Link.RAW:
-                    self.host.offer(node.key, node.pages)
-                self._remove(node)
+                    self.host.offer(node.key, node.pages, node.parent.key if node.parent else None)
+                self.remove(node)
 
     def clear(self) -> None:
         """Evict everything that nobody uses, from host memory too."""
@@ -173,7 +173,8 @@ class PrefixCache:
             self._heap = [(link.last_used, link.key) for link in self.nodes.values() if _evictable(link)]
             heapq.heapify(self._heap)
 
-    def _remove(self, node: Node) -> None:
+    def remove(self, node: Node) -> None:
+        """Forget a link that nobody uses and that has no children."""
         del self.nodes[node.key]
         self.idle_pages -= len(node.pages)
         self.ledger.release(node.pages)

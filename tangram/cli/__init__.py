@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from tangram.cli import ablation, bench, calibration, evaluate, serving
+from tangram.cli.batch import answer_batch
 from tangram.cli.gate import refuse_with_gate, train_and_report
 from tangram.cli.options import Chunk, Heads, Page, Retention, SizeType, with_config
 from tangram.compress.profile import Profile
@@ -46,36 +48,72 @@ def serve(
     served_model_name: Annotated[
         str | None, typer.Option(help="name of the model in the API; MODEL if not given")
     ] = None,
-    api_key: Annotated[str | None, typer.Option(help="key that requests must carry", envvar="TANGRAM_API_KEY")] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="a key that requests may carry, again for more; in the variable with spaces between",
+            envvar="TANGRAM_API_KEY",
+        ),
+    ] = None,
+    max_body_mb: Annotated[float, typer.Option(help="most megabytes of a request's body")] = 16.0,
+    max_queue: Annotated[
+        int, typer.Option(help="most requests that may wait; more are told to come back later")
+    ] = 1024,
+    request_timeout_s: Annotated[
+        float, typer.Option(help="most seconds from a request to the end of its answer")
+    ] = 3600,
+    shutdown_grace_s: Annotated[float, typer.Option(help="seconds that running answers get to end at SIGTERM")] = 20,
 ) -> None:
     """Serve MODEL over an OpenAI-compatible HTTP API."""
     # Imports and weights live as long as the process: collecting among them costs half a second now and a pause later.
     gc.disable()
     from tangram.engine.setup import build_engine
+    from tangram.serve.bridge import Limits
+    from tangram.serve.guard import Protection
     from tangram.serve.http import serve_forever
 
+    protection, limits = Protection(tuple(api_key or ()), max_body_mb), Limits(request_timeout_s)
     _log_to_terminal()
-    engine = build_engine(config)
+    engine = build_engine(replace(config, max_queue=max_queue))
     gc.freeze()
     gc.enable()
-    serve_forever(engine, host=host, port=port, served_model_name=served_model_name or config.model, api_key=api_key)
+    serve_forever(
+        engine, host=host, port=port, served_model_name=served_model_name or config.model, protection=protection,
+        limits=limits, shutdown_grace_s=shutdown_grace_s,
+    )  # fmt: skip
 
 
 @app.command()
 @with_config
 def generate(
     config: EngineConfig,
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="the text to complete")],
-    max_tokens: Annotated[int, typer.Option(help="most tokens to generate")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token")] = 0.0,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="the text to complete")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="most tokens to generate; 128 if not given")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 takes the likeliest token, which is what happens if not given")
+    ] = None,
+    batch: Annotated[
+        Path | None, typer.Option(help="instead of a prompt, a file of requests in OpenAI's batch format (.jsonl)")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="where the answers to --batch go; what is there is skipped")
+    ] = None,
 ) -> None:
-    """Complete one text and say what the KV cache held."""
+    """Complete one text and say what the KV cache held; or answer a file of requests."""
+    if batch is not None:
+        answer_batch(config, batch, output, {"prompt": prompt, "max_tokens": max_tokens, "temperature": temperature})
+        return
+    if prompt is None or output is not None:
+        raise ConfigError(
+            "prompt is not set or output is without batch: give -p TEXT, or --batch IN.jsonl -o OUT.jsonl"
+        )
     from tangram.engine.llm import LLM
 
-    output = LLM.from_config(config).generate(prompt, SamplingParams(max_tokens=max_tokens, temperature=temperature))[0]
-    _out.print(output.outputs[0].text, highlight=False, markup=False)
+    sampling = SamplingParams(max_tokens=128 if max_tokens is None else max_tokens, temperature=temperature or 0.0)
+    answer = LLM.from_config(config).generate(prompt, sampling)[0]
+    _out.print(answer.outputs[0].text, highlight=False, markup=False)
     _err.print(
-        f"{len(output.prompt_token_ids)} prompt tokens, KV {_share(output.kv_bytes, output.kv_bytes_uncompressed)}"
+        f"{len(answer.prompt_token_ids)} prompt tokens, KV {_share(answer.kv_bytes, answer.kv_bytes_uncompressed)}"
     )
 
 

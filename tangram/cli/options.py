@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from tangram.config import EngineConfig
-from tangram.errors import TangramError
+from tangram.errors import EngineError, TangramError
 
 _err = Console(stderr=True)
 
@@ -115,7 +115,10 @@ def _config(
 
 
 def with_config(command: Callable[..., None]) -> Callable[..., None]:
-    """A command whose first parameter is the `EngineConfig` made of the shared options; errors become exit code 2."""
+    """A command whose first parameter is the `EngineConfig` made of the shared options; errors become exit code 2.
+
+    An engine that has died while serving is exit code 1: starting it again may help.
+    """
     shared = list(inspect.signature(_config, eval_str=True).parameters.values())
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
 
@@ -125,7 +128,7 @@ def with_config(command: Callable[..., None]) -> Callable[..., None]:
             command(config, **options)
         except TangramError as error:
             _err.print(f"[red]error:[/red] {error}", highlight=False)
-            raise typer.Exit(2) from error
+            raise typer.Exit(1 if isinstance(error, EngineError) else 2) from error
 
     keyword = inspect.Parameter.KEYWORD_ONLY
     run.__signature__ = inspect.Signature([entry.replace(kind=keyword) for entry in (*shared, *own)])  # type: ignore[attr-defined]

@@ -8,7 +8,6 @@ tokens are read, an end token or a stop string, ends a completion whose next tok
 from __future__ import annotations
 
 import logging
-import random
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -20,15 +19,16 @@ from tangram.cache.books import check_books
 from tangram.cache.layout import Layout
 from tangram.config import EngineConfig
 from tangram.engine.admission import Admission
-from tangram.engine.completion import Completion
+from tangram.engine.completion import Answers, Completion
+from tangram.engine.intake import Intake
 from tangram.engine.runner import Runner
-from tangram.engine.sampling import Choice, SampleRow, check_bias
+from tangram.engine.sampling import BROKEN_LOGITS, Choice, check_bias
 from tangram.engine.scheduler import Scheduler
-from tangram.engine.sequence import sequence_of
-from tangram.engine.text import TextCodec, TextStream
+from tangram.engine.text import TextCodec
+from tangram.errors import EngineError
 from tangram.metrics import EngineStats
 from tangram.model.load import LoadedModel
-from tangram.types import FinishReason, Geometry, Request, Step, TokenLogprob, Usage
+from tangram.types import FinishReason, Geometry, Request, TokenLogprob, Usage
 
 _log = logging.getLogger("tangram")
 
@@ -56,15 +56,16 @@ class Engine:
         self.healthy = True
         self.ahead = loaded.device.type != "cpu"
         self._loaded, self._admission, self._scheduler, self._runner = loaded, admission, scheduler, runner
-        self._seeds = random.Random(config.seed)
-        self._arrivals = 0
-        self._completions: dict[tuple[str, int], Completion] = {}
-        self._siblings: dict[str, list[Completion]] = {}
+        self._answers = Answers(
+            self.codec, vocab_size=self.geometry.vocab_size, device=loaded.device, seed=config.seed
+        )  # fmt: skip
         self._flight: _Flight | None = None
         self._inbox: deque[Callable[[], None]] = deque()
+        self._intake = Intake(config.max_queue)
+        self._entering = 0
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._stopping = False
+        self._stopping = self._ended = False
         self._checked = False
 
     @property
@@ -92,10 +93,16 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Queue `request`; its events come through `request.on_event`.
 
-        Raises `RequestError` at once if it is malformed or can never fit; then nothing is queued.
+        Raises `RequestError` at once if it is malformed or can never fit, `OverloadError` if `max_queue` others wait;
+        then nothing is queued. Raises `EngineError` once the engine's thread has ended.
         """
         layout, max_tokens = self.check(request)
-        self._post(lambda: self._accept(request, layout, max_tokens))
+        with self._wake:
+            if self._ended:
+                raise EngineError("the engine has stopped: the log has the reason, start it again")
+            self._intake.check(self._scheduler.queued(self._entering))
+            self._entering += 1
+            self._post(lambda: self._accept(request, layout, max_tokens))
 
     def check(self, request: Request) -> tuple[int, int]:
         """What `submit` checks: the layout that would serve `request`, and the tokens it may generate."""
@@ -130,7 +137,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """True while anything is queued or running."""
-        return bool(self._inbox or self._completions)
+        return bool(self._inbox or self._answers)
 
     def step(self) -> bool:
         """One step: schedule, plan, run, commit, emit. False if there was nothing to do.
@@ -154,7 +161,7 @@ class Engine:
             self._check_once()
             return False
         self._checked = False
-        sampled = self._sampled(step)
+        sampled = self._answers.of(step)
         choice = self._runner.run(step, [completion.sampler for completion in sampled])
         self._land()
         with self._wake:
@@ -174,15 +181,26 @@ class Engine:
         tokens = flight.choice.tokens_on_host()
         with self._wake:
             for completion, token in zip(flight.completions, tokens, strict=True):
-                if not completion.ended:
+                if completion.ended:
+                    continue
+                if token is None:
+                    self._fail(completion)
+                else:
                     self._take(completion, token)
         return True
+
+    def _fail(self, completion: Completion) -> None:
+        """End a request whose logits say that its state is not sound, and leave none of that state to others."""
+        request_id = completion.request.request_id
+        _log.error("request %s is ended: its logits %s", request_id, BROKEN_LOGITS)
+        self._runner.clear(self._scheduler.quarantine(completion.sequence))
+        self._drop(request_id, f"the logits of this request {BROKEN_LOGITS}")
 
     def _abandon(self, error: str) -> None:
         self._flight = None
         with self._wake:
-            while self._completions:
-                request_id, _ = next(iter(self._completions))
+            while self._answers:
+                request_id = self._answers.request_ids[0]
                 try:
                     self._drop(request_id, error)
                 except Exception:
@@ -208,11 +226,14 @@ class Engine:
                         break
                     if not worked and not self._inbox:
                         self._wake.wait()
-        except Exception:
+        except BaseException:  # whatever it was, nobody serves any more
             self.healthy = False
             _log.exception("the engine has stopped")
         with self._wake:
-            for request_id in {request_id for request_id, _ in self._completions}:
+            self._ended = True
+            while self._inbox:  # who has just come is told, too
+                self._inbox.popleft()()
+            for request_id in self._answers.request_ids:
                 self._drop(request_id, "the engine has stopped")
 
     def _post(self, job: Callable[[], None]) -> None:
@@ -223,52 +244,26 @@ class Engine:
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def _accept(self, request: Request, layout: int, max_tokens: int) -> None:
-        own_seed = request.sampling.seed
-        seed = self._seeds.getrandbits(63) if own_seed is None else own_seed
-        completions = [
-            self._completion(request, index, layout, max_tokens, seed) for index in range(request.sampling.n)
-        ]
-        for completion in completions:
-            self._completions[request.request_id, completion.index] = completion
-        # The others wait for the first to compute the prompt: then they find it in the prefix cache.
-        self._scheduler.add(completions[0].sequence)
-        self._siblings[request.request_id] = completions[1:]
-
-    def _completion(self, request: Request, index: int, layout: int, max_tokens: int, seed: int) -> Completion:
-        prompt, sampling = request.prompt_token_ids, request.sampling
-        self._arrivals += 1
-        sequence = sequence_of(
-            request.request_id, self._arrivals, layout, request.cache_salt, prompt, len(prompt) + max_tokens - 1
-        )
-        sampler = SampleRow(
-            sampling, prompt_token_ids=prompt, vocab_size=self.geometry.vocab_size, seed=seed, sample_index=index,
-            device=self._loaded.device,
-        )  # fmt: skip
-        ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self.codec.eos_token_ids)
-        text = TextStream(self.codec, stop=sampling.stop, prompt_token_ids=prompt)
-        return Completion(request, index, sequence, sampler, text, ends)
+        self._entering -= 1
+        self._scheduler.add(self._answers.begin(request, layout, max_tokens).sequence)
 
     def _release_siblings(self, request_id: str) -> None:
-        for completion in self._siblings.pop(request_id, ()):
+        siblings = self._answers.siblings(request_id)
+        if siblings is None:
+            return
+        self._intake.started()
+        for completion in siblings:
             self._scheduler.add(completion.sequence)
 
     def _drop(self, request_id: str, error: str | None = None) -> None:
-        self._siblings.pop(request_id, None)
-        for key in [key for key in self._completions if key[0] == request_id]:
-            completion = self._completions.pop(key)
+        self._answers.siblings(request_id)
+        for completion in self._answers.of_request(request_id):
+            self._answers.remove(completion)
             usage = self._usage(completion)
             self._end(completion)
             completion.request.on_event(completion.event(usage, None, "", FinishReason.ABORT, error))
 
     # -- emit -------------------------------------------------------------------------------------------------------
-
-    def _sampled(self, step: Step) -> list[Completion]:
-        """The completions that get a token from `step`, in the order of its rows."""
-        by_slot = {
-            completion.sequence.cache.slot: completion for completion in self._completions.values()
-            if completion.sequence.cache is not None
-        }  # fmt: skip
-        return [by_slot[row.slot] for row in step.rows if row.sample]
 
     def _take(self, completion: Completion, token: TokenLogprob) -> None:
         text, reason = completion.take(token)
@@ -276,7 +271,7 @@ class Engine:
         self._release_siblings(completion.request.request_id)
         usage = self._usage(completion)
         if reason is not None:
-            del self._completions[completion.request.request_id, completion.index]
+            self._answers.remove(completion)
             self._end(completion)
         completion.request.on_event(completion.event(usage, token, text, reason))
 

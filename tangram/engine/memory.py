@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,10 +15,11 @@ from tangram.config import EngineConfig
 from tangram.errors import ConfigError
 from tangram.kernels.offload import STAGING_BYTES
 from tangram.kernels.step import MOST_BYTES
-from tangram.model.load import LoadedModel
+from tangram.model.load import LoadedModel, memory_ran_out
 
 GIB = 1 << 30
 _DEFAULT_CPU_BYTES = 4 * GIB
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _GRAPH_BYTES = GIB  # captured graphs, plans, sampling and what the allocator cannot use
 
 
@@ -35,10 +39,16 @@ def cache_dtype(config: EngineConfig, loaded: LoadedModel) -> torch.dtype:
 def kv_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
     """Bytes for KV pages: as told, a share of the GPU's memory, or 4 GiB and at most a quarter of the host's.
 
-    Raises `ConfigError` if the share leaves nothing beside weights and activations.
+    Raises `ConfigError` if the share leaves nothing beside weights and activations, or if a host has not so much.
     """
     if config.kv_cache_gib is not None:
-        return int(config.kv_cache_gib * GIB)
+        wanted, host = int(config.kv_cache_gib * GIB), _host_bytes()
+        if loaded.device.type != "cuda" and wanted > host:
+            raise ConfigError(
+                f"kv_cache_gib is {config.kv_cache_gib}, this machine lets the process have {host / GIB:.1f} GiB in "
+                "all: lower kv_cache_gib"
+            )
+        return wanted
     if loaded.device.type != "cuda":
         return min(_DEFAULT_CPU_BYTES, _host_bytes() // 4)
     needed = _activation_bytes(config, loaded) + _gathered_bytes(config, loaded) + _GRAPH_BYTES
@@ -69,8 +79,26 @@ def offload_bytes(config: EngineConfig, chunk_bytes: int) -> int:
     return wanted
 
 
+@contextmanager
+def explained(config: EngineConfig) -> Iterator[None]:
+    """Where memory runs out within, raises a `ConfigError` that says what to lower."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not memory_ran_out(error):
+            raise
+        raise ConfigError(
+            f"memory has run out at the start, with kv_cache_gib {config.kv_cache_gib}, kv_offload_gib "
+            f"{config.kv_offload_gib}, gpu_memory_utilization {config.gpu_memory_utilization}, max_num_batched_tokens "
+            f"{config.max_num_batched_tokens} and max_num_seqs {config.max_num_seqs}: lower one of them"
+        ) from error
+
+
 def _host_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """The machine's memory, or what a container is allowed of it."""
+    limit = _CGROUP_LIMIT.read_text().strip() if _CGROUP_LIMIT.is_file() else "max"
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(physical, int(limit)) if limit.isdigit() else physical
 
 
 def _gathered_bytes(config: EngineConfig, loaded: LoadedModel) -> int:

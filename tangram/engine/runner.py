@@ -24,7 +24,7 @@ from tangram.model.attention import AttentionContext, StepAttention
 from tangram.model.load import LoadedModel
 from tangram.model.rotary import model_rotary
 from tangram.model.sealing import ChunkSealer, Retention, ScoreObserver
-from tangram.types import Int64, Row, RowKind, Step
+from tangram.types import Int32, Int64, Row, RowKind, Step
 
 
 class Runner:
@@ -81,6 +81,12 @@ class Runner:
                 sample_row.append(token)
         self._finish(attention)
         return choice
+
+    @torch.inference_mode()
+    def clear(self, pages: Int32) -> None:
+        """Fill `pages` [n] of the pool with zeros, after what the device still has to do."""
+        if len(pages):
+            self.pool.view(torch.uint8).index_fill_(0, placed(pages.astype(np.int64), self.pool.device), 0)
 
     @torch.inference_mode()
     def tail_logits(self, step: Step) -> Tensor:

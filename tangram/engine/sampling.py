@@ -24,6 +24,7 @@ from tangram.errors import ModelError, RequestError
 from tangram.kernels.transfer import Fetched, placed
 from tangram.types import SamplingParams, TokenLogprob
 
+BROKEN_LOGITS = "are NaN or infinite: try dtype bfloat16 or float32"
 _ONE = 2**40  # the weight of the likeliest token: 2**22 of them still fit in an int64
 _GREEDY_BELOW = 1e-5  # vLLM's limit: a lower temperature means greedy
 _NUCLEUS_WIDTHS = (128, 2048)  # top-p looks at that many of the likeliest tokens before it sorts the vocabulary
@@ -109,23 +110,28 @@ class Choice:
     figures: Fetched
     best: Sequence[tuple[Sequence[int], Fetched]]
 
-    def tokens_on_host(self) -> list[TokenLogprob]:
-        """Waits for the device. Raises `ModelError` if a row's logits are NaN or infinite."""
+    def tokens_on_host(self) -> list[TokenLogprob | None]:
+        """Waits for the device. None for a row that has no token: its logits hold NaN or +∞, or are all −∞."""
         token_ids, logprobs, sums = (part.tolist() for part in self.figures.get())
-        broken = [index for index, value in enumerate(sums) if not math.isfinite(value)]
-        if broken:
-            raise ModelError(f"the logits of rows {broken} are NaN or infinite: try dtype bfloat16 or float32")
         top: dict[int, tuple[tuple[int, float], ...]] = {}
         for rows, found in self.best:
             pairs = zip(*(part.tolist() for part in found.get()), strict=True)
             top.update((row, tuple(zip(*pair, strict=True))) for row, pair in zip(rows, pairs, strict=True))
-        chosen = zip(token_ids, logprobs, strict=True)
-        return [TokenLogprob(token_id, logprob, top.get(row, ())) for row, (token_id, logprob) in enumerate(chosen)]
+        chosen = zip(token_ids, logprobs, sums, strict=True)
+        return [
+            TokenLogprob(token_id, logprob, top.get(row, ())) if math.isfinite(normaliser) else None
+            for row, (token_id, logprob, normaliser) in enumerate(chosen)
+        ]
 
 
 def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[TokenLogprob]:
-    """`choose`, and wait for it."""
-    return choose(logits, rows).tokens_on_host()
+    """`choose`, and wait for it. Raises `ModelError` if a row's logits are NaN or infinite."""
+    tokens = choose(logits, rows).tokens_on_host()
+    found = [token for token in tokens if token is not None]
+    if len(found) < len(tokens):
+        broken = [row for row, token in enumerate(tokens) if token is None]
+        raise ModelError(f"the logits of rows {broken} {BROKEN_LOGITS}")
+    return found
 
 
 def choose(logits: Tensor, rows: Sequence[SampleRow]) -> Choice:
@@ -273,7 +279,7 @@ def _draw(weights: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     cumulative = weights.cumsum(dim=-1)
     total = cumulative[:, -1:]
     target = torch.minimum((_on(weights.device, numbers)[:, None] * total).long(), total - 1)
-    # The clamp matters for NaN logits only; `tokens_on_host` raises on them.
+    # The clamp matters for NaN logits only, whose token `tokens_on_host` leaves out.
     return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=weights.shape[1] - 1)
 
 

@@ -20,10 +20,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from tangram.cache.manager import CacheManager
+from tangram.cache.purge import purge, suspects
 from tangram.cache.sequence import SequenceCache
 from tangram.config import EngineConfig
 from tangram.engine.sequence import Sequence
-from tangram.types import Row, RowKind, Step
+from tangram.types import Int32, Row, RowKind, Step
 
 PRECEDING_TOKENS = 16
 
@@ -58,6 +59,11 @@ class Scheduler:
     _members: tuple[tuple[int, int], ...] = ()
     _epoch: int = 0
 
+    def queued(self, entering: int) -> int:
+        """Sequences that never ran yet and for which the batch has no place, when `entering` more have come."""
+        fresh = sum(sequence.cached_tokens is None for sequence in self.waiting)
+        return max(0, fresh + entering - (self.config.max_num_seqs - len(self.running)))
+
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; its most pages (`Layout.most_pages`) must not exceed the pool."""
         new_tokens = self.cache.new_tokens(sequence.layout, sequence.salt, sequence.known_tokens)
@@ -73,6 +79,23 @@ class Scheduler:
         if sequence.cache is not None:
             self.cache.close(sequence.cache)
             sequence.cache = None
+
+    def quarantine(self, sequence: Sequence) -> Int32:
+        """Forget a sequence whose state is not sound, and every cached link that may share in that (`cache/purge.py`).
+
+        Whoever stands on these gives its pages back and is computed anew from its tokens. Returns the pages [n], which
+        nobody holds any more, that must be cleared: a kernel may read a page beyond its entries with weight zero, and
+        zero times NaN is NaN.
+        """
+        found = suspects(self.cache, sequence.layout, sequence.salt, sequence.known_tokens)
+        if sequence.cache is not None and sequence.cache.slot not in found.slots:
+            found.slots.append(sequence.cache.slot)
+        pages = found.pages(self.cache)
+        self.remove(sequence)
+        for other in [entry for entry in self.running if _held(entry).slot in found.slots]:
+            self._preempt(other)
+        purge(self.cache, found)
+        return pages
 
     def schedule(self) -> Step | None:
         """The next step, or None if nothing can run. Pages of its rows are taken and their tables written."""

@@ -22,7 +22,7 @@ from tangram.compress.scorers import Scorer, make_scorer
 from tangram.config import EngineConfig
 from tangram.engine.admission import Admission
 from tangram.engine.loop import Engine
-from tangram.engine.memory import GIB, cache_dtype, kv_bytes, offload_bytes
+from tangram.engine.memory import GIB, cache_dtype, explained, kv_bytes, offload_bytes
 from tangram.engine.observe import score_source
 from tangram.engine.runner import Runner
 from tangram.engine.scheduler import Scheduler
@@ -48,8 +48,9 @@ _log = logging.getLogger("tangram")
 
 def build_engine(config: EngineConfig) -> Engine:
     """Everything `config` asks for, ready to `submit` to. Raises the errors of `tangram.errors` with what to change."""
-    loaded = load_model(config.model, dtype=config.dtype, device=config.device, load_format=config.load_format)
-    return engine_of(config, loaded)
+    with explained(config):
+        loaded = load_model(config.model, dtype=config.dtype, device=config.device, load_format=config.load_format)
+        return engine_of(config, loaded)
 
 
 def engine_of(config: EngineConfig, loaded: LoadedModel, kernels: KernelChoice | None = None) -> Engine:
@@ -122,7 +123,11 @@ def _decode_policy(config: EngineConfig, loaded: LoadedModel) -> Policy | None:
         policy.check(device, fits)
         return policy
     kept = cache_folder() / "policies" / policy_name(device, **fits)
-    return Policy.load(kept) if kept.exists() else None
+    try:
+        return Policy.load(kept) if kept.exists() else None
+    except OSError as error:
+        _log.warning("the decode policy kept for this GPU cannot be read: %s", error)
+        return None
 
 
 def scorer_spec(scorer: Scorer) -> ScorerSpec:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
+from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
 from tangram.errors import RequestError
@@ -23,6 +24,7 @@ _REPLACEMENT = "\ufffd"  # what decoders put in place of bytes that are not (yet
 _MAX_PENDING = 3  # a character has at most 4 bytes, so at most 3 replacements may still become one
 _PROMPT_TAIL_TOKENS = 8  # enough of the prompt to decide on the first space and to finish a character
 _MAX_WINDOW_TOKENS = 32
+_MOST_SHRINKING = 4  # a normalizer (NFKC) may make one byte of four
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -46,34 +48,68 @@ class TextCodec:
         self.eos_token_ids = frozenset((*own, *eos_token_ids))
         added = tokenizer.added_tokens_decoder.items()
         self.special_token_ids = frozenset((*tokenizer.all_special_ids, *(i for i, token in added if token.special)))
+        controls = sorted({*tokenizer.all_special_tokens, *(str(token) for _, token in added if token.special)})
+        # Where one begins, also inside another, and its first character.
+        self._control = re.compile(
+            f"(?=(?:{'|'.join(map(re.escape, controls))}))(.)" if controls else "(?!)()", re.DOTALL
+        )
         self._anchor: list[int] = tokenizer.encode("a", add_special_tokens=False)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """The tokens of a raw prompt, with the special tokens the model expects around it (a BOS token, say)."""
         return tuple(self.tokenizer.encode(text))
 
+    @cached_property
+    def longest_token_bytes(self) -> int:
+        """No token is made of more bytes of text, so n tokens hold at most n times as many."""
+        longest = max(len(piece.encode()) for piece in self.tokenizer.get_vocab())
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        return longest if backend is not None and backend.normalizer is None else longest * _MOST_SHRINKING
+
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """The tokens of a conversation up to the start of the assistant's answer.
 
+        Only the template writes control tokens: their names inside messages become the tokens of ordinary text.
         Raises `RequestError` (field `messages`) if the model has no chat template or its template rejects the messages.
         """
-        from jinja2 import TemplateError
-
         if self.tokenizer.chat_template is None:
             raise RequestError("messages: this model has no chat template, send a plain prompt instead", "messages")
         if not messages:
             raise RequestError("messages is empty, it must hold at least one message", "messages")
+        mark = token_hex(16)  # nobody can guess it, so that no message has it
+        rendered = self._rendered([self._marked(dict(message), mark) for message in messages])
+        pieces = (self.tokenizer.encode(piece, add_special_tokens=False) for piece in rendered.split(mark))
+        return tuple(token for piece in pieces for token in piece)
+
+    def _marked(self, value: Any, mark: str) -> Any:
+        """`value` with `mark` inside every name of a control token: cut there, no piece has one."""
+        if isinstance(value, str):
+            return self._control.sub(rf"\g<1>{mark}", value)
+        if isinstance(value, Mapping):
+            return {name: self._marked(item, mark) for name, item in value.items()}
+        return [self._marked(item, mark) for item in value] if isinstance(value, (list, tuple)) else value
+
+    def _rendered(self, messages: list[dict[str, Any]]) -> str:
+        from jinja2 import TemplateError
+
         try:
-            tokens = self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages], add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-        except (TemplateError, TypeError, KeyError, ValueError) as error:
+            return str(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        except TemplateError as error:
             raise RequestError(f"messages: the model's chat template rejects them: {error}", "messages") from error
-        return tuple(tokens)
+        # A template is a program of the model's makers: what it does with messages that they did not think of is open.
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise RequestError("messages: the model's chat template rejects them", "messages") from error
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`, special tokens left out."""
         return self._decode(list(token_ids), skip_special_tokens=True)
+
+    def verbatim(self, token_ids: Sequence[int], field: str) -> str:
+        """The text of `token_ids`, special tokens by name. Raises `RequestError` (`field`) if one is unknown."""
+        for token in token_ids:
+            if not 0 <= token < len(self.tokenizer):
+                raise RequestError(f"{field} has token {token}, it must lie in [0, {len(self.tokenizer) - 1}]", field)
+        return self._decode(list(token_ids), skip_special_tokens=False)
 
     def token_text(self, token_id: int) -> TokenText:
         """One token as it reads inside a text (leading space kept), special tokens by name."""

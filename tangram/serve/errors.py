@@ -8,11 +8,16 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from tangram.errors import RequestError
+from tangram.errors import EngineError, OverloadError, RequestError
 
-_TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
+_TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error",
+    504: "timeout_error",
+}  # fmt: skip
+_MAX_MESSAGE_CHARACTERS = 1000  # messages quote what the client sent, which may be millions of characters
 
 
 class ApiError(Exception):
@@ -25,12 +30,17 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """The JSON body, also sent as an event when a stream fails half way."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        param = None if self.param is None else _shortened(self.param)
+        return {"error": {"message": _shortened(str(self)), "type": kind, "param": param, "code": self.code}}
 
     def response(self, headers: Mapping[str, str] | None = None) -> Response:
         """ASCII JSON, because a message may quote text of the client that UTF-8 cannot spell."""
         content = json.dumps(self.body()).encode("ascii")
         return Response(content, self.status, dict(headers or {}), media_type="application/json")
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MAX_MESSAGE_CHARACTERS else f"{text[:_MAX_MESSAGE_CHARACTERS]}…"
 
 
 def _field_path(location: Sequence[str | int]) -> str:
@@ -57,6 +67,12 @@ def _describe(error: Mapping[str, Any]) -> ApiError:
     return ApiError(400, f"{param or 'body'}: {message}", param=param, code="invalid_value")
 
 
+def of_validation(error: ValidationError) -> ApiError:
+    """What a schema refused of a body that came some other way than by HTTP."""
+    first = error.errors()[0]
+    return _describe({**first, "loc": ("body", *first["loc"])})
+
+
 def of_request_error(error: RequestError) -> ApiError:
     """What the engine refused, as the client should read it."""
     return ApiError(400, str(error), param=error.field, code="invalid_value")
@@ -77,9 +93,19 @@ def install_handlers(app: FastAPI) -> None:
     def on_request_error(request: Request, error: RequestError) -> Response:
         return of_request_error(error).response()
 
+    @app.exception_handler(OverloadError)
+    def on_overload(request: Request, error: OverloadError) -> Response:
+        refusal = ApiError(429, str(error), code="queue_full")
+        return refusal.response({"Retry-After": str(error.retry_after_s)})
+
+    @app.exception_handler(EngineError)
+    def on_dead_engine(request: Request, error: EngineError) -> Response:
+        return ApiError(503, str(error)).response()
+
     @app.exception_handler(HTTPException)
     def on_http_exception(request: Request, error: HTTPException) -> Response:
-        message = f"{request.method} {request.url.path}: {error.detail}"
+        # `request.url` is made of the Host header too, which may be anything.
+        message = f"{request.method} {request.scope['path']}: {error.detail}"
         return ApiError(error.status_code, message).response(error.headers)
 
     @app.exception_handler(Exception)

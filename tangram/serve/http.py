@@ -6,12 +6,10 @@ starts and stops the engine.
 
 from __future__ import annotations
 
-import asyncio
-import hmac
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from socket import socket
+from importlib.metadata import version as version_of
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
@@ -19,20 +17,35 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tangram.serve.bridge import ServedEngine
-from tangram.serve.errors import ApiError, install_handlers
+from tangram.errors import EngineError
+from tangram.serve.bridge import Limits, ServedEngine
+from tangram.serve.errors import install_handlers
 from tangram.serve.exposition import ServerMetrics
+from tangram.serve.guard import MAX_HEADER_BYTES, BoundRequests, NameRequests, Protection, RequireKeys
+from tangram.serve.process import Server
 from tangram.serve.replies import Json
+from tangram.serve.responses import ResponsesRequest, respond
 from tangram.serve.schema import ChatRequest, CompletionRequest
 from tangram.serve.service import Service
+from tangram.serve.tokens import DetokenizeRequest, TokenizeRequest
+from tangram.serve.wire import HttpProtocol
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics")
+ENDPOINTS = (
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/tokenize", "/detokenize", "/health",
+    "/ready", "/version", "/metrics",
+)  # fmt: skip
 _CUT_AFTER_GRACE_S = 10
 
 
-def build_app(engine: ServedEngine, *, served_model_name: str, api_key: str | None = None) -> FastAPI:
-    """The application that serves `engine` as `served_model_name`. With `api_key`, all but /health ask for it."""
-    service = Service(engine, served_model_name)
+def build_app(
+    engine: ServedEngine, *, served_model_name: str, protection: Protection | None = None, limits: Limits | None = None
+) -> FastAPI:
+    """The application that serves `engine` as `served_model_name`; its `state.service` is the `Service`.
+
+    With API keys in `protection`, all but /health and /ready ask for one.
+    """
+    protection = protection or Protection()
+    service = Service(engine, served_model_name, limits)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -42,10 +55,14 @@ def build_app(engine: ServedEngine, *, served_model_name: str, api_key: str | No
         finally:
             service.stop()
 
-    app = FastAPI(title="Tangram", lifespan=lifespan, docs_url=None, redoc_url=None)
+    # A redirect for a trailing slash would be made of the Host header.
+    app = FastAPI(title="Tangram", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.state.service = service
     install_handlers(app)
-    if api_key is not None:
-        app.add_middleware(_RequireKey, api_key=api_key)
+    app.add_middleware(BoundRequests, max_body_bytes=protection.max_body_bytes)
+    if protection.api_keys:
+        app.add_middleware(RequireKeys, api_keys=protection.api_keys)
+    app.add_middleware(NameRequests)
     app.add_middleware(_CountRequests, metrics=service.metrics)
     _add_completion_routes(app, service)
     _add_other_routes(app, service)
@@ -55,13 +72,29 @@ def build_app(engine: ServedEngine, *, served_model_name: str, api_key: str | No
 def _add_completion_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", response_model=None)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        _check_model(body.model, service)
-        return await service.chat(body, request)
+        service.check_model(body.model)
+        return await service.answer(body, request)
 
     @app.post("/v1/completions", response_model=None)
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        _check_model(body.model, service)
-        return await service.complete(body, request)
+        service.check_model(body.model)
+        return await service.answer(body, request)
+
+    @app.post("/v1/responses", response_model=None)
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        service.check_model(body.model)
+        return await respond(service, body, request)
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> Json:
+        service.check_model(service.model if body.model is None else body.model)
+        tokens = await body.tokens(service)
+        return {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens, "token_strs": None}
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> Json:
+        service.check_model(service.model if body.model is None else body.model)
+        return {"prompt": service.detokenized(body.tokens)}
 
 
 def _add_other_routes(app: FastAPI, service: Service) -> None:
@@ -71,7 +104,7 @@ def _add_other_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models/{model:path}")
     async def model_card(model: str) -> Json:
-        _check_model(model, service)
+        service.check_model(model)
         return _model_card(service)
 
     @app.get("/health")
@@ -79,15 +112,17 @@ def _add_other_routes(app: FastAPI, service: Service) -> None:
         status = "ok" if service.healthy else "the engine has stopped: the server's log has the reason"
         return JSONResponse({"status": status}, 200 if service.healthy else 503)
 
+    @app.get("/ready")
+    async def ready() -> JSONResponse:
+        return JSONResponse({"ready": service.ready}, 200 if service.ready else 503)
+
+    @app.get("/version")
+    async def version() -> Json:
+        return {"version": version_of("tangram")}
+
     @app.get("/metrics", response_model=None)
     def metrics() -> Response:
         return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
-
-
-def _check_model(model: str, service: Service) -> None:
-    if model != service.model:
-        message = f"the model {model!r} does not exist: this server serves {service.model!r}"
-        raise ApiError(404, message, param="model", code="model_not_found")
 
 
 def _model_card(service: Service) -> Json:
@@ -98,23 +133,6 @@ def _model_card(service: Service) -> Json:
         "owned_by": "tangram",
         "max_model_len": service.max_model_len,
     }
-
-
-class _RequireKey:
-    """Refuses requests without the key before their body is read."""
-
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
-        self._app, self._expected = app, f"Bearer {api_key}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] != "/health":
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            # Constant time: how long a comparison takes must not tell how much of a guess was right.
-            if not hmac.compare_digest(given, self._expected):
-                error = ApiError(401, "send 'Authorization: Bearer' with this server's API key", code="invalid_api_key")
-                await error.response({"WWW-Authenticate": "Bearer"})(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
 
 
 class _CountRequests:
@@ -141,21 +159,14 @@ class _CountRequests:
                 self._metrics.http_requests.labels(endpoint, str(statuses[0] if statuses else 500)).inc()
 
 
-class _Server(uvicorn.Server):
-    """Ends the engine when the grace is over: its answers then end with an error, not with a cut connection."""
-
-    def __init__(self, config: uvicorn.Config, engine: ServedEngine, grace_s: float) -> None:
-        super().__init__(config)
-        self._engine, self._grace_s = engine, grace_s
-
-    async def shutdown(self, sockets: list[socket] | None = None) -> None:
-        ending = asyncio.create_task(self._end_engine())
-        await super().shutdown(sockets)
-        ending.cancel()
-
-    async def _end_engine(self) -> None:
-        await asyncio.sleep(self._grace_s)
-        await asyncio.to_thread(self._engine.stop)
+def transport_options() -> Json:
+    """The options of `uvicorn.Config` that bound what a client can send before the application sees it."""
+    return {
+        "http": HttpProtocol,
+        "ws": "none",
+        "h11_max_incomplete_event_size": MAX_HEADER_BYTES,
+        "server_header": False,
+    }
 
 
 def serve_forever(
@@ -164,21 +175,27 @@ def serve_forever(
     host: str,
     port: int,
     served_model_name: str,
-    api_key: str | None = None,
+    protection: Protection | None = None,
+    limits: Limits | None = None,
     shutdown_grace_s: float = 5.0,
 ) -> None:
     """Serve until SIGTERM or SIGINT; running answers get `shutdown_grace_s` to end, then they end with an error.
 
     Call it from the main thread, with an engine that is built but not started. Returns once the engine has stopped.
+    Raises `EngineError` if it stopped by itself. A second signal ends the process at once.
     """
-    app = build_app(engine, served_model_name=served_model_name, api_key=api_key)
+    app = build_app(engine, served_model_name=served_model_name, protection=protection, limits=limits)
     cut_after_s = int(shutdown_grace_s) + _CUT_AFTER_GRACE_S
     # log_config None: what is logged, and where, stays the caller's choice.
-    config = uvicorn.Config(app, host=host, port=port, log_config=None, timeout_graceful_shutdown=cut_after_s)
+    config = uvicorn.Config(
+        app, host=host, port=port, log_config=None, timeout_graceful_shutdown=cut_after_s, **transport_options()
+    )
     # uvicorn raises the signal again once it has shut down, which would make a clean end look like a crash.
     previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        _Server(config, engine, shutdown_grace_s).run()
+        Server(config, engine, app.state.service.drain, shutdown_grace_s).run()
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+    if not engine.healthy:
+        raise EngineError("the engine has stopped, its log has the reason: start the server again")

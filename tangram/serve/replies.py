@@ -124,9 +124,16 @@ class CompletionFormat(Format):
     whole_object = "text_completion"
     chunk_object = "text_completion"
 
-    def __init__(self, codec: Codec, *, logprobs: bool) -> None:
+    def __init__(self, codec: Codec, *, logprobs: bool, echoes: Sequence[str] = (), n: int = 1) -> None:
+        """`echoes` are texts to begin with, one for each prompt, of which each has `n` choices; none for no echo."""
         super().__init__(codec, logprobs=logprobs)
+        self._echoes, self._n = echoes, n
         self._chars: defaultdict[int, int] = defaultdict(int)  # by choice: characters of the tokens reported so far
+
+    def opening(self, index: int) -> list[Json]:
+        """The prompt, where it is to be echoed."""
+        text = self._echo(index)
+        return [{"index": index, "text": text, "logprobs": None, "finish_reason": None}] if text else []
 
     def delta(self, index: int, event: Event) -> Json:
         """The text goes into `text`."""
@@ -134,7 +141,7 @@ class CompletionFormat(Format):
 
     def whole(self, index: int, choice: Choice) -> Json:
         """The text goes into `text`."""
-        return {"index": index, "text": choice.text, **self._end(index, choice)}
+        return {"index": index, "text": self._echo(index) + choice.text, **self._end(index, choice)}
 
     def _logprobs(self, index: int, logprobs: Sequence[TokenLogprob]) -> Json:
         texts = [self._codec.token_text(token.token_id).text for token in logprobs]
@@ -145,6 +152,9 @@ class CompletionFormat(Format):
             "top_logprobs": [self._by_text(token.top, token) for token in logprobs],
             "text_offset": offsets,
         }
+
+    def _echo(self, index: int) -> str:
+        return self._echoes[index // self._n] if self._echoes else ""
 
     def _by_text(self, top: Iterable[tuple[int, float]], sampled: TokenLogprob) -> dict[str, float]:
         """The alternatives by their text, with the sampled token always among them; of equal texts the best stays."""

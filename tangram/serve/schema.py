@@ -15,11 +15,15 @@ from pydantic import (
     model_validator,
 )
 
-from tangram.limits import MAX_LOGPROBS
+from tangram.limits import MAX_BIASES, MAX_LOGPROBS
 from tangram.serve.unsupported import CHAT, COMPLETION, MESSAGE, STREAM_OPTIONS, NoOps, drop_no_ops, wrong_field
 from tangram.types import SamplingParams
 
 MAX_PROMPTS = 1024
+MAX_MESSAGES = 4096
+MAX_COMPLETIONS = 1024
+_MAX_FIELDS = 128
+_MAX_TOKEN_DIGITS = 10
 
 
 def _encodable(text: str) -> str:
@@ -34,7 +38,7 @@ def _encodable(text: str) -> str:
 Text = Annotated[str, AfterValidator(_encodable)]
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
     """Strict types, no unknown fields; an explicit null means the default."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -43,13 +47,15 @@ class _Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _null_is_default(cls, body: Any) -> Any:
+        if isinstance(body, dict) and len(body) > _MAX_FIELDS:  # each would become an error, with all its data
+            raise ValueError(f"there are {len(body)} fields, at most {_MAX_FIELDS} are allowed")
         body = drop_no_ops(body, cls.refused)
         if not isinstance(body, dict):
             return body
         return {name: value for name, value in body.items() if value is not None or name not in cls.model_fields}
 
 
-def _text_of_parts(content: Any) -> Any:
+def text_of_parts(content: Any) -> Any:
     """A message's content as one string: text parts are joined by newlines, other parts are refused."""
     if not isinstance(content, list):
         return content
@@ -64,12 +70,12 @@ def _text_of_parts(content: Any) -> Any:
     return "\n".join(texts)
 
 
-class ChatMessage(_Body):
+class ChatMessage(Body):
     """One message of a conversation. `name` goes to the chat template, which may or may not show it to the model."""
 
     refused = MESSAGE
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[Text, BeforeValidator(_text_of_parts)]
+    content: Annotated[Text, BeforeValidator(text_of_parts)]
     name: Text | None = None
 
     @field_validator("role", mode="before")
@@ -85,7 +91,7 @@ class ChatMessage(_Body):
         return {"role": role, "content": self.content} | ({"name": self.name} if self.name is not None else {})
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     """`include_usage` adds a last chunk with the usage of the whole request."""
 
     refused = STREAM_OPTIONS
@@ -96,7 +102,13 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-class _Sampled(_Body):
+def _few_biases(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_BIASES:
+        raise ValueError(f"names {len(value)} tokens, at most {MAX_BIASES} are allowed")
+    return value
+
+
+class _Sampled(Body):
     """The fields of both endpoints."""
 
     model: str
@@ -110,9 +122,12 @@ class _Sampled(_Body):
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict[str, float] = Field(default={}, description="token id, as a string, to bias")
-    stop: Annotated[list[Text], BeforeValidator(_as_list)] = []
-    stop_token_ids: list[int] = []
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_few_biases)] = Field(
+        default={}, description="token id, as a string, to bias"
+    )
+    # The first error is enough: millions of them would take gigabytes.
+    stop: Annotated[list[Text], Field(fail_fast=True), BeforeValidator(_as_list)] = []
+    stop_token_ids: list[int] = Field(default=[], fail_fast=True)
     ignore_eos: bool = False
     seed: int | None = None
     max_tokens: int | None = None
@@ -124,8 +139,9 @@ class _Sampled(_Body):
     @classmethod
     def _keys_are_token_ids(cls, bias: dict[str, float]) -> dict[str, float]:
         for key in bias:
-            if not (key.isascii() and key.isdecimal()):
-                raise ValueError(f"the key {key!r} must be a token id written in decimal digits")
+            if not (key.isascii() and key.isdecimal() and len(key) <= _MAX_TOKEN_DIGITS):
+                shown = key[: 2 * _MAX_TOKEN_DIGITS]
+                raise ValueError(f"the key {shown!r} must be a token id written in decimal digits")
         return bias
 
     @model_validator(mode="after")
@@ -162,7 +178,7 @@ class ChatRequest(_Sampled):
     """The body of POST /v1/chat/completions. Without a token limit an answer may fill the context."""
 
     refused = CHAT
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     max_completion_tokens: PositiveInt | None = None
@@ -211,6 +227,20 @@ class CompletionRequest(_Sampled):
     prompt: Annotated[list[str | list[int]], BeforeValidator(_as_prompts)]
     logprobs: int | None = None
     max_tokens: int | None = 16
+    echo: bool = Field(default=False, description="begin the text with the prompt")
+
+    @model_validator(mode="after")
+    def _not_too_many(self) -> Self:
+        if len(self.prompt) * self.n > max(MAX_COMPLETIONS, self.n):
+            message = f"n is {self.n} for {len(self.prompt)} prompts: at most {MAX_COMPLETIONS} completions are allowed"
+            raise wrong_field("n", message)
+        return self
+
+    @model_validator(mode="after")
+    def _prompts_have_no_logprobs(self) -> Self:
+        if self.echo and self.logprobs is not None:
+            raise wrong_field("echo", "'echo' with 'logprobs' is not supported: prompts have no log-probabilities here")
+        return self
 
     def sampling(self) -> SamplingParams:
         """Raises `RequestError` naming the first value that is out of range."""

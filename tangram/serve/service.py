@@ -6,49 +6,34 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from fastapi.responses import JSONResponse
 
-from tangram.serve.bridge import EventStream, Job, ServedEngine
+from tangram.errors import RequestError
+from tangram.serve.bridge import EventStream, Job, Limits, ServedEngine
 from tangram.serve.errors import ApiError
 from tangram.serve.exposition import ServerMetrics
 from tangram.serve.replies import ChatFormat, Choice, CompletionFormat, Format, Json, usage_json
 from tangram.serve.schema import ChatRequest, CompletionRequest
+from tangram.serve.sending import EventSource
 from tangram.types import Usage
 
 T = TypeVar("T")
 
 
-class EventSource(StreamingResponse):
-    """Server-sent events. `close` runs however the response ends, also when it never sent a byte."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, frames: AsyncIterator[str], close: Callable[[], None]) -> None:
-        super().__init__(frames, headers={"Cache-Control": "no-cache"})
-        self._close = close
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events until they or the client end."""
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._close()
-
-
 class Service:
     """Answers both completion endpoints for one engine and one model name."""
 
-    def __init__(self, engine: ServedEngine, served_model_name: str) -> None:
+    def __init__(self, engine: ServedEngine, served_model_name: str, limits: Limits | None = None) -> None:
         self.model = served_model_name
         self.created_s = int(time.time())
         self.metrics = ServerMetrics(engine.stats)
-        self._engine = engine
+        self.draining = False
+        self._engine, self._limits, self._started = engine, limits or Limits(), False
         # Tokenizing a long prompt takes long enough to stall every stream; one thread, because tokenizers keep state.
         self._tokenizer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
 
@@ -58,6 +43,11 @@ class Service:
         return self._engine.healthy
 
     @property
+    def ready(self) -> bool:
+        """Whether new requests should come here: the engine runs, and the server is not about to end."""
+        return self._started and self.healthy and not self.draining
+
+    @property
     def max_model_len(self) -> int:
         """The most tokens, prompt and answer, of one sequence."""
         return self._engine.max_model_len
@@ -65,53 +55,117 @@ class Service:
     def start(self) -> None:
         """Start the engine's thread."""
         self._engine.start()
+        self._started = True
+
+    def drain(self) -> None:
+        """Take no new requests; those that are here go on."""
+        self.draining = True
 
     def stop(self) -> None:
         """End the engine's thread; what still runs is aborted."""
         self._tokenizer.shutdown(wait=False, cancel_futures=True)
         self._engine.stop()
 
-    async def chat(self, body: ChatRequest, request: Request) -> Response:
-        """POST /v1/chat/completions."""
-        messages = [message.for_template() for message in body.messages]
-        prompt = await self._tokens(self._engine.codec.chat_prompt, messages)
-        return await self._answer(body, [prompt], ChatFormat(self._engine.codec, logprobs=body.logprobs), request)
+    def check_model(self, model: str) -> None:
+        """Raise `ApiError` 404 unless `model` is the served one."""
+        if model != self.model:
+            message = f"the model {model!r} does not exist: this server serves {self.model!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
 
-    async def complete(self, body: CompletionRequest, request: Request) -> Response:
-        """POST /v1/completions."""
-        encode = self._engine.codec.encode
-        prompts = [
-            await self._tokens(encode, prompt) if isinstance(prompt, str) else tuple(prompt) for prompt in body.prompt
-        ]
-        if not all(prompts):
-            raise ApiError(400, "prompt holds no tokens: send at least one", param="prompt", code="invalid_value")
-        style = CompletionFormat(self._engine.codec, logprobs=body.logprobs is not None)
-        return await self._answer(body, prompts, style, request)
+    async def answer(self, body: ChatRequest | CompletionRequest, request: Request) -> Response:
+        """POST /v1/chat/completions and /v1/completions."""
+        events, style, job, head = await self._begin(body)
+        if body.stream:
+            head |= {"object": style.chunk_object}
+            return EventSource(_frames(events, head, style, job.sampling.n, body.include_usage), events)
+        try:
+            return JSONResponse(await unless_disconnected(request, _finished(events, style, job, head)))
+        finally:
+            events.close()  # also if the work was given up before it began
+
+    async def whole(self, body: ChatRequest | CompletionRequest) -> Json:
+        """The answer in one piece, for a caller that does not hang up."""
+        return await _finished(*await self._begin(body))
+
+    async def _begin(self, body: ChatRequest | CompletionRequest) -> tuple[EventStream, Format, Job, Json]:
+        style: Format
+        if isinstance(body, ChatRequest):
+            prompts = [await self.chat_prompt([message.for_template() for message in body.messages], "messages")]
+            style = ChatFormat(self._engine.codec, logprobs=body.logprobs)
+        else:
+            prompts = [await self.text_prompt(p) if isinstance(p, str) else tuple(p) for p in body.prompt]
+            if not all(prompts):
+                raise ApiError(400, "prompt holds no tokens: send at least one", param="prompt", code="invalid_value")
+            style = self._completion_format(body)
+        identity = f"{style.id_prefix}-{uuid.uuid4().hex}"
+        job = Job(identity, prompts, body.sampling(), body.kv_retention, body.cache_salt, body.stream)
+        head: Json = {"id": identity, "created": int(time.time()), "model": self.model}
+        try:
+            return self.open(job), style, job, head
+        except RequestError as error:
+            if isinstance(body, ChatRequest) and error.field == "prompt":  # the engine knows of no messages
+                raise RequestError(f"messages: the {error}", "messages") from error
+            raise
+
+    def _completion_format(self, body: CompletionRequest) -> Format:
+        codec = self._engine.codec
+        echoes = [p if isinstance(p, str) else codec.verbatim(p, "prompt") for p in body.prompt if body.echo]
+        return CompletionFormat(codec, logprobs=body.logprobs is not None, echoes=echoes, n=body.n)
+
+    def open(self, job: Job) -> EventStream:
+        """Submit `job`; close what comes back.
+
+        Raises `ApiError` if the engine has stopped or the server is about to, `RequestError` if it can never be served,
+        `OverloadError` if too many wait.
+        """
+        if not self._engine.healthy:
+            raise ApiError(503, "the engine has stopped: the server's log has the reason")
+        if self.draining:
+            raise ApiError(503, "the server is shutting down: send the request to another, or again in a while")
+        return EventStream(self._engine, job, self.metrics, self._limits)
+
+    def detokenized(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, special ones by name; raises `RequestError` (field `tokens`) if one is unknown."""
+        return self._engine.codec.verbatim(token_ids, "tokens")
+
+    async def chat_prompt(self, messages: Sequence[Mapping[str, str]], field: str) -> tuple[int, ...]:
+        """The tokens of a conversation up to the answer; raises `RequestError` (`field`) if it could never fit."""
+        self._refuse_endless((text for message in messages for text in message.values()), field)
+        return await self._tokens(self._engine.codec.chat_prompt, messages)
+
+    async def text_prompt(self, text: str) -> tuple[int, ...]:
+        """The tokens of a raw prompt; raises `RequestError` (field `prompt`) if it could never fit."""
+        self._refuse_endless([text], "prompt")
+        return await self._tokens(self._engine.codec.encode, text)
+
+    def _refuse_endless(self, texts: Iterable[str], field: str) -> None:
+        """Tokenizing takes seconds for texts that are megabytes long: not for one that is too long anyway."""
+        size, most = (
+            sum(len(text.encode()) for text in texts),
+            self.max_model_len * self._engine.codec.longest_token_bytes,
+        )
+        if size > most:
+            raise RequestError(
+                f"{field} has {size} bytes of text, {self.max_model_len} tokens (max_model_len) hold at most {most}: "
+                "shorten it",
+                field,
+            )
 
     async def _tokens(self, encode: Callable[[Any], tuple[int, ...]], what: object) -> tuple[int, ...]:
         return await asyncio.get_running_loop().run_in_executor(self._tokenizer, encode, what)
 
-    async def _answer(
-        self, body: ChatRequest | CompletionRequest, prompts: Sequence[tuple[int, ...]], style: Format, request: Request
-    ) -> Response:
-        if not self._engine.healthy:
-            raise ApiError(503, "the engine has stopped: the server's log has the reason")
-        job = Job(f"{style.id_prefix}-{uuid.uuid4().hex}", prompts, body.sampling(), body.kv_retention, body.cache_salt)
-        head = {"id": job.id, "created": int(time.time()), "model": self.model}
-        events = EventStream(self._engine, job, self.metrics)
-        if body.stream:
-            frames = _frames(events, head | {"object": style.chunk_object}, style, job.sampling.n, body.include_usage)
-            return EventSource(frames, events.close)
-        try:
-            reply = await _unless_disconnected(request, _whole(events, style, job))
-        finally:
-            events.close()
-        return JSONResponse(head | {"object": style.whole_object} | reply)
+
+async def _finished(events: EventStream, style: Format, job: Job, head: Json) -> Json:
+    """The whole answer; what has not ended when it is given up is aborted."""
+    try:
+        return head | {"object": style.whole_object} | await _whole(events, style, job)
+    finally:
+        events.close()
 
 
 async def _whole(events: EventStream, style: Format, job: Job) -> Json:
     """The choices and the usage of a whole answer."""
-    choices = [Choice() for _ in range(len(job.prompts) * job.sampling.n)]
+    choices = [Choice() for _ in range(job.choices)]
     usages: dict[int, Usage] = {}
     async for index, event in events:
         choices[index].add(event)
@@ -143,7 +197,7 @@ def _frame(data: Json) -> str:
     return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
-async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which is cancelled if the client hangs up first."""
     task, gone = asyncio.create_task(work), asyncio.create_task(_disconnect(request))
     try:

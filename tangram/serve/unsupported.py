@@ -19,7 +19,6 @@ COMMON: NoOps = {
     "allowed_token_ids": (),
     "bad_words": ([],),
     "detokenize": (True,),
-    "echo": (False,),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
@@ -49,6 +48,7 @@ CHAT: NoOps = {
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
+    "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
     "modalities": (["text"],),
@@ -68,6 +68,40 @@ CHAT: NoOps = {
 }
 
 COMPLETION: NoOps = {**COMMON, "best_of": (1,), "suffix": ("",)}
+
+RESPONSES: NoOps = {
+    "background": (False,),
+    "context_management": (),
+    "conversation": (),
+    "include": ([],),
+    "max_tool_calls": (),
+    "metadata": ({},),
+    "moderation": (),
+    "parallel_tool_calls": (True, False),
+    "previous_response_id": (),
+    "prompt": (),
+    "prompt_cache_key": (),
+    "prompt_cache_options": (),
+    "prompt_cache_retention": (),
+    "reasoning": ({},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "stream_options": ({}, {"include_obfuscation": False}),
+    "text": ({}, {"format": {"type": "text"}}, {"format": {"type": "text"}, "verbosity": "medium"}),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
+
+TOKENIZE: NoOps = {
+    "add_generation_prompt": (True,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "return_token_strs": (False,),
+    "tools": ([],),
+}
 
 MESSAGE: NoOps = {
     "annotations": ([],),

@@ -67,6 +67,13 @@ class Service:
         self.scheduler.remove(sequence)
         self.ended.append(sequence)
 
+    def fail(self, sequence: TokenSequence) -> None:
+        """Its state is not sound: nobody holds or finds any of it afterwards."""
+        pages = self.scheduler.quarantine(sequence)
+        self.ended.append(sequence)
+        assert not self.manager.ledger.references[pages].any()
+        assert self.manager.new_tokens(sequence.layout, sequence.salt, sequence.known_tokens) == sequence.known
+
     def step(self) -> Step | None:
         before, preemptions = list(self.scheduler.running), {entry: entry.preemptions for entry in self.alive}
         starts = {entry: entry.cache.computed_tokens for entry in before if entry.cache is not None}

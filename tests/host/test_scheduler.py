@@ -83,6 +83,11 @@ class Traffic(RuleBasedStateMachine):
     def abort(self, which: int) -> None:
         self.service.abort(self.service.alive[which % len(self.service.alive)])
 
+    @precondition(lambda self: self.service.alive)
+    @rule(which=st.integers(0, 99))
+    def fail(self, which: int) -> None:
+        self.service.fail(self.service.alive[which % len(self.service.alive)])
+
     @rule()
     def clear(self) -> None:
         self.service.manager.prefix.clear()

@@ -18,7 +18,8 @@ import uvicorn
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
-from tangram.serve.http import build_app
+from tangram.serve.guard import Protection
+from tangram.serve.http import build_app, transport_options
 
 from .fake_engine import FakeEngine
 
@@ -60,11 +61,12 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 5.0)
 
 
 @contextmanager
-def run_fake_server(api_key: str | None = None) -> Iterator[FakeServer]:
+def run_fake_server(*api_keys: str, max_body_mb: float = 16.0) -> Iterator[FakeServer]:
     """A real uvicorn on a free port, in a thread."""
     engine = FakeEngine()
-    app = build_app(engine, served_model_name=MODEL, api_key=api_key)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", timeout_graceful_shutdown=1))
+    app = build_app(engine, served_model_name=MODEL, protection=Protection(api_keys, max_body_mb))
+    options = {"port": 0, "log_level": "critical", "timeout_graceful_shutdown": 1}
+    server = uvicorn.Server(uvicorn.Config(app, **options, **transport_options()))
     thread = threading.Thread(target=server.run)
     thread.start()
 
@@ -95,8 +97,8 @@ def shared_server() -> Iterator[FakeServer]:
 
 @pytest.fixture
 def locked_server() -> Iterator[FakeServer]:
-    """A server whose API key is 'sesame'."""
-    with run_fake_server(api_key="sesame") as server:
+    """A server whose API keys are 'sesame' and 'poppy'."""
+    with run_fake_server("sesame", "poppy") as server:
         yield server
 
 
@@ -131,12 +133,12 @@ def healthy(url: str) -> bool:
         return False
 
 
-@pytest.fixture(scope="session")
-def server_url() -> Iterator[str]:
-    """The real server, with the embedded model, once per test run."""
+@contextmanager
+def run_real_server(*options: str) -> Iterator[str]:
+    """The real server with the embedded model in a process of its own; its address."""
     port = free_port()
     command = [sys.executable, "-m", "tangram", "serve", "--host", "127.0.0.1", "--port", str(port)]
-    options = ["--kv-retention", "0.5", "--served-model-name", "smollm2"]
+    command += ["--kv-retention", "0.5", "--served-model-name", "smollm2"]
     with subprocess.Popen([*command, *options]) as process:
         try:
             url = f"http://127.0.0.1:{port}"
@@ -149,3 +151,10 @@ def server_url() -> Iterator[str]:
         finally:
             process.terminate()
             process.wait(timeout=30)
+
+
+@pytest.fixture(scope="session")
+def server_url() -> Iterator[str]:
+    """The real server, once per test run."""
+    with run_real_server() as url:
+        yield url

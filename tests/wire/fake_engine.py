@@ -25,11 +25,18 @@ PAGES_PER_REQUEST = 10
 class FakeCodec:
     """Token ids are code points."""
 
+    longest_token_bytes = 4
+
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(map(ord, text))
 
     def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
         return self.encode("".join(f"<{message['role']}>{message['content']}" for message in messages))
+
+    def verbatim(self, token_ids: Sequence[int], field: str) -> str:
+        if not all(0 <= token < 0x110000 for token in token_ids):
+            raise RequestError(f"{field} has a token that is no code point", field)
+        return "".join(map(chr, token_ids))
 
     def token_text(self, token_id: int) -> TokenText:
         return TokenText(chr(token_id), chr(token_id).encode())

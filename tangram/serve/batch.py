@@ -1,0 +1,202 @@
+"""Files of requests in OpenAI's batch format, answered by an engine in this process.
+
+A line of the input is `{"custom_id", "method", "url", "body"}`; a line of the output has the same `custom_id` and a
+`response` with `status_code` and `body`, or an `error`, or both. Answers come in the order in which they are finished.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from tangram.errors import ConfigError, RequestError, TangramError
+from tangram.serve.errors import ApiError, of_request_error, of_validation
+from tangram.serve.replies import Json
+from tangram.serve.schema import ChatRequest, CompletionRequest
+from tangram.serve.service import Service
+
+_BODIES: dict[str, type[ChatRequest] | type[CompletionRequest]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+}
+_log = logging.getLogger(__name__)
+
+
+class _Line(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    custom_id: str
+    method: Literal["POST"]
+    url: Literal["/v1/chat/completions", "/v1/completions"]
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One line of the input. `custom_id` is None where it has none of its own; `request` is None where it is wrong."""
+
+    number: int
+    custom_id: str | None
+    request: _Line | None
+    error: ApiError | None
+
+    @property
+    def id(self) -> str:
+        """The name of the output line."""
+        return f"line-{self.number}"
+
+    @property
+    def key(self) -> str:
+        """What tells whether it was answered before: the `custom_id`, else the place."""
+        return self.id if self.custom_id is None else f"custom {self.custom_id}"
+
+
+@dataclass
+class BatchFiles:
+    """What is to be answered, and what of it was before. Raises `ConfigError` if a file cannot be read.
+
+    A last line of the output that was cut short, by a crash say, is taken off and answered again.
+    """
+
+    source: Path
+    target: Path
+    tasks: list[Task] = field(init=False)
+    total: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        try:
+            tasks = list(_tasks(self.source))
+            done = _done(self.target)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"batch is {str(self.source)!r}, output {str(self.target)!r}: {error}") from error
+        self.total = len(tasks)
+        self.tasks = [task for task in tasks if task.key not in done]
+
+    @property
+    def skipped(self) -> int:
+        """How many lines were answered before."""
+        return self.total - len(self.tasks)
+
+
+def _tasks(source: Path) -> Iterator[Task]:
+    first_lines: dict[str, int] = {}
+    for number, text in enumerate(source.read_text(encoding="utf-8").split("\n"), 1):
+        if not text.strip():
+            continue
+        task = _task(number, text)
+        if task.custom_id is not None and (first := first_lines.setdefault(task.custom_id, number)) != number:
+            message = f"custom_id is {task.custom_id!r}, as in line {first}: each line needs its own"
+            task = Task(number, None, None, ApiError(400, message, param="custom_id", code="invalid_value"))
+        yield task
+
+
+def _task(number: int, text: str) -> Task:
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        return Task(number, None, None, ApiError(400, f"line {number} is not valid JSON", code="json_invalid"))
+    own = data.get("custom_id") if isinstance(data, dict) else None
+    custom_id = own if isinstance(own, str) else None
+    try:
+        return Task(number, custom_id, _Line.model_validate(data), None)
+    except ValidationError as error:
+        return Task(number, custom_id, None, of_validation(error))
+
+
+def _done(target: Path) -> set[str]:
+    """The keys of the lines that are in `target`, which is cut after its last whole line."""
+    if not target.exists():
+        return set()
+    content = target.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    keys = set()
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            record = json.loads(line)
+            custom_id = record["custom_id"]
+            keys.add(record["id"] if custom_id is None else f"custom {custom_id}")
+        except (ValueError, LookupError, TypeError) as error:  # also bytes that are no text
+            raise ConfigError(
+                f"output is {str(target)!r}, its line {number} is no answer to a batch: choose another file"
+            ) from error
+    if len(whole) < len(content):
+        with target.open("r+b") as file:
+            file.truncate(len(whole))
+    return keys
+
+
+def answer_all(service: Service, files: BatchFiles, *, at_once: int, on_line: Callable[[], None]) -> int:
+    """Answer what is left of `files`, `at_once` requests at a time; how many of these lines got an error.
+
+    `on_line` is called after each line is written. Starts the engine and stops it. Raises `TangramError` if it dies:
+    lines without an answer are not written then, and the next run goes on with them.
+    """
+    service.start()
+    try:
+        with files.target.open("a", encoding="utf-8") as file:
+            return asyncio.run(_answer_all(service, iter(files.tasks), file, at_once, on_line))
+    finally:
+        service.stop()
+
+
+async def _answer_all(
+    service: Service, tasks: Iterator[Task], file: TextIO, at_once: int, on_line: Callable[[], None]
+) -> int:
+    failed = 0
+
+    async def work() -> None:
+        nonlocal failed
+        for task in tasks:
+            record = await _record(service, task)
+            # Only ASCII: an answer may hold half a character, which UTF-8 cannot spell.
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+            failed += record["error"] is not None
+            on_line()
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(at_once):
+                group.create_task(work())
+    except* TangramError as errors:
+        raise errors.exceptions[0] from None
+    except* OSError as errors:
+        raise TangramError(f"output {file.name!r} cannot be written: {errors.exceptions[0]}") from errors
+    return failed
+
+
+async def _record(service: Service, task: Task) -> Json:
+    head: Json = {"id": task.id, "custom_id": task.custom_id}
+    if task.request is None:
+        return head | {"response": None, "error": None if task.error is None else task.error.body()["error"]}
+    status, body = await _response(service, task.request)
+    response = {"status_code": status, "request_id": f"req-{uuid.uuid4().hex}", "body": body}
+    return head | {"response": response, "error": body["error"] if status != 200 else None}
+
+
+async def _response(service: Service, line: _Line) -> tuple[int, Json]:
+    try:
+        body = _BODIES[line.url].model_validate(line.body)
+        service.check_model(body.model)
+        if body.stream:
+            raise ApiError(400, "'stream' is true, a file has no use for it: leave it out", param="stream")
+        return 200, await service.whole(body)
+    except ValidationError as error:
+        failure = of_validation(error)
+    except RequestError as error:
+        failure = of_request_error(error)
+    except ApiError as error:
+        failure = error
+    except Exception:
+        _log.exception("a request of the batch failed")
+        failure = ApiError(500, "internal error: the log has the details")
+    if not service.healthy:
+        raise TangramError("the engine has stopped: the log has the reason; run it again to go on after what is done")
+    return failure.status, failure.body()

@@ -1,0 +1,152 @@
+"""What a request must pass before any route sees it: an API key, bounds on its size, and an answer whatever breaks."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import sha256
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tangram.errors import ConfigError
+from tangram.serve.errors import ApiError
+
+MAX_HEADER_BYTES = 32 * 1024
+OPEN_PATHS = (b"/health", b"/ready")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Protection:
+    """Who may ask and how much. Without `api_keys` everybody may; a body has at most `max_body_mb` · 10^6 bytes.
+
+    Raises `ConfigError` if a key is empty or has spaces, or if the bound on bodies is not positive.
+    """
+
+    api_keys: tuple[str, ...] = ()
+    max_body_mb: float = 16.0
+
+    def __post_init__(self) -> None:
+        for number, key in enumerate(self.api_keys, 1):
+            if not key or any(character.isspace() for character in key):
+                raise ConfigError(f"api_key number {number} is empty or has spaces: give one without, or leave it out")
+        if not 0 < self.max_body_mb <= 1024:
+            raise ConfigError(f"max_body_mb is {self.max_body_mb}, it must lie in (0, 1024]")
+
+    @property
+    def max_body_bytes(self) -> int:
+        """The most bytes of a body."""
+        return int(self.max_body_mb * 1_000_000)
+
+
+class RequireKeys:
+    """Refuses requests without one of the keys before their body is read, on every path but /health and /ready.
+
+    It looks at the path as it came, before any decoding and routing: whatever is not spelled exactly like an open path
+    needs a key.
+    """
+
+    def __init__(self, app: ASGIApp, api_keys: Iterable[str]) -> None:
+        self._app, self._digests = app, [sha256(key.encode()).digest() for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer 401."""
+        if scope["type"] == "lifespan" or _is_open(scope) or self._knows(scope["headers"]):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            error = ApiError(401, "send 'Authorization: Bearer' with this server's API key", code="invalid_api_key")
+            await error.response({"WWW-Authenticate": "Bearer"})(scope, receive, send)
+
+    def _knows(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+        given = [value for name, value in headers if name == b"authorization"]
+        scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+        digest = sha256(key.strip()).digest()
+        # All are compared, digests for equal lengths: the time must not tell which key a guess was close to.
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return any(matches) and scheme.lower() == b"bearer"
+
+
+def _is_open(scope: Scope) -> bool:
+    return scope["type"] == "http" and scope.get("raw_path") in OPEN_PATHS
+
+
+class BoundRequests:
+    """Refuses headers over `MAX_HEADER_BYTES` (431) and bodies over `max_body_bytes` (413), declared or counted."""
+
+    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+        self._app, self._max_body_bytes = app, max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer 413 or 431."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._check_head(scope)
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+            return
+        read_bytes = 0
+
+        async def counting_receive() -> Message:
+            nonlocal read_bytes
+            message = await receive()
+            read_bytes += len(message.get("body", b""))
+            if read_bytes > self._max_body_bytes:
+                raise HTTPException(413, self._too_large("more"))  # the kind that FastAPI passes on from reading
+            return message
+
+        await self._app(scope, counting_receive, send)
+
+    def _check_head(self, scope: Scope) -> None:
+        headers = scope["headers"]
+        head_bytes = len(scope.get("raw_path", b"")) + len(scope.get("query_string", b""))
+        head_bytes += sum(len(name) + len(value) for name, value in headers)
+        if head_bytes > MAX_HEADER_BYTES:
+            message = f"the headers have {head_bytes} bytes, at most {MAX_HEADER_BYTES} are allowed: send fewer"
+            raise ApiError(431, message)
+        declared = dict(headers).get(b"content-length", b"0")
+        if declared.isdigit() and int(declared[:20]) > self._max_body_bytes:
+            raise ApiError(413, self._too_large(declared[:20].decode()))
+
+    def _too_large(self, size: str) -> str:
+        return (
+            f"the body has {size} bytes, at most {self._max_body_bytes} are allowed: "
+            "send less, or have the server started with a larger --max-body-mb"
+        )
+
+
+class NameRequests:
+    """Gives every request an id, in the header `x-request-id`. A bug becomes a bare 500 with it, the log has why."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on; answer 500 if it raises."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id, started = f"req-{uuid.uuid4().hex}", False
+
+        async def naming_send(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, naming_send)
+        except Exception:
+            _log.exception("request %s failed", request_id)
+            if started:
+                raise  # half an answer is out: only cutting the connection tells the client
+            error = ApiError(500, f"internal error: the server's log has the details of request {request_id}")
+            await error.response()(scope, receive, naming_send)

@@ -1,0 +1,61 @@
+"""How the server's process ends: drained, at once, or because its engine has died."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable
+from socket import socket
+from types import FrameType
+
+import uvicorn
+
+from tangram.serve.bridge import ServedEngine
+
+_log = logging.getLogger(__name__)
+# Long enough for running answers to end with an error, and for whoever watches /health to see why.
+LAST_WORDS_S = 2.0
+
+
+class Server(uvicorn.Server):
+    """At the first SIGTERM or SIGINT it calls `drain`, goes on listening, and ends when nothing runs any more or after
+    `grace_s`; what runs then ends with an error. At the second it ends at once. When the engine dies it ends, too.
+    """
+
+    def __init__(
+        self, config: uvicorn.Config, engine: ServedEngine, drain: Callable[[], None], grace_s: float
+    ) -> None:  # fmt: skip
+        super().__init__(config)
+        self._engine, self._drain, self._grace_s = engine, drain, grace_s
+        self._ends_s: float | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal, or another one."""
+        if self._ends_s is not None:
+            os._exit(128 + sig)  # nothing may hold it up: no lock, no step of the engine, no client
+        self._drain()
+        self._ends_s = time.monotonic() + self._grace_s
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second: whether it is time to end."""
+        if not self._engine.healthy and self._ends_s is None:
+            _log.error("the engine has stopped: the server ends")
+            self._drain()
+            self._ends_s = time.monotonic() + LAST_WORDS_S
+        if self._ends_s is not None:
+            # A dead engine's answers end by themselves; the time is for those who ask about it.
+            drained = self._engine.healthy and not self.server_state.tasks
+            self.should_exit |= drained or time.monotonic() >= self._ends_s
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket] | None = None) -> None:
+        """Answers that still run when the time is over end with an error, not with a cut connection."""
+        ending = asyncio.create_task(self._end_engine())
+        await super().shutdown(sockets)
+        ending.cancel()
+
+    async def _end_engine(self) -> None:
+        await asyncio.sleep(max(0.0, (self._ends_s or 0.0) - time.monotonic()))
+        await asyncio.to_thread(self._engine.stop)

@@ -1,0 +1,44 @@
+"""POST /tokenize and /detokenize, in vLLM's form."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from tangram.serve.schema import MAX_MESSAGES, Body, ChatMessage, Text
+from tangram.serve.service import Service
+from tangram.serve.unsupported import TOKENIZE, wrong_field
+
+
+class TokenizeRequest(Body):
+    """`prompt`, a raw text, or `messages`, a conversation up to its answer. `model` None is the served one."""
+
+    refused = TOKENIZE
+    model: str | None = None
+    prompt: Text | None = None
+    messages: list[ChatMessage] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    add_special_tokens: bool | None = Field(default=None, description="those around a raw text: always there")
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise wrong_field("prompt", "send either 'prompt' or 'messages'")
+        always = self.messages is None
+        if self.add_special_tokens not in (None, always):
+            message = f"'add_special_tokens' is always {str(always).lower()} for {'prompts' if always else 'messages'}"
+            raise wrong_field("add_special_tokens", f"{message}: leave it out")
+        return self
+
+    async def tokens(self, service: Service) -> tuple[int, ...]:
+        """What the server would compute for it; raises `RequestError` if that could never fit."""
+        if self.messages is not None:
+            return await service.chat_prompt([message.for_template() for message in self.messages], "messages")
+        return await service.text_prompt(self.prompt or "")
+
+
+class DetokenizeRequest(Body):
+    """The text of `tokens`, special ones by name."""
+
+    model: str | None = None
+    tokens: list[int] = Field(max_length=1_000_000, fail_fast=True)

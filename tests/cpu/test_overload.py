@@ -1,0 +1,73 @@
+"""Who runs is not slowed down by who waits."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import pytest
+
+from tangram.engine.llm import LLM
+from tangram.types import Event, Request, SamplingParams
+
+PLACES = 4
+RUNNING = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+WAITING = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+
+
+def seconds_per_step(llm: LLM, crowd: int) -> float:
+    """The median step while all places decode and `crowd` requests wait."""
+    engine = llm.engine
+    engine.clear_cache()
+    events = list[Event]()
+    for number in range(PLACES):
+        prompt = tuple(3 + (at * (number + 2)) % 200 for at in range(40))
+        engine.submit(Request(f"running {number}", prompt, RUNNING, events.append))
+    while len(events) < 10 * PLACES:
+        engine.step()
+    for number in range(crowd):
+        prompt = tuple(3 + (at * (number + 5)) % 200 for at in range(60))
+        engine.submit(Request(f"waiting {number}", prompt, WAITING, lambda event: None))
+    engine.step()
+    assert engine.stats().waiting == crowd
+    taken_s = []
+    while engine.stats().waiting == crowd and len(taken_s) < 250:
+        begin_s = time.perf_counter()
+        engine.step()
+        taken_s.append(time.perf_counter() - begin_s)
+    assert len(taken_s) == 250, "somebody who waits pushed in"
+    while engine.busy:
+        engine.step()
+    engine.check_books()
+    return statistics.median(taken_s)
+
+
+@pytest.fixture(scope="module")
+def overload(small_llm: LLM) -> tuple[float, float]:
+    """Seconds a step with nobody waiting and with ten times as many as there are places, each the best of three."""
+    tried = [(seconds_per_step(small_llm, 0), seconds_per_step(small_llm, 10 * PLACES)) for _ in range(3)]
+    exact, crowded = zip(*tried, strict=True)
+    return min(exact), min(crowded)
+
+
+def test_running_requests_keep_their_pace_while_ten_times_as_many_wait(overload: tuple[float, float]) -> None:
+    exact_s, crowded_s = overload
+    assert crowded_s < 2 * exact_s + 0.002
+
+
+def test_each_step_of_an_overload_gives_everybody_who_runs_a_token(small_llm: LLM) -> None:
+    """What joins takes part of a step's tokens, so nobody who runs waits longer than for one full step."""
+    engine = small_llm.engine
+    events = list[Event]()
+    engine.submit(Request("running", (5, 6, 7), RUNNING, events.append))
+    engine.step()
+    for number in range(10 * PLACES):
+        prompt = tuple(3 + (at * (number + 7)) % 200 for at in range(90))
+        engine.submit(Request(f"crowd {number}", prompt, WAITING, lambda event: None))
+    while engine.stats().waiting:
+        before = len(events)
+        engine.step()
+        assert len(events) == before + 1
+    engine.abort("running")
+    while engine.busy:
+        engine.step()

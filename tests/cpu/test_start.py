@@ -1,0 +1,81 @@
+"""What stands in the way of a start is named, with what to do; a cache that cannot be written is not in the way."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from tangram.config import EngineConfig
+from tangram.engine import memory, setup
+from tangram.engine.setup import build_engine
+from tangram.errors import ConfigError
+from tangram.model import load
+
+
+def config(folder: Path, **options: float) -> EngineConfig:
+    return EngineConfig(
+        str(folder), load_format="dummy", kv_retention=1.0, chunk_tokens=32, page_tokens=8, max_num_seqs=4,
+        max_num_batched_tokens=128, **options,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def test_more_pages_than_the_machine_has_memory_are_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"kv_cache_gib is 1000000\.0, .* GiB in all: lower kv_cache_gib"):
+        build_engine(config(folder, kv_cache_gib=1e6))
+
+
+def test_a_container_counts_as_the_machine(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(memory, "_CGROUP_LIMIT", limit)
+    limit.write_text(f"{2**29}\n")
+    with pytest.raises(ConfigError, match=r"have 0\.5 GiB in all"):
+        build_engine(config(folder, kv_cache_gib=0.6))
+    limit.write_text("max\n")
+    build_engine(config(folder, kv_cache_gib=0.01))
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory."), MemoryError(), RuntimeError("can't allocate memory: 12")]
+)
+@pytest.mark.parametrize(("where", "name"), [(setup, "Runner"), (load, "random_model")])
+def test_memory_that_runs_out_says_what_to_lower(
+    folder: Path, error: Exception, where: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(where, name, full)
+    with pytest.raises(ConfigError, match=r"kv_cache_gib 0\.01.*max_num_seqs 4: lower one of them"):
+        build_engine(config(folder, kv_cache_gib=0.01))
+
+
+def test_other_errors_of_the_start_stay_what_they_are(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object, **options: object) -> None:
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(setup, "Runner", broken)
+    with pytest.raises(RuntimeError, match="illegal"):
+        build_engine(config(folder, kv_cache_gib=0.01))
+
+
+def test_weights_that_cannot_be_kept_are_converted_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.joinpath("file").write_text("not a folder")
+    monkeypatch.setenv("TANGRAM_CACHE", str(tmp_path / "file"))
+    gguf = tmp_path / "model.gguf"
+    gguf.write_bytes(b"GGUF")
+    made = list[Path]()
+
+    def convert(source: Path, target: Path) -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.mkdir()
+        made.append(target)
+
+    monkeypatch.setattr(load, "_convert", convert)
+    assert load._converted(gguf) == made[0] and made[0].is_dir()
+    shutil.rmtree(made[0].parent)

@@ -1,0 +1,84 @@
+"""The bound of the queue."""
+
+from __future__ import annotations
+
+import pytest
+
+from tangram.config import EngineConfig
+from tangram.engine.intake import Intake
+from tangram.engine.scheduler import Scheduler
+from tangram.errors import ConfigError, OverloadError
+from tests.host.service import Service
+from tests.host.support import layout
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def refused(intake: Intake, waiting: int) -> OverloadError:
+    with pytest.raises(OverloadError) as caught:
+        intake.check(waiting)
+    return caught.value
+
+
+def test_the_queue_takes_in_as_many_as_it_may_hold_and_no_more() -> None:
+    intake = Intake(3)
+    intake.check(2)
+    assert "max_queue is 3" in str(refused(intake, 3))
+    Intake(None).check(10**9)
+
+
+@pytest.mark.parametrize(("starts_per_s", "expected_s"), [(1000.0, 1), (10.0, 4), (1.0, 40), (0.1, 60)])
+def test_who_is_refused_hears_how_long_the_queue_takes(starts_per_s: float, expected_s: int) -> None:
+    clock = Clock()
+    intake = Intake(40, clock)
+    for _ in range(200):
+        intake.started()
+        clock.now_s += 1 / starts_per_s
+    assert refused(intake, 40).retry_after_s == expected_s
+
+
+def test_a_queue_that_stands_still_sends_people_away_for_longer() -> None:
+    clock = Clock()
+    intake = Intake(4, clock)
+    assert refused(intake, 4).retry_after_s == 1
+    for _ in range(10):
+        intake.started()
+        clock.now_s += 1
+    before = refused(intake, 4).retry_after_s
+    clock.now_s += 30
+    assert refused(intake, 4).retry_after_s > before
+
+
+def waiting(scheduler: Scheduler) -> list[int]:
+    return [scheduler.queued(entering) for entering in (0, 1, 5)]
+
+
+def test_only_those_without_a_place_wait() -> None:
+    service = Service([layout(2)], slack_pages=100, max_num_seqs=2)
+    assert waiting(service.scheduler) == [0, 0, 3]
+    for _ in range(3):
+        service.submit([1, 2, 3], 5)
+    assert waiting(service.scheduler) == [1, 2, 6]
+    service.step()
+    assert waiting(service.scheduler) == [1, 2, 6]
+    service.drain()
+    assert waiting(service.scheduler) == [0, 0, 3]
+
+
+def test_a_preempted_request_does_not_count_as_waiting() -> None:
+    service = Service([layout(4)], slack_pages=0, max_num_seqs=2)
+    for start in (1, 2):
+        service.submit([start] * 7, 30)
+    while not service.scheduler.counters.preemptions:
+        service.step()
+    assert len(service.scheduler.waiting) == 1 and service.scheduler.queued(1) == 0
+
+
+def test_a_queue_for_nobody_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_queue is 0"):
+        EngineConfig(max_queue=0)

@@ -1,0 +1,71 @@
+"""Whatever JSON a client sends, the answer is never a server error, it comes soon, and nothing stays behind."""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from .conftest import CHAT, COMPLETIONS, MODEL, USER, FakeServer, wait_until
+
+JSON = {"Content-Type": "application/json"}
+PATHS = {
+    CHAT: {"model": MODEL, "messages": [USER], "max_tokens": 2},
+    COMPLETIONS: {"model": MODEL, "prompt": "a", "max_tokens": 2},
+    "/v1/responses": {"model": MODEL, "input": "a", "max_output_tokens": 2},
+    "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [97]},
+}
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just("\ud800") | st.integers(-2, 2),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+NAMES = st.sampled_from(
+    [
+        "messages", "prompt", "input", "tokens", "model", "n", "max_tokens", "max_completion_tokens", "temperature",
+        "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "logit_bias", "stop", "stop_token_ids",
+        "ignore_eos", "seed", "kv_retention", "cache_salt", "user", "logprobs", "top_logprobs", "stream",
+        "stream_options", "echo", "instructions", "max_output_tokens", "tools", "response_format", "metadata",
+        "add_special_tokens", "suffix", "text", "reasoning",
+    ]
+)  # fmt: skip
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(path=st.sampled_from(sorted(PATHS)), changes=st.dictionaries(NAMES, VALUES, max_size=3))
+def test_no_body_is_a_server_error(shared_server: FakeServer, path: str, changes: dict[str, Any]) -> None:
+    with shared_server.http() as client:
+        response = client.post(path, content=json.dumps({**PATHS[path], **changes}), headers=JSON)
+    assert response.status_code in (200, 400, 404), response.text
+    wait_until(lambda: shared_server.engine.stats().running == 0, "the request still runs")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stop": [1] * 2_000_000},
+        {"stop_token_ids": ["a"] * 2_000_000},
+        {"logit_bias": {str(number): "a" for number in range(500_000)}},
+        {f"field {number}": 1 for number in range(500_000)},
+        {"messages": [{}] * 2_000_000},
+        {"messages": [{f"field {number}": 1 for number in range(120)}] * 2000},
+        {"messages": [USER | {"content": [{}] * 2_000_000}]},
+        {"stream_options": {f"field {number}": 1 for number in range(500_000)}, "stream": True},
+        {"tools": [{}] * 2_000_000},
+    ],
+)
+def test_a_body_full_of_mistakes_costs_little(shared_server: FakeServer, fields: dict[str, Any]) -> None:
+    content = json.dumps({"model": MODEL, "messages": [USER], **fields}).encode()
+    before_kib, start_s = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    with shared_server.http() as client:
+        response = client.post(CHAT, content=content, headers=JSON)
+    assert response.status_code == 400
+    assert len(response.content) < 5000
+    assert time.monotonic() - start_s < 5
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 300 * 1024

@@ -1,0 +1,143 @@
+"""Files of requests: every line gets an answer or an error, once, however often the run is cut."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tangram.cli import app
+from tangram.errors import ConfigError, TangramError
+from tangram.serve.batch import BatchFiles, answer_all
+from tangram.serve.service import Service
+
+from .conftest import CHAT, COMPLETIONS, MODEL, USER
+from .fake_engine import FakeEngine
+
+
+def line(custom_id: Any, url: str = COMPLETIONS, **fields: Any) -> str:
+    prompt = {"messages": [USER]} if url == CHAT else {"prompt": "abc"}
+    body = {"model": MODEL, **prompt, **fields}
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body})
+
+
+def run(folder: Path, lines: list[str], engine: FakeEngine | None = None) -> tuple[list[Any], int]:
+    """The records of the output and the number of failures, of a run over `lines`."""
+    (folder / "in.jsonl").write_text("\n".join(lines) + "\n")
+    files = BatchFiles(folder / "in.jsonl", folder / "out.jsonl")
+    failed = answer_all(Service(engine or FakeEngine(), MODEL), files, at_once=3, on_line=lambda: None)
+    return [json.loads(record) for record in (folder / "out.jsonl").read_text().splitlines()], failed
+
+
+def test_both_endpoints_are_answered_by_custom_id(tmp_path: Path) -> None:
+    lines = [line(f"text {number}", prompt="ab" * (number + 1)) for number in range(8)]
+    records, failed = run(tmp_path, [line("chat", CHAT), "", *lines, line("two", n=2, echo=True)])
+    by_id = {record["custom_id"]: record for record in records}
+    assert (len(records), failed) == (10, 0)
+    assert by_id["chat"]["response"]["body"]["choices"][0]["message"]["content"] == "ti yas>resu<"
+    assert by_id["chat"]["response"]["body"]["object"] == "chat.completion"
+    for number in range(8):
+        assert by_id[f"text {number}"]["response"]["body"]["choices"][0]["text"] == ("ba" * (number + 1))[:16]
+    assert [choice["text"] for choice in by_id["two"]["response"]["body"]["choices"]] == ["abccba"] * 2
+    assert all(record["error"] is None and record["response"]["status_code"] == 200 for record in records)
+
+
+def test_a_wrong_line_gets_an_error_and_the_others_their_answers(tmp_path: Path) -> None:
+    wrong = {
+        "not json": ("{", None, None),
+        "no object": ("[1]", None, None),
+        "no id": ('{"method": "POST"}', "custom_id", None),
+        "url": (line("u").replace(COMPLETIONS, "/v1/embeddings"), "url", None),
+        "method": (line("m").replace("POST", "GET"), "method", None),
+        "extra": (line("e").replace('"method"', '"color": 1, "method"'), "color", None),
+        "again": (line("fine"), "custom_id", None),
+        "field": (line("f", temprature=1), "temprature", 400),
+        "value": (line("v", temperature=-1), "temperature", 400),
+        "nested": (line("n", CHAT, messages=[{"role": "user"}]), "messages[0].content", 400),
+        "model": (line("g", model="gpt-4"), "model", 404),
+        "stream": (line("s", stream=True), "stream", 400),
+        "too long": (line("l", prompt="x" * 600), "max_tokens", 400),
+        "engine": (line("b", prompt="broken"), None, 500),
+    }
+    records, failed = run(tmp_path, [line("fine"), *(text for text, _, _ in wrong.values()), line("last")])
+    by_line = {record["id"]: record for record in records}
+    assert (len(records), failed) == (len(wrong) + 2, len(wrong))
+    for number, (name, (_, param, status)) in enumerate(wrong.items(), 2):
+        record = by_line[f"line-{number}"]
+        assert record["error"]["param"] == param, name
+        assert (record["response"] or {}).get("status_code") == status, name
+    assert by_line["line-1"]["error"] is None and by_line[f"line-{len(wrong) + 2}"]["error"] is None
+
+
+def test_a_second_run_does_only_what_is_left(tmp_path: Path) -> None:
+    lines = [line("a"), "{", line("b", temperature=-1), line("c")]
+    first, _ = run(tmp_path, lines)
+    output = tmp_path / "out.jsonl"
+    kept = output.read_text()
+    engine = FakeEngine()
+    _, failed = run(tmp_path, lines, engine)
+    assert (output.read_text(), failed, engine.submitted) == (kept, 0, [])
+    whole = [json.dumps(record) for record in first if record["custom_id"] != "c"]
+    output.write_text("\n".join(whole) + '\n{"id": "line-4", "custom_id": "c", "resp')
+    resumed, failed = run(tmp_path, [line("new"), *lines], engine := FakeEngine())
+    assert {record["custom_id"] for record in resumed} == {None, "a", "b", "c", "new"}
+    assert len(engine.submitted) == 2
+
+
+def test_a_dead_engine_writes_no_answers_and_says_so(tmp_path: Path) -> None:
+    engine = FakeEngine()
+
+    def dies(*_: object) -> None:
+        engine.healthy = False
+        raise RuntimeError("gone")
+
+    engine.submit = dies  # type: ignore[method-assign]
+    with pytest.raises(TangramError, match="run it again"):
+        run(tmp_path, [line("a"), line("b")], engine)
+    assert engine.stopped
+    assert (tmp_path / "out.jsonl").read_text() == ""
+    assert run(tmp_path, [line("a"), line("b")])[1] == 0
+
+
+def test_a_file_that_is_no_output_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "out.jsonl").write_text("my thesis\n")
+    with pytest.raises(ConfigError, match="line 1"):
+        run(tmp_path, [line("a")])
+    assert (tmp_path / "out.jsonl").read_text() == "my thesis\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--batch", "in.jsonl"], "output is not set"),
+        (["--batch", "absent.jsonl", "-o", "out.jsonl"], "no such file"),
+        (["--batch", "in.jsonl", "-o", "absent/out.jsonl"], "no folder"),
+        (["--batch", "in.jsonl", "-o", "out.jsonl", "-p", "text"], "prompt is 'text'"),
+        (["--batch", "in.jsonl", "-o", "out.jsonl", "--temperature", "0"], "temperature is 0.0"),
+        (["-o", "out.jsonl"], "prompt is not set"),
+        (["-p", "text", "-o", "out.jsonl"], "output is without batch"),
+    ],
+)
+def test_options_that_do_not_go_together(
+    options: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("in.jsonl").write_text(line("a"))
+    result = CliRunner().invoke(app, ["generate", *options])
+    assert result.exit_code == 2
+    assert words in " ".join(result.output.split())
+
+
+def test_a_real_model_answers_a_file(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [line(str(number), CHAT, model="smollm2", max_tokens=3, temperature=0) for number in range(3)]
+    source.write_text("\n".join([*lines, line("x", model="gpt-4")]))
+    result = CliRunner().invoke(app, ["generate", "smollm2", "--batch", str(source), "-o", str(target)])
+    assert result.exit_code == 0, result.output
+    assert "3 answered, 1 with errors, 0 were there already" in " ".join(result.output.split())
+    records = [json.loads(record) for record in target.read_text().splitlines()]
+    answers = {r["response"]["body"]["choices"][0]["message"]["content"] for r in records if r["error"] is None}
+    assert len(answers) == 1

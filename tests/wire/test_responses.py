@@ -1,0 +1,165 @@
+"""/v1/responses, /tokenize, /detokenize, /version, /ready and echo, over an engine without a model."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from tangram import __version__
+
+from .conftest import COMPLETIONS, MODEL, FakeServer, chat_body, run_fake_server
+
+
+def respond(server: FakeServer, **fields: Any) -> Any:
+    with server.openai() as client:
+        answer = client.responses.create(**{"model": MODEL, "input": "abc", **fields})
+        return list(answer) if fields.get("stream") else answer
+
+
+def test_a_text_gets_an_answer_with_its_usage(fake_server: FakeServer) -> None:
+    answer = respond(fake_server, instructions="be brief", temperature=0.5, top_p=0.9, max_output_tokens=50)
+    assert answer.output_text == "cba>resu<feirb eb>metsys<"
+    assert (answer.status, answer.object, answer.model, answer.store) == ("completed", "response", MODEL, False)
+    assert (answer.usage.input_tokens, answer.usage.output_tokens, answer.usage.total_tokens) == (25, 25, 50)
+    sampling = fake_server.engine.submitted[0].sampling
+    assert (sampling.temperature, sampling.top_p, sampling.max_tokens) == (0.5, 0.9, 50)
+
+
+def test_a_conversation_goes_on_with_the_answer_as_the_client_holds_it(fake_server: FakeServer) -> None:
+    first = respond(fake_server)
+    question = {
+        "role": "user",
+        "content": [{"type": "input_text", "text": "and"}, {"type": "input_text", "text": "so"}],
+    }
+    for sent in (first.output[0], first.output[0].model_dump(), first.output[0].to_dict()):
+        respond(fake_server, input=[{"role": "user", "content": "abc"}, sent, question])
+        prompt = "".join(map(chr, fake_server.engine.submitted[-1].prompt_token_ids))
+        assert prompt == "<user>abc<assistant>cba>resu<<user>and\nso"
+    assert respond(fake_server).usage.input_tokens_details.cached_tokens > 0
+
+
+def test_an_answer_cut_by_its_limit_is_incomplete(fake_server: FakeServer) -> None:
+    answer = respond(fake_server, max_output_tokens=2)
+    assert (answer.status, answer.incomplete_details.reason, answer.output_text) == (
+        "incomplete",
+        "max_output_tokens",
+        "cb",
+    )
+
+
+@pytest.mark.parametrize("limit", [2, 50])
+def test_the_stream_has_the_events_that_the_client_knows(fake_server: FakeServer, limit: int) -> None:
+    whole = respond(fake_server, max_output_tokens=limit)
+    events = respond(fake_server, max_output_tokens=limit, stream=True)
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert [event.type for event in events] == [
+        "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
+        *["response.output_text.delta"] * len(deltas),
+        "response.output_text.done", "response.content_part.done", "response.output_item.done",
+        f"response.{whole.status}",
+    ]  # fmt: skip
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert "".join(deltas) == whole.output_text == events[-1].response.output_text
+    assert events[-1].response.usage.output_tokens == whole.usage.output_tokens
+    fields = {"model": MODEL, "input": "abc", "max_output_tokens": limit}
+    with fake_server.openai() as client, client.responses.stream(**fields) as stream:
+        assert list(stream)[-1].response.output_text == whole.output_text
+
+
+def test_an_engine_that_gives_up_ends_the_stream_with_an_error_event(fake_server: FakeServer) -> None:
+    with pytest.raises(openai.InternalServerError, match="caught fire"):
+        respond(fake_server, input="broken")
+    last = respond(fake_server, input="broken", stream=True)[-1]
+    assert (last.type, last.message) == ("error", "the pages caught fire")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"store": True}, "store"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"reasoning": {"effort": "high"}}, "reasoning"),
+        ({"text": {"format": {"type": "json_object"}}}, "text"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"oops": 1}, "oops"),
+        ({"input": []}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
+        ({"input": [{"type": "function_call_output", "role": "user", "content": "a"}]}, "input[0].type"),
+        ({"input": "x" * 3000}, "input"),
+        ({"input": "\ud800"}, "input[0].content"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": 999}, "max_output_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"kv_retention": 2}, "kv_retention"),
+    ],
+)
+def test_what_it_does_not_do_is_refused_by_name(shared_server: FakeServer, fields: dict[str, Any], param: str) -> None:
+    body = {"model": MODEL, "input": "abc", **fields}
+    with shared_server.http() as client:
+        response = client.post("/v1/responses", content=json.dumps(body), headers={"Content-Type": "application/json"})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
+
+
+def test_values_that_ask_for_nothing_pass(shared_server: FakeServer) -> None:
+    nothing = {
+        "store": False,
+        "tools": [],
+        "truncation": "disabled",
+        "text": {"format": {"type": "text"}},
+        "user": "me",
+    }
+    assert respond(shared_server, **nothing).output_text
+
+
+def test_tokens_and_text_go_both_ways(shared_server: FakeServer) -> None:
+    with shared_server.http() as client:
+        tokens = client.post("/tokenize", json={"model": MODEL, "prompt": "hey"}).json()
+        assert tokens == {"count": 3, "max_model_len": 512, "tokens": [104, 101, 121], "token_strs": None}
+        messages = [{"role": "user", "content": "hey"}]
+        chat = client.post("/tokenize", json={"messages": messages, "add_special_tokens": False}).json()
+        assert bytes(chat["tokens"]) == b"<user>hey"
+        assert client.post("/detokenize", json={"tokens": tokens["tokens"]}).json() == {"prompt": "hey"}
+        for path, body, status, param in (
+            ("/tokenize", {}, 400, "prompt"),
+            ("/tokenize", {"prompt": "a", "messages": messages}, 400, "prompt"),
+            ("/tokenize", {"prompt": "a", "add_special_tokens": False}, 400, "add_special_tokens"),
+            ("/tokenize", {"prompt": "x" * 5000}, 400, "prompt"),
+            ("/tokenize", {"messages": messages, "chat_template": "x"}, 400, "chat_template"),
+            ("/tokenize", {"prompt": "a", "model": "gpt-4"}, 404, "model"),
+            ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
+            ("/detokenize", {"tokens": [2**70]}, 400, "tokens"),
+            ("/detokenize", {}, 400, "tokens"),
+        ):
+            response = client.post(path, json=body)
+            assert (response.status_code, response.json()["error"]["param"]) == (status, param), response.text
+
+
+def test_echo_begins_with_the_prompt_whole_and_streamed(shared_server: FakeServer) -> None:
+    for prompt in (["abc", "de"], [[97, 98, 99], [100, 101]]):
+        whole = shared_server.complete(prompt=prompt, echo=True, n=2)
+        texts = ["abccba", "abccba", "deed", "deed"]
+        assert [choice.text for choice in whole.choices] == texts
+        streamed = [""] * 4
+        for chunk in shared_server.complete(prompt=prompt, echo=True, n=2, stream=True):
+            streamed[chunk.choices[0].index] += chunk.choices[0].text
+        assert streamed == texts
+    with shared_server.http() as client:
+        body = {"model": MODEL, "prompt": "abc", "echo": True, "logprobs": 1}
+        assert client.post(COMPLETIONS, json=body).json()["error"]["param"] == "echo"
+        assert client.post("/v1/chat/completions", json=chat_body(echo=True)).json()["error"]["param"] == "echo"
+
+
+def test_the_version_and_whether_it_is_ready() -> None:
+    with run_fake_server() as server, server.http() as client:
+        assert client.get("/version").json() == {"version": __version__}
+        assert client.get("/ready").status_code == 200
+        server.engine.healthy = False
+        assert client.get("/ready").status_code == 503
+        server.engine.healthy = True

@@ -1,0 +1,270 @@
+"""Trials by load and by fault, one by one: each leaves the server healthy and its pages back at the baseline."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from tangram.serve.bridge import Limits
+
+from .conftest import stream_data, wait_until
+from .tiny import CHUNK, COMPLETIONS, TinyServer, body, numbers, run_tiny_server, tiny_folder
+
+LONG = 3000
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_folder(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[TinyServer]:
+    with run_tiny_server(folder, Limits(pending_events=64), max_queue=100) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def baseline(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "server" in request.fixturenames:
+        request.getfixturevalue("server").check_baseline()
+
+
+def raw_request(server: TinyServer, content: dict[str, Any], receive_bytes: int | None = None) -> socket.socket:
+    """A connection that has sent a completion request and read nothing."""
+    connection = socket.socket()
+    if receive_bytes is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    host, port = server.url.removeprefix("http://").split(":")
+    connection.connect((host, int(port)))
+    data = json.dumps(content).encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    connection.sendall(f"{head}\r\n\r\n".encode() + data)
+    return connection
+
+
+def pages_held(server: TinyServer) -> int:
+    return server.engine.stats().pages_held
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("reset", [True, False])
+def test_a_disconnect_ends_the_work(server: TinyServer, stream: bool, phase: str, reset: bool) -> None:
+    prompt = numbers(LONG, 11 + 2 * stream) if phase == "prefill" else numbers(20)
+    generated = server.engine.stats().generated_tokens
+    connection = raw_request(server, body(prompt, stream=stream, max_tokens=900))
+    wait_until(lambda: pages_held(server) > 0, "the request did not begin")
+    if phase == "decode":
+        wait_until(lambda: server.engine.stats().generated_tokens > generated + 5, "nothing was decoded")
+    if reset:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    connection.close()
+    wait_until(lambda: pages_held(server) == 0, "the abandoned request still holds pages")
+    assert server.engine.stats().generated_tokens < generated + 900, "it was computed to its end"
+
+
+def test_pages_of_an_abandoned_request_are_free_one_step_later(folder: Path) -> None:
+    with run_tiny_server(folder) as server:
+        connection = raw_request(server, body(numbers(20), stream=True, max_tokens=3000))
+        wait_until(lambda: pages_held(server) > 0, "the request did not begin")
+        told, engine = list[int](), server.engine
+        abort = engine.abort
+
+        def noting(request_id: str) -> None:
+            told.append(engine.stats().steps)
+            abort(request_id)
+
+        engine.abort = noting  # type: ignore[method-assign]
+        connection.close()
+        wait_until(lambda: pages_held(server) == 0, "the abandoned request still holds pages")
+        # The step under way when it is told, and no other.
+        assert engine.stats().steps - told[0] <= 1
+
+
+def test_a_reader_that_does_not_read_is_given_up(server: TinyServer) -> None:
+    fields: dict[str, Any] = {"stream": True, "n": 4, "logprobs": 20, "max_tokens": 2500}
+    with closing(raw_request(server, body(numbers(20), **fields), receive_bytes=2048)) as connection:
+        generated = server.engine.stats().generated_tokens
+        wait_until(lambda: pages_held(server) > 0, "the request did not begin")
+        wait_until(lambda: pages_held(server) == 0, "it is served on and on", timeout_s=60)
+        assert server.engine.stats().generated_tokens - generated < 10_000, "all of it was computed"
+        received = bytearray()
+        connection.settimeout(20)
+        while part := connection.recv(1 << 16):
+            received += part
+        assert received and b"[DONE]" not in received
+
+
+def test_who_reads_slowly_but_reads_gets_everything(server: TinyServer) -> None:
+    with closing(raw_request(server, body(numbers(20), stream=True, max_tokens=60), 2048)) as connection:
+        received = bytearray()
+        while b"[DONE]" not in received:
+            part = connection.recv(512)
+            assert part
+            received += part
+            time.sleep(0.005)
+    assert received.count(b'"text"') == 60
+
+
+def test_ten_times_as_many_requests_as_places_are_all_answered(server: TinyServer) -> None:
+    expected = {step: server.complete(numbers(40, step)) for step in (3, 5, 7)}
+    steps = [3, 5, 7] * 14
+    with ThreadPoolExecutor(len(steps)) as pool:
+        answers = list(pool.map(lambda step: server.complete(numbers(40, step)), steps))
+    assert answers == [expected[step] for step in steps]
+
+
+def test_more_than_the_queue_holds_are_told_when_to_come_back(folder: Path) -> None:
+    with run_tiny_server(folder, max_queue=3, max_num_seqs=2) as server:
+        held = [raw_request(server, body(numbers(20, step), max_tokens=3000)) for step in range(3, 5)]
+        wait_until(lambda: server.engine.stats().running == 2, "two did not begin")
+        held += [raw_request(server, body(numbers(20, step), max_tokens=3000)) for step in range(5, 8)]
+        wait_until(lambda: server.engine.stats().waiting == 3, "three do not wait")
+        with server.http() as client:
+            for stream in (False, True):
+                refused = client.post(COMPLETIONS, json=body(numbers(9), stream=stream))
+                assert refused.status_code == 429
+                assert int(refused.headers["Retry-After"]) >= 1
+                assert refused.json()["error"]["type"] == "rate_limit_error"
+                assert refused.json()["error"]["code"] == "queue_full"
+            assert client.get("/health").status_code == 200
+        for connection in held:
+            connection.close()
+        server.check_baseline()
+
+
+@pytest.mark.parametrize("place", ["running", "waiting"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_request_that_takes_too_long_is_ended(folder: Path, place: str, stream: bool) -> None:
+    with run_tiny_server(folder, Limits(request_timeout_s=1.0), max_num_seqs=1) as server, server.http() as client:
+        if place == "waiting":
+            connection = raw_request(server, body(numbers(20, 3), max_tokens=3500))
+            wait_until(lambda: server.engine.stats().running == 1, "the first does not run")
+        begin_s = time.monotonic()
+        response = client.post(COMPLETIONS, json=body(numbers(20), max_tokens=3900, stream=stream))
+        assert time.monotonic() - begin_s < 10
+        if stream:
+            error = json.loads(stream_data(response)[-2])["error"]
+        else:
+            assert response.status_code == 504
+            error = response.json()["error"]
+        assert error["type"] == "timeout_error" and "1.0 s" in error["message"]
+        if place == "waiting":
+            connection.close()
+        server.check_baseline()
+
+
+def test_a_compressed_request_that_was_preempted_answers_as_if_alone(folder: Path) -> None:
+    fields: dict[str, Any] = {"max_tokens": 150}
+    prompts = [numbers(100, step) for step in (3, 5, 7, 9)]
+    with run_tiny_server(folder) as server:
+        expected = [server.complete(prompt, **fields) for prompt in prompts]
+        layout = server.engine.layout
+    pages = layout.most_pages(250) * 2
+    gib = (pages + 0.5) * layout.page_bytes(4) / 2**30
+    with run_tiny_server(folder, kv_cache_gib=gib, max_model_len=256) as server:
+        with ThreadPoolExecutor(4) as pool:
+            answers = list(pool.map(lambda prompt: server.complete(prompt, **fields), prompts))
+        assert server.engine.stats().preemptions > 0
+        assert answers == expected
+        server.check_baseline()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_nan_ends_one_request_and_no_other(server: TinyServer, stream: bool) -> None:
+    bad, prompts = 299, [numbers(70, step) for step in (13, 17, 19)]
+    poisoned = [*numbers(50, 23 + stream), bad, *numbers(20, 3)]
+    expected = [server.complete(prompt, max_tokens=20) for prompt in prompts]
+    sound = server.complete(poisoned)
+    server.engine.clear_cache()
+
+    def hook(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        return torch.where((inputs[0] == bad)[..., None], torch.nan, output)
+
+    handle = server.engine._loaded.model.get_input_embeddings().register_forward_hook(hook)
+    try:
+        with ThreadPoolExecutor(4) as pool, server.http() as client:
+            others = pool.map(lambda prompt: server.complete(prompt, max_tokens=20), prompts)
+            response = client.post(COMPLETIONS, json=body(poisoned, stream=stream))
+            assert list(others) == expected
+    finally:
+        handle.remove()
+    if stream:
+        error = json.loads(stream_data(response)[0])["error"]
+    else:
+        assert response.status_code == 500
+        error = response.json()["error"]
+    assert error["type"] == "server_error" and "NaN" in error["message"]
+    cached = server.engine.stats().cached_tokens
+    assert server.complete(poisoned) == sound
+    assert server.engine.stats().cached_tokens == cached, "its prefix was found again"
+
+
+def test_an_engine_that_dies_leaves_nobody_waiting(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with run_tiny_server(folder, max_num_seqs=1) as server, server.http() as client:
+        content = body(numbers(20), max_tokens=3000)
+        answers: dict[str, httpx.Response] = {}
+
+        def ask(name: str, **fields: Any) -> None:
+            answers[name] = client.post(COMPLETIONS, json=content | fields)
+
+        threads = [threading.Thread(target=ask, args=(name,)) for name in ("running", "waiting")]
+        threads.append(threading.Thread(target=ask, args=("stream",), kwargs={"stream": True}))
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: server.engine.stats().waiting == 2, "two do not wait")
+
+        def broken(*args: object) -> None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        server.engine._runner.run = broken  # type: ignore[method-assign]
+        for thread in threads:
+            thread.join(timeout=10)
+            assert not thread.is_alive(), "somebody waits for ever"
+        assert (answers["running"].status_code, answers["waiting"].status_code) == (500, 500)
+        last = stream_data(answers["stream"])[-2]
+        assert json.loads(last)["error"]["type"] == "server_error"
+        assert client.get("/health").status_code == 503
+        assert client.post(COMPLETIONS, json=content).status_code == 503
+        assert "CUDA" not in answers["running"].text + last, "the client need not know"
+        server.engine.check_books()
+        assert pages_held(server) == 0
+
+
+def test_forked_conversations_answer_as_if_alone(server: TinyServer) -> None:
+    history = numbers(3 * CHUNK + 5, 29)
+    forks = [[*history, *numbers(12, step)] for step in (3, 5, 7, 9)]
+    alone = [server.complete(fork, cache_salt=f"alone {at}") for at, fork in enumerate(forks)]
+    server.complete(history)
+    cached = server.engine.stats().cached_tokens
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(server.complete, forks)) == alone
+    assert server.engine.stats().cached_tokens >= cached + 4 * 3 * CHUNK
+
+
+@pytest.mark.parametrize("other", [{"cache_salt": "another"}, {"kv_retention": 1.0}])
+def test_the_same_prefix_with_another_salt_or_retention_shares_nothing(
+    server: TinyServer, other: dict[str, Any]
+) -> None:
+    prompt = numbers(4 * CHUNK, 31)
+    server.complete(prompt)
+    with server.http() as client:
+        usages = [
+            client.post(COMPLETIONS, json=body(prompt, **fields)).json()["usage"] for fields in ({}, other, other)
+        ]
+    cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages]
+    assert cached[0] >= 3 * CHUNK and cached[1] == 0 and cached[2] >= 3 * CHUNK
+    server.engine.clear_cache()

@@ -1,0 +1,189 @@
+"""Trials of the server's process: signals under load, an engine that dies, a kill.
+
+Somebody must start it again, so what counts is that clients hear of it, how it ends, and that the next start works.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from .conftest import CHAT, MODEL, USER, chat_body, free_port, healthy, stream_data, wait_until
+from .tiny import COMPLETIONS, body, numbers, tiny_folder
+
+ROOT = Path(__file__).parents[2]
+FAKE = """
+import sys
+from tangram.serve.http import serve_forever
+from tests.wire.fake_engine import FakeEngine
+serve_forever(
+    FakeEngine(), host="127.0.0.1", port=int(sys.argv[1]), served_model_name="fake-model",
+    shutdown_grace_s=float(sys.argv[2]),
+)
+"""
+# The command, with an engine whose device gives up at the 40th step.
+DYING = """
+import sys
+from tangram.cli import app
+from tangram.engine.runner import Runner
+run, steps = Runner.run, []
+def failing(self, *args):
+    steps.append(1)
+    if len(steps) > 40:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+    return run(self, *args)
+Runner.run = failing
+app(sys.argv[1:])
+"""
+
+
+@contextmanager
+def process(*command: str, start_s: float = 60, **variables: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A server of `command PORT`, healthy, and its address."""
+    port = free_port()
+    arguments = [sys.executable, *(argument.replace("PORT", str(port)) for argument in command)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
+    with subprocess.Popen(arguments, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment) as server:
+        try:
+            url = f"http://127.0.0.1:{port}"
+            wait_until(lambda: server.poll() is not None or healthy(url), "the server is not healthy", start_s)
+            yield url, server
+        finally:
+            server.kill()
+
+
+def fake(grace_s: float) -> Any:
+    return process("-c", FAKE, "PORT", str(grace_s))
+
+
+def said(prompt: str, **fields: Any) -> dict[str, Any]:
+    return chat_body(messages=[USER | {"content": prompt}]) | fields
+
+
+def log_of(server: subprocess.Popen[str]) -> str:
+    """All that it has written, without line breaks."""
+    assert server.stderr is not None
+    return " ".join(server.stderr.read().split())
+
+
+def status_of(url: str, path: str) -> int:
+    return httpx.get(url + path, timeout=5).status_code
+
+
+def test_sigterm_lets_running_answers_end_and_refuses_new_ones() -> None:
+    with fake(20) as (url, server), httpx.Client(base_url=url, timeout=30) as client, ThreadPoolExecutor(9) as pool:
+        assert status_of(url, "/ready") == 200
+        # A token takes a millisecond and more.
+        asked = said("endless", max_tokens=450, model=MODEL)
+        running = [pool.submit(client.post, CHAT, json=asked) for _ in range(4)]
+        streams = [pool.submit(client.post, CHAT, json=asked | {"stream": True}) for _ in range(4)]
+        with client.stream("POST", CHAT, json=said("endless", max_tokens=480, stream=True)) as first:
+            lines = first.iter_lines()
+            next(lines)
+            server.send_signal(signal.SIGTERM)
+            wait_until(lambda: status_of(url, "/ready") == 503, "it is still ready")
+            refused = httpx.post(url + CHAT, json=said("hello"))
+            assert refused.status_code == 503 and "shutting down" in refused.json()["error"]["message"]
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        for answer in running:
+            assert answer.result().json()["usage"]["completion_tokens"] == 450
+        for stream in streams:
+            *_, last, done = stream_data(stream.result())
+            assert json.loads(last)["choices"][0]["finish_reason"] == "length" and done == "[DONE]"
+        begin_s = time.monotonic()
+        assert server.wait(timeout=15) == 0
+        assert time.monotonic() - begin_s < 10, "it waits for its grace to be over"
+
+
+def test_sigterm_ends_an_idle_server_at_once() -> None:
+    with fake(600) as (_, server):
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(timeout=10) == 0
+
+
+def test_a_second_sigterm_ends_the_process_at_once() -> None:
+    asked = said("endless", max_tokens=None, stream=True)
+    with fake(600) as (url, server), httpx.Client(base_url=url) as client:
+        with pytest.raises(httpx.RemoteProtocolError), client.stream("POST", CHAT, json=asked) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.send_signal(signal.SIGTERM)
+            wait_until(lambda: status_of(url, "/ready") == 503, "it is still ready")
+            server.send_signal(signal.SIGTERM)
+            list(lines)
+        assert server.wait(timeout=2) == 128 + signal.SIGTERM
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_folder(tmp_path_factory.mktemp("tiny"))
+
+
+def options(folder: Path, *more: str) -> list[str]:
+    return [
+        "serve", str(folder), "--load-format", "dummy", "--served-model-name", MODEL, "--port", "PORT",
+        "--chunk-tokens", "64", "--kv-cache-gib", "0.02", "--max-num-batched-tokens", "256", *more,
+    ]  # fmt: skip
+
+
+def test_a_dying_engine_ends_the_process_and_nobody_waits_for_it(folder: Path) -> None:
+    server_options = options(folder, "--kv-retention", "1.0", "--max-num-seqs", "2")
+    with process("-c", DYING, *server_options) as (url, server), ThreadPoolExecutor(6) as pool:
+        asked = body(numbers(20), max_tokens=2000)
+        waiting: list[Future[httpx.Response]] = [
+            pool.submit(httpx.post, url + COMPLETIONS, json=asked | {"stream": number % 2 == 0}, timeout=30)
+            for number in range(6)
+        ]
+        answers = [each.result() for each in waiting]
+        assert status_of(url, "/health") == 503
+        assert server.wait(timeout=15) == 1
+        for answer in answers:
+            if answer.status_code == 200:
+                assert json.loads(stream_data(answer)[-2])["error"]["type"] == "server_error"
+            else:
+                assert answer.status_code in (500, 503)
+            assert "CUDA" not in answer.text
+        assert "unspecified launch failure" in log_of(server)
+
+
+def test_after_a_kill_the_next_start_finds_the_cache_as_it_was(folder: Path, tmp_path: Path) -> None:
+    command, cache = ("-m", "tangram", *options(folder, "--kv-retention", "0.5")), str(tmp_path)
+    with process(*command, TANGRAM_CACHE=cache, start_s=120) as (url, server):
+        expected = httpx.post(url + COMPLETIONS, json=body(numbers(200))).json()["choices"]
+        with (
+            pytest.raises(httpx.TransportError),
+            httpx.stream("POST", url + COMPLETIONS, json=body(numbers(20), stream=True, max_tokens=3000)) as response,
+        ):
+            lines = response.iter_lines()
+            next(lines)
+            server.kill()
+            list(lines)
+    (profile,) = tmp_path.joinpath("profiles").glob("*.json")
+    written_ns = profile.stat().st_mtime_ns
+    with process(*command, TANGRAM_CACHE=cache, start_s=120) as (url, server):
+        assert httpx.post(url + COMPLETIONS, json=body(numbers(200))).json()["choices"] == expected
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(timeout=15) == 0
+    assert profile.stat().st_mtime_ns == written_ns
+
+
+def test_a_cache_folder_that_cannot_be_written_costs_the_cache_only(folder: Path, tmp_path: Path) -> None:
+    tmp_path.joinpath("file").write_text("not a folder")
+    command, cache = ("-m", "tangram", *options(folder, "--kv-retention", "0.5")), str(tmp_path / "file")
+    with process(*command, TANGRAM_CACHE=cache, start_s=120) as (url, server):
+        assert httpx.post(url + COMPLETIONS, json=body(numbers(200))).status_code == 200
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(timeout=15) == 0
+        assert "could not be kept" in log_of(server)
