@@ -5,14 +5,13 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tangram.types import Row, RowKind
+from tangram.types import Row
 from tests.host.service import MAX_TOKENS, Service
 from tests.host.support import geometry, layout, layout_sets, recount
 
@@ -164,40 +163,6 @@ def test_who_waits_for_host_memory_lets_the_others_run() -> None:
     assert step is not None and step.awaited and step.rows[0].request_id == alone.request_id
 
 
-def order_of_ends(patience: int, lengths: list[int]) -> list[int]:
-    """In which order prompts of `lengths` tokens, one a step and all there at once, get their only token."""
-    service = Service([layout(4)], slack_pages=1000, max_num_seqs=1, caching=False, patience=patience)
-    for token, length in enumerate(lengths):
-        service.submit([token % 5] * length, 1)
-    service.drain()
-    return [entry.prompt_tokens for entry in service.ended]
-
-
-def test_short_prompts_pass_long_ones_unless_there_is_no_patience() -> None:
-    assert order_of_ends(16, [40, 9, 24, 8]) == [8, 9, 24, 40]
-    assert order_of_ends(0, [40, 9, 24, 8]) == [40, 9, 24, 8]
-
-
-@pytest.mark.parametrize("patience", [0, 1, 3])
-def test_a_long_prompt_is_passed_for_so_many_times_its_tokens_and_no_longer(patience: int) -> None:
-    service = Service([layout(4)], slack_pages=1000, max_num_seqs=1, caching=False, patience=patience)
-    long, passed = service.submit([1] * 40, 1), 0
-    while long not in service.scheduler.running:
-        service.submit([2] * 8, 1)
-        service.step()
-        passed = service.scheduler.counters.computed_tokens
-    assert passed - 16 <= patience * 40 <= passed + patience * 8
-
-
-def test_what_the_cache_has_counts_for_nothing_when_it_is_decided_who_is_short() -> None:
-    service = Service([layout(4)], slack_pages=1000, max_num_seqs=1)
-    service.submit([1] * 40, 1)
-    service.drain()
-    middle, long = service.submit([2] * 16, 1), service.submit([1] * 40, 1)
-    service.drain()
-    assert service.ended[1:] == [long, middle]
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_answers_do_not_depend_on_seats_pages_or_the_cache(seed: int) -> None:
     def answers(**options: object) -> dict[str, list[int]]:
@@ -223,47 +188,6 @@ def test_static_batching_fills_its_seats_at_once_and_waits_until_all_have_left()
     joined = [batch for last, batch in zip([[], *batches], batches, strict=False) if not set(batch) <= set(last)]
     assert joined == [[4, 6], [8, 10]]
     assert [entry.arrival for entry in service.ended] == [2, 6, 4, 8, 10]
-
-
-def test_a_chunk_that_does_not_fit_beside_the_others_waits_whole() -> None:
-    service = Service([layout(2)], slack_pages=1000, max_num_seqs=4, slack_tokens=3)
-    service.submit([1] * 8, 9)
-    service.submit([2] * 8, 9)
-    steps = [service.step(), service.step()]
-    shapes = [[(row.kind, row.start, len(row.tokens)) for row in step.rows] for step in steps if step is not None]
-    assert shapes == [[(RowKind.SEAL, 0, 8)], [(RowKind.DECODE, 8, 1), (RowKind.SEAL, 0, 8)]]
-
-
-def first_step(**options: Any) -> list[tuple[str, str, int, bool]]:
-    """Rows of the first step of a prompt of 20 tokens and one of 29, in chunks of 8."""
-    service = Service([layout(2, **options.pop("layout", {}))], slack_pages=1000, max_num_seqs=2, **options)
-    for length in (20, 29):
-        service.submit([length] * length, 3)
-    step = service.step()
-    return [(row.request_id, row.kind.value, row.start, row.sample) for row in step.rows] if step else []
-
-
-def test_a_step_goes_to_one_prompt_after_the_other() -> None:
-    one_chunk = [("2", "seal", 0, False), ("4", "seal", 0, False)]
-    whole = [("2", "seal", 0, False), ("2", "seal", 8, False), ("2", "tail", 16, True)]
-    other = [("4", "seal", 0, False), ("4", "seal", 8, False), ("4", "seal", 16, False), ("4", "tail", 24, True)]
-    assert first_step(slack_tokens=40) == [*whole[:2], *other[:3], whole[2], other[3]], "whole chunks lie end to end"
-    assert first_step(slack_tokens=14) == [
-        *whole,
-    ]
-    assert first_step(slack_tokens=6) == whole[:2]
-    assert first_step(slack_tokens=40, one_at_a_time=frozenset([0])) == one_chunk
-    sliding = geometry(2, 2, (None, 11))
-    assert first_step(slack_tokens=40, layout={"model": sliding}) == one_chunk
-
-
-def test_a_short_prompt_does_not_wait_until_a_long_one_under_way_is_through() -> None:
-    service = Service([layout(4)], slack_pages=1000, max_num_seqs=2)
-    long = service.submit([1] * 40, 1)
-    service.step()
-    short = service.submit([2] * 8, 1)
-    service.step()
-    assert service.ended == [short] and long.cache is not None
 
 
 def test_generated_tokens_are_sealed_when_they_fill_their_chunk() -> None:
