@@ -194,6 +194,8 @@ async def _response(service: Service, line: _Line) -> tuple[int, Json]:
         failure = of_request_error(error)
     except ApiError as error:
         failure = error
+    except TangramError:
+        raise  # it is about the engine and not about this line
     except Exception:
         _log.exception("a request of the batch failed")
         failure = ApiError(500, "internal error: the log has the details")

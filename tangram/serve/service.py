@@ -140,10 +140,8 @@ class Service:
 
     def _refuse_endless(self, texts: Iterable[str], field: str) -> None:
         """Tokenizing takes seconds for texts that are megabytes long: not for one that is too long anyway."""
-        size, most = (
-            sum(len(text.encode()) for text in texts),
-            self.max_model_len * self._engine.codec.longest_token_bytes,
-        )
+        size = sum(len(text.encode()) for text in texts)
+        most = self.max_model_len * self._engine.codec.longest_token_bytes
         if size > most:
             raise RequestError(
                 f"{field} has {size} bytes of text, {self.max_model_len} tokens (max_model_len) hold at most {most}: "
