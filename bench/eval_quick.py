@@ -1,4 +1,4 @@
-"""Does compression still cost what it did? Some minutes of `tangram eval` on the embedded model, with floors.
+"""Does compression still cost what it did? A few minutes of `tangram eval` on the embedded model, with floors.
 
     python -m bench.eval_quick        (make eval-quick)
 
@@ -24,11 +24,11 @@ from tangram.evaluate.report import report
 from tangram.evaluate.results import AnyCell, FidelityCell
 
 FLOORS = Path(__file__).with_name("eval_quick_floors.json")
-GRID = Grid(["full", "uniform", "static"], ["keydiff"], [0.5])
-# The tasks that a model of 135 M parameters answers at all, three chunks long.
+GRID = Grid(["full", "static"], ["keydiff"], [0.5])
+# The tasks that a model of 135 M parameters answers at all, two chunks long.
 ASKED = (
-    Questions("ruler", ("niah_single_3", "niah_multikey_1"), samples=8, context_tokens=1536, max_questions=3),
-    RealText(samples=6, context_tokens=1536),
+    Questions("ruler", ("niah_single_3", "niah_multikey_1"), samples=6, context_tokens=1024, max_questions=3),
+    RealText(samples=4, context_tokens=1024),
 )
 
 Floors = Mapping[str, Mapping[str, float]]  # by suite and method
