@@ -34,22 +34,29 @@ from tangram.config import EngineConfig
 from tangram.errors import ConfigError, TangramError
 
 if TYPE_CHECKING:
-    from tangram.evaluate.results import Cell
+    from tangram.evaluate.passages import RealText
+    from tangram.evaluate.prompts import Questions
+    from tangram.evaluate.results import AnyCell
 
 Number = TypeVar("Number", int, float)
 _out, _err = Console(), Console(stderr=True)
 
-Suites = Annotated[str, typer.Option(help="ruler, multiturn, locomo, or SUITE/TASK for one task; comma-separated")]
+Suites = Annotated[
+    str, typer.Option(help="ruler, multiturn, locomo, fidelity, or SUITE/TASK for one task; comma-separated")
+]
 Methods = Annotated[str, typer.Option(help="full, uniform, dynamic, static, one-shot; comma-separated")]
 Scorers = Annotated[str, typer.Option(help="what decides which entries stay; comma-separated")]
 Retentions = Annotated[str, typer.Option(help="fractions of KV entries kept, comma-separated")]
 Chunks = Annotated[str, typer.Option(help="tokens sealed in one piece, comma-separated")]
 Alphas = Annotated[str, typer.Option(help="α of static: budgets are mean + α · std; comma-separated")]
 Scopes = Annotated[str, typer.Option(help="model, layer, or both: which heads compete")]
-Samples = Annotated[int, typer.Option(min=1, help="contexts of each suite, shared out among its tasks")]
+Samples = Annotated[
+    int | None, typer.Option(min=1, help="contexts of each suite, among its tasks; 52, or what files given hold")
+]
 Context = Annotated[int, typer.Option(help="tokens of a context, chat template included")]
 MostQuestions = Annotated[int | None, typer.Option(help="most questions about a context; all if not given")]
 Locomo = Annotated[Path | None, typer.Option(help="LoCoMo's file, or a folder of such, for suite locomo")]
+Text = Annotated[Path | None, typer.Option(help="a text file for suite fidelity; without it Python's own sources")]
 Sinks = Annotated[int | None, typer.Option(min=0, help="first tokens of a sequence that static and uniform keep; 4")]
 Window = Annotated[int | None, typer.Option(min=0, help="last tokens of a chunk that static and uniform keep; C / 64")]
 Align = Annotated[bool, typer.Option(help="fill up contexts to whole chunks; without it the rest of each stays raw")]
@@ -64,13 +71,14 @@ Seed = Annotated[int, typer.Option(help="seed of the samples")]
 
 def evaluate(
     model: Model = "smollm2", suites: Suites = "ruler,multiturn", methods: Methods = "full,uniform,dynamic,static",
-    scorers: Scorers = "keydiff", retentions: Retentions = "0.7,0.5,0.3", samples: Samples = 52,
+    scorers: Scorers = "keydiff", retentions: Retentions = "0.7,0.5,0.3", samples: Samples = None,
     context_tokens: Context = 4096, max_questions: MostQuestions = None, locomo: Locomo = None,
-    chunk_tokens: Chunks = "512", alphas: Alphas = "2", scopes: Scopes = "model", sink_tokens: Sinks = None,
-    window_tokens: Window = None, align: Align = True, calibration_samples: PilotSamples = 50,
-    output: ResultFile = Path("results.json"), report: ReportFile = None, plot: Plot = None, page_tokens: Page = 16,
-    heads_per_page: Heads = 4, gate: Gate = None, kv_cache_gib: CacheGib = None,
-    gpu_memory_utilization: Utilization = 0.9, max_num_seqs: MaxSeqs = 32, dtype: Dtype = WeightType.auto,
+    text: Text = None, chunk_tokens: Chunks = "512", alphas: Alphas = "2", scopes: Scopes = "model",
+    sink_tokens: Sinks = None, window_tokens: Window = None, align: Align = True,
+    calibration_samples: PilotSamples = 50, output: ResultFile = Path("results.json"), report: ReportFile = None,
+    plot: Plot = None, page_tokens: Page = 16, heads_per_page: Heads = 4, gate: Gate = None,
+    kv_cache_gib: CacheGib = None, gpu_memory_utilization: Utilization = 0.9, max_num_seqs: MaxSeqs = 32,
+    dtype: Dtype = WeightType.auto,
     kv_cache_dtype: CacheDtype = CacheType.auto, load_format: Weights = LoadFormat.auto, enforce_eager: Eager = False,
     device: Device = "auto", seed: Seed = 0,
 ) -> None:  # fmt: skip
@@ -78,7 +86,6 @@ def evaluate(
     from tangram.compress.profile import SINK_TOKENS
     from tangram.evaluate.compare import compare
     from tangram.evaluate.methods import Grid
-    from tangram.evaluate.prompts import Questions, parse_suites
 
     try:
         grid = Grid(
@@ -86,12 +93,7 @@ def evaluate(
             _numbers("chunk_tokens", chunk_tokens, int), _numbers("alphas", alphas, float), cast(Any, _words(scopes)),
             SINK_TOKENS if sink_tokens is None else sink_tokens, window_tokens,
         )  # fmt: skip
-        asked = [
-            Questions(suite, tasks, samples, context_tokens, seed, max_questions, locomo if suite == "locomo" else None)
-            for suite, tasks in parse_suites(suites).items()
-        ]
-        if locomo is not None and all(questions.suite != "locomo" for questions in asked):
-            raise ConfigError(f"locomo is {locomo}, but suites is {suites}: add locomo there, or leave the path out")
+        asked = _asked(suites, samples, context_tokens, seed, max_questions, {"locomo": locomo, "text": text})
         base = EngineConfig(
             model=model, page_tokens=page_tokens, heads_per_page=heads_per_page, gate=gate, kv_cache_gib=kv_cache_gib,
             gpu_memory_utilization=gpu_memory_utilization, max_num_seqs=max_num_seqs, dtype=dtype.value,
@@ -109,6 +111,32 @@ def evaluate(
     except TangramError as error:
         _err.print(f"[red]error:[/red] {error}", highlight=False)
         raise typer.Exit(2) from error
+
+
+def _asked(
+    suites: str, samples: int | None, context_tokens: int, seed: int, max_questions: int | None,
+    files: dict[str, Path | None],
+) -> list[Questions | RealText]:  # fmt: skip
+    """By suite. Raises `ConfigError` for one that is not known, and for what none of them looks at."""
+    from tangram.evaluate.passages import SUITE, RealText
+    from tangram.evaluate.prompts import Questions, parse_suites
+
+    found = parse_suites(suites, undivided=(SUITE,))
+    for option, suite in (("locomo", "locomo"), ("text", SUITE)):
+        if files[option] is not None and suite not in found:
+            raise ConfigError(
+                f"{option} is {files[option]}, but suites is {suites}: add {suite} there, or leave the path out"
+            )
+    if max_questions is not None and list(found) == [SUITE]:
+        raise ConfigError(f"max_questions is {max_questions}, but {SUITE} asks none: leave it out")
+    return [
+        RealText(samples, context_tokens, seed, files["text"])
+        if suite == SUITE
+        else Questions(
+            suite, tasks, samples, context_tokens, seed, max_questions, files["locomo"] if suite == "locomo" else None
+        )
+        for suite, tasks in found.items()
+    ]
 
 
 class Bar:
@@ -151,7 +179,7 @@ def _check_files(report: Path | None, plot: Path | None) -> None:
         check_plot(plot)
 
 
-def _publish(cells: Sequence[Cell], report: Path | None, plot: Path | None) -> None:
+def _publish(cells: Sequence[AnyCell], report: Path | None, plot: Path | None) -> None:
     """The tables in the terminal, and in the files that were asked for."""
     from tangram.evaluate.plot import draw
     from tangram.evaluate.report import report as tables

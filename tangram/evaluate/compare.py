@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tangram.config import EngineConfig
+from tangram.errors import ConfigError
 from tangram.evaluate.engines import ModelBench
-from tangram.evaluate.methods import Grid, aligned_tokens
+from tangram.evaluate.methods import Grid, Method, aligned_tokens
+from tangram.evaluate.passages import SUITE as FIDELITY
+from tangram.evaluate.passages import TAIL_TOKENS, Passages, RealText
 from tangram.evaluate.prompts import Alignment, Questions, SuitePrompts, filler_token
-from tangram.evaluate.results import Cell, Results, Setting
+from tangram.evaluate.results import AnyCell, Results, Setting
 from tangram.evaluate.run import Watch, planned, run
 from tangram.model.load import load_model
 
 
 def compare(
-    base: EngineConfig, grid: Grid, asked: Sequence[Questions], *, align: bool, calibration_samples: int,
+    base: EngineConfig, grid: Grid, asked: Sequence[Questions | RealText], *, align: bool, calibration_samples: int,
     output: Path, command: str, watch: Watch,
-) -> list[Cell]:  # fmt: skip
+) -> list[AnyCell]:  # fmt: skip
     """The cells of every method of `grid` and every suite `asked`, one model serving all; `output` keeps them.
 
     Engines are `base` but for what a method changes. With `align` contexts end where the largest chunk does. Cells that
@@ -28,16 +32,20 @@ def compare(
     results = Results.resumed(output, command)
     methods = list(dict.fromkeys(method for one in asked for method in grid.methods(one.context_tokens)))
     unit = aligned_tokens(methods, align=align)
+    if any(isinstance(one, RealText) for one in asked):
+        _check_tails(methods)
+        # `full` has no chunk of its own; its texts are cut where those of the others are.
+        base = replace(base, chunk_tokens=unit) if unit is not None and unit > TAIL_TOKENS else base
     watch.turns_to("loading the model")
     loaded = load_model(base.model, dtype=base.dtype, device=base.device, load_format=base.load_format)
     bench = ModelBench.of(base, loaded, methods, calibration_samples)
     alignment = None if unit is None else Alignment(unit, filler_token(bench.codec))
-    suites = []
+    suites = list[tuple[SuitePrompts | Passages, Setting]]()
     for questions in asked:
         watch.turns_to(f"writing {questions.suite}")
         prompts = questions.prompts(bench.codec, alignment)
         suites.append((prompts, _setting(bench, questions, prompts, aligned=align)))
-    bench = bench.for_prompts([sample for prompts, _ in suites for sample in prompts.samples])
+    bench = bench.for_prompts([prompts for prompts, _ in suites])
     plans = planned(bench, methods, suites)
     missing = [plan for plan in plans if plan.found_in(results) is None]
     bench.calibrate(dict.fromkeys(plan.method for plan in missing), watch)
@@ -45,11 +53,23 @@ def compare(
     return run(bench, plans, results, output, watch)
 
 
-def _setting(bench: ModelBench, asked: Questions, prompts: SuitePrompts, *, aligned: bool) -> Setting:
+def _check_tails(methods: Sequence[Method]) -> None:
+    small = [method.chunk_tokens for method in methods if method.chunk_tokens is not None]
+    if small and min(small) <= TAIL_TOKENS:
+        raise ConfigError(
+            f"chunk_tokens has {min(small)}, but {FIDELITY} looks at {TAIL_TOKENS} tokens that fill no chunk: choose "
+            "larger chunks"
+        )
+
+
+def _setting(
+    bench: ModelBench, asked: Questions | RealText, prompts: SuitePrompts | Passages, *, aligned: bool
+) -> Setting:
     base, loaded = bench.base, bench.loaded
     return Setting(
         model=base.model, weights_sha256=loaded.fingerprint.weights_sha256,
         dtype=str(loaded.dtype).removeprefix("torch."), kv_cache_dtype=base.kv_cache_dtype,
-        page_tokens=base.page_tokens, heads_per_page=base.heads_per_page, suite=asked.suite, samples=asked.samples,
+        page_tokens=base.page_tokens, heads_per_page=base.heads_per_page, suite=asked.suite,
+        samples=prompts.count if isinstance(prompts, Passages) else len(prompts.samples),
         context_tokens=asked.context_tokens, seed=asked.seed, aligned=aligned, prompts_sha256=prompts.sha256,
     )  # fmt: skip

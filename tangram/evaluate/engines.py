@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from tangram.calibrate import ScoreSource
 from tangram.compress.scorers import Scorer, make_scorer
@@ -22,25 +23,39 @@ from tangram.engine.observe import score_source
 from tangram.engine.setup import engine_of, scorer_spec
 from tangram.engine.text import TextCodec
 from tangram.errors import ConfigError, TangramError
+from tangram.evaluate.fidelity import expected, fidelity
 from tangram.evaluate.methods import GATED, WITH_PROFILE, Method
+from tangram.evaluate.passages import Passages
 from tangram.evaluate.profiles import Budgets
 from tangram.evaluate.prompts import SamplePrompts
-from tangram.evaluate.run import Ask, Reply, Watch
+from tangram.evaluate.results import Fidelity
+from tangram.evaluate.run import Ask, Read, Reply, Watch
 from tangram.model.load import LoadedModel, cache_folder
 from tangram.tune.environment import environment
 from tangram.types import Event, FinishReason, Request, SamplingParams
+
+
+class Long(Protocol):
+    """Prompts or passages."""
+
+    @property
+    def longest_tokens(self) -> int:
+        """The longest sequence that comes of them."""
+        ...
 
 
 @dataclass(frozen=True)
 class ModelBench:
     """A `Bench` of one loaded model, whose engines are `base` but for what a method changes.
 
-    Build it with `of`, which refuses what no engine could do before anything is measured.
+    Build it with `of`, which refuses what no engine could do before anything is measured. What the full cache expects
+    of passages is computed once and kept in host memory (4 · V bytes a token looked at).
     """
 
     base: EngineConfig
     loaded: LoadedModel
     budgets: Budgets
+    references: dict[str, list[Tensor]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -73,9 +88,9 @@ class ModelBench:
         """The tokenizer as engines use it."""
         return TextCodec(self.loaded.tokenizer)
 
-    def for_prompts(self, samples: Sequence[SamplePrompts]) -> ModelBench:
+    def for_prompts(self, prompts: Sequence[Long]) -> ModelBench:
         """The same, for sequences as long as these. Raises `ConfigError` if the model was made for shorter ones."""
-        longest, limit = max(sample.longest_tokens for sample in samples), self.loaded.geometry.max_positions
+        longest, limit = max(one.longest_tokens for one in prompts), self.loaded.geometry.max_positions
         if longest > limit:
             raise ConfigError(
                 f"context_tokens is too large: the longest prompt has {longest} tokens with its reply, the model was "
@@ -110,17 +125,48 @@ class ModelBench:
             yield lambda samples, told: asked(engines[0], samples, told)
         finally:
             engines.clear()
-            gc.collect()
-            if self.loaded.device.type == "cuda":
-                torch.cuda.empty_cache()
+            self._cleared()
+
+    @contextmanager
+    def reading(self, method: Method) -> Iterator[Read]:
+        """See `Bench`."""
+
+        def read(passages: Passages, told: Callable[[int], None]) -> tuple[Fidelity, ...]:
+            if passages.sha256 not in self.references:
+                self.references[passages.sha256] = list(self._expected(Method("full"), passages))
+                self._cleared()
+            found, reference = list[Fidelity](), self.references[passages.sha256]
+            kept = reference if method.name == "full" else self._expected(method, passages)
+            for tokens, full, logits in zip(passages.pieces, reference, kept, strict=True):
+                found.append(fidelity(full, logits, tokens))
+                told(1)
+            return tuple(found)
+
+        yield read
+        self._cleared()
+
+    def _expected(self, method: Method, passages: Passages) -> Iterator[Tensor]:
+        """Logits on the host, passage by passage."""
+        with self._config(method) as config:
+            yield from (logits.cpu() for logits in expected(config, self.loaded, passages.pieces))
+
+    def _cleared(self) -> None:
+        gc.collect()
+        if self.loaded.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _engine(self, method: Method) -> Engine:
+        with self._config(method) as config:
+            return engine_of(config, self.loaded)
+
+    @contextmanager
+    def _config(self, method: Method) -> Iterator[EngineConfig]:
+        """That of `method`; its profile is a file while this is open."""
         with TemporaryDirectory() as folder:
             path = Path(folder) / "profile.json"
             if method.name in WITH_PROFILE:
                 self.budgets.profile(method).save(path)
-            config = method.config(self.base, str(path) if path.exists() else None)
-            return engine_of(config, self.loaded)
+            yield method.config(self.base, str(path) if path.exists() else None)
 
 
 def asked(

@@ -7,8 +7,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tangram.errors import ConfigError
+from tangram.evaluate.passages import SUITE as FIDELITY
 from tangram.evaluate.report import rows
-from tangram.evaluate.results import Cell
+from tangram.evaluate.results import AnyCell, FidelityCell, Score
 
 _PANEL_INCHES = (4.5, 3.5)
 
@@ -21,8 +22,11 @@ def check_plot(path: Path) -> None:
         raise ConfigError(f"plot is {path}, but there is no folder {path.parent}: make it first")
 
 
-def draw(cells: Sequence[Cell], path: Path) -> None:
-    """Draw the cells, with standard errors, as a PNG; `full` is a line across. At least one cell must have a scorer."""
+def draw(cells: Sequence[AnyCell], path: Path) -> None:
+    """Draw the cells, with standard errors, as a PNG: scores, and of fidelity divergence; `full` is a line across.
+
+    Raises `ConfigError` if no cell has a scorer.
+    """
     from matplotlib.figure import Figure
 
     settings = list(dict.fromkeys(cell.setting for cell in cells))
@@ -36,12 +40,21 @@ def draw(cells: Sequence[Cell], path: Path) -> None:
         for axes, scorer in zip(line, scorers, strict=True):
             for (name, of_scorer), own in rows(cell for cell in cells if cell.setting == setting).items():
                 if of_scorer == "":
-                    axes.axhline(100 * own[1.0].score.mean, color="black", linestyle="--", label=name)
+                    axes.axhline(_height(own[1.0]).mean, color="black", linestyle="--", label=name)
                 elif of_scorer == scorer:
-                    means = [100 * cell.score.mean for cell in own.values()]
-                    errors = [100 * (cell.score.stderr or 0.0) for cell in own.values()]
+                    means = [_height(cell).mean for cell in own.values()]
+                    errors = [_height(cell).stderr or 0.0 for cell in own.values()]
                     axes.errorbar(list(own), means, errors, marker="o", capsize=3, label=name)
-            axes.set(xlabel="ρ", ylabel="score, %", title=f"{setting.suite}, {setting.context_tokens:,}: {scorer}")
+            what = "KL from full, nats" if setting.suite == FIDELITY else "score, %"
+            axes.set(xlabel="ρ", ylabel=what, title=f"{setting.suite}, {setting.context_tokens:,}: {scorer}")
             axes.grid(alpha=0.3)
             axes.legend(fontsize=8)
     picture.savefig(path, dpi=130)
+
+
+def _height(cell: AnyCell) -> Score:
+    """What is drawn: percent, or nats."""
+    if isinstance(cell, FidelityCell):
+        return cell.divergence
+    error = None if cell.score.stderr is None else 100 * cell.score.stderr
+    return Score(mean=100 * cell.score.mean, stderr=error, samples=cell.score.samples)

@@ -61,17 +61,28 @@ class SuitePrompts:
     samples: tuple[SamplePrompts, ...]
     sha256: str
 
+    @property
+    def longest_tokens(self) -> int:
+        """The longest prompt with its reply."""
+        return max(sample.longest_tokens for sample in self.samples)
+
+    @property
+    def count(self) -> int:
+        """How many questions are asked."""
+        return sum(len(sample.prompts) for sample in self.samples)
+
 
 @dataclass(frozen=True)
 class Questions:
     """What is asked: `samples` samples of `suite` over contexts of `context_tokens`, template included.
 
-    `tasks` None are all of the suite, `max_questions` None all of a context, `path` is for suites read from files.
+    `samples` None are what the suite takes for it. `tasks` None are all of the suite, `max_questions` None all of a
+    context, `path` is for suites read from files.
     """
 
     suite: str
     tasks: tuple[str, ...] | None
-    samples: int
+    samples: int | None
     context_tokens: int
     seed: int = 0
     max_questions: int | None = None
@@ -119,16 +130,20 @@ def filler_token(codec: ChatCodec) -> int:
     return [token for token in codec.encode("\n") if token not in special][-1]
 
 
-def parse_suites(text: str) -> dict[str, tuple[str, ...] | None]:
+def parse_suites(text: str, undivided: Sequence[str] = ()) -> dict[str, tuple[str, ...] | None]:
     """Comma-separated suites, or `suite/task` for one task of it, to tasks by suite; None are all tasks.
 
-    Raises `ConfigError` for a suite that is not known; tasks are checked by the suite.
+    `undivided` are suites that have no tasks. Raises `ConfigError` for a suite that is not known, or a task of one
+    that has none; other tasks are checked by the suite.
     """
     tasks: dict[str, tuple[str, ...] | None] = {}
     for entry in (entry.strip() for entry in text.split(",")):
         suite, slash, task = entry.partition("/")
-        if suite not in SUITES:
-            raise ConfigError(f"suites has {suite!r}, known are {', '.join(SUITES)}: name one, or SUITE/TASK")
+        if suite not in SUITES and suite not in undivided:
+            known = ", ".join([*SUITES, *undivided])
+            raise ConfigError(f"suites has {suite!r}, known are {known}: name one, or SUITE/TASK")
+        if suite in undivided and slash:
+            raise ConfigError(f"suites has {entry!r}, but {suite} has no tasks: ask for {suite}")
         before = tasks.get(suite, ())
         tasks[suite] = (*before, task) if slash and before is not None else None
     return tasks

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
+from typing import TypeVar
 
 from tangram.evaluate.methods import Method, MethodName
-from tangram.evaluate.results import Cell, Score, Setting
+from tangram.evaluate.results import AnyCell, Cell, FidelityCell, Measured, Score, Setting
+
+One = TypeVar("One", bound=Measured)
+OneKind = TypeVar("OneKind", Cell, FidelityCell)
 
 _DIFFERENCES: tuple[tuple[MethodName, MethodName], ...] = (
     ("static", "full"),
@@ -19,8 +23,9 @@ _DIFFERENCES: tuple[tuple[MethodName, MethodName], ...] = (
 _NONE = "–"
 
 
-def report(cells: Sequence[Cell]) -> str:
+def report(cells: Sequence[AnyCell]) -> str:
     """A section for each suite and setting: scores, differences, tasks or categories, footprints; then the machine.
+    Of fidelity: divergence, agreement, perplexity and differences in divergence.
 
     Scores are means over samples in percent ± the standard error. A difference is taken sample by sample, of cells that
     were asked the same. Nothing but a line where there are no cells.
@@ -32,13 +37,13 @@ def report(cells: Sequence[Cell]) -> str:
     return "\n".join([*sections, _where(cells)])
 
 
-def rows(cells: Iterable[Cell]) -> dict[tuple[str, str], dict[float, Cell]]:
+def rows(cells: Iterable[One]) -> dict[tuple[str, str], dict[float, One]]:
     """The cells of one setting by (method and variant, scorer), and there by ρ, the largest first.
 
     A variant is named as far as it differs among the cells of one method. `full` has no scorer: "".
     """
     listed = list(cells)
-    found: dict[tuple[str, str], dict[float, Cell]] = {}
+    found: dict[tuple[str, str], dict[float, One]] = {}
     for cell in sorted(listed, key=lambda cell: -cell.method.kv_retention):
         key = (label(cell.method, [other.method for other in listed]), cell.method.scorer or "")
         found.setdefault(key, {})[cell.method.kv_retention] = cell
@@ -53,25 +58,50 @@ def label(method: Method, among: Sequence[Method]) -> str:
     return ", ".join([method.name, *(part for part in method.variant() if part not in common)])
 
 
-def difference(cell: Cell, other: Cell) -> Score:
-    """Of two cells of one setting: `cell` less `other`, over the samples."""
+def difference(cell: AnyCell, other: AnyCell) -> Score:
+    """Of two cells of one setting: `cell` less `other`, over the samples: in score, or in divergence.
+
+    Raises `TypeError` for cells of two kinds.
+    """
+    if isinstance(cell, FidelityCell) and isinstance(other, FidelityCell):
+        pairs = zip(cell.passages, other.passages, strict=True)
+        return Score.of([own.divergence - its.divergence for own, its in pairs])
+    if not isinstance(cell, Cell) or not isinstance(other, Cell):
+        raise TypeError(f"cells of kinds {cell.kind} and {other.kind} have no difference")
     theirs = {(sample.task, sample.number): sample.score for sample in other.samples}
     return Score.of([sample.score - theirs[sample.task, sample.number] for sample in cell.samples])
 
 
-def _section(cells: Sequence[Cell], setting: Setting) -> str:
+def _section(cells: Sequence[AnyCell], setting: Setting) -> str:
     aligned = "contexts end where chunks do" if setting.aligned else "the end of a context stays raw"
     title = f"### {setting.suite}, {setting.context_tokens:,} tokens: {setting.model}"
     told = (
         f"{setting.samples} samples, seed {setting.seed}, {setting.dtype}, KV cache {setting.kv_cache_dtype}; "
-        f"{aligned}. Score in percent ± standard error."
+        f"{aligned}."
     )
-    tables = [_scores(cells), _differences(cells), _parts(cells), _footprints(cells)]
+    given = [cell for cell in cells if isinstance(cell, FidelityCell)]
+    answered = [cell for cell in cells if isinstance(cell, Cell)]
+    tables = [*_answers(answered), *_fidelity(given)]
     return "\n\n".join([title, told, *(table for table in tables if table)]) + "\n"
 
 
-def _scores(cells: Sequence[Cell]) -> str:
-    return _by_retention(cells, "method", lambda cell: percent(cell.score))
+def _answers(cells: Sequence[Cell]) -> list[str]:
+    if not cells:
+        return []
+    scores = _by_retention(cells, "score, % ± standard error", lambda cell: percent(cell.score))
+    return [scores, _differences(cells, lambda score: percent(score, signed=True)), _parts(cells), _footprints(cells)]
+
+
+def _fidelity(cells: Sequence[FidelityCell]) -> list[str]:
+    if not cells:
+        return []
+    return [
+        _by_retention(cells, "KL from full, nats ± standard error", lambda cell: plain(cell.divergence, 4)),
+        # Less full, a divergence is itself.
+        _differences([cell for cell in cells if cell.method.name != "full"], lambda less: plain(less, 4, signed=True)),
+        _by_retention(cells, "top-1 agreement, %", lambda cell: percent(cell.agreement)),
+        _by_retention(cells, "perplexity", lambda cell: plain(cell.perplexity, 2)),
+    ]
 
 
 def _footprints(cells: Sequence[Cell]) -> str:
@@ -80,7 +110,7 @@ def _footprints(cells: Sequence[Cell]) -> str:
     return table if shown else ""
 
 
-def _by_retention(cells: Sequence[Cell], corner: str, shown: Callable[[Cell], str]) -> str:
+def _by_retention(cells: Sequence[One], corner: str, shown: Callable[[One], str]) -> str:
     """A line a method and scorer, a column a ρ."""
     columns = sorted({cell.method.kv_retention for cell in cells}, reverse=True)
     lines = [
@@ -90,26 +120,30 @@ def _by_retention(cells: Sequence[Cell], corner: str, shown: Callable[[Cell], st
     return _table([corner, "scorer", *(f"ρ {column:g}" for column in columns)], lines)
 
 
-def _differences(cells: Sequence[Cell]) -> str:
+def _differences(cells: Sequence[OneKind], worded: Callable[[Score], str]) -> str:
     """A line for each pair of methods, of one scorer and, unless it is full, one ρ."""
-    columns = sorted({cell.method.kv_retention for cell in cells if cell.method.name != "full"}, reverse=True)
+    columns: list[float] = sorted(
+        {cell.method.kv_retention for cell in cells if cell.method.name != "full"}, reverse=True
+    )
     found = rows(cells)
     lines = []
     for first, second in _DIFFERENCES:
         for (name, scorer), own in found.items():
             for (other_name, other_scorer), theirs in found.items():
                 if (_name(own), _name(theirs)) == (first, second) and other_scorer in ("", scorer):
-                    shown = [_less(own, theirs, column) for column in columns]
+                    shown: list[str] = [_less(own, theirs, column, worded) for column in columns]
                     lines.append([f"{name} − {other_name}", scorer, *shown])
     return _table(["difference", "scorer", *(f"ρ {column:g}" for column in columns)], lines) if lines else ""
 
 
-def _less(own: dict[float, Cell], theirs: dict[float, Cell], retention: float) -> str:
+def _less(
+    own: dict[float, OneKind], theirs: dict[float, OneKind], retention: float, worded: Callable[[Score], str]
+) -> str:  # fmt: skip
     other = theirs.get(1.0, theirs.get(retention))
-    return _NONE if retention not in own or other is None else percent(difference(own[retention], other), signed=True)
+    return _NONE if retention not in own or other is None else worded(difference(own[retention], other))
 
 
-def _name(own: dict[float, Cell]) -> MethodName:
+def _name(own: Mapping[float, AnyCell]) -> MethodName:
     return next(iter(own.values())).method.name
 
 
@@ -146,7 +180,13 @@ def percent(score: Score, *, signed: bool = False) -> str:
     return mean if score.stderr is None else f"{mean} ± {100 * score.stderr:.1f}"
 
 
-def _where(cells: Sequence[Cell]) -> str:
+def plain(score: Score, digits: int, *, signed: bool = False) -> str:
+    """ "0.0123 ± 0.0004", as `percent` without the percent."""
+    mean = f"{score.mean:{'+' if signed else ''}.{digits}f}"
+    return mean if score.stderr is None else f"{mean} ± {score.stderr:.{digits}f}"
+
+
+def _where(cells: Sequence[AnyCell]) -> str:
     """On what, and with which versions, the cells were measured; more than once where it differs."""
     lines = []
     for cell in cells:

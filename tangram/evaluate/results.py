@@ -7,9 +7,9 @@ import os
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tangram.errors import ConfigError
 from tangram.evaluate.methods import Method
@@ -18,7 +18,7 @@ _STRICT = ConfigDict(extra="forbid", frozen=True)
 
 
 class Score(BaseModel):
-    """The mean over samples, in [0, 1], and its standard error; None of a single sample."""
+    """The mean over samples, of scores in [0, 1], and its standard error; None of a single sample."""
 
     model_config = _STRICT
 
@@ -82,32 +82,82 @@ class Setting(BaseModel):
     prompts_sha256: str
 
 
-class Cell(BaseModel):
-    """What one method makes of one suite.
+class Measured(BaseModel):
+    """What every cell has: one method, one setting, and how it was measured.
 
-    `kind` says what was measured: "answers" are replies, graded. `basis` is what else the method rests on: the
-    scorer's parameters, samples of calibration. `footprint` is KV bytes held over those of everything, when the
-    answers ended, raw tails included; None where the engine keeps room for everything (by-input methods).
-    `filler_tokens` is the mean over prompts, `seconds` what asking took.
+    `basis` is what else the method rests on: the scorer's parameters, samples of calibration. `seconds` is what the
+    asking or reading took.
     """
 
     model_config = _STRICT
 
-    kind: Literal["answers"] = "answers"
     method: Method
     setting: Setting
     basis: dict[str, Any]
-    score: Score
-    by_task: dict[str, Score]
-    footprint: float | None
-    filler_tokens: float
     seconds: float
     environment: dict[str, Any]
-    samples: tuple[AnsweredSample, ...]
 
     def same(self, method: Method, setting: Setting, basis: Mapping[str, Any]) -> bool:
         """Whether it is what these would give."""
         return (self.method, self.setting, self.basis) == (method, setting, dict(basis))
+
+
+class Cell(Measured):
+    """The replies that one method gives to one suite, graded.
+
+    `footprint` is KV bytes held over those of everything, when the answers ended, raw tails included; None where the
+    engine keeps room for everything (by-input methods). `filler_tokens` is the mean over prompts.
+    """
+
+    kind: Literal["answers"] = "answers"
+    score: Score
+    by_task: dict[str, Score]
+    footprint: float | None
+    filler_tokens: float
+    samples: tuple[AnsweredSample, ...]
+
+
+class Fidelity(BaseModel):
+    """Of one passage's last tokens, means over them.
+
+    `divergence`: the Kullback–Leibler divergence, in nats, of what is expected from what the full cache expects.
+    `agreement`: how often the likeliest token is the same. `surprise` and `full_surprise`: the negative log-likelihood
+    of the text itself, in nats a token; `exp` of its mean over passages is the perplexity.
+    """
+
+    model_config = _STRICT
+
+    divergence: float
+    agreement: float
+    surprise: float
+    full_surprise: float
+
+
+class FidelityCell(Measured):
+    """What one method does to what the model expects of passages of real text, one after the other."""
+
+    kind: Literal["fidelity"] = "fidelity"
+    passages: tuple[Fidelity, ...]
+
+    @property
+    def divergence(self) -> Score:
+        """In nats a token."""
+        return Score.of([passage.divergence for passage in self.passages])
+
+    @property
+    def agreement(self) -> Score:
+        """The share of tokens."""
+        return Score.of([passage.agreement for passage in self.passages])
+
+    @property
+    def perplexity(self) -> Score:
+        """`exp` of the mean surprise; its error is to first order that of the surprise times the perplexity."""
+        surprise = Score.of([passage.surprise for passage in self.passages])
+        mean = math.exp(surprise.mean)
+        return Score(mean=mean, stderr=surprise.stderr and mean * surprise.stderr, samples=surprise.samples)
+
+
+AnyCell = Cell | FidelityCell
 
 
 class Results(BaseModel):
@@ -117,7 +167,7 @@ class Results(BaseModel):
 
     format_version: Literal[1] = 1
     command: str
-    cells: list[Cell] = []
+    cells: list[Annotated[AnyCell, Field(discriminator="kind")]] = []
 
     @classmethod
     def resumed(cls, path: Path, command: str) -> Results:

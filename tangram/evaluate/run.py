@@ -12,8 +12,19 @@ from typing import Any, Protocol
 
 from tangram.evaluate.grading import score
 from tangram.evaluate.methods import Method
+from tangram.evaluate.passages import Passages
 from tangram.evaluate.prompts import SamplePrompts, SuitePrompts
-from tangram.evaluate.results import Answer, AnsweredSample, Cell, Results, Score, Setting
+from tangram.evaluate.results import (
+    Answer,
+    AnsweredSample,
+    AnyCell,
+    Cell,
+    Fidelity,
+    FidelityCell,
+    Results,
+    Score,
+    Setting,
+)
 
 _REPLY_CHARACTERS = 240  # of each reply in the file
 
@@ -31,6 +42,9 @@ class Reply:
 # Asks all questions of the samples and hears after each how many more are answered; replies by sample and question.
 Ask = Callable[[Sequence[SamplePrompts], Callable[[int], None]], list[tuple[Reply, ...]]]
 
+# Reads passages as they are and hears after each; what it finds, by passage.
+Read = Callable[[Passages, Callable[[int], None]], tuple[Fidelity, ...]]
+
 
 class Bench(Protocol):
     """A model under whichever method is asked for."""
@@ -45,6 +59,10 @@ class Bench(Protocol):
 
     def opened(self, method: Method) -> AbstractContextManager[Ask]:
         """Load an engine that keeps entries as `method` says; it is gone when the context ends."""
+        ...
+
+    def reading(self, method: Method) -> AbstractContextManager[Read]:
+        """The same, for texts that are given and compared with what a full cache expects."""
         ...
 
 
@@ -66,31 +84,31 @@ class Watch(Protocol):
 
 @dataclass(frozen=True)
 class Planned:
-    """A cell to be: `method` answers `prompts`; what is written down with it says what it is compared by."""
+    """A cell to be: `method` answers or reads `prompts`; what is written down with it says what it is compared by."""
 
     method: Method
-    prompts: SuitePrompts
+    prompts: SuitePrompts | Passages
     setting: Setting
     basis: Mapping[str, Any]
 
     @property
     def questions(self) -> int:
-        """How many are asked."""
-        return sum(len(sample.prompts) for sample in self.prompts.samples)
+        """How many are asked, or passages read."""
+        return self.prompts.count
 
-    def found_in(self, results: Results) -> Cell | None:
+    def found_in(self, results: Results) -> AnyCell | None:
         """The cell, if it is there already."""
         return next((cell for cell in results.cells if cell.same(self.method, self.setting, self.basis)), None)
 
 
 def planned(
-    bench: Bench, methods: Sequence[Method], suites: Sequence[tuple[SuitePrompts, Setting]]
+    bench: Bench, methods: Sequence[Method], suites: Sequence[tuple[SuitePrompts | Passages, Setting]]
 ) -> list[Planned]:  # fmt: skip
     """Every method with every suite, all suites of a method one after the other."""
     return [Planned(method, *suite, bench.basis(method)) for method in methods for suite in suites]
 
 
-def run(bench: Bench, grid: Sequence[Planned], results: Results, path: Path, watch: Watch) -> list[Cell]:
+def run(bench: Bench, grid: Sequence[Planned], results: Results, path: Path, watch: Watch) -> list[AnyCell]:
     """The cells of `grid`, in its order: those that `results` has are taken from there, the others are measured.
 
     `path` is written anew after each cell, so whoever interrupts it loses that one cell, and the next run goes on.
@@ -98,26 +116,40 @@ def run(bench: Bench, grid: Sequence[Planned], results: Results, path: Path, wat
     missing = [plan for plan in grid if plan.found_in(results) is None]
     for method, plans in groupby(missing, key=lambda plan: plan.method):
         watch.turns_to(f"preparing {method.title}")
-        with bench.opened(method) as ask:
-            for cell in _cells(ask, plans, bench.environment(), watch):
-                results.cells.append(cell)
-                results.save(path)
+        for cell in _cells(bench, method, list(plans), watch):
+            results.cells.append(cell)
+            results.save(path)
     found = [plan.found_in(results) for plan in grid]
     return [cell for cell in found if cell is not None]
 
 
-def _cells(ask: Ask, plans: Iterator[Planned], environment: Mapping[str, Any], watch: Watch) -> Iterator[Cell]:
-    for plan in plans:
-        watch.turns_to(f"{plan.method.title}: {plan.prompts.suite}")
-        begin = time.perf_counter()
-        replies = ask(plan.prompts.samples, watch.advance)
-        yield _cell(plan, replies, time.perf_counter() - begin, environment)
+def _cells(bench: Bench, method: Method, plans: Sequence[Planned], watch: Watch) -> Iterator[AnyCell]:
+    """Those of one method: questions first, then texts, each with what it needs open and nothing else."""
+    asked = [(plan, plan.prompts) for plan in plans if isinstance(plan.prompts, SuitePrompts)]
+    given = [(plan, plan.prompts) for plan in plans if isinstance(plan.prompts, Passages)]
+    if asked:
+        with bench.opened(method) as ask:
+            for plan, prompts in asked:
+                watch.turns_to(f"{method.title}: {prompts.suite}")
+                begin = time.perf_counter()
+                replies = ask(prompts.samples, watch.advance)
+                yield _cell(plan, prompts.samples, replies, time.perf_counter() - begin, bench.environment())
+    if given:
+        with bench.reading(method) as read:
+            for plan, passages in given:
+                watch.turns_to(f"{method.title}: {passages.suite}")
+                begin = time.perf_counter()
+                found = read(passages, watch.advance)
+                yield FidelityCell(
+                    method=method, setting=plan.setting, basis=dict(plan.basis), passages=found,
+                    seconds=time.perf_counter() - begin, environment=dict(bench.environment()),
+                )  # fmt: skip
 
 
 def _cell(
-    plan: Planned, replies: Sequence[tuple[Reply, ...]], seconds: float, environment: Mapping[str, Any]
+    plan: Planned, prompts: Sequence[SamplePrompts], replies: Sequence[tuple[Reply, ...]], seconds: float,
+    environment: Mapping[str, Any],
 ) -> Cell:  # fmt: skip
-    prompts = plan.prompts.samples
     samples = tuple(_graded(asked, own) for asked, own in zip(prompts, replies, strict=True))
     tasks = dict.fromkeys(sample.task for sample in samples)
     of_task = {task: [sample.score for sample in samples if sample.task == task] for task in tasks}

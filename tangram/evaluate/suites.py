@@ -14,13 +14,15 @@ from tangram.evaluate.budget import Budget
 from tangram.evaluate.sample import Sample, Task, write_sample
 
 MIN_CONTEXT_TOKENS = 512
+SAMPLES = 52  # four of each of RULER's tasks
 
 
 class Suite(Protocol):
     """Makes samples; equal arguments give equal samples, and fewer samples are the first of more.
 
     `context_tokens` bounds every context as `count_tokens` counts it; those made up come within 5 % of it or within one
-    piece of their text, those read from files within one session. `tasks`: which of the suite's, all without it.
+    piece of their text, those read from files within one session. `samples` None are `SAMPLES` of those made up, and of
+    those read from files all that there are. `tasks`: which of the suite's, all without it.
     `max_questions`: how many are asked about a context at most, all without it. `path`: for suites that are read from
     files, and only for those. Raises `ConfigError`, which names the argument, its value, and the limit.
     """
@@ -29,14 +31,14 @@ class Suite(Protocol):
         self,
         count_tokens: Callable[[str], int],
         context_tokens: int,
-        samples: int,
+        samples: int | None = None,
         seed: int = 0,
         *,
         tasks: Sequence[str] | None = None,
         max_questions: int | None = None,
         path: Path | None = None,
     ) -> list[Sample]:
-        """`samples` samples."""
+        """The samples."""
         ...
 
 
@@ -46,7 +48,7 @@ def _generated(suite: str, known: Mapping[str, Task]) -> Suite:
     def make(
         count_tokens: Callable[[str], int],
         context_tokens: int,
-        samples: int,
+        samples: int | None = None,
         seed: int = 0,
         *,
         tasks: Sequence[str] | None = None,
@@ -58,7 +60,8 @@ def _generated(suite: str, known: Mapping[str, Task]) -> Suite:
         _check(context_tokens, samples, max_questions)
         chosen = _chosen(suite, tasks, known)
         budget = Budget(count_tokens, context_tokens)
-        turns = (divmod(index, len(chosen)) for index in range(samples))
+        count = SAMPLES if samples is None else samples
+        turns = (divmod(index, len(chosen)) for index in range(count))
         made = [write_sample(suite, chosen[task], known[chosen[task]], budget, seed, number) for number, task in turns]
         return [_with_questions(sample, max_questions) for sample in made]
 
@@ -68,7 +71,7 @@ def _generated(suite: str, known: Mapping[str, Task]) -> Suite:
 def _locomo(
     count_tokens: Callable[[str], int],
     context_tokens: int,
-    samples: int,
+    samples: int | None = None,
     seed: int = 0,
     *,
     tasks: Sequence[str] | None = None,
@@ -86,19 +89,25 @@ def _locomo(
         for sample in found
         if (questions := tuple(one for one in sample.questions if one.category in categories))
     ]
-    if samples > len(of_categories):
+    if not of_categories:
+        raise ConfigError(
+            f"tasks is {', '.join(categories)}, of which the conversations of {path} ask nothing in contexts of "
+            f"at most {context_tokens} tokens: name others, or raise context_tokens"
+        )
+    if samples is not None and samples > len(of_categories):
         raise ConfigError(
             f"samples is {samples}, the conversations of {path} give {len(of_categories)} contexts of at most "
-            f"{context_tokens} tokens: ask for fewer, or for shorter contexts, or name more files"
+            f"{context_tokens} tokens: ask for {len(of_categories)} or fewer, or for shorter contexts, name more "
+            f"files, or leave samples out for all of them"
         )
     random.Random(f"{locomo.SUITE}/{seed}").shuffle(of_categories)
     return [_with_questions(sample, max_questions) for sample in of_categories[:samples]]
 
 
-def _check(context_tokens: int, samples: int, max_questions: int | None) -> None:
+def _check(context_tokens: int, samples: int | None, max_questions: int | None) -> None:
     if context_tokens < MIN_CONTEXT_TOKENS:
         raise ConfigError(f"context_tokens is {context_tokens}, it must be at least {MIN_CONTEXT_TOKENS}")
-    if samples < 1:
+    if samples is not None and samples < 1:
         raise ConfigError(f"samples is {samples}, it must be at least 1")
     if max_questions is not None and max_questions < 1:
         raise ConfigError(f"max_questions is {max_questions}, it must be at least 1")

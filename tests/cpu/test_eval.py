@@ -20,7 +20,8 @@ from tangram.evaluate import engines
 from tangram.evaluate.engines import ModelBench, asked
 from tangram.evaluate.methods import Method
 from tangram.evaluate.prompts import Alignment, Questions, filler_token
-from tangram.evaluate.results import Results
+from tangram.evaluate.report import plain
+from tangram.evaluate.results import FidelityCell, Results
 from tangram.model.load import LoadedModel
 from tangram.types import SamplingParams
 
@@ -225,6 +226,13 @@ def test_the_picture_is_drawn(model: Path, tmp_path: Path, monkeypatch: pytest.M
         (["--methods", "best"], "methods has 'best'"),
         (["--suites", "ruler/niah"], "tasks has 'niah'"),
         (["--locomo", "x.json"], "locomo is x.json, but suites is"),
+        (["--text", "x.txt"], "text is x.txt, but suites is"),
+        (["--suites", "fidelity"], "max_questions is 2, but fidelity asks none"),
+        (["--suites", "fidelity/x"], "suites has 'fidelity/x', but fidelity has no tasks"),
+        (
+            ["--suites", "fidelity,ruler/vt"],
+            "chunk_tokens has 128, but fidelity looks at 128 tokens that fill no chunk",
+        ),
         (["--report", "none/r.md"], "there is no folder none"),
         (["--chunk-tokens", "128,96"], "chunk_tokens has 96, of which the largest chunk, 128, is no multiple"),
     ],
@@ -240,3 +248,40 @@ def test_who_cannot_draw_hears_it_first(model: Path, tmp_path: Path, monkeypatch
     options = [*FLAGS, "-o", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]
     result = CliRunner().invoke(app, ["eval", str(model), *options])
     assert result.exit_code == 2 and "pip install matplotlib" in " ".join(result.output.split())
+
+
+def test_fidelity_falls_with_retention_and_is_kept_and_shown(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full cache expects what it expects; the less is kept the further it goes; what is there is not read again."""
+    monkeypatch.setenv("TANGRAM_CACHE", str(tmp_path / "cache"))
+    kept, tables = tmp_path / "r.json", tmp_path / "r.md"
+    asked_for = ["--suites", "fidelity", "--samples", "3", "--context-tokens", "768", "--chunk-tokens", "256"]
+    grid = ["--methods", "full,uniform,dynamic,one-shot", "--retentions", "0.75,0.25"]
+    own = [*FLAGS[: FLAGS.index("--max-questions")], *FLAGS[FLAGS.index("--max-questions") + 2 :]]
+    options = ["eval", str(model), *own, *asked_for, *grid, "-o", str(kept), "--report", str(tables)]
+    reads: list[str] = []
+    reading = ModelBench._expected
+
+    def interrupted(bench: ModelBench, method: Method, passages: Any) -> Any:
+        reads.append(method.title)
+        if len(reads) == 3:
+            raise KeyboardInterrupt
+        return reading(bench, method, passages)
+
+    monkeypatch.setattr(ModelBench, "_expected", interrupted)
+    assert CliRunner().invoke(app, options).exit_code != 0
+    assert len(Results.load(kept).cells) == 2
+    result = CliRunner().invoke(app, options, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    cells = [cell for cell in Results.load(kept).cells if isinstance(cell, FidelityCell)]
+    assert len(cells) == 7 and len(reads) == 3 + 1 + 5 and all(len(cell.passages) == 3 for cell in cells)
+    full, *others = cells
+    assert (full.divergence.mean, full.agreement.mean) == (0.0, 1.0)
+    by_method = {(cell.method.name, cell.method.kv_retention): cell.divergence.mean for cell in others}
+    for name in ("uniform", "dynamic", "one-shot"):
+        assert 0.0 < by_method[name, 0.75] < by_method[name, 0.25]  # type: ignore[index]
+    text = tables.read_text()
+    assert f"| uniform | keydiff | – | {plain(cells[1].divergence, 4)} |" in text and "± " in text
+    assert "difference" not in text, "of divergences from full, those from full are none"
+    assert "perplexity" in text and "top-1 agreement" in text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig
 from tangram.config import EngineConfig
 from tangram.engine.forced import ForcedText
 from tangram.errors import ConfigError
-from tangram.evaluate.fidelity import TAIL_TOKENS, Fidelity, expected, passages
+from tangram.evaluate.fidelity import expected, fidelity
+from tangram.evaluate.passages import TAIL_TOKENS, RealText, passages
+from tangram.evaluate.prompts import Alignment
+from tangram.evaluate.suites import SAMPLES
 from tangram.model.load import LoadedModel
 from tests.support import profile_file
 
@@ -44,7 +47,7 @@ def test_without_compression_a_forced_text_is_what_transformers_says(loaded: Loa
         whole = plain(torch.tensor([TEXT])).logits[0, -TAIL_TOKENS:]
     (found,) = expected(config(), loaded, [TEXT])
     assert torch.allclose(found, whole, atol=1e-4)
-    same = Fidelity.of(whole, found, TEXT)
+    same = fidelity(whole, found, TEXT)
     assert same.divergence == pytest.approx(0.0, abs=1e-6) and same.agreement == 1.0
     loss = torch.nn.functional.cross_entropy(whole[:-1], torch.tensor(TEXT[1 - TAIL_TOKENS :]))
     assert same.full_surprise == pytest.approx(float(loss), rel=1e-5)
@@ -62,14 +65,14 @@ def test_the_less_is_kept_the_further_it_goes(loaded: LoadedModel, tmp_path: Pat
         first, again = forced.logits(odd[:-1]), forced.logits(odd[:-1])
         assert torch.equal(first, again) and len(first) == 63
         reference = ForcedText(config(chunk_tokens=64), loaded).logits(odd[:-1])
-        found.append(Fidelity.of(reference, first, odd[:-1]))
+        found.append(fidelity(reference, first, odd[:-1]))
     assert 0 < found[0].divergence < found[1].divergence and len(full) == TAIL_TOKENS
 
 
 def test_divergence_and_surprise_are_those_of_the_definition() -> None:
     full = torch.tensor([[0.5, 0.5], [0.9, 0.1], [0.5, 0.5]]).log()
     found = torch.tensor([[0.25, 0.75], [0.4, 0.6], [0.5, 0.5]]).log()
-    seen = Fidelity.of(full, found, [7, 0, 1, 0])
+    seen = fidelity(full, found, [7, 0, 1, 0])
     terms = [0.5 * math.log(2) + 0.5 * math.log(0.5 / 0.75), 0.9 * math.log(0.9 / 0.4) + 0.1 * math.log(0.1 / 0.6), 0.0]
     assert seen.divergence == pytest.approx(sum(terms) / 3)
     assert seen.agreement == pytest.approx(1 / 3)
@@ -77,17 +80,30 @@ def test_divergence_and_surprise_are_those_of_the_definition() -> None:
     assert seen.full_surprise == pytest.approx(-(math.log(0.5) + math.log(0.9)) / 2)
 
 
-def test_passages_are_cut_from_real_text_one_after_the_other() -> None:
-    def encode(text: str) -> list[int]:
-        return [ord(letter) for letter in text]
+class Letters:
+    """A tokenizer of letters."""
 
-    pieces = passages(encode, 512, 3, seed=1)
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(ord(letter) for letter in text)
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        return self.encode(str(messages))
+
+
+def cut(samples: int | None, seed: int = 0, **options: Any) -> list[tuple[int, ...]]:
+    return list(RealText(samples, 512, seed, **options).prompts(Letters(), Alignment(128, 10)).pieces)
+
+
+def test_passages_are_cut_from_real_text_one_after_the_other() -> None:
+    encode = Letters().encode
+    pieces = cut(3, seed=1)
     assert [len(piece) for piece in pieces] == [512 + TAIL_TOKENS] * 3
-    assert pieces == passages(encode, 512, 3, seed=1) != passages(encode, 512, 3, seed=2)
-    assert passages(encode, 512, 2, seed=1) == pieces[:2]
+    assert pieces == cut(3, seed=1) != cut(3, seed=2)
+    assert cut(2, seed=1) == pieces[:2] and len(cut(None, seed=1)) == SAMPLES
     assert "".join(map(chr, pieces[0])).isprintable() is False, "lines of text"
     own = passages(encode, 512, 2, texts=["a" * 700, "b" * 600])
     assert own[1] == [97] * 60 + [98] * 580
+    assert len(passages(encode, 512, None, texts=["a" * 700, "b" * 600])) == 2, "what the texts give"
     with pytest.raises(ConfigError, match="samples is 3, the texts hold 2 passages"):
         passages(encode, 512, 3, texts=["a" * 700, "b" * 600])
 
@@ -99,3 +115,18 @@ def test_what_cannot_be_compared_is_refused(loaded: LoadedModel) -> None:
         ForcedText(config(), loaded).logits([3] * 1025)
     with pytest.raises(ConfigError, match="leaves 28 tokens unsealed with chunk_tokens 100"):
         list(expected(config(chunk_tokens=100, page_tokens=10), loaded, [TEXT[:628]]))
+
+
+def test_a_text_of_ones_own_is_read_and_named_where_it_is_too_short(tmp_path: Path) -> None:
+    file = tmp_path / "own.txt"
+    file.write_text("ä" * 1300)
+    assert cut(None, path=file) == [(228,) * (512 + TAIL_TOKENS)] * 2
+    with pytest.raises(ConfigError, match="samples is 3, the texts hold 2 passages of 512"):
+        cut(3, path=file)
+    file.write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"text is .*own\.txt, which cannot be read as UTF-8"):
+        cut(1, path=file)
+    with pytest.raises(ConfigError, match=r"context_tokens is 512, for .* multiple of the largest chunk, 500"):
+        RealText(1, 512).prompts(Letters(), Alignment(500, 10))
+    with pytest.raises(ConfigError, match=r"suites has fidelity, .* needs align"):
+        RealText(1, 512).prompts(Letters(), None)

@@ -213,13 +213,14 @@ def test_the_suite_picks_samples_categories_and_first_questions(folder: Path) ->
     questions = [asked(category, f"D{number}:1") for number in range(1, 7) for category in range(1, 6)]
     (folder / "7.json").write_text(json.dumps(document(*questions)), encoding="utf-8")
     everything = SUITES["locomo"](count_words, 700, 3, path=folder)
+    assert SUITES["locomo"](count_words, 700, path=folder) == everything, "all that the files give"
     assert sum(len(one.questions) for one in everything) == len(questions)
     assert SUITES["locomo"](count_words, 700, 2, path=folder) == everything[:2]
     few = SUITES["locomo"](count_words, 700, 3, path=folder, max_questions=5)
     assert all({one.category for one in sample.questions} == set(locomo.CATEGORIES.values()) for sample in few)
     temporal = SUITES["locomo"](count_words, 700, 3, path=folder, tasks=["temporal"])
     assert [len(one.questions) for one in temporal] == [len(one.questions) // 5 for one in everything]
-    with pytest.raises(ConfigError, match=r"samples is 4, .* 3 contexts"):
+    with pytest.raises(ConfigError, match=r"samples is 4, .* 3 contexts of at most 700 tokens: ask for 3 or fewer"):
         SUITES["locomo"](count_words, 700, 4, path=folder)
     with pytest.raises(ConfigError, match=r"tasks has 'vt'.*temporal"):
         SUITES["locomo"](count_words, 700, 1, path=folder, tasks=["vt"])
