@@ -292,9 +292,8 @@ def test_the_ends_of_text_are_the_tokenizers_and_the_models(codec: TextCodec) ->
 def test_a_codec_serves_several_threads(codec: TextCodec) -> None:
     def work(number: int) -> bool:
         text = f"{number} {EMOJI}" * 20
-        tokens = codec.encode(text)
         asked = codec.chat_prompt([{"role": "user", "content": text}])
-        return bool(asked) and "".join(streamed(codec, tokens)[0]) == text
+        return bool(asked) and "".join(streamed(codec, codec.encode(text))[0]) == text
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(work, range(40)))
