@@ -25,7 +25,7 @@ check: $(READY)
 bench: $(READY)
 	$(BIN)/python -m bench.cpu_decode
 
-# A few minutes: what compression costs in answers, with floors (docs/accuracy.md).
+# A few minutes: what compression costs in answers, within bounds (docs/accuracy.md).
 eval-quick: $(READY)
 	$(BIN)/python -m bench.eval_quick
 

@@ -111,18 +111,20 @@ class Runner:
             self._reclaimer.reclaim(alone, attention.prefill)
 
     @torch.inference_mode()
-    def rehearse(self, rows: int) -> None:
-        """Launch whatever steps of up to `rows` rows launch, before anything is served: what is compiled, is then."""
+    def rehearse(self, decode_rows: int, tokens: int) -> None:
+        """Launch whatever steps of up to `tokens` tokens and `decode_rows` rows launch, before anything is served."""
         if self._reclaimer is None:
             for number, entry in enumerate(self._batcher.retentions):
-                chunk = entry.layout.chunk_tokens
-                start = chunk if 2 * chunk <= entry.layout.max_tokens else 0  # behind something, if there is room
-                for kind, tokens in ((RowKind.TAIL, 2), (RowKind.SEAL, chunk)):
-                    row = Row(
-                        "", 0, number, kind, start, np.zeros(tokens, np.int64), np.zeros(0, np.int64), sample=False
-                    )  # fmt: skip
-                    self.run(Step((row,), epoch=0), [])
-        for attention in self._batcher.rehearsals(rows):
+                chunk, most = entry.layout.chunk_tokens, min(tokens, entry.layout.max_tokens)
+                start = chunk if 2 * chunk <= most else 0  # behind something, if there is room
+                self.run(Step((_made_up(RowKind.TAIL, number, start, 2),), epoch=0), [])
+                self.run(Step((_made_up(RowKind.SEAL, number, start, chunk),), epoch=0), [])
+                if not entry.layout.keeps_everything or entry.layout.window_chunks:
+                    continue
+                rows = tuple(_made_up(RowKind.SEAL, number, at, chunk) for at in range(0, most - chunk + 1, chunk))
+                for count in range(1, len(rows) + 1):
+                    self.run(Step(rows[:count], epoch=0), [])
+        for attention in self._batcher.rehearsals(decode_rows):
             nothing = np.zeros(attention.width, np.int64)
             self._forward(attention, *self._uploaded(nothing, nothing, np.arange(attention.width)))
 
@@ -175,6 +177,10 @@ class Runner:
         encode = partial(self._loaded.tokenizer.encode, add_special_tokens=False)
         preceding = row.preceding.tolist() if row.start else None
         return np.asarray(repeat_tokens(encode, row.tokens.tolist(), preceding, encode("\n")), np.int64)
+
+
+def _made_up(kind: RowKind, layout: int, start: int, tokens: int) -> Row:
+    return Row("", 0, layout, kind, start, np.zeros(tokens, np.int64), np.zeros(0, np.int64), sample=False)
 
 
 def _flattened(step: Step, width: int) -> tuple[Int64, Int64, Int64]:

@@ -84,7 +84,7 @@ def parts_of(
         cache_dtype=dtype, competing=config.scope if config.reclamation == "by-input" else None,
     )  # fmt: skip
     if loaded.device.type == "cuda":
-        runner.rehearse(config.max_num_seqs)
+        runner.rehearse(config.max_num_seqs, config.max_num_batched_tokens)
     runner.capture(config.max_num_seqs, partial(in_terminal, description="Capturing decode steps"))
     admission = Admission(retentions, pages, dtype.itemsize, max_model_len)
     _announce(config, loaded, admission, cache.host.total)

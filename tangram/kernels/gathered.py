@@ -47,9 +47,10 @@ class Part:
 class PrefillOrder:
     """In which order a step's cells are computed, and where their entries are gathered.
 
-    `order` int32 [L, cells]: first the cells of each of the parts `gathered`, then those `paged` that follow pages.
-    `offsets` int32 [L, N · H, 2]: by cell, where its past and its own entries begin in the copy. `sources` int32: cells
-    of the last gathered row of each sequence, whose past holds those of the others.
+    `order` int32 [L, cells]: first the cells of each of the parts `gathered`, then those `paged` that follow pages,
+    last those of rows that something else attends to. `offsets` int32 [L, N · H, 2]: by cell, where its past and its
+    own entries begin in the copy. `sources` int32: cells of the last gathered row of each sequence, whose past holds
+    those of the others.
     """
 
     order: Int32
@@ -59,9 +60,11 @@ class PrefillOrder:
     paged: slice
 
     @classmethod
-    def of(cls, rows: PrefillRows, entry_bytes: int, gathers: bool) -> PrefillOrder:
-        """Those that read most come first; a row is gathered for its own length alone, if at all."""
-        heads, asking = rows.address.shape[2], np.arange(rows.asking.start, rows.asking.stop)
+    def of(cls, rows: PrefillRows, entry_bytes: int, gathers: bool, apart: Sequence[slice] = ()) -> PrefillOrder:
+        """Those that read most come first; a row, unless `apart`, is gathered for its own length alone, if at all."""
+        heads, everyone = rows.address.shape[2], np.arange(rows.asking.start, rows.asking.stop)
+        others = np.array([row for own in apart for row in range(own.start, own.stop)], np.int64)
+        asking = np.setdiff1d(everyone, others)
         wanted = gathers & (_keys(rows)[asking] >= LEAST_TOKENS)
         lots = list(_lots(rows, asking[wanted], MOST_BYTES // entry_bytes))
         offsets = np.zeros((len(rows.address), rows.address.shape[1] * heads, 2), np.int32)
@@ -70,12 +73,12 @@ class PrefillOrder:
             cells, sources = (slice(at, at + len(own) * heads) for at, own in ((begin, lot.rows), (first, lot.lasts)))
             parts.append(lot.part(rows, offsets, cells, sources))
             begin, first = cells.stop, sources.stop
-        runs = [*(lot.rows for lot in lots), asking[~wanted]]
+        runs = [*(lot.rows for lot in lots), asking[~wanted], others]
         order = np.concatenate([_ordered(rows, run) for run in runs], axis=1).astype(np.int32)
         all_sources = [_cells(lot.lasts, heads) for lot in lots]
         return cls(
             order, offsets, np.concatenate([np.zeros(0, np.int64), *all_sources]).astype(np.int32), parts,
-            slice(begin, order.shape[1]),
+            slice(begin, order.shape[1] - len(others) * heads),
         )  # fmt: skip
 
 

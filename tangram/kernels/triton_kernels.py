@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tangram.kernels import gathered, keydiff, prefill, reference, store
+from tangram.kernels import dense, gathered, keydiff, prefill, reference, store
 from tangram.kernels.gpu import FEW_PARTS, MANY_PARTS, GpuDecode
 from tangram.kernels.packed import Capacity, DecodeOptions, pack
 from tangram.kernels.step import MOST_BYTES, PrefillRows, Ranking
@@ -40,6 +40,7 @@ class TritonKernels:
     _lengths: Tensor
     _rows: PrefillRows
     _cells: gathered.PrefillOrder
+    _runs: list[dense.Run]
     _tables: Tensor
 
     def __init__(
@@ -53,7 +54,7 @@ class TritonKernels:
         self._decoders: dict[tuple[int, DecodeOptions], GpuDecode] = {}
         self._addresses: dict[int, Tensor] = {}
         self._scales: Tensor | None = None
-        self._gathers = gathered.serves(pool)
+        self._gathers, self._fuses = gathered.serves(pool), dense.serves(pool)
         self._copies = [torch.empty(0, dtype=pool.dtype, device=device) for _ in range(2)]
 
     def width(self, rows: int) -> int:
@@ -122,7 +123,9 @@ class TritonKernels:
         self._scale(prefill.address.shape[0], prefill.address.shape[2])
         self._tables, self._decode_rows, self._rows = tables, decode_rows, prefill
         entry_bytes = 2 * self._pool.shape[-1] * self._pool.dtype.itemsize
-        self._cells = gathered.PrefillOrder.of(prefill, entry_bytes, self._gathers)
+        self._runs = dense.runs(prefill) if self._fuses else []
+        apart = [run.rows for run in self._runs]
+        self._cells = gathered.PrefillOrder.of(prefill, entry_bytes, self._gathers, apart)
         arrays = [
             np.append(lengths.reshape(-1), np.int32(0)), prefill.address, prefill.spans, prefill.kept,
             self._cells.order, self._cells.offsets, self._cells.sources,
@@ -159,6 +162,8 @@ class TritonKernels:
                 longest=rows.longest, scales=self._scales,
             )  # fmt: skip
         plain = window is None and softcap is None and sinks is None
+        for run in self._runs if plain else ():
+            dense.attend(q, k, v, out, run, scaling=scaling)
         for part in self._cells.gathered if plain else ():
             gathered.attend(
                 q, k, v, self._pool, self._tables, address, spans, self._order[layer, part.cells],

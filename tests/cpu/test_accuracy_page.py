@@ -1,9 +1,9 @@
-"""The quick check has a floor for all it measures, and the page a place for its tables."""
+"""The quick check has bounds for all it measures, and the page a place for its tables."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -20,29 +20,42 @@ def cells(tmp_path: Path) -> list[AnyCell]:
     return measure(tmp_path / "r.json", StubBench())
 
 
-def test_every_score_that_is_measured_has_a_floor() -> None:
-    floors = json.loads(eval_quick.FLOORS.read_text())
+def test_everything_that_is_measured_has_bounds() -> None:
+    bounds = json.loads(eval_quick.BOUNDS.read_text())
     names = {method.name for asked in eval_quick.ASKED for method in eval_quick.GRID.methods(asked.context_tokens)}
-    assert {suite: set(own) for suite, own in floors.items()} == {asked.suite: names for asked in eval_quick.ASKED}
-    assert all(0.0 <= floor < 1.0 for own in floors.values() for floor in own.values())
+    assert {suite: set(own) for suite, own in bounds.items()} == {asked.suite: names for asked in eval_quick.ASKED}
+    for own in bounds.values():
+        assert own["full"] and own["static"]
+        for name, (least, most) in (each for numbers in own.values() for each in numbers.items()):
+            assert least < most and (least, most) != (0.0, 1.0), f"{name} cannot be out of bounds"
 
 
-def test_a_score_below_its_floor_is_named(cells: list[AnyCell]) -> None:
-    floors = {suite: {"full": 0.9, "uniform": 0.4, "static": 0.8} for suite in ("ruler", "multiturn")}
-    assert eval_quick.below(cells, floors) == []
+def test_a_number_out_of_bounds_is_named(cells: list[AnyCell]) -> None:
+    bounds = {
+        suite: {"full": {"score": (0.9, 1.0)}, "uniform": {"score": (0.4, 1.0)}, "static": {"score": (0.8, 1.0)}}
+        for suite in ("ruler", "multiturn")
+    }
+    assert eval_quick.outside(cells, bounds) == []
     worse = [cell.model_copy(update={"score": Score(mean=0.75, stderr=None, samples=1)}) for cell in cells]
-    said = eval_quick.below(worse, floors)
-    assert len(said) == 4 and "static, keydiff, ρ 0.5" in said[-1] and "0.750 is below its floor of 0.8" in said[-1]
+    said = eval_quick.outside(worse, bounds)
+    assert len(said) == 4 and "scope model: score is 0.750, it must lie in [0.8, 1.0]" in said[-1]
 
 
-def test_fidelity_has_a_floor_on_agreement(cells: list[AnyCell]) -> None:
-    passage = Fidelity(divergence=1.0, agreement=0.5, surprise=2.0, full_surprise=1.0)
-    one = cells[0]
-    cell = FidelityCell(
-        method=one.method, setting=one.setting, basis={}, seconds=1.0, environment={}, passages=(passage,)
+def read(cell: AnyCell, method: str, divergence: float) -> FidelityCell:
+    passage = Fidelity(divergence=divergence, agreement=0.5, surprise=2.0, full_surprise=1.0)
+    named = replace(cell.method, name=method)  # type: ignore[arg-type]
+    return FidelityCell(
+        method=named, setting=cell.setting, basis={}, seconds=1.0, environment={}, passages=(passage,)
     )  # fmt: skip
-    assert eval_quick.below([cell], {"ruler": {"full": 0.5}}) == []
-    assert "0.500 is below its floor of 0.6" in eval_quick.below([cell], {"ruler": {"full": 0.6}})[0]
+
+
+def test_fidelity_is_bounded_from_both_sides_and_equal_budgets_must_not_be_nearer(cells: list[AnyCell]) -> None:
+    cell = read(cells[0], "static", 1.0)
+    assert eval_quick.outside([cell], {"ruler": {"static": {"agreement": (0.5, 1.0)}}}) == []
+    too_much = eval_quick.outside([cell], {"ruler": {"static": {"divergence": (0.0, 0.9)}}})
+    assert "divergence is 1.000, it must lie in [0.0, 0.9]" in too_much[0]
+    assert eval_quick.overtaken([cell, read(cells[0], "uniform", 1.1)]) == []
+    assert "uniform by 0.900" in eval_quick.overtaken([cell, read(cells[0], "uniform", 0.9)])[0]
 
 
 def control(prompts: SuitePrompts, known: int) -> Control:
