@@ -55,7 +55,10 @@ def test_fidelity_is_bounded_from_both_sides_and_equal_budgets_must_not_be_neare
     too_much = eval_quick.outside([cell], {"ruler": {"static": {"divergence": (0.0, 0.9)}}})
     assert "divergence is 1.000, it must lie in [0.0, 0.9]" in too_much[0]
     assert eval_quick.overtaken([cell, read(cells[0], "uniform", 1.1)]) == []
-    assert "uniform by 0.900" in eval_quick.overtaken([cell, read(cells[0], "uniform", 0.9)])[0]
+    assert (
+        "no better than equal ones (divergence or −score 1.000, 0.900)"
+        in eval_quick.overtaken([cell, read(cells[0], "uniform", 0.9)])[0]
+    )
 
 
 def control(prompts: SuitePrompts, known: int) -> Control:
