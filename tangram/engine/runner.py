@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tangram.cache.dynamic import LateCache
+from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
 from tangram.compress.scorers.kvzip import repeat_tokens
 from tangram.compress.select import Scope
@@ -115,15 +116,9 @@ class Runner:
         """Launch whatever steps of up to `tokens` tokens and `decode_rows` rows launch, before anything is served."""
         if self._reclaimer is None:
             for number, entry in enumerate(self._batcher.retentions):
-                chunk, most = entry.layout.chunk_tokens, min(tokens, entry.layout.max_tokens)
-                start = chunk if 2 * chunk <= most else 0  # behind something, if there is room
-                self.run(Step((_made_up(RowKind.TAIL, number, start, 2),), epoch=0), [])
-                self.run(Step((_made_up(RowKind.SEAL, number, start, chunk),), epoch=0), [])
-                if not entry.layout.keeps_everything or entry.layout.window_chunks:
-                    continue
-                rows = tuple(_made_up(RowKind.SEAL, number, at, chunk) for at in range(0, most - chunk + 1, chunk))
-                for count in range(1, len(rows) + 1):
-                    self.run(Step(rows[:count], epoch=0), [])
+                self.run(Step((_made_up(RowKind.TAIL, number, 0, 2),), epoch=0), [])
+                for rows in _runs_of_chunks(number, entry.layout, tokens):
+                    self.run(Step(rows, epoch=0), [])
         for attention in self._batcher.rehearsals(decode_rows):
             nothing = np.zeros(attention.width, np.int64)
             self._forward(attention, *self._uploaded(nothing, nothing, np.arange(attention.width)))
@@ -177,6 +172,16 @@ class Runner:
         encode = partial(self._loaded.tokenizer.encode, add_special_tokens=False)
         preceding = row.preceding.tolist() if row.start else None
         return np.asarray(repeat_tokens(encode, row.tokens.tolist(), preceding, encode("\n")), np.int64)
+
+
+def _runs_of_chunks(number: int, layout: Layout, tokens: int) -> Iterator[tuple[Row, ...]]:
+    """A chunk, one behind another, and where nothing is dropped all that a prompt may begin with in one step."""
+    chunk, most = layout.chunk_tokens, layout.max_tokens // layout.chunk_tokens
+    rows = tuple(_made_up(RowKind.SEAL, number, at * chunk, chunk) for at in range(most))
+    together = tokens // chunk if layout.keeps_everything and not layout.window_chunks else 1
+    yield from (rows[:count] for count in range(1, min(together, most) + 1))
+    if most > 1:
+        yield rows[1:2]
 
 
 def _made_up(kind: RowKind, layout: int, start: int, tokens: int) -> Row:
