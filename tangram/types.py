@@ -196,10 +196,3 @@ class Step:
     def decode_rows(self) -> int:
         """The number of DECODE rows; they come first."""
         return sum(row.kind is RowKind.DECODE for row in self.rows)
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The tokens sampled by a step, one for each row with `sample`, in row order."""
-
-    tokens: tuple[TokenLogprob, ...]
