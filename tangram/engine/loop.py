@@ -20,6 +20,7 @@ from tangram.cache.layout import Layout
 from tangram.config import EngineConfig
 from tangram.engine.admission import Admission
 from tangram.engine.completion import Answers, Completion
+from tangram.engine.grammar import GrammarCompiler
 from tangram.engine.intake import Intake
 from tangram.engine.runner import Runner
 from tangram.engine.sampling import BROKEN_LOGITS, Choice, check_bias
@@ -56,6 +57,9 @@ class Engine:
         self.healthy = True
         self.ahead = loaded.device.type != "cpu"
         self._loaded, self._admission, self._scheduler, self._runner = loaded, admission, scheduler, runner
+        self.grammars = GrammarCompiler(
+            loaded.tokenizer, vocab_size=self.geometry.vocab_size, end_token_ids=self.codec.eos_token_ids
+        )
         self._answers = Answers(
             self.codec, vocab_size=self.geometry.vocab_size, device=loaded.device, seed=config.seed
         )  # fmt: skip
@@ -162,7 +166,9 @@ class Engine:
             return False
         self._checked = False
         sampled = self._answers.of(step)
-        choice = self._runner.run(step, [completion.sampler for completion in sampled])
+        samplers, constrained = [entry.sampler for entry in sampled], any(entry.constrained for entry in sampled)
+        # What a grammar allows next depends on the token before, which is read while the device computes this step.
+        choice = self._runner.run(step, samplers, self._land if constrained else lambda: None)
         self._land()
         with self._wake:
             self._scheduler.commit(step)
@@ -267,6 +273,9 @@ class Engine:
 
     def _take(self, completion: Completion, token: TokenLogprob) -> None:
         text, reason = completion.take(token)
+        if completion.error is not None:
+            self._drop(completion.request.request_id, completion.error)
+            return
         self._scheduler.counters.generated_tokens += 1
         self._release_siblings(completion.request.request_id)
         usage = self._usage(completion)
