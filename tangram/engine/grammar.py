@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 # Bounds on work, in llguidance's units: about 20 ms of making a lexer, 7 ms for a token.
 _LIMITS = LLParserLimits(
-    initial_lexer_fuel=1_000_000, step_lexer_fuel=100_000, step_max_items=50_000, max_lexer_states=50_000,
-    max_grammar_size=200_000, verbose_errors=False,
+    max_items_in_row=5_000, initial_lexer_fuel=1_000_000, step_lexer_fuel=100_000, step_max_items=50_000,
+    max_lexer_states=50_000, max_grammar_size=200_000, verbose_errors=False,
 )  # fmt: skip
 _MOST_REASON_CHARACTERS = 300
 

@@ -205,10 +205,12 @@ def deep(levels: int) -> dict[str, Any]:
     return schema
 
 
-CALLED = {
-    "role": "assistant",
-    "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
-}
+def called(arguments: str) -> dict[str, Any]:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "tool_calls": [call]}
+
+
+CALLED = called("{}")
 TRIALS: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "function"}]}, "tools[0].function", "required"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type", "function"),
@@ -240,13 +242,10 @@ TRIALS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [USER, {"role": "assistant"}]}, "messages[1].content", "required"),
     ({"messages": [USER, CALLED | {"tool_calls": CALLED["tool_calls"] * 129}]}, "messages[1].tool_calls", "128"),
     *(
-        (
-            {"messages": [USER, {"role": "assistant", "tool_calls": [
-                {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}]}]},
-            "messages[1].tool_calls[0].function.arguments",
-            words,
+        ({"messages": [USER, called(arguments)]}, "messages[1].tool_calls[0].function.arguments", words)
+        for arguments, words in (
+            ("{", "JSON object"), ("[]", "JSON object"), ('{"a":' * 90 + "1" + "}" * 90, "64"), ("[" * 90_000, "JSON"),
         )
-        for arguments, words in (("{", "JSON object"), ("[]", "JSON object"), ('{"a":' * 90 + "1" + "}" * 90, "64"), ("[" * 90_000, "JSON"))
     ),
 ]  # fmt: skip
 
