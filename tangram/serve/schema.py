@@ -72,6 +72,7 @@ class _Sampled(Body):
     kv_retention: float | None = Field(default=None, description="fraction of the KV cache to keep, (0, 1]")
     cache_salt: Text = Field(default="", description="prefixes are reused only among requests with the same salt")
     user: str | None = Field(default=None, description="a label, without effect")
+    response_format: ResponseFormat | None = None
 
     @field_validator("logit_bias")
     @classmethod
@@ -91,6 +92,27 @@ class _Sampled(Body):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def shaped(self) -> bool:
+        """Whether the answer cannot be just any text."""
+        return self.response_format is not None and self.response_format.type != "text"
+
+    def grammar(self, form: ToolFormat | None, control_token_ids: Sequence[int]) -> tuple[str, str] | None:
+        """The grammar of the answer and the field that asks for it, None for any text; `form` is for calls of tools.
+
+        Raises `RequestError` naming the schema that is out of bounds.
+        """
+        schema = None if self.response_format is None else self.response_format.schema_for(SchemaBounds())
+        return None if schema is None else (answer_grammar(schema), "response_format")
+
+    @model_validator(mode="after")
+    def _a_grammar_says_where_answers_end(self) -> Self:
+        for field in ("ignore_eos", "min_tokens") if self.shaped else ():
+            if getattr(self, field):
+                message = f"'{field}' goes with neither 'response_format' nor 'tools', which say themselves where an "
+                raise wrong_field(field, f"{message}answer may end: leave it out")
+        return self
 
     def _sampling(self, *, logprobs: int | None, max_tokens: int | None) -> SamplingParams:
         return SamplingParams(
@@ -122,7 +144,6 @@ class ChatRequest(_Sampled):
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     max_completion_tokens: PositiveInt | None = None
     safety_identifier: str | None = Field(default=None, description="a label, without effect")
-    response_format: ResponseFormat | None = None
     tools: list[Tool] = Field(default=[], max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
@@ -134,11 +155,13 @@ class ChatRequest(_Sampled):
             return [] if self.tool_choice == "none" else self.tools
         return [tool for tool in self.tools if tool.function.name == self.tool_choice.name]
 
-    def grammar(self, form: ToolFormat | None, control_token_ids: Sequence[int]) -> tuple[str, str] | None:
-        """The grammar of the answer and the field that asks for it, None for any text; `form` is for calls of tools.
+    @property
+    def shaped(self) -> bool:
+        """Whether the answer cannot be just any text."""
+        return bool(self.offered) or super().shaped
 
-        Raises `RequestError` naming the schema that is out of bounds.
-        """
+    def grammar(self, form: ToolFormat | None, control_token_ids: Sequence[int]) -> tuple[str, str] | None:
+        """As for every request; the calls of tools are part of it."""
         bounds = SchemaBounds()
         schema = None if self.response_format is None else self.response_format.schema_for(bounds)
         check_tools(self.tools, bounds)
@@ -156,11 +179,6 @@ class ChatRequest(_Sampled):
             asked = choice if isinstance(choice, str) else choice.name
             there = ", ".join(tool.function.name for tool in self.tools[:8]) or "none"
             raise wrong_field("tool_choice", f"'tool_choice' is {asked!r}, the tools that are there: {there}")
-        shaped = bool(self.offered) or (self.response_format is not None and self.response_format.type != "text")
-        for field in ("ignore_eos", "min_tokens") if shaped else ():
-            if getattr(self, field):
-                message = f"'{field}' goes with neither 'response_format' nor 'tools', which say themselves where an "
-                raise wrong_field(field, f"{message}answer may end: leave it out")
         return self
 
     @model_validator(mode="after")

@@ -99,9 +99,8 @@ class Service:
 
     async def _begin(self, body: ChatRequest | CompletionRequest) -> tuple[EventStream, Format, Job, Json]:
         style: Format
-        grammar: Grammar | None = None
+        grammar = await self._grammar(body)
         if isinstance(body, ChatRequest):
-            grammar = await self._grammar(body)
             tools = [tool.for_template() for tool in body.tools if body.tool_choice != "none"]
             messages = [message.for_template() for message in body.messages]
             prompts = [await self.chat_prompt(messages, "messages", tools)]
@@ -121,10 +120,10 @@ class Service:
                 raise RequestError(f"messages: the {error}", "messages") from error
             raise
 
-    async def _grammar(self, body: ChatRequest) -> Grammar | None:
+    async def _grammar(self, body: ChatRequest | CompletionRequest) -> Grammar | None:
         """What the answer must be like, compiled on a thread of its own; None if it may be anything."""
         codec = self._engine.codec
-        if body.tools and codec.tool_format is None:
+        if isinstance(body, ChatRequest) and body.tools and codec.tool_format is None:
             raise RequestError(f"tools: {_NO_TOOLS}", "tools")
         found = body.grammar(codec.tool_format, codec.control_token_ids)
         if found is None:

@@ -62,7 +62,7 @@ CHAT: NoOps = {
     "web_search_options": (),
 }
 
-COMPLETION: NoOps = {**COMMON, "best_of": (1,), "response_format": ({"type": "text"},), "suffix": ("",)}
+COMPLETION: NoOps = {**COMMON, "best_of": (1,), "suffix": ("",)}
 
 RESPONSES: NoOps = {
     "background": (False,),

@@ -67,7 +67,6 @@ def test_an_answer_can_be_sent_back_as_the_client_holds_it(fake_server: FakeServ
         (CHAT, {"min_tokens": False}, "min_tokens", "integer"),
         (CHAT, {"min_tokens": 21}, "min_tokens", "20"),
         (CHAT, {"min_tokens": 2, "stop": "a"}, "min_tokens", "stop"),
-        (COMPLETIONS, {"prompt": "a", "response_format": {"type": "json_object"}}, "response_format", "not supported"),
         (COMPLETIONS, {"prompt": "a", "guided_json": {}}, "guided_json", "not supported"),
         (CHAT, {"messages": []}, "messages", "at least 1"),
         (CHAT, {"messages": [USER | {"color": 1}]}, "messages[0].color", "unknown field"),

@@ -76,6 +76,12 @@ def test_any_json_object(client: Any) -> None:
     assert answer.message.content.startswith("{")
 
 
+def test_completions_have_formats_too(client: Any) -> None:
+    wish = {"response_format": schema_format({"enum": ["yes", "no"]})}
+    answer = client.completions.create(model=SMOL, prompt=["It is ", "Is it "], max_tokens=9, extra_body=wish)
+    assert {choice.text for choice in answer.choices} <= {'"yes"', '"no"'}
+
+
 def test_logprobs_count_only_what_could_be_said(client: Any) -> None:
     answer = client.chat.completions.create(
         model=SMOL, messages=[QUESTION], max_tokens=60, logprobs=True, top_logprobs=5,
