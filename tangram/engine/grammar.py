@@ -6,7 +6,7 @@ thread; what remains for each token is to look up which tokens may follow, some 
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,6 +26,7 @@ _LIMITS = LLParserLimits(
     max_lexer_states=50_000, max_grammar_size=200_000, verbose_errors=False,
 )  # fmt: skip
 _MOST_REASON_CHARACTERS = 300
+_KEPT_GRAMMARS = 32
 
 
 class GrammarCompiler:
@@ -33,6 +34,8 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, vocab_size: int, end_token_ids: Iterable[int]) -> None:
         self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, sorted(end_token_ids)
+        # Conversations bring the same tools with every turn.
+        self._compiled = lru_cache(_KEPT_GRAMMARS)(self._compile)
 
     @cached_property
     def _tokens(self) -> LLTokenizer | None:
@@ -49,6 +52,9 @@ class GrammarCompiler:
 
     def compile(self, source: str, field: str) -> CompiledGrammar:
         """The grammar `source`; its first mask is computed too. Raises `RequestError` (`field`) with what is wrong."""
+        return self._compiled(source, field)
+
+    def _compile(self, source: str, field: str) -> CompiledGrammar:
         if self._tokens is None:
             message = f"{field}: this model's tokens cannot be held to a grammar, its tokenizer says too little of them"
             raise RequestError(f"{message}: leave the field out", field)

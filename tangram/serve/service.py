@@ -44,6 +44,7 @@ class Service:
         # Tokenizing a long prompt takes long enough to stall every stream; one thread, because tokenizers keep state.
         self._tokenizer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
+        self._compiling = asyncio.Lock()
 
     @property
     def healthy(self) -> bool:
@@ -128,9 +129,12 @@ class Service:
         found = body.grammar(codec.tool_format, codec.control_token_ids)
         if found is None:
             return None
-        work = asyncio.get_running_loop().run_in_executor(self._compiler, self._engine.grammars.compile, *found)
+        loop, compile_grammar = asyncio.get_running_loop(), self._engine.grammars.compile
         try:
-            return await asyncio.wait_for(work, _MOST_COMPILING_S)
+            async with self._compiling:  # who waits for others is not slow himself
+                return await asyncio.wait_for(
+                    loop.run_in_executor(self._compiler, compile_grammar, *found), _MOST_COMPILING_S
+                )
         except TimeoutError as error:
             message = f"{found[1]} takes longer than {_MOST_COMPILING_S} s to make a grammar of: make it simpler"
             raise RequestError(message, found[1]) from error
