@@ -72,8 +72,9 @@ class Tool(Body):
 
     def arguments(self) -> dict[str, Any]:
         """The schema of its arguments."""
-        nothing: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-        return nothing if not self.function.parameters else {"type": "object", **self.function.parameters}
+        if self.function.parameters is None:
+            return {"type": "object", "properties": {}, "additionalProperties": False}
+        return {"type": "object", **self.function.parameters}
 
 
 @dataclass(frozen=True)

@@ -130,6 +130,7 @@ TRIALS = [
     chat("good grammar", 200, response_format=formed({"enum": ["a"]})),
     chat("bad grammar straight after", 400, "response_format", "frob", response_format=formed({"type": "frob"})),
     chat("grammar that nothing meets", 400, "response_format", "Unsat", response_format=formed(IMPOSSIBLE)),
+    chat("constant that is no JSON", 400, "response_format", response_format=formed({"const": float("nan")})),
     chat("unknown keyword", 400, f"{SCHEMA}.frob", "not supported", response_format=formed({"frob": 1})),
     chat("lenient compiler", 400, f"{SCHEMA}.x-guidance", response_format=formed({"x-guidance": {"lenient": True}})),
     chat("schema elsewhere", 400, "response_format", response_format=formed({"$ref": "http://127.0.0.1/x.json"})),
