@@ -15,6 +15,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from tangram.errors import RequestError
+
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 UInt8 = npt.NDArray[np.uint8]
@@ -124,12 +126,13 @@ class Event:
     usage: Usage
     finish_reason: FinishReason | None = None
     error: str | None = None  # set with finish_reason ABORT when the engine, not the client, ended it
+    error_field: str | None = None  # the field to blame where the request is the reason
 
 
 class Matcher(Protocol):
     """Where one completion is in its grammar. `error` says why it can go no further, None while it can."""
 
-    error: str | None
+    error: RequestError | None
 
     def allowed(self) -> UInt8:
         """[n], at least as many bits as tokens: bit i % 8 of byte i // 8 is set where token i may come next.

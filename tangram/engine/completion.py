@@ -10,6 +10,7 @@ import torch
 from tangram.engine.sampling import SampleRow
 from tangram.engine.sequence import Sequence, sequence_of
 from tangram.engine.text import TextCodec, TextStream
+from tangram.errors import RequestError
 from tangram.types import Event, FinishReason, Request, Step, TokenLogprob, Usage
 
 
@@ -31,7 +32,7 @@ class Completion:
         return self.sampler.matcher is not None
 
     @property
-    def error(self) -> str | None:
+    def error(self) -> RequestError | None:
         """Why nothing more can be written."""
         return None if self.sampler.matcher is None else self.sampler.matcher.error
 
@@ -50,8 +51,9 @@ class Completion:
         return delta, None
 
     def event(
-        self, usage: Usage, token: TokenLogprob | None, text: str, reason: FinishReason | None, error: str | None = None
-    ) -> Event:
+        self, usage: Usage, token: TokenLogprob | None, text: str, reason: FinishReason | None,
+        error: str | None = None, error_field: str | None = None,
+    ) -> Event:  # fmt: skip
         """The news for the client."""
         wants_logprobs = self.request.sampling.logprobs is not None
         return Event(
@@ -63,6 +65,7 @@ class Completion:
             usage=usage,
             finish_reason=reason,
             error=error,
+            error_field=error_field,
         )
 
 

@@ -63,26 +63,26 @@ class GrammarCompiler:
             matcher.compute_bitmask()
         if matcher.is_error():
             raise RequestError(f"{field} makes no grammar: {_reason(matcher)}", field)
-        return CompiledGrammar(matcher)
+        return CompiledGrammar(matcher, field)
 
 
 class CompiledGrammar:
     """`types.Grammar`."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: LLMatcher, field: str) -> None:
+        self._matcher, self._field = matcher, field
 
     def begin(self) -> GrammarMatcher:
         """A completion that has no token yet."""
-        return GrammarMatcher(self._matcher.deep_copy())
+        return GrammarMatcher(self._matcher.deep_copy(), self._field)
 
 
 class GrammarMatcher:
     """`types.Matcher`."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher
-        self.error: str | None = None
+    def __init__(self, matcher: LLMatcher, field: str) -> None:
+        self._matcher, self._field = matcher, field
+        self.error: RequestError | None = None
 
     def allowed(self) -> UInt8:
         """As `types.Matcher` says; a grammar that is too much work for one token becomes an error with the next one."""
@@ -91,7 +91,8 @@ class GrammarMatcher:
     def take(self, token: int) -> None:
         """As `types.Matcher` says."""
         if self._matcher.is_error() or not self._matcher.consume_token(token):
-            self.error = f"the grammar of this request cannot be followed any further: {_reason(self._matcher)}"
+            message = f"{self._field} makes a grammar that cannot be followed any further: {_reason(self._matcher)}"
+            self.error = RequestError(f"{message}: make it simpler", self._field)
 
 
 def _reason(matcher: LLMatcher) -> str:

@@ -261,20 +261,20 @@ class Engine:
         for completion in siblings:
             self._scheduler.add(completion.sequence)
 
-    def _drop(self, request_id: str, error: str | None = None) -> None:
+    def _drop(self, request_id: str, error: str | None = None, field: str | None = None) -> None:
         self._answers.siblings(request_id)
         for completion in self._answers.of_request(request_id):
             self._answers.remove(completion)
             usage = self._usage(completion)
             self._end(completion)
-            completion.request.on_event(completion.event(usage, None, "", FinishReason.ABORT, error))
+            completion.request.on_event(completion.event(usage, None, "", FinishReason.ABORT, error, field))
 
     # -- emit -------------------------------------------------------------------------------------------------------
 
     def _take(self, completion: Completion, token: TokenLogprob) -> None:
         text, reason = completion.take(token)
-        if completion.error is not None:
-            self._drop(completion.request.request_id, completion.error)
+        if (wrong := completion.error) is not None:
+            self._drop(completion.request.request_id, str(wrong), wrong.field)
             return
         self._scheduler.counters.generated_tokens += 1
         self._release_siblings(completion.request.request_id)

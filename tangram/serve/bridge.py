@@ -198,6 +198,8 @@ class EventStream:
         """Events until every completion has ended. Raises `ApiError` if the engine gave up on one."""
         while self._running:
             choice, event = await self._next()
+            if event.error_field is not None:
+                raise ApiError(400, event.error or "", param=event.error_field, code="invalid_value")
             if event.finish_reason is FinishReason.ABORT:
                 raise ApiError(500, event.error or "the engine ended the request: it is shutting down")
             self._measure(choice, event)

@@ -178,3 +178,16 @@ def test_the_format_reaches_the_engine_as_a_grammar(fake_server: FakeServer) -> 
     assert [source for source, _ in fake_server.engine.grammars.sources] == grammars[1:]
     assert json.dumps("é") in str(grammars[2])
     assert fake_server.chat(model=MODEL, response_format={"type": "text"}).choices
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_becomes_too_much_is_the_fields_fault(server_url: str, stream: bool) -> None:
+    wish = schema_format({"type": "string", "pattern": "^((a|b){1,1000}){200,1000}$"})
+    body = {"model": SMOL, "messages": [USER], "response_format": wish, "max_tokens": 200, "stream": stream}
+    with httpx.Client(base_url=server_url, timeout=60) as http:
+        response = http.post(CHAT, json=body)
+        assert response.status_code == (200 if stream else 400)
+        error = json.loads(stream_data(response)[-2])["error"] if stream else response.json()["error"]
+        assert (error["param"], error["type"]) == ("response_format", "invalid_request_error")
+        fine = body | {"stream": False, "response_format": schema_format({"enum": ["a"]})}
+        assert http.post(CHAT, json=fine).json()["choices"][0]["message"]["content"] == '"a"'
