@@ -113,12 +113,15 @@ class Runner:
 
     @torch.inference_mode()
     def rehearse(self, decode_rows: int, tokens: int) -> None:
-        """Launch whatever steps of up to `tokens` tokens and `decode_rows` rows launch, before anything is served."""
+        """Launch whatever steps of up to `tokens` tokens and `decode_rows` rows launch, before anything is served.
+
+        The longest first: Inductor sizes the blocks of a kernel by the first tensors that it sees.
+        """
         if self._reclaimer is None:
             for number, entry in enumerate(self._batcher.retentions):
-                self.run(Step((_made_up(RowKind.TAIL, number, 0, 2),), epoch=0), [])
                 for rows in _runs_of_chunks(number, entry.layout, tokens):
                     self.run(Step(rows, epoch=0), [])
+                self.run(Step((_made_up(RowKind.TAIL, number, 0, 2),), epoch=0), [])
         for attention in self._batcher.rehearsals(decode_rows):
             nothing = np.zeros(attention.width, np.int64)
             self._forward(attention, *self._uploaded(nothing, nothing, np.arange(attention.width)))
@@ -175,11 +178,12 @@ class Runner:
 
 
 def _runs_of_chunks(number: int, layout: Layout, tokens: int) -> Iterator[tuple[Row, ...]]:
-    """A chunk, one behind another, and where nothing is dropped all that a prompt may begin with in one step."""
+    """All chunks of a step and one alone, one behind another; what a prompt may begin with where nothing is dropped."""
     chunk, most = layout.chunk_tokens, layout.max_tokens // layout.chunk_tokens
     rows = tuple(_made_up(RowKind.SEAL, number, at * chunk, chunk) for at in range(most))
-    together = tokens // chunk if layout.keeps_everything and not layout.window_chunks else 1
-    yield from (rows[:count] for count in range(1, min(together, most) + 1))
+    longest = min(max(1, tokens // chunk), most)
+    any_length = layout.keeps_everything and not layout.window_chunks
+    yield from (rows[:count] for count in range(longest, 0, -1) if any_length or count in (longest, 1))
     if most > 1:
         yield rows[1:2]
 
