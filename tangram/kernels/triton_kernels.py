@@ -23,7 +23,7 @@ from tangram.types import Int32
 
 FUSED_SCORES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({"keydiff": keydiff.score})
 WIDTHS = ((2, 1), (4, 2), (8, 4), (64, 8), (256, 16), (1 << 30, 64))  # up to so many rows, in steps of
-UNMEASURED = "packing:measured"  # without a policy: a work queue that reads shared prefixes once
+UNMEASURED = "packing:thrifty"  # without a policy: a work queue that reads shared prefixes once, where that tells
 
 
 class TritonKernels:
