@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from tangram.engine.text import TokenText
 from tangram.errors import RequestError
-from tangram.metrics import EngineStats
+from tangram.metrics import EngineStats, GroupOverflow
 from tangram.types import Event, FinishReason, Request, TokenLogprob, Usage
 
 CONTEXT_TOKENS = 512
@@ -113,7 +113,8 @@ class FakeEngine:
                 kv_token_bytes=8, kv_bytes_held=80, kv_bytes_uncompressed=160, prompt_tokens=11, cached_tokens=5,
                 generated_tokens=self._generated_tokens, preemptions=3, steps=13, sealed_chunks=2,
                 host_pages_total=50, host_pages_used=20, restored_tokens=4, host_bytes_out=640, host_bytes_in=320,
-                dropped_spans=6,
+                dropped_spans=6, pages_promised=12, slots_held=640, slots_used=600, step_s=4.0, device_s=3.0,
+                sealing_s=0.5, plans={"aot": 9}, overflow=(GroupOverflow(0.5, 0, 2, 100, 10, 3),),
             )  # fmt: skip
 
     def _loop(self) -> None:
