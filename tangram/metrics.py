@@ -102,6 +102,6 @@ class EngineStats:
         return self.cached_tokens / max(1, self.prompt_tokens)
 
     @property
-    def host_s(self) -> float:
-        """The seconds of the engine's steps that were the host's own work."""
-        return self.step_s - self.device_s
+    def host_share(self) -> float:
+        """The share of the engine's steps so far that was the host's own work; 0 before the first."""
+        return 1 - self.device_s / self.step_s if self.step_s else 0.0

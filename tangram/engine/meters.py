@@ -27,13 +27,16 @@ class Meters:
     plans: Counter[str] = field(default_factory=Counter)
     step_s: float = 0.0
     device_s: float = 0.0
+    _waited_s: float = 0.0
 
     def timed(self, step: Callable[[], bool]) -> bool:
         """What `step` returns, which counts if that is true: it had something to do."""
         begin_s = time.perf_counter()
         worked = step()
-        if worked:
+        waited_s, self._waited_s = self._waited_s, 0.0
+        if worked:  # both at once: whoever reads finds no more waiting than steps
             self.step_s += time.perf_counter() - begin_s
+            self.device_s += waited_s
         return worked
 
     @contextmanager
@@ -41,7 +44,7 @@ class Meters:
         """What is inside is the device's time."""
         begin_s = time.perf_counter()
         yield
-        self.device_s += time.perf_counter() - begin_s
+        self._waited_s += time.perf_counter() - begin_s
 
     def collect(self) -> None:
         """Enter what the device has finished by now; it is not waited for."""
@@ -55,4 +58,4 @@ class Meters:
         if self.overflow is not None:
             self.overflow.clear()
         self.plans.clear()
-        self.step_s = self.device_s = 0.0
+        self.step_s = self.device_s = self._waited_s = 0.0

@@ -48,6 +48,7 @@ class _Completion:
     index: int
     answer: str
     cached_tokens: int
+    admitted_s: float
     sent: int = 0
 
 
@@ -89,7 +90,8 @@ class FakeEngine:
             prompt = request.prompt_token_ids
             cached = max((_shared(prompt, seen) for seen in self._seen), default=0)
             answer = "".join(reversed("".join(map(chr, prompt)).split("<assistant>")[-1][-40:]))
-            self._running += [_Completion(request, index, answer, cached) for index in range(request.sampling.n)]
+            now_s = time.monotonic()
+            self._running += [_Completion(request, index, answer, cached, now_s) for index in range(request.sampling.n)]
             self._seen.append(prompt)
             self.submitted.append(request)
 
@@ -150,7 +152,7 @@ class FakeEngine:
         top = tuple((ord(letter), -float(rank)) for rank, letter in enumerate("xyz"))[: request.sampling.logprobs]
         logprobs = tuple(TokenLogprob(token, -math.inf if token == ord("!") else -0.5, top) for token in ids)
         wanted = logprobs if request.sampling.logprobs is not None else ()
-        request.on_event(Event(request.request_id, job.index, ids, text, wanted, usage, reason, error))
+        request.on_event(Event(request.request_id, job.index, ids, text, wanted, usage, reason, error, job.admitted_s))
 
 
 def _shared(left: Sequence[int], right: Sequence[int]) -> int:
