@@ -120,6 +120,10 @@ class EngineConfig:
             raise ConfigError(
                 f"overflow_every is {self.overflow_every}, it must be at least 1, or None to measure none"
             )
+        if self.overflow_every is not None and self.kv_retention == 1.0 and not self.profile:
+            raise ConfigError(
+                f"overflow_every is {self.overflow_every}, but at kv_retention 1.0 nothing is dropped: leave it out"
+            )
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}, it must lie in (0, 1]")
         if self.kv_cache_gib is not None and not (math.isfinite(self.kv_cache_gib) and self.kv_cache_gib > 0):

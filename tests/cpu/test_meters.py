@@ -112,9 +112,12 @@ def test_overflow_looks_at_some_chunks_and_changes_no_token(tiny: LoadedModel, p
     assert plain.stats().overflow == ()
 
 
-def test_overflow_of_less_than_every_chunk_is_refused(tiny: LoadedModel) -> None:
-    with pytest.raises(ConfigError, match="overflow_every is 0, it must be at least 1"):
-        small_engine(tiny, overflow_every=0)
+@pytest.mark.parametrize(
+    ("every", "why"), [(0, "it must be at least 1"), (3, "at kv_retention 1.0 nothing is dropped")]
+)
+def test_overflow_that_could_never_be_seen_is_refused(tiny: LoadedModel, every: int, why: str) -> None:
+    with pytest.raises(ConfigError, match=f"overflow_every is {every}, .*{why}"):
+        small_engine(tiny, overflow_every=every)
 
 
 def test_a_stopwatch_adds_blocks_up_and_can_begin_anew() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
@@ -19,7 +20,17 @@ from tangram.errors import ConfigError
 from tangram.serve.http import Telemetry
 from tangram.serve.tracing import Traces, traces_to
 
-from .conftest import CHAT, COMPLETIONS, MODEL, FakeServer, chat_body, run_fake_server, stream_data, wait_until
+from .conftest import (
+    CHAT,
+    COMPLETIONS,
+    MODEL,
+    FakeServer,
+    chat_body,
+    free_port,
+    run_fake_server,
+    stream_data,
+    wait_until,
+)
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
@@ -197,3 +208,12 @@ def test_without_the_sdk_asking_is_an_error_that_says_what_to_install(
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(ConfigError, match=r"pip install 'tangram\[otel\]'"):
         traces_to(endpoint, MODEL, {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://127.0.0.1:4318/v1/traces"})
+
+
+def test_a_collector_that_is_not_there_holds_up_neither_answers_nor_the_end() -> None:
+    begin_s = time.monotonic()
+    with run_fake_server(telemetry=Telemetry(traces=traces_to(f"http://127.0.0.1:{free_port()}", MODEL))) as server:
+        for _ in range(3):
+            assert server.chat().choices[0].finish_reason == "stop"
+        assert time.monotonic() - begin_s < 5
+    assert time.monotonic() - begin_s < 15
