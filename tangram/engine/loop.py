@@ -117,6 +117,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """One reading of the books."""
         with self._wake:
+            self._runner.meters.collect()
             return self._admission.stats(self._scheduler, self._runner.meters)
 
     def start(self) -> None:

@@ -165,7 +165,7 @@ def test_a_servers_whole_life_is_lines_of_json(tmp_path: Path) -> None:
 
 def test_a_start_that_fails_says_why_in_a_line_of_json(tmp_path: Path) -> None:
     with started(tiny_folder(tmp_path), free_port(), "--kv-retention", "0.5", "--profile", "nowhere.json") as server:
-        written, _ = server.communicate(timeout=60)
-    assert server.returncode == 2
+        written, errors = server.communicate(timeout=60)
+    assert server.returncode == 2 and "nowhere.json" not in errors, "it is told twice"
     *_, last = [json.loads(line) for line in written.splitlines()]
     assert last["level"] == "critical" and "nowhere.json" in last["message"]
