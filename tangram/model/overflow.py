@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,13 +23,13 @@ from tangram.model.sealing import Retention, Wishes
 from tangram.types import Int64
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Tally:
     """Of one retention, by group: entries wished, entries of these without room, and heads that lack some."""
 
     retention: Retention
     figures: Int64  # [3, groups of full-attention layers]
-    chunks: list[int] = field(default_factory=lambda: [0])
+    chunks: int = 0
 
 
 class _ChunkScores:
@@ -53,17 +53,18 @@ class Overflow:
     """
 
     def __init__(self, retentions: Sequence[Retention], scope: Scope, every: int) -> None:
-        self.retentions, self._scope, self._every, self._seen = retentions, scope, every, 0
+        self.retentions, self._scope, self._every = retentions, scope, every
         self._coming: deque[tuple[int, Fetched]] = deque()
         self.clear()
 
     def clear(self) -> None:
         """Forget what was seen so far."""
         self._coming.clear()
+        self._seen, served = 0, [entry.kv_retention for entry in self.retentions]
         self._tallies = {
             number: _Tally(entry, np.zeros((3, entry.layout.full_groups), np.int64))
             for number, entry in enumerate(self.retentions)
-            if not entry.layout.keeps_everything
+            if not entry.layout.keeps_everything and served.index(entry.kv_retention) == number  # the first serves it
         }
 
     def sample(self, number: int, start: int) -> Wishes | None:
@@ -93,13 +94,13 @@ class Overflow:
         lost = np.maximum(wishes - layout.head_kept_tokens[full], 0)
         for place, values in enumerate((wishes, lost, lost > 0)):
             np.add.at(tally.figures[place], layout.head_group[full], values)
-        tally.chunks[0] += 1
+        tally.chunks += 1
 
     @property
     def figures(self) -> tuple[GroupOverflow, ...]:
         """Since the start, group by group."""
         return tuple(
-            GroupOverflow(tally.retention.kv_retention, group, tally.chunks[0], *map(int, column))
+            GroupOverflow(tally.retention.kv_retention, group, tally.chunks, *map(int, column))
             for tally in self._tallies.values()
             for group, column in enumerate(tally.figures.T)
         )

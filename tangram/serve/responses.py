@@ -99,7 +99,7 @@ async def respond(service: Service, body: ResponsesRequest, request: Request) ->
         identity = f"resp_{uuid.uuid4().hex}"
         sampling, record = body.sampling(), record_of(request)
         events = service.open(
-            Job(identity, [prompt], sampling, body.kv_retention, body.cache_salt, body.stream, record)
+            Job(identity, [prompt], sampling, body.kv_retention, body.cache_salt, body.stream, record=record)
         )  # fmt: skip
     except RequestError as error:
         name = _OTHER_NAMES.get(error.field, error.field)

@@ -101,7 +101,7 @@ class Service:
                 raise ApiError(400, "prompt holds no tokens: send at least one", param="prompt", code="invalid_value")
             style = self._completion_format(body)
         identity = f"{style.id_prefix}-{uuid.uuid4().hex}"
-        job = Job(identity, prompts, body.sampling(), body.kv_retention, body.cache_salt, body.stream, record)
+        job = Job(identity, prompts, body.sampling(), body.kv_retention, body.cache_salt, body.stream, record=record)
         head: Json = {"id": identity, "created": int(time.time()), "model": self.model}
         try:
             return self.open(job), style, job, head
