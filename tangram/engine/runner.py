@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -16,13 +17,16 @@ from tangram.compress.scorers.kvzip import repeat_tokens
 from tangram.compress.select import Scope
 from tangram.engine.batch import Batcher, DeviceTables
 from tangram.engine.graphs import Carry, DecodeGraphs
+from tangram.engine.meters import Meters
 from tangram.engine.reclaim import Reclaimer
 from tangram.engine.sampling import Choice, SampleRow, choose
 from tangram.kernels.dispatch import host_memory, pool_kernels
 from tangram.kernels.step import KernelChoice
+from tangram.kernels.stopwatch import Stopwatch
 from tangram.kernels.transfer import placed
 from tangram.model.attention import AttentionContext, StepAttention
 from tangram.model.load import LoadedModel
+from tangram.model.overflow import Overflow
 from tangram.model.rotary import model_rotary
 from tangram.model.sealing import ChunkSealer, Retention, ScoreObserver
 from tangram.types import Int32, Int64, Row, RowKind, Step
@@ -33,15 +37,17 @@ class Runner:
     over what host memory it has.
 
     With `competing`, the scope they compete in, heads keep of each chunk what its scores give them. `graphs` runs steps
-    that only decode as CUDA graphs. `cache_dtype` None is the model's own.
+    that only decode as CUDA graphs. `cache_dtype` None is the model's own. `meters` measure; with `overflow`, that too.
     """
 
     def __init__(
         self, loaded: LoadedModel, retentions: Sequence[Retention], *, pages: int, cache: CacheManager,
         observer: ScoreObserver | None = None, kernels: KernelChoice = pool_kernels,
         graphs: bool = False, cache_dtype: torch.dtype | None = None, competing: Scope | None = None,
+        overflow: Overflow | None = None,
     ) -> None:  # fmt: skip
         self._loaded = loaded
+        self.meters = Meters(Stopwatch(loaded.device), overflow)
         layout = retentions[0].layout
         shape = (pages, layout.heads_per_page, 2, layout.page_tokens, layout.geometry.head_dim)
         self.pool = torch.empty(shape, dtype=cache_dtype or loaded.dtype, device=loaded.device)
@@ -50,7 +56,7 @@ class Runner:
         serving = kernels(self.pool, layout.geometry.group_size)
         block_tables = DeviceTables(cache, loaded.device)
         self._host = host_memory(self.pool, cache.host.total)
-        self._batcher = Batcher(retentions, serving, cache, block_tables, rotary, observer)
+        self._batcher = Batcher(retentions, serving, cache, block_tables, rotary, self.meters, observer)
         self._reclaimer: Reclaimer | None = None
         if isinstance(cache, LateCache):
             self._reclaimer = Reclaimer(cache, self.pool, block_tables, competing)
@@ -155,10 +161,12 @@ class Runner:
 
     def _forward(self, attention: AttentionContext, tokens: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
         """Logits [len(wanted), V] of the flattened batch's tokens `wanted`."""
-        output = self._loaded.model(
-            input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=wanted,
-            tangram=attention,
-        )  # fmt: skip
+        # A GPU is only told what to do here; a CPU does it.
+        with self.meters.waiting() if tokens.is_cpu else nullcontext():
+            output = self._loaded.model(
+                input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=wanted,
+                tangram=attention,
+            )  # fmt: skip
         logits: Tensor = output.logits[0]
         return logits
 

@@ -67,7 +67,7 @@ class TritonKernels:
         """See `PoolKernels`: the buffers of the loaded plan."""
         return self._decoder if self._pool.is_cuda else None
 
-    def load(self, batch: Decoding, width: int) -> None:
+    def load(self, batch: Decoding, width: int) -> str:
         """See `PoolKernels`. The plan goes where the last one of this width lay, if it fits."""
         self._scale(*batch.rows.table.shape[1:])
         schedule = self._schedule(batch)
@@ -77,6 +77,7 @@ class TritonKernels:
             room = None if known is None else known.capacity
             known = self._decoders[width, options] = self._executing(plan, batch, options, room)
         self._decoder, self._decode_address = known, self._addressed(batch.rows, len(batch.lengths), width)
+        return schedule.kind
 
     def rehearsals(self, batch: Decoding, width: int) -> Iterator[None]:
         """See `PoolKernels`."""

@@ -104,6 +104,11 @@ class Schedule:
         return cls(text, planner, rule, frozenset(flags), numbers)
 
     @property
+    def kind(self) -> str:
+        """The planner and its rule, without numbers and flags."""
+        return f"{self.planner}:{self.rule}" if self.rule else self.planner
+
+    @property
     def each_step(self) -> bool:
         """Whether the plan must be made again at every step."""
         return self.planner in ("uniform", "buckets") or "replan" in self.flags
