@@ -116,7 +116,10 @@ class Usage:
 
 @dataclass(frozen=True)
 class Event:
-    """News of one completion (`index` of `n`) of a request: new tokens, the text they add, and the end if it came."""
+    """News of one completion (`index` of `n`) of a request: new tokens, the text they add, and the end if it came.
+
+    `admitted_s`, of the monotonic clock, is when it left the queue; None if it never did.
+    """
 
     request_id: str
     index: int
@@ -127,6 +130,7 @@ class Event:
     finish_reason: FinishReason | None = None
     error: str | None = None  # set with finish_reason ABORT when the engine, not the client, ended it
     error_field: str | None = None  # the field to blame where the request is the reason
+    admitted_s: float | None = None
 
 
 class Matcher(Protocol):

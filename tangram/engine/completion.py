@@ -66,6 +66,7 @@ class Completion:
             finish_reason=reason,
             error=error,
             error_field=error_field,
+            admitted_s=self.sequence.admitted_s,
         )
 
 

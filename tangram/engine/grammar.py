@@ -32,7 +32,7 @@ _KEPT_GRAMMARS = 32
 class GrammarCompiler:
     """Makes grammars for one model's tokens; `end_token_ids` end its texts. Safe to share between threads."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, vocab_size: int, end_token_ids: Iterable[int]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, end_token_ids: Iterable[int]) -> None:
         self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, sorted(end_token_ids)
         # Conversations bring the same tools with every turn.
         self._compiled = lru_cache(_KEPT_GRAMMARS)(self._compile)

@@ -19,6 +19,7 @@ from tangram.serve.bridge import EventStream, Job, Limits, ServedEngine
 from tangram.serve.calls import ToolChatFormat
 from tangram.serve.errors import ApiError
 from tangram.serve.exposition import ServerMetrics
+from tangram.serve.record import Record, record_of
 from tangram.serve.replies import ChatFormat, Choice, CompletionFormat, Format, Json, usage_json
 from tangram.serve.schema import ChatRequest, CompletionRequest
 from tangram.serve.sending import EventSource
@@ -85,7 +86,7 @@ class Service:
 
     async def answer(self, body: ChatRequest | CompletionRequest, request: Request) -> Response:
         """POST /v1/chat/completions and /v1/completions."""
-        events, style, job, head = await self._begin(body)
+        events, style, job, head = await self._begin(body, record_of(request))
         if body.stream:
             head |= {"object": style.chunk_object}
             return EventSource(_frames(events, head, style, job.sampling.n, body.include_usage), events)
@@ -98,7 +99,9 @@ class Service:
         """The answer in one piece, for a caller that does not hang up."""
         return await _finished(*await self._begin(body))
 
-    async def _begin(self, body: ChatRequest | CompletionRequest) -> tuple[EventStream, Format, Job, Json]:
+    async def _begin(
+        self, body: ChatRequest | CompletionRequest, record: Record | None = None
+    ) -> tuple[EventStream, Format, Job, Json]:
         style: Format
         grammar = await self._grammar(body)
         if isinstance(body, ChatRequest):
@@ -112,7 +115,7 @@ class Service:
                 raise ApiError(400, "prompt holds no tokens: send at least one", param="prompt", code="invalid_value")
             style = self._completion_format(body)
         identity = f"{style.id_prefix}-{uuid.uuid4().hex}"
-        job = Job(identity, prompts, body.sampling(), body.kv_retention, body.cache_salt, body.stream, grammar)
+        job = Job(identity, prompts, body.sampling(), body.kv_retention, body.cache_salt, body.stream, grammar, record)
         head: Json = {"id": identity, "created": int(time.time()), "model": self.model}
         try:
             return self.open(job), style, job, head
