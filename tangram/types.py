@@ -129,8 +129,8 @@ class Event:
     usage: Usage
     finish_reason: FinishReason | None = None
     error: str | None = None  # set with finish_reason ABORT when the engine, not the client, ended it
-    error_field: str | None = None  # the field to blame where the request is the reason
     admitted_s: float | None = None
+    error_field: str | None = None  # the field to blame where the request is the reason
 
 
 class Matcher(Protocol):
