@@ -40,6 +40,10 @@ def check_sampling(params: SamplingParams) -> None:
         _between("logprobs", params.logprobs, 0, MAX_LOGPROBS)
     if params.max_tokens is not None:
         _between("max_tokens", params.max_tokens, 1, 2**31 - 1)
+    _between("min_tokens", params.min_tokens, 0, 2**31 - 1 if params.max_tokens is None else params.max_tokens)
+    if params.min_tokens and params.stop:
+        message = f"min_tokens is {params.min_tokens} and stop has texts, which could end an answer before: send one"
+        raise RequestError(message, "min_tokens")
     if params.seed is not None:
         _between("seed", params.seed, -(2**63), 2**63 - 1)
     if len(params.stop) > MAX_STOP_STRINGS:

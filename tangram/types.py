@@ -10,12 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from tangram.errors import RequestError
+
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
+UInt8 = npt.NDArray[np.uint8]
 Float64 = npt.NDArray[np.float64]
 
 
@@ -50,7 +54,8 @@ class SamplingParams:
     `temperature` 0 is greedy. `top_k` None, `top_p` 1 and `min_p` 0 switch those filters off.
     `seed` makes a request reproducible whatever else is in the batch. `logprobs` is the number of
     alternatives reported beside the sampled token (0 = the sampled token only, None = nothing).
-    `max_tokens` None means "until the context is full". Ranges are checked on construction (`RequestError`).
+    `max_tokens` None means "until the context is full"; no end token comes before `min_tokens`.
+    Ranges are checked on construction (`RequestError`).
     """
 
     n: int = 1
@@ -68,6 +73,7 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     max_tokens: int | None = 16
+    min_tokens: int = 0
 
     def __post_init__(self) -> None:
         from tangram.limits import check_sampling
@@ -124,11 +130,49 @@ class Event:
     finish_reason: FinishReason | None = None
     error: str | None = None  # set with finish_reason ABORT when the engine, not the client, ended it
     admitted_s: float | None = None
+    error_field: str | None = None  # the field to blame where the request is the reason
+
+
+class Matcher(Protocol):
+    """Where one completion is in its grammar. `error` says why it can go no further, None while it can."""
+
+    error: RequestError | None
+
+    def allowed(self) -> UInt8:
+        """[n], at least as many bits as tokens: bit i % 8 of byte i // 8 is set where token i may come next.
+
+        Where the grammar is complete only the ends of text may; what it is after an error has no meaning.
+        """
+
+    def take(self, token: int) -> None:
+        """`token` has come."""
+
+
+class Grammar(Protocol):
+    """What the answers of a request must be like, compiled; any number of completions may follow it."""
+
+    def begin(self) -> Matcher:
+        """A completion that has no token yet."""
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a model writes the call of a tool: `begin`, a JSON object of its "name" and its `arguments`, `end`.
+
+    Where `begin` is empty the whole answer is one call; else there may be text before it, and more calls behind it.
+    """
+
+    begin: str
+    end: str
+    arguments: str
 
 
 @dataclass(frozen=True)
 class Request:
-    """One request as the engine takes it: tokens in, events out through `on_event` (called on the engine's thread)."""
+    """One request as the engine takes it: tokens in, events out through `on_event` (called on the engine's thread).
+
+    With a `grammar` its completions are what that allows, up to where a limit cuts them.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -136,6 +180,7 @@ class Request:
     on_event: Callable[[Event], None]
     kv_retention: float | None = None  # None = the engine's default
     cache_salt: str = ""
+    grammar: Grammar | None = None
 
 
 class RowKind(Enum):

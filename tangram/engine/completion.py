@@ -10,6 +10,7 @@ import torch
 from tangram.engine.sampling import SampleRow
 from tangram.engine.sequence import Sequence, sequence_of
 from tangram.engine.text import TextCodec, TextStream
+from tangram.errors import RequestError
 from tangram.types import Event, FinishReason, Request, Step, TokenLogprob, Usage
 
 
@@ -25,9 +26,21 @@ class Completion:
     end_token_ids: frozenset[int]
     ended: bool = False
 
+    @property
+    def constrained(self) -> bool:
+        """Whether which tokens may come next depends on those before."""
+        return self.sampler.matcher is not None
+
+    @property
+    def error(self) -> RequestError | None:
+        """Why nothing more can be written."""
+        return None if self.sampler.matcher is None else self.sampler.matcher.error
+
     def take(self, token: TokenLogprob) -> tuple[str, FinishReason | None]:
         """Enter the token that was expected: the text that is certain now, and the reason to end if there is one."""
         self.sequence.settle(token.token_id)
+        if self.sampler.matcher is not None:
+            self.sampler.matcher.take(token.token_id)
         if token.token_id in self.end_token_ids:
             return self.text.finish(), FinishReason.STOP
         delta, stopped = self.text.push(token.token_id)
@@ -38,8 +51,9 @@ class Completion:
         return delta, None
 
     def event(
-        self, usage: Usage, token: TokenLogprob | None, text: str, reason: FinishReason | None, error: str | None = None
-    ) -> Event:
+        self, usage: Usage, token: TokenLogprob | None, text: str, reason: FinishReason | None,
+        error: str | None = None, error_field: str | None = None,
+    ) -> Event:  # fmt: skip
         """The news for the client."""
         wants_logprobs = self.request.sampling.logprobs is not None
         return Event(
@@ -51,6 +65,7 @@ class Completion:
             usage=usage,
             finish_reason=reason,
             error=error,
+            error_field=error_field,
             admitted_s=self.sequence.admitted_s,
         )
 
@@ -109,11 +124,12 @@ class Answers:
         sequence = sequence_of(
             request.request_id, self._arrivals, layout, request.cache_salt, prompt, len(prompt) + max_tokens - 1
         )
+        ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._codec.eos_token_ids)
         sampler = SampleRow(
             sampling, prompt_token_ids=prompt, vocab_size=self._vocab_size, seed=seed, sample_index=index,
-            device=self._device,
+            device=self._device, matcher=None if request.grammar is None else request.grammar.begin(),
+            end_token_ids=ends,
         )  # fmt: skip
-        ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._codec.eos_token_ids)
         text = TextStream(self._codec, stop=sampling.stop, prompt_token_ids=prompt)
         completion = Completion(request, index, sequence, sampler, text, ends)
         self._all[request.request_id, index] = completion

@@ -20,6 +20,7 @@ from tangram.cache.layout import Layout
 from tangram.config import EngineConfig
 from tangram.engine.admission import Admission
 from tangram.engine.completion import Answers, Completion
+from tangram.engine.grammar import GrammarCompiler
 from tangram.engine.intake import Intake
 from tangram.engine.runner import Runner
 from tangram.engine.sampling import BROKEN_LOGITS, Choice, check_bias
@@ -56,6 +57,7 @@ class Engine:
         self.healthy = True
         self.ahead = loaded.device.type != "cpu"
         self._loaded, self._admission, self._scheduler, self._runner = loaded, admission, scheduler, runner
+        self.grammars = GrammarCompiler(loaded.tokenizer, self.geometry.vocab_size, self.codec.eos_token_ids)
         self._answers = Answers(
             self.codec, vocab_size=self.geometry.vocab_size, device=loaded.device, seed=config.seed
         )  # fmt: skip
@@ -163,7 +165,9 @@ class Engine:
             return False
         self._checked = False
         sampled = self._answers.of(step)
-        choice = self._runner.run(step, [completion.sampler for completion in sampled])
+        samplers, constrained = [entry.sampler for entry in sampled], any(entry.constrained for entry in sampled)
+        # What a grammar allows next depends on the token before, which is read while the device computes this step.
+        choice = self._runner.run(step, samplers, self._land if constrained else lambda: None)
         self._land()
         with self._wake:
             self._runner.meters.collect()
@@ -258,18 +262,21 @@ class Engine:
         for completion in siblings:
             self._scheduler.add(completion.sequence)
 
-    def _drop(self, request_id: str, error: str | None = None) -> None:
+    def _drop(self, request_id: str, error: str | None = None, field: str | None = None) -> None:
         self._answers.siblings(request_id)
         for completion in self._answers.of_request(request_id):
             self._answers.remove(completion)
             usage = self._usage(completion)
             self._end(completion)
-            completion.request.on_event(completion.event(usage, None, "", FinishReason.ABORT, error))
+            completion.request.on_event(completion.event(usage, None, "", FinishReason.ABORT, error, field))
 
     # -- emit -------------------------------------------------------------------------------------------------------
 
     def _take(self, completion: Completion, token: TokenLogprob) -> None:
         text, reason = completion.take(token)
+        if (wrong := completion.error) is not None:
+            self._drop(completion.request.request_id, str(wrong), wrong.field)
+            return
         self._scheduler.counters.generated_tokens += 1
         self._release_siblings(completion.request.request_id)
         usage = self._usage(completion)

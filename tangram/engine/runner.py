@@ -64,10 +64,13 @@ class Runner:
         self._chosen = dict[int, int](), torch.empty(0, dtype=torch.int64, device=loaded.device)
 
     @torch.inference_mode()
-    def run(self, step: Step, sample_rows: Sequence[SampleRow]) -> Choice | None:
+    def run(
+        self, step: Step, sample_rows: Sequence[SampleRow], before_choosing: Callable[[], object] = lambda: None
+    ) -> Choice | None:
         """Compute `step` and choose a token for each of its rows with `sample`; `sample_rows` are theirs, in order.
 
         A GPU goes on with it while the host does something else. What is `pending` in a row comes from the last step.
+        `before_choosing` is called when all but the choice is launched.
         """
         self._host.move(step.moves, awaited=step.awaited)
         attention = self._batcher.attention(step)
@@ -80,13 +83,14 @@ class Runner:
             carried(inputs)
             wanted = ends[[row.sample for row in step.rows]]
             logits = self._forward(attention, inputs, places, *self._uploaded(wanted))
+        self._finish(attention)
+        before_choosing()
         choice = choose(logits, sample_rows) if sample_rows else None
         if choice is not None:
             slots = [row.slot for row in step.rows if row.sample]
             self._chosen = {slot: place for place, slot in enumerate(slots)}, choice.tokens
             for sample_row, token in zip(sample_rows, choice.tokens[:, None].unbind(), strict=True):
                 sample_row.append(token)
-        self._finish(attention)
         return choice
 
     @torch.inference_mode()

@@ -15,7 +15,9 @@ from functools import cache, cached_property
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
+from tangram.engine.tools import TOOL_MARK, tool_format
 from tangram.errors import RequestError
+from tangram.types import ToolFormat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,9 +48,10 @@ class TextCodec:
         own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         self.tokenizer = tokenizer
         self.eos_token_ids = frozenset((*own, *eos_token_ids))
-        added = tokenizer.added_tokens_decoder.items()
-        self.special_token_ids = frozenset((*tokenizer.all_special_ids, *(i for i, token in added if token.special)))
-        controls = sorted({*tokenizer.all_special_tokens, *(str(token) for _, token in added if token.special)})
+        added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self.special_token_ids = frozenset((*tokenizer.all_special_ids, *added))
+        marks = {text for text in map(str, tokenizer.added_tokens_decoder.values()) if TOOL_MARK.fullmatch(text)}
+        controls = sorted({*tokenizer.all_special_tokens, *added.values(), *marks})
         # Where one begins, also inside another, and its first character.
         self._control = re.compile(
             f"(?=(?:{'|'.join(map(re.escape, controls))}))(.)" if controls else "(?!)()", re.DOTALL
@@ -66,10 +69,23 @@ class TextCodec:
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         return longest if backend is not None and backend.normalizer is None else longest * _MOST_SHRINKING
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """The tokens of a conversation up to the start of the assistant's answer.
+    @cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """How the model writes calls of tools; None if its template shows none, or writes calls in an unknown way."""
+        return None if self.tokenizer.chat_template is None else tool_format(self.tokenizer)
 
-        Only the template writes control tokens: their names inside messages become the tokens of ordinary text.
+    @cached_property
+    def control_token_ids(self) -> tuple[int, ...]:
+        """Special tokens that do not end a text."""
+        return tuple(sorted(self.special_token_ids - self.eos_token_ids))
+
+    def chat_prompt(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[int, ...]:
+        """The tokens of a conversation up to the start of the assistant's answer; `tools` are those of the OpenAI API.
+
+        Only the template writes control tokens and marks of tool calls: their names inside messages and tools become
+        the tokens of ordinary text.
         Raises `RequestError` (field `messages`) if the model has no chat template or its template rejects the messages.
         """
         if self.tokenizer.chat_template is None:
@@ -77,7 +93,7 @@ class TextCodec:
         if not messages:
             raise RequestError("messages is empty, it must hold at least one message", "messages")
         mark = token_hex(16)  # nobody can guess it, so that no message has it
-        rendered = self._rendered([self._marked(dict(message), mark) for message in messages])
+        rendered = self._rendered(self._marked(list(messages), mark), self._marked(list(tools), mark))
         pieces = (self.tokenizer.encode(piece, add_special_tokens=False) for piece in rendered.split(mark))
         return tuple(token for piece in pieces for token in piece)
 
@@ -86,14 +102,18 @@ class TextCodec:
         if isinstance(value, str):
             return self._control.sub(rf"\g<1>{mark}", value)
         if isinstance(value, Mapping):
-            return {name: self._marked(item, mark) for name, item in value.items()}
+            return {self._marked(name, mark): self._marked(item, mark) for name, item in value.items()}
         return [self._marked(item, mark) for item in value] if isinstance(value, (list, tuple)) else value
 
-    def _rendered(self, messages: list[dict[str, Any]]) -> str:
+    def _rendered(self, messages: list[dict[str, Any]], tools: list[Any]) -> str:
         from jinja2 import TemplateError
 
         try:
-            return str(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+            return str(
+                self.tokenizer.apply_chat_template(
+                    messages, tools=tools or None, add_generation_prompt=True, tokenize=False
+                )
+            )
         except TemplateError as error:
             raise RequestError(f"messages: the model's chat template rejects them: {error}", "messages") from error
         # A template is a program of the model's makers: what it does with messages that they did not think of is open.

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from tangram.engine.text import TokenText
 from tangram.errors import ConfigError
@@ -17,7 +17,7 @@ from tangram.metrics import EngineStats
 from tangram.serve.errors import ApiError
 from tangram.serve.exposition import CompletionMeter, ServerMetrics
 from tangram.serve.record import Generation, Record
-from tangram.types import Event, FinishReason, Request, SamplingParams
+from tangram.types import Event, FinishReason, Grammar, Request, SamplingParams, ToolFormat
 
 HEALTH_CHECK_S = 1.0
 
@@ -52,7 +52,17 @@ class Codec(Protocol):
     def encode(self, text: str) -> tuple[int, ...]:
         """The tokens of a raw prompt."""
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        """How the model writes calls of tools; None if it knows none, or writes them in an unknown way."""
+
+    @property
+    def control_token_ids(self) -> Sequence[int]:
+        """The tokens that are no text and do not end one."""
+
+    def chat_prompt(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[int, ...]:
         """The tokens of a conversation up to the answer; raises `RequestError` if the template rejects it."""
 
     def verbatim(self, token_ids: Sequence[int], field: str) -> str:
@@ -62,12 +72,26 @@ class Codec(Protocol):
         """One token as `logprobs` reports it."""
 
 
+class Grammars(Protocol):
+    """The part of `tangram.engine.grammar.GrammarCompiler` that the server sees."""
+
+    def warm(self) -> None:
+        """Do now what the first grammar would wait for."""
+
+    def compile(self, source: str, field: str) -> Grammar:
+        """A grammar in llguidance's Lark dialect, from any thread; raises `RequestError` (`field`) if it is none."""
+
+
 class ServedEngine(Protocol):
     """The part of `tangram.engine.loop.Engine` that the server sees. `submit` and `abort` may come from any thread."""
 
     @property
     def codec(self) -> Codec:
         """The model's tokenizer."""
+
+    @property
+    def grammars(self) -> Grammars:
+        """What makes grammars for the model's tokens."""
 
     @property
     def max_model_len(self) -> int:
@@ -106,6 +130,7 @@ class Job:
     kv_retention: float | None
     cache_salt: str
     stream: bool = False
+    grammar: Grammar | None = None
     record: Record | None = None
 
     @property
@@ -152,6 +177,7 @@ class EventStream:
             on_event=partial(self._post, number),
             kv_retention=self._job.kv_retention,
             cache_salt=self._job.cache_salt,
+            grammar=self._job.grammar,
         )
 
     def _request_id(self, number: int) -> str:
@@ -196,6 +222,8 @@ class EventStream:
                     news = await self._queue.get()
                     if isinstance(news, ApiError):
                         raise news
+                    if news[1].error_field is not None:
+                        raise ApiError(400, news[1].error or "", param=news[1].error_field, code="invalid_value")
                     if news[1].finish_reason is FinishReason.ABORT:
                         raise ApiError(500, news[1].error or "the engine ended the request: it is shutting down")
                     return news

@@ -16,11 +16,12 @@ from fastapi.responses import JSONResponse
 from pydantic import BeforeValidator, Field, PositiveInt
 
 from tangram.errors import RequestError
+from tangram.serve.body import Body, Text
 from tangram.serve.bridge import EventStream, Job
 from tangram.serve.errors import ApiError
+from tangram.serve.messages import MAX_MESSAGES, text_of_parts
 from tangram.serve.record import record_of
 from tangram.serve.replies import Json
-from tangram.serve.schema import MAX_MESSAGES, Body, Text, text_of_parts
 from tangram.serve.sending import EventSource
 from tangram.serve.service import Service, unless_disconnected
 from tangram.serve.unsupported import RESPONSES

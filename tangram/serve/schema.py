@@ -2,93 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from collections.abc import Sequence
+from typing import Annotated, Any, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PositiveInt,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, PositiveInt, field_validator, model_validator
 
 from tangram.limits import MAX_BIASES, MAX_LOGPROBS
-from tangram.serve.unsupported import CHAT, COMPLETION, MESSAGE, STREAM_OPTIONS, NoOps, drop_no_ops, wrong_field
-from tangram.types import SamplingParams
+from tangram.serve.body import Body, Text, encodable
+from tangram.serve.json_schema import SchemaBounds
+from tangram.serve.messages import MAX_MESSAGES, ChatMessage
+from tangram.serve.structured import (
+    MAX_TOOLS,
+    CallGrammar,
+    ResponseFormat,
+    Tool,
+    ToolChoice,
+    answer_grammar,
+    check_tools,
+)
+from tangram.serve.unsupported import CHAT, COMPLETION, STREAM_OPTIONS, wrong_field
+from tangram.types import SamplingParams, ToolFormat
 
 MAX_PROMPTS = 1024
-MAX_MESSAGES = 4096
 MAX_COMPLETIONS = 1024
-_MAX_FIELDS = 128
 _MAX_TOKEN_DIGITS = 10
-
-
-def _encodable(text: str) -> str:
-    """JSON can spell half a surrogate pair, which no tokenizer can read."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"holds half a surrogate pair at character {error.start}, which is not Unicode text") from None
-    return text
-
-
-Text = Annotated[str, AfterValidator(_encodable)]
-
-
-class Body(BaseModel):
-    """Strict types, no unknown fields; an explicit null means the default."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-    refused: ClassVar[NoOps] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_default(cls, body: Any) -> Any:
-        if isinstance(body, dict) and len(body) > _MAX_FIELDS:  # each would become an error, with all its data
-            raise ValueError(f"there are {len(body)} fields, at most {_MAX_FIELDS} are allowed")
-        body = drop_no_ops(body, cls.refused)
-        if not isinstance(body, dict):
-            return body
-        return {name: value for name, value in body.items() if value is not None or name not in cls.model_fields}
-
-
-def text_of_parts(content: Any) -> Any:
-    """A message's content as one string: text parts are joined by newlines, other parts are refused."""
-    if not isinstance(content, list):
-        return content
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" and isinstance(kind, str):
-            raise ValueError(f"parts of type {kind!r} are not supported: this model reads text parts only")
-        if kind is None or part.keys() != {"type", "text"} or not isinstance(part["text"], str):
-            raise ValueError('a content part must be {"type": "text", "text": "..."}')
-        texts.append(part["text"])
-    return "\n".join(texts)
-
-
-class ChatMessage(Body):
-    """One message of a conversation. `name` goes to the chat template, which may or may not show it to the model."""
-
-    refused = MESSAGE
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[Text, BeforeValidator(text_of_parts)]
-    name: Text | None = None
-
-    @field_validator("role", mode="before")
-    @classmethod
-    def _no_tools(cls, role: Any) -> Any:
-        if role in ("tool", "function"):
-            raise ValueError(f"{role!r} is not supported: it needs tools, which this server does not have")
-        return role
-
-    def for_template(self) -> dict[str, str]:
-        """The message as chat templates read it: `developer` is the newer name of `system`."""
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": self.content} | ({"name": self.name} if self.name is not None else {})
 
 
 class StreamOptions(Body):
@@ -126,14 +63,16 @@ class _Sampled(Body):
         default={}, description="token id, as a string, to bias"
     )
     # The first error is enough: millions of them would take gigabytes.
-    stop: Annotated[list[Text], Field(fail_fast=True), BeforeValidator(_as_list)] = []
+    stop: Annotated[list[Text], BeforeValidator(_as_list)] = Field(default=[], fail_fast=True)
     stop_token_ids: list[int] = Field(default=[], fail_fast=True)
     ignore_eos: bool = False
     seed: int | None = None
     max_tokens: int | None = None
+    min_tokens: int = 0
     kv_retention: float | None = Field(default=None, description="fraction of the KV cache to keep, (0, 1]")
     cache_salt: Text = Field(default="", description="prefixes are reused only among requests with the same salt")
     user: str | None = Field(default=None, description="a label, without effect")
+    response_format: ResponseFormat | None = None
 
     @field_validator("logit_bias")
     @classmethod
@@ -154,6 +93,27 @@ class _Sampled(Body):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def shaped(self) -> bool:
+        """Whether the answer cannot be just any text."""
+        return self.response_format is not None and self.response_format.type != "text"
+
+    def grammar(self, form: ToolFormat | None, control_token_ids: Sequence[int]) -> tuple[str, str] | None:
+        """The grammar of the answer and the field that asks for it, None for any text; `form` is for calls of tools.
+
+        Raises `RequestError` naming the schema that is out of bounds.
+        """
+        schema = None if self.response_format is None else self.response_format.schema_for(SchemaBounds())
+        return None if schema is None else (answer_grammar(schema), "response_format")
+
+    @model_validator(mode="after")
+    def _a_grammar_says_where_answers_end(self) -> Self:
+        for field in ("ignore_eos", "min_tokens") if self.shaped else ():
+            if getattr(self, field):
+                message = f"'{field}' goes with neither 'response_format' nor 'tools', which say themselves where an "
+                raise wrong_field(field, f"{message}answer may end: leave it out")
+        return self
+
     def _sampling(self, *, logprobs: int | None, max_tokens: int | None) -> SamplingParams:
         return SamplingParams(
             n=self.n,
@@ -171,6 +131,7 @@ class _Sampled(Body):
             seed=self.seed,
             logprobs=logprobs,
             max_tokens=max_tokens,
+            min_tokens=self.min_tokens,
         )
 
 
@@ -183,6 +144,42 @@ class ChatRequest(_Sampled):
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     max_completion_tokens: PositiveInt | None = None
     safety_identifier: str | None = Field(default=None, description="a label, without effect")
+    tools: list[Tool] = Field(default=[], max_length=MAX_TOOLS, fail_fast=True)
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+
+    @property
+    def offered(self) -> Sequence[Tool]:
+        """The tools that the model may call."""
+        if isinstance(self.tool_choice, str):
+            return [] if self.tool_choice == "none" else self.tools
+        return [tool for tool in self.tools if tool.function.name == self.tool_choice.name]
+
+    @property
+    def shaped(self) -> bool:
+        """Whether the answer cannot be just any text."""
+        return bool(self.offered) or super().shaped
+
+    def grammar(self, form: ToolFormat | None, control_token_ids: Sequence[int]) -> tuple[str, str] | None:
+        """As for every request; the calls of tools are part of it."""
+        bounds = SchemaBounds()
+        schema = None if self.response_format is None else self.response_format.schema_for(bounds)
+        check_tools(self.tools, bounds)
+        if self.offered and form is not None:
+            parallel = self.parallel_tool_calls and isinstance(self.tool_choice, str)
+            forced = self.tool_choice != "auto"
+            calls = CallGrammar(self.offered, form, forced, parallel, schema, control_token_ids)
+            return calls.source(), "tools"
+        return None if schema is None else (answer_grammar(schema), "response_format")
+
+    @model_validator(mode="after")
+    def _tools_agree(self) -> Self:
+        choice = self.tool_choice
+        if choice not in ("none", "auto") and not self.offered:
+            asked = choice if isinstance(choice, str) else choice.name
+            there = ", ".join(tool.function.name for tool in self.tools[:8]) or "none"
+            raise wrong_field("tool_choice", f"'tool_choice' is {asked!r}, the tools that are there: {there}")
+        return self
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
@@ -212,7 +209,7 @@ def _as_prompts(value: Any) -> list[str | list[int]]:
     if len(prompts) > MAX_PROMPTS:
         raise ValueError(f"holds {len(prompts)} prompts, at most {MAX_PROMPTS} are allowed")
     for text in filter(lambda prompt: isinstance(prompt, str), prompts):
-        _encodable(text)
+        encodable(text)
     return prompts
 
 

@@ -6,8 +6,9 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
@@ -15,15 +16,21 @@ from fastapi.responses import JSONResponse
 
 from tangram.errors import RequestError
 from tangram.serve.bridge import EventStream, Job, Limits, ServedEngine
+from tangram.serve.calls import ToolChatFormat
 from tangram.serve.errors import ApiError
 from tangram.serve.exposition import ServerMetrics
 from tangram.serve.record import Record, record_of
 from tangram.serve.replies import ChatFormat, Choice, CompletionFormat, Format, Json, usage_json
 from tangram.serve.schema import ChatRequest, CompletionRequest
 from tangram.serve.sending import EventSource
-from tangram.types import Usage
+from tangram.types import Grammar, Usage
 
 T = TypeVar("T")
+_MOST_COMPILING_S = 10
+_NO_TOOLS = (
+    "the chat template of this model shows it no tools, or has calls written in a form that this server cannot read: "
+    "leave them out, or choose another model"
+)
 
 
 class Service:
@@ -37,6 +44,8 @@ class Service:
         self._engine, self._limits, self._started = engine, limits or Limits(), False
         # Tokenizing a long prompt takes long enough to stall every stream; one thread, because tokenizers keep state.
         self._tokenizer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+        self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
+        self._compiling = asyncio.Lock()
 
     @property
     def healthy(self) -> bool:
@@ -55,6 +64,7 @@ class Service:
 
     def start(self) -> None:
         """Start the engine's thread."""
+        self._engine.grammars.warm()
         self._engine.start()
         self._started = True
 
@@ -64,7 +74,8 @@ class Service:
 
     def stop(self) -> None:
         """End the engine's thread; what still runs is aborted."""
-        self._tokenizer.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._tokenizer, self._compiler):
+            pool.shutdown(wait=False, cancel_futures=True)
         self._engine.stop()
 
     def check_model(self, model: str) -> None:
@@ -92,16 +103,19 @@ class Service:
         self, body: ChatRequest | CompletionRequest, record: Record | None = None
     ) -> tuple[EventStream, Format, Job, Json]:
         style: Format
+        grammar = await self._grammar(body)
         if isinstance(body, ChatRequest):
-            prompts = [await self.chat_prompt([message.for_template() for message in body.messages], "messages")]
-            style = ChatFormat(self._engine.codec, logprobs=body.logprobs)
+            tools = [tool.for_template() for tool in body.tools if body.tool_choice != "none"]
+            messages = [message.for_template() for message in body.messages]
+            prompts = [await self.chat_prompt(messages, "messages", tools)]
+            style = self._chat_format(body)
         else:
             prompts = [await self.text_prompt(p) if isinstance(p, str) else tuple(p) for p in body.prompt]
             if not all(prompts):
                 raise ApiError(400, "prompt holds no tokens: send at least one", param="prompt", code="invalid_value")
             style = self._completion_format(body)
         identity = f"{style.id_prefix}-{uuid.uuid4().hex}"
-        job = Job(identity, prompts, body.sampling(), body.kv_retention, body.cache_salt, body.stream, record=record)
+        job = Job(identity, prompts, body.sampling(), body.kv_retention, body.cache_salt, body.stream, grammar, record)
         head: Json = {"id": identity, "created": int(time.time()), "model": self.model}
         try:
             return self.open(job), style, job, head
@@ -109,6 +123,30 @@ class Service:
             if isinstance(body, ChatRequest) and error.field == "prompt":  # the engine knows of no messages
                 raise RequestError(f"messages: the {error}", "messages") from error
             raise
+
+    async def _grammar(self, body: ChatRequest | CompletionRequest) -> Grammar | None:
+        """What the answer must be like, compiled on a thread of its own; None if it may be anything."""
+        codec = self._engine.codec
+        if isinstance(body, ChatRequest) and body.tools and codec.tool_format is None:
+            raise RequestError(f"tools: {_NO_TOOLS}", "tools")
+        found = body.grammar(codec.tool_format, codec.control_token_ids)
+        if found is None:
+            return None
+        loop, compile_grammar = asyncio.get_running_loop(), self._engine.grammars.compile
+        try:
+            async with self._compiling:  # who waits for others is not slow himself
+                return await asyncio.wait_for(
+                    loop.run_in_executor(self._compiler, compile_grammar, *found), _MOST_COMPILING_S
+                )
+        except TimeoutError as error:
+            message = f"{found[1]} takes longer than {_MOST_COMPILING_S} s to make a grammar of: make it simpler"
+            raise RequestError(message, found[1]) from error
+
+    def _chat_format(self, body: ChatRequest) -> ChatFormat:
+        codec, names = self._engine.codec, frozenset(tool.function.name for tool in body.offered)
+        if not names or codec.tool_format is None:
+            return ChatFormat(codec, logprobs=body.logprobs)
+        return ToolChatFormat(codec, logprobs=body.logprobs, form=codec.tool_format, names=names)
 
     def _completion_format(self, body: CompletionRequest) -> Format:
         codec = self._engine.codec
@@ -131,10 +169,16 @@ class Service:
         """The text of tokens, special ones by name; raises `RequestError` (field `tokens`) if one is unknown."""
         return self._engine.codec.verbatim(token_ids, "tokens")
 
-    async def chat_prompt(self, messages: Sequence[Mapping[str, str]], field: str) -> tuple[int, ...]:
+    async def chat_prompt(
+        self, messages: Sequence[Mapping[str, Any]], field: str, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[int, ...]:
         """The tokens of a conversation up to the answer; raises `RequestError` (`field`) if it could never fit."""
-        self._refuse_endless((text for message in messages for text in message.values()), field)
-        return await self._tokens(self._engine.codec.chat_prompt, messages)
+        for at, message in enumerate(messages):
+            if (message["role"] == "tool" or "tool_calls" in message) and self._engine.codec.tool_format is None:
+                raise RequestError(f"{field}[{at}] is about tools: {_NO_TOOLS}", f"{field}[{at}].role")
+        self._refuse_endless(_texts(messages), field)
+        self._refuse_endless(_texts(tools), "tools")
+        return await self._tokens(self._engine.codec.chat_prompt, messages, tools)
 
     async def text_prompt(self, text: str) -> tuple[int, ...]:
         """The tokens of a raw prompt; raises `RequestError` (field `prompt`) if it could never fit."""
@@ -152,8 +196,17 @@ class Service:
                 field,
             )
 
-    async def _tokens(self, encode: Callable[[Any], tuple[int, ...]], what: object) -> tuple[int, ...]:
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizer, encode, what)
+    async def _tokens(self, encode: Callable[..., tuple[int, ...]], *what: object) -> tuple[int, ...]:
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizer, encode, *what)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a JSON value, names of fields too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, dict)):
+        for item in chain(value, value.values()) if isinstance(value, dict) else value:
+            yield from _texts(item)
 
 
 async def _finished(events: EventStream, style: Format, job: Job, head: Json) -> Json:

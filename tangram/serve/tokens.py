@@ -6,7 +6,8 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from tangram.serve.schema import MAX_MESSAGES, Body, ChatMessage, Text
+from tangram.serve.body import Body, Text
+from tangram.serve.messages import MAX_MESSAGES, ChatMessage
 from tangram.serve.service import Service
 from tangram.serve.unsupported import TOKENIZE, wrong_field
 

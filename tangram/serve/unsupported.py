@@ -1,7 +1,7 @@
 """Fields that other servers know and this one does not: refused by name, unless their value asks for nothing.
 
-Clients send some of them with their default value (`"tools": null`, `"response_format": {"type": "text"}`); such a
-value changes nothing and passes. Anything else would be a wish silently dropped, so it is an error.
+Clients send some of them with their default value (`"audio": null`, `"store": false`); such a value changes nothing
+and passes. Anything else would be a wish silently dropped, so it is an error.
 """
 
 from __future__ import annotations
@@ -27,10 +27,8 @@ COMMON: NoOps = {
     "length_penalty": (1.0,),
     "logits_processors": ([],),
     "metadata": ({},),
-    "min_tokens": (0,),
     "priority": (0,),
     "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
@@ -53,7 +51,6 @@ CHAT: NoOps = {
     "functions": ([],),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (True, False),
     "prediction": (),
     "prompt_cache_key": (),
     "prompt_cache_options": (),
@@ -61,8 +58,6 @@ CHAT: NoOps = {
     "reasoning_effort": ("none",),
     "service_tier": ("auto", "default"),
     "store": (False,),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
@@ -110,8 +105,6 @@ MESSAGE: NoOps = {
     "reasoning": (),
     "reasoning_content": (),
     "refusal": (),
-    "tool_call_id": (),
-    "tool_calls": ([],),
 }
 
 STREAM_OPTIONS: NoOps = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}

@@ -19,7 +19,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from tangram.engine.sampling import SampleRow, _halved, _sorted_through, probabilities, sample, uniform
+from tangram.engine.filters import halved, sorted_through
+from tangram.engine.sampling import SampleRow, probabilities, sample, uniform
 from tangram.errors import ModelError, RequestError
 from tangram.types import SamplingParams
 
@@ -283,4 +284,4 @@ def test_a_nucleus_is_the_same_found_by_halving_and_by_sorting(seed: int, vocab:
     weights[2, rng.integers(vocab)] = 2**40
     weights = torch.from_numpy(weights).long()
     needed = (weights.sum(dim=-1).double() * top_p).ceil().long().clamp_(min=1)
-    assert torch.equal(_halved(weights, needed), _sorted_through(weights, needed))
+    assert torch.equal(halved(weights, needed), sorted_through(weights, needed))

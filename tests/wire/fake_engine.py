@@ -11,11 +11,12 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tangram.engine.text import TokenText
 from tangram.errors import RequestError
 from tangram.metrics import EngineStats, GroupOverflow
-from tangram.types import Event, FinishReason, Request, TokenLogprob, Usage
+from tangram.types import Event, FinishReason, Request, TokenLogprob, ToolFormat, Usage
 
 CONTEXT_TOKENS = 512
 POOL_PAGES = 1000
@@ -26,11 +27,15 @@ class FakeCodec:
     """Token ids are code points."""
 
     longest_token_bytes = 4
+    tool_format: ToolFormat | None = None
+    control_token_ids: Sequence[int] = ()
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(map(ord, text))
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+    def chat_prompt(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[int, ...]:
         return self.encode("".join(f"<{message['role']}>{message['content']}" for message in messages))
 
     def verbatim(self, token_ids: Sequence[int], field: str) -> str:
@@ -40,6 +45,20 @@ class FakeCodec:
 
     def token_text(self, token_id: int) -> TokenText:
         return TokenText(chr(token_id), chr(token_id).encode())
+
+
+@dataclass
+class FakeGrammars:
+    """Notes what it is asked for; its grammars are their sources."""
+
+    sources: list[tuple[str, str]] = field(default_factory=list)
+
+    def warm(self) -> None:
+        pass
+
+    def compile(self, source: str, name: str) -> Any:
+        self.sources.append((source, name))
+        return source
 
 
 @dataclass
@@ -57,6 +76,7 @@ class FakeEngine:
     """Gives every running completion one token a millisecond. `submitted` and `aborted` are its diary."""
 
     codec: FakeCodec = field(default_factory=FakeCodec)
+    grammars: FakeGrammars = field(default_factory=FakeGrammars)
     max_model_len: int = CONTEXT_TOKENS
     healthy: bool = True
     submitted: list[Request] = field(default_factory=list)

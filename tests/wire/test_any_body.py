@@ -32,7 +32,7 @@ NAMES = st.sampled_from(
         "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "logit_bias", "stop", "stop_token_ids",
         "ignore_eos", "seed", "kv_retention", "cache_salt", "user", "logprobs", "top_logprobs", "stream",
         "stream_options", "echo", "instructions", "max_output_tokens", "tools", "response_format", "metadata",
-        "add_special_tokens", "suffix", "text", "reasoning",
+        "add_special_tokens", "suffix", "text", "reasoning", "tool_choice", "parallel_tool_calls", "min_tokens",
     ]
 )  # fmt: skip
 

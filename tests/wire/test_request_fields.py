@@ -15,6 +15,7 @@ def test_every_sampling_field_reaches_the_engine(fake_server: FakeServer) -> Non
         "n": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.1,
         "presence_penalty": 0.2, "frequency_penalty": 0.3, "logit_bias": {"65": -3}, "stop": ["a", "b"],
         "stop_token_ids": [4], "ignore_eos": True, "seed": 9, "logprobs": True, "top_logprobs": 3, "max_tokens": 5,
+        "min_tokens": 0,
     }  # fmt: skip
     with fake_server.http() as client:
         body = chat_body(**fields, kv_retention=0.3, cache_salt="tenant", user="me")
@@ -62,14 +63,13 @@ def test_an_answer_can_be_sent_back_as_the_client_holds_it(fake_server: FakeServ
         (CHAT, {"temprature": 1}, "temprature", "unknown field"),
         (CHAT, {"temprature": None}, "temprature", "unknown field"),
         (CHAT, {"x\ud800": 1}, None, "unicode"),
-        (CHAT, {"tools": [{"type": "function"}]}, "tools", "not supported"),
-        (CHAT, {"response_format": {"type": "json_object"}}, "response_format", "not supported"),
         (CHAT, {"audio": {}}, "audio", "not supported"),
-        (CHAT, {"min_tokens": False}, "min_tokens", "not supported"),
+        (CHAT, {"min_tokens": False}, "min_tokens", "integer"),
+        (CHAT, {"min_tokens": 21}, "min_tokens", "20"),
+        (CHAT, {"min_tokens": 2, "stop": "a"}, "min_tokens", "stop"),
+        (COMPLETIONS, {"prompt": "a", "guided_json": {}}, "guided_json", "not supported"),
         (CHAT, {"messages": []}, "messages", "at least 1"),
         (CHAT, {"messages": [USER | {"color": 1}]}, "messages[0].color", "unknown field"),
-        (CHAT, {"messages": [USER | {"tool_calls": [1]}]}, "messages[0].tool_calls", "not supported"),
-        (CHAT, {"messages": [USER | {"role": "tool"}]}, "messages[0].role", "not supported"),
         (CHAT, {"messages": [USER | {"role": "wizard"}]}, "messages[0].role", "user"),
         (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content", "required"),
         (CHAT, {"messages": [USER | {"content": "\ud800"}]}, "messages[0].content", "surrogate"),

@@ -51,7 +51,25 @@ def nested(depth: int) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "string"}
     for _ in range(depth):
         schema = {"type": "object", "properties": {"a": schema}}
-    return {"type": "json_schema", "json_schema": {"name": "deep", "schema": schema}}
+    return formed(schema)
+
+
+def formed(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "any", "schema": schema}}
+
+
+def wide(count: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(count)}}
+
+
+IMPOSSIBLE = {"type": "integer", "minimum": 2, "maximum": 1}
+SCHEMA = "response_format.json_schema.schema"
+MULTIPLIED = {"allOf": [{"anyOf": [{"type": "string", "pattern": f"{i}{j}"} for i in range(10)]} for j in range(6)]}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+CALL = {
+    "role": "assistant",
+    "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+}
 
 
 IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1/x.png"}}]}
@@ -103,9 +121,31 @@ TRIALS = [
     chat("seed 2^70", 400, "seed", seed=2**70),
     chat("unknown model", 404, "model", "does not exist", model="../../etc/passwd"),
     chat("unknown field", 400, "temprature", "unknown field", temprature=1),
-    chat("deeply nested schema", 400, "response_format", response_format=nested(200)),
-    chat("slow expression", 400, "structured_outputs", structured_outputs={"regex": "(a+)+$"}),
-    chat("tool of a bad type", 400, "tools", tools=[{"type": "function", "function": {"name": 7}}]),
+    chat("deeply nested schema", 400, SCHEMA, "64", response_format=nested(200)),
+    chat("schema nested as far as it may be", 200, response_format=nested(30)),
+    chat("slow expression", 200, response_format=formed({"type": "string", "pattern": "(a+)+$"})),
+    chat("expression of multiplied repetitions", 200, response_format=formed({"pattern": "^(a{1,1000}){1,1000}$"})),
+    chat("slow expression elsewhere", 400, "structured_outputs", structured_outputs={"regex": "(a+)+$"}),
+    chat("expression that is none", 400, "response_format", "unclosed", response_format=formed({"pattern": "("})),
+    chat("good grammar", 200, response_format=formed({"enum": ["a"]})),
+    chat("bad grammar straight after", 400, "response_format", "frob", response_format=formed({"type": "frob"})),
+    chat("grammar that nothing meets", 400, "response_format", "Unsat", response_format=formed(IMPOSSIBLE)),
+    chat("constant that is no JSON", 400, "response_format", response_format=formed({"const": float("nan")})),
+    chat("unknown keyword", 400, f"{SCHEMA}.frob", "not supported", response_format=formed({"frob": 1})),
+    chat("lenient compiler", 400, f"{SCHEMA}.x-guidance", response_format=formed({"x-guidance": {"lenient": True}})),
+    chat("schema elsewhere", 400, "response_format", response_format=formed({"$ref": "http://127.0.0.1/x.json"})),
+    chat("schema in a file", 400, "response_format", response_format=formed({"$ref": "file:///etc/passwd"})),
+    chat("schema of itself", 400, "response_format", response_format=formed({"$ref": "#"})),
+    chat("schema of 100 KB", 400, SCHEMA, "65536", response_format=formed({"const": "a" * 100_000})),
+    chat("1,000 properties", 200, response_format=formed(wide(1000))),
+    chat("1,001 properties", 400, f"{SCHEMA}.properties", "1000", response_format=formed(wide(1001))),
+    chat("100,000 properties", 400, SCHEMA, "65536", response_format=formed(wide(100_000))),
+    chat("10,000 values", 400, f"{SCHEMA}.enum", "1000", response_format=formed({"enum": list(range(10_000))})),
+    chat("multiples of a prime", 400, f"{SCHEMA}.multipleOf", "10000", response_format=formed({"multipleOf": 9999991})),
+    chat("unions that multiply out", 400, "response_format", "large", response_format=formed(MULTIPLIED)),
+    chat("tool of a bad type", 400, "tools[0].function.name", tools=[{"type": "function", "function": {"name": 7}}]),
+    chat("tools of a model without", 400, "tools", "chat template", tools=[TOOL]),
+    chat("call in a model without tools", 400, "messages[1].role", "chat template", messages=[USER, CALL]),
     chat("client's template", 400, "chat_template", chat_template="{{ ''.__class__ }}"),
     chat("colliding arguments", 400, "chat_template_kwargs", chat_template_kwargs={"messages": [], "tokenize": False}),
     chat("control tokens", 200, messages=[USER | {"content": HOSTILE}]),

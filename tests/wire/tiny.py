@@ -29,10 +29,10 @@ VOCABULARY = 300
 COMPLETIONS = "/v1/completions"
 
 
-def tiny_folder(path: Path) -> Path:
+def tiny_folder(path: Path, vocabulary: int = VOCABULARY) -> Path:
     """A model of which there is nothing but its config."""
     LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=vocabulary, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=4, head_dim=16, max_position_embeddings=4096, pad_token_id=0, bos_token_id=1,
         eos_token_id=2,
     ).save_pretrained(path)  # fmt: skip

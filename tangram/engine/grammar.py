@@ -1,0 +1,101 @@
+"""Grammars that answers must follow, by llguidance: an Earley parser over the tokens' bytes, its lexer made on the go.
+
+A grammar is text in llguidance's Lark dialect, with JSON schemas as `%json {...}`. It is compiled off the engine's
+thread; what remains for each token is to look up which tokens may follow, some tens of microseconds.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from tangram.errors import RequestError
+from tangram.types import UInt8
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from transformers import PreTrainedTokenizerBase
+
+# Bounds on work, in llguidance's units: about 20 ms of making a lexer, 7 ms for a token.
+_LIMITS = LLParserLimits(
+    max_items_in_row=5_000, initial_lexer_fuel=1_000_000, step_lexer_fuel=100_000, step_max_items=50_000,
+    max_lexer_states=50_000, max_grammar_size=200_000, verbose_errors=False,
+)  # fmt: skip
+_MOST_REASON_CHARACTERS = 300
+_KEPT_GRAMMARS = 32
+
+
+class GrammarCompiler:
+    """Makes grammars for one model's tokens; `end_token_ids` end its texts. Safe to share between threads."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, end_token_ids: Iterable[int]) -> None:
+        self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, sorted(end_token_ids)
+        # Conversations bring the same tools with every turn.
+        self._compiled = lru_cache(_KEPT_GRAMMARS)(self._compile)
+
+    @cached_property
+    def _tokens(self) -> LLTokenizer | None:
+        """None if this tokenizer's tokens are no bytes. Made once, which keeps the interpreter busy for that long."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        try:
+            return None if backend is None else LLTokenizer(backend.to_str(), self._vocab_size, self._ends or None)
+        except (ValueError, RuntimeError):
+            return None
+
+    def warm(self) -> None:
+        """Do now what the first grammar would wait for."""
+        _ = self._tokens
+
+    def compile(self, source: str, field: str) -> CompiledGrammar:
+        """The grammar `source`; its first mask is computed too. Raises `RequestError` (`field`) with what is wrong."""
+        return self._compiled(source, field)
+
+    def _compile(self, source: str, field: str) -> CompiledGrammar:
+        if self._tokens is None:
+            message = f"{field}: this model's tokens cannot be held to a grammar, its tokenizer says too little of them"
+            raise RequestError(f"{message}: leave the field out", field)
+        matcher = LLMatcher(self._tokens, LLMatcher.grammar_from_lark(source), log_level=0, limits=_LIMITS)
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        if matcher.is_error():
+            raise RequestError(f"{field} makes no grammar: {_reason(matcher)}", field)
+        return CompiledGrammar(matcher, field)
+
+
+class CompiledGrammar:
+    """`types.Grammar`."""
+
+    def __init__(self, matcher: LLMatcher, field: str) -> None:
+        self._matcher, self._field = matcher, field
+
+    def begin(self) -> GrammarMatcher:
+        """A completion that has no token yet."""
+        return GrammarMatcher(self._matcher.deep_copy(), self._field)
+
+
+class GrammarMatcher:
+    """`types.Matcher`."""
+
+    def __init__(self, matcher: LLMatcher, field: str) -> None:
+        self._matcher, self._field = matcher, field
+        self.error: RequestError | None = None
+
+    def allowed(self) -> UInt8:
+        """As `types.Matcher` says; a grammar that is too much work for one token becomes an error with the next one."""
+        return np.frombuffer(bytearray(self._matcher.compute_bitmask()), np.uint8)
+
+    def take(self, token: int) -> None:
+        """As `types.Matcher` says."""
+        if self._matcher.is_error() or not self._matcher.consume_token(token):
+            message = f"{self._field} makes a grammar that cannot be followed any further: {_reason(self._matcher)}"
+            self.error = RequestError(f"{message}: make it simpler", self._field)
+
+
+def _reason(matcher: LLMatcher) -> str:
+    """llguidance's words in one line."""
+    text = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
+    return text if len(text) <= _MOST_REASON_CHARACTERS else f"{text[:_MOST_REASON_CHARACTERS]}…"

@@ -1,0 +1,55 @@
+"""What all request bodies are: strict types, no unknown fields, text that is Unicode, JSON of bounded depth."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
+
+from tangram.serve.unsupported import NoOps, drop_no_ops
+
+_MAX_FIELDS = 128
+
+
+def encodable(text: str) -> str:
+    """JSON can spell half a surrogate pair, which no tokenizer can read."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"holds half a surrogate pair at character {error.start}, which is not Unicode text") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(encodable)]
+
+
+class Body(BaseModel):
+    """Strict types, no unknown fields; an explicit null means the default."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    refused: ClassVar[NoOps] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_default(cls, body: Any) -> Any:
+        if isinstance(body, dict) and len(body) > _MAX_FIELDS:  # each would become an error, with all its data
+            raise ValueError(f"there are {len(body)} fields, at most {_MAX_FIELDS} are allowed")
+        body = drop_no_ops(body, cls.refused)
+        if not isinstance(body, dict):
+            return body
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        return {name: value for name, value in body.items() if value is not None or name not in known}
+
+
+def deeper_than(value: Any, levels: int) -> bool:
+    """Whether the lists and objects of a JSON value are nested in more than `levels` levels."""
+    level = [value]
+    for _ in range(levels + 1):
+        level = [item for outer in level if isinstance(outer, (dict, list)) for item in _items(outer)]
+        if not level:
+            return False
+    return True
+
+
+def _items(container: dict[str, Any] | list[Any]) -> list[Any]:
+    return list(container.values()) if isinstance(container, dict) else container

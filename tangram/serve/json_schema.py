@@ -1,0 +1,113 @@
+"""JSON schemas that clients send, bounded before anything is made of them; what would be ignored is refused by name.
+
+The grammar compiler cannot be stopped, so what makes it slow is bounded here: `multipleOf` takes time with its square,
+properties and `enum` in proportion. Its own limits refuse expressions and unions that multiply out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+from tangram.errors import RequestError
+from tangram.serve.body import deeper_than
+
+MAX_SCHEMA_BYTES = 65_536
+MAX_SCHEMA_LEVELS = 64
+MAX_PROPERTIES = 1000
+MAX_ENUM_VALUES = 1000
+MAX_PATTERN_CHARACTERS = 2000
+MAX_MULTIPLES = 10_000
+
+_ONE = {"items", "additionalProperties"}
+_LISTED = {"anyOf", "oneOf", "allOf", "prefixItems"}
+_NAMED = {"properties", "patternProperties", "$defs", "definitions"}
+_PLAIN = {
+    "type", "enum", "const", "required", "minItems", "maxItems", "minProperties", "maxProperties", "minLength",
+    "maxLength", "pattern", "format", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
+    "$ref", "$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated", "readOnly",
+    "writeOnly",
+}  # fmt: skip
+
+
+@dataclass
+class SchemaBounds:
+    """What the schemas of one request add up to. `check` each of them."""
+
+    schema_bytes: int = 0
+    properties: int = 0
+    enum_values: int = 0
+    pattern_characters: int = 0
+    multiples: int = 0
+
+    def check(self, schema: dict[str, Any], field: str) -> None:
+        """Raise `RequestError` naming the place (`field` and on) that is out of bounds or that nobody would look at."""
+        if deeper_than(schema, MAX_SCHEMA_LEVELS):
+            message = f"{field} is nested in more than {MAX_SCHEMA_LEVELS} levels of JSON: make it flatter, or use $ref"
+            raise RequestError(message, field)
+        try:
+            size = len(json.dumps(schema, ensure_ascii=False).encode())
+        except UnicodeEncodeError as error:
+            raise RequestError(f"{field} holds half a surrogate pair, which is not Unicode text", field) from error
+        self.schema_bytes += size
+        _at_most(self.schema_bytes, MAX_SCHEMA_BYTES, "bytes of schema", field)
+        places = [(schema, field)]
+        while places:
+            found, place = places.pop()
+            places += self._parts(found, place)
+
+    def _parts(self, schema: Any, place: str) -> Iterator[tuple[Any, str]]:
+        """The schemas directly inside `schema`, which is checked itself."""
+        if isinstance(schema, bool):
+            return
+        if not isinstance(schema, dict):
+            raise RequestError(f"{place} is no JSON schema: it must be an object or a boolean", place)
+        for keyword, value in schema.items():
+            inside = f"{place}.{keyword}"
+            self._count(keyword, value, inside)
+            if keyword in _ONE:
+                yield value, inside
+            elif keyword in _LISTED:
+                yield from ((item, f"{inside}[{at}]") for at, item in enumerate(_of(list, value, inside)))
+            elif keyword in _NAMED:
+                yield from ((item, f"{inside}.{name}") for name, item in _of(dict, value, inside).items())
+            elif keyword not in _PLAIN:
+                raise RequestError(f"{inside}: the keyword {keyword!r} is not supported: leave it out", inside)
+
+    def _count(self, keyword: str, value: Any, place: str) -> None:
+        if keyword in ("properties", "patternProperties", "prefixItems", "anyOf", "oneOf", "allOf"):
+            self.properties += len(_of(dict if keyword.endswith("roperties") else list, value, place))
+            _at_most(self.properties, MAX_PROPERTIES, "properties and alternatives", place)
+        elif keyword == "enum":
+            self.enum_values += len(_of(list, value, place))
+            _at_most(self.enum_values, MAX_ENUM_VALUES, "values", place)
+        elif keyword == "multipleOf":
+            self.multiples += _digits(value, place)
+            _at_most(self.multiples, MAX_MULTIPLES, "as the sum of multipleOf, without zeros at either end", place)
+        patterns = [value] if keyword == "pattern" else value if keyword == "patternProperties" else []
+        self.pattern_characters += sum(len(_of(str, pattern, place)) for pattern in patterns)
+        _at_most(self.pattern_characters, MAX_PATTERN_CHARACTERS, "characters of regular expressions", place)
+
+
+def _digits(value: Any, place: str) -> int:
+    """The significant digits of a number, as a number: 25 of 0.25, 864 of 86400."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        raise RequestError(f"{place} is {str(value)[:40]}, it must be a positive number", place)
+    digits = Decimal(repr(value)).normalize().as_tuple().digits
+    return int("".join(map(str, digits[:9]))) if len(digits) < 9 else 10**9
+
+
+def _of(kind: type, value: Any, place: str) -> Any:
+    if not isinstance(value, kind):
+        raise RequestError(f"{place} must be of type {kind.__name__}", place)
+    return value
+
+
+def _at_most(number: int, limit: int, what: str, place: str) -> None:
+    if number > limit:
+        message = f"{place}: with it the schemas of this request have {number} {what}, at most {limit} are allowed"
+        raise RequestError(f"{message}: make them smaller", place)

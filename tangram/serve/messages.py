@@ -1,0 +1,97 @@
+"""The messages of a conversation, with the calls of tools and what came of them."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from tangram.serve.body import Body, Text, deeper_than
+from tangram.serve.unsupported import MESSAGE, wrong_field
+
+MAX_MESSAGES = 4096
+_MAX_CALLS = 128
+_MAX_ARGUMENT_LEVELS = 64
+
+
+def text_of_parts(content: Any) -> Any:
+    """A message's content as one string: text parts are joined by newlines, other parts are refused."""
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" and isinstance(kind, str):
+            raise ValueError(f"parts of type {kind!r} are not supported: this model reads text parts only")
+        if kind is None or part.keys() != {"type", "text"} or not isinstance(part["text"], str):
+            raise ValueError('a content part must be {"type": "text", "text": "..."}')
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+class CalledFunction(Body):
+    """A function and the JSON object of its arguments, as text."""
+
+    name: Text = Field(min_length=1, max_length=64)
+    arguments: Text
+
+    @field_validator("arguments")
+    @classmethod
+    def _is_an_object(cls, arguments: str) -> str:
+        try:
+            data = json.loads(arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise ValueError("must be a JSON object, as text") from error
+        if not isinstance(data, dict):
+            raise ValueError("must be a JSON object, as text")
+        if deeper_than(data, _MAX_ARGUMENT_LEVELS):
+            raise ValueError(f"is nested in more than {_MAX_ARGUMENT_LEVELS} levels")
+        return arguments
+
+
+class CallMessage(Body):
+    """One call of a tool, as an answer had it."""
+
+    id: Text = Field(max_length=256)
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def for_template(self) -> dict[str, Any]:
+        """The call as chat templates read it, which is with arguments that are no text."""
+        arguments = json.loads(self.function.arguments or "{}")
+        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+
+
+class ChatMessage(Body):
+    """One message of a conversation. `name` goes to the chat template, which may or may not show it to the model."""
+
+    refused = MESSAGE
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[Text, BeforeValidator(text_of_parts)] = ""
+    name: Text | None = None
+    tool_calls: list[CallMessage] = Field(default=[], max_length=_MAX_CALLS, fail_fast=True)
+    tool_call_id: Text | None = Field(default=None, max_length=256)
+
+    @model_validator(mode="after")
+    def _fields_fit_the_role(self) -> Self:
+        if self.tool_calls and self.role != "assistant":
+            raise wrong_field("tool_calls", f"'tool_calls' is allowed in messages of 'assistant', not of {self.role!r}")
+        if (self.tool_call_id is None) == (self.role == "tool"):
+            raise wrong_field("tool_call_id", "'tool_call_id' is required in messages of 'tool' and allowed there only")
+        if "content" not in self.model_fields_set and not self.tool_calls:
+            raise wrong_field("content", "'content' is required in a message without 'tool_calls'")
+        return self
+
+    @property
+    def about_tools(self) -> bool:
+        """Whether only a model with tools could read it."""
+        return self.role == "tool" or bool(self.tool_calls)
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates read it: `developer` is the newer name of `system`."""
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        given = {"name": self.name, "tool_call_id": self.tool_call_id}
+        return message | {field: value for field, value in given.items() if value is not None}
