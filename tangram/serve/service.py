@@ -98,14 +98,14 @@ class Service:
                 raise ApiError(400, "prompt holds no tokens: send at least one", param="prompt", code="invalid_value")
             style = self._completion_format(body)
         identity = f"{style.id_prefix}-{uuid.uuid4().hex}"
-        job = Job(identity, prompts, body.sampling(), body.kv_retention, body.cache_salt, body.stream)
-        head: Json = {"id": identity, "created": int(time.time()), "model": self.model}
         try:
+            job = Job(identity, prompts, body.sampling(), body.kv_retention, body.cache_salt, body.stream)
+            head: Json = {"id": identity, "created": int(time.time()), "model": self.model}
             return self.open(job), style, job, head
         except RequestError as error:
-            if isinstance(body, ChatRequest) and error.field == "prompt":  # the engine knows of no messages
-                raise RequestError(f"messages: the {error}", "messages") from error
-            raise
+            if not isinstance(body, ChatRequest):
+                raise
+            raise _as_chat(error, body) from error
 
     def _completion_format(self, body: CompletionRequest) -> Format:
         codec = self._engine.codec
@@ -151,6 +151,15 @@ class Service:
 
     async def _tokens(self, encode: Callable[[Any], tuple[int, ...]], what: object) -> tuple[int, ...]:
         return await asyncio.get_running_loop().run_in_executor(self._tokenizer, encode, what)
+
+
+def _as_chat(error: RequestError, body: ChatRequest) -> RequestError:
+    """What the engine, which knows of no messages, refused, with the names that the client sent."""
+    if error.field == "prompt":
+        return RequestError(f"messages: the {error}", "messages")
+    if error.field == "max_tokens" and body.max_tokens is None and body.max_completion_tokens is not None:
+        return RequestError(str(error).replace("max_tokens", "max_completion_tokens"), "max_completion_tokens")
+    return error
 
 
 async def _finished(events: EventStream, style: Format, job: Job, head: Json) -> Json:
