@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import cache, partial
 from importlib.metadata import version as version_of
 
 import uvicorn
@@ -22,6 +23,7 @@ from tangram.serve.bridge import Limits, ServedEngine
 from tangram.serve.errors import install_handlers
 from tangram.serve.exposition import ServerMetrics
 from tangram.serve.guard import MAX_HEADER_BYTES, BoundRequests, NameRequests, Protection, RequireKeys
+from tangram.serve.openapi import document
 from tangram.serve.process import Server
 from tangram.serve.replies import Json
 from tangram.serve.responses import ResponsesRequest, respond
@@ -66,6 +68,9 @@ def build_app(
     app.add_middleware(_CountRequests, metrics=service.metrics)
     _add_completion_routes(app, service)
     _add_other_routes(app, service)
+    locked = bool(protection.api_keys)
+    described = partial(document, app, version=version_of("tangram"), model=served_model_name, locked=locked)
+    app.openapi = cache(described)  # type: ignore[method-assign]
     return app
 
 
