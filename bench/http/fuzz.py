@@ -1,8 +1,9 @@
 """Requests made up from the server's own OpenAPI document, by Schemathesis: `make fuzz`, `python -m bench.http.fuzz`.
 
-Three quarters of the time go to a server that everybody may ask, the rest to one that asks for a key. Every answer must be
-one that the document names, of the form that it names; what breaks the document must be refused, what follows it answered,
-and nothing may be a server error. Afterwards the server is healthy, no page is held and its log has no exception.
+Three quarters of the time go to a server that everybody may ask, the rest to one that asks for a key. Every answer must
+be one that the document names, of the form that it names; what breaks the document must be refused, what follows it
+answered, and nothing may be a server error. Afterwards the server is healthy, no page is held and its log has no
+exception.
 """
 
 from __future__ import annotations

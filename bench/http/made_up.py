@@ -1,8 +1,8 @@
 """Loaded by Schemathesis: what is done to a request that it has made up before it is sent.
 
-A valid request for much becomes one for little, so that time goes into other requests. Valid fields that do not fit each
-other or this server, which a document can only say in words, are made to fit: what follows the document is then answered.
-What is out of range stays as it was made up: whether it is refused is the question.
+A valid request for much becomes one for little, so that time goes into other requests. Valid fields that do not fit
+each other or this server, which a document can only say in words, are made to fit: what follows the document is then
+answered. What is out of range stays as it was made up: whether it is refused is the question.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Fields = dict[str, Any]
 
 
 def small(path: str, body: Fields) -> Fields:
-    """`body` with at most `MOST_TOKENS` for each of few answers, where the document allows as many as were asked for."""
+    """`body` with at most `MOST_TOKENS` for each of few answers, where what was asked for is allowed."""
     limits, changed = LIMITS[path], dict(body)
     for name in limits:
         if _is_count(body.get(name)):
