@@ -18,7 +18,7 @@ from tangram.serve.bridge import EventStream, Job, Limits, ServedEngine
 from tangram.serve.errors import ApiError
 from tangram.serve.exposition import ServerMetrics
 from tangram.serve.replies import ChatFormat, Choice, CompletionFormat, Format, Json, usage_json
-from tangram.serve.schema import ChatRequest, CompletionRequest
+from tangram.serve.schema import ChatRequest, CompletionRequest, StreamOptions
 from tangram.serve.sending import EventSource
 from tangram.types import Usage
 
@@ -77,7 +77,7 @@ class Service:
         events, style, job, head = await self._begin(body)
         if body.stream:
             head |= {"object": style.chunk_object}
-            return EventSource(_frames(events, head, style, job.sampling.n, body.include_usage), events)
+            return EventSource(_frames(events, head, style, job.sampling.n, body.stream_options), events)
         try:
             return JSONResponse(await unless_disconnected(request, _finished(events, style, job, head)))
         finally:
@@ -183,14 +183,18 @@ async def _whole(events: EventStream, style: Format, job: Job) -> Json:
     }
 
 
-async def _frames(events: EventStream, head: Json, style: Format, n: int, include_usage: bool) -> AsyncIterator[str]:
+async def _frames(
+    events: EventStream, head: Json, style: Format, n: int, options: StreamOptions | None
+) -> AsyncIterator[str]:  # fmt: skip
     """The server-sent events of an answer: openings, deltas, the usage if asked for, [DONE]."""
-    tail: Json = {"usage": None} if include_usage else {}
+    include_usage = options is not None and options.include_usage
+    continuous = options is not None and options.continuous_usage_stats
     usages: dict[int, Usage] = {}
     try:
         async for index, event in events:
             opening = [] if index in usages else style.opening(index)
             usages[index] = event.usage
+            tail = {"usage": usage_json([event.usage], 1) if continuous else None} if include_usage else {}
             for choice in (*opening, style.delta(index, event)):
                 yield _frame(head | {"choices": [choice]} | tail)
         if include_usage:

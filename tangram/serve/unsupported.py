@@ -114,7 +114,7 @@ MESSAGE: NoOps = {
     "tool_calls": ([],),
 }
 
-STREAM_OPTIONS: NoOps = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
+STREAM_OPTIONS: NoOps = {"include_obfuscation": (False,)}
 
 
 def _asks_for_nothing(value: object, no_ops: tuple[object, ...]) -> bool:
