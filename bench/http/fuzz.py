@@ -26,6 +26,7 @@ from bench.http.server import Served, ServerError, served
 from tangram.tune.environment import environment
 
 ROOT = Path(__file__).parents[2]
+RESULT = ROOT / "bench" / "results" / "http_fuzz.json"
 CONFIG = Path("bench", "http", "schemathesis.toml")
 SERVER_OPTIONS = ("--kv-retention", "0.5", "--max-model-len", "1024")
 SETTLED_WITHIN_S = 30.0
@@ -94,7 +95,7 @@ def trial(seconds: int, api_key: str | None) -> dict[str, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=int, default=int(os.environ.get("FUZZ_SECONDS", "300")))
-    parser.add_argument("-o", "--output", type=Path, help="keep the figures here (JSON)")
+    parser.add_argument("-o", "--output", type=Path, default=RESULT)
     options = parser.parse_args()
     with_key_s = max(1, options.seconds // 4)
     try:
@@ -105,10 +106,13 @@ def main() -> None:
     except (FuzzError, ServerError) as error:
         sys.exit(str(error))
     print(json.dumps(answers, indent=1))
-    if options.output is not None:
-        where = environment() | {"schemathesis": version("schemathesis")}
-        content = {"command": "make fuzz", "seconds": options.seconds, "answers": answers, "environment": where}
-        options.output.write_text(json.dumps(content, indent=1) + "\n")
+    content = {
+        "command": f"FUZZ_SECONDS={options.seconds} make fuzz",
+        "options": {"seconds": options.seconds},
+        "environment": environment() | {"schemathesis": version("schemathesis")},
+        "answers": answers,
+    }
+    options.output.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":
