@@ -22,8 +22,7 @@ from typing import IO
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.http.server import Served, ServerError, served
-from tangram.tune.environment import environment
+from bench.http.server import Served, ServerError, served, surroundings
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "bench" / "results" / "http_fuzz.json"
@@ -97,6 +96,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=int(os.environ.get("FUZZ_SECONDS", "300")))
     parser.add_argument("-o", "--output", type=Path, default=RESULT)
     options = parser.parse_args()
+    where = surroundings() | {"schemathesis": version("schemathesis")}
     with_key_s = max(1, options.seconds // 4)
     try:
         answers = {
@@ -109,7 +109,7 @@ def main() -> None:
     content = {
         "command": f"FUZZ_SECONDS={options.seconds} make fuzz",
         "options": {"seconds": options.seconds},
-        "environment": environment() | {"schemathesis": version("schemathesis")},
+        "environment": where,
         "answers": answers,
     }
     options.output.write_text(json.dumps(content, indent=1) + "\n")

@@ -15,9 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench.http.server import MODEL, ServerError, served
+from bench.http.server import MODEL, ServerError, served, surroundings
 from tangram.model.load import load_model
-from tangram.tune.environment import environment
 
 ROOT = Path(__file__).parents[2]
 GUIDELLM = ROOT / "build" / "load-venv" / "bin" / "guidellm"
@@ -92,6 +91,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("-o", "--output", type=Path, default=RESULT)
     options = parser.parse_args()
+    where = surroundings()
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as log:
         try:
             with served(SERVER_OPTIONS, log) as server:
@@ -104,7 +104,7 @@ def main() -> None:
     content = {
         "command": f"LOAD_SECONDS={options.seconds} make load",
         "options": {name: value for name, value in vars(options).items() if name != "output"},
-        "environment": environment() | {"guidellm": report["metadata"]["guidellm_version"]},
+        "environment": where | {"guidellm": report["metadata"]["guidellm_version"]},
         "figures": found,
         "pages_afterwards": {"held": books.held, "cached": books.cached, "free": books.free, "total": books.total},
     }

@@ -18,6 +18,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "load.md"
 Result = dict[str, Any]
 # The seconds of a whole run, by kind.
 WHOLE_S = {"fuzz": 300, "load": 60, "soak": 1200}
+QUIET_PERCENT = 10.0
 
 
 def found(results: Path) -> dict[str, Result]:
@@ -37,8 +38,10 @@ def _how(kind: str, result: Result) -> str:
     named = ("python", "torch", "transformers", "schemathesis", "guidellm")
     versions = ", ".join(f"{name} {where[name]}" for name in named if name in where)
     short = f" **A short run**, {seconds:.0f} s of {WHOLE_S[kind]}." if seconds < WHOLE_S[kind] else ""
+    busy = where["busy_before_percent"]
+    shared = f" **Others used the machine**: it was {busy:.0f} % busy before." if busy > QUIET_PERCENT else ""
     threads = f"{where['threads']} threads of {where['cpu']}"
-    return f"`{result['command']}` · {threads} · {versions} · {where['date']}, commit {where['commit']}.{short}"
+    return f"`{result['command']}` · {threads} · {versions} · {where['date']}, commit {where['commit']}.{short}{shared}"
 
 
 def _fuzz(result: Result) -> list[tuple[str, str]]:

@@ -10,14 +10,23 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Any
 
 import httpx
+import psutil
 from prometheus_client.parser import text_string_to_metric_families
+
+from tangram.tune.environment import environment
 
 MODEL = "smollm2"
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 40.0
+LOOK_AROUND_S = 3.0
+
+
+def surroundings() -> dict[str, Any]:
+    """The environment of a measurement that is about to begin, and how busy others keep the machine (percent)."""
+    return environment() | {"busy_before_percent": float(psutil.cpu_percent(interval=LOOK_AROUND_S))}
 
 
 class ServerError(Exception):

@@ -27,8 +27,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bench.http.conversations import Outcome, Turn, ask, conversation, hold, mean_turns
 from bench.http.laws import Sample, broken, growth, summary
-from bench.http.server import Served, ServerError, books_of, served
-from tangram.tune.environment import environment
+from bench.http.server import Served, ServerError, books_of, served, surroundings
 
 RESULT = Path(__file__).parents[1] / "results" / "http_soak.json"
 # A pool that is full soon: pages are then taken from the prefix cache, and memory has no more room to be touched first.
@@ -168,6 +167,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-o", "--output", type=Path, default=RESULT)
     options = parser.parse_args()
+    where = surroundings()
     with tempfile.TemporaryFile() as log:
         try:
             with served(SERVER_OPTIONS, log) as server:
@@ -180,7 +180,7 @@ def main() -> None:
     content = {
         "command": f"SOAK_SECONDS={options.seconds:.0f} make soak",
         "options": shown,
-        "environment": environment(),
+        "environment": where,
     } | found
     options.output.write_text(json.dumps(content) + "\n")
     print(json.dumps({name: value for name, value in content.items() if name not in ("samples", "ttfts")}, indent=1))
