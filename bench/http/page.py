@@ -40,7 +40,7 @@ def _how(kind: str, result: Result) -> str:
     short = f" **A short run**, {seconds:.0f} s of {WHOLE_S[kind]}." if seconds < WHOLE_S[kind] else ""
     busy = where["busy_before_percent"]
     shared = f" **Others used the machine**: it was {busy:.0f} % busy before." if busy > QUIET_PERCENT else ""
-    threads = f"{where['threads']} threads of {where['cpu']}"
+    threads = f"{where['threads']} thread{'s' if where['threads'] > 1 else ''} of {where['cpu']}"
     return f"`{result['command']}` · {threads} · {versions} · {where['date']}, commit {where['commit']}.{short}{shared}"
 
 
@@ -48,7 +48,7 @@ def _fuzz(result: Result) -> list[tuple[str, str]]:
     rows = []
     for name, answers in result["answers"].items():
         shown = ", ".join(f"{status}: {count:,}" for status, count in answers.items())
-        rows.append((f"answers of a server that is {name}, by status", shown))
+        rows.append((f"answers, {name}, by status", shown))
     return rows
 
 
