@@ -38,11 +38,14 @@ class FuzzError(Exception):
     """Schemathesis found something; the message is its report."""
 
 
-def fuzz(url: str, seconds: int, headers: dict[str, str]) -> str:
-    """Let Schemathesis at the server for about so long; its report. Raises `FuzzError` if it found anything."""
+def fuzz(url: str, seconds: int, headers: dict[str, str], phases: str = "coverage,fuzzing") -> str:
+    """Let Schemathesis at the server for about so long; its report. Raises `FuzzError` if it found anything.
+
+    Its `phases` go through every bound and every field by itself (coverage), and then at random (fuzzing).
+    """
     command = [
         sys.executable, "-m", "schemathesis.cli", "--config-file", str(CONFIG), "run", f"{url}/openapi.json",
-        "--phases", "coverage,fuzzing", "--checks", "all", "--max-time", str(seconds), "--workers", str(WORKERS),
+        "--phases", phases, "--checks", "all", "--max-time", str(seconds), "--workers", str(WORKERS),
         "--request-timeout", str(REQUEST_TIMEOUT_S), "--suppress-health-check", "all",
         "--no-color", "--generation-database", "none",
     ]  # fmt: skip

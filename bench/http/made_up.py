@@ -15,6 +15,8 @@ from schemathesis import GenerationMode
 MOST_TOKENS = 4
 MOST_CHOICES = 3
 MOST_PROMPTS = 3
+MOST_MESSAGES = 5
+MOST_TEXT = 400  # characters, so that a prompt fits into the context of the server
 RATIOS = (0.5, 1.0)
 VOCABULARY = 49_152
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -61,6 +63,9 @@ def fitting(path: str, body: Fields) -> Fields:
         changed["stream"] = True
     if body.get("logit_bias"):
         changed["logit_bias"] = {str(int(token) % VOCABULARY): bias for token, bias in body["logit_bias"].items()}
+    for name in ("messages", "input"):
+        if isinstance(body.get(name), list):
+            changed[name] = body[name][:MOST_MESSAGES]
     if path == CHAT:
         if body.get("top_logprobs") is not None:
             changed["logprobs"] = True
@@ -80,8 +85,8 @@ def fitting(path: str, body: Fields) -> Fields:
 def _prompt(prompt: Any) -> Any:
     """One that has tokens, all of them the model's."""
     if isinstance(prompt, str):
-        return prompt or "a"
-    return _tokens(prompt) if _are_tokens(prompt) else [_prompt(one) for one in prompt]
+        return prompt[:MOST_TEXT] or "a"
+    return _tokens(prompt[:MOST_TEXT]) if _are_tokens(prompt) else [_prompt(one) for one in prompt]
 
 
 def _tokens(tokens: list[int]) -> list[int]:

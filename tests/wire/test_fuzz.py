@@ -20,7 +20,7 @@ OPEN_S, LOCKED_S = 12, 12
 
 
 def test_no_request_breaks_an_open_server(server_url: str) -> None:
-    fuzz(server_url, OPEN_S, {})
+    fuzz(server_url, OPEN_S, {}, "fuzzing")
     with httpx.Client(base_url=server_url, timeout=60) as client:
         wait_until(lambda: scrape(client)["tangram_kv_pages", "held"] == 0, "pages are still held", timeout_s=30)
         found = scrape(client)
@@ -33,7 +33,7 @@ def test_no_request_breaks_an_open_server(server_url: str) -> None:
 def test_no_request_breaks_a_server_with_a_key() -> None:
     with tempfile.TemporaryFile() as log:
         with served(("--kv-retention", "0.5"), log, KEY) as server:
-            fuzz(server.url, LOCKED_S, server.headers)
+            fuzz(server.url, LOCKED_S, server.headers, "coverage")
             check_afterwards(server)
             counts = statuses(server)
         check_log(log)
@@ -81,4 +81,5 @@ def test_what_is_out_of_range_is_sent_as_it_was_made_up() -> None:
     assert small(CHAT, {"max_tokens": -1})["max_tokens"] == -1
     assert small(CHAT, {"n": 100})["max_completion_tokens"] == MOST_TOKENS
     assert small(COMPLETIONS, {"prompt": ["a"] * 9, "max_tokens": 2**31})["max_tokens"] == 2**31
+    assert len(fitting(CHAT, {"messages": [{}] * 4096})["messages"]) < 10
     assert fitting(COMPLETIONS, {"prompt": [50_000], "kv_retention": 0.9}) == {"prompt": [848], "kv_retention": 1.0}
