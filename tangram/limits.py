@@ -42,7 +42,7 @@ BOUNDS: Mapping[str, Bounds] = {
     "temperature": Bounds(0.0, 100.0),
     "top_p": Bounds(0.0, 1.0, open_low=True),
     "min_p": Bounds(0.0, 1.0),
-    "repetition_penalty": Bounds(0.0, 10.0, open_low=True),
+    "repetition_penalty": Bounds(0.01, 10.0),  # logits are divided by it: float32 has an end
     "presence_penalty": Bounds(-2.0, 2.0),
     "frequency_penalty": Bounds(-2.0, 2.0),
     "top_k": Bounds(1, 2**31 - 1),
