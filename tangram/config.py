@@ -25,6 +25,8 @@ class EngineConfig:
     `kv_cache_dtype` auto is the model's own dtype; fp8 is E4M3, half of bfloat16, with all scales 1.
     `load_format` dummy makes random weights of the model's config.json alone, to measure with.
     `enforce_eager` runs a GPU's model operation by operation, without compilation and CUDA graphs.
+    `overflow_every`: of every so many sealed chunks, one is asked what its own scores would have kept, for the metrics;
+    None asks none.
     `decode_policy` is a file of `tangram bench calibrate-policy`; None takes the one kept for this GPU, if any.
 
     Three fields are there to measure what the engine's parts are worth; nothing serves with them. `head_groups` says
@@ -61,6 +63,7 @@ class EngineConfig:
     enforce_eager: bool = False
     device: str = "auto"
     seed: int = 0
+    overflow_every: int | None = None
     head_groups: Literal["clustered", "adjacent", "monolithic"] = "clustered"
     decode_schedule: str | None = None
     reclamation: Literal["reserved", "dynamic", "by-input"] = "reserved"
@@ -113,6 +116,14 @@ class EngineConfig:
             )
         if self.max_queue is not None and self.max_queue < 1:
             raise ConfigError(f"max_queue is {self.max_queue}, it must be at least 1, or None to let everybody wait")
+        if self.overflow_every is not None and self.overflow_every < 1:
+            raise ConfigError(
+                f"overflow_every is {self.overflow_every}, it must be at least 1, or None to measure none"
+            )
+        if self.overflow_every is not None and self.kv_retention == 1.0 and not self.profile:
+            raise ConfigError(
+                f"overflow_every is {self.overflow_every}, but at kv_retention 1.0 nothing is dropped: leave it out"
+            )
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}, it must lie in (0, 1]")
         if self.kv_cache_gib is not None and not (math.isfinite(self.kv_cache_gib) and self.kv_cache_gib > 0):

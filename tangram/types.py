@@ -110,7 +110,10 @@ class Usage:
 
 @dataclass(frozen=True)
 class Event:
-    """News of one completion (`index` of `n`) of a request: new tokens, the text they add, and the end if it came."""
+    """News of one completion (`index` of `n`) of a request: new tokens, the text they add, and the end if it came.
+
+    `admitted_s`, of the monotonic clock, is when it left the queue; None if it never did.
+    """
 
     request_id: str
     index: int
@@ -120,6 +123,7 @@ class Event:
     usage: Usage
     finish_reason: FinishReason | None = None
     error: str | None = None  # set with finish_reason ABORT when the engine, not the client, ended it
+    admitted_s: float | None = None
 
 
 @dataclass(frozen=True)

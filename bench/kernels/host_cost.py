@@ -29,6 +29,8 @@ from rich.table import Table
 from bench.kernels.budgets import load
 from bench.kernels.tables import Books
 from tangram.engine.batch import Batcher, DeviceTables
+from tangram.engine.meters import Meters
+from tangram.kernels.stopwatch import Stopwatch
 from tangram.model.sealing import Retention
 from tangram.plan.aot import plan_aot
 from tangram.plan.cost import CostModel
@@ -154,7 +156,9 @@ def step_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
     pool = torch.empty(1, profile.heads_per_page, 2, PAGE, profile.model.head_dim, dtype=torch.float16)
     tables = DeviceTables(cache, pool.device)
     kernels = TritonKernels(pool, profile.model.query_heads // profile.model.kv_heads)
-    batcher = Batcher([Retention(profile.kv_retention, layout, "")], kernels, cache, tables, None)
+    batcher = Batcher(
+        [Retention(profile.kv_retention, layout, "")], kernels, cache, tables, None, Meters(Stopwatch(pool.device))
+    )
     token = np.zeros(1, np.int64)
     rows = tuple(
         Row(str(seq.slot), seq.slot, 0, RowKind.DECODE, options.tokens, token, token[:0], True)

@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from tangram.cache.manager import CacheManager
 from tangram.errors import IntegrityError
+
+
+@dataclass(frozen=True)
+class PageStates:
+    """Where the pages of the pool are: `held` by sequences, `cached` by the prefix cache alone (evictable), `free`.
+
+    These add up to the pool. `promised` are pages that sequences were promised and have not taken yet: nobody's in
+    particular, out of those that are cached or free.
+    """
+
+    held: int
+    cached: int
+    free: int
+    promised: int
+
+    @classmethod
+    def of(cls, cache: CacheManager) -> PageStates:
+        """The states now, from the totals that the cache keeps."""
+        cached, free = cache.prefix.idle_pages, cache.ledger.free
+        return cls(cache.ledger.total - cached - free, cached, free, cached + free - cache.spare_pages)
 
 
 def check_books(cache: CacheManager) -> None:

@@ -198,6 +198,24 @@ class Layout:
         raw = -(-raw_tokens // self.page_tokens) * len(self.groups)
         return sealed_chunks * self.full_span_pages + windowed + raw
 
+    def held_entries(self, sealed_chunks: int, raw_tokens: int) -> int:
+        """KV entries in the pages of `held_pages`, over all heads; other slots are unused columns and raw ends."""
+        windowed = min(sealed_chunks, self.window_chunks)
+        full, window, heads = self._chunk_entries
+        return sealed_chunks * full + windowed * window + raw_tokens * heads
+
+    @cached_property
+    def _chunk_entries(self) -> tuple[int, int, int]:
+        """Entries of a sealed chunk in the groups that see everything, in those with a window, and the heads of all."""
+        members = np.asarray([len(group) for group in self.groups], np.int64)
+        kept = members * self.sealed_pages * self.page_tokens
+        return int(kept[: self.full_groups].sum()), int(kept[self.full_groups :].sum()), int(members.sum())
+
+    @property
+    def page_slots(self) -> int:
+        """Entries that fit into one page, Hp · P."""
+        return self.heads_per_page * self.page_tokens
+
     def peak_pages(self, tokens: int) -> int:
         """The most pages a sequence ever holds on its way to `tokens` tokens."""
         full, rest = divmod(tokens, self.chunk_tokens)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import gc
-import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.logging import RichHandler
 
 from tangram.cli import ablation, bench, calibration, evaluate, serving
 from tangram.cli.batch import answer_batch
 from tangram.cli.gate import refuse_with_gate, train_and_report
 from tangram.cli.options import Chunk, Heads, Page, Retention, SizeType, with_config
+from tangram.cli.telemetry import LogForm, LogFormat, MetricsAliases, OtlpEndpoint, OverflowEvery, logging_as
 from tangram.compress.profile import Profile
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError, TangramError
@@ -28,15 +27,6 @@ bench.commands.add_typer(serving.commands, name="serving")
 app.command("eval")(evaluate.evaluate)
 app.add_typer(bench.commands, name="bench")
 _out, _err = Console(), Console(stderr=True)
-
-
-def _log_to_terminal() -> None:
-    logging.basicConfig(
-        level=logging.INFO, format="%(message)s", handlers=[RichHandler(console=_err, show_path=False)], force=True
-    )
-    # Conversion and weight loading have progress bars of their own; requests are in the metrics.
-    for name in ("httpx", "transformers", "uvicorn.access"):
-        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 @app.command()
@@ -63,6 +53,10 @@ def serve(
         float, typer.Option(help="most seconds from a request to the end of its answer")
     ] = 3600,
     shutdown_grace_s: Annotated[float, typer.Option(help="seconds that running answers get to end at SIGTERM")] = 20,
+    log_format: LogFormat = LogForm.text,
+    metrics_aliases: MetricsAliases = None,
+    otlp_endpoint: OtlpEndpoint = None,
+    overflow_every: OverflowEvery = None,
 ) -> None:
     """Serve MODEL over an OpenAI-compatible HTTP API."""
     # Imports and weights live as long as the process: collecting among them costs half a second now and a pause later.
@@ -70,17 +64,20 @@ def serve(
     from tangram.engine.setup import build_engine
     from tangram.serve.bridge import Limits
     from tangram.serve.guard import Protection
-    from tangram.serve.http import serve_forever
+    from tangram.serve.http import Telemetry, serve_forever
+    from tangram.serve.tracing import traces_to
 
-    protection, limits = Protection(tuple(api_key or ()), max_body_mb), Limits(request_timeout_s)
-    _log_to_terminal()
-    engine = build_engine(replace(config, max_queue=max_queue))
-    gc.freeze()
-    gc.enable()
-    serve_forever(
-        engine, host=host, port=port, served_model_name=served_model_name or config.model, protection=protection,
-        limits=limits, shutdown_grace_s=shutdown_grace_s,
-    )  # fmt: skip
+    name = served_model_name or config.model
+    with logging_as(log_format):
+        protection, limits = Protection(tuple(api_key or ()), max_body_mb), Limits(request_timeout_s)
+        telemetry = Telemetry(metrics_aliases is not None, traces_to(otlp_endpoint, name))
+        engine = build_engine(replace(config, max_queue=max_queue, overflow_every=overflow_every))
+        gc.freeze()
+        gc.enable()
+        serve_forever(
+            engine, host=host, port=port, served_model_name=name, protection=protection, limits=limits,
+            telemetry=telemetry, shutdown_grace_s=shutdown_grace_s,
+        )  # fmt: skip
 
 
 @app.command()

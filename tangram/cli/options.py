@@ -114,6 +114,11 @@ def _config(
     )  # fmt: skip
 
 
+def exit_code(error: TangramError) -> int:
+    """1 where starting again may help, 2 where it does not."""
+    return 1 if isinstance(error, EngineError) else 2
+
+
 def with_config(command: Callable[..., None]) -> Callable[..., None]:
     """A command whose first parameter is the `EngineConfig` made of the shared options; errors become exit code 2.
 
@@ -128,7 +133,7 @@ def with_config(command: Callable[..., None]) -> Callable[..., None]:
             command(config, **options)
         except TangramError as error:
             _err.print(f"[red]error:[/red] {error}", highlight=False)
-            raise typer.Exit(1 if isinstance(error, EngineError) else 2) from error
+            raise typer.Exit(exit_code(error)) from error
 
     keyword = inspect.Parameter.KEYWORD_ONLY
     run.__signature__ = inspect.Signature([entry.replace(kind=keyword) for entry in (*shared, *own)])  # type: ignore[attr-defined]

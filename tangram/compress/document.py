@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,8 @@ def read_object(path: str | Path, version: int) -> dict[str, Any]:
 
     Raises `ProfileError` naming the file and what is wrong with it.
     """
-
-    def finite(text: str) -> float:
-        if not math.isfinite(float(text)):
-            raise ValueError(f"it holds {text}, which is no finite number")
-        return float(text)
-
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=finite, parse_float=finite)
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ProfileError(f"profile {path}: cannot be read: {error.strerror}") from error
     except ValueError as error:
@@ -45,4 +40,16 @@ def read_object(path: str | Path, version: int) -> dict[str, Any]:
             f"profile {path}: format_version is {content.get('format_version')!r}, this Tangram reads "
             f"{version}: calibrate again, or use the Tangram that wrote it"
         )
+    for place, number in _numbers(content, ""):
+        if not math.isfinite(number):
+            raise ProfileError(f"profile {path}: {place} is {json.dumps(number)}, it must be a finite number")
     return content
+
+
+def _numbers(value: object, place: str) -> Iterator[tuple[str, float]]:
+    """Every number with a fraction inside `value`, with the way there: `mean.0.3`."""
+    if isinstance(value, float):
+        yield place, value
+    elif isinstance(value, dict | list):
+        for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _numbers(entry, f"{place}.{key}" if place else str(key))

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tangram.cache.books import PageStates
 from tangram.cache.layout import Layout
+from tangram.engine.meters import Meters
 from tangram.engine.scheduler import Scheduler
 from tangram.engine.sequence import Sequence as TokenSequence
 from tangram.errors import RequestError
@@ -91,20 +93,23 @@ class Admission:
         """The layout of ρ = 1.0."""
         return next(entry.layout for entry in self.retentions if entry.layout.keeps_everything)
 
-    def stats(self, scheduler: Scheduler) -> EngineStats:
-        """One reading of the scheduler's books."""
+    def stats(self, scheduler: Scheduler, meters: Meters) -> EngineStats:
+        """One reading of the scheduler's books, and of what was measured."""
         cache, counters = scheduler.cache, scheduler.counters
         usages = [self.usage(sequence, 0) for sequence in scheduler.running]
-        layout = self.retentions[0].layout
-        cached, free = cache.prefix.idle_pages, cache.ledger.free
+        layout, pages = self.retentions[0].layout, PageStates.of(cache)
         page_bytes = layout.page_bytes(self.element_bytes)
+        held = list(cache.sequences.values())
         return EngineStats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             pages_total=self.total_pages,
-            pages_held=self.total_pages - cached - free,
-            pages_cached=cached,
-            pages_free=free,
+            pages_held=pages.held,
+            pages_cached=pages.cached,
+            pages_free=pages.free,
+            pages_promised=pages.promised,
+            slots_held=sum(seq.held_pages for seq in held) * layout.page_slots,
+            slots_used=sum(seq.layout.held_entries(seq.sealed_chunks, seq.raw_tokens) for seq in held),
             capacity_tokens=layout.tokens_in(self.total_pages),
             capacity_uncompressed_tokens=self.uncompressed.tokens_in(self.total_pages),
             kv_token_bytes=layout.uncompressed_entries(1) * self._entry_bytes(layout),
@@ -122,6 +127,11 @@ class Admission:
             host_bytes_out=cache.host.pages_out * page_bytes,
             host_bytes_in=cache.host.pages_in * page_bytes,
             dropped_spans=cache.host.dropped,
+            step_s=meters.step_s,
+            device_s=meters.device_s,
+            sealing_s=meters.sealing.seconds,
+            plans=dict(meters.plans),
+            overflow=() if meters.overflow is None else meters.overflow.figures,
         )
 
     def _entry_bytes(self, layout: Layout) -> int:

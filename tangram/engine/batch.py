@@ -14,11 +14,12 @@ from torch import Tensor
 from tangram.cache.dynamic import LateCache
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
+from tangram.engine.meters import Meters
 from tangram.kernels.step import PoolKernels, PrefillRows
 from tangram.kernels.transfer import placed
 from tangram.model.attention import RepeatAttention, StepAttention
 from tangram.model.rotary import Rotary
-from tangram.model.sealing import ChunkSealer, FusedSealer, Retention, ScoreObserver
+from tangram.model.sealing import ChunkSealer, FusedSealer, Retention, ScoreObserver, Wishes
 from tangram.plan.forest import Forest, build_forest, units_of
 from tangram.plan.form import DecodeRows
 from tangram.plan.schedule import Decoding
@@ -76,6 +77,7 @@ class Batcher:
     cache: CacheManager
     tables: DeviceTables
     rotary: Rotary | None
+    meters: Meters
     observer: ScoreObserver | None = None
     _epoch: int | None = field(default=None, init=False)
     _width: int = field(default=0, init=False)
@@ -95,12 +97,14 @@ class Batcher:
         decode, rest = step.rows[: step.decode_rows], step.rows[step.decode_rows :]
         if decode and step.epoch != self._epoch:
             self._width = self.kernels.width(len(decode))
-            self.kernels.load(self._decoding(decode, self.cache.tables, self.cache.lengths), self._width)
+            planner = self.kernels.load(self._decoding(decode, self.cache.tables, self.cache.lengths), self._width)
+            self.meters.plans[planner] += 1
             self._epoch = step.epoch
         width = self._width if decode else 0
         prefill = self._prefill_rows(rest, width)
         self._begin(width, prefill)
-        return StepAttention(self.kernels, self.windows, width, prefill, list(self._sealers(rest)))
+        sealers = list(self._sealers(rest))
+        return StepAttention(self.kernels, self.windows, width, prefill, sealers, self.meters.sealing)
 
     def rehearse(self, rows: int) -> StepAttention:
         """The attention of `rows` decoding rows that hold nothing, planned as if they were long and shared nothing."""
@@ -129,12 +133,12 @@ class Batcher:
     def _rehearsed(self) -> StepAttention:
         prefill = self._prefill_rows((), self._width)
         self._begin(self._width, prefill)
-        return StepAttention(self.kernels, self.windows, self._width, prefill, ())
+        return StepAttention(self.kernels, self.windows, self._width, prefill, (), self.meters.sealing)
 
     def repetition(self, attention: StepAttention, sealer: ChunkSealer, tokens: int) -> RepeatAttention:
         """The attention of a second pass of `tokens` tokens for a chunk that waits since the step of `attention`."""
         self._begin(0, attention.prefill.repeated(sealer.number, tokens))
-        return RepeatAttention(self.kernels, self.windows, sealer)
+        return RepeatAttention(self.kernels, self.windows, sealer, self.meters.sealing)
 
     def _begin(self, decode_rows: int, prefill: PrefillRows) -> None:
         self.kernels.begin(self.tables.flat(), self.cache.lengths, decode_rows, prefill)
@@ -193,13 +197,20 @@ class Batcher:
                 continue
             fused = self.kernels.fused_scores.get(scorer.name)
             apart = self.observer is not None or self._reclaims or retention.layout.keeps_everything
+            sampled = [self._wishes(rows[at]) for at in numbers]
             if fused is not None and not apart:
-                yield FusedSealer(retention, self.kernels, fused, slice(numbers[0], numbers[-1] + 1))
+                wishes = {chunk: wish for chunk, wish in enumerate(sampled) if wish is not None}
+                yield FusedSealer(retention, self.kernels, fused, slice(numbers[0], numbers[-1] + 1), wishes)
             else:
-                for at in numbers:
+                for at, wish in zip(numbers, sampled, strict=True):
                     yield ChunkSealer(
-                        retention, scorer, self.kernels, rows[at], at, self.rotary, self.observer, self._reclaims
+                        retention, scorer, self.kernels, rows[at], at, self.rotary, self.observer, self._reclaims,
+                        wish,
                     )  # fmt: skip
+
+    def _wishes(self, row: Row) -> Wishes | None:
+        overflow = self.meters.overflow
+        return None if overflow is None else overflow.sample(row.layout, row.start)
 
 
 def _prefixes(rows: Sequence[Row], layouts: Sequence[Layout], table: Int64, tables: Int32) -> Forest:

@@ -51,6 +51,7 @@ class Completion:
             usage=usage,
             finish_reason=reason,
             error=error,
+            admitted_s=self.sequence.admitted_s,
         )
 
 

@@ -117,7 +117,8 @@ class Engine:
     def stats(self) -> EngineStats:
         """One reading of the books."""
         with self._wake:
-            return self._admission.stats(self._scheduler)
+            self._runner.meters.collect()
+            return self._admission.stats(self._scheduler, self._runner.meters)
 
     def start(self) -> None:
         """Run steps on a thread of its own until `stop`."""
@@ -145,7 +146,7 @@ class Engine:
         Where it fails, all requests are ended and nothing stays cached: what it has written is not known.
         """
         try:
-            return self._step()
+            return self._runner.meters.timed(self._step)
         except BaseException:
             self._abandon("a step of the engine failed")
             raise
@@ -165,6 +166,7 @@ class Engine:
         choice = self._runner.run(step, [completion.sampler for completion in sampled])
         self._land()
         with self._wake:
+            self._runner.meters.collect()
             self._scheduler.commit(step)
             for completion in sampled:
                 completion.sequence.expect()
@@ -178,7 +180,8 @@ class Engine:
         flight, self._flight = self._flight, None
         if flight is None:
             return False
-        tokens = flight.choice.tokens_on_host()
+        with self._runner.meters.waiting():
+            tokens = flight.choice.tokens_on_host()
         with self._wake:
             for completion, token in zip(flight.completions, tokens, strict=True):
                 if completion.ended:
@@ -192,7 +195,7 @@ class Engine:
     def _fail(self, completion: Completion) -> None:
         """End a request whose logits say that its state is not sound, and leave none of that state to others."""
         request_id = completion.request.request_id
-        _log.error("request %s is ended: its logits %s", request_id, BROKEN_LOGITS)
+        _log.error("request %s is ended: its logits %s", request_id, BROKEN_LOGITS, extra={"request_id": request_id})
         self._runner.clear(self._scheduler.quarantine(completion.sequence))
         self._drop(request_id, f"the logits of this request {BROKEN_LOGITS}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -16,13 +17,16 @@ from tangram.compress.scorers.kvzip import repeat_tokens
 from tangram.compress.select import Scope
 from tangram.engine.batch import Batcher, DeviceTables
 from tangram.engine.graphs import Carry, DecodeGraphs
+from tangram.engine.meters import Meters
 from tangram.engine.reclaim import Reclaimer
 from tangram.engine.sampling import Choice, SampleRow, choose
 from tangram.kernels.dispatch import host_memory, pool_kernels
 from tangram.kernels.step import KernelChoice
+from tangram.kernels.stopwatch import Stopwatch
 from tangram.kernels.transfer import placed
 from tangram.model.attention import AttentionContext, StepAttention
 from tangram.model.load import LoadedModel
+from tangram.model.overflow import Overflow
 from tangram.model.rotary import model_rotary
 from tangram.model.sealing import ChunkSealer, Retention, ScoreObserver
 from tangram.types import Int32, Int64, Row, RowKind, Step
@@ -33,15 +37,17 @@ class Runner:
     over what host memory it has.
 
     With `competing`, the scope they compete in, heads keep of each chunk what its scores give them. `graphs` runs steps
-    that only decode as CUDA graphs. `cache_dtype` None is the model's own.
+    that only decode as CUDA graphs. `cache_dtype` None is the model's own. `meters` measure; with `overflow`, that too.
     """
 
     def __init__(
         self, loaded: LoadedModel, retentions: Sequence[Retention], *, pages: int, cache: CacheManager,
         observer: ScoreObserver | None = None, kernels: KernelChoice = pool_kernels,
         graphs: bool = False, cache_dtype: torch.dtype | None = None, competing: Scope | None = None,
+        overflow: Overflow | None = None,
     ) -> None:  # fmt: skip
         self._loaded = loaded
+        self.meters = Meters(Stopwatch(loaded.device), overflow)
         layout = retentions[0].layout
         shape = (pages, layout.heads_per_page, 2, layout.page_tokens, layout.geometry.head_dim)
         self.pool = torch.empty(shape, dtype=cache_dtype or loaded.dtype, device=loaded.device)
@@ -50,7 +56,7 @@ class Runner:
         serving = kernels(self.pool, layout.geometry.group_size)
         block_tables = DeviceTables(cache, loaded.device)
         self._host = host_memory(self.pool, cache.host.total)
-        self._batcher = Batcher(retentions, serving, cache, block_tables, rotary, observer)
+        self._batcher = Batcher(retentions, serving, cache, block_tables, rotary, self.meters, observer)
         self._reclaimer: Reclaimer | None = None
         if isinstance(cache, LateCache):
             self._reclaimer = Reclaimer(cache, self.pool, block_tables, competing)
@@ -113,12 +119,15 @@ class Runner:
 
     @torch.inference_mode()
     def rehearse(self, decode_rows: int, tokens: int) -> None:
-        """Launch whatever steps of up to `tokens` tokens and `decode_rows` rows launch, before anything is served."""
+        """Launch whatever steps of up to `tokens` tokens and `decode_rows` rows launch, before anything is served.
+
+        The longest first: Inductor sizes the blocks of a kernel by the first tensors that it sees.
+        """
         if self._reclaimer is None:
             for number, entry in enumerate(self._batcher.retentions):
-                self.run(Step((_made_up(RowKind.TAIL, number, 0, 2),), epoch=0), [])
                 for rows in _runs_of_chunks(number, entry.layout, tokens):
                     self.run(Step(rows, epoch=0), [])
+                self.run(Step((_made_up(RowKind.TAIL, number, 0, 2),), epoch=0), [])
         for attention in self._batcher.rehearsals(decode_rows):
             nothing = np.zeros(attention.width, np.int64)
             self._forward(attention, *self._uploaded(nothing, nothing, np.arange(attention.width)))
@@ -152,10 +161,12 @@ class Runner:
 
     def _forward(self, attention: AttentionContext, tokens: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
         """Logits [len(wanted), V] of the flattened batch's tokens `wanted`."""
-        output = self._loaded.model(
-            input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=wanted,
-            tangram=attention,
-        )  # fmt: skip
+        # A GPU is only told what to do here; a CPU does it.
+        with self.meters.waiting() if tokens.is_cpu else nullcontext():
+            output = self._loaded.model(
+                input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=wanted,
+                tangram=attention,
+            )  # fmt: skip
         logits: Tensor = output.logits[0]
         return logits
 
@@ -175,11 +186,12 @@ class Runner:
 
 
 def _runs_of_chunks(number: int, layout: Layout, tokens: int) -> Iterator[tuple[Row, ...]]:
-    """A chunk, one behind another, and where nothing is dropped all that a prompt may begin with in one step."""
+    """All chunks of a step and one alone, one behind another; what a prompt may begin with where nothing is dropped."""
     chunk, most = layout.chunk_tokens, layout.max_tokens // layout.chunk_tokens
     rows = tuple(_made_up(RowKind.SEAL, number, at * chunk, chunk) for at in range(most))
-    together = tokens // chunk if layout.keeps_everything and not layout.window_chunks else 1
-    yield from (rows[:count] for count in range(1, min(together, most) + 1))
+    longest = min(max(1, tokens // chunk), most)
+    any_length = layout.keeps_everything and not layout.window_chunks
+    yield from (rows[:count] for count in range(longest, 0, -1) if any_length or count in (longest, 1))
     if most > 1:
         yield rows[1:2]
 

@@ -15,6 +15,7 @@ A step may be scheduled while the tokens of the one before are still on the devi
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -188,7 +189,7 @@ class Scheduler:
             sequence.cache = None
             return False
         if sequence.cached_tokens is None:
-            sequence.cached_tokens = sequence.cache.cached_tokens
+            sequence.cached_tokens, sequence.admitted_s = sequence.cache.cached_tokens, time.monotonic()
             self.counters.prompt_tokens += sequence.prompt_tokens
             self.counters.cached_tokens += sequence.cached_tokens
         return True

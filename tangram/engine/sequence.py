@@ -16,7 +16,7 @@ class Sequence:
 
     With `pending` the last of them is still on the device: it counts, but its value is not here.
     `limit` is the most tokens whose KV state it may ever need. `arrival` is never reused; `due`, in computed tokens, is
-    set when the sequence is queued first.
+    set when the sequence is queued first, `admitted_s`, of the monotonic clock, when it first leaves the queue.
     """
 
     request_id: str
@@ -30,6 +30,7 @@ class Sequence:
     due: int = 0
     cache: SequenceCache | None = None
     cached_tokens: int | None = None
+    admitted_s: float | None = None
     preemptions: int = 0
     pending: bool = False
 

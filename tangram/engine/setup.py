@@ -32,6 +32,7 @@ from tangram.kernels.step import KernelChoice
 from tangram.model.compiled import compile_layers
 from tangram.model.fused import join_projections
 from tangram.model.load import LoadedModel, cache_folder, load_model
+from tangram.model.overflow import Overflow
 from tangram.model.sealing import Retention
 from tangram.pilots import pilot_texts
 from tangram.plan.policy import Policy, policy_name
@@ -82,10 +83,12 @@ def parts_of(
     runner = Runner(
         loaded, retentions, pages=pages, cache=cache, kernels=kernels or _kernels(config, loaded), graphs=fast,
         cache_dtype=dtype, competing=config.scope if config.reclamation == "by-input" else None,
+        overflow=None if config.overflow_every is None else Overflow(retentions, config.scope, config.overflow_every),
     )  # fmt: skip
     if loaded.device.type == "cuda":
         runner.rehearse(config.max_num_seqs, config.max_num_batched_tokens)
     runner.capture(config.max_num_seqs, partial(in_terminal, description="Capturing decode steps"))
+    runner.meters.clear()
     admission = Admission(retentions, pages, dtype.itemsize, max_model_len)
     _announce(config, loaded, admission, cache.host.total)
     one_at_a_time = [

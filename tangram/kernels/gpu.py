@@ -19,7 +19,6 @@ from tangram.errors import ConfigError
 from tangram.kernels.decode import decode_tasks
 from tangram.kernels.merge import merge_segments
 from tangram.kernels.packed import Capacity, DecodeOptions, Packed, pack
-from tangram.kernels.transfer import staged
 from tangram.plan.form import WorkPlan
 from tangram.types import Int32
 
@@ -89,11 +88,12 @@ class GpuDecode:
         return misfit
 
     def _upload(self, packed: Packed) -> None:
-        whole = np.empty(len(self._device_plan), np.int32)
-        host = self._views(torch.from_numpy(whole))
+        # Megabytes: written where the device reads them from, not copied there.
+        whole = torch.empty(len(self._device_plan), dtype=torch.int32, pin_memory=self._pool.is_cuda)
+        host = self._views(whole)
         for name, array in packed.arrays.items():
             host[name].numpy()[: array.size] = array.ravel()
-        self._device_plan.copy_(staged(whole, self._pool.device), non_blocking=True)
+        self._device_plan.copy_(whole, non_blocking=True)
 
     def attend(
         self, layer: int, q: Tensor, tables: Tensor, lengths: Tensor, *, scaling: float,

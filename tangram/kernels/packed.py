@@ -9,6 +9,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from tangram.errors import ConfigError
+from tangram.kernels.sorted_tasks import find_finishers, sort_by_kind, write_entries, write_tasks
 from tangram.plan.form import Bool, RangeKind, WorkPlan
 from tangram.plan.schedule import TILE_NUMBERS, Schedule
 from tangram.types import Int32, Int64
@@ -102,60 +103,32 @@ def pack(
     `finishing` [kinds] says whose tasks may finish rows, where `options` lets any (default: the two smallest kinds).
     Raises `ConfigError` if a task serves more queries than the largest tile holds.
     """
-    kind = _kinds(plan, group, options, lengths)
-    kinds = len(options.kinds)
-    key = (plan.task_layer * kinds + kind).astype(np.uint16 if plan.layers * kinds < 65536 else np.int64)
-    order = np.argsort(key, kind="stable")
-    counts = np.bincount(key, minlength=plan.layers * kinds).reshape(plan.layers, kinds)
+    kind, kinds = _kinds(plan, group, options, lengths), len(options.kinds)
+    order, counts = np.empty(len(kind), np.int64), np.zeros((plan.layers, kinds), np.int64)
+    task_indptr = np.empty((plan.layers, kinds + 1), np.int32)
+    sort_by_kind(kind, plan.layer_indptr, order, task_indptr, counts)
+    before, left = np.zeros(len(plan.rows), np.int32), np.ones(len(plan.merge_row), np.bool_)
+    finishes = np.zeros((plan.layers, kinds), np.int64)
     may = np.arange(kinds) < FINISHING if finishing is None else finishing
-    before, left = _finishers(plan, kind, may if options.merge == "tails" else np.zeros(kinds, np.bool_))
-    direct = plan.direct | (before > 0)
-    tasks = np.empty((len(order), TASK_FIELDS), np.int32)
-    entries = np.empty((len(plan.rows), ENTRY_FIELDS), np.int32)
-    first = plan.row_begin
-    fields = (plan.table, plan.length_index, plan.column, plan.head, plan.kind, plan.a, plan.b, first, plan.row_end,
-              plan.rows[first], direct[first], plan.slot[first], before[first])  # fmt: skip
-    for column, values in enumerate(fields):
-        tasks[:, column] = values
-    if (order[1:] < order[:-1]).any():
-        tasks = tasks[order]
-    segment = segment_of(plan) if options.merge == "atomic" else 0
-    for column, value in enumerate((plan.rows, direct, plan.slot, segment, before)):
-        entries[:, column] = value
+    if options.merge == "tails" and len(left):
+        find_finishers(
+            kind, may, plan.layer_indptr, plan.row_begin, plan.row_end, plan.direct, plan.slot, plan.merge_indptr,
+            plan.part_indptr, before, left, finishes,
+        )  # fmt: skip
+    tasks, entries = np.empty((len(order), TASK_FIELDS), np.int32), np.empty((len(plan.rows), ENTRY_FIELDS), np.int32)
+    write_tasks(
+        order, plan.table, plan.length_index, plan.column, plan.head, plan.kind, plan.a, plan.b, plan.row_begin,
+        plan.row_end, plan.rows, plan.direct, plan.slot, before, tasks,
+    )  # fmt: skip
+    segment = segment_of(plan) if options.merge == "atomic" else np.zeros(0, np.int64)
+    write_entries(plan.rows, plan.direct, plan.slot, segment, before, entries)
     slots = plan.part_slot[plan.part_indptr[:-1][left]], plan.part_slot[plan.part_indptr[1:][left] - 1] + 1
-    arrays = {
+    arrays: dict[str, Int32 | Int64] = {
         "tasks": tasks, "entries": entries, "part_indptr": plan.part_indptr,
         "segments": np.stack([plan.merge_row[left], plan.merge_head[left], *slots], axis=1),
-        "merge_indptr": np.append(0, np.cumsum(left))[plan.merge_indptr],
-        "task_indptr": plan.layer_indptr[:-1, None] + np.pad(counts.cumsum(axis=1), ((0, 0), (1, 0))),
+        "merge_indptr": np.append(0, np.cumsum(left))[plan.merge_indptr], "task_indptr": task_indptr,
     }  # fmt: skip
-    finishes = np.zeros((plan.layers, kinds), np.int64)
-    if (before > 0).any():
-        task = np.repeat(np.arange(len(kind)), plan.row_end - plan.row_begin)[before > 0]
-        np.add.at(finishes, (plan.task_layer[task], kind[task]), 1)
     return Packed(arrays, counts, finishes)
-
-
-def _finishers(plan: WorkPlan, kind: Int64, may: Bool) -> tuple[Int64, Bool]:
-    """[M]: how many parts the entry's task takes in to finish its row; [S]: which segments are left to be merged.
-
-    A row's last part finishes it if its kind may and comes after those of all its other parts.
-    """
-    before, left = np.zeros(len(plan.rows), np.int64), np.ones(len(plan.merge_row), np.bool_)
-    if not len(left) or not may[kind].any():
-        return before, left
-    entry_task = np.repeat(np.arange(len(kind)), plan.row_end - plan.row_begin)
-    partial = np.flatnonzero(~plan.direct)
-    part = plan.part_indptr[plan.merge_indptr[plan.task_layer[entry_task[partial]]]] + plan.slot[partial]
-    entry = np.empty(len(partial), np.int64)
-    entry[part] = partial
-    of_part = kind[entry_task[entry]]
-    starts, last = plan.part_indptr[:-1], plan.part_indptr[1:] - 1
-    least = np.minimum.reduceat(of_part, starts)
-    alone = np.add.reduceat(of_part == np.repeat(least, np.diff(plan.part_indptr)), starts) == 1
-    left = ~(alone & (of_part[last] == least) & may[least])
-    before[entry[last[~left]]] = np.diff(plan.part_indptr)[~left] - 1
-    return before, left
 
 
 def _kinds(plan: WorkPlan, group: int, options: DecodeOptions, lengths: Int32 | None) -> Int64:
@@ -171,9 +144,9 @@ def _kinds(plan: WorkPlan, group: int, options: DecodeOptions, lengths: Int32 | 
     if np.diff(plan.layer_indptr).max(initial=0) <= options.one_tile_tasks:
         return np.full(len(kind), kind.max(initial=1))
     if lengths is not None:
-        begin, end = plan.spans(lengths)
         alone = (plan.row_end - plan.row_begin == 1) & (plan.kind <= RangeKind.OPEN) & (group <= options.short.queries)
-        kind[alone & (end - begin <= SHORT_TOKENS)] = 0
+        end = np.where(plan.kind == RangeKind.OPEN, lengths[plan.length_index], plan.b)
+        kind[alone & (end - plan.a <= SHORT_TOKENS)] = 0
     return kind
 
 

@@ -85,8 +85,8 @@ class PoolKernels(Protocol):
         """The decode rows that a forward pass has which decodes `rows`; those beyond them mean nothing."""
         ...
 
-    def load(self, batch: Decoding, width: int) -> None:
-        """Plan for the rows of `batch` and decode them from now on; their lengths may grow."""
+    def load(self, batch: Decoding, width: int) -> str:
+        """Plan for the rows of `batch` and decode them from now on; their lengths may grow. Who planned: a planner."""
         ...
 
     def rehearsals(self, batch: Decoding, width: int) -> Iterator[None]:

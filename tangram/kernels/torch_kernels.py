@@ -47,10 +47,11 @@ class TorchKernels:
         """See `PoolKernels`: as many as there are."""
         return rows
 
-    def load(self, batch: Decoding, width: int) -> None:
+    def load(self, batch: Decoding, width: int) -> str:
         """See `PoolKernels`: for torch's threads."""
         plan = self._schedule.plan(batch, torch.get_num_threads(), CostModel())
         self._plan = cpu.CpuPlan.build(plan, batch.rows)
+        return self._schedule.kind
 
     def rehearsals(self, batch: Decoding, width: int) -> Iterator[None]:
         """See `PoolKernels`: nothing is compiled."""

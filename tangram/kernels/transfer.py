@@ -44,6 +44,11 @@ class Fetched:
             self._arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._arrival.record()
 
+    @property
+    def arrived(self) -> bool:
+        """Whether `get` would not wait."""
+        return self._arrival is None or bool(self._arrival.query())
+
     def get(self) -> list[Tensor]:
         """The copies, once they are there."""
         if self._arrival is not None:

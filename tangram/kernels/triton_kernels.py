@@ -23,7 +23,7 @@ from tangram.types import Int32
 
 FUSED_SCORES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({"keydiff": keydiff.score})
 WIDTHS = ((2, 1), (4, 2), (8, 4), (64, 8), (256, 16), (1 << 30, 64))  # up to so many rows, in steps of
-UNMEASURED = "packing:measured"  # without a policy: a work queue that reads shared prefixes once
+UNMEASURED = "packing:thrifty"  # without a policy: a work queue that reads shared prefixes once, where that tells
 
 
 class TritonKernels:
@@ -67,7 +67,7 @@ class TritonKernels:
         """See `PoolKernels`: the buffers of the loaded plan."""
         return self._decoder if self._pool.is_cuda else None
 
-    def load(self, batch: Decoding, width: int) -> None:
+    def load(self, batch: Decoding, width: int) -> str:
         """See `PoolKernels`. The plan goes where the last one of this width lay, if it fits."""
         self._scale(*batch.rows.table.shape[1:])
         schedule = self._schedule(batch)
@@ -77,6 +77,7 @@ class TritonKernels:
             room = None if known is None else known.capacity
             known = self._decoders[width, options] = self._executing(plan, batch, options, room)
         self._decoder, self._decode_address = known, self._addressed(batch.rows, len(batch.lengths), width)
+        return schedule.kind
 
     def rehearsals(self, batch: Decoding, width: int) -> Iterator[None]:
         """See `PoolKernels`."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from tangram.kernels.step import PoolKernels, PrefillRows
+from tangram.kernels.stopwatch import Stopwatch
 from tangram.model.sealing import ChunkSealer, FusedSealer
 
 IMPLEMENTATION = "tangram"
@@ -53,7 +54,7 @@ def keep_hidden(module: nn.Module, args: Any, kwargs: Any) -> None:
 class StepAttention:
     """Attention of one step, which `kernels` have begun with `width` decode rows and the rows `prefill`.
 
-    `sealers` seal those of them that have scores.
+    `sealers` seal those of them that have scores, and `sealing` times them.
     """
 
     kernels: PoolKernels
@@ -61,6 +62,7 @@ class StepAttention:
     width: int
     prefill: PrefillRows
     sealers: Sequence[ChunkSealer | FusedSealer]
+    sealing: Stopwatch
     hidden: Tensor | None = None
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -69,8 +71,10 @@ class StepAttention:
         out, known = torch.empty(q.shape, dtype=q.dtype, device=q.device), _known(options)
         self.kernels.decode(layer, q, k, v, out, **known)
         # No score looks at what attention gives: with all chunks sealed, rows of one sequence attend side by side.
-        for sealer in self.sealers:
-            self._seal(sealer, layer, q, k, v, options["scaling"])
+        if self.sealers:
+            with self.sealing.timing():
+                for sealer in self.sealers:
+                    self._seal(sealer, layer, q, k, v, options["scaling"])
         self.kernels.prefill(layer, q, k, v, out, window=self.windows[layer], **known)
         return out
 
@@ -92,6 +96,7 @@ class RepeatAttention:
     kernels: PoolKernels
     windows: Sequence[int | None]
     sealer: ChunkSealer
+    sealing: Stopwatch
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Serve one layer of the repetition; see `AttentionContext`."""
@@ -100,7 +105,8 @@ class RepeatAttention:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self.kernels.prefill(layer, q, keys, values, out, window=self.windows[layer], **_known(options))
         if layer in self.sealer.pending:
-            self.sealer.reconstruct(layer, q, k)
+            with self.sealing.timing():
+                self.sealer.reconstruct(layer, q, k)
         return out
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,6 +17,8 @@ from tangram.types import Int32, Row
 
 # (the chunk in one layer, its scores [H, C]) as they come: calibration and inspection look on here.
 ScoreObserver = Callable[[ChunkView, Tensor], None]
+# The scores [H, C] of one chunk, full-attention layer after layer: who counts what a chunk would have wished.
+Wishes = Callable[[Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -41,19 +43,26 @@ class ChunkRanking(Ranking):
 
 @dataclass(frozen=True, eq=False)
 class FusedSealer:
-    """Seals chunks of one retention, prefill `rows` that lie end to end, by scores that `kernels` have at hand."""
+    """Seals chunks of one retention, prefill `rows` that lie end to end, by scores that `kernels` have at hand.
+
+    `wishes` want those of some of the chunks, which they are named by.
+    """
 
     retention: Retention
     kernels: PoolKernels
     scores: Callable[[Tensor], Tensor]
     rows: slice
+    wishes: Mapping[int, Wishes] = field(default_factory=dict)
 
     def take(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scaling: float, hidden: Tensor | None) -> None:
         """See `ChunkSealer`; k and v are those of all rows, [N · C, H, D]."""
         retention = self.retention
         if retention.layout.geometry.windows[layer] is None:
             keys = torch.unflatten(k, 0, (self.rows.stop - self.rows.start, -1)).transpose(1, 2)
-            ranking = ChunkRanking(self.scores(keys), retention.sink_tokens, retention.window_tokens)
+            scores = self.scores(keys)
+            for chunk, wishes in self.wishes.items():
+                wishes(scores[chunk])
+            ranking = ChunkRanking(scores, retention.sink_tokens, retention.window_tokens)
             self.kernels.seal(layer, self.rows, ranking, k, v)
 
 
@@ -64,7 +73,7 @@ class ChunkSealer:
     `number` is the row's number among the prefill rows of the step that `kernels` have begun. With a scorer that needs
     a reconstruction the chunk waits in `pending` until the second pass brings the queries of its repetition; `chunk_kv`
     keeps its k and v [C, H, D] of every layer for that pass. `defers` only keeps the scores [H, C] of every layer in
-    `deferred`: the chunk is stored whole, and selected from when the step is done.
+    `deferred`: the chunk is stored whole, and selected from when the step is done. `wishes` want the scores, too.
     """
 
     retention: Retention
@@ -75,6 +84,7 @@ class ChunkSealer:
     rotary: Rotary | None
     observer: ScoreObserver | None = None
     defers: bool = False
+    wishes: Wishes | None = None
     deferred: dict[int, Tensor] = field(default_factory=dict)
     pending: dict[int, ChunkView] = field(default_factory=dict)
     chunk_kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -115,6 +125,8 @@ class ChunkSealer:
         scores = self.scorer.score(chunk) if fused is None else fused(chunk.keys[None])[0]
         if self.observer is not None:
             self.observer(chunk, scores)
+        if self.wishes is not None:
+            self.wishes(scores)
         if self.defers:
             self.deferred[chunk.layer] = scores
             return

@@ -1,6 +1,6 @@
 """A schedule by name: a planner, its rule, how finely it cuts, and what the kernels are told.
 
-    plain | aot | workqueue | uniform | packing:{off,naive,paper,measured} | buckets:{exact,padded}
+    plain | aot | workqueue | uniform | packing:{off,naive,paper,measured,thrifty} | buckets:{exact,padded}
 
 followed by any of `+ctas=3 +tasks=4 +min=256 +tile=128 +queries=128` (planner) and `+apart +atomic +serial +onetile
 +replan +entries=64 +stages=3 +warps=4` (execution; entries, stages and warps apply to every tile). `ctas` is how many
@@ -102,6 +102,11 @@ class Schedule:
             else:
                 flags.add(name)
         return cls(text, planner, rule, frozenset(flags), numbers)
+
+    @property
+    def kind(self) -> str:
+        """The planner and its rule, without numbers and flags."""
+        return f"{self.planner}:{self.rule}" if self.rule else self.planner
 
     @property
     def each_step(self) -> bool:

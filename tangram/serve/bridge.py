@@ -15,7 +15,8 @@ from tangram.engine.text import TokenText
 from tangram.errors import ConfigError
 from tangram.metrics import EngineStats
 from tangram.serve.errors import ApiError
-from tangram.serve.exposition import LatencyMeter, ServerMetrics
+from tangram.serve.exposition import CompletionMeter, ServerMetrics
+from tangram.serve.record import Generation, Record
 from tangram.types import Event, FinishReason, Request, SamplingParams
 
 HEALTH_CHECK_S = 1.0
@@ -94,7 +95,10 @@ class ServedEngine(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """What one HTTP request asks of the engine: `sampling.n` completions of each prompt, whole or as a `stream`."""
+    """What one HTTP request asks of the engine: `sampling.n` completions of each prompt, whole or as a `stream`.
+
+    `record`, if the request came by HTTP, hears what comes of it, and gives the engine's log its name.
+    """
 
     id: str
     prompts: Sequence[tuple[int, ...]]
@@ -102,6 +106,7 @@ class Job:
     kv_retention: float | None
     cache_salt: str
     stream: bool = False
+    record: Record | None = None
 
     @property
     def choices(self) -> int:
@@ -122,7 +127,10 @@ class EventStream:
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[tuple[int, Event] | ApiError] = asyncio.Queue()
         self._most_pending = job.choices * limits.pending_events if job.stream else None
-        self._running: dict[int, LatencyMeter] = {}
+        self._running: dict[int, CompletionMeter] = {}
+        self._generation = Generation(job.id, job.sampling, job.kv_retention, job.stream)
+        if job.record is not None:
+            job.record.generation = self._generation
         self.overrun = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         if limits.request_timeout_s is not None:
@@ -131,7 +139,7 @@ class EventStream:
         try:
             for number in range(len(job.prompts)):
                 engine.submit(self._request(number))
-                self._running |= {number * n + index: LatencyMeter(metrics, now_s) for index in range(n)}
+                self._running |= {number * n + index: CompletionMeter(metrics, now_s) for index in range(n)}
         except BaseException:
             self.close()
             raise
@@ -147,7 +155,9 @@ class EventStream:
         )
 
     def _request_id(self, number: int) -> str:
-        return f"{self._job.id}-{number}"
+        record = self._job.record
+        name = self._job.id if record is None else record.request_id
+        return f"{name}-{number}" if len(self._job.prompts) > 1 else name
 
     def _post(self, number: int, event: Event) -> None:
         """Runs on the engine's thread. Once the server's loop is closed nobody waits for the event any more."""
@@ -171,9 +181,11 @@ class EventStream:
     async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
         """Events until every completion has ended. Raises `ApiError` if the engine gave up on one."""
         while self._running:
-            choice, event = await self._next()
-            if event.finish_reason is FinishReason.ABORT:
-                raise ApiError(500, event.error or "the engine ended the request: it is shutting down")
+            try:
+                choice, event = await self._next()
+            except ApiError as error:
+                self._generation.failure = error.status
+                raise
             self._measure(choice, event)
             yield choice, event
 
@@ -184,25 +196,27 @@ class EventStream:
                     news = await self._queue.get()
                     if isinstance(news, ApiError):
                         raise news
+                    if news[1].finish_reason is FinishReason.ABORT:
+                        raise ApiError(500, news[1].error or "the engine ended the request: it is shutting down")
                     return news
             if not self._engine.healthy:
                 raise ApiError(503, "the engine has stopped: the server's log has the reason")
 
     def _measure(self, choice: int, event: Event) -> None:
-        meter, now_s = self._running[choice], time.monotonic()
-        if event.token_ids:
-            meter.tokens(len(event.token_ids), now_s)
+        now_s = time.monotonic()
+        self._generation.note(choice, event, now_s)
+        self._running[choice].take(event, now_s)
         if event.finish_reason is not None:
             del self._running[choice]
-            meter.end(event.finish_reason.value, now_s)
 
     def close(self) -> None:
         """Abort what has not ended. Safe to call twice."""
         if self._timer is not None:
             self._timer.cancel()
         self._abort_unfinished()
-        for meter in self._running.values():
-            meter.end(FinishReason.ABORT.value, time.monotonic())
+        for choice, meter in self._running.items():
+            self._generation.reasons[choice] = FinishReason.ABORT
+            meter.end(FinishReason.ABORT, time.monotonic())
         self._running.clear()
 
     def _abort_unfinished(self) -> None:

@@ -8,9 +8,22 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tangram.metrics import EngineStats
+from tangram.metrics import EngineStats, GroupOverflow
+from tangram.serve.record import Record
+from tangram.types import Event, FinishReason
 
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+ENDPOINTS = (
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/tokenize", "/detokenize", "/health",
+    "/ready", "/version", "/metrics",
+)  # fmt: skip
+
+_SECONDS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0,
+    3600.0,
+)  # fmt: skip
+_TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+
+_Labelled = tuple[str, str, tuple[str, ...], Callable[[EngineStats], list[tuple[tuple[str, ...], float]]]]
 
 _COUNTERS = (
     ("prompt_tokens", "Prompt tokens of admitted requests", "prompt_tokens"),
@@ -23,6 +36,9 @@ _COUNTERS = (
     ("host_bytes_out", "Bytes of KV pages copied to host memory", "host_bytes_out"),
     ("host_bytes_in", "Bytes of KV pages copied back from host memory", "host_bytes_in"),
     ("dropped_spans", "Evicted spans that host memory had no room for, or let go", "dropped_spans"),
+    ("step_seconds", "Seconds of the engine's steps", "step_s"),
+    ("step_device_seconds", "Those in which the host waited for the device; on a CPU, ran the model", "device_s"),
+    ("sealing_seconds", "Device seconds of scoring, selecting and storing chunks", "sealing_s"),
 )
 
 _GAUGES = (
@@ -37,7 +53,44 @@ _GAUGES = (
     ("kv_represented_tokens", "Tokens those entries stand for (their full-cache equivalent)", "represented_tokens"),
     ("kv_bytes_held", "Bytes of the running requests' pages", "kv_bytes_held"),
     ("kv_bytes_uncompressed", "Bytes the same tokens would take with nothing dropped", "kv_bytes_uncompressed"),
+    ("kv_bytes_saved", "Bytes that compression saves the running requests", "bytes_saved"),
+    ("kv_pages_promised", "Cached or free pages that running requests were promised", "pages_promised"),
+    ("prefix_cache_hit_share", "Share of all prompt tokens so far that the prefix cache had", "hit_share"),
+    ("step_host_share", "Share of all steps so far that was the host's own work", "host_share"),
 )
+
+# Families with labels: name, help, labels, and the label values and numbers of one reading.
+_LABELLED_GAUGES: tuple[_Labelled, ...] = (
+    ("kv_pages", "Pages of the pool by state", ("state",), lambda stats: [
+        (("held",), stats.pages_held), (("cached",), stats.pages_cached), (("free",), stats.pages_free),
+    ]),
+    ("kv_slots", "Slots of the running requests' pages, by whether they hold an entry", ("state",), lambda stats: [
+        (("used",), stats.slots_used), (("empty",), stats.slots_empty),
+    ]),
+)  # fmt: skip
+
+_GROUP = ("kv_retention", "group")
+_LABELLED_COUNTERS: tuple[_Labelled, ...] = (
+    ("plans", "Decode plans made, by planner", ("planner",), lambda stats: [
+        ((planner,), count) for planner, count in stats.plans.items()
+    ]),
+    ("budget_chunks", "Sealed chunks that were asked what they would have kept", ("kv_retention",), lambda stats: [
+        ((f"{line.kv_retention:g}",), line.chunks) for line in stats.overflow if line.group == 0
+    ]),
+    ("budget_wished_entries", "Entries that these chunks' own scores would have kept", _GROUP, lambda stats: [
+        (_group(line), line.wished) for line in stats.overflow
+    ]),
+    ("budget_lost_entries", "Those of them that the heads' budgets had no room for", _GROUP, lambda stats: [
+        (_group(line), line.lost) for line in stats.overflow
+    ]),
+    ("budget_exceeded_heads", "Heads of these chunks that lacked room", _GROUP, lambda stats: [
+        (_group(line), line.exceeded) for line in stats.overflow
+    ]),
+)  # fmt: skip
+
+
+def _group(line: GroupOverflow) -> tuple[str, str]:
+    return f"{line.kv_retention:g}", str(line.group)
 
 
 class _EngineCollector(Collector):
@@ -52,53 +105,98 @@ class _EngineCollector(Collector):
             yield CounterMetricFamily(f"tangram_{name}", text, value=getattr(stats, field))
         for name, text, field in _GAUGES:
             yield GaugeMetricFamily(f"tangram_{name}", text, value=getattr(stats, field))
-        pages = GaugeMetricFamily("tangram_kv_pages", "Pages of the pool by state", labels=["state"])
-        for state in ("held", "cached", "free"):
-            pages.add_metric([state], getattr(stats, f"pages_{state}"))
-        yield pages
+        for table, family in ((_LABELLED_GAUGES, GaugeMetricFamily), (_LABELLED_COUNTERS, CounterMetricFamily)):
+            for name, text, labels, values in table:
+                metric = family(f"tangram_{name}", text, labels=labels)
+                for label_values, value in values(stats):
+                    metric.add_metric(label_values, value)
+                yield metric
 
 
 class ServerMetrics:
-    """The series of one server, in a registry of its own."""
+    """The series of one server, in a registry of its own.
+
+    Histograms of phases and lengths are of completions that ended by themselves; the times are as the server sees them.
+    """
 
     def __init__(self, stats: Callable[[], EngineStats]) -> None:
-        self._registry = CollectorRegistry()
-        self._registry.register(_EngineCollector(stats))
+        self.stats = stats
+        self.registry = CollectorRegistry()
+        self.registry.register(_EngineCollector(stats))
         self.http_requests = Counter(
-            "tangram_http_requests", "HTTP requests answered", ["endpoint", "status"], registry=self._registry
+            "tangram_http_requests", "HTTP requests answered", ["endpoint", "status"], registry=self.registry
         )
         self.completions = Counter(
-            "tangram_completions", "Completions ended", ["finish_reason"], registry=self._registry
+            "tangram_completions", "Completions ended", ["finish_reason"], registry=self.registry
         )
-        self.first_token_s = self._latency("tangram_time_to_first_token_seconds", "From the request to its first token")
-        self.inter_token_s = self._latency("tangram_inter_token_latency_seconds", "From one token to the next")
-        self.duration_s = self._latency("tangram_completion_duration_seconds", "From the request to its last token")
+        self.first_token_s = self._seconds("time_to_first_token", "From the request to its first token")
+        self.inter_token_s = self._seconds("inter_token_latency", "From one token to the next")
+        self.duration_s = self._seconds("completion_duration", "From the request to its last token, or its abort")
+        self.queue_s = self._seconds("completion_queue", "From the request to its place in the batch")
+        self.prefill_s = self._seconds("completion_prefill", "From the place in the batch to the first token")
+        self.decode_s = self._seconds("completion_decode", "From the first token to the last")
+        self.inference_s = self._seconds("completion_inference", "From the place in the batch to the last token")
+        self.mean_token_s = self._seconds("completion_mean_token", "Mean time of a completion from token to token")
+        self.prompt_tokens = self._tokens("completion_prompt_tokens", "Prompt tokens of a completion")
+        self.generated_tokens = self._tokens("completion_generated_tokens", "Tokens of a completion")
 
-    def _latency(self, name: str, text: str) -> Histogram:
-        return Histogram(name, text, buckets=_SECONDS, registry=self._registry)
+    def _seconds(self, name: str, text: str) -> Histogram:
+        return Histogram(f"tangram_{name}_seconds", text, buckets=_SECONDS, registry=self.registry)
+
+    def _tokens(self, name: str, text: str) -> Histogram:
+        return Histogram(f"tangram_{name}", text, buckets=_TOKENS, registry=self.registry)
+
+    def count_request(self, record: Record) -> None:
+        """Count an answer by endpoint and status."""
+        # Any path can be asked for, so unknown ones share a label: series must not grow without bound.
+        endpoint = record.path if record.path in ENDPOINTS else "other"
+        self.http_requests.labels(endpoint, "cut" if record.status is None else str(record.status)).inc()
 
     def render(self) -> bytes:
         """All series in the Prometheus text format."""
-        return generate_latest(self._registry)
+        return generate_latest(self.registry)
 
 
-class LatencyMeter:
-    """Times the tokens of one completion, in seconds of a monotonic clock."""
+class CompletionMeter:
+    """Times the tokens of one completion, in seconds of the monotonic clock that `start_s` is of."""
 
     def __init__(self, metrics: ServerMetrics, start_s: float) -> None:
         self._metrics, self._start_s = metrics, start_s
+        self._first_s: float | None = None
         self._last_s: float | None = None
 
-    def tokens(self, count: int, now_s: float) -> None:
+    def take(self, event: Event, now_s: float) -> None:
+        """An event of the completion has come."""
+        if event.token_ids:
+            self._tokens(len(event.token_ids), now_s)
+        if event.finish_reason is not None:
+            self._phases(event)
+            self.end(event.finish_reason, now_s)
+
+    def _tokens(self, count: int, now_s: float) -> None:
         """`count` tokens arrived together: a burst shares the gap before it."""
         if self._last_s is None:
+            self._first_s = now_s
             self._metrics.first_token_s.observe(now_s - self._start_s)
         else:
             for _ in range(count):
                 self._metrics.inter_token_s.observe((now_s - self._last_s) / count)
         self._last_s = now_s
 
-    def end(self, finish_reason: str, now_s: float) -> None:
-        """The completion ended."""
-        self._metrics.completions.labels(finish_reason).inc()
+    def _phases(self, event: Event) -> None:
+        metrics, usage = self._metrics, event.usage
+        metrics.prompt_tokens.observe(usage.prompt_tokens)
+        metrics.generated_tokens.observe(usage.completion_tokens)
+        if self._first_s is None or self._last_s is None or event.admitted_s is None:
+            return
+        metrics.queue_s.observe(event.admitted_s - self._start_s)
+        metrics.prefill_s.observe(self._first_s - event.admitted_s)
+        metrics.decode_s.observe(self._last_s - self._first_s)
+        metrics.inference_s.observe(self._last_s - event.admitted_s)
+        if usage.completion_tokens > 1:
+            metrics.mean_token_s.observe((self._last_s - self._first_s) / (usage.completion_tokens - 1))
+
+    def end(self, reason: FinishReason, now_s: float) -> None:
+        """The completion ended, or was given up."""
+        self._metrics.completions.labels(reason.value).inc()
         self._metrics.duration_s.observe(now_s - self._start_s)

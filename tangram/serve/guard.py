@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hmac
 import logging
-import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256
@@ -14,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tangram.errors import ConfigError
 from tangram.serve.errors import ApiError
+from tangram.serve.record import record_in
 
 MAX_HEADER_BYTES = 32 * 1024
 OPEN_PATHS = (b"/health", b"/ready")
@@ -123,7 +123,9 @@ class BoundRequests:
 
 
 class NameRequests:
-    """Gives every request an id, in the header `x-request-id`. A bug becomes a bare 500 with it, the log has why."""
+    """Tells every client its request's id, in the header `x-request-id`. A bug becomes a bare 500 with it, the log has
+    why. `RecordRequests` must be around it.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -133,7 +135,7 @@ class NameRequests:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id, started = f"req-{uuid.uuid4().hex}", False
+        request_id, started = record_in(scope).request_id, False
 
         async def naming_send(message: Message) -> None:
             nonlocal started
@@ -145,7 +147,7 @@ class NameRequests:
         try:
             await self._app(scope, receive, naming_send)
         except Exception:
-            _log.exception("request %s failed", request_id)
+            _log.exception("request %s failed", request_id, extra={"request_id": request_id})
             if started:
                 raise  # half an answer is out: only cutting the connection tells the client
             error = ApiError(500, f"internal error: the server's log has the details of request {request_id}")

@@ -6,9 +6,11 @@ starts and stops the engine.
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import version as version_of
 
@@ -16,38 +18,50 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tangram.errors import EngineError
 from tangram.serve.bridge import Limits, ServedEngine
 from tangram.serve.errors import install_handlers
-from tangram.serve.exposition import ServerMetrics
 from tangram.serve.guard import MAX_HEADER_BYTES, BoundRequests, NameRequests, Protection, RequireKeys
+from tangram.serve.logs import log_request
 from tangram.serve.openapi import document
 from tangram.serve.process import Server
+from tangram.serve.record import RecordRequests, RecordSink
 from tangram.serve.replies import Json
 from tangram.serve.responses import ResponsesRequest, respond
 from tangram.serve.schema import ChatRequest, CompletionRequest
 from tangram.serve.service import Service
 from tangram.serve.tokens import DetokenizeRequest, TokenizeRequest
+from tangram.serve.tracing import Traces
+from tangram.serve.vllm_names import VllmNames
 from tangram.serve.wire import HttpProtocol
 
-ENDPOINTS = (
-    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/tokenize", "/detokenize", "/health",
-    "/ready", "/version", "/metrics",
-)  # fmt: skip
 _CUT_AFTER_GRACE_S = 10
 
 
+@dataclass(frozen=True)
+class Telemetry:
+    """What the server tells beside its own metrics: these under `vllm_names` too, and `traces` of its requests."""
+
+    vllm_names: bool = False
+    traces: Traces | None = None
+
+
 def build_app(
-    engine: ServedEngine, *, served_model_name: str, protection: Protection | None = None, limits: Limits | None = None
-) -> FastAPI:
+    engine: ServedEngine, *, served_model_name: str, protection: Protection | None = None,
+    limits: Limits | None = None, telemetry: Telemetry | None = None,
+) -> FastAPI:  # fmt: skip
     """The application that serves `engine` as `served_model_name`; its `state.service` is the `Service`.
 
     With API keys in `protection`, all but /health and /ready ask for one.
     """
-    protection = protection or Protection()
+    protection, telemetry = protection or Protection(), telemetry or Telemetry()
     service = Service(engine, served_model_name, limits)
+    sinks: list[RecordSink] = [service.metrics.count_request, log_request]
+    if telemetry.vllm_names:
+        service.metrics.registry.register(VllmNames(service.metrics, served_model_name))
+    if telemetry.traces is not None:
+        sinks.append(telemetry.traces)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -56,6 +70,8 @@ def build_app(
             yield
         finally:
             service.stop()
+            if telemetry.traces is not None:
+                await asyncio.to_thread(telemetry.traces.close)
 
     # A redirect for a trailing slash would be made of the Host header.
     app = FastAPI(title="Tangram", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
@@ -65,7 +81,7 @@ def build_app(
     if protection.api_keys:
         app.add_middleware(RequireKeys, api_keys=protection.api_keys)
     app.add_middleware(NameRequests)
-    app.add_middleware(_CountRequests, metrics=service.metrics)
+    app.add_middleware(RecordRequests, sinks=sinks)
     _add_completion_routes(app, service)
     _add_other_routes(app, service)
     locked = bool(protection.api_keys)
@@ -140,30 +156,6 @@ def _model_card(service: Service) -> Json:
     }
 
 
-class _CountRequests:
-    """Counts answers by endpoint and status."""
-
-    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
-        self._app, self._metrics = app, metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        statuses: list[int] = []
-
-        async def watching_send(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                statuses.append(message["status"])
-            await send(message)
-
-        try:
-            await self._app(scope, receive, watching_send)
-        finally:
-            if scope["type"] == "http":
-                # Any path can be asked for, so unknown ones share a label: series must not grow without bound.
-                endpoint = scope["path"] if scope["path"] in ENDPOINTS else "other"
-                # No status yet means an unexpected error, which the outermost layer answers with 500.
-                self._metrics.http_requests.labels(endpoint, str(statuses[0] if statuses else 500)).inc()
-
-
 def transport_options() -> Json:
     """The options of `uvicorn.Config` that bound what a client can send before the application sees it."""
     return {
@@ -182,6 +174,7 @@ def serve_forever(
     served_model_name: str,
     protection: Protection | None = None,
     limits: Limits | None = None,
+    telemetry: Telemetry | None = None,
     shutdown_grace_s: float = 5.0,
 ) -> None:
     """Serve until SIGTERM or SIGINT; running answers get `shutdown_grace_s` to end, then they end with an error.
@@ -189,7 +182,9 @@ def serve_forever(
     Call it from the main thread, with an engine that is built but not started. Returns once the engine has stopped.
     Raises `EngineError` if it stopped by itself. A second signal ends the process at once.
     """
-    app = build_app(engine, served_model_name=served_model_name, protection=protection, limits=limits)
+    app = build_app(
+        engine, served_model_name=served_model_name, protection=protection, limits=limits, telemetry=telemetry
+    )
     cut_after_s = int(shutdown_grace_s) + _CUT_AFTER_GRACE_S
     # log_config None: what is logged, and where, stays the caller's choice.
     config = uvicorn.Config(

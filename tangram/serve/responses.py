@@ -18,6 +18,7 @@ from pydantic import BeforeValidator, Field, PositiveInt
 from tangram.errors import RequestError
 from tangram.serve.bridge import EventStream, Job
 from tangram.serve.errors import ApiError
+from tangram.serve.record import record_of
 from tangram.serve.replies import Json
 from tangram.serve.schema import MAX_MESSAGES, Body, Text, text_of_parts
 from tangram.serve.sending import EventSource
@@ -96,7 +97,10 @@ async def respond(service: Service, body: ResponsesRequest, request: Request) ->
     try:
         prompt = await service.chat_prompt(body.messages(), "input")
         identity = f"resp_{uuid.uuid4().hex}"
-        events = service.open(Job(identity, [prompt], body.sampling(), body.kv_retention, body.cache_salt, body.stream))
+        sampling, record = body.sampling(), record_of(request)
+        events = service.open(
+            Job(identity, [prompt], sampling, body.kv_retention, body.cache_salt, body.stream, record=record)
+        )  # fmt: skip
     except RequestError as error:
         name = _OTHER_NAMES.get(error.field, error.field)
         raise RequestError(str(error).replace(error.field, name), name) from error

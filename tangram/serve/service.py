@@ -17,6 +17,7 @@ from tangram.errors import RequestError
 from tangram.serve.bridge import EventStream, Job, Limits, ServedEngine
 from tangram.serve.errors import ApiError
 from tangram.serve.exposition import ServerMetrics
+from tangram.serve.record import Record, record_of
 from tangram.serve.replies import ChatFormat, Choice, CompletionFormat, Format, Json, usage_json
 from tangram.serve.schema import ChatRequest, CompletionRequest, StreamOptions
 from tangram.serve.sending import EventSource
@@ -74,7 +75,7 @@ class Service:
 
     async def answer(self, body: ChatRequest | CompletionRequest, request: Request) -> Response:
         """POST /v1/chat/completions and /v1/completions."""
-        events, style, job, head = await self._begin(body)
+        events, style, job, head = await self._begin(body, record_of(request))
         if body.stream:
             head |= {"object": style.chunk_object}
             return EventSource(_frames(events, head, style, job.sampling.n, body.stream_options), events)
@@ -87,7 +88,9 @@ class Service:
         """The answer in one piece, for a caller that does not hang up."""
         return await _finished(*await self._begin(body))
 
-    async def _begin(self, body: ChatRequest | CompletionRequest) -> tuple[EventStream, Format, Job, Json]:
+    async def _begin(
+        self, body: ChatRequest | CompletionRequest, record: Record | None = None
+    ) -> tuple[EventStream, Format, Job, Json]:
         style: Format
         if isinstance(body, ChatRequest):
             prompts = [await self.chat_prompt([message.for_template() for message in body.messages], "messages")]
@@ -99,7 +102,9 @@ class Service:
             style = self._completion_format(body)
         identity = f"{style.id_prefix}-{uuid.uuid4().hex}"
         try:
-            job = Job(identity, prompts, body.sampling(), body.kv_retention, body.cache_salt, body.stream)
+            job = Job(
+                identity, prompts, body.sampling(), body.kv_retention, body.cache_salt, body.stream, record=record
+            )
             head: Json = {"id": identity, "created": int(time.time()), "model": self.model}
             return self.open(job), style, job, head
         except RequestError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -14,10 +15,10 @@ from tangram.errors import ConfigError, IntegrityError
 from tangram.plan.cost import CostModel
 from tangram.plan.form import RangeKind, WorkPlan
 from tangram.plan.packing import plan_packing
-from tangram.plan.profit import PackingRule
+from tangram.plan.profit import THRIFT, PackingRule
 from tests.host.planning import PAGE, SharedBatch, shared_batch, shared_batches
 
-RULES: tuple[PackingRule, ...] = ("measured", "paper", "naive", "off")
+RULES: tuple[PackingRule, ...] = get_args(PackingRule)
 WHOLE = 1 << 40  # min_tokens so large that nothing is cut
 costs = st.builds(
     CostModel, partial_bytes_per_us=st.floats(4, 7).map(lambda x: 10**x), task_us=st.sampled_from([1e-3, 0.5, 50.0]),
@@ -121,6 +122,16 @@ def test_the_measured_rule_costs_the_least_of_all_ways_to_pack(
 KEPT = np.array([[4]])
 # Rows 0 and 2 share two sealed chunks (128 entries) and then, with row 4, nothing; row 1 and 3 share three units.
 TWO_ROOTS = shared_batch([(1, 2), (5, 6, 7), (1, 2, 3), (5, 6, 7), (9,)], [2, 1, 2, 1, 1], [100, 9, 20, 0, 40], KEPT)
+
+
+@given(shared_batches(windows=False, layers=1, heads=1), costs, st.sampled_from([1, 2, 32]))
+def test_the_thrifty_rule_packs_where_that_spares_enough(batch: SharedBatch, cost: CostModel, most_rows: int) -> None:
+    """What is read with and without packing is counted in the plans themselves."""
+    options = {"cost": cost, "max_query_rows": 4 * most_rows, "min_tokens": WHOLE}
+    plans = {rule: pack(batch, rule, **options) for rule in ("off", "measured", "thrifty")}
+    read = {rule: int(np.subtract(*plan.spans(batch.lengths)[::-1]).sum()) for rule, plan in plans.items()}
+    worth = read["off"] - read["measured"] >= read["off"] * THRIFT and read["measured"] < read["off"]
+    assert tasks(plans["thrifty"]) == tasks(plans["measured" if worth else "off"])
 
 
 def test_naive_packs_every_node_of_several_roots_and_rows_that_are_not_neighbours() -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from tangram.engine.text import TokenText
 from tangram.errors import RequestError
-from tangram.metrics import EngineStats
+from tangram.metrics import EngineStats, GroupOverflow
 from tangram.types import Event, FinishReason, Request, TokenLogprob, Usage
 
 CONTEXT_TOKENS = 512
@@ -48,6 +48,7 @@ class _Completion:
     index: int
     answer: str
     cached_tokens: int
+    admitted_s: float
     sent: int = 0
 
 
@@ -89,7 +90,8 @@ class FakeEngine:
             prompt = request.prompt_token_ids
             cached = max((_shared(prompt, seen) for seen in self._seen), default=0)
             answer = "".join(reversed("".join(map(chr, prompt)).split("<assistant>")[-1][-40:]))
-            self._running += [_Completion(request, index, answer, cached) for index in range(request.sampling.n)]
+            now_s = time.monotonic()
+            self._running += [_Completion(request, index, answer, cached, now_s) for index in range(request.sampling.n)]
             self._seen.append(prompt)
             self.submitted.append(request)
 
@@ -113,7 +115,8 @@ class FakeEngine:
                 kv_token_bytes=8, kv_bytes_held=80, kv_bytes_uncompressed=160, prompt_tokens=11, cached_tokens=5,
                 generated_tokens=self._generated_tokens, preemptions=3, steps=13, sealed_chunks=2,
                 host_pages_total=50, host_pages_used=20, restored_tokens=4, host_bytes_out=640, host_bytes_in=320,
-                dropped_spans=6,
+                dropped_spans=6, pages_promised=12, slots_held=640, slots_used=600, step_s=4.0, device_s=3.0,
+                sealing_s=0.5, plans={"aot": 9}, overflow=(GroupOverflow(0.5, 0, 2, 100, 10, 3),),
             )  # fmt: skip
 
     def _loop(self) -> None:
@@ -149,7 +152,7 @@ class FakeEngine:
         top = tuple((ord(letter), -float(rank)) for rank, letter in enumerate("xyz"))[: request.sampling.logprobs]
         logprobs = tuple(TokenLogprob(token, -math.inf if token == ord("!") else -0.5, top) for token in ids)
         wanted = logprobs if request.sampling.logprobs is not None else ()
-        request.on_event(Event(request.request_id, job.index, ids, text, wanted, usage, reason, error))
+        request.on_event(Event(request.request_id, job.index, ids, text, wanted, usage, reason, error, job.admitted_s))
 
 
 def _shared(left: Sequence[int], right: Sequence[int]) -> int:

@@ -1,0 +1,67 @@
+"""What `tangram serve` tells of itself: how it logs, and under which names and where else it is watched."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+
+from tangram.cli.options import exit_code
+from tangram.errors import TangramError
+
+# Conversion and weight loading have progress bars of their own; requests are in the metrics, and in the log as JSON.
+_QUIET = ("httpx", "transformers", "uvicorn.access")
+_log = logging.getLogger("tangram")
+
+
+class LogForm(StrEnum):
+    """How the log is written."""
+
+    text = "text"
+    json = "json"
+
+
+class OtherNames(StrEnum):
+    """Whose names metrics have besides their own."""
+
+    vllm = "vllm"
+
+
+LogFormat = Annotated[LogForm, typer.Option(help="json: an object a line on standard output, and one for each request")]
+MetricsAliases = Annotated[OtherNames | None, typer.Option(help="show metrics under vLLM's names, too")]
+OtlpEndpoint = Annotated[
+    str | None,
+    typer.Option(
+        help="send traces to this OpenTelemetry collector, http://HOST:4318; or set OTEL_EXPORTER_OTLP_ENDPOINT"
+    ),
+]
+OverflowEvery = Annotated[
+    int | None, typer.Option(help="of so many sealed chunks, ask one what it would have kept, for the metrics")
+]
+
+
+@contextmanager
+def logging_as(form: LogForm) -> Iterator[None]:
+    """Log in this form while inside. An error that ends the command is a line of the log where that is JSON."""
+    for name in _QUIET:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    if form is LogForm.text:
+        handler = RichHandler(console=Console(stderr=True), show_path=False)
+        logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler], force=True)
+        logging.getLogger("tangram.requests").setLevel(logging.WARNING)
+        yield
+        return
+    from tangram.serve.logs import log_as_json
+
+    log_as_json()
+    try:
+        yield
+    except TangramError as error:
+        _log.critical("%s", error)
+        raise typer.Exit(exit_code(error)) from error

@@ -1,0 +1,73 @@
+"""The log as JSON, one object a line, and a line for each request. No line has a prompt, an answer or a key."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from typing import Any
+
+from tangram.serve.record import Record
+
+PROBES = ("/health", "/ready", "/metrics")
+_MOST_PATH_CHARACTERS = 200  # a path is whatever a client sends
+_log = logging.getLogger("tangram.requests")
+
+
+class JsonFormatter(logging.Formatter):
+    """`time` (UTC), `level`, `logger`, `message`, and what the record brings: `request_id`, `fields`, an exception."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line; line breaks inside are escaped."""
+        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line: dict[str, Any] = {
+            "time": f"{moment}.{int(record.msecs):03d}Z", "level": record.levelname.lower(), "logger": record.name,
+            "message": record.getMessage(),
+        }  # fmt: skip
+        if (request_id := getattr(record, "request_id", None)) is not None:
+            line["request_id"] = request_id
+        line |= getattr(record, "fields", {})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def log_as_json() -> None:
+    """Everything that is logged from INFO on, and Python's warnings, as lines of JSON on standard output."""
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(JsonFormatter())
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    logging.captureWarnings(True)
+
+
+def log_request(record: Record) -> None:
+    """A line for a request whose answer is out; those of probes are for DEBUG."""
+    path = record.path[:_MOST_PATH_CHARACTERS]
+    level = logging.DEBUG if path in PROBES else logging.INFO
+    message = "%s %s: %s"
+    status = "cut" if record.status is None else record.status
+    _log.log(level, message, record.method, path, status, extra={"request_id": record.request_id,
+             "fields": _fields(record, path)})  # fmt: skip
+
+
+def _fields(record: Record, path: str) -> dict[str, Any]:
+    """What the answer was and what it took; seconds from the request's start but for `duration_s`, the whole."""
+    line: dict[str, Any] = {
+        "method": record.method, "path": path, "status": record.status, "duration_s": _rounded(record.duration_s),
+    }  # fmt: skip
+    generation = record.generation
+    if generation is None:
+        return line
+    return line | {
+        "response_id": generation.response_id, "stream": generation.stream, "kv_retention": generation.kv_retention,
+        "prompt_tokens": generation.prompt_tokens, "cached_tokens": generation.cached_tokens,
+        "completion_tokens": generation.completion_tokens, "finish_reasons": generation.finish_reasons,
+        "queue_s": _rounded(record.since_start(generation.admitted_s)),
+        "first_token_s": _rounded(record.since_start(generation.first_token_s)),
+        "kv_bytes": generation.kv_bytes, "failure": generation.failure,
+    }  # fmt: skip
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)
