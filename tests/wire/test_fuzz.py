@@ -11,8 +11,8 @@ import pytest
 from bench.http.fuzz import KEY, check_afterwards, check_log, fuzz, statuses
 from bench.http.made_up import MOST_TOKENS, fitting, small
 from bench.http.server import served
+from tangram.serve.exposition import ENDPOINTS
 from tangram.serve.guard import OPEN_PATHS
-from tangram.serve.http import ENDPOINTS
 
 from .conftest import CHAT, COMPLETIONS, FakeServer, chat_body, scrape, wait_until
 
