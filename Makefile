@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+LOAD_READY := build/load-venv/.ready
 ARGS ?=
 
-.PHONY: demo serve test check bench eval-quick clean
+.PHONY: demo serve test check bench eval-quick fuzz load soak clean
 
 demo: $(READY)
 	$(BIN)/python bench/demo.py
@@ -28,6 +29,23 @@ bench: $(READY)
 # A few minutes: what compression costs in answers, within bounds (docs/accuracy.md).
 eval-quick: $(READY)
 	$(BIN)/python -m bench.eval_quick
+
+# Strangers at a server of the embedded model (docs/load.md). FUZZ_SECONDS=, LOAD_SECONDS= and SOAK_SECONDS= say how long.
+fuzz: $(READY)
+	$(BIN)/python -m bench.http.fuzz
+
+load: $(READY) $(LOAD_READY)
+	$(BIN)/python -m bench.http.load
+
+soak: $(READY)
+	$(BIN)/python -m bench.http.soak
+
+# A load generator brings another project's dependencies: it has a place of its own.
+$(LOAD_READY): constraints.txt
+	$(PYTHON) -m venv build/load-venv
+	build/load-venv/bin/pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	build/load-venv/bin/pip install --quiet guidellm==0.8.1
+	touch $(LOAD_READY)
 
 # torch comes first and by exact version: asked for as a dependency, pip would take the newest CUDA build.
 # The embedded model is one file of weights; the dependencies it names are another project's runtime.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tangram.errors import RequestError
@@ -18,34 +20,50 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_BIASES = 1024
 
 
-def _between(field: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
-    inside = (low < value if open_low else low <= value) and value <= high
-    if not (math.isfinite(value) and inside):
-        bracket = "(" if open_low else "["
-        raise RequestError(f"{field} is {value}, it must lie in {bracket}{low}, {high}]", field)
+@dataclass(frozen=True)
+class Bounds:
+    """Where a number must lie, both ends included; the low one not if it is `open_low`."""
+
+    low: float
+    high: float
+    open_low: bool = False
+
+    def check(self, field: str, value: float) -> None:
+        """Raise `RequestError` if the `value` of `field` lies outside."""
+        inside = (self.low < value if self.open_low else self.low <= value) and value <= self.high
+        if not (math.isfinite(value) and inside):
+            bracket = "(" if self.open_low else "["
+            raise RequestError(f"{field} is {value}, it must lie in {bracket}{self.low}, {self.high}]", field)
+
+
+# By the fields of `SamplingParams`, in the order in which they are checked; None is always inside.
+BOUNDS: Mapping[str, Bounds] = {
+    "n": Bounds(1, MAX_SAMPLES),
+    "temperature": Bounds(0.0, 100.0),
+    "top_p": Bounds(0.0, 1.0, open_low=True),
+    "min_p": Bounds(0.0, 1.0),
+    "repetition_penalty": Bounds(0.01, 10.0),  # logits are divided by it: float32 has an end
+    "presence_penalty": Bounds(-2.0, 2.0),
+    "frequency_penalty": Bounds(-2.0, 2.0),
+    "top_k": Bounds(1, 2**31 - 1),
+    "logprobs": Bounds(0, MAX_LOGPROBS),
+    "max_tokens": Bounds(1, 2**31 - 1),
+    "seed": Bounds(-(2**63), 2**63 - 1),
+}
+BIAS = Bounds(-100.0, 100.0)
 
 
 def check_sampling(params: SamplingParams) -> None:
     """Raise `RequestError` naming the first field that is out of range."""
-    _between("n", params.n, 1, MAX_SAMPLES)
-    _between("temperature", params.temperature, 0.0, 100.0)
-    _between("top_p", params.top_p, 0.0, 1.0, open_low=True)
-    _between("min_p", params.min_p, 0.0, 1.0)
-    _between("repetition_penalty", params.repetition_penalty, 0.0, 10.0, open_low=True)
-    _between("presence_penalty", params.presence_penalty, -2.0, 2.0)
-    _between("frequency_penalty", params.frequency_penalty, -2.0, 2.0)
-    if params.top_k is not None:
-        _between("top_k", params.top_k, 1, 2**31 - 1)
-    if params.logprobs is not None:
-        _between("logprobs", params.logprobs, 0, MAX_LOGPROBS)
-    if params.max_tokens is not None:
-        _between("max_tokens", params.max_tokens, 1, 2**31 - 1)
-    _between("min_tokens", params.min_tokens, 0, 2**31 - 1 if params.max_tokens is None else params.max_tokens)
+    for field, bounds in BOUNDS.items():
+        if (value := getattr(params, field)) is not None:
+            bounds.check(field, value)
+    Bounds(0, BOUNDS["max_tokens"].high if params.max_tokens is None else params.max_tokens).check(
+        "min_tokens", params.min_tokens
+    )
     if params.min_tokens and params.stop:
         message = f"min_tokens is {params.min_tokens} and stop has texts, which could end an answer before: send one"
         raise RequestError(message, "min_tokens")
-    if params.seed is not None:
-        _between("seed", params.seed, -(2**63), 2**63 - 1)
     if len(params.stop) > MAX_STOP_STRINGS:
         raise RequestError(f"stop has {len(params.stop)} strings, at most {MAX_STOP_STRINGS} are allowed", "stop")
     if any(not text for text in params.stop):
@@ -62,4 +80,4 @@ def check_sampling(params: SamplingParams) -> None:
         message = f"logit_bias names {len(params.logit_bias)} tokens, at most {MAX_BIASES} are allowed"
         raise RequestError(message, "logit_bias")
     for token, bias in params.logit_bias.items():
-        _between(f"logit_bias[{token}]", bias, -100.0, 100.0)
+        BIAS.check(f"logit_bias[{token}]", bias)

@@ -11,6 +11,7 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cache, partial
 from importlib.metadata import version as version_of
 
 import uvicorn
@@ -23,6 +24,7 @@ from tangram.serve.bridge import Limits, ServedEngine
 from tangram.serve.errors import install_handlers
 from tangram.serve.guard import MAX_HEADER_BYTES, BoundRequests, NameRequests, Protection, RequireKeys
 from tangram.serve.logs import log_request
+from tangram.serve.openapi import document
 from tangram.serve.process import Server
 from tangram.serve.record import RecordRequests, RecordSink
 from tangram.serve.replies import Json
@@ -82,6 +84,9 @@ def build_app(
     app.add_middleware(RecordRequests, sinks=sinks)
     _add_completion_routes(app, service)
     _add_other_routes(app, service)
+    locked = bool(protection.api_keys)
+    described = partial(document, app, version=version_of("tangram"), model=served_model_name, locked=locked)
+    app.openapi = cache(described)  # type: ignore[method-assign]
     return app
 
 

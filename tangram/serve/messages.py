@@ -24,7 +24,7 @@ def text_of_parts(content: Any) -> Any:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" and isinstance(kind, str):
             raise ValueError(f"parts of type {kind!r} are not supported: this model reads text parts only")
-        if kind is None or part.keys() != {"type", "text"} or not isinstance(part["text"], str):
+        if kind != "text" or part.keys() != {"type", "text"} or not isinstance(part["text"], str):
             raise ValueError('a content part must be {"type": "text", "text": "..."}')
         texts.append(part["text"])
     return "\n".join(texts)

@@ -29,10 +29,14 @@ _MAX_TOKEN_DIGITS = 10
 
 
 class StreamOptions(Body):
-    """`include_usage` adds a last chunk with the usage of the whole request."""
+    """`include_usage` adds a last chunk with the usage of the whole request.
+
+    With `continuous_usage_stats`, too, every chunk before it has what its choice has used so far, as in vLLM.
+    """
 
     refused = STREAM_OPTIONS
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 def _as_list(value: Any) -> Any:
@@ -88,10 +92,6 @@ class _Sampled(Body):
         if self.stream_options is not None and not self.stream:
             raise wrong_field("stream_options", "'stream_options' is allowed only when 'stream' is true")
         return self
-
-    @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     def shaped(self) -> bool:

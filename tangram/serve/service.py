@@ -21,7 +21,7 @@ from tangram.serve.errors import ApiError
 from tangram.serve.exposition import ServerMetrics
 from tangram.serve.record import Record, record_of
 from tangram.serve.replies import ChatFormat, Choice, CompletionFormat, Format, Json, usage_json
-from tangram.serve.schema import ChatRequest, CompletionRequest
+from tangram.serve.schema import ChatRequest, CompletionRequest, StreamOptions
 from tangram.serve.sending import EventSource
 from tangram.types import Grammar, Usage
 
@@ -89,7 +89,7 @@ class Service:
         events, style, job, head = await self._begin(body, record_of(request))
         if body.stream:
             head |= {"object": style.chunk_object}
-            return EventSource(_frames(events, head, style, job.sampling.n, body.include_usage), events)
+            return EventSource(_frames(events, head, style, job.sampling.n, body.stream_options), events)
         try:
             return JSONResponse(await unless_disconnected(request, _finished(events, style, job, head)))
         finally:
@@ -115,14 +115,16 @@ class Service:
                 raise ApiError(400, "prompt holds no tokens: send at least one", param="prompt", code="invalid_value")
             style = self._completion_format(body)
         identity = f"{style.id_prefix}-{uuid.uuid4().hex}"
-        job = Job(identity, prompts, body.sampling(), body.kv_retention, body.cache_salt, body.stream, grammar, record)
-        head: Json = {"id": identity, "created": int(time.time()), "model": self.model}
         try:
+            job = Job(
+                identity, prompts, body.sampling(), body.kv_retention, body.cache_salt, body.stream, grammar, record
+            )
+            head: Json = {"id": identity, "created": int(time.time()), "model": self.model}
             return self.open(job), style, job, head
         except RequestError as error:
-            if isinstance(body, ChatRequest) and error.field == "prompt":  # the engine knows of no messages
-                raise RequestError(f"messages: the {error}", "messages") from error
-            raise
+            if not isinstance(body, ChatRequest):
+                raise
+            raise _as_chat(error, body) from error
 
     async def _grammar(self, body: ChatRequest | CompletionRequest) -> Grammar | None:
         """What the answer must be like, compiled on a thread of its own; None if it may be anything."""
@@ -209,6 +211,15 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(item)
 
 
+def _as_chat(error: RequestError, body: ChatRequest) -> RequestError:
+    """What the engine, which knows of no messages, refused, with the names that the client sent."""
+    if error.field == "prompt":
+        return RequestError(f"messages: the {error}", "messages")
+    if error.field == "max_tokens" and body.max_tokens is None and body.max_completion_tokens is not None:
+        return RequestError(str(error).replace("max_tokens", "max_completion_tokens"), "max_completion_tokens")
+    return error
+
+
 async def _finished(events: EventStream, style: Format, job: Job, head: Json) -> Json:
     """The whole answer; what has not ended when it is given up is aborted."""
     try:
@@ -230,14 +241,18 @@ async def _whole(events: EventStream, style: Format, job: Job) -> Json:
     }
 
 
-async def _frames(events: EventStream, head: Json, style: Format, n: int, include_usage: bool) -> AsyncIterator[str]:
+async def _frames(
+    events: EventStream, head: Json, style: Format, n: int, options: StreamOptions | None
+) -> AsyncIterator[str]:  # fmt: skip
     """The server-sent events of an answer: openings, deltas, the usage if asked for, [DONE]."""
-    tail: Json = {"usage": None} if include_usage else {}
+    include_usage = options is not None and options.include_usage
+    continuous = options is not None and options.continuous_usage_stats
     usages: dict[int, Usage] = {}
     try:
         async for index, event in events:
             opening = [] if index in usages else style.opening(index)
             usages[index] = event.usage
+            tail = {"usage": usage_json([event.usage], 1) if continuous else None} if include_usage else {}
             for choice in (*opening, style.delta(index, event)):
                 yield _frame(head | {"choices": [choice]} | tail)
         if include_usage:

@@ -107,7 +107,7 @@ MESSAGE: NoOps = {
     "refusal": (),
 }
 
-STREAM_OPTIONS: NoOps = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
+STREAM_OPTIONS: NoOps = {"include_obfuscation": (False,)}
 
 
 def _asks_for_nothing(value: object, no_ops: tuple[object, ...]) -> bool:

@@ -112,6 +112,16 @@ def test_presence_and_frequency_count_the_output_alone() -> None:
     )
 
 
+def test_no_repetition_penalty_makes_logits_infinite() -> None:
+    with pytest.raises(RequestError, match=r"repetition_penalty is 0\.009"):
+        SamplingParams(repetition_penalty=0.009)
+    logits = torch.zeros(1, VOCAB)
+    logits[0, [3, 4, 7]] = torch.tensor([1e30, -1e30, 2e30])
+    for seed in range(5):
+        row = row_of(SamplingParams(repetition_penalty=0.01), prompt=[3, 4], seed=seed)
+        assert sample(logits.clone(), [row])[0].token_id == 3
+
+
 def test_the_bias_is_added_before_the_repetition_penalty() -> None:
     logits = torch.tensor([[1.0, 0.0, -1.0]])
     params = SamplingParams(logit_bias={0: 2.0, 2: 0.5}, repetition_penalty=2.0)

@@ -45,6 +45,20 @@ def test_stream_says_the_same_as_the_whole_answer(fake_server: FakeServer) -> No
     assert {chunk.id for chunk in chunks} == {last.id}
 
 
+def test_a_stream_tells_what_each_choice_has_used_so_far(fake_server: FakeServer) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = fake_server.chat(stream=True, n=2, stream_options=options)
+    for index in (0, 1):
+        used = [chunk.usage for chunk in chunks if chunk.choices[0].index == index]
+        counts = [usage.completion_tokens for usage in used]
+        assert counts == sorted(counts) and counts[-1] == last.usage.completion_tokens / 2
+        assert {usage.prompt_tokens for usage in used} == {last.usage.prompt_tokens}
+    assert all(
+        chunk.usage is None
+        for chunk in fake_server.chat(stream=True, stream_options={**options, "include_usage": False})
+    )
+
+
 def test_stream_on_the_wire(fake_server: FakeServer) -> None:
     body = chat_body(stream=True, max_tokens=3)
     with fake_server.http() as client, client.stream("POST", CHAT, json=body) as response:

@@ -1,0 +1,122 @@
+"""What must hold after a soak, reckoned from what was seen: nothing lost, pages conserved, memory flat."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from scipy.stats import linregress
+
+from bench.http.conversations import Outcome
+from bench.http.server import Books
+
+# Memory may grow by so much over the time that is looked at, beyond two standard errors: allocators round.
+MOST_GROWTH_MB = 8.0
+# So much of the run is for caches to fill before memory is looked at.
+SETTLING_SHARE = 0.2
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The server at `at_s` of the run: resident memory of all its processes, its requests and pages."""
+
+    at_s: float
+    rss_mb: float
+    books: Books
+
+    def row(self) -> dict[str, float]:
+        """As it is written down."""
+        return {"at_s": round(self.at_s, 1), "rss_mb": round(self.rss_mb, 2), **asdict(self.books)}
+
+
+@dataclass(frozen=True)
+class Growth:
+    """The line through resident memory, by least squares over samples of `over_s` seconds."""
+
+    mb_per_hour: float
+    standard_error: float
+    over_s: float
+
+    @property
+    def least_mb(self) -> float:
+        """The growth over the time looked at, less two standard errors."""
+        return (self.mb_per_hour - 2 * self.standard_error) * self.over_s / 3600
+
+
+def growth(samples: Sequence[Sample]) -> Growth:
+    """Of all but the first `SETTLING_SHARE` of `samples`. Raises `ValueError` if fewer than three are left."""
+    kept = samples[int(len(samples) * SETTLING_SHARE) :]
+    if len(kept) < 3:
+        raise ValueError(f"{len(kept)} samples are too few for a slope: let it run longer")
+    hours = np.array([sample.at_s for sample in kept]) / 3600
+    line = linregress(hours, np.array([sample.rss_mb for sample in kept]))
+    return Growth(float(line.slope), float(line.stderr), kept[-1].at_s - kept[0].at_s)
+
+
+def latencies(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """Percentiles of the time to the first token, in seconds, over streams that were answered."""
+    seen = [outcome.ttft_s for outcome in outcomes if outcome.kind == "answered" and outcome.ttft_s is not None]
+    if not seen:
+        return {}
+    return {f"p{share}": float(np.percentile(seen, share)) for share in (50, 90, 99)} | {"requests": len(seen)}
+
+
+def counts(outcomes: Sequence[Outcome]) -> dict[str, int]:
+    """How many turns were answered, hung up on and lost, streamed or whole."""
+    found = Counter(f"{one.kind}, {'streamed' if one.stream else 'whole'}" for one in outcomes)
+    return dict(sorted(found.items()))
+
+
+def broken(
+    outcomes: Sequence[Outcome], samples: Sequence[Sample], memory: Growth, completions: dict[str, int], changed: int
+) -> list[str]:  # fmt: skip
+    """Every law that does not hold, in words. `completions` is the server's own count, by how they ended.
+
+    `changed` answers were another text when they were asked for again, alone.
+    """
+    found = []
+    lost = [outcome for outcome in outcomes if outcome.kind == "lost"]
+    if lost:
+        found.append(f"{len(lost)} of {len(outcomes)} turns were lost, the first by {lost[0].reason}")
+    if changed:
+        found.append(f"{changed} answers were other texts when asked for again")
+    for sample in samples:
+        found += [f"at {sample.at_s:.0f} s: {problem}" for problem in sample.books.problems(idle=False)]
+    if memory.least_mb > MOST_GROWTH_MB:
+        found.append(f"memory grew by {memory.least_mb:.1f} MB or more, at most {MOST_GROWTH_MB} are allowed")
+    return found + _miscounted(outcomes, completions)
+
+
+def _miscounted(outcomes: Sequence[Outcome], completions: dict[str, int]) -> list[str]:
+    """Where the server counts other ends than its clients saw."""
+    answered = sum(outcome.kind == "answered" for outcome in outcomes)
+    whole, given_up = completions.get("length", 0), completions.get("abort", 0)
+    found = []
+    if whole < answered:
+        found.append(f"{answered} answers arrived, but the server counts {whole}")
+    if whole + given_up > len(outcomes):
+        found.append(f"{len(outcomes)} turns were asked, but the server counts {whole} whole and {given_up} given up")
+    return found
+
+
+def summary(outcomes: Sequence[Outcome], samples: Sequence[Sample], memory: Growth) -> dict[str, Any]:
+    """The figures of a soak, as they are published."""
+    return {
+        "turns": len(outcomes),
+        "outcomes": counts(outcomes),
+        "ttft_s": latencies(outcomes),
+        "rss_mb": {
+            "first": samples[0].rss_mb,
+            "last": samples[-1].rss_mb,
+            "slope_mb_per_hour": memory.mb_per_hour,
+            "standard_error_mb_per_hour": memory.standard_error,
+            "over_s": memory.over_s,
+        },
+        "most_running": max(sample.books.running for sample in samples),
+        "most_waiting": max(sample.books.waiting for sample in samples),
+        "most_pages_held": max(sample.books.held for sample in samples),
+        "samples": [sample.row() for sample in samples],
+    }

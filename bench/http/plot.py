@@ -1,0 +1,44 @@
+"""The soak as a picture: resident memory, time to first token, pages and requests over time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+
+from bench.http.laws import SETTLING_SHARE
+
+COLOURS = ("#2b6cb0", "#dd8d29", "#4a9c6d", "#a1a1a1")
+
+
+def draw(result: dict[str, Any], target: Path) -> None:
+    """Write a PNG of three panels over the same minutes."""
+    mpl.use("Agg")
+    samples = result["samples"]
+    minutes = [sample["at_s"] / 60 for sample in samples]
+    figure, (memory, first, pages) = plt.subplots(3, 1, figsize=(8, 7), sharex=True)
+    memory.plot(minutes, [sample["rss_mb"] for sample in samples], color=COLOURS[0], linewidth=1)
+    memory.axvline(minutes[int(len(minutes) * SETTLING_SHARE)], color=COLOURS[3], linestyle=":")
+    memory.set_ylabel("resident memory, MB")
+    found = result["rss_mb"]
+    slope, error = found["slope_mb_per_hour"], found["standard_error_mb_per_hour"]
+    memory.set_title(f"{slope:.0f} ± {error:.0f} MB/hour right of the dots", fontsize=8, loc="right")
+    ttfts = result["ttfts"]
+    first.scatter([at_s / 60 for at_s, _ in ttfts], [ttft_s for _, ttft_s in ttfts], s=5, color=COLOURS[1])
+    first.axhline(result["ttft_s"]["p99"], color=COLOURS[3], linestyle=":")
+    first.set_ylabel("time to first token, s")
+    first.set_title(f"p99 {result['ttft_s']['p99']:.2f} s", fontsize=8, loc="right")
+    states = ("held", "cached", "free")
+    pages.stackplot(
+        minutes, *([sample[state] for sample in samples] for state in states), labels=states, colors=COLOURS
+    )
+    pages.set_ylabel("pages")
+    pages.set_xlabel("minutes")
+    pages.legend(loc="lower right", fontsize=8)
+    where = result["environment"]
+    figure.suptitle(f"{result['command']} · {where['cpu']} · {where['date']}, commit {where['commit']}", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(target, dpi=120)
+    plt.close(figure)

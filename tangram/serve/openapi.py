@@ -1,0 +1,220 @@
+"""The OpenAPI document of the server, as strangers and their tools may rely on it.
+
+FastAPI describes the types of the fields. This adds what is decided elsewhere: the ranges of `tangram/limits.py`, the
+forms that validators accept before types are looked at, the fields that may only ask for nothing, the errors, the key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from tangram.limits import (
+    BIAS,
+    BOUNDS,
+    MAX_BIASES,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    Bounds,
+)
+from tangram.serve.body import Body
+from tangram.serve.guard import OPEN_PATHS
+from tangram.serve.messages import MAX_MESSAGES
+from tangram.serve.replies import Json
+from tangram.serve.schema import MAX_PROMPTS
+
+_NULL: Json = {"type": "null"}
+_ERROR = {"$ref": "#/components/schemas/Error"}
+_ERRORS = {
+    "400": "a wrong, unknown or unsupported field, or a request that can never fit",
+    "401": "no API key, or a wrong one",
+    "404": "another model, or another path",
+    "413": "a body over the bound",
+    "429": "too many requests wait: Retry-After says when to come back",
+    "431": "path and headers over the bound",
+    "500": "the engine gave up on the request, or a bug",
+    "503": "the engine has stopped, or the server is shutting down",
+    "504": "the answer took too long",
+}
+_ENGINE_ERRORS = ("429", "500", "503", "504")
+_GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+_NULLABLE_STRING: Json = {"type": ["string", "null"]}
+_ERROR_SCHEMA: Json = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": _NULLABLE_STRING | {"description": "the request field to blame"},
+                "code": _NULLABLE_STRING,
+            },
+        }
+    },
+}
+
+
+def _object(*required: str) -> Json:
+    return {"application/json": {"schema": {"type": "object", "required": list(required)}}}
+
+
+_EVENT: Json = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
+_EVENTS: Json = {"text/event-stream": {"schema": _EVENT | {"description": "one event of the stream"}}}
+_ANSWERS: dict[str, Json] = {
+    "/v1/chat/completions": _object("id", "object", "created", "model", "choices", "usage") | _EVENTS,
+    "/v1/completions": _object("id", "object", "created", "model", "choices", "usage") | _EVENTS,
+    "/v1/responses": _object("id", "object", "created_at", "model", "status", "output", "usage") | _EVENTS,
+    "/tokenize": _object("tokens", "count", "max_model_len"),
+    "/detokenize": _object("prompt"),
+    "/v1/models": _object("object", "data"),
+    "/v1/models/{model}": _object("id", "object", "max_model_len"),
+    "/health": _object("status"),
+    "/ready": _object("ready"),
+    "/version": _object("version"),
+    "/metrics": {"text/plain": {"schema": {"type": "string"}}},
+}
+
+
+def _list(items: Json, least: int, most: int) -> Json:
+    return {"type": "array", "items": items, "minItems": least, "maxItems": most}
+
+
+def _parts(*types: str) -> Json:
+    """A text, or parts of it."""
+    part = {
+        "type": "object",
+        "required": ["type", "text"],
+        "properties": {"type": {"enum": list(types)}, "text": {"type": "string"}},
+        "additionalProperties": False,
+    }
+    return {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}
+
+
+def _numbers(bounds: Bounds) -> Json:
+    return {"exclusiveMinimum" if bounds.open_low else "minimum": bounds.low, "maximum": bounds.high}
+
+
+_TOKENS = _list({"type": "integer", "minimum": 0, "maximum": BOUNDS["top_k"].high}, 1, 1_000_000)
+_STOP: Json = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS}
+_FORMS: dict[str, Json] = {
+    "CompletionRequest.prompt": {
+        "anyOf": [{"type": "string"}, _TOKENS, _list({"anyOf": [{"type": "string"}, _TOKENS]}, 1, MAX_PROMPTS)]
+    },
+    "ChatMessage.content": _parts("text"),
+    "InputMessage.content": _parts("input_text", "output_text", "text"),
+    "ResponsesRequest.input": {
+        "anyOf": [
+            {"type": "string"},
+            _list({"$ref": "#/components/schemas/InputMessage"}, 1, MAX_MESSAGES),
+        ]
+    },
+    "stop": {"anyOf": [_STOP, _list(_STOP, 0, MAX_STOP_STRINGS)]},
+    "stop_token_ids": _list({"type": "integer"}, 0, MAX_STOP_TOKEN_IDS),
+    "logit_bias": {
+        "type": "object",
+        "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+        "additionalProperties": {"type": "number"} | _numbers(BIAS),
+        "maxProperties": MAX_BIASES,
+    },
+    "DetokenizeRequest.tokens": _TOKENS | {"minItems": 0},
+}
+_RANGES = {
+    **BOUNDS,
+    "top_k": Bounds(-1, BOUNDS["top_k"].high),
+    "min_tokens": Bounds(0, BOUNDS["max_tokens"].high),
+    "max_completion_tokens": BOUNDS["max_tokens"],
+    "max_output_tokens": BOUNDS["max_tokens"],
+    "kv_retention": Bounds(0.0, 1.0, open_low=True),
+}
+
+
+def document(app: FastAPI, *, version: str, model: str, locked: bool) -> Json:
+    """The OpenAPI document of `app`, which serves `model`; `locked` where it asks for API keys."""
+    found = get_openapi(title=app.title, version=version, routes=app.routes)
+    schemas = found["components"]["schemas"]
+    for name in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(name, None)
+    for body in _bodies(Body):
+        if body.__name__ in schemas:
+            _describe_body(body, schemas[body.__name__], model)
+    schemas["Error"] = _ERROR_SCHEMA
+    for path, methods in found["paths"].items():
+        for operation in methods.values():
+            operation["responses"] = _responses(path, operation, locked)
+            for parameter in operation.get("parameters", []):
+                parameter["schema"] = _field("", parameter["name"], parameter["schema"], model)
+            if path.encode() in OPEN_PATHS:
+                operation["security"] = []
+    if locked:
+        found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        found["security"] = [{"key": []}]
+    return found
+
+
+def _bodies(base: type[Body]) -> Iterator[type[Body]]:
+    for body in base.__subclasses__():
+        yield body
+        yield from _bodies(body)
+
+
+def _describe_body(body: type[Body], schema: Json, model: str) -> None:
+    """Into the schema of `body`: ranges, forms, null as the default, and the fields that may ask for nothing only."""
+    properties, required = schema["properties"], schema.get("required", [])
+    for name, found in properties.items():
+        properties[name] = _field(body.__name__, name, found, model)
+        if name not in required:
+            properties[name] = _or_null(properties[name])
+    for name, values in body.refused.items():
+        words = "not supported: only values that ask for nothing"
+        properties[name] = {"enum": [None, *values], "description": words}
+
+
+def _field(body: str, name: str, found: Json, model: str) -> Json:
+    if name == "model":
+        return {"type": "string", "const": model}
+    form = _FORMS.get(f"{body}.{name}", _FORMS.get(name))
+    if form is not None:
+        return {key: value for key, value in found.items() if key in ("title", "description", "default")} | form
+    return _ranged(found, _RANGES[name]) if name in _RANGES else found
+
+
+def _ranged(schema: Json, bounds: Bounds) -> Json:
+    if schema.get("type") in ("integer", "number"):
+        plain = {key: value for key, value in schema.items() if key not in ("minimum", "exclusiveMinimum", "maximum")}
+        return plain | _numbers(bounds)
+    forms: list[Any] = schema.get("anyOf", [])
+    return schema | {"anyOf": [_ranged(form, bounds) for form in forms]} if forms else schema
+
+
+def _or_null(schema: Json) -> Json:
+    forms = schema.get("anyOf")
+    if forms is not None:
+        return schema if _NULL in forms else schema | {"anyOf": [*forms, _NULL]}
+    outer = {key: schema[key] for key in ("title", "description", "default") if key in schema}
+    return outer | {"anyOf": [{key: value for key, value in schema.items() if key not in outer}, _NULL]}
+
+
+def _responses(path: str, operation: Json, locked: bool) -> Json:
+    """What `operation` may answer."""
+    errors = ["431"]
+    if "requestBody" in operation:
+        errors += ["400", "404", "413"]
+    if path == "/v1/models/{model}":
+        errors += ["404"]
+    if path in _GENERATING:
+        errors += _ENGINE_ERRORS
+    is_open = path.encode() in OPEN_PATHS
+    if locked and not is_open:
+        errors += ["401"]
+    answers: Json = {"200": {"description": "the answer", "content": _ANSWERS[path]}}
+    if is_open:  # its 503 says the same in the same form
+        answers["503"] = {"description": _ERRORS["503"], "content": _ANSWERS[path]}
+    content = {"application/json": {"schema": _ERROR}}
+    return answers | {status: {"description": _ERRORS[status], "content": content} for status in sorted(errors)}

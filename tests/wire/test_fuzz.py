@@ -1,0 +1,85 @@
+"""Requests made up from the OpenAPI document, for half a minute; `make fuzz` is the long form."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import httpx
+import pytest
+
+from bench.http.fuzz import KEY, check_afterwards, check_log, fuzz, statuses
+from bench.http.made_up import MOST_TOKENS, fitting, small
+from bench.http.server import served
+from tangram.serve.exposition import ENDPOINTS
+from tangram.serve.guard import OPEN_PATHS
+
+from .conftest import CHAT, COMPLETIONS, FakeServer, chat_body, scrape, wait_until
+
+OPEN_S, LOCKED_S = 12, 12
+
+
+def test_no_request_breaks_an_open_server(server_url: str) -> None:
+    fuzz(server_url, OPEN_S, {}, "fuzzing")
+    with httpx.Client(base_url=server_url, timeout=60) as client:
+        wait_until(lambda: scrape(client)["tangram_kv_pages", "held"] == 0, "pages are still held", timeout_s=30)
+        found = scrape(client)
+        assert client.get("/health").status_code == 200
+    assert not [name for name in found if name[0] == "tangram_http_requests_total" and ",5" in name[1]]
+    pages = sum(found["tangram_kv_pages", state] for state in ("held", "cached", "free"))
+    assert pages == found["tangram_kv_pages_total", ""]
+
+
+def test_no_request_breaks_a_server_with_a_key() -> None:
+    with tempfile.TemporaryFile() as log:
+        with served(("--kv-retention", "0.5"), log, KEY) as server:
+            fuzz(server.url, LOCKED_S, server.headers, "coverage")
+            check_afterwards(server)
+            counts = statuses(server)
+        check_log(log)
+    assert counts["200"] and counts["400"] and counts["401"]
+
+
+@pytest.fixture
+def document(locked_server: FakeServer) -> Any:
+    with locked_server.http() as client:
+        return client.get("/openapi.json", headers={"Authorization": "Bearer sesame"}).json()
+
+
+def test_the_document_names_every_endpoint_and_what_it_answers(document: Any) -> None:
+    assert set(ENDPOINTS) | {"/v1/models/{model}"} == set(document["paths"])
+    for path, methods in document["paths"].items():
+        for operation in methods.values():
+            assert "422" not in operation["responses"], "validation is answered with 400"
+            assert ("401" in operation["responses"]) == (path.encode() not in OPEN_PATHS)
+    chat = document["paths"][CHAT]["post"]["responses"]
+    assert {"200", "400", "404", "413", "429", "500", "503", "504"} <= chat.keys()
+    assert chat["200"]["content"].keys() == {"application/json", "text/event-stream"}
+
+
+def test_the_document_says_the_ranges_that_the_server_keeps(document: Any, locked_server: FakeServer) -> None:
+    properties = document["components"]["schemas"]["ChatRequest"]["properties"]
+    ranges = {
+        name: form for name, schema in properties.items() for form in schema.get("anyOf", []) if "maximum" in form
+    }
+    assert {"n", "temperature", "top_p", "seed", "max_tokens", "top_logprobs"} <= ranges.keys()
+    with locked_server.http() as client:
+        for name in ranges.keys() - {"kv_retention", "seed"}:
+            body = chat_body(**{"logprobs": True, "max_tokens": None, name: ranges[name]["maximum"] + 1})
+            response = client.post(CHAT, json=body, headers={"Authorization": "Bearer sesame"})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, name)
+
+
+def test_a_document_without_keys_asks_for_none(shared_server: FakeServer) -> None:
+    with shared_server.http() as client:
+        found = client.get("/openapi.json").json()
+    assert "security" not in found and "securitySchemes" not in found["components"]
+
+
+def test_what_is_out_of_range_is_sent_as_it_was_made_up() -> None:
+    assert small(CHAT, {"max_tokens": 10**6, "n": 129})["n"] == 129
+    assert small(CHAT, {"max_tokens": -1})["max_tokens"] == -1
+    assert small(CHAT, {"n": 100})["max_completion_tokens"] == MOST_TOKENS
+    assert small(COMPLETIONS, {"prompt": ["a"] * 9, "max_tokens": 2**31})["max_tokens"] == 2**31
+    assert len(fitting(CHAT, {"messages": [{"role": "tool"}] * 4096})["messages"]) < 10
+    assert fitting(COMPLETIONS, {"prompt": [50_000], "kv_retention": 0.9}) == {"prompt": [848], "kv_retention": 1.0}

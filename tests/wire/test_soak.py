@@ -1,0 +1,101 @@
+"""The soak's laws fail when what they guard is broken, and its askers tell answers from losses."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from random import Random
+
+import httpx
+import pytest
+
+from bench.http.conversations import MOST_TURNS, Message, Outcome, Turn, ask, conversation, hold
+from bench.http.laws import Growth, Sample, broken, growth
+from bench.http.load import LoadError, summary
+from bench.http.server import Books
+
+SOUND = Books(running=1, waiting=0, held=10, cached=20, free=70, total=100)
+FLAT = Growth(mb_per_hour=10.0, standard_error=2.0, over_s=960.0)
+ANSWERED = [Outcome(0.0, stream=True, kind="answered", first_token_s=1.0, ended_s=2.0)] * 3
+ENDS = {"length": 3}
+MESSAGES: list[Message] = [{"role": "user", "content": "Count to ten."}]
+
+
+def samples(mb_per_hour: float, count: int = 100, books: Books = SOUND) -> list[Sample]:
+    noise = Random(0)
+    return [Sample(at * 10.0, 1500 + mb_per_hour * at / 360 + noise.uniform(-3, 3), books) for at in range(count)]
+
+
+def test_all_is_well_when_nothing_is_lost_and_nothing_grows() -> None:
+    assert broken(ANSWERED, samples(0.0), growth(samples(0.0)), ENDS, changed=0) == []
+
+
+def test_each_broken_law_is_named() -> None:
+    lost = replace(ANSWERED[0], kind="lost", reason="status 500")
+    leaking = replace(SOUND, free=69)
+    for words, found in {
+        "status 500": broken([*ANSWERED, lost], [], FLAT, ENDS, 0),
+        "other texts": broken(ANSWERED, [], FLAT, ENDS, 1),
+        "are not 100": broken(ANSWERED, samples(0.0, books=leaking)[:1], FLAT, ENDS, 0),
+        "memory grew": broken(ANSWERED, [], growth(samples(200.0)), ENDS, 0),
+        "counts 2": broken(ANSWERED, [], FLAT, {"length": 2}, 0),
+        "given up": broken(ANSWERED, [], FLAT, {"length": 3, "abort": 1}, 0),
+    }.items():
+        assert len(found) == 1 and words in found[0], found
+
+
+def test_a_slope_is_found_within_its_error() -> None:
+    found = growth(samples(120.0))
+    assert abs(found.mb_per_hour - 120.0) < 3 * found.standard_error
+    assert found.over_s == pytest.approx(790.0)
+
+
+def test_held_pages_are_not_the_baseline() -> None:
+    assert SOUND.problems(idle=False) == []
+    assert "not the baseline" in SOUND.problems(idle=True)[0]
+    assert replace(SOUND, running=0, held=0, free=80).problems(idle=True) == []
+
+
+def test_a_failed_request_fails_the_load() -> None:
+    totals = {"successful": 3, "errored": 1, "total": 4, "incomplete": 0}
+    requests = {"errored": [{"info": {"error": "status 400"}}]}
+    report = {"benchmarks": [{"metrics": {"request_totals": totals}, "requests": requests, "duration": 1.0}]}
+    with pytest.raises(LoadError, match=r"1 of 4 .* status 400"):
+        summary(report)
+
+
+def test_askers_see_the_same_answer_streamed_and_whole_and_can_hang_up(server_url: str) -> None:
+    async def talk() -> list[Outcome]:
+        async with httpx.AsyncClient(base_url=server_url, timeout=60) as client:
+            turns = [
+                Turn("", 8, stream=stream, patience_s=patience) for stream in (True, False) for patience in (None, 0.02)
+            ]
+            refused = Turn("", 10**6, stream=True, patience_s=None)
+            return [await ask(client, MESSAGES, turn) for turn in (*turns, refused)]
+
+    streamed, gone, whole, gone_too, refused = asyncio.run(talk())
+    assert (streamed.kind, whole.kind) == ("answered", "answered") and streamed.text == whole.text != ""
+    assert streamed.ttft_s is not None and whole.ttft_s is None
+    assert (gone.kind, gone_too.kind) == ("hung up", "hung up")
+    assert refused.kind == "lost" and "status 400" in refused.reason
+
+
+def test_a_conversation_brings_what_was_said_and_ends_with_who_hangs_up(server_url: str) -> None:
+    async def talk(turns: list[Turn]) -> list[Outcome]:
+        async with httpx.AsyncClient(base_url=server_url, timeout=60) as client:
+            return [outcome async for outcome in hold(client, turns)]
+
+    patient, gone = Turn("Hello.", 4, stream=True, patience_s=None), Turn("Go on.", 400, stream=False, patience_s=0.05)
+    first, second = asyncio.run(talk([patient, gone, patient]))
+    assert [message["role"] for message in second.messages] == ["user", "assistant", "user"]
+    assert second.messages[1]["content"] == first.text
+    assert (first.kind, second.kind) == ("answered", "hung up")
+
+
+def test_conversations_differ_and_end_with_who_hangs_up() -> None:
+    random = Random(1)
+    many = [conversation(random) for _ in range(300)]
+    assert {len(turns) for turns in many} == set(range(1, MOST_TURNS + 1))
+    assert all(turn.patience_s is None for turns in many for turn in turns[:-1])
+    impatient = sum(turns[-1].patience_s is not None for turns in many)
+    assert 30 < impatient < 150
