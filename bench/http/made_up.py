@@ -63,9 +63,10 @@ def fitting(path: str, body: Fields) -> Fields:
         changed["stream"] = True
     if body.get("logit_bias"):
         changed["logit_bias"] = {str(int(token) % VOCABULARY): bias for token, bias in body["logit_bias"].items()}
-    for name in ("messages", "input"):
-        if isinstance(body.get(name), list):
-            changed[name] = body[name][:MOST_MESSAGES]
+    if body.get("messages"):
+        changed["messages"] = [_message(message) for message in body["messages"][:MOST_MESSAGES]]
+    if isinstance(body.get("input"), list):
+        changed["input"] = body["input"][:MOST_MESSAGES]
     if body.get("response_format") is not None:
         changed |= {"response_format": _shape(body["response_format"]), "ignore_eos": None}
     if body.get("min_tokens"):
@@ -74,7 +75,6 @@ def fitting(path: str, body: Fields) -> Fields:
         if body.get("top_logprobs") is not None:
             changed["logprobs"] = True
         changed |= dict.fromkeys(("max_tokens", "tools", "tool_choice", "parallel_tool_calls"))
-        changed["messages"] = [_message(message) for message in changed["messages"]]
     if path == COMPLETIONS:
         changed["prompt"] = _prompt(body["prompt"])
         if body.get("logprobs") is not None:
