@@ -120,12 +120,11 @@ def test_streams_count_their_tokens_and_a_hit_its_cached_ones(collected: Collect
 def test_failures_say_so_and_wrong_requests_are_no_failures(collected: Collected) -> None:
     broken = {"messages": [{"role": "user", "content": "broken"}]}
     with collected.server.http() as client:
-        client.post(CHAT, json=chat_body(**broken))
-        stream_data(client.post(CHAT, json=chat_body(**broken, stream=True)))
-        client.post(CHAT, json=chat_body(oops=1))
         client.get("/v1/models")
         client.post("/tokenize", json={"prompt": "abc"})
-    wait_until(lambda: len(collected.all) == 3, "there are not three spans")
+        for count, body in enumerate((chat_body(**broken), chat_body(**broken, stream=True), chat_body(oops=1)), 1):
+            client.post(CHAT, json=body)
+            wait_until(lambda spans=count: len(collected.all) == spans, "a request has no span")
     whole, stream, wrong = collected.all
     assert attributes(whole)["error.type"] == "500" and whole.status.status_code is StatusCode.ERROR
     assert attributes(stream)["error.type"] == "500" and attributes(stream)["http.response.status_code"] == 200
