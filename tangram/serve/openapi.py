@@ -123,6 +123,17 @@ _FORMS: dict[str, Json] = {
         "additionalProperties": {"type": "number"} | _numbers(BIAS),
         "maxProperties": MAX_BIASES,
     },
+    "tool_choice": {
+        "anyOf": [
+            {"enum": ["none", "auto", "required"]},
+            {
+                "type": "object",
+                "required": ["type", "function"],
+                "properties": {"type": {"const": "function"}, "function": {"$ref": "#/components/schemas/NamedTool"}},
+                "additionalProperties": False,
+            },
+        ]
+    },
     "DetokenizeRequest.tokens": _TOKENS | {"minItems": 0},
 }
 _RANGES = {

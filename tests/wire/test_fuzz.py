@@ -6,6 +6,7 @@ import tempfile
 from typing import Any
 
 import httpx
+import jsonschema_rs
 import pytest
 
 from bench.http.fuzz import KEY, check_afterwards, check_log, fuzz, statuses
@@ -13,6 +14,7 @@ from bench.http.made_up import MOST_TOKENS, fitting, small
 from bench.http.server import served
 from tangram.serve.exposition import ENDPOINTS
 from tangram.serve.guard import OPEN_PATHS
+from tangram.serve.schema import ChatRequest
 
 from .conftest import CHAT, COMPLETIONS, FakeServer, chat_body, scrape, wait_until
 
@@ -68,6 +70,19 @@ def test_the_document_says_the_ranges_that_the_server_keeps(document: Any, locke
             body = chat_body(**{"logprobs": True, "max_tokens": None, name: ranges[name]["maximum"] + 1})
             response = client.post(CHAT, json=body, headers={"Authorization": "Bearer sesame"})
             assert (response.status_code, response.json()["error"]["param"]) == (400, name)
+
+
+def test_the_document_has_the_forms_that_validators_take(document: Any) -> None:
+    named = {"type": "function", "function": {"name": "weather"}}
+    tool = {"type": "function", "function": {"name": "weather"}}
+    body = {"model": "fake-model", "messages": [{"role": "user", "content": "a"}], "tools": [tool]}
+    validator = jsonschema_rs.validator_for(
+        {"$ref": "#/components/schemas/ChatRequest", "components": document["components"]}
+    )
+    for fields in ({"tool_choice": named}, {"tool_choice": "required"}, {"stop": "a"}, {"stop": ["a"]}, {"seed": None}):
+        assert validator.is_valid(body | fields), fields
+        ChatRequest.model_validate(body | fields)
+    assert not validator.is_valid(body | {"tool_choice": {"name": "weather"}})
 
 
 def test_a_document_without_keys_asks_for_none(shared_server: FakeServer) -> None:
