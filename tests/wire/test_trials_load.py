@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tangram.serve.bridge import Limits
+from tangram.types import Step
 
 from .conftest import stream_data, wait_until
 from .tiny import CHUNK, COMPLETIONS, TinyServer, body, numbers, run_tiny_server, tiny_folder
@@ -125,6 +126,30 @@ def test_ten_times_as_many_requests_as_places_are_all_answered(server: TinyServe
     with ThreadPoolExecutor(len(steps)) as pool:
         answers = list(pool.map(lambda step: server.complete(numbers(40, step)), steps))
     assert answers == [expected[step] for step in steps]
+
+
+def test_who_is_being_answered_has_a_place_in_every_step_at_ten_times_the_load(
+    server: TinyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which bounds the time between its tokens by the longest step there is, however many wait."""
+    steps: list[tuple[set[str], int]] = []
+    run = server.engine._runner.run
+
+    def watched(step: Step, *rest: Any) -> Any:
+        steps.append(({row.request_id for row in step.rows}, sum(len(row.tokens) for row in step.rows)))
+        return run(step, *rest)
+
+    monkeypatch.setattr(server.engine._runner, "run", watched)
+    with ThreadPoolExecutor(41) as pool:
+        running = pool.submit(server.complete, numbers(40, 9), max_tokens=600)
+        wait_until(lambda: len(steps) > 20, "it is not being answered")
+        others = [pool.submit(server.complete, numbers(90 + at, 11)) for at in range(40)]
+        assert running.result() and all(other.result() for other in others)
+    (mine,) = steps[0][0]
+    places = [number for number, (requests, _) in enumerate(steps) if mine in requests]
+    assert len(places) >= 600 and places == list(range(len(places)))
+    assert sum(len(requests) > 1 for requests, _ in steps[: len(places)]) > 20, "there was no load"
+    assert max(tokens for _, tokens in steps) <= server.engine.config.max_num_batched_tokens
 
 
 def test_more_than_the_queue_holds_are_told_when_to_come_back(folder: Path) -> None:
