@@ -12,10 +12,9 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
 from tangram.model.load import load_tokenizer
-from tangram.types import ToolFormat
 from tests.templates import HERMES, LLAMA, XML
 
-from .conftest import CHAT, MODEL, USER, FakeServer, chat_body, run_fake_server, stream_data, wait_until
+from .conftest import CHAT, MODEL, USER, chat_body, wait_until
 from .tiny import TinyServer, run_tiny_server, tiny_folder
 
 VOCABULARY = 49152
@@ -279,40 +278,3 @@ def test_a_model_without_tools_says_so(tmp_path_factory: pytest.TempPathFactory,
         for response, param in ((asked, "tools"), (told, "messages[1].role")):
             assert (response.status_code, response.json()["error"]["param"]) == (400, param)
             assert "chat template" in response.json()["error"]["message"]
-
-
-MARKED = ToolFormat("<c>", "</c>", "arguments")
-
-
-@pytest.fixture
-def marked() -> Iterator[FakeServer]:
-    """A server whose model answers what it is asked backwards, with short marks around calls."""
-    with run_fake_server() as server:
-        server.engine.codec.tool_format = MARKED
-        yield server
-
-
-@pytest.mark.parametrize(
-    ("said", "content", "calls"),
-    [
-        ('<c>{"name":"f","arguments":{}}</c>', None, 1),
-        ('a <c>{"name":"f","arguments":{}}</c>', "a", 1),
-        ('<c>{"name":"g","arguments":{}}</c>', '<c>{"name":"g","arguments":{}}</c>', 0),
-        ("nothing", "nothing", 0),
-    ],
-)
-def test_streams_and_whole_answers_have_the_same_calls(
-    marked: FakeServer, said: str, content: str | None, calls: int
-) -> None:
-    body = chat_body(messages=[{"role": "assistant", "content": said[::-1]}], tools=[tool("f")], max_tokens=60)
-    with marked.http() as http:
-        (choice,) = http.post(CHAT, json=body).json()["choices"]
-        with http.stream("POST", CHAT, json=body | {"stream": True}) as response:
-            *chunks, end = stream_data(response)
-    deltas = [json.loads(chunk)["choices"][0] for chunk in chunks]
-    streamed = [call for delta in deltas for call in delta["delta"].get("tool_calls", [])]
-    text = "".join(delta["delta"].get("content") or "" for delta in deltas)
-    assert (choice["message"]["content"], text or None, end) == (content, content, "[DONE]")
-    assert len(choice["message"].get("tool_calls", [])) == len(streamed) == calls
-    assert [call["index"] for call in streamed] == list(range(calls))
-    assert choice["finish_reason"] == deltas[-1]["finish_reason"] == ("tool_calls" if calls else "stop")

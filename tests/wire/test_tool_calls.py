@@ -1,0 +1,49 @@
+"""Calls of tools in text that an engine made up: read alike from a stream and from a whole answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from tangram.types import ToolFormat
+
+from .conftest import CHAT, FakeServer, chat_body, run_fake_server, stream_data
+
+TOOL = {"type": "function", "function": {"name": "f"}}
+MARKED = ToolFormat("<c>", "</c>", "arguments")
+
+
+@pytest.fixture
+def marked() -> Iterator[FakeServer]:
+    """A server whose model answers what it is asked backwards, with short marks around calls."""
+    with run_fake_server() as server:
+        server.engine.codec.tool_format = MARKED
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("said", "content", "calls"),
+    [
+        ('<c>{"name":"f","arguments":{}}</c>', None, 1),
+        ('a <c>{"name":"f","arguments":{}}</c>', "a", 1),
+        ('<c>{"name":"g","arguments":{}}</c>', '<c>{"name":"g","arguments":{}}</c>', 0),
+        ("nothing", "nothing", 0),
+    ],
+)
+def test_streams_and_whole_answers_have_the_same_calls(
+    marked: FakeServer, said: str, content: str | None, calls: int
+) -> None:
+    body = chat_body(messages=[{"role": "assistant", "content": said[::-1]}], tools=[TOOL], max_tokens=60)
+    with marked.http() as http:
+        (choice,) = http.post(CHAT, json=body).json()["choices"]
+        with http.stream("POST", CHAT, json=body | {"stream": True}) as response:
+            *chunks, end = stream_data(response)
+    deltas = [json.loads(chunk)["choices"][0] for chunk in chunks]
+    streamed = [call for delta in deltas for call in delta["delta"].get("tool_calls", [])]
+    text = "".join(delta["delta"].get("content") or "" for delta in deltas)
+    assert (choice["message"]["content"], text or None, end) == (content, content, "[DONE]")
+    assert len(choice["message"].get("tool_calls", [])) == len(streamed) == calls
+    assert [call["index"] for call in streamed] == list(range(calls))
+    assert choice["finish_reason"] == deltas[-1]["finish_reason"] == ("tool_calls" if calls else "stop")
