@@ -32,13 +32,13 @@ eval-quick: $(READY)
 
 # Strangers at a server of the embedded model (docs/load.md). FUZZ_SECONDS=, LOAD_SECONDS= and SOAK_SECONDS= say how long.
 fuzz: $(READY)
-	$(BIN)/python -m bench.http.fuzz
+	$(BIN)/python -m bench.hammer.fuzz
 
 load: $(READY) $(LOAD_READY)
-	$(BIN)/python -m bench.http.load
+	$(BIN)/python -m bench.hammer.load
 
 soak: $(READY)
-	$(BIN)/python -m bench.http.soak
+	$(BIN)/python -m bench.hammer.soak
 
 # A load generator brings another project's dependencies: it has a place of its own.
 $(LOAD_READY): constraints.txt

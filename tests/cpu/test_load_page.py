@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.http.page import PAGE, RESULTS, found, written
+from bench.hammer.page import PAGE, RESULTS, found, written
 from bench.kernels.page import replaced
 
 MEASURED = found(RESULTS)
@@ -13,7 +13,7 @@ MEASURED = found(RESULTS)
 @pytest.mark.parametrize("kind", MEASURED)
 def test_every_table_is_that_of_its_result_file(kind: str) -> None:
     page = PAGE.read_text()
-    assert replaced(page, kind, written(kind, MEASURED[kind])) == page, "run python -m bench.http.page"
+    assert replaced(page, kind, written(kind, MEASURED[kind])) == page, "run python -m bench.hammer.page"
 
 
 @pytest.mark.parametrize("kind", MEASURED)

@@ -24,6 +24,11 @@ def demo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+def test_nothing_beside_the_demo_hides_a_standard_module() -> None:
+    """It runs as a script, whose folder comes before the standard library."""
+    assert not {path.stem for path in DEMO.parent.iterdir()} & sys.stdlib_module_names
+
+
 def test_reuse_and_a_smaller_cache_are_required(demo: ModuleType) -> None:
     first = demo.Turn("q", "a", 3000, 0, 10, kv_bytes=50, kv_bytes_uncompressed=100, first_token_s=1.0, decode_s=1.0)
     second = replace(first, cached_tokens=2560)

@@ -9,9 +9,9 @@ import httpx
 import jsonschema_rs
 import pytest
 
-from bench.http.fuzz import KEY, check_afterwards, check_log, fuzz, statuses
-from bench.http.made_up import MOST_TOKENS, fitting, small
-from bench.http.server import served
+from bench.hammer.fuzz import KEY, check_afterwards, check_log, fuzz, statuses
+from bench.hammer.made_up import MOST_TOKENS, fitting, small
+from bench.hammer.server import served
 from tangram.serve.exposition import ENDPOINTS
 from tangram.serve.guard import OPEN_PATHS
 from tangram.serve.schema import ChatRequest

@@ -9,10 +9,10 @@ from random import Random
 import httpx
 import pytest
 
-from bench.http.conversations import MOST_TURNS, Message, Outcome, Turn, ask, conversation, hold
-from bench.http.laws import Growth, Sample, broken, growth
-from bench.http.load import LoadError, summary
-from bench.http.server import Books
+from bench.hammer.conversations import MOST_TURNS, Message, Outcome, Turn, ask, conversation, hold
+from bench.hammer.laws import Growth, Sample, broken, growth
+from bench.hammer.load import LoadError, summary
+from bench.hammer.server import Books
 
 SOUND = Books(running=1, waiting=0, held=10, cached=20, free=70, total=100)
 FLAT = Growth(mb_per_hour=10.0, standard_error=2.0, over_s=960.0)

@@ -1,6 +1,6 @@
 """Writes the measured tables of docs/load.md, and draws its picture, from the files under bench/results.
 
-python -m bench.http.page [--results bench/results] [--page docs/load.md]
+python -m bench.hammer.page [--results bench/results] [--page docs/load.md]
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ ROWS: dict[str, Callable[[Result], list[tuple[str, str]]]] = {"fuzz": _fuzz, "lo
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Rewrite the page and draw its picture; says what it wrote."""
-    from bench.http import plot  # the tables need no Matplotlib
+    from bench.hammer import plot  # the tables need no Matplotlib
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS)

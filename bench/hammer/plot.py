@@ -8,7 +8,7 @@ from typing import Any
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 
-from bench.http.laws import SETTLING_SHARE
+from bench.hammer.laws import SETTLING_SHARE
 
 COLOURS = ("#2b6cb0", "#dd8d29", "#4a9c6d", "#a1a1a1")
 

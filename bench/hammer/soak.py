@@ -1,7 +1,7 @@
-"""Conversations at a server of the embedded model for a long while: `make soak`, `python -m bench.http.soak`.
+"""Conversations at a server of the embedded model for a long while: `make soak`, `python -m bench.hammer.soak`.
 
 First a closed loop says how many turns a second the server can answer; then conversations arrive at random (Poisson),
-at 0.9 of that, whatever has become of those before. Some askers hang up, streaming or not. Laws (`bench/http/laws.py`):
+at 0.9 of that, whatever has become of those before. Some askers hang up, streaming or not. Laws (`bench/hammer/laws.py`):
 every turn is answered whole or was hung up on by its asker; pages add up in every sample, and none is held at the end;
 memory is flat; some answers asked for again, alone, are the same texts. The exit code is 1 if one is broken.
 """
@@ -25,9 +25,9 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.http.conversations import Outcome, Turn, ask, conversation, hold, mean_turns
-from bench.http.laws import Sample, broken, growth, summary
-from bench.http.server import Served, ServerError, books_of, served, surroundings
+from bench.hammer.conversations import Outcome, Turn, ask, conversation, hold, mean_turns
+from bench.hammer.laws import Sample, broken, growth, summary
+from bench.hammer.server import Served, ServerError, books_of, served, surroundings
 
 RESULT = Path(__file__).parents[1] / "results" / "http_soak.json"
 # A pool that is full soon: pages are then taken from the prefix cache, and memory has no more room to be touched first.

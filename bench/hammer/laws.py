@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from scipy.stats import linregress
 
-from bench.http.conversations import Outcome
-from bench.http.server import Books
+from bench.hammer.conversations import Outcome
+from bench.hammer.server import Books
 
 # Memory may grow by so much over the time that is looked at, beyond two standard errors: allocators round.
 MOST_GROWTH_MB = 8.0

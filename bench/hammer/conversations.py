@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from bench.http.server import MODEL
+from bench.hammer.server import MODEL
 
 PATH = "/v1/chat/completions"
 WORDS = (Path(__file__).parents[1] / "demo_document.md").read_text().split()
