@@ -26,7 +26,7 @@ from bench.hammer.server import Served, ServerError, served, surroundings
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "bench" / "results" / "http_fuzz.json"
-CONFIG = Path("bench", "http", "schemathesis.toml")
+CONFIG = Path("bench", "hammer", "schemathesis.toml")
 SERVER_OPTIONS = ("--kv-retention", "0.5", "--max-model-len", "1024")
 SETTLED_WITHIN_S = 30.0
 WORKERS = 4
