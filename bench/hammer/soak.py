@@ -1,7 +1,7 @@
 """Conversations at a server of the embedded model for a long while: `make soak`, `python -m bench.hammer.soak`.
 
 First a closed loop says how many turns a second the server can answer; then conversations arrive at random (Poisson),
-at 0.9 of that, whatever has become of those before. Some askers hang up, streaming or not. Laws (`laws.py` beside this):
+at 0.9 of that, whatever has become of those before. Some askers hang up, streaming or not. Laws (`laws.py`):
 every turn is answered whole or was hung up on by its asker; pages add up in every sample, and none is held at the end;
 memory is flat; some answers asked for again, alone, are the same texts. The exit code is 1 if one is broken.
 """
