@@ -17,6 +17,9 @@ from bench.hammer.server import Books
 MOST_GROWTH_MB = 8.0
 # So much of the run is for caches to fill before memory is looked at.
 SETTLING_SHARE = 0.2
+# The rest is cut into so many stretches, of which each counts with its least: what an allocator holds for a while after
+# a long prompt is no growth, and samples a second apart are no independent ones.
+STRETCHES = 9
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Growth:
-    """The line through resident memory, by least squares over samples of `over_s` seconds."""
+    """The line through the least resident memory of each of `STRETCHES`, by least squares over `over_s` seconds."""
 
     mb_per_hour: float
     standard_error: float
@@ -47,12 +50,12 @@ class Growth:
 
 
 def growth(samples: Sequence[Sample]) -> Growth:
-    """Of all but the first `SETTLING_SHARE` of `samples`. Raises `ValueError` if fewer than three are left."""
+    """Of all but the first `SETTLING_SHARE` of `samples`. Raises `ValueError` if fewer than `STRETCHES` are left."""
     kept = samples[int(len(samples) * SETTLING_SHARE) :]
-    if len(kept) < 3:
+    if len(kept) < STRETCHES:
         raise ValueError(f"{len(kept)} samples are too few for a slope: let it run longer")
-    hours = np.array([sample.at_s for sample in kept]) / 3600
-    line = linregress(hours, np.array([sample.rss_mb for sample in kept]))
+    stretches = np.array_split(np.array([(sample.at_s / 3600, sample.rss_mb) for sample in kept]), STRETCHES)
+    line = linregress([part[:, 0].mean() for part in stretches], [part[:, 1].min() for part in stretches])
     return Growth(float(line.slope), float(line.stderr), kept[-1].at_s - kept[0].at_s)
 
 

@@ -50,6 +50,16 @@ def test_a_slope_is_found_within_its_error() -> None:
     assert found.over_s == pytest.approx(790.0)
 
 
+@pytest.mark.parametrize("leak_mb_per_hour, grew", [(0.0, False), (150.0, True)])
+def test_what_is_held_for_a_minute_is_no_growth_and_hides_none(leak_mb_per_hour: float, grew: bool) -> None:
+    """Long prompts that come in the second half leave 50 MB with the allocator for 80 s at a time."""
+    uneven = [
+        replace(sample, rss_mb=sample.rss_mb + (50 if number > 50 and number % 16 < 8 else 0))
+        for number, sample in enumerate(samples(leak_mb_per_hour, count=120))
+    ]
+    assert any("memory grew" in law for law in broken(ANSWERED, [], growth(uneven), ENDS, 0)) == grew
+
+
 def test_held_pages_are_not_the_baseline() -> None:
     assert SOUND.problems(idle=False) == []
     assert "not the baseline" in SOUND.problems(idle=True)[0]
