@@ -57,7 +57,8 @@ class DeviceTables:
         if places:
             where = np.concatenate(places)
             target, pages = placed(np.stack([where, self._host.ravel().take(where)]), self._device.device)
-            self._device.view(-1).index_copy_(0, target, pages.int())
+            # Their low halves: without a conversion, which is a launch at every step.
+            self._device.view(-1).index_copy_(0, target, pages.view(torch.int32)[::2])
 
     def _copy_rows(self, slots: list[int]) -> None:
         if slots:

@@ -128,15 +128,16 @@ class TritonKernels:
         apart = [run.rows for run in self._runs]
         self._cells = gathered.PrefillOrder.of(prefill, entry_bytes, self._gathers, apart)
         arrays = [
-            np.append(lengths.reshape(-1), np.int32(0)), prefill.address, prefill.spans, prefill.kept,
-            self._cells.order, self._cells.offsets, self._cells.sources,
+            prefill.address, prefill.spans, prefill.kept, self._cells.order, self._cells.offsets, self._cells.sources,
         ]  # fmt: skip
-        new_lengths, self._address, self._spans, self._kept, self._order, self._offsets, self._sources = upload(
+        self._address, self._spans, self._kept, self._order, self._offsets, self._sources = upload(
             arrays, self._pool.device
         )
+        # Graphs know the address.
         if not hasattr(self, "_lengths"):
-            self._lengths = torch.empty_like(new_lengths)
-        self._lengths.copy_(new_lengths)  # graphs know the address
+            self._lengths = torch.empty(lengths.size + 1, dtype=torch.int32, device=self._pool.device)
+        new_lengths = staged(np.append(lengths.reshape(-1), np.int32(0)), self._pool.device)
+        self._lengths.copy_(new_lengths, non_blocking=True)
 
     def decode(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, scaling: float, softcap: float | None,
