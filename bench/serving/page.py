@@ -1,6 +1,7 @@
 """Writes the measured tables of docs/serving.md from the files of `bench.serving.compare`.
 
-Engines are compared within one lease: of several series of files each case is shown from the last that has it for all.
+Engines are compared within one lease: of several series of files each case is shown from the one in which the peer did
+best. (vLLM with host memory behind its pool is slower in some cases than without.)
 
 python -m bench.serving.page [--results bench/results] [--page docs/serving.md]
 """
@@ -50,8 +51,9 @@ def written(series: Sequence[Found]) -> str:
     for title, case, parts, figure in ROWS:
         having = [number for number, results in enumerate(series) if case in _cases(results)]
         if having:
-            results = series[having[-1]]
-            used.setdefault(having[-1], []).append(case)
+            shown = max(reversed(having), key=lambda number: _peer_speed(series[number], case, parts, figure))
+            results = series[shown]
+            used.setdefault(shown, []).append(case)
             lines.append(
                 [title, *(_cell(results.get(name), results.get("vllm"), case, parts, figure) for name in engines)]
             )
@@ -68,6 +70,15 @@ def _cases(results: Found) -> set[str]:
     with_peer = results.get("vllm")
     every = [set(result["cases"]) for result in results.values()]
     return set(with_peer["cases"]) if with_peer else set().union(*every)
+
+
+def _peer_speed(results: Found, case: str, parts: Sequence[str], figure: str) -> float:
+    """The peer's median, more being better; nothing where it was not measured."""
+    values = _figures(results["vllm"], case, parts, figure) if "vllm" in results else []
+    if not values:
+        return 0.0
+    middle = statistics.median(values)
+    return 1.0 / middle if figure == "seconds" else middle
 
 
 def traced(series: Sequence[Found]) -> str:

@@ -50,12 +50,13 @@ def test_cells_are_medians_with_their_span_and_how_many_times_as_fast_that_is() 
     assert table[3] == "| 64 × (8,192 in, 512 out): s | 4 | 2 (1–4) · 2.00 × |"
 
 
-def test_a_case_is_shown_from_the_last_lease_in_which_the_peer_ran_it() -> None:
+@pytest.mark.parametrize(("later_s", "shown"), [(3.0, "| 3 | 1 · 3.00 × |"), (8.0, "| 4 | 2 · 2.00 × |")])
+def test_a_case_is_shown_from_the_lease_in_which_the_peer_did_best(later_s: float, shown: str) -> None:
     peer, ours = (result(name, [seconds], vllm="1") for name, seconds in (("vllm", 4.0), ("tangram-1", 2.0)))
-    later = result("vllm", [8.0], vllm="1") | {"cases": {"answers-8k": {"run 1": {"seconds": 8.0}}}}
+    later = result("vllm", [], vllm="1") | {"cases": {"answers-8k": {"run 1": {"seconds": later_s}}}}
     faster = result("tangram-1", [1.0])
     table = written([{"vllm": peer, "tangram-1": ours}, {"vllm": later, "tangram-1": faster}]).splitlines()
-    assert table[2].endswith("| 250.0 | 500.0 · 2.00 × |") and table[3].endswith("| 8 | 1 · 8.00 × |")
+    assert table[2].endswith("| 250.0 | 500.0 · 2.00 × |") and table[3].endswith(shown)
 
 
 def test_a_trace_says_at_which_speed_it_was_given_up() -> None:
