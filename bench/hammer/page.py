@@ -82,7 +82,11 @@ def _soak(result: Result) -> list[tuple[str, str]]:
         ("time to first token s, p50 / p90 / p99", _percentiles(result["ttft_s"], ".2f")),
         ("most running / waiting", _slashed(result, "most_running", "most_waiting")),
         ("pages held, at most / afterwards", held),
-        ("resident memory, MB/hour", f"{slope:.0f} ± {error:.0f} (standard error), over {memory['over_s']:.0f} s"),
+        ("resident memory MB, at the start / end", f"{memory['first']:,.0f} / {memory['last']:,.0f}"),
+        (
+            "least resident memory, MB/hour",
+            f"{slope:.0f} ± {error:.0f}, over {memory['over_s']:.0f} s",
+        ),
         ("broken laws", "none" if not result["broken"] else "; ".join(result["broken"])),
     ]
 
