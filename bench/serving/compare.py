@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.serving.engines import Served, Tangram, Vllm, vocab_size
-from tangram.drive.clock import Answer, GivenUpError, Patience, Summary
+from tangram.drive.clock import NO_LIMITS, Answer, GivenUpError, Limits, Patience, Summary
 from tangram.drive.work import Ask, alike, made_up, next_turn, traced
 from tangram.tune.environment import environment
 
@@ -91,14 +91,16 @@ CASES: dict[str, Case] = {
 }
 
 
-def measured(engine: Served, cases: Mapping[str, Case], keep: Callable[[dict[str, Any]], None]) -> None:
-    """Run `cases`; `keep` is given all results so far after every part."""
+def measured(
+    engine: Served, cases: Mapping[str, Case], keep: Callable[[dict[str, Any]], None], limits: Limits = NO_LIMITS
+) -> None:  # fmt: skip
+    """Run `cases`; `keep` is given all results so far after every part. `limits` say what of a trace is goodput."""
     results: dict[str, Any] = {}
     for name, case in cases.items():
         kept = results.setdefault(name, {})
         try:
             for part, answers in case(engine):
-                summary = Summary.of(answers)
+                summary = Summary.of(answers, limits if name == "trace" else NO_LIMITS)
                 kept[part] = asdict(summary)
                 keep(results)
                 print(f"{name:12} {part:7} {_line(summary)}", flush=True)
@@ -158,7 +160,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }  # fmt: skip
     warm(engine)
     cases = {case: known[case] for case in options.cases.split(",")}
-    measured(engine, cases, partial(_keep, options.output, options.series, name, written))
+    limits = Limits(ttft_s=options.hold_ttft_s)
+    measured(engine, cases, partial(_keep, options.output, options.series, name, written), limits)
 
 
 def _keep(folder: Path, series: str, name: str, written: dict[str, Any], results: dict[str, Any]) -> None:

@@ -60,6 +60,9 @@ Text = Annotated[Path | None, typer.Option(help="a text file for suite fidelity;
 Sinks = Annotated[int | None, typer.Option(min=0, help="first tokens of a sequence that static and uniform keep; 4")]
 Window = Annotated[int | None, typer.Option(min=0, help="last tokens of a chunk that static and uniform keep; C / 64")]
 Align = Annotated[bool, typer.Option(help="fill up contexts to whole chunks; without it the rest of each stays raw")]
+AlignTokens = Annotated[
+    int | None, typer.Option(min=1, help="fill up contexts to a multiple of this: so other grids ask the same")
+]
 PilotSamples = Annotated[int, typer.Option(help="pilot texts that static is calibrated on")]
 ResultFile = Annotated[
     Path, typer.Option("--output", "-o", help="keep every reply here; what is there is not repeated")
@@ -75,6 +78,7 @@ def evaluate(
     context_tokens: Context = 4096, max_questions: MostQuestions = None, locomo: Locomo = None,
     text: Text = None, chunk_tokens: Chunks = "512", alphas: Alphas = "2", scopes: Scopes = "model",
     sink_tokens: Sinks = None, window_tokens: Window = None, align: Align = True,
+    align_tokens: AlignTokens = None,
     calibration_samples: PilotSamples = 50, output: ResultFile = Path("results.json"), report: ReportFile = None,
     plot: Plot = None, page_tokens: Page = 16, heads_per_page: Heads = 4, gate: Gate = None,
     kv_cache_gib: CacheGib = None, gpu_memory_utilization: Utilization = 0.9, max_num_seqs: MaxSeqs = 32,
@@ -105,7 +109,7 @@ def evaluate(
         with Bar() as bar:
             cells = compare(
                 base, grid, asked, align=align, calibration_samples=calibration_samples, output=output,
-                command=command, watch=bar,
+                command=command, watch=bar, align_tokens=align_tokens,
             )  # fmt: skip
         _publish(cells, report, plot)
     except TangramError as error:

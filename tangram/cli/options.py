@@ -87,7 +87,7 @@ Dtype = Annotated[WeightType, typer.Option(help="dtype of weights and KV cache")
 CacheDtype = Annotated[CacheType, typer.Option(help="dtype of the KV cache: that of the weights, or FP8 (E4M3)")]
 Weights = Annotated[LoadFormat, typer.Option(help="dummy: random weights of the model's config.json, to measure with")]
 Eager = Annotated[bool, typer.Option("--enforce-eager", help="on a GPU, no compilation and no CUDA graphs")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, …")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda: the first GPU of CUDA_VISIBLE_DEVICES")]
 Seed = Annotated[int, typer.Option(help="seed of requests that bring none")]
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -101,16 +102,16 @@ def trace(
 
     speeds, limits = [positive("speed", text) for text in speed.split(",")], Limits(ttft_limit_s, tpot_limit_ms)
     patience = None if hold_ttft_s is None else Patience(hold_ttft_s)
-    engine, parts = _engine(config), []
+    engine, parts, given_up = _engine(config), [], {}
     for factor in speeds:
         asks = traced(file, seconds=seconds, speed=factor, vocab_size=engine.geometry.vocab_size)
         try:
             parts.append((f"speed {factor:g}", _fresh(engine, asks, patience)))
         except GivenUpError as error:
-            _out.print(f"speed {factor:g}: {error}")
+            given_up = {"given_up": f"speed {factor:g}: {error}"}
+            _out.print(given_up["given_up"])
             break
-    if parts:
-        _report(f"{file.name}, first {seconds:g} s", engine, parts, output, limits)
+    _report(f"{file.name}, first {seconds:g} s", engine, parts, output, limits, given_up)
 
 
 def positive(name: str, text: str) -> float:
@@ -153,9 +154,9 @@ def _answered(engine: Engine, asks: Sequence[Ask], patience: Patience | None = N
 
 def _report(
     title: str, engine: Engine, parts: Sequence[tuple[str, list[Answer]]], output: Path | None,
-    limits: Limits | None = None,
+    limits: Limits | None = None, told: Mapping[str, str] = MappingProxyType({}),
 ) -> None:  # fmt: skip
-    """A line a part, and the JSON."""
+    """A line a part, and the JSON, in which `told` stands too."""
     from tangram.drive.clock import NO_LIMITS, Summary
 
     summaries = {name: Summary.of(answers, limits or NO_LIMITS) for name, answers in parts}
@@ -171,7 +172,7 @@ def _report(
         f"{stats['pages_total']:,} pages, {stats['capacity_tokens']:,} tokens fit; {stats['preemptions']} preemptions"
     )
     kept = {name: asdict(summary) for name, summary in summaries.items()}
-    keep(output, title, engine.config, {"stats": stats, "parts": kept})
+    keep(output, title, engine.config, {"stats": stats, "parts": kept, **told})
 
 
 def keep(output: Path | None, load: str, config: EngineConfig, figures: dict[str, Any]) -> None:

@@ -43,7 +43,7 @@ class DecodeGraphs:
 
     def __init__(self, forward: Forward, device: torch.device) -> None:
         self._forward, self._device = forward, device
-        self._captured = WeakKeyDictionary[object, _Captured]()
+        self._captured = WeakKeyDictionary[object, _Captured | None]()  # None: there was no memory for it
         self._memory: Any = None
         self._recent = deque[_Captured](maxlen=2)  # the device may still be at them when their buffers are let go
         self._refused = False
@@ -64,12 +64,9 @@ class DecodeGraphs:
         state = attention.kernels.captured
         if state is None or self._refused:
             return None
-        known = self._captured.get(state)
-        if known is None:
-            known = self._capture(inputs.clone(), attention)
-        if known is not None:
-            self._captured[state] = known
-        return known
+        if state not in self._captured:
+            self._captured[state] = self._capture(inputs.clone(), attention)
+        return self._captured[state]
 
     def _capture(self, inputs: Tensor, attention: StepAttention) -> _Captured | None:
         """Entries written twice are the same entries, so the step that is captured may be run to warm up."""
@@ -80,8 +77,12 @@ class DecodeGraphs:
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._memory, stream=stream):
+            # Other threads may ask the device for something meanwhile: only this one is held to what a graph can hold.
+            with torch.cuda.graph(graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"):
                 logits = self._forward(attention, *inputs)
+        except torch.OutOfMemoryError:
+            _log.warning("a decode step of width %d runs without a CUDA graph: memory has run out", len(inputs[0]))
+            return None
         except RuntimeError as error:
             self._refused = True
             _log.warning("decode runs without CUDA graphs: %s", str(error).splitlines()[0])

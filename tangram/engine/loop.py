@@ -119,7 +119,6 @@ class Engine:
     def stats(self) -> EngineStats:
         """One reading of the books."""
         with self._wake:
-            self._runner.meters.collect()
             return self._admission.stats(self._scheduler, self._runner.meters)
 
     def start(self) -> None:
@@ -161,6 +160,7 @@ class Engine:
         if step is None:
             if self._land():
                 return True
+            self._runner.meters.collect()
             self._check_once()
             return False
         self._checked = False

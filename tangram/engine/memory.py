@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tangram.cache.layout import Layout
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
 from tangram.kernels.offload import STAGING_BYTES
@@ -20,6 +22,7 @@ from tangram.model.load import LoadedModel, memory_ran_out
 GIB = 1 << 30
 _DEFAULT_CPU_BYTES = 4 * GIB
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_MOST_ENTRIES = (1 << 31) - 1  # of all block tables: kernels address them by int32
 _GRAPH_BYTES = GIB  # captured graphs, plans, sampling and what the allocator cannot use
 
 
@@ -36,10 +39,24 @@ def cache_dtype(config: EngineConfig, loaded: LoadedModel) -> torch.dtype:
     return torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else loaded.dtype
 
 
-def kv_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
+def table_bytes(config: EngineConfig, layouts: Sequence[Layout]) -> int:
+    """What block tables take where the pool is. Raises `ConfigError` if they have more entries than kernels address."""
+    entries = config.max_num_seqs * max(int(layout.group_offset[-1]) for layout in layouts)
+    if entries > _MOST_ENTRIES:
+        raise ConfigError(
+            f"max_num_seqs is {config.max_num_seqs} and a sequence may have {layouts[0].max_tokens} tokens: block "
+            f"tables would have {entries} entries, at most {_MOST_ENTRIES} can be addressed: lower max_num_seqs or "
+            "max_model_len"
+        )
+    return entries * np.dtype(np.int32).itemsize
+
+
+def kv_bytes(config: EngineConfig, loaded: LoadedModel, beside: int = 0) -> int:
     """Bytes for KV pages: as told, a share of the GPU's memory, or 4 GiB and at most a quarter of the host's.
 
-    Raises `ConfigError` if the share leaves nothing beside weights and activations, or if a host has not so much.
+    A GPU's share also holds `beside`: bytes of what is kept there besides the model, its steps and the pages.
+
+    Raises `ConfigError` if the share leaves nothing for pages, or if a host has not so much.
     """
     if config.kv_cache_gib is not None:
         wanted, host = int(config.kv_cache_gib * GIB), _host_bytes()
@@ -51,7 +68,7 @@ def kv_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
         return wanted
     if loaded.device.type != "cuda":
         return min(_DEFAULT_CPU_BYTES, _host_bytes() // 4)
-    needed = _activation_bytes(config, loaded) + _gathered_bytes(config, loaded) + _GRAPH_BYTES
+    needed = _activation_bytes(config, loaded) + _gathered_bytes(config, loaded) + _GRAPH_BYTES + beside
     needed += STAGING_BYTES if config.kv_offload_gib else 0
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(loaded.device)

@@ -60,7 +60,7 @@ class SampleRow:
         self._bias = _bias(params, vocab_size, device)
         self._history = _History(prompt_token_ids, vocab_size, device) if _penalises(params) else None
         ends = [token for token in sorted(end_token_ids) if token < vocab_size] if params.min_tokens else []
-        self._ends = torch.tensor(ends, dtype=torch.int64, device=device) if ends else None
+        self._ends = on_device(torch.device(device), ends) if ends else None
 
     @property
     def greedy(self) -> bool:
@@ -97,7 +97,7 @@ class _History:
 
     def __init__(self, prompt_token_ids: Sequence[int], vocab_size: int, device: torch.device | str) -> None:
         self.prompt_seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-        self.prompt_seen[torch.tensor(list(prompt_token_ids), dtype=torch.int64, device=device)] = True
+        self.prompt_seen.index_fill_(0, placed(np.asarray(prompt_token_ids, np.int64), torch.device(device)), True)
         self.output_counts = torch.zeros(vocab_size, device=device)
         self.one = torch.ones(1, device=device)
 
@@ -203,8 +203,8 @@ def _bias(params: SamplingParams, vocab_size: int, device: torch.device | str) -
     if not params.logit_bias:
         return None
     check_bias(params, vocab_size)
-    token_ids = torch.tensor(list(params.logit_bias), dtype=torch.int64, device=device)
-    return token_ids, torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=device)
+    place = torch.device(device)
+    return on_device(place, list(params.logit_bias)), on_device(place, list(params.logit_bias.values())).float()
 
 
 def _allowed(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:

@@ -22,7 +22,7 @@ from tangram.compress.scorers import Scorer, make_scorer
 from tangram.config import EngineConfig
 from tangram.engine.admission import Admission
 from tangram.engine.loop import Engine
-from tangram.engine.memory import GIB, cache_dtype, explained, kv_bytes, offload_bytes
+from tangram.engine.memory import GIB, cache_dtype, explained, kv_bytes, offload_bytes, table_bytes
 from tangram.engine.observe import score_source
 from tangram.engine.runner import Runner
 from tangram.engine.scheduler import Scheduler
@@ -67,7 +67,7 @@ def parts_of(
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(f"max_model_len is {config.max_model_len}, the model was made for at most {limit} positions")
     retentions = _retentions(config, loaded, config.max_model_len or limit)
-    pages = _pool_pages(config, loaded, retentions[0].layout)
+    pages = _pool_pages(config, loaded, [entry.layout for entry in retentions])
     max_model_len = _fit_model_len(config, retentions[0], pages, config.max_model_len or limit)
     dtype = cache_dtype(config, loaded)
     page_bytes, span_pages = retentions[0].layout.page_bytes(dtype.itemsize), retentions[0].layout.span_pages
@@ -251,8 +251,9 @@ def _retention(
     return Retention(profile.kv_retention, layout, fingerprint, scorer, profile.sink_tokens, profile.window_tokens)
 
 
-def _pool_pages(config: EngineConfig, loaded: LoadedModel, layout: Layout) -> int:
-    return kv_bytes(config, loaded) // layout.page_bytes(cache_dtype(config, loaded).itemsize)
+def _pool_pages(config: EngineConfig, loaded: LoadedModel, layouts: Sequence[Layout]) -> int:
+    room = kv_bytes(config, loaded, table_bytes(config, layouts))
+    return room // layouts[0].page_bytes(cache_dtype(config, loaded).itemsize)
 
 
 def _fit_model_len(config: EngineConfig, default: Retention, pages: int, wanted: int) -> int:

@@ -20,18 +20,19 @@ from tangram.model.load import load_model
 
 def compare(
     base: EngineConfig, grid: Grid, asked: Sequence[Questions | RealText], *, align: bool, calibration_samples: int,
-    output: Path, command: str, watch: Watch,
+    output: Path, command: str, watch: Watch, align_tokens: int | None = None,
 ) -> list[AnyCell]:  # fmt: skip
     """The cells of every method of `grid` and every suite `asked`, one model serving all; `output` keeps them.
 
-    Engines are `base` but for what a method changes. With `align` contexts end where the largest chunk does. Cells that
-    `output` has already, of equal settings, are not measured again; an interrupted run loses at most one.
+    Engines are `base` but for what a method changes. With `align` contexts end at a multiple of `align_tokens`, or
+    where the largest chunk does. Cells that `output` has already, of equal settings, are not measured again; an
+    interrupted run loses at most one.
 
     Raises `ConfigError` before anything is measured if an option is out of range or contradicts another one.
     """
     results = Results.resumed(output, command)
     methods = list(dict.fromkeys(method for one in asked for method in grid.methods(one.context_tokens)))
-    unit = aligned_tokens(methods, align=align)
+    unit = aligned_tokens(methods, align=align, unit=align_tokens)
     if any(isinstance(one, RealText) for one in asked):
         _check_tails(methods)
         # `full` has no chunk of its own; its texts are cut where those of the others are.

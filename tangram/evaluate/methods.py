@@ -131,23 +131,25 @@ class Grid:
             yield Method(name, retention, scorer, chunk, scope, alpha, *kept)
 
 
-def aligned_tokens(methods: Sequence[Method], *, align: bool) -> int | None:
-    """The largest chunk of `methods`, at a multiple of which contexts end; None without `align`.
+def aligned_tokens(methods: Sequence[Method], *, align: bool, unit: int | None = None) -> int | None:
+    """At a multiple of what contexts end: `unit`, or the largest chunk of `methods`; None without `align`.
 
-    Raises `ConfigError` if another chunk would not end there, or if one-shot is asked for without.
+    Raises `ConfigError` if a chunk would not end there, or if one-shot or a unit is asked for without.
     """
     if not align:
+        if unit is not None:
+            raise ConfigError(f"align_tokens is {unit}, but no_align leaves the end of contexts raw: leave one out")
         if any(method.name == "one-shot" for method in methods):
             raise ConfigError("methods has one-shot, whose one chunk is the whole context: that needs align")
         return None
     chunks = {method.chunk_tokens for method in methods if method.chunk_tokens is not None}
-    largest = max(chunks, default=1)
-    if uneven := sorted(chunk for chunk in chunks if largest % chunk):
+    unit, named = (max(chunks, default=1), "the largest chunk") if unit is None else (unit, "align_tokens")
+    if uneven := sorted(chunk for chunk in chunks if unit % chunk):
         raise ConfigError(
-            f"chunk_tokens has {uneven[0]}, of which the largest chunk, {largest}, is no multiple (one-shot's is "
+            f"chunk_tokens has {uneven[0]}, of which {named}, {unit}, is no multiple (one-shot's is "
             "context_tokens): choose sizes that divide it, or --no-align"
         )
-    return largest
+    return unit
 
 
 _LISTS = {

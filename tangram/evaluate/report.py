@@ -34,7 +34,7 @@ def report(cells: Sequence[AnyCell]) -> str:
         return "No cell has been measured.\n"
     settings = list(dict.fromkeys(cell.setting for cell in cells))
     sections = [_section([cell for cell in cells if cell.setting == setting], setting) for setting in settings]
-    return "\n".join([*sections, _where(cells)])
+    return "\n".join([*sections, where(cells)])
 
 
 def rows(cells: Iterable[One]) -> dict[tuple[str, str], dict[float, One]]:
@@ -186,7 +186,7 @@ def plain(score: Score, digits: int, *, signed: bool = False) -> str:
     return mean if score.stderr is None else f"{mean} ± {score.stderr:.{digits}f}"
 
 
-def _where(cells: Sequence[AnyCell]) -> str:
+def where(cells: Sequence[AnyCell]) -> str:
     """On what, and with which versions, the cells were measured; more than once where it differs."""
     lines = []
     for cell in cells:

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging as transformers_logging
 
 from tangram.compress.profile import ModelFingerprint
-from tangram.errors import ModelError
+from tangram.errors import ConfigError, ModelError
 from tangram.model.attention import IMPLEMENTATION, keep_hidden
 from tangram.model.checks import probe_geometry, refuse_unsupported
 from tangram.model.dummy import random_model, tokenizer_or_numbers
@@ -163,9 +163,23 @@ def fingerprint(model: PreTrainedModel, geometry: Geometry, name: str) -> ModelF
 
 
 def _place(device: str) -> torch.device:
-    if device != "auto":
-        return torch.device(device)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device is {device!r}, it must be auto, cpu or cuda") from error
+    if place.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device is {device!r}, kernels exist for cpu and cuda: choose one of them")
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device is {device!r}, but PyTorch {torch.__version__} sees no GPU here: use cpu")
+    if place.index:
+        # Triton launches on the current device of a thread, and an engine has threads of its own.
+        raise ConfigError(
+            f"device is {device!r}, an engine takes the first GPU it sees: set "
+            f"CUDA_VISIBLE_DEVICES={place.index} and use cuda"
+        )
+    return place
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -177,6 +177,7 @@ SMALL = ["--load-format", "dummy", "--kv-retention", "1.0", "--chunk-tokens", "3
         ("multi-turn", ["--sessions", "2", "--history-tokens", "50", "--turns", "2", "--user-tokens", "5",
                         "--output-tokens", "4"], ["turn 1", "turn 2"]),
         ("trace", ["--speed", "1,4"], ["speed 1", "speed 4"]),
+        ("trace", ["--speed", "1,4", "--hold-ttft-s", "1e-9"], []),
     ],
 )  # fmt: skip
 def test_the_commands_keep_what_they_measure(
@@ -194,6 +195,7 @@ def test_the_commands_keep_what_they_measure(
     content = json.loads(kept.read_text())
     assert list(content["parts"]) == parts
     assert content["environment"]["cpu"] and content["config"]["load_format"] == "dummy"
+    assert ("given_up" in content) == (not parts)
     for part in content["parts"].values():
         assert part["requests_per_s"] > 0 and part["ttft_s"]["p50"] > 0
     if command == "multi-turn":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -16,7 +17,7 @@ from tangram.errors import ConfigError
 from tangram.model import load
 
 
-def config(folder: Path, **options: float) -> EngineConfig:
+def config(folder: Path, **options: float | str) -> EngineConfig:
     return EngineConfig(
         str(folder), load_format="dummy", kv_retention=1.0, chunk_tokens=32, page_tokens=8, max_num_seqs=4,
         max_num_batched_tokens=128, **options,  # type: ignore[arg-type]
@@ -36,6 +37,29 @@ def test_a_container_counts_as_the_machine(folder: Path, tmp_path: Path, monkeyp
         build_engine(config(folder, kv_cache_gib=0.6))
     limit.write_text("max\n")
     build_engine(config(folder, kv_cache_gib=0.01))
+
+
+@pytest.mark.parametrize(
+    ("device", "reason"),
+    [
+        ("gpu0", "it must be auto, cpu or cuda"),
+        ("meta", "kernels exist for cpu and cuda"),
+        ("cuda", "sees no GPU here: use cpu"),
+        ("cuda:1", "set CUDA_VISIBLE_DEVICES=1 and use cuda"),
+    ],
+)
+def test_a_device_that_cannot_be_served_on_is_refused(
+    folder: Path, device: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda:1")
+    with pytest.raises(ConfigError, match=f"device is '{device}', .*{reason}"):
+        build_engine(config(folder, device=device))
+
+
+def test_block_tables_that_kernels_cannot_address_are_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"max_num_seqs is 8000000 .* lower max_num_seqs or max_model_len"):
+        build_engine(replace(config(folder, kv_cache_gib=0.01), max_num_seqs=8_000_000,
+                             max_num_batched_tokens=8_000_100))  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,9 @@ def test_greedy_answers_are_those_of_the_cpu(dtype: str, eager: bool, on_cpu: li
     for ours, expected in zip(chats(llm), on_cpu, strict=True):
         pairs = zip(ours.token_ids, expected.token_ids, strict=False)
         first = next((place for place, (one, other) in enumerate(pairs) if one != other), None)
-        if first is not None:
+        if first is None:
+            assert len(ours.token_ids) == len(expected.token_ids), "one of them ended"
+        else:
             assert expected.logprobs is not None
             likely = dict(expected.logprobs[first].top)
             assert ours.token_ids[first] in likely, "the CPU had not thought of it"

@@ -1,4 +1,4 @@
-"""The quick check has bounds for all it measures, and the page a place for its tables."""
+"""The quick check has bounds for all it measures; the control stands beside what was asked the same."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from bench import accuracy_page, eval_quick
-from bench.kvpress_table import Control, control_tables
+from bench import eval_quick
+from bench.accuracy.kvpress_table import Control, control_tables
 from tangram.evaluate.prompts import SuitePrompts
-from tangram.evaluate.results import AnyCell, Fidelity, FidelityCell, Results, Score
+from tangram.evaluate.results import AnyCell, Fidelity, FidelityCell, Score
 from tests.host.test_eval_run import SUITES, StubBench, measure
 
 
@@ -73,7 +73,7 @@ def control(prompts: SuitePrompts, known: int) -> Control:
     return Control.model_validate({**content, "cells": [{**cell, "seconds": 1.0, "samples": samples}]})
 
 
-def test_the_control_stands_beside_what_was_asked_the_same(cells: list[AnyCell], tmp_path: Path) -> None:
+def test_the_control_stands_beside_what_was_asked_the_same(cells: list[AnyCell]) -> None:
     found = control(SUITES[0][0], known=2)
     # The stub's settings have digests of their own.
     mine = found.cells[0].model_copy(update={"prompts_sha256": SUITES[0][1].prompts_sha256})
@@ -81,23 +81,6 @@ def test_the_control_stands_beside_what_was_asked_the_same(cells: list[AnyCell],
     text = control_tables(found, cells)
     assert "| kvpress, Ada-KV | keydiff | 50.0 ± 0.0 |" in text
     assert "| static | keydiff | 83.3 ± 8.3 |" in text and "| uniform | keydiff | 50.0 ± 25.0 |" in text
-    page, kept, theirs = tmp_path / "accuracy.md", tmp_path / "kept.json", tmp_path / "control.json"
-    page.write_text(accuracy_page.PAGE.read_text())
-    Results(command="tangram eval tiny", cells=cells).save(kept)
-    theirs.write_text(found.model_dump_json())
-    accuracy_page.main([str(kept), "--control", str(theirs), "--page", str(page)])
-    assert "beside kvpress" in page.read_text()
     other = found.cells[0].model_copy(update={"prompts_sha256": "another"})
     with pytest.raises(ValueError, match="prompts_sha256 another of suite ruler is in no cell"):
         control_tables(found.model_copy(update={"cells": [other]}), cells)
-
-
-def test_the_tables_are_written_into_the_page(cells: list[AnyCell], tmp_path: Path) -> None:
-    page, kept = tmp_path / "accuracy.md", tmp_path / "kept.json"
-    page.write_text(accuracy_page.PAGE.read_text())
-    Results(command="tangram eval tiny", cells=cells).save(kept)
-    for _ in range(2):
-        accuracy_page.main([str(kept), "--page", str(page)])
-        text = page.read_text()
-        assert text.count("| static − full | keydiff | -16.7 ± 8.3 |") == 2 and "`tangram eval tiny`" in text
-    assert text.startswith("# Accuracy") and text.rstrip().endswith("<!-- end eval -->")

@@ -44,7 +44,7 @@ class ControlCell(BaseModel):
 
 
 class Control(BaseModel):
-    """The file of bench/kvpress_control.py."""
+    """The file of bench/accuracy/kvpress_control.py."""
 
     model_config = ConfigDict(extra="forbid")
 

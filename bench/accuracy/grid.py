@@ -1,0 +1,106 @@
+"""Everything that docs/accuracy.md compares: a `tangram eval` for each part of the grid and scorer, several at once.
+
+    python -m bench.accuracy.grid FOLDER --at-once 8 [--gate GATE] [--locomo PATH] [--parts base,dynamic] \
+        -- --device cuda --kv-cache-gib 4
+    python -m bench.accuracy.page FOLDER/*.json
+
+What follows `--` goes to every `tangram eval`. FOLDER/PART.SCORER.json is added to after every cell: the same command
+goes on where it was interrupted, and skips what is there. Beside it is a log of what was printed. Exits with 1 if one
+of them failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+SCORERS = ("kvzip", "keydiff", "fastkvzip", "expected_attention", "snapkv", "tova", "streaming_llm")
+FEW = ("kvzip", "keydiff", "expected_attention")  # of which details are asked, too
+ALL_RATIOS, TWO_RATIOS = "--retentions 0.7,0.5,0.3,0.25", "--retentions 0.5,0.3"
+CONTEXT = "--samples 52 --context-tokens 4096"
+# Every part has the same prompts, whose contexts end where one-shot's one chunk does.
+ASKED = f"--suites ruler,multiturn {CONTEXT} --align-tokens 4096"
+PARTS: Mapping[str, str] = {
+    "full": f"{ASKED} --methods full",
+    "base": f"{ASKED} {ALL_RATIOS} --methods uniform,static --alphas 0,1,2",
+    "dynamic": f"{ASKED} {ALL_RATIOS} --methods dynamic",
+    "one-shot": f"{ASKED} {ALL_RATIOS} --methods one-shot",
+    "fidelity": f"--suites fidelity {CONTEXT} {TWO_RATIOS} --methods full,uniform,static,dynamic",
+    "chunks": f"{ASKED} {TWO_RATIOS} --methods uniform,static,dynamic --chunk-tokens 256,1024,2048",
+    "scopes": f"{ASKED} {TWO_RATIOS} --methods static,dynamic,one-shot --scopes layer",
+    "raw-end": f"--suites ruler,multiturn {CONTEXT} {TWO_RATIOS} --methods full,uniform,static --no-align",
+    "window-0": f"{ASKED} {TWO_RATIOS} --methods static --window-tokens 0",
+    "window-32": f"{ASKED} {TWO_RATIOS} --methods static --window-tokens 32",
+    "window-64": f"{ASKED} {TWO_RATIOS} --methods static --window-tokens 64",
+    "sinks-0": f"{ASKED} {TWO_RATIOS} --methods static --sink-tokens 0",
+}
+IN_DETAIL = {"raw-end", "window-0", "window-32", "window-64", "sinks-0"}
+LOCOMO = f"--suites locomo --context-tokens 4096 {TWO_RATIOS} --methods full,uniform,static,dynamic --locomo"
+
+
+@dataclass(frozen=True)
+class Task:
+    """One `tangram eval`: its file's name and its options."""
+
+    name: str
+    options: tuple[str, ...]
+
+
+def tasks(scorers: Sequence[str], parts: Sequence[str], gate: Path | None, locomo: Path | None) -> Iterator[Task]:
+    """Part by part, in their order, and there by scorer; `full` has none."""
+    for part in parts:
+        for scorer in scorers[:1] if part == "full" else scorers:
+            if part not in IN_DETAIL or scorer in FEW:
+                yield Task(f"{part}.{scorer}", (*shlex.split(PARTS[part]), *_scoring(part, scorer, gate)))
+    for scorer in scorers if locomo is not None else ():
+        if scorer in FEW:
+            yield Task(f"locomo.{scorer}", (*shlex.split(LOCOMO), str(locomo), *_scoring("locomo", scorer, gate)))
+
+
+def _scoring(part: str, scorer: str, gate: Path | None) -> list[str]:
+    if part == "full":
+        return []
+    return ["--scorers", scorer, *(["--gate", str(gate)] if scorer == "fastkvzip" else [])]
+
+
+def measure(task: Task, options: argparse.Namespace) -> int:
+    """Its exit code."""
+    command = [sys.executable, "-m", "tangram", "eval", options.model, *task.options, *options.extra]
+    with (options.folder / f"{task.name}.log").open("a", encoding="utf-8") as log:
+        print(shlex.join(command[2:]), file=log, flush=True)
+        code = subprocess.call([*command, "-o", str(options.folder / f"{task.name}.json")], stdout=log, stderr=log)
+    print(f"{task.name}: {'done' if code == 0 else f'exit code {code}, see {log.name}'}", flush=True)
+    return code
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--scorers", help="comma-separated; all, fastkvzip only with a gate")
+    parser.add_argument("--parts", default=",".join(PARTS), help=", ".join(PARTS))
+    parser.add_argument("--gate", type=Path, help="a gate file, for fastkvzip")
+    parser.add_argument("--locomo", type=Path, help="LoCoMo's file or folder: asked too, if given")
+    parser.add_argument("--at-once", type=int, default=1, help="processes")
+    parser.add_argument("extra", nargs="*", help="options of every `tangram eval`, after --")
+    options = parser.parse_args(arguments)
+    known = [scorer for scorer in SCORERS if scorer != "fastkvzip" or options.gate is not None]
+    scorers, parts = options.scorers.split(",") if options.scorers else known, options.parts.split(",")
+    if "fastkvzip" in scorers and options.gate is None:
+        parser.error("scorer fastkvzip needs --gate: train one with `tangram calibrate --train-gate`")
+    if unknown := [*(set(scorers) - set(known)), *(set(parts) - set(PARTS))]:
+        parser.error(f"{unknown[0]!r} is not known: scorers are {', '.join(known)}, parts {', '.join(PARTS)}")
+    options.folder.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(options.at_once) as pool:
+        codes = list(pool.map(lambda task: measure(task, options), tasks(scorers, parts, options.gate, options.locomo)))
+    return int(any(codes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""Writes the measured tables of docs/accuracy.md from result files of `tangram eval`, which it keeps thin.
+
+    python -m bench.accuracy.page FOLDER/*.json [--control CONTROL.json]
+    python -m bench.accuracy.page                       # once more, from bench/results/accuracy.json
+
+They stand between `<!-- eval -->` and `<!-- end eval -->`. With `--control`, the file of kvpress_control.py, a table of
+its scores beside ours follows.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.accuracy.kvpress_table import Control, control_tables
+from bench.accuracy.tables import plainly, tables
+from bench.accuracy.thin import Thin
+from bench.kernels.family import RESULTS
+from bench.kernels.page import replaced
+from tangram.evaluate.report import where
+from tangram.evaluate.results import Results
+
+PAGE = Path(__file__).parents[2] / "docs" / "accuracy.md"
+KEPT, CONTROL = RESULTS / "accuracy.json", RESULTS / "accuracy_kvpress.json"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, nargs="*")
+    parser.add_argument("--control", type=Path, help="kept, too")
+    parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--kept", type=Path, default=KEPT, help="the thin file; written if there are results")
+    options = parser.parse_args(arguments)
+    if options.results:
+        Thin.of([Results.load(path) for path in options.results]).save(options.kept)
+    if options.control:
+        CONTROL.write_text(options.control.read_text(encoding="utf-8"), encoding="utf-8")
+    options.page.write_text(replaced(options.page.read_text(), "eval", written(Thin.load(options.kept), control())))
+
+
+def control() -> Control | None:
+    """The control that is kept, if there is one."""
+    return Control.load(CONTROL) if CONTROL.exists() else None
+
+
+def written(thin: Thin, beside: Control | None) -> str:
+    """What stands on the page."""
+    cells = thin.whole()
+    others = [] if beside is None else [control_tables(beside, plainly(cells))]
+    commands = "".join(f"- `{command}`\n" for command in thin.commands)
+    return "\n" + "\n".join([tables(cells), *others, where(cells), commands])
+
+
+if __name__ == "__main__":
+    main()

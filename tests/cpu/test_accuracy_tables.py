@@ -1,0 +1,176 @@
+"""docs/accuracy.md: thin files lose nothing that a table needs, tables say what the cells say, the grid can be run."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer import Typer
+from typer.testing import CliRunner
+
+from bench.accuracy import grid, page
+from bench.accuracy.tables import mean_difference, mean_score, plainly, tables
+from bench.accuracy.thin import Thin
+from bench.kernels.page import replaced
+from tangram.cli.evaluate import evaluate
+from tangram.evaluate.methods import Grid, Method, aligned_tokens
+from tangram.evaluate.report import difference
+from tangram.evaluate.results import AnsweredSample, AnyCell, Cell, Fidelity, FidelityCell, Results, Score, Setting
+
+TASKS = ("niah_multikey_1", "vt")
+
+
+def setting(suite: str, **changes: Any) -> Setting:
+    told = {
+        "model": "m", "weights_sha256": "0", "dtype": "float32", "kv_cache_dtype": "auto", "page_tokens": 16,
+        "heads_per_page": 4, "suite": suite, "samples": 4, "context_tokens": 4096, "seed": 0, "aligned": True,
+        "prompts_sha256": suite,
+    }  # fmt: skip
+    return Setting(**told | changes)
+
+
+def cell(method: Method, suite: str, scores: list[float], **changes: Any) -> Cell:
+    samples = tuple(
+        AnsweredSample.model_validate({
+            "task": TASKS[number % 2], "number": number,
+            "answers": [{"score": score, "reply": "so", "prompt_tokens": 9, "reply_tokens": 1}] * 2,
+        })
+        for number, score in enumerate(scores)
+    )  # fmt: skip
+    by_task = {task: Score.of([one.score for one in samples if one.task == task]) for task in TASKS}
+    return Cell(
+        method=method, setting=setting(suite, **changes), basis={}, seconds=2.0, environment={"gpu": "g"},
+        score=Score.of(scores), by_task=by_task, footprint=0.5, filler_tokens=1.0, samples=samples,
+    )  # fmt: skip
+
+
+UNIFORM = Method("uniform", 0.3, "kvzip", 512, None, None, 4)
+STATIC = Method("static", 0.3, "kvzip", 512, "model", 2.0, 4)
+DYNAMIC = Method("dynamic", 0.3, "kvzip", 512, "model")
+ONE_SHOT = Method("one-shot", 0.3, "kvzip", 4096, "model")
+CELLS: list[AnyCell] = [
+    *(cell(Method("full"), suite, [1.0, 1.0, 1.0, 0.0]) for suite in ("ruler", "multiturn")),
+    *(cell(UNIFORM, suite, [0.0, 0.0, 0.0, 0.0]) for suite in ("ruler", "multiturn")),
+    cell(STATIC, "ruler", [1.0, 0.0, 1.0, 0.0]), cell(STATIC, "multiturn", [1.0, 1.0, 1.0, 0.0]),
+    cell(DYNAMIC, "ruler", [1.0, 1.0, 1.0, 0.0]), cell(DYNAMIC, "multiturn", [1.0, 0.5, 1.0, 0.0]),
+    *(cell(ONE_SHOT, suite, [1.0, 1.0, 0.0, 0.0]) for suite in ("ruler", "multiturn")),
+    *(cell(replace(STATIC, alpha=0.0), suite, [0.0, 0.0, 1.0, 0.0]) for suite in ("ruler", "multiturn")),
+    *(cell(replace(STATIC, chunk_tokens=1024), suite, [0.0, 1.0, 1.0, 1.0]) for suite in ("ruler", "multiturn")),
+    *(cell(STATIC, suite, [0.0, 0.0, 0.0, 1.0], aligned=False, prompts_sha256=f"raw {suite}")
+      for suite in ("ruler", "multiturn")),
+    FidelityCell(method=STATIC, setting=setting("fidelity"), basis={}, seconds=1.0, environment={"gpu": "g"},
+                 passages=tuple(Fidelity(divergence=0.1 * n, agreement=0.9, surprise=2.0, full_surprise=1.9)
+                                for n in (1, 2))),
+]  # fmt: skip
+
+
+def test_a_thin_file_gives_the_same_tables_and_every_cell_once(tmp_path: Path) -> None:
+    files = [Results(command="one", cells=CELLS[:8]), Results(command="two", cells=CELLS)]
+    thin = Thin.of(files)
+    assert thin.commands == ["one", "two"] and len(thin.cells) == len(CELLS)
+    thin.save(tmp_path / "thin.json")
+    kept = Thin.load(tmp_path / "thin.json")
+    assert kept == thin and tables(kept.whole()) == tables(CELLS) != ""
+    assert len((tmp_path / "thin.json").read_text()) < len(files[1].model_dump_json()) / 3
+
+
+def test_cells_of_other_samples_are_not_thrown_together() -> None:
+    with pytest.raises(ValueError, match="other samples of ruler"):
+        Thin.of([Results(command="c", cells=[CELLS[0], cell(STATIC, "ruler", [1.0, 0.0])])])
+
+
+def test_means_count_each_suite_the_same_and_differences_go_sample_by_sample() -> None:
+    static, dynamic = CELLS[4:6], CELLS[6:8]
+    assert mean_score(static).mean == pytest.approx((0.5 + 0.75) / 2)  # type: ignore[arg-type]
+    both = mean_difference(list(zip(static, dynamic, strict=True)))
+    assert both.mean == pytest.approx((-0.25 + 0.125) / 2)
+    apart = [difference(*pair).stderr or 0.0 for pair in zip(static, dynamic, strict=True)]
+    assert both.stderr == pytest.approx((apart[0] ** 2 + apart[1] ** 2) ** 0.5 / 2)
+
+
+@pytest.mark.parametrize(
+    ("title", "line"),
+    [
+        ("Scores", "| static, α 2 | kvzip | 50.0 ± 28.9 |"),
+        ("Static budgets beside the dynamic method", "| kvzip | -6.2 ± 14.0 |"),
+        ("Static budgets beside equal ones", "| kvzip | +62.5 ± 19.1 |"),
+        ("Several needles at ρ 0.3", "| kvzip | 100.0 ± 0.0 | 0.0 ± 0.0 | 100.0 ± 0.0 | 100.0 ± 0.0 |"),
+        ("Sealed chunk by chunk", "| kvzip | +18.8 ± 20.1 |"),
+        ("α", "| static, α 0 | kvzip | 25.0 ± 17.7 |"),
+        ("Chunks", "| static, α 2, C 1024 | kvzip | 75.0 ± 17.7 |"),
+        ("The end of the context left raw", "| static, α 2 | kvzip | 25.0 ± 17.7 |"),
+        ("What is expected of real text", "| static, α 2 | kvzip | 0.1500 ± 0.0500 |"),
+    ],
+)
+def test_a_table_says_what_its_cells_say(title: str, line: str) -> None:
+    found = next(one for one in tables(CELLS).split("### ") if one.startswith(title))
+    assert line in found
+
+
+def test_a_table_without_cells_is_left_out() -> None:
+    assert tables([]) == "" and "Windows" not in tables(CELLS)
+
+
+def test_what_is_plain_has_nothing_changed() -> None:
+    assert {one.method for one in plainly(CELLS)} == {Method("full"), UNIFORM, STATIC, DYNAMIC, ONE_SHOT}
+
+
+def test_the_tables_are_written_into_the_page(tmp_path: Path) -> None:
+    at, results = tmp_path / "accuracy.md", tmp_path / "results.json"
+    at.write_text(page.PAGE.read_text())
+    Results(command="tangram eval tiny", cells=CELLS).save(results)
+    for arguments in ([str(results)], []):
+        page.main([*arguments, "--page", str(at), "--kept", str(tmp_path / "thin.json")])
+        text = at.read_text()
+        assert text.count("| kvzip | +62.5 ± 19.1 |") == 1 and "- `tangram eval tiny`" in text
+    assert text.startswith("# Accuracy") and text.rstrip().endswith("<!-- end eval -->")
+
+
+@pytest.mark.skipif(not page.KEPT.exists(), reason="nothing has been measured yet")
+def test_the_page_is_that_of_the_kept_file() -> None:
+    text = page.PAGE.read_text()
+    assert replaced(text, "eval", page.written(Thin.load(page.KEPT), page.control())) == text, "run the page"
+
+
+def test_every_task_of_the_grid_is_one_that_tangram_eval_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Grid, Any, int | None]] = []
+
+    def compare(
+        base: object, grid: Grid, asked_of: Any, *, align: bool, align_tokens: int | None, **_: object
+    ) -> list[AnyCell]:
+        asked.append((grid, asked_of, aligned_tokens(grid.methods(4096), align=align, unit=align_tokens)))
+        return []
+
+    monkeypatch.setattr("tangram.evaluate.compare.compare", compare)
+    app = Typer()
+    app.command()(evaluate)
+    tasks = list(grid.tasks(grid.SCORERS, list(grid.PARTS), Path("gate.safetensors"), None))
+    for task in tasks:
+        result = CliRunner().invoke(app, ["smollm2", *task.options])
+        assert result.exit_code == 0, result.output
+    assert len(asked) == len(tasks) == len({task.name for task in tasks})
+    for task, (own, questions, unit) in zip(tasks, asked, strict=True):
+        assert own.methods(4096) and all(one.context_tokens == 4096 for one in questions)
+        if task.name.split(".")[0] not in ("fidelity", "raw-end"):
+            assert unit == 4096, "one alignment for all that stand in one table"
+
+
+def test_a_scorer_that_needs_a_gate_is_left_out_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    measured: list[str] = []
+
+    def measure(task: grid.Task, options: argparse.Namespace) -> int:
+        measured.append(task.name)
+        return int(task.name == "chunks.snapkv")
+
+    monkeypatch.setattr(grid, "measure", measure)
+    assert grid.main([str(tmp_path)]) == 1
+    assert {"full.kvzip", "base.tova", "window-0.keydiff"} < set(measured)
+    assert not {"full.keydiff", "window-0.tova", "base.fastkvzip"} & set(measured)
+    with pytest.raises(SystemExit):
+        grid.main([str(tmp_path), "--scorers", "fastkvzip"])
+    assert grid.main([str(tmp_path), "--scorers", "fastkvzip", "--gate", "g", "--parts", "base"]) == 0
