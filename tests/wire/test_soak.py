@@ -15,7 +15,7 @@ from bench.hammer.load import LoadError, summary
 from bench.hammer.server import Books
 
 SOUND = Books(running=1, waiting=0, held=10, cached=20, free=70, total=100)
-FLAT = Growth(mb_per_hour=10.0, standard_error=2.0, over_s=960.0)
+FLAT = Growth(mb_per_hour=10.0, standard_error=2.0, over_s=960.0, first_mb=1500.0, last_mb=1502.0)
 ANSWERED = [Outcome(0.0, stream=True, kind="answered", first_token_s=1.0, ended_s=2.0)] * 3
 ENDS = {"length": 3}
 MESSAGES: list[Message] = [{"role": "user", "content": "Count to ten."}]
