@@ -16,7 +16,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:\\s*Online softmax is disabled:UserWarning"),
 ]
 LONG = "The lighthouse keeper wrote down the weather, the ships and the birds of every day. " * 60
-QUESTIONS = ("What is the capital of France?", "Count from one to twenty.", LONG + "What did the keeper write down?")
+QUESTIONS = (
+    "What is the capital of France?",
+    "Count from one to twenty.",
+    3 * LONG + "What did the keeper write down?",
+)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=48, logprobs=5)
 # A first token that differs must have been nearly as likely on the CPU, by so much of its log-probability.
 NEAR = {"float32": 0.01, "bfloat16": 0.35}
