@@ -23,7 +23,7 @@ from tangram.engine.completion import Answers, Completion
 from tangram.engine.grammar import GrammarCompiler
 from tangram.engine.intake import Intake
 from tangram.engine.runner import Runner
-from tangram.engine.sampling import BROKEN_LOGITS, Choice, check_bias
+from tangram.engine.sampling import BROKEN_LOGITS, Choice, check_tokens
 from tangram.engine.scheduler import Scheduler
 from tangram.engine.text import TextCodec
 from tangram.errors import EngineError
@@ -109,7 +109,7 @@ class Engine:
     def check(self, request: Request) -> tuple[int, int]:
         """What `submit` checks: the layout that would serve `request`, and the tokens it may generate."""
         layout = self._admission.layout_for(request)
-        check_bias(request.sampling, self.geometry.vocab_size)
+        check_tokens(request.sampling, self.geometry.vocab_size)
         return layout, self._admission.max_tokens_for(request, layout)
 
     def abort(self, request_id: str) -> None:
