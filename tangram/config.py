@@ -21,7 +21,8 @@ class EngineConfig:
     `kv_offload_gib` is host memory for sealed chunks that the pool has no room for any more; 0 means none.
     `prompt_patience`: a prompt lets others by until as many tokens were computed as that many times its own new ones;
     0 is first come, first served.
-    `max_queue` is the most requests that may wait for a place in the batch; more are refused. None takes them all.
+    `max_queue`: while so many completions (`n` of a request) wait for a place in the batch, requests are refused. None
+    takes them all.
     `kv_cache_dtype` auto is the model's own dtype; fp8 is E4M3, half of bfloat16, with all scales 1.
     `load_format` dummy makes random weights of the model's config.json alone, to measure with.
     `enforce_eager` runs a GPU's model operation by operation, without compilation and CUDA graphs.

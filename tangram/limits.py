@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from reprlib import repr as shortened
 from typing import TYPE_CHECKING
 
 from tangram.errors import RequestError
@@ -18,11 +18,12 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256  # each new token is compared with every beginning of every stop string
 MAX_STOP_TOKEN_IDS = 1024
 MAX_BIASES = 1024
+MAX_SALT_CHARACTERS = 1024  # they are hashed with every try to find room
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Where a number must lie, both ends included; the low one not if it is `open_low`."""
+    """Where a number must lie, both ends, which are finite, included; the low one not if it is `open_low`."""
 
     low: float
     high: float
@@ -31,9 +32,10 @@ class Bounds:
     def check(self, field: str, value: float) -> None:
         """Raise `RequestError` if the `value` of `field` lies outside."""
         inside = (self.low < value if self.open_low else self.low <= value) and value <= self.high
-        if not (math.isfinite(value) and inside):
+        if not inside:
             bracket = "(" if self.open_low else "["
-            raise RequestError(f"{field} is {value}, it must lie in {bracket}{self.low}, {self.high}]", field)
+            message = f"{field} is {shortened(value)}, it must lie in {bracket}{self.low}, {self.high}]"
+            raise RequestError(message, field)
 
 
 # By the fields of `SamplingParams`, in the order in which they are checked; None is always inside.

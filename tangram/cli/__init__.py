@@ -47,7 +47,7 @@ def serve(
     ] = None,
     max_body_mb: Annotated[float, typer.Option(help="most megabytes of a request's body")] = 16.0,
     max_queue: Annotated[
-        int, typer.Option(help="most requests that may wait; more are told to come back later")
+        int, typer.Option(help="while so many completions wait, new requests are told to come back later")
     ] = 1024,
     request_timeout_s: Annotated[
         float, typer.Option(help="most seconds from a request to the end of its answer")

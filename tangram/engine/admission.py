@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from reprlib import repr as shortened
 
 from tangram.cache.books import PageStates
 from tangram.cache.layout import Layout
@@ -46,7 +47,8 @@ class Admission:
         geometry = self.retentions[0].layout.geometry
         for token in (min(prompt), max(prompt)):
             if not 0 <= token < geometry.vocab_size:
-                raise RequestError(f"prompt has token {token}, it must lie in [0, {geometry.vocab_size - 1}]", "prompt")
+                message = f"prompt has token {shortened(token)}, it must lie in [0, {geometry.vocab_size - 1}]"
+                raise RequestError(message, "prompt")
         room = self.max_model_len - len(prompt)
         if room < 1:
             raise RequestError(

@@ -2,45 +2,69 @@
 
 from __future__ import annotations
 
+import logging
 import random
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 
+import numpy as np
 import torch
 
-from tangram.engine.sampling import SampleRow
+from tangram.engine.sampling import Choice, SampleRow
 from tangram.engine.sequence import Sequence, sequence_of
 from tangram.engine.text import TextCodec, TextStream
-from tangram.errors import RequestError
-from tangram.types import Event, FinishReason, Request, Step, TokenLogprob, Usage
+from tangram.types import Event, FinishReason, Request, SamplingParams, Step, TokenLogprob, Usage
+
+_log = logging.getLogger("tangram")
 
 
 @dataclass(eq=False)
 class Completion:
-    """Number `index` of the `n` completions of `request`."""
+    """Number `index` of the `n` completions of `request`.
+
+    `begin` makes its sampler and its text, for the first token that is sampled: who waits for that holds neither.
+    `error` says why nothing more can be written, and which field of the request is to blame, if one is.
+    """
 
     request: Request
     index: int
     sequence: Sequence
-    sampler: SampleRow
-    text: TextStream
     end_token_ids: frozenset[int]
+    begin: Callable[[], tuple[SampleRow, TextStream]]
+    text: TextStream = field(init=False)
     ended: bool = False
+    error: tuple[str, str | None] | None = None
+
+    @cached_property
+    def sampler(self) -> SampleRow:
+        """How its tokens are chosen. Where it cannot be made there is an `error`, and the first token means nothing."""
+        try:
+            sampler, self.text = self.begin()
+        except Exception:
+            request_id = self.request.request_id
+            _log.exception("request %s could not begin", request_id, extra={"request_id": request_id})
+            self.error = "the engine could not begin to answer this request: the log has the reason", None
+            return SampleRow(SamplingParams(temperature=0.0), prompt_token_ids=(), vocab_size=1, seed=0)
+        return sampler
 
     @property
     def constrained(self) -> bool:
         """Whether which tokens may come next depends on those before."""
         return self.sampler.matcher is not None
 
-    @property
-    def error(self) -> RequestError | None:
-        """Why nothing more can be written."""
-        return None if self.sampler.matcher is None else self.sampler.matcher.error
-
     def take(self, token: TokenLogprob) -> tuple[str, FinishReason | None]:
-        """Enter the token that was expected: the text that is certain now, and the reason to end if there is one."""
+        """Enter the token that was expected: the text that is certain now, and the reason to end if there is one.
+
+        After an `error` there is neither.
+        """
         self.sequence.settle(token.token_id)
-        if self.sampler.matcher is not None:
-            self.sampler.matcher.take(token.token_id)
+        if (matcher := self.sampler.matcher) is not None:
+            matcher.take(token.token_id)
+            if matcher.error is not None:
+                self.error = str(matcher.error), matcher.error.field
+        if self.error is not None:
+            return "", None
         if token.token_id in self.end_token_ids:
             return self.text.finish(), FinishReason.STOP
         delta, stopped = self.text.push(token.token_id)
@@ -70,6 +94,20 @@ class Completion:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class Flight:
+    """What a step was launched for: a token of each of `completions`."""
+
+    completions: list[Completion]
+    choice: Choice
+
+
+def refused(request: Request, index: int, error: str) -> Event:
+    """The news that the engine could not take in completion `index` of `request`."""
+    usage = Usage(len(request.prompt_token_ids), 0, 0, 0, 0)
+    return Event(request.request_id, index, (), "", (), usage, FinishReason.ABORT, error)
+
+
 class Answers:
     """All completions that are being written, by request. `seed` seeds the requests that bring no seed."""
 
@@ -89,18 +127,35 @@ class Answers:
         return list(dict.fromkeys(request_id for request_id, _ in self._all))
 
     def begin(self, request: Request, layout: int, max_tokens: int) -> Completion:
-        """The first completion of a new request; `siblings` has the others."""
-        own_seed = request.sampling.seed
-        seed = self._seeds.getrandbits(63) if own_seed is None else own_seed
+        """The first completion of a new request; `siblings` has the others. Where it fails nothing is entered."""
+        sampling, request_id = request.sampling, request.request_id
+        seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
+        ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._codec.eos_token_ids)
+        prompt = np.asarray(request.prompt_token_ids, np.int64)
+        limit = len(prompt) + max_tokens - 1
         first, *others = [
-            self._completion(request, index, layout, max_tokens, seed) for index in range(request.sampling.n)
+            Completion(
+                request,
+                index,
+                sequence_of(request_id, self._arrivals + index, layout, request.cache_salt, prompt, limit),
+                ends,
+                partial(self._begin, request, index, seed, ends),
+            )
+            for index in range(sampling.n)
         ]
-        self._siblings[request.request_id] = others
+        self._arrivals += sampling.n
+        self._all |= {(request_id, completion.index): completion for completion in (first, *others)}
+        self._siblings[request_id] = others
         return first
 
-    def siblings(self, request_id: str) -> list[Completion] | None:
-        """The other completions of a request, to those who ask first; they wait for the first to compute the prompt."""
-        return self._siblings.pop(request_id, None)
+    @property
+    def held_back(self) -> int:
+        """How many completions wait for the first of theirs to compute the prompt."""
+        return sum(map(len, self._siblings.values()))
+
+    def siblings(self, request_id: str) -> list[Completion]:
+        """The other completions of a request, to those who ask first."""
+        return self._siblings.pop(request_id, [])
 
     def of(self, step: Step) -> list[Completion]:
         """The completions that get a token from `step`, in the order of its rows."""
@@ -118,19 +173,11 @@ class Answers:
         """The completions of one request, those that still wait for the first too."""
         return [completion for key, completion in self._all.items() if key[0] == request_id]
 
-    def _completion(self, request: Request, index: int, layout: int, max_tokens: int, seed: int) -> Completion:
+    def _begin(self, request: Request, index: int, seed: int, ends: frozenset[int]) -> tuple[SampleRow, TextStream]:
         prompt, sampling = request.prompt_token_ids, request.sampling
-        self._arrivals += 1
-        sequence = sequence_of(
-            request.request_id, self._arrivals, layout, request.cache_salt, prompt, len(prompt) + max_tokens - 1
-        )
-        ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._codec.eos_token_ids)
         sampler = SampleRow(
             sampling, prompt_token_ids=prompt, vocab_size=self._vocab_size, seed=seed, sample_index=index,
             device=self._device, matcher=None if request.grammar is None else request.grammar.begin(),
             end_token_ids=ends,
         )  # fmt: skip
-        text = TextStream(self._codec, stop=sampling.stop, prompt_token_ids=prompt)
-        completion = Completion(request, index, sequence, sampler, text, ends)
-        self._all[request.request_id, index] = completion
-        return completion
+        return sampler, TextStream(self._codec, stop=sampling.stop, prompt_token_ids=prompt)

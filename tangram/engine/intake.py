@@ -14,9 +14,10 @@ _MOST_WAIT_S = 60
 
 
 class Intake:
-    """At most `most_waiting` requests wait; None takes in everybody. One thread at a time.
+    """Whoever comes while fewer than `most_waiting` completions wait is taken in; None takes in everybody. One thread
+    at a time.
 
-    Where requests leave the queue at `r` a second, `w` of them are gone in `w / r` seconds: that is what a refused one
+    Where they leave the queue at `r` a second, `w` of them are gone in `w / r` seconds: that is what a refused one
     is told, at least 1 s and, because by then others may have given up, at most a minute.
     """
 
@@ -25,16 +26,16 @@ class Intake:
         self._starts_s: deque[float] = deque(maxlen=_MEASURED_STARTS)
 
     def started(self) -> None:
-        """A request has left the queue."""
+        """A completion has left the queue."""
         self._starts_s.append(self._clock_s())
 
     def check(self, waiting: int) -> None:
-        """Raise `OverloadError` if `waiting` requests are as many as may wait."""
+        """Raise `OverloadError` if `waiting` completions are as many as may wait."""
         if self._most_waiting is None or waiting < self._most_waiting:
             return
         raise OverloadError(
-            f"{waiting} requests wait, max_queue is {self._most_waiting}: try again later, or have the server started "
-            f"with a longer queue",
+            f"{waiting} completions wait, max_queue is {self._most_waiting}: try again later, or have the server "
+            f"started with a longer queue",
             self._retry_after_s(waiting),
         )
 

@@ -11,7 +11,6 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -19,11 +18,11 @@ from tangram.cache.books import check_books
 from tangram.cache.layout import Layout
 from tangram.config import EngineConfig
 from tangram.engine.admission import Admission
-from tangram.engine.completion import Answers, Completion
+from tangram.engine.completion import Answers, Completion, Flight, refused
 from tangram.engine.grammar import GrammarCompiler
 from tangram.engine.intake import Intake
 from tangram.engine.runner import Runner
-from tangram.engine.sampling import BROKEN_LOGITS, Choice, check_bias
+from tangram.engine.sampling import BROKEN_LOGITS, check_tokens
 from tangram.engine.scheduler import Scheduler
 from tangram.engine.text import TextCodec
 from tangram.errors import EngineError
@@ -32,14 +31,6 @@ from tangram.model.load import LoadedModel
 from tangram.types import FinishReason, Geometry, Request, TokenLogprob, Usage
 
 _log = logging.getLogger("tangram")
-
-
-@dataclass(frozen=True, eq=False)
-class _Flight:
-    """What a step was launched for: a token of each of `completions`."""
-
-    completions: list[Completion]
-    choice: Choice
 
 
 class Engine:
@@ -61,7 +52,7 @@ class Engine:
         self._answers = Answers(
             self.codec, vocab_size=self.geometry.vocab_size, device=loaded.device, seed=config.seed
         )  # fmt: skip
-        self._flight: _Flight | None = None
+        self._flight: Flight | None = None
         self._inbox: deque[Callable[[], None]] = deque()
         self._intake = Intake(config.max_queue)
         self._entering = 0
@@ -95,21 +86,21 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Queue `request`; its events come through `request.on_event`.
 
-        Raises `RequestError` at once if it is malformed or can never fit, `OverloadError` if `max_queue` others wait;
-        then nothing is queued. Raises `EngineError` once the engine's thread has ended.
+        Raises `RequestError` at once if it is malformed or can never fit, `OverloadError` if `max_queue` completions
+        wait; then nothing is queued. Raises `EngineError` once the engine's thread has ended.
         """
         layout, max_tokens = self.check(request)
         with self._wake:
             if self._ended:
                 raise EngineError("the engine has stopped: the log has the reason, start it again")
-            self._intake.check(self._scheduler.queued(self._entering))
-            self._entering += 1
+            self._intake.check(self._scheduler.queued(self._entering + self._answers.held_back))
+            self._entering += request.sampling.n
             self._post(lambda: self._accept(request, layout, max_tokens))
 
     def check(self, request: Request) -> tuple[int, int]:
         """What `submit` checks: the layout that would serve `request`, and the tokens it may generate."""
         layout = self._admission.layout_for(request)
-        check_bias(request.sampling, self.geometry.vocab_size)
+        check_tokens(request.sampling, self.geometry.vocab_size)
         return layout, self._admission.max_tokens_for(request, layout)
 
     def abort(self, request_id: str) -> None:
@@ -174,7 +165,7 @@ class Engine:
             self._scheduler.commit(step)
             for completion in sampled:
                 completion.sequence.expect()
-        self._flight = None if choice is None else _Flight(sampled, choice)
+        self._flight = None if choice is None else Flight(sampled, choice)
         if not self.ahead:
             self._land()
         return True
@@ -251,16 +242,23 @@ class Engine:
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def _accept(self, request: Request, layout: int, max_tokens: int) -> None:
-        self._entering -= 1
-        self._scheduler.add(self._answers.begin(request, layout, max_tokens).sequence)
+        self._entering -= request.sampling.n
+        try:
+            self._scheduler.add(self._answers.begin(request, layout, max_tokens).sequence)
+        except Exception:
+            request_id, error = request.request_id, "the engine could not take in this request: the log has the reason"
+            _log.exception("request %s could not be taken in", request_id, extra={"request_id": request_id})
+            if self._answers.of_request(request_id):
+                self._drop(request_id, error)
+            else:
+                for index in range(request.sampling.n):
+                    request.on_event(refused(request, index, error))
 
-    def _release_siblings(self, request_id: str) -> None:
-        siblings = self._answers.siblings(request_id)
-        if siblings is None:
-            return
+    def _started(self, completion: Completion) -> None:
+        """It has its first token: the others of its request, of which the first computes the prompt, may go on."""
         self._intake.started()
-        for completion in siblings:
-            self._scheduler.add(completion.sequence)
+        for sibling in self._answers.siblings(completion.request.request_id):
+            self._scheduler.add(sibling.sequence)
 
     def _drop(self, request_id: str, error: str | None = None, field: str | None = None) -> None:
         self._answers.siblings(request_id)
@@ -274,11 +272,12 @@ class Engine:
 
     def _take(self, completion: Completion, token: TokenLogprob) -> None:
         text, reason = completion.take(token)
-        if (wrong := completion.error) is not None:
-            self._drop(completion.request.request_id, str(wrong), wrong.field)
+        if completion.error is not None:
+            self._drop(completion.request.request_id, *completion.error)
             return
         self._scheduler.counters.generated_tokens += 1
-        self._release_siblings(completion.request.request_id)
+        if completion.sequence.read_tokens == 1:
+            self._started(completion)
         usage = self._usage(completion)
         if reason is not None:
             self._answers.remove(completion)

@@ -16,6 +16,7 @@ import math
 import struct
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from reprlib import repr as shortened
 
 import numpy as np
 import torch
@@ -37,7 +38,7 @@ class SampleRow:
     completions of a request. `step` is the number of tokens generated so far. `device` is where the logits will be.
     `matcher` says which tokens may come next; None, any. `end_token_ids` end the completion, so none of them comes
     before `min_tokens`.
-    Raises `RequestError` if `logit_bias` names a token outside the vocabulary.
+    Raises `RequestError` if `params` name a token outside the vocabulary.
     """
 
     def __init__(
@@ -52,12 +53,13 @@ class SampleRow:
         matcher: Matcher | None = None,
         end_token_ids: Collection[int] = (),
     ) -> None:
+        check_tokens(params, vocab_size)
         self.params = params
         self.matcher = matcher
         self.seed = seed
         self.sample_index = sample_index
         self.step = 0
-        self._bias = _bias(params, vocab_size, device)
+        self._bias = _bias(params, device)
         self._history = _History(prompt_token_ids, vocab_size, device) if _penalises(params) else None
         ends = [token for token in sorted(end_token_ids) if token < vocab_size] if params.min_tokens else []
         self._ends = on_device(torch.device(device), ends) if ends else None
@@ -181,11 +183,13 @@ def probabilities(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     return result
 
 
-def check_bias(params: SamplingParams, vocab_size: int) -> None:
-    """Raise `RequestError` if `logit_bias` names a token outside the vocabulary."""
-    for token in params.logit_bias:
-        if not 0 <= token < vocab_size:
-            raise RequestError(f"logit_bias names token {token}, it must lie in [0, {vocab_size - 1}]", "logit_bias")
+def check_tokens(params: SamplingParams, vocab_size: int) -> None:
+    """Raise `RequestError` if `logit_bias` or `stop_token_ids` names a token outside the vocabulary."""
+    for field, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+        for token in tokens:
+            if not 0 <= token < vocab_size:
+                message = f"{field} names token {shortened(token)}, it must lie in [0, {vocab_size - 1}]"
+                raise RequestError(message, field)
 
 
 def uniform(seed: int, sample_index: int, step: int, draw: int = 0) -> float:
@@ -198,11 +202,10 @@ def _penalises(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 
-def _bias(params: SamplingParams, vocab_size: int, device: torch.device | str) -> tuple[Tensor, Tensor] | None:
+def _bias(params: SamplingParams, device: torch.device | str) -> tuple[Tensor, Tensor] | None:
     """The bias as (token ids int64, values float32), None if there is none."""
     if not params.logit_bias:
         return None
-    check_bias(params, vocab_size)
     place = torch.device(device)
     return on_device(place, list(params.logit_bias)), on_device(place, list(params.logit_bias.values())).float()
 

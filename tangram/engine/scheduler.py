@@ -61,7 +61,7 @@ class Scheduler:
     _epoch: int = 0
 
     def queued(self, entering: int) -> int:
-        """Sequences that never ran yet and for which the batch has no place, when `entering` more have come."""
+        """Sequences that never ran yet and for which the batch has no place, when `entering` more are to come."""
         fresh = sum(sequence.cached_tokens is None for sequence in self.waiting)
         return max(0, fresh + entering - (self.config.max_num_seqs - len(self.running)))
 

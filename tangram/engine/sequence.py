@@ -14,7 +14,8 @@ from tangram.types import Int64
 class Sequence:
     """One completion on its way: `tokens[: known]` are its prompt and what was sampled so far.
 
-    With `pending` the last of them is still on the device: it counts, but its value is not here.
+    With `pending` the last of them is still on the device: it counts, but its value is not here. Room for the sampled
+    ones is made with the first: those of one request share its prompt until then.
     `limit` is the most tokens whose KV state it may ever need. `arrival` is never reused; `due`, in computed tokens, is
     set when the sequence is queued first, `admitted_s`, of the monotonic clock, when it first leaves the queue.
     """
@@ -56,6 +57,9 @@ class Sequence:
 
     def expect(self) -> None:
         """One more token is sampled."""
+        if self.known == len(self.tokens):
+            prompt, self.tokens = self.tokens, np.zeros(self.limit + 1, np.int64)
+            self.tokens[: self.known] = prompt
         self.known += 1
         self.pending = True
 
@@ -65,8 +69,9 @@ class Sequence:
         self.pending = False
 
 
-def sequence_of(request_id: str, arrival: int, layout: int, salt: str, prompt: tuple[int, ...], limit: int) -> Sequence:
-    """A fresh sequence with room for its `limit` tokens and the last sampled one."""
-    tokens = np.zeros(limit + 1, np.int64)
-    tokens[: len(prompt)] = prompt
+def sequence_of(
+    request_id: str, arrival: int, layout: int, salt: str, prompt: tuple[int, ...] | Int64, limit: int
+) -> Sequence:
+    """A fresh sequence that knows `prompt`; an array is not copied."""
+    tokens = np.asarray(prompt, np.int64)
     return Sequence(request_id, arrival, layout, salt, tokens, len(prompt), len(prompt), limit)

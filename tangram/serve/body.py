@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from tangram.limits import MAX_SALT_CHARACTERS
 from tangram.serve.unsupported import NoOps, drop_no_ops
 
 _MAX_FIELDS = 128
@@ -21,6 +22,10 @@ def encodable(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(encodable)]
+Salt = Annotated[
+    Text,
+    Field(max_length=MAX_SALT_CHARACTERS, description="prefixes are reused only among requests with the same salt"),
+]
 
 
 class Body(BaseModel):

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from decimal import Decimal
+from reprlib import repr as shortened
 from typing import Any
 
 from tangram.errors import RequestError
@@ -95,10 +96,10 @@ class SchemaBounds:
 
 def _digits(value: Any, place: str) -> int:
     """The significant digits of a number, as a number: 25 of 0.25, 864 of 86400."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-        raise RequestError(f"{place} is {str(value)[:40]}, it must be a positive number", place)
-    digits = Decimal(repr(value)).normalize().as_tuple().digits
-    return int("".join(map(str, digits[:9]))) if len(digits) < 9 else 10**9
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise RequestError(f"{place} is {shortened(value)}, it must be a positive number", place)
+    digits = "".join(map(str, Decimal(repr(value)).as_tuple().digits)).strip("0")
+    return int(digits) if len(digits) < 9 else 10**9
 
 
 def _of(kind: type, value: Any, place: str) -> Any:

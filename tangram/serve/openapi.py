@@ -101,7 +101,9 @@ def _numbers(bounds: Bounds) -> Json:
     return {"exclusiveMinimum" if bounds.open_low else "minimum": bounds.low, "maximum": bounds.high}
 
 
-_TOKENS = _list({"type": "integer", "minimum": 0, "maximum": BOUNDS["top_k"].high}, 1, 1_000_000)
+# The vocabulary's end is the model's; no vocabulary is larger than this.
+_TOKEN: Json = {"type": "integer", "minimum": 0, "maximum": BOUNDS["top_k"].high}
+_TOKENS = _list(_TOKEN, 1, 1_000_000)
 _STOP: Json = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS}
 _FORMS: dict[str, Json] = {
     "CompletionRequest.prompt": {
@@ -116,7 +118,7 @@ _FORMS: dict[str, Json] = {
         ]
     },
     "stop": {"anyOf": [_STOP, _list(_STOP, 0, MAX_STOP_STRINGS)]},
-    "stop_token_ids": _list({"type": "integer"}, 0, MAX_STOP_TOKEN_IDS),
+    "stop_token_ids": _list(_TOKEN, 0, MAX_STOP_TOKEN_IDS),
     "logit_bias": {
         "type": "object",
         "propertyNames": {"pattern": "^[0-9]{1,10}$"},

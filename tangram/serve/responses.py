@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BeforeValidator, Field, PositiveInt
 
 from tangram.errors import RequestError
-from tangram.serve.body import Body, Text
+from tangram.serve.body import Body, Salt, Text
 from tangram.serve.bridge import EventStream, Job
 from tangram.serve.errors import ApiError
 from tangram.serve.messages import MAX_MESSAGES, text_of_parts
@@ -79,7 +79,7 @@ class ResponsesRequest(Body):
     top_p: float = 1.0
     stream: bool = False
     kv_retention: float | None = Field(default=None, description="fraction of the KV cache to keep, (0, 1]")
-    cache_salt: Text = Field(default="", max_length=1024)
+    cache_salt: Salt = ""
     user: str | None = Field(default=None, description="a label, without effect")
     safety_identifier: str | None = Field(default=None, description="a label, without effect")
 

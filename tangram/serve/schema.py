@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from reprlib import repr as shortened
 from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, PositiveInt, field_validator, model_validator
 
 from tangram.limits import MAX_BIASES, MAX_LOGPROBS
-from tangram.serve.body import Body, Text, encodable
+from tangram.serve.body import Body, Salt, Text, encodable
 from tangram.serve.json_schema import SchemaBounds
 from tangram.serve.messages import MAX_MESSAGES, ChatMessage
 from tangram.serve.structured import (
@@ -74,7 +75,7 @@ class _Sampled(Body):
     max_tokens: int | None = None
     min_tokens: int = 0
     kv_retention: float | None = Field(default=None, description="fraction of the KV cache to keep, (0, 1]")
-    cache_salt: Text = Field(default="", description="prefixes are reused only among requests with the same salt")
+    cache_salt: Salt = ""
     user: str | None = Field(default=None, description="a label, without effect")
     response_format: ResponseFormat | None = None
 
@@ -229,7 +230,8 @@ class CompletionRequest(_Sampled):
     @model_validator(mode="after")
     def _not_too_many(self) -> Self:
         if len(self.prompt) * self.n > max(MAX_COMPLETIONS, self.n):
-            message = f"n is {self.n} for {len(self.prompt)} prompts: at most {MAX_COMPLETIONS} completions are allowed"
+            number = shortened(self.n)
+            message = f"n is {number} for {len(self.prompt)} prompts: at most {MAX_COMPLETIONS} completions are allowed"
             raise wrong_field("n", message)
         return self
 

@@ -263,10 +263,14 @@ def test_broken_logits_are_reported_with_their_row(temperature: float, bad: floa
 
 
 @pytest.mark.parametrize("token", [-1, VOCAB])
-def test_a_bias_on_a_token_the_model_does_not_have_is_refused(token: int) -> None:
-    with pytest.raises(RequestError, match=rf"token {token}.*999") as caught:
-        row_of(SamplingParams(logit_bias={token: 1.0}))
-    assert caught.value.field == "logit_bias"
+def test_a_bias_or_an_end_that_is_no_token_of_the_model_is_refused(token: int) -> None:
+    for params, field in (
+        (SamplingParams(logit_bias={token: 1.0}), "logit_bias"),
+        (SamplingParams(stop_token_ids=(3, token), min_tokens=1), "stop_token_ids"),
+    ):
+        with pytest.raises(RequestError, match=rf"{field}.*token {token}.*999") as caught:
+            row_of(params)
+        assert caught.value.field == field
 
 
 def test_greedy_costs_little_beyond_the_argmax() -> None:

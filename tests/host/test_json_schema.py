@@ -62,6 +62,8 @@ def test_what_schemas_usually_are_passes(schema: dict[str, Any]) -> None:
         ({"multipleOf": 99999989}, "f.multipleOf", "10000"),
         ({"items": {"multipleOf": 0.0000123457}}, "f.items.multipleOf", "10000"),
         (properties(3, {"multipleOf": 4999}), "f.properties.p", "10000"),
+        ({"multipleOf": 10**30 + 1}, "f.multipleOf", "10000"),
+        ({"multipleOf": 10**399 + 1}, "f.multipleOf", "10000"),
         ({"multipleOf": 0}, "f.multipleOf", "positive"),
         ({"multipleOf": float("nan")}, "f.multipleOf", "positive"),
         ({"multipleOf": True}, "f.multipleOf", "positive"),

@@ -82,7 +82,8 @@ def test_the_document_has_the_forms_that_validators_take(document: Any) -> None:
     for fields in ({"tool_choice": named}, {"tool_choice": "required"}, {"stop": "a"}, {"stop": ["a"]}, {"seed": None}):
         assert validator.is_valid(body | fields), fields
         ChatRequest.model_validate(body | fields)
-    assert not validator.is_valid(body | {"tool_choice": {"name": "weather"}})
+    for fields in ({"tool_choice": {"name": "weather"}}, {"stop_token_ids": [-1]}, {"cache_salt": "a" * 1025}):
+        assert not validator.is_valid(body | fields), fields
 
 
 def test_a_document_without_keys_asks_for_none(shared_server: FakeServer) -> None:

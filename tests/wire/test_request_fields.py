@@ -9,6 +9,10 @@ import pytest
 
 from .conftest import CHAT, COMPLETIONS, MODEL, USER, FakeServer, chat_body
 
+HUGE = 10**399
+SCHEMA = "response_format.json_schema.schema"
+MULTIPLES = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"multipleOf": -HUGE}}}
+
 
 def test_every_sampling_field_reaches_the_engine(fake_server: FakeServer) -> None:
     fields = {
@@ -83,6 +87,10 @@ def test_an_answer_can_be_sent_back_as_the_client_holds_it(fake_server: FakeServ
         (CHAT, {"max_completion_tokens": 0}, "max_completion_tokens", "greater than"),
         (CHAT, {"max_completion_tokens": 2**31, "max_tokens": None}, "max_completion_tokens", "2147483647"),
         (CHAT, {"max_completion_tokens": 7}, "max_completion_tokens", "max_tokens"),
+        (CHAT, {"max_completion_tokens": HUGE, "max_tokens": None}, "max_completion_tokens", "2147483647"),
+        *((CHAT, {name: HUGE}, name, "it must lie in") for name in ("n", "max_tokens", "top_k", "seed", "min_tokens")),
+        (CHAT, {"response_format": MULTIPLES}, f"{SCHEMA}.multipleOf", "positive"),
+        *((path, {"cache_salt": "a" * 1025}, "cache_salt", "1024") for path in (CHAT, COMPLETIONS)),
         (CHAT, {"top_logprobs": 2}, "top_logprobs", "logprobs"),
         (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
         (CHAT, {"stream_options": {"include_usage": True}}, "stream_options", "stream"),
@@ -107,6 +115,7 @@ def test_an_answer_can_be_sent_back_as_the_client_holds_it(fake_server: FakeServ
         (COMPLETIONS, {"prompt": ["a", [1]], "max_tokens": "4"}, "max_tokens", "integer"),
         (COMPLETIONS, {"prompt": ["a"] * 9, "n": 128}, "n", "1024"),
         (COMPLETIONS, {"prompt": ["a"] * 9, "n": 10**9}, "n", "1024"),
+        (COMPLETIONS, {"prompt": "a", "logprobs": HUGE}, "logprobs", "20"),
         (COMPLETIONS, {"prompt": []}, "prompt", "must be a string"),
         (COMPLETIONS, {"prompt": [1, True]}, "prompt", "must be a string"),
         (COMPLETIONS, {"prompt": ""}, "prompt", "no tokens"),

@@ -14,6 +14,7 @@ from .conftest import CHAT, COMPLETIONS, run_real_server, scrape, wait_until
 
 MODEL, KEY = "smollm2", "sesame"
 VOCABULARY, CONTEXT_TOKENS = 49152, 8192
+HUGE = 10**399
 USER = {"role": "user", "content": "Say hi."}
 JSON = {"Content-Type": "application/json"}
 
@@ -118,7 +119,17 @@ TRIALS = [
     chat("an empty stop string", 400, "stop", "empty", stop=["a", ""]),
     chat("a long stop string", 400, "stop", "256", stop="a" * 100_000),
     chat("many stop tokens", 400, "stop_token_ids", "1024", stop_token_ids=list(range(5000))),
+    *(
+        chat(f"stop token {token}", 400, "stop_token_ids", str(VOCABULARY - 1), stop_token_ids=[5, token], min_tokens=1)
+        for token in (-1, -1_000_000, VOCABULARY, -HUGE)
+    ),
     chat("seed 2^70", 400, "seed", seed=2**70),
+    *(
+        chat(f"{name} of 400 digits", 400, name, "it must lie in", **{"max_tokens": None, name: HUGE})
+        for name in ("n", "max_tokens", "max_completion_tokens", "top_k", "seed", "min_tokens")
+    ),
+    completion("token of 400 digits", 400, "prompt", str(VOCABULARY - 1), prompt=[5, HUGE]),
+    chat("a long salt", 400, "cache_salt", "1024", cache_salt="a" * 1025),
     chat("unknown model", 404, "model", "does not exist", model="../../etc/passwd"),
     chat("unknown field", 400, "temprature", "unknown field", temprature=1),
     chat("deeply nested schema", 400, SCHEMA, "64", response_format=nested(200)),
@@ -142,6 +153,7 @@ TRIALS = [
     chat("100,000 properties", 400, SCHEMA, "65536", response_format=formed(wide(100_000))),
     chat("10,000 values", 400, f"{SCHEMA}.enum", "1000", response_format=formed({"enum": list(range(10_000))})),
     chat("multiples of a prime", 400, f"{SCHEMA}.multipleOf", "10000", response_format=formed({"multipleOf": 9999991})),
+    chat("multiples of 400 digits", 400, "response_format", "range", response_format=formed({"multipleOf": HUGE})),
     chat("unions that multiply out", 400, "response_format", "large", response_format=formed(MULTIPLIED)),
     chat("tool of a bad type", 400, "tools[0].function.name", tools=[{"type": "function", "function": {"name": 7}}]),
     chat("tools of a model without", 400, "tools", "chat template", tools=[TOOL]),
