@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
 from tangram.serve.unsupported import NoOps, drop_no_ops
 
@@ -21,7 +21,6 @@ def encodable(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(encodable)]
-Label = Annotated[str, Field(max_length=1024)]
 
 
 class Body(BaseModel):

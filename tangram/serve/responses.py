@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BeforeValidator, Field, PositiveInt
 
 from tangram.errors import RequestError
-from tangram.serve.body import Body, Label, Text
+from tangram.serve.body import Body, Text
 from tangram.serve.bridge import EventStream, Job
 from tangram.serve.errors import ApiError
 from tangram.serve.messages import MAX_MESSAGES, text_of_parts
@@ -82,7 +82,7 @@ class ResponsesRequest(Body):
     cache_salt: Text = Field(default="", max_length=1024)
     user: str | None = Field(default=None, description="a label, without effect")
     safety_identifier: str | None = Field(default=None, description="a label, without effect")
-    prompt_cache_key: Label | None = Field(default=None, description="a label, without effect")
+    prompt_cache_key: str | None = Field(default=None, max_length=1024, description="a label, without effect")
 
     def messages(self) -> list[dict[str, str]]:
         """The conversation for the chat template."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator, Field, PositiveInt, field_validator, model_validator
 
 from tangram.limits import MAX_BIASES, MAX_LOGPROBS
-from tangram.serve.body import Body, Label, Text, encodable
+from tangram.serve.body import Body, Text, encodable
 from tangram.serve.json_schema import SchemaBounds
 from tangram.serve.messages import MAX_MESSAGES, ChatMessage
 from tangram.serve.structured import (
@@ -77,7 +77,7 @@ class _Sampled(Body):
     cache_salt: Text = Field(default="", description="prefixes are reused only among requests with the same salt")
     user: str | None = Field(default=None, description="a label, without effect")
     response_format: ResponseFormat | None = None
-    prompt_cache_key: Label | None = Field(default=None, description="a label, without effect")
+    prompt_cache_key: str | None = Field(default=None, max_length=1024, description="a label, without effect")
 
     @field_validator("logit_bias")
     @classmethod
