@@ -11,9 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, prange
+from numba import prange
 
 from tangram.kernels.cpu_intrinsics import fetch_add, float_from_bits, prefetch
+from tangram.kernels.numba_cache import compiled
 
 STRETCH = 128
 # KV elements of a layer below which waking a second thread costs more than it saves.
@@ -23,14 +24,14 @@ FAST = {"reassoc", "contract", "nsz", "arcp"}
 KIND_ABS, KIND_OPEN, KIND_FRAC = 0, 1, 2
 
 
-@njit(cache=True)
+@compiled()
 def prefetch_block(block):  # type: ignore[no-untyped-def]
     """Ask for every cache line of a contiguous float32 block [P, D]."""
     for offset in range(0, block.size, 16):
         prefetch(block, offset)  # type: ignore[call-arg]
 
 
-@njit(cache=True, inline="always")
+@compiled(inline="always")
 def exp_negative(x: Any) -> Any:
     """exp(x) for x ≤ 0 in float32, to 2 units in the last place, in a form that vectorises; 0 below −87 (so for −∞)."""
     y = max(x, np.float32(-87.0))
@@ -47,7 +48,7 @@ def exp_negative(x: Any) -> Any:
     return scaled if x > np.float32(-87.0) else np.float32(0.0)
 
 
-@njit(cache=True)
+@compiled()
 def resolve_one(kind: int, a: int, b: int, length: int, tile: int) -> tuple[int, int]:
     """`plan.form.resolve` for one task."""
     if kind == KIND_ABS:
@@ -60,7 +61,7 @@ def resolve_one(kind: int, a: int, b: int, length: int, tile: int) -> tuple[int,
     return max(length - a, 0), length
 
 
-@njit(cache=True)
+@compiled()
 def useful_threads(tasks, first, last, lengths, tile, head_dim, threads):  # type: ignore[no-untyped-def]
     """`threads`, or 1 where tasks [first, last) (rows as in `CpuPlan.tasks`) read too little to share."""
     tokens = 0
@@ -70,7 +71,7 @@ def useful_threads(tasks, first, last, lengths, tile, head_dim, threads):  # typ
     return threads if tokens * head_dim * 2 > SERIAL_ELEMENTS else 1
 
 
-@njit(cache=True)
+@compiled()
 def append_rows(k, v, blocks, heads_per_page, tables, lengths, address):  # type: ignore[no-untyped-def]
     """Write k, v [R, H, D] at index length − 1; address [R, H, 3] holds table offset, column and length index."""
     page_tokens = blocks.shape[2]
@@ -83,7 +84,7 @@ def append_rows(k, v, blocks, heads_per_page, tables, lengths, address):  # type
             blocks[block, 1, place, :] = v[row, head]
 
 
-@njit(cache=True, fastmath=FAST)
+@compiled(fastmath=FAST)
 def dot_keys(query, keys, begin, end, scores, at):  # type: ignore[no-untyped-def]
     """scores[m, at + i] = query[m] · keys[begin + i]; four keys share each load of the query."""
     head_dim = query.shape[1]
@@ -110,7 +111,7 @@ def dot_keys(query, keys, begin, end, scores, at):  # type: ignore[no-untyped-de
             t += 1
 
 
-@njit(cache=True, fastmath=FAST)
+@compiled(fastmath=FAST)
 def add_values(weights, at, values, begin, end, out):  # type: ignore[no-untyped-def]
     """out[m] += Σ weights[m, at + i] · values[begin + i]; four values share each load and store of the output."""
     head_dim = out.shape[1]
@@ -131,7 +132,7 @@ def add_values(weights, at, values, begin, end, out):  # type: ignore[no-untyped
             t += 1
 
 
-@njit(cache=True, fastmath=FAST | {"nnan"})
+@compiled(fastmath=FAST | {"nnan"})
 def largest(scores, count):  # type: ignore[no-untyped-def]
     """The maximum of scores[:count], count ≥ 1; assuming there is no NaN lets it vectorise."""
     top = scores[0]
@@ -140,7 +141,7 @@ def largest(scores, count):  # type: ignore[no-untyped-def]
     return top
 
 
-@njit(cache=True, fastmath=FAST)
+@compiled(fastmath=FAST)
 def online_softmax(scores, count, maximum, total, out, softcap):  # type: ignore[no-untyped-def]
     """Turn scores[m, :count] into weights; carry the running maximum and sum, and rescale `out` where it rises."""
     for m in range(out.shape[0]):
@@ -162,7 +163,7 @@ def online_softmax(scores, count, maximum, total, out, softcap):  # type: ignore
         total[m] += part
 
 
-@njit(cache=True)
+@compiled()
 def attend(query, blocks, heads_per_page, tables, table, column, begin, end, softcap, out, lse):  # type: ignore[no-untyped-def]
     """Attention of query [M, D] (already scaled) over entries [begin, end) of one head: out [M, D], lse [M]."""
     page_tokens = blocks.shape[2]
@@ -196,7 +197,7 @@ def attend(query, blocks, heads_per_page, tables, table, column, begin, end, sof
             out[m] /= total[m]
 
 
-@njit(cache=True)
+@compiled()
 def finish(part, lse, sinks, out):  # type: ignore[no-untyped-def]
     """Write part [G, D] with log-sum-exp lse [G] to out [G, D], with the weight that the sinks [G] leave to it."""
     for g in range(part.shape[0]):
@@ -206,7 +207,7 @@ def finish(part, lse, sinks, out):  # type: ignore[no-untyped-def]
             out[g, :] = part[g] * np.float32(1.0 / (1.0 + np.exp(sinks[g] - lse[g])))
 
 
-@njit(cache=True)
+@compiled()
 def merge(parts, partial_out, partial_lse, sinks, out):  # type: ignore[no-untyped-def]
     """Merge slots `parts` of partial_out [slots, G, D] and partial_lse [slots, G], in that order, into out [G, D]."""
     for g in range(out.shape[0]):
@@ -225,7 +226,7 @@ def merge(parts, partial_out, partial_lse, sinks, out):  # type: ignore[no-untyp
                 out[g, d] += weight * partial_out[slot, g, d]
 
 
-@njit(cache=True)
+@compiled()
 def _work(  # type: ignore[no-untyped-def]
     queries, blocks, heads_per_page, tables, lengths, tasks, entries, task_end, tile, scaling, softcap,
     sinks, partial_out, partial_lse, outs, counter,
@@ -253,7 +254,7 @@ def _work(  # type: ignore[no-untyped-def]
                 partial_out[slot], partial_lse[slot] = part, part_lse
 
 
-@njit(cache=True, parallel=True)
+@compiled(parallel=True)
 def step(  # type: ignore[no-untyped-def]
     q, k, v, pool, tables, lengths, address, tasks, entries, segments, part_slot, task_begin, task_end, segment_begin,
     segment_end, slots, tile, scaling, softcap, sinks, out, workers,

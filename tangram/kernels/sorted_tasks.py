@@ -9,10 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+
+from tangram.kernels.numba_cache import compiled
 
 
-@njit(cache=True)
+@compiled()
 def sort_by_kind(kind, layer_indptr, order, task_indptr, counts):  # type: ignore[no-untyped-def]
     """Each layer's tasks by `kind` [N], in their own order within one.
 
@@ -34,7 +35,7 @@ def sort_by_kind(kind, layer_indptr, order, task_indptr, counts):  # type: ignor
             place[kind[task]] += 1
 
 
-@njit(cache=True)
+@compiled()
 def find_finishers(  # type: ignore[no-untyped-def]
     kind, may, layer_indptr, row_begin, row_end, direct, slot, merge_indptr, part_indptr, before, left, finishes
 ):
@@ -63,7 +64,7 @@ def find_finishers(  # type: ignore[no-untyped-def]
                 finishes[layer, least] += 1
 
 
-@njit(cache=True)
+@compiled()
 def write_tasks(  # type: ignore[no-untyped-def]
     order, table, length_index, column, head, kind, a, b, row_begin, row_end, rows, direct, slot, before, tasks
 ):
@@ -77,7 +78,7 @@ def write_tasks(  # type: ignore[no-untyped-def]
         words[12] = before[first]
 
 
-@njit(cache=True)
+@compiled()
 def write_entries(rows: Any, direct: Any, slot: Any, segment: Any, before: Any, entries: Any) -> None:
     """`entries` [M, 5]; see `packed.ENTRY_FIELDS`. `segment` [M], or [0] where nobody asks for it."""
     for number in range(len(rows)):

@@ -96,13 +96,20 @@ class CallReader:
             data = json.loads(text, parse_constant=_refused)
         except (ValueError, RecursionError):
             return None
-        if not isinstance(data, dict) or data.get("name") not in self._names:
+        name = data.get("name") if isinstance(data, dict) else None
+        if not isinstance(name, str) or name not in self._names:
             return None
         arguments = data.get(self._form.arguments)
         if not isinstance(arguments, dict):
             return None
+        try:
+            # 1e999 reads as an infinity, and an escape of half a surrogate pair has no bytes: no JSON can hold them.
+            written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+            written.encode()
+        except (ValueError, RecursionError):
+            return None
         self.called = True
-        return Call(data["name"], json.dumps(arguments, ensure_ascii=False))
+        return Call(name, written)
 
 
 def _refused(constant: str) -> float:

@@ -82,6 +82,7 @@ class ResponsesRequest(Body):
     cache_salt: Salt = ""
     user: str | None = Field(default=None, description="a label, without effect")
     safety_identifier: str | None = Field(default=None, description="a label, without effect")
+    prompt_cache_key: str | None = Field(default=None, max_length=1024, description="a label, without effect")
 
     def messages(self) -> list[dict[str, str]]:
         """The conversation for the chat template."""

@@ -78,6 +78,7 @@ class _Sampled(Body):
     cache_salt: Salt = ""
     user: str | None = Field(default=None, description="a label, without effect")
     response_format: ResponseFormat | None = None
+    prompt_cache_key: str | None = Field(default=None, max_length=1024, description="a label, without effect")
 
     @field_validator("logit_bias")
     @classmethod

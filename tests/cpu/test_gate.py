@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PretrainedConfig, Qwen3Config
 
@@ -19,8 +22,22 @@ from tangram.model.load import LoadedModel
 from tests.support import GREEDY, profile_file, run, small_engine
 
 # 2 layers, hidden size 48, 2 KV heads, 3 query heads for each.
-GATE = Path(__file__).parents[1] / "fixtures" / "kvpress" / "gate.pt"
+GATE = Path(__file__).parents[1] / "fixtures" / "kvpress" / "gate.safetensors"
+PAGE = Path(__file__).parents[2] / "docs" / "scorers.md"
 CHUNK = 32
+
+
+def gate_layers() -> list[dict[str, Tensor]]:
+    """The tensors of `GATE`, layer by layer."""
+    layers: list[dict[str, Tensor]] = [{}, {}]
+    for name, tensor in load_file(GATE).items():
+        layer, _, rest = name.partition(".")
+        layers[int(layer)][rest] = tensor
+    return layers
+
+
+def save_layers(layers: list[dict[str, Tensor]], path: Path) -> None:
+    save_file({f"{n}.{name}": tensor for n, layer in enumerate(layers) for name, tensor in layer.items()}, path)
 
 
 def no_rotary(positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -34,17 +51,20 @@ def a_chunk() -> ChunkView:
 
 
 def test_another_gate_has_other_parameters(tmp_path: Path) -> None:
-    layers = torch.load(GATE, weights_only=True)["module"]
+    layers = gate_layers()
     layers[1]["b"] += 1
-    torch.save({"module": layers}, tmp_path / "other.pt")
-    assert FastKVzip(tmp_path / "other.pt").parameters() != FastKVzip(GATE).parameters()
+    save_layers(layers, tmp_path / "other.safetensors")
+    assert FastKVzip(tmp_path / "other.safetensors").parameters() != FastKVzip(GATE).parameters()
 
 
-def test_a_safetensors_gate_is_the_same_gate(tmp_path: Path) -> None:
-    layers = torch.load(GATE, weights_only=True)["module"]
-    save_file({f"{n}.{k}": v for n, layer in enumerate(layers) for k, v in layer.items()}, tmp_path / "g.safetensors")
+def test_a_released_gate_is_converted_as_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those files carry NumPy's numbers of the training run beside the tensors."""
+    monkeypatch.chdir(tmp_path)
+    torch.save({"module": gate_layers(), "losses": np.ones(3), "rates": np.ones(3, np.float32)}, "gate.pt")
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "gate.pt" in block]
+    exec(code, {})
     chunk = a_chunk()
-    assert torch.equal(FastKVzip(tmp_path / "g.safetensors").score(chunk), FastKVzip(GATE).score(chunk))
+    assert torch.equal(FastKVzip(Path("gate.safetensors")).score(chunk), FastKVzip(GATE).score(chunk))
 
 
 def broken_gates() -> dict[str, tuple[Callable[[list[dict[str, Tensor]]], object], str]]:
@@ -61,11 +81,11 @@ def broken_gates() -> dict[str, tuple[Callable[[list[dict[str, Tensor]]], object
 @pytest.mark.parametrize("case", broken_gates())
 def test_a_broken_gate_is_refused_by_name(tmp_path: Path, case: str) -> None:
     damage, message = broken_gates()[case]
-    layers = [dict(layer) for layer in torch.load(GATE, weights_only=True)["module"]]
+    layers = gate_layers()
     damage(layers)
-    torch.save({"module": layers}, tmp_path / "gate.pt")
+    save_layers(layers, tmp_path / "gate.safetensors")
     with pytest.raises(ConfigError, match=message):
-        FastKVzip(tmp_path / "gate.pt")
+        FastKVzip(tmp_path / "gate.safetensors")
 
 
 class Malice:
@@ -75,18 +95,30 @@ class Malice:
         return (eval, ("1 / 0",))
 
 
-@pytest.mark.parametrize("name", ["gate.pt", "gate.safetensors"])
 @pytest.mark.parametrize("content", [b"", b"not a gate", GATE.read_bytes()[:5000]], ids=["empty", "text", "cut"])
-def test_a_file_that_is_no_gate_is_refused(tmp_path: Path, name: str, content: bytes) -> None:
-    (tmp_path / name).write_bytes(content)
+def test_a_file_that_is_no_gate_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "gate.safetensors").write_bytes(content)
     with pytest.raises(ConfigError, match="cannot be read as a Fast KVzip gate"):
+        FastKVzip(tmp_path / "gate.safetensors")
+
+
+@pytest.mark.parametrize("name", ["gate.pt", "gate.safetensors"])
+@pytest.mark.parametrize("content", [[], [Malice()]], ids=["tensors", "malice"])
+def test_a_pickle_is_not_opened_and_the_error_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: list[object]
+) -> None:
+    torch.save({"module": content or gate_layers()}, tmp_path / name)
+    monkeypatch.setattr(pickle, "Unpickler", pytest.fail)
+    monkeypatch.setattr(torch, "load", pytest.fail)
+    with pytest.raises(ConfigError, match=r"safetensors.*docs/scorers\.md says under 'Gate files' how to convert"):
         FastKVzip(tmp_path / name)
 
 
-def test_a_gate_file_runs_no_code(tmp_path: Path) -> None:
-    torch.save({"module": [Malice()]}, tmp_path / "gate.pt")
+@pytest.mark.parametrize("name", ["b", "first.b", "1.b", "-1.b"])
+def test_tensors_of_no_layer_are_refused(tmp_path: Path, name: str) -> None:
+    save_file({name: torch.ones(1)}, tmp_path / "gate.safetensors")
     with pytest.raises(ConfigError, match="cannot be read as a Fast KVzip gate"):
-        FastKVzip(tmp_path / "gate.pt")
+        FastKVzip(tmp_path / "gate.safetensors")
 
 
 def test_the_engine_compresses_by_a_gate(adopt_tiny: Callable[[PretrainedConfig], LoadedModel], tmp_path: Path) -> None:
@@ -110,7 +142,7 @@ def test_the_engine_compresses_by_a_gate(adopt_tiny: Callable[[PretrainedConfig]
 
 def test_a_missing_gate_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
-        FastKVzip(tmp_path / "nowhere.pt")
+        FastKVzip(tmp_path / "nowhere.safetensors")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from tangram.compress.scorers.kvzip import KVzip
 from tangram.compress.scorers.snapkv import SnapKV
 from tangram.errors import ConfigError
 
-GATE = Path(__file__).parents[1] / "fixtures" / "kvpress" / "gate.pt"
+GATE = Path(__file__).parents[1] / "fixtures" / "kvpress" / "gate.safetensors"
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ class FakeEngine:
         with self._lock:
             prompt = request.prompt_token_ids
             cached = max((_shared(prompt, seen) for seen in self._seen), default=0)
-            answer = "".join(reversed("".join(map(chr, prompt)).split("<assistant>")[-1][-40:]))
+            answer = "".join(reversed("".join(map(chr, prompt)).split("<assistant>")[-1][-60:]))
             now_s = time.monotonic()
             self._running += [_Completion(request, index, answer, cached, now_s) for index in range(request.sampling.n)]
             self._seen.append(prompt)

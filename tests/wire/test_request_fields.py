@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import openai
 import pytest
 
 from .conftest import CHAT, COMPLETIONS, MODEL, USER, FakeServer, chat_body
@@ -52,6 +53,15 @@ def test_values_that_ask_for_nothing_pass(fake_server: FakeServer) -> None:
         assert client.post(CHAT, json=chat_body(**nothing)).status_code == 200
         body = {"model": MODEL, "prompt": "a", "echo": False, "best_of": 1, "suffix": None, "logprobs": None}
         assert client.post(COMPLETIONS, json=body).status_code == 200
+
+
+def test_a_cache_key_is_a_label(fake_server: FakeServer) -> None:
+    assert fake_server.chat(prompt_cache_key="mine").choices[0].message.content
+    client = fake_server.openai()
+    assert client.responses.create(model=MODEL, input="say it", prompt_cache_key="mine").output_text
+    assert fake_server.complete(prompt="a", extra_body={"prompt_cache_key": "mine"}).choices
+    with pytest.raises(openai.BadRequestError, match="1024"):
+        client.responses.create(model=MODEL, input="say it", prompt_cache_key="a" * 1025)
 
 
 def test_an_answer_can_be_sent_back_as_the_client_holds_it(fake_server: FakeServer) -> None:
@@ -108,7 +118,10 @@ def test_an_answer_can_be_sent_back_as_the_client_holds_it(fake_server: FakeServ
         (COMPLETIONS, {"prompt": ["fine", "x" * 2049]}, "prompt", "2048"),
         (CHAT, {"chat_template": "{{ 1 }}"}, "chat_template", "not supported"),
         (CHAT, {"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "not supported"),
-        (CHAT, {"prompt_cache_key": "a"}, "prompt_cache_key", "not supported"),
+        (CHAT, {"prompt_cache_key": "a" * 1025}, "prompt_cache_key", "1024"),
+        (CHAT, {"prompt_cache_key": 7}, "prompt_cache_key", "string"),
+        (CHAT, {"prompt_cache_key": "\ud800"}, "prompt_cache_key", "unicode"),
+        (COMPLETIONS, {"prompt": "a", "prompt_cache_key": "a" * 1025}, "prompt_cache_key", "1024"),
         (CHAT, {"kv_retention": 2}, "kv_retention", "(0, 1]"),
         (COMPLETIONS, {"prompt": "a", "best_of": 3}, "best_of", "not supported"),
         (COMPLETIONS, {"prompt": "a", "suffix": "z"}, "suffix", "not supported"),

@@ -13,6 +13,17 @@ from .conftest import CHAT, FakeServer, chat_body, run_fake_server, stream_data
 
 TOOL = {"type": "function", "function": {"name": "f"}}
 MARKED = ToolFormat("<c>", "</c>", "arguments")
+# JSON, or nearly, that names no function or whose arguments no JSON can hold.
+NO_CALLS = [
+    "[]",
+    '"f"',
+    '{"name":[],"arguments":{}}',
+    '{"name":{"f":1},"arguments":{}}',
+    '{"name":"f","arguments":{"a":1e999}}',
+    '{"name":"f","arguments":{"a":[-1e999]}}',
+    '{"name":"f","arguments":{"a":NaN}}',
+    '{"name":"f","arguments":{"a":"\\ud800"}}',
+]
 
 
 @pytest.fixture
@@ -30,6 +41,7 @@ def marked() -> Iterator[FakeServer]:
         ('a <c>{"name":"f","arguments":{}}</c>', "a", 1),
         ('<c>{"name":"g","arguments":{}}</c>', '<c>{"name":"g","arguments":{}}</c>', 0),
         ("nothing", "nothing", 0),
+        *((f"<c>{said}</c>", f"<c>{said}</c>", 0) for said in NO_CALLS),
     ],
 )
 def test_streams_and_whole_answers_have_the_same_calls(
@@ -46,4 +58,18 @@ def test_streams_and_whole_answers_have_the_same_calls(
     assert (choice["message"]["content"], text or None, end) == (content, content, "[DONE]")
     assert len(choice["message"].get("tool_calls", [])) == len(streamed) == calls
     assert [call["index"] for call in streamed] == list(range(calls))
+    for call in streamed:
+        json.loads(call["function"]["arguments"], parse_constant=pytest.fail)
     assert choice["finish_reason"] == deltas[-1]["finish_reason"] == ("tool_calls" if calls else "stop")
+
+
+def test_a_form_without_marks_reads_text_that_names_no_function(marked: FakeServer) -> None:
+    marked.engine.codec.tool_format = ToolFormat("", "", "parameters")
+    said = '{"name":[],"parameters":{}}'
+    body = chat_body(messages=[{"role": "assistant", "content": said[::-1]}], tools=[TOOL], max_tokens=60)
+    with marked.http() as http:
+        assert http.post(CHAT, json=body).json()["choices"][0]["message"]["content"] == said
+        with http.stream("POST", CHAT, json=body | {"stream": True}) as response:
+            *chunks, end = stream_data(response)
+    assert end == "[DONE]"
+    assert "".join(json.loads(chunk)["choices"][0]["delta"].get("content") or "" for chunk in chunks) == said

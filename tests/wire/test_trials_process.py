@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
-from .conftest import CHAT, MODEL, USER, chat_body, free_port, healthy, stream_data, wait_until
+from .conftest import CHAT, MODEL, USER, chat_body, free_port, healthy, scrape, stream_data, wait_until
 from .tiny import COMPLETIONS, body, numbers, tiny_folder
 
 ROOT = Path(__file__).parents[2]
@@ -156,6 +156,59 @@ def test_a_dying_engine_ends_the_process_and_nobody_waits_for_it(folder: Path) -
                 assert answer.status_code in (500, 503)
             assert "CUDA" not in answer.text
         assert "unspecified launch failure" in log_of(server)
+
+
+def loaded(url: str) -> tuple[float, float]:
+    """How many run and how many wait."""
+    with httpx.Client(base_url=url) as client:
+        found = scrape(client)
+    return found["tangram_requests_running", ""], found["tangram_requests_waiting", ""]
+
+
+def test_sigterm_under_load_lets_a_real_engine_end_what_it_has_taken(folder: Path) -> None:
+    """Those that wait for a place have been taken, too."""
+    server_options = options(folder, "--kv-retention", "1.0", "--max-num-seqs", "4", "--shutdown-grace-s", "120")
+    with process("-m", "tangram", *server_options) as (url, server), ThreadPoolExecutor(12) as pool:
+        answers = [
+            pool.submit(
+                httpx.post, url + COMPLETIONS, timeout=120,
+                json=body(numbers(20, 3 + number), max_tokens=500, stream=number % 2 == 0),
+            )
+            for number in range(12)
+        ]  # fmt: skip
+        wait_until(lambda: loaded(url) == (4, 8), "there is no load", 30)
+        server.send_signal(signal.SIGTERM)
+        wait_until(lambda: status_of(url, "/ready") == 503, "it is still ready")
+        assert httpx.post(url + COMPLETIONS, json=body(numbers(9))).status_code == 503
+        for number, answer in enumerate(answers):
+            response = answer.result()
+            assert response.status_code == 200
+            if number % 2:
+                assert response.json()["usage"]["completion_tokens"] == 500
+            else:
+                *chunks, last, done = stream_data(response)
+                assert (len(chunks), done) == (499, "[DONE]")
+                assert json.loads(last)["choices"][0]["finish_reason"] == "length"
+        begin_s = time.monotonic()
+        assert server.wait(timeout=30) == 0
+        assert time.monotonic() - begin_s < 20, "it waits for its grace to be over"
+        assert "Traceback" not in log_of(server)
+
+
+def test_who_is_answered_as_a_whole_hears_of_a_kill_at_once(folder: Path) -> None:
+    with process("-m", "tangram", *options(folder, "--kv-retention", "1.0")) as (url, server):
+        with ThreadPoolExecutor(2) as pool:
+            asked = [body(numbers(20, 3), max_tokens=3000), body(numbers(20, 5), max_tokens=3000, n=2)]
+            answers = [pool.submit(httpx.post, url + COMPLETIONS, json=each, timeout=60) for each in asked]
+            wait_until(lambda: loaded(url) == (3, 0), "they do not run", 30)
+            begin_s = time.monotonic()
+            server.kill()
+            for answer in answers:
+                with pytest.raises(httpx.TransportError) as told:
+                    answer.result()
+                assert not isinstance(told.value, httpx.TimeoutException)
+        assert time.monotonic() - begin_s < 10
+        assert server.wait(timeout=10) == -signal.SIGKILL
 
 
 def test_after_a_kill_the_next_start_finds_the_cache_as_it_was(folder: Path, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ class FastKVzip(Scorer):
 
     @property
     def trained_for(self) -> ModelFingerprint | None:
-        """What the gate file says; None for the released ones, which say nothing."""
+        """What the gate file says; None for converted ones, which say nothing."""
         return self.gate.training.model if self.gate.training else None
 
     def score(self, chunk: ChunkView) -> Tensor:

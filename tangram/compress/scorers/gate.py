@@ -1,7 +1,7 @@
-"""Fast KVzip's gate: the file format of the released gates, checked, and the forward pass of one layer.
+"""Fast KVzip's gate: the tensors of the released gates in safetensors, checked, and the forward pass of one layer.
 
-A gate file holds one state dict a layer: a PyTorch file `{"module": [layer 0, layer 1, …]}`, as released with the
-paper, or a safetensors file whose tensors are named `<layer>.<name>`. With d the gate's own head dim and S its sinks:
+A gate file holds one state dict a layer, its tensors named `<layer>.<name>`. With d the gate's own head dim and S its
+sinks:
 
     q_proj.weight [H·G·d, hidden]   q_proj.bias [H·G·d]   q_norm.weight [d]   k_base [H, 1, S, d]
     k_proj.weight [H·d, hidden]                           k_norm.weight [d]   b      [H, 1, G]
@@ -13,12 +13,10 @@ A gate that was trained here is a safetensors file whose metadata says from what
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from pickle import UnpicklingError
 
-import numpy as np
 import torch
 from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
@@ -32,8 +30,8 @@ from tangram.errors import ConfigError
 NAMES = ("q_proj.weight", "q_proj.bias", "k_proj.weight", "q_norm.weight", "k_norm.weight", "k_base", "b")
 NORM_EPSILON = 1e-6
 METADATA = "training"
-# A torch file that is not one fails in many ways: no zip, no pickle, no "module".
-UNREADABLE = (SafetensorError, UnpicklingError, RuntimeError, EOFError, OSError, KeyError, TypeError, ValueError)
+# No safetensors, no file; no number of a layer, and a layer that is not there.
+UNREADABLE = (SafetensorError, OSError, ValueError, KeyError)
 _TRAINING = TypeAdapter(GateTraining)
 
 
@@ -66,7 +64,7 @@ class GateShape:
 class Gate:
     """A gate in memory: `layers[l]` maps each name of the format to a float32 tensor.
 
-    `training` is None for a file that does not say where it is from, as the released ones.
+    `training` is None for a file that does not say where it is from, as converted ones.
     """
 
     shape: GateShape
@@ -137,16 +135,15 @@ def check_path(path: Path) -> None:
 
 def load_gate(path: Path) -> Gate:
     """Read a gate file. `ConfigError` names the file and the first thing in it that is not of the format."""
-    metadata: Mapping[str, str] = {}
     try:
-        if path.suffix == ".safetensors":
-            layers, metadata = _read_safetensors(path)
-        else:
-            layers = _read_torch(path)
+        layers, metadata = _read(path)
     except FileNotFoundError:
         raise ConfigError(f"gate is {str(path)!r}, there is no such file") from None
     except UNREADABLE as error:
-        raise ConfigError(f"gate is {str(path)!r}, it cannot be read as a Fast KVzip gate: {error}") from error
+        raise ConfigError(
+            f"gate is {str(path)!r}, it cannot be read as a Fast KVzip gate: {error}. Gates are safetensors files; "
+            f"docs/scorers.md says under 'Gate files' how to convert a released one, which is a PyTorch file"
+        ) from error
     if not layers:
         raise ConfigError(f"gate is {str(path)!r}, it holds no layers")
     shape = _read_shape(path, layers)
@@ -156,20 +153,7 @@ def load_gate(path: Path) -> Gate:
     return Gate(shape, floats, _read_training(path, metadata))
 
 
-def _read_torch(path: Path) -> list[Mapping[str, Tensor]]:
-    # The released files carry NumPy numbers of the training run beside the tensors.
-    numpy_types: list[Callable[..., object] | tuple[Callable[..., object], str]] = [
-        (np._core.multiarray._reconstruct, "numpy.core.multiarray._reconstruct"),  # type: ignore[attr-defined]
-        np.ndarray,
-        np.dtype,
-        np.dtypes.Float64DType,
-        np.dtypes.Float32DType,
-    ]
-    with torch.serialization.safe_globals(numpy_types):
-        return list(torch.load(path, map_location="cpu", weights_only=True)["module"])
-
-
-def _read_safetensors(path: Path) -> tuple[list[Mapping[str, Tensor]], Mapping[str, str]]:
+def _read(path: Path) -> tuple[list[Mapping[str, Tensor]], Mapping[str, str]]:
     layers: dict[int, dict[str, Tensor]] = {}
     with safe_open(path, "pt") as file:
         metadata: Mapping[str, str] = file.metadata() or {}

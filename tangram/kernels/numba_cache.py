@@ -1,0 +1,61 @@
+"""Compiles Python for the CPU, with a copy on disk for the next process where one can be kept."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from pickle import UnpicklingError
+from typing import Any
+
+from numba import njit
+from numba.core.caching import FunctionCache
+
+_log = logging.getLogger(__name__)
+
+
+def compiled(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Compile the function below by `numba.njit(**options)`, and keep the code where Numba looks for it.
+
+    No folder to write to, a full disk or a damaged file cost a warning and the time to compile again, nothing else.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        dispatcher: Any = njit(**options)(function)
+        try:
+            # What `cache=True` does, but for what becomes of an error.
+            dispatcher._cache = _ForgivingCache(function)  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            _warn("there is no folder to write it to, set NUMBA_CACHE_DIR to one")
+        return dispatcher  # type: ignore[no-any-return]
+
+    return decorate
+
+
+class _ForgivingCache(FunctionCache):
+    """Numba's cache of one function, whose errors are those of a file and not of the function."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """The code for arguments of types `sig`; None where there is none that can be read."""
+        try:
+            return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+        except (OSError, EOFError, UnpicklingError) as error:
+            self._warn(error)
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Keep the code `data` for arguments of types `sig`."""
+        try:
+            super().save_overload(sig, data)  # type: ignore[no-untyped-call]
+        except (OSError, EOFError, UnpicklingError) as error:
+            self._warn(error)
+
+    def _warn(self, error: Exception) -> None:
+        # The path in an error's text is another one for each function.
+        _warn(f"{error.strerror if isinstance(error, OSError) else 'a damaged file'} in {self.cache_path}")
+
+
+@functools.cache
+def _warn(why: str) -> None:
+    """Once for each `why`: a start compiles many functions."""
+    _log.warning("compiled code could not be kept for the next start: %s", why)
