@@ -107,15 +107,15 @@ def _add_completion_routes(app: FastAPI, service: Service) -> None:
         return await respond(service, body, request)
 
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> Json:
+    async def tokenize(body: TokenizeRequest, request: Request) -> Json:
         service.check_model(service.model if body.model is None else body.model)
-        tokens = await body.tokens(service)
+        tokens = await service.preparation.of(request, body.tokens, service)
         return {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens, "token_strs": None}
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> Json:
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Json:
         service.check_model(service.model if body.model is None else body.model)
-        return {"prompt": service.detokenized(body.tokens)}
+        return {"prompt": await service.preparation.of(request, service.verbatim, body.tokens, "tokens")}
 
 
 def _add_other_routes(app: FastAPI, service: Service) -> None:
