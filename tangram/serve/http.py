@@ -66,10 +66,12 @@ def build_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.start()
+        watching = asyncio.create_task(service.watch())
         try:
             yield
         finally:
-            service.stop()
+            watching.cancel()
+            await asyncio.to_thread(service.stop)
             if telemetry.traces is not None:
                 await asyncio.to_thread(telemetry.traces.close)
 
@@ -130,7 +132,7 @@ def _add_other_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/health")
     async def health() -> JSONResponse:
-        status = "ok" if service.healthy else "the engine has stopped: the server's log has the reason"
+        status = "ok" if service.healthy else "the engine has stopped, or hangs: the server's log has the reason"
         return JSONResponse({"status": status}, 200 if service.healthy else 503)
 
     @app.get("/ready")
@@ -193,7 +195,7 @@ def serve_forever(
     # uvicorn raises the signal again once it has shut down, which would make a clean end look like a crash.
     previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        Server(config, engine, app.state.service.drain, shutdown_grace_s).run()
+        Server(config, engine, app.state.service, shutdown_grace_s).run()
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
+import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +27,11 @@ from tangram.serve.schema import ChatRequest, CompletionRequest, StreamOptions
 from tangram.serve.sending import EventSource
 from tangram.types import Grammar, Usage
 
+# A step takes seconds at most; the first may compile. Beyond this its device hangs.
+MOST_STEP_S = 600
+# So long is the step under way waited for when the server ends.
+LAST_STEP_S = 30
+_log = logging.getLogger(__name__)
 # What the engine needs of a request: how its answer is written, the prompts, and what an answer must be like.
 _Parts = tuple[Format, list[tuple[int, ...]], Grammar | None]
 _NO_TOOLS = (
@@ -41,12 +49,14 @@ class Service:
         self.metrics = ServerMetrics(engine.stats)
         self.draining = False
         self._engine, self._limits, self._started = engine, limits or Limits(), False
+        self._hangs = False
+        self._stopping: threading.Thread | None = None
         self.preparation = Preparation(engine, self._limits)
 
     @property
     def healthy(self) -> bool:
-        """Whether the engine can still answer."""
-        return self._engine.healthy
+        """Whether the engine can still answer: its thread lives, and its step has not taken ten minutes."""
+        return self._engine.healthy and not self._hangs
 
     @property
     def ready(self) -> bool:
@@ -68,10 +78,32 @@ class Service:
         """Take no new requests; those that are here go on."""
         self.draining = True
 
+    async def watch(self) -> None:
+        """Until it is cancelled: see whether steps end while something runs."""
+        steps, since_s = None, 0.0
+        while True:
+            stats, now_s = self._engine.stats(), time.monotonic()
+            if stats.steps != steps or stats.running == 0:
+                steps, since_s = stats.steps, now_s
+            hangs = now_s - since_s > MOST_STEP_S
+            if hangs and not self._hangs:
+                _log.error("a step of the engine has not ended for %.0f s: the server is not healthy", now_s - since_s)
+            self._hangs = hangs
+            await asyncio.sleep(MOST_STEP_S / 60)
+
     def stop(self) -> None:
-        """End the engine's thread; what still runs is aborted."""
+        """End the engine's thread; what still runs is aborted. A step that does not end is left, see `stuck`."""
         self.preparation.stop()
-        self._engine.stop()
+        if self._stopping is None:
+            # A thread that would not keep the process, as those of a pool do.
+            self._stopping = threading.Thread(target=self._engine.stop, name="engine-stop", daemon=True)
+            self._stopping.start()
+        self._stopping.join(LAST_STEP_S)
+
+    @property
+    def stuck(self) -> bool:
+        """Whether `stop` has not ended the engine's thread."""
+        return self._stopping is not None and self._stopping.is_alive()
 
     def check_model(self, model: str) -> None:
         """Raise `ApiError` 404 unless `model` is the served one."""
