@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
@@ -58,11 +59,18 @@ class Preparation:
 
     async def grammar(self, source: str, field: str) -> Grammar:
         """The compiled grammar; raises `RequestError` (`field`) if it is none, or takes too long."""
-        compiling = self._engine.grammars.compile
+        loop = asyncio.get_running_loop()
+
+        def free(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, nobody waits
+                loop.call_soon_threadsafe(self._compiling.release)
+
+        # Who waits for others is not slow himself: the place is free when the thread is, whoever has gone.
+        await self._compiling.acquire()
+        future = self._compiler.submit(self._engine.grammars.compile, source, field)
+        future.add_done_callback(free)
         try:
-            async with self._compiling:  # who waits for others is not slow himself
-                future = asyncio.wrap_future(self._compiler.submit(compiling, source, field))
-                return await asyncio.wait_for(future, _MOST_COMPILING_S)
+            return await asyncio.wait_for(asyncio.wrap_future(future), _MOST_COMPILING_S)
         except TimeoutError as error:
             message = f"{field} takes longer than {_MOST_COMPILING_S} s to make a grammar of: make it simpler"
             raise RequestError(message, field) from error

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tangram.serve import preparation
 from tangram.serve.bridge import EventStream, Job, Limits
 from tangram.serve.errors import ApiError
 from tangram.serve.exposition import ServerMetrics
@@ -106,6 +107,28 @@ def test_who_has_hung_up_is_not_tokenized(fake_server: FakeServer, path: str, mo
         assert held.result().status_code == 200
         assert client.post(CHAT, json=chat_body()).status_code == 200
         assert len(fake_server.engine.submitted) == gate.begun == 2
+
+
+def test_whose_schema_is_slow_and_who_leaves_takes_no_time_from_others(
+    fake_server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparation, "_MOST_COMPILING_S", 0.6)
+    compiling = fake_server.engine.grammars.compile
+    begun: list[str] = []
+
+    def slow(source: str, field: str) -> Any:
+        begun.append(source)
+        if len(begun) == 1:
+            time.sleep(1.2)
+        return compiling(source, field)
+
+    monkeypatch.setattr(fake_server.engine.grammars, "compile", slow)
+    asked = chat_body(response_format={"type": "json_object"})
+    with fake_server.http() as client:
+        with pytest.raises(httpx.ReadTimeout):
+            client.post(CHAT, json=asked, timeout=0.2)
+        assert len(begun) == 1
+        assert client.post(CHAT, json=asked).status_code == 200
 
 
 @pytest.mark.parametrize("path", BODIES)
