@@ -25,7 +25,7 @@ from tangram.serve.errors import install_handlers
 from tangram.serve.guard import MAX_HEADER_BYTES, BoundRequests, NameRequests, Protection, RequireKeys
 from tangram.serve.logs import log_request
 from tangram.serve.openapi import document
-from tangram.serve.process import Server
+from tangram.serve.process import Server, allow_connections
 from tangram.serve.record import RecordRequests, RecordSink
 from tangram.serve.replies import Json
 from tangram.serve.responses import ResponsesRequest, respond
@@ -34,7 +34,7 @@ from tangram.serve.service import Service
 from tangram.serve.tokens import DetokenizeRequest, TokenizeRequest
 from tangram.serve.tracing import Traces
 from tangram.serve.vllm_names import VllmNames
-from tangram.serve.wire import HttpProtocol
+from tangram.serve.wire import MAX_CONNECTIONS, HttpProtocol
 
 _CUT_AFTER_GRACE_S = 10
 
@@ -184,6 +184,7 @@ def serve_forever(
     Call it from the main thread, with an engine that is built but not started. Returns once the engine has stopped.
     Raises `EngineError` if it stopped by itself. A second signal ends the process at once.
     """
+    allow_connections(MAX_CONNECTIONS)
     app = build_app(
         engine, served_model_name=served_model_name, protection=protection, limits=limits, telemetry=telemetry
     )

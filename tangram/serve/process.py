@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
 import time
 from socket import socket
 from types import FrameType
@@ -17,6 +18,16 @@ from tangram.serve.service import Service
 _log = logging.getLogger(__name__)
 # Long enough for running answers to end with an error, and for whoever watches /health to see why.
 LAST_WORDS_S = 2.0
+# Besides connections: weights, libraries, logs.
+_OTHER_FILES = 1024
+
+
+def allow_connections(most: int) -> None:
+    """Let this process have as many open files as `most` connections need, as far as its hard limit goes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = most + _OTHER_FILES if hard == resource.RLIM_INFINITY else min(most + _OTHER_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class Server(uvicorn.Server):
