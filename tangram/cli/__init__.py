@@ -69,7 +69,8 @@ def serve(
 
     name = served_model_name or config.model
     with logging_as(log_format):
-        protection, limits = Protection(tuple(api_key or ()), max_body_mb), Limits(request_timeout_s)
+        protection = Protection(tuple(api_key or ()), max_body_mb)
+        limits = Limits(request_timeout_s, max_queue=max_queue)
         telemetry = Telemetry(metrics_aliases is not None, traces_to(otlp_endpoint, name))
         engine = build_engine(replace(config, max_queue=max_queue, overflow_every=overflow_every))
         gc.freeze()

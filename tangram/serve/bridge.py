@@ -20,19 +20,23 @@ from tangram.serve.record import Generation, Record
 from tangram.types import Event, FinishReason, Grammar, Request, SamplingParams, ToolFormat
 
 HEALTH_CHECK_S = 1.0
+# Of more completions hardly more than these are in one step: the bound on what waits for a client stops growing.
+_COUNTED_CHOICES = 8
 
 
 @dataclass(frozen=True)
 class Limits:
     """How long an answer may take, and how far a client may fall behind one that is streamed to it.
 
-    A request is ended after `request_timeout_s`, waiting in the queue included; None never. A stream is ended when
-    `pending_events` for each of its completions wait for a client that does not read. Raises `ConfigError` where a
-    number cannot be meant.
+    A request is ended `request_timeout_s` after it has come, waiting in the queue included; None never. A stream is
+    ended when `pending_events` for each of its completions, of at most eight, wait for a client that does not read.
+    `max_queue` is the engine's: who is on the way to the queue counts, too; None takes in everybody. Raises
+    `ConfigError` where a number cannot be meant.
     """
 
     request_timeout_s: float | None = None
     pending_events: int = 512
+    max_queue: int | None = None
 
     def __post_init__(self) -> None:
         timeout_s = self.request_timeout_s
@@ -139,6 +143,11 @@ class Job:
         return len(self.prompts) * self.sampling.n
 
 
+def timed_out(limit_s: float | None) -> ApiError:
+    """The end of a request that took longer than `limit_s`."""
+    return ApiError(504, f"the request took longer than {limit_s} s, the most that it may here")
+
+
 class EventStream:
     """The events of one job, as (choice, event); choice = prompt number · n + index of the completion.
 
@@ -151,7 +160,7 @@ class EventStream:
         self._engine, self._job = engine, job
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[tuple[int, Event] | ApiError] = asyncio.Queue()
-        self._most_pending = job.choices * limits.pending_events if job.stream else None
+        self._most_pending = min(job.choices, _COUNTED_CHOICES) * limits.pending_events if job.stream else None
         self._running: dict[int, CompletionMeter] = {}
         self._generation = Generation(job.id, job.sampling, job.kv_retention, job.stream)
         if job.record is not None:
@@ -159,7 +168,10 @@ class EventStream:
         self.overrun = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         if limits.request_timeout_s is not None:
-            self._timer = self._loop.call_later(limits.request_timeout_s, self._expire, limits.request_timeout_s)
+            gone_s = 0.0 if job.record is None else job.record.duration_s
+            self._timer = self._loop.call_later(
+                limits.request_timeout_s - gone_s, self._expire, limits.request_timeout_s
+            )
         n, now_s = job.sampling.n, time.monotonic()
         try:
             for number in range(len(job.prompts)):
@@ -201,12 +213,14 @@ class EventStream:
 
     def _expire(self, timeout_s: float) -> None:
         """The pages are free at the next step, also if the client is too slow to hear of it."""
-        self._queue.put_nowait(ApiError(504, f"the request took longer than {timeout_s} s, the most that it may here"))
+        self._queue.put_nowait(timed_out(timeout_s))
         self._abort_unfinished()
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
-        """Events until every completion has ended. Raises `ApiError` if the engine gave up on one."""
-        while self._running:
+        """Events until every completion has ended. Raises `ApiError` if the engine gave up on one, or the client did
+        not take them.
+        """
+        while self._running or self.overrun.is_set():
             try:
                 choice, event = await self._next()
             except ApiError as error:
@@ -220,6 +234,8 @@ class EventStream:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HEALTH_CHECK_S):
                     news = await self._queue.get()
+                    if self.overrun.is_set():  # nothing runs any more, what is left has no end
+                        raise ApiError(408, "too many events wait for the client: read them faster")
                     if isinstance(news, ApiError):
                         raise news
                     if news[1].error_field is not None:

@@ -25,7 +25,7 @@ from tangram.serve.errors import install_handlers
 from tangram.serve.guard import MAX_HEADER_BYTES, BoundRequests, NameRequests, Protection, RequireKeys
 from tangram.serve.logs import log_request
 from tangram.serve.openapi import document
-from tangram.serve.process import Server
+from tangram.serve.process import Server, allow_connections
 from tangram.serve.record import RecordRequests, RecordSink
 from tangram.serve.replies import Json
 from tangram.serve.responses import ResponsesRequest, respond
@@ -34,7 +34,7 @@ from tangram.serve.service import Service
 from tangram.serve.tokens import DetokenizeRequest, TokenizeRequest
 from tangram.serve.tracing import Traces
 from tangram.serve.vllm_names import VllmNames
-from tangram.serve.wire import HttpProtocol
+from tangram.serve.wire import MAX_CONNECTIONS, HttpProtocol
 
 _CUT_AFTER_GRACE_S = 10
 
@@ -66,10 +66,12 @@ def build_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.start()
+        watching = asyncio.create_task(service.watch())
         try:
             yield
         finally:
-            service.stop()
+            watching.cancel()
+            await asyncio.to_thread(service.stop)
             if telemetry.traces is not None:
                 await asyncio.to_thread(telemetry.traces.close)
 
@@ -107,15 +109,15 @@ def _add_completion_routes(app: FastAPI, service: Service) -> None:
         return await respond(service, body, request)
 
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> Json:
+    async def tokenize(body: TokenizeRequest, request: Request) -> Json:
         service.check_model(service.model if body.model is None else body.model)
-        tokens = await body.tokens(service)
+        tokens = await service.preparation.of(request, body.tokens, service)
         return {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens, "token_strs": None}
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> Json:
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Json:
         service.check_model(service.model if body.model is None else body.model)
-        return {"prompt": service.detokenized(body.tokens)}
+        return {"prompt": await service.preparation.of(request, service.verbatim, body.tokens, "tokens")}
 
 
 def _add_other_routes(app: FastAPI, service: Service) -> None:
@@ -130,7 +132,7 @@ def _add_other_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/health")
     async def health() -> JSONResponse:
-        status = "ok" if service.healthy else "the engine has stopped: the server's log has the reason"
+        status = "ok" if service.healthy else "the engine has stopped, or hangs: the server's log has the reason"
         return JSONResponse({"status": status}, 200 if service.healthy else 503)
 
     @app.get("/ready")
@@ -182,6 +184,7 @@ def serve_forever(
     Call it from the main thread, with an engine that is built but not started. Returns once the engine has stopped.
     Raises `EngineError` if it stopped by itself. A second signal ends the process at once.
     """
+    allow_connections(MAX_CONNECTIONS)
     app = build_app(
         engine, served_model_name=served_model_name, protection=protection, limits=limits, telemetry=telemetry
     )
@@ -193,7 +196,7 @@ def serve_forever(
     # uvicorn raises the signal again once it has shut down, which would make a clean end look like a crash.
     previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        Server(config, engine, app.state.service.drain, shutdown_grace_s).run()
+        Server(config, engine, app.state.service, shutdown_grace_s).run()
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

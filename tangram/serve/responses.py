@@ -20,10 +20,11 @@ from tangram.serve.body import Body, Salt, Text
 from tangram.serve.bridge import EventStream, Job
 from tangram.serve.errors import ApiError
 from tangram.serve.messages import MAX_MESSAGES, text_of_parts
+from tangram.serve.preparation import unless_disconnected
 from tangram.serve.record import record_of
 from tangram.serve.replies import Json
 from tangram.serve.sending import EventSource
-from tangram.serve.service import Service, unless_disconnected
+from tangram.serve.service import Service
 from tangram.serve.unsupported import RESPONSES
 from tangram.types import FinishReason, SamplingParams, Usage
 
@@ -97,7 +98,7 @@ class ResponsesRequest(Body):
 async def respond(service: Service, body: ResponsesRequest, request: Request) -> Response:
     """The answer to `body`; raises `RequestError` and `ApiError` with the field names of this endpoint."""
     try:
-        prompt = await service.chat_prompt(body.messages(), "input")
+        prompt = await service.preparation.of(request, service.chat_prompt, body.messages(), "input")
         identity = f"resp_{uuid.uuid4().hex}"
         sampling, record = body.sampling(), record_of(request)
         events = service.open(

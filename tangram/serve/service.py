@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
@@ -19,14 +20,20 @@ from tangram.serve.bridge import EventStream, Job, Limits, ServedEngine
 from tangram.serve.calls import ToolChatFormat
 from tangram.serve.errors import ApiError
 from tangram.serve.exposition import ServerMetrics
+from tangram.serve.preparation import Preparation, unless_disconnected
 from tangram.serve.record import Record, record_of
 from tangram.serve.replies import ChatFormat, Choice, CompletionFormat, Format, Json, usage_json
 from tangram.serve.schema import ChatRequest, CompletionRequest, StreamOptions
 from tangram.serve.sending import EventSource
 from tangram.types import Grammar, Usage
 
-T = TypeVar("T")
-_MOST_COMPILING_S = 10
+# A step takes seconds at most; the first may compile. Beyond this its device hangs.
+MOST_STEP_S = 600
+# So long is the step under way waited for when the server ends.
+LAST_STEP_S = 30
+_log = logging.getLogger(__name__)
+# What the engine needs of a request: how its answer is written, the prompts, and what an answer must be like.
+_Parts = tuple[Format, list[tuple[int, ...]], Grammar | None]
 _NO_TOOLS = (
     "the chat template of this model shows it no tools, or has calls written in a form that this server cannot read: "
     "leave them out, or choose another model"
@@ -42,15 +49,14 @@ class Service:
         self.metrics = ServerMetrics(engine.stats)
         self.draining = False
         self._engine, self._limits, self._started = engine, limits or Limits(), False
-        # Tokenizing a long prompt takes long enough to stall every stream; one thread, because tokenizers keep state.
-        self._tokenizer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
-        self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
-        self._compiling = asyncio.Lock()
+        self._hangs = False
+        self._stopping: threading.Thread | None = None
+        self.preparation = Preparation(engine, self._limits)
 
     @property
     def healthy(self) -> bool:
-        """Whether the engine can still answer."""
-        return self._engine.healthy
+        """Whether the engine can still answer: its thread lives, and its step has not taken ten minutes."""
+        return self._engine.healthy and not self._hangs
 
     @property
     def ready(self) -> bool:
@@ -72,11 +78,32 @@ class Service:
         """Take no new requests; those that are here go on."""
         self.draining = True
 
+    async def watch(self) -> None:
+        """Until it is cancelled: see whether steps end while something runs."""
+        steps, since_s = None, 0.0
+        while True:
+            stats, now_s = self._engine.stats(), time.monotonic()
+            if stats.steps != steps or stats.running == 0:
+                steps, since_s = stats.steps, now_s
+            hangs = now_s - since_s > MOST_STEP_S
+            if hangs and not self._hangs:
+                _log.error("a step of the engine has not ended for %.0f s: the server is not healthy", now_s - since_s)
+            self._hangs = hangs
+            await asyncio.sleep(MOST_STEP_S / 60)
+
     def stop(self) -> None:
-        """End the engine's thread; what still runs is aborted."""
-        for pool in (self._tokenizer, self._compiler):
-            pool.shutdown(wait=False, cancel_futures=True)
-        self._engine.stop()
+        """End the engine's thread; what still runs is aborted. A step that does not end is left, see `stuck`."""
+        self.preparation.stop()
+        if self._stopping is None:
+            # A thread that would not keep the process, as those of a pool do.
+            self._stopping = threading.Thread(target=self._engine.stop, name="engine-stop", daemon=True)
+            self._stopping.start()
+        self._stopping.join(LAST_STEP_S)
+
+    @property
+    def stuck(self) -> bool:
+        """Whether `stop` has not ended the engine's thread."""
+        return self._stopping is not None and self._stopping.is_alive()
 
     def check_model(self, model: str) -> None:
         """Raise `ApiError` 404 unless `model` is the served one."""
@@ -86,7 +113,8 @@ class Service:
 
     async def answer(self, body: ChatRequest | CompletionRequest, request: Request) -> Response:
         """POST /v1/chat/completions and /v1/completions."""
-        events, style, job, head = await self._begin(body, record_of(request))
+        parts = await self.preparation.of(request, self._parts, body)
+        events, style, job, head = self._begin(body, parts, record_of(request))
         if body.stream:
             head |= {"object": style.chunk_object}
             return EventSource(_frames(events, head, style, job.sampling.n, body.stream_options), events)
@@ -97,11 +125,9 @@ class Service:
 
     async def whole(self, body: ChatRequest | CompletionRequest) -> Json:
         """The answer in one piece, for a caller that does not hang up."""
-        return await _finished(*await self._begin(body))
+        return await _finished(*self._begin(body, await self._parts(body)))
 
-    async def _begin(
-        self, body: ChatRequest | CompletionRequest, record: Record | None = None
-    ) -> tuple[EventStream, Format, Job, Json]:
+    async def _parts(self, body: ChatRequest | CompletionRequest) -> _Parts:
         style: Format
         grammar = await self._grammar(body)
         if isinstance(body, ChatRequest):
@@ -113,7 +139,13 @@ class Service:
             prompts = [await self.text_prompt(p) if isinstance(p, str) else tuple(p) for p in body.prompt]
             if not all(prompts):
                 raise ApiError(400, "prompt holds no tokens: send at least one", param="prompt", code="invalid_value")
-            style = self._completion_format(body)
+            style = await self._completion_format(body)
+        return style, prompts, grammar
+
+    def _begin(
+        self, body: ChatRequest | CompletionRequest, parts: _Parts, record: Record | None = None
+    ) -> tuple[EventStream, Format, Job, Json]:
+        style, prompts, grammar = parts
         identity = f"{style.id_prefix}-{uuid.uuid4().hex}"
         try:
             job = Job(
@@ -132,17 +164,7 @@ class Service:
         if isinstance(body, ChatRequest) and body.tools and codec.tool_format is None:
             raise RequestError(f"tools: {_NO_TOOLS}", "tools")
         found = body.grammar(codec.tool_format, codec.control_token_ids)
-        if found is None:
-            return None
-        loop, compile_grammar = asyncio.get_running_loop(), self._engine.grammars.compile
-        try:
-            async with self._compiling:  # who waits for others is not slow himself
-                return await asyncio.wait_for(
-                    loop.run_in_executor(self._compiler, compile_grammar, *found), _MOST_COMPILING_S
-                )
-        except TimeoutError as error:
-            message = f"{found[1]} takes longer than {_MOST_COMPILING_S} s to make a grammar of: make it simpler"
-            raise RequestError(message, found[1]) from error
+        return None if found is None else await self.preparation.grammar(*found)
 
     def _chat_format(self, body: ChatRequest) -> ChatFormat:
         codec, names = self._engine.codec, frozenset(tool.function.name for tool in body.offered)
@@ -150,10 +172,10 @@ class Service:
             return ChatFormat(codec, logprobs=body.logprobs)
         return ToolChatFormat(codec, logprobs=body.logprobs, form=codec.tool_format, names=names)
 
-    def _completion_format(self, body: CompletionRequest) -> Format:
-        codec = self._engine.codec
-        echoes = [p if isinstance(p, str) else codec.verbatim(p, "prompt") for p in body.prompt if body.echo]
-        return CompletionFormat(codec, logprobs=body.logprobs is not None, echoes=echoes, n=body.n)
+    async def _completion_format(self, body: CompletionRequest) -> Format:
+        echoed = body.prompt if body.echo else []
+        echoes = [p if isinstance(p, str) else await self.verbatim(p, "prompt") for p in echoed]
+        return CompletionFormat(self._engine.codec, logprobs=body.logprobs is not None, echoes=echoes, n=body.n)
 
     def open(self, job: Job) -> EventStream:
         """Submit `job`; close what comes back.
@@ -167,9 +189,16 @@ class Service:
             raise ApiError(503, "the server is shutting down: send the request to another, or again in a while")
         return EventStream(self._engine, job, self.metrics, self._limits)
 
-    def detokenized(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens, special ones by name; raises `RequestError` (field `tokens`) if one is unknown."""
-        return self._engine.codec.verbatim(token_ids, "tokens")
+    async def verbatim(self, token_ids: Sequence[int], field: str) -> str:
+        """The text of tokens, special ones by name; raises `RequestError` (`field`) if one is unknown, or if there are
+        more than ever fit.
+        """
+        if len(token_ids) > self.max_model_len:
+            raise RequestError(
+                f"{field} has {len(token_ids)} tokens, at most {self.max_model_len} (max_model_len) fit: send fewer",
+                field,
+            )
+        return await self.preparation.tokenize(self._engine.codec.verbatim, token_ids, field)
 
     async def chat_prompt(
         self, messages: Sequence[Mapping[str, Any]], field: str, tools: Sequence[Mapping[str, Any]] = ()
@@ -180,12 +209,12 @@ class Service:
                 raise RequestError(f"{field}[{at}] is about tools: {_NO_TOOLS}", f"{field}[{at}].role")
         self._refuse_endless(_texts(messages), field)
         self._refuse_endless(_texts(tools), "tools")
-        return await self._tokens(self._engine.codec.chat_prompt, messages, tools)
+        return await self.preparation.tokenize(self._engine.codec.chat_prompt, messages, tools)
 
     async def text_prompt(self, text: str) -> tuple[int, ...]:
         """The tokens of a raw prompt; raises `RequestError` (field `prompt`) if it could never fit."""
         self._refuse_endless([text], "prompt")
-        return await self._tokens(self._engine.codec.encode, text)
+        return await self.preparation.tokenize(self._engine.codec.encode, text)
 
     def _refuse_endless(self, texts: Iterable[str], field: str) -> None:
         """Tokenizing takes seconds for texts that are megabytes long: not for one that is too long anyway."""
@@ -197,9 +226,6 @@ class Service:
                 "shorten it",
                 field,
             )
-
-    async def _tokens(self, encode: Callable[..., tuple[int, ...]], *what: object) -> tuple[int, ...]:
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizer, encode, *what)
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -264,21 +290,3 @@ async def _frames(
 
 def _frame(data: Json) -> str:
     return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
-
-
-async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled if the client hangs up first."""
-    task, gone = asyncio.create_task(work), asyncio.create_task(_disconnect(request))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ApiError(499, "the client closed the connection")
-        return task.result()
-    finally:
-        task.cancel()
-        gone.cancel()
-
-
-async def _disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

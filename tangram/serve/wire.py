@@ -14,16 +14,43 @@ from tangram.serve.guard import MAX_HEADER_BYTES
 
 # So long may a client leave unread what was sent to it, once its buffers and ours are full.
 STALLED_CLIENT_S = 30
+# So long may the head of a request take, from the connection or its first byte on, and then its body.
+HEAD_S, BODY_S = 20, 60
+# More than can wait in any sensible queue: beyond it, whoever has asked for nothing leaves first.
+MAX_CONNECTIONS = 8192
 
 
 class HttpProtocol(H11Protocol):
-    """Answers bytes that are no HTTP request with 400, and a head that does not end with 431."""
+    """Answers bytes that are no HTTP request with 400, a head that does not end with 431, one that takes too long with
+    408. A client that sends more while it is being answered is still seen to hang up.
+    """
+
+    _deadline: asyncio.TimerHandle | None = None
+    _awaited: tuple[object, object] | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """The kernel closes a connection whose other end has taken nothing for `STALLED_CLIENT_S` (tcp(7))."""
         connection = transport.get_extra_info("socket")
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALLED_CLIENT_S * 1000)
         super().connection_made(transport)
+        self._set_deadline()
+        if len(self.connections) > MAX_CONNECTIONS:
+            self._make_room()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Whatever the client was to send is no longer waited for."""
+        self._stop_deadline()
+        super().connection_lost(exc)
+
+    def handle_events(self) -> None:
+        """Reading goes on while a request is answered, because only who reads sees the client leave."""
+        super().handle_events()
+        if self.conn.their_state is h11.DONE and not self.transport.is_closing():
+            if len(self.conn.trailing_data[0]) > MAX_HEADER_BYTES:
+                self._hang_up()  # it sends on and on and has not read its answer
+            elif self.conn.trailing_data[0]:
+                self.flow.resume_reading()
+        self._set_deadline()
 
     def send_400_response(self, msg: str) -> None:
         """Called where h11 has refused the bytes: its exception has the status that fits."""
@@ -31,12 +58,60 @@ class HttpProtocol(H11Protocol):
         status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
         if status == 431:
             msg = f"the headers have more than {MAX_HEADER_BYTES} bytes: send fewer"
-        body = bytes(ApiError(status, msg).response().body)
-        head = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        for event in (
-            h11.Response(status_code=status, headers=[*head, (b"connection", b"close")]),
-            h11.Data(data=body),
-            h11.EndOfMessage(),
-        ):
-            self.transport.write(self.conn.send(event) or b"")
+        self._refuse(status, msg)
+
+    def _refuse(self, status: int, message: str) -> None:
+        """The last word on this connection; if an answer has begun, or is out, there is no room for it."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = bytes(ApiError(status, message).response().body)
+            head = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+            for event in (
+                h11.Response(status_code=status, headers=[*head, (b"connection", b"close")]),
+                h11.Data(data=body),
+                h11.EndOfMessage(),
+            ):
+                self.transport.write(self.conn.send(event) or b"")
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        """Close, and let the application know now: what it still says would be sent to nobody."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         self.transport.close()
+
+    def _make_room(self) -> None:
+        """Close the connection that waits for a request and has the least time left for that; this one, if all work."""
+        others = {other: other.idle_until_s() for other in self.connections if isinstance(other, HttpProtocol)}
+        idle = {other: until_s for other, until_s in others.items() if until_s is not None and other is not self}
+        if idle:
+            min(idle, key=idle.__getitem__).transport.close()
+        else:
+            self._refuse(503, f"{MAX_CONNECTIONS} connections are being answered: try again in a while")
+
+    def idle_until_s(self) -> float | None:
+        """When the connection ends by itself, on the loop's clock, if no request comes; None in the middle of one."""
+        timer = self.timeout_keep_alive_task or self._deadline
+        return timer.when() if self.conn.their_state is h11.IDLE and timer and not self.transport.is_closing() else None
+
+    def _set_deadline(self) -> None:
+        """For what the client is to send now. It is not put off by a byte of it."""
+        state = self.conn.their_state
+        limits_s = {h11.IDLE: HEAD_S, h11.SEND_BODY: BODY_S}
+        # After an answer uvicorn has a clock of its own, up to the first byte of what follows.
+        waits = state in limits_s and self.timeout_keep_alive_task is None and not self.transport.is_closing()
+        awaited = (state, self.cycle) if waits else None
+        if awaited == self._awaited:
+            return
+        self._stop_deadline()
+        self._awaited = awaited
+        if waits:
+            what = "head" if state is h11.IDLE else "body"
+            message = f"the request's {what} took longer than {limits_s[state]} s: send it faster"
+            self._deadline = self.loop.call_later(limits_s[state], self._refuse, 408, message)
+
+    def _stop_deadline(self) -> None:
+        self._awaited = None
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None

@@ -264,10 +264,8 @@ def test_broken_logits_are_reported_with_their_row(temperature: float, bad: floa
 
 @pytest.mark.parametrize("token", [-1, VOCAB])
 def test_a_bias_or_an_end_that_is_no_token_of_the_model_is_refused(token: int) -> None:
-    for params, field in (
-        (SamplingParams(logit_bias={token: 1.0}), "logit_bias"),
-        (SamplingParams(stop_token_ids=(3, token), min_tokens=1), "stop_token_ids"),
-    ):
+    ends = SamplingParams(stop_token_ids=(3, token), min_tokens=1)
+    for params, field in ((SamplingParams(logit_bias={token: 1.0}), "logit_bias"), (ends, "stop_token_ids")):
         with pytest.raises(RequestError, match=rf"{field}.*token {token}.*999") as caught:
             row_of(params)
         assert caught.value.field == field

@@ -18,6 +18,7 @@ import uvicorn
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
+from tangram.serve.bridge import Limits
 from tangram.serve.guard import Protection
 from tangram.serve.http import Telemetry, build_app, transport_options
 
@@ -62,12 +63,12 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 5.0)
 
 @contextmanager
 def run_fake_server(
-    *api_keys: str, max_body_mb: float = 16.0, telemetry: Telemetry | None = None
+    *api_keys: str, max_body_mb: float = 16.0, limits: Limits | None = None, telemetry: Telemetry | None = None
 ) -> Iterator[FakeServer]:
     """A real uvicorn on a free port, in a thread."""
     engine = FakeEngine()
     protection = Protection(api_keys, max_body_mb)
-    app = build_app(engine, served_model_name=MODEL, protection=protection, telemetry=telemetry)
+    app = build_app(engine, served_model_name=MODEL, protection=protection, limits=limits, telemetry=telemetry)
     options = {"port": 0, "log_level": "critical", "timeout_graceful_shutdown": 1}
     server = uvicorn.Server(uvicorn.Config(app, **options, **transport_options()))
     thread = threading.Thread(target=server.run)

@@ -1,11 +1,13 @@
-"""How a server process ends."""
+"""How a server process ends, and how many it lets in."""
 
 from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import httpx
@@ -43,3 +45,17 @@ def test_a_signal_ends_the_server_cleanly_in_the_middle_of_a_stream(number: sign
     assert "shutting down" in json.loads(error)["error"]["message"]
     assert done == "[DONE]"
     assert "Traceback" not in log
+
+
+def test_more_connect_than_a_shell_lets_open_files() -> None:
+    port = free_port()
+    url, root = f"http://127.0.0.1:{port}", Path(__file__).parents[2]
+    command = ["bash", "-c", 'ulimit -Sn 128; exec "$@"', "bash", sys.executable, "-c", SCRIPT, str(port)]
+    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE) as process, ExitStack() as connections:
+        try:
+            wait_until(lambda: healthy(url), "the server is not healthy", timeout_s=30)
+            for _ in range(200):
+                connections.enter_context(closing(socket.create_connection(("127.0.0.1", port))))
+            assert healthy(url)
+        finally:
+            process.kill()

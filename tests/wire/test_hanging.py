@@ -1,0 +1,67 @@
+"""A step of the engine that does not end, as when a device hangs."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tangram.serve import service
+
+from .conftest import CHAT, USER, FakeServer, chat_body, free_port, healthy, run_fake_server, wait_until
+
+SILENT = chat_body(max_tokens=None, messages=[USER | {"content": "silent"}])
+SCRIPT = """
+import sys, threading
+from tangram.serve import service
+from tangram.serve.http import serve_forever
+from tests.wire.fake_engine import FakeEngine
+class Hanging(FakeEngine):
+    def stop(self):
+        threading.Event().wait()
+service.LAST_STEP_S = 1
+serve_forever(Hanging(), host="127.0.0.1", port=int(sys.argv[1]), served_model_name="fake-model", shutdown_grace_s=0.5)
+"""
+
+
+def test_a_step_that_does_not_end_is_no_health_until_it_does(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(service, "MOST_STEP_S", 0.6)
+    with run_fake_server() as server, server.http() as client, ThreadPoolExecutor(1) as pool:
+        time.sleep(1)
+        assert healthy(server.url), "who has nothing to do hangs not"
+        held = pool.submit(client.post, CHAT, json=SILENT, timeout=2.5)  # the fake's steps are never counted
+        wait_until(lambda: not healthy(server.url), "it is healthy for ever")
+        assert client.get("/ready").status_code == 503
+        assert [record.getMessage() for record in caplog.records if "has not ended" in record.getMessage()]
+        assert isinstance(held.exception(), httpx.ReadTimeout)
+        wait_until(lambda: healthy(server.url), "it is never healthy again")
+
+
+def test_steps_that_end_are_health_however_many(fake_server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "MOST_STEP_S", 0.3)
+    monkeypatch.setattr(type(fake_server.engine), "steps", property(lambda engine: time.monotonic_ns()))
+    with fake_server.http() as client, pytest.raises(httpx.ReadTimeout):
+        client.post(CHAT, json=SILENT, timeout=1)
+    assert healthy(fake_server.url)
+
+
+def test_the_process_ends_without_an_engine_that_does_not(tmp_path: Path) -> None:
+    port = free_port()
+    url, root = f"http://127.0.0.1:{port}", Path(__file__).parents[2]
+    command = [sys.executable, "-c", SCRIPT, str(port)]
+    with subprocess.Popen(command, cwd=root, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            wait_until(lambda: healthy(url), "the server is not healthy", timeout_s=30)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=15) == 1
+            assert "ends without it" in (process.stderr.read() if process.stderr else "")
+        finally:
+            process.kill()

@@ -1,0 +1,195 @@
+"""What happens to requests before the engine has them, and to events that nobody takes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from tangram.serve import preparation
+from tangram.serve.bridge import EventStream, Job, Limits
+from tangram.serve.errors import ApiError
+from tangram.serve.exposition import ServerMetrics
+from tangram.types import SamplingParams
+
+from .conftest import CHAT, COMPLETIONS, MODEL, FakeServer, chat_body, run_fake_server, wait_until
+from .fake_engine import CONTEXT_TOKENS, FakeEngine
+
+RESPONSES = "/v1/responses"
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: chat_body(),
+    COMPLETIONS: {"model": MODEL, "prompt": "say it"},
+    RESPONSES: {"model": MODEL, "input": "say it"},
+    "/tokenize": {"prompt": "say it"},
+    "/detokenize": {"tokens": [97]},
+}
+
+
+class Gate:
+    """Where the work of the tokenizer waits until it may go on. `begun` counts it."""
+
+    def __init__(self) -> None:
+        self.begun, self.open = 0, threading.Event()
+
+    def before(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        def waiting(*arguments: Any) -> Any:
+            if threading.current_thread().name.startswith("tokenizer"):
+                self.begun += 1
+                assert self.open.wait(20)
+            return work(*arguments)
+
+        return waiting
+
+
+@contextmanager
+def gated(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """Nothing is tokenized, or made into text, until the gate is open."""
+    gate, codec = Gate(), server.engine.codec
+    monkeypatch.setattr(codec, "chat_prompt", gate.before(lambda *arguments: (97,)))
+    for name in ("encode", "verbatim"):
+        monkeypatch.setattr(codec, name, gate.before(getattr(codec, name)))
+    try:
+        yield gate
+    finally:
+        gate.open.set()
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_who_is_prepared_counts_as_waiting(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        run_fake_server(limits=Limits(max_queue=2)) as server,
+        gated(server, monkeypatch) as gate,
+        ThreadPoolExecutor(2) as pool,
+        server.http() as client,
+    ):
+        held = [pool.submit(client.post, CHAT, json=chat_body()) for _ in range(2)]
+        wait_until(lambda: gate.begun == 1, "nothing is tokenized")
+        refused = client.post(path, json=BODIES[path])
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        assert int(refused.headers["Retry-After"]) >= 1
+        assert client.get("/health").status_code == 200
+        gate.open.set()
+        assert [each.result().status_code for each in held] == [200, 200]
+        assert client.post(path, json=BODIES[path]).status_code == 200
+
+
+def test_who_waits_in_the_engines_queue_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        run_fake_server(limits=Limits(max_queue=5)) as server,
+        gated(server, monkeypatch) as gate,
+        ThreadPoolExecutor(1) as pool,
+        server.http() as client,
+    ):
+        held = pool.submit(client.post, CHAT, json=chat_body())
+        wait_until(lambda: gate.begun == 1, "nothing is tokenized")
+        server.engine.waiting = 4
+        assert client.post(CHAT, json=chat_body()).status_code == 429
+        gate.open.set()
+        assert held.result().status_code == 200
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_who_has_hung_up_is_not_tokenized(fake_server: FakeServer, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with gated(fake_server, monkeypatch) as gate, ThreadPoolExecutor(1) as pool, fake_server.http() as client:
+        held = pool.submit(client.post, CHAT, json=chat_body())
+        wait_until(lambda: gate.begun == 1, "nothing is tokenized")
+        with pytest.raises(httpx.ReadTimeout), fake_server.http() as leaving:
+            leaving.post(path, json=BODIES[path] | {"stream": True} if "v1" in path else BODIES[path], timeout=0.2)
+        time.sleep(0.1)
+        gate.open.set()
+        assert held.result().status_code == 200
+        assert client.post(CHAT, json=chat_body()).status_code == 200
+        assert len(fake_server.engine.submitted) == gate.begun == 2
+
+
+def test_whose_schema_is_slow_and_who_leaves_takes_no_time_from_others(
+    fake_server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparation, "_MOST_COMPILING_S", 0.6)
+    compiling = fake_server.engine.grammars.compile
+    begun: list[str] = []
+
+    def slow(source: str, field: str) -> Any:
+        begun.append(source)
+        if len(begun) == 1:
+            time.sleep(1.2)
+        return compiling(source, field)
+
+    monkeypatch.setattr(fake_server.engine.grammars, "compile", slow)
+    asked = chat_body(response_format={"type": "json_object"})
+    with fake_server.http() as client:
+        with pytest.raises(httpx.ReadTimeout):
+            client.post(CHAT, json=asked, timeout=0.2)
+        assert len(begun) == 1
+        assert client.post(CHAT, json=asked).status_code == 200
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("late", [False, True])
+def test_the_clock_of_a_request_runs_before_it_is_queued(
+    path: str, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is tokenized only just in time, the rest is for the answer."""
+    limits = Limits(request_timeout_s=1.0)
+    with run_fake_server(limits=limits) as server, gated(server, monkeypatch) as gate, server.http() as client:
+        if late and path in (CHAT, COMPLETIONS, RESPONSES):
+            monkeypatch.setattr(server.engine, "_advance", lambda job: False)
+            opening = threading.Timer(0.7, gate.open.set)
+            opening.start()
+        begin_s = time.monotonic()
+        response = client.post(path, json=BODIES[path])
+        assert 0.9 < time.monotonic() - begin_s < 1.6
+        assert (response.status_code, response.json()["error"]["type"]) == (504, "timeout_error")
+        assert "1.0 s" in response.json()["error"]["message"]
+
+
+def test_text_of_tokens_is_made_beside_the_others_and_within_the_context(
+    fake_server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = [97] * (CONTEXT_TOKENS + 1)
+    asked = {"/detokenize": {"tokens": tokens}, COMPLETIONS: {"model": MODEL, "prompt": tokens, "echo": True}}
+    with fake_server.http() as client, ThreadPoolExecutor(2) as pool:
+        for (path, body), field in zip(asked.items(), ("tokens", "prompt"), strict=True):
+            error = client.post(path, json=body)
+            assert (error.status_code, error.json()["error"]["param"]) == (400, field)
+            assert f"{CONTEXT_TOKENS} (max_model_len)" in error.json()["error"]["message"]
+        with gated(fake_server, monkeypatch) as gate:
+            bodies = [asked["/detokenize"] | {"tokens": [97]}, asked[COMPLETIONS] | {"prompt": [97]}]
+            held = [pool.submit(client.post, path, json=body) for path, body in zip(asked, bodies, strict=True)]
+            time.sleep(0.2)
+            assert client.get("/health", timeout=2).status_code == 200, "the server stands still"
+            gate.open.set()
+            assert [each.result().status_code for each in held] == [200, 200]
+            assert gate.begun == 2
+
+
+@pytest.mark.parametrize(("n", "most"), [(1, 512), (4, 2048), (128, 4096)])
+def test_events_that_nobody_takes_are_bounded_and_end_with_an_error(n: int, most: int) -> None:
+    """As many as 128 completions have with 512 each would be a hundred megabytes."""
+    engine = FakeEngine()
+    engine.start()
+
+    async def reader() -> None:
+        prompt = tuple(map(ord, "endless"))
+        job = Job("job", [prompt], SamplingParams(n=n, max_tokens=None), None, "", stream=True)
+        stream = EventStream(engine, job, ServerMetrics(engine.stats), Limits())
+        events = aiter(stream)
+        await anext(events)
+        await asyncio.wait_for(stream.overrun.wait(), 20)
+        assert engine.stats().running == 0
+        # A few more are given between the last that is kept and its end.
+        assert most <= engine.stats().generated_tokens <= most + 1000 * (n if n == 1 else 8)
+        with pytest.raises(ApiError, match="read them faster"):
+            await anext(events)
+
+    try:
+        asyncio.run(reader())
+    finally:
+        engine.stop()
