@@ -33,6 +33,7 @@ _ERRORS = {
     "400": "a wrong, unknown or unsupported field, or a request that can never fit",
     "401": "no API key, or a wrong one",
     "404": "another model, or another path",
+    "408": "a head or a body that took too long to arrive",
     "413": "a body over the bound",
     "429": "too many requests wait: Retry-After says when to come back",
     "431": "path and headers over the bound",
@@ -40,8 +41,7 @@ _ERRORS = {
     "503": "the engine has stopped, or the server is shutting down",
     "504": "the answer took too long",
 }
-_ENGINE_ERRORS = ("429", "500", "503", "504")
-_GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+_ASKING_ERRORS = ("400", "404", "408", "413", "429", "500", "503", "504")
 _NULLABLE_STRING: Json = {"type": ["string", "null"]}
 _ERROR_SCHEMA: Json = {
     "type": "object",
@@ -218,11 +218,9 @@ def _responses(path: str, operation: Json, locked: bool) -> Json:
     """What `operation` may answer."""
     errors = ["431"]
     if "requestBody" in operation:
-        errors += ["400", "404", "413"]
+        errors += _ASKING_ERRORS
     if path == "/v1/models/{model}":
         errors += ["404"]
-    if path in _GENERATING:
-        errors += _ENGINE_ERRORS
     is_open = path.encode() in OPEN_PATHS
     if locked and not is_open:
         errors += ["401"]
