@@ -63,6 +63,8 @@ def fitting(path: str, body: Fields) -> Fields:
         changed["stream"] = True
     if body.get("logit_bias"):
         changed["logit_bias"] = {str(int(token) % VOCABULARY): bias for token, bias in body["logit_bias"].items()}
+    if body.get("stop_token_ids"):
+        changed["stop_token_ids"] = _tokens(body["stop_token_ids"])
     if body.get("messages"):
         changed["messages"] = [_message(message) for message in body["messages"][:MOST_MESSAGES]]
     if isinstance(body.get("input"), list):
