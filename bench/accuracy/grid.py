@@ -4,7 +4,7 @@
         -- --device cuda --kv-cache-gib 4
     python -m bench.accuracy.page FOLDER/*.json
 
-What follows `--` goes to every `tangram eval`. FOLDER/PART.SCORER.json is added to after every cell: the same command
+What follows `--` goes to every `tangram eval`. Parts come in the order given, the slowest scorer first. FOLDER/PART.SCORER.json is added to after every cell: the same command
 goes on where it was interrupted, and skips what is there. Beside it is a log of what was printed. Exits with 1 if one
 of them failed.
 """
@@ -27,10 +27,9 @@ CONTEXT = "--samples 52 --context-tokens 4096"
 # Every part has the same prompts, whose contexts end where one-shot's one chunk does.
 ASKED = f"--suites ruler,multiturn {CONTEXT} --align-tokens 4096"
 PARTS: Mapping[str, str] = {
-    "full": f"{ASKED} --methods full",
-    "base": f"{ASKED} {ALL_RATIOS} --methods uniform,static --alphas 0,1,2",
     "dynamic": f"{ASKED} {ALL_RATIOS} --methods dynamic",
-    "one-shot": f"{ASKED} {ALL_RATIOS} --methods one-shot",
+    "base": f"{ASKED} {ALL_RATIOS} --methods uniform,static,one-shot --alphas 0,1,2",
+    "full": f"{ASKED} --methods full",
     "fidelity": f"--suites fidelity {CONTEXT} {TWO_RATIOS} --methods full,uniform,static,dynamic",
     "chunks": f"{ASKED} {TWO_RATIOS} --methods uniform,static,dynamic --chunk-tokens 256,1024,2048",
     "scopes": f"{ASKED} {TWO_RATIOS} --methods static,dynamic,one-shot --scopes layer",
@@ -88,8 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gate", type=Path, help="a gate file, for fastkvzip")
     parser.add_argument("--locomo", type=Path, help="LoCoMo's file or folder: asked too, if given")
     parser.add_argument("--at-once", type=int, default=1, help="processes")
-    parser.add_argument("extra", nargs="*", help="options of every `tangram eval`, after --")
-    options = parser.parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    cut = given.index("--") if "--" in given else len(given)
+    options = parser.parse_args(given[:cut])
     known = [scorer for scorer in SCORERS if scorer != "fastkvzip" or options.gate is not None]
     scorers, parts = options.scorers.split(",") if options.scorers else known, options.parts.split(",")
     if "fastkvzip" in scorers and options.gate is None:
@@ -97,6 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := [*(set(scorers) - set(known)), *(set(parts) - set(PARTS))]:
         parser.error(f"{unknown[0]!r} is not known: scorers are {', '.join(known)}, parts {', '.join(PARTS)}")
     options.folder.mkdir(parents=True, exist_ok=True)
+    options.extra = given[cut + 1 :]
     with ThreadPoolExecutor(options.at_once) as pool:
         codes = list(pool.map(lambda task: measure(task, options), tasks(scorers, parts, options.gate, options.locomo)))
     return int(any(codes))

@@ -55,10 +55,14 @@ class Thin(BaseModel):
     cells: list[ThinCell]
 
     @classmethod
-    def of(cls, files: Sequence[Results]) -> Thin:
-        """Of equal method, setting and basis the first counts. Raises `ValueError` if two have other samples."""
-        thin = cls(commands=list(dict.fromkeys(one.command for one in files)), settings=[], samples=[],
-                   environments=[], cells=[])  # fmt: skip
+    def of(cls, files: Sequence[Results], beside: Thin | None = None) -> Thin:
+        """What `beside` has and `files` add. Of equal method, setting and basis the first counts.
+
+        Raises `ValueError` if two have other samples.
+        """
+        thin = cls(commands=[], settings=[], samples=[], environments=[], cells=[]) if beside is None else beside
+        thin = thin.model_copy(deep=True)
+        thin.commands = list(dict.fromkeys([*thin.commands, *(one.command for one in files)]))
         for cell in (cell for one in files for cell in one.cells):
             thin._take(cell)
         return thin

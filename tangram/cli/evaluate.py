@@ -23,6 +23,7 @@ from tangram.cli.options import (
     Gate,
     Heads,
     LoadFormat,
+    MaxBatched,
     MaxSeqs,
     Model,
     Page,
@@ -82,6 +83,7 @@ def evaluate(
     calibration_samples: PilotSamples = 50, output: ResultFile = Path("results.json"), report: ReportFile = None,
     plot: Plot = None, page_tokens: Page = 16, heads_per_page: Heads = 4, gate: Gate = None,
     kv_cache_gib: CacheGib = None, gpu_memory_utilization: Utilization = 0.9, max_num_seqs: MaxSeqs = 32,
+    max_num_batched_tokens: MaxBatched = 2048,
     dtype: Dtype = WeightType.auto,
     kv_cache_dtype: CacheDtype = CacheType.auto, load_format: Weights = LoadFormat.auto, enforce_eager: Eager = False,
     device: Device = "auto", seed: Seed = 0,
@@ -100,8 +102,8 @@ def evaluate(
         asked = _asked(suites, samples, context_tokens, seed, max_questions, {"locomo": locomo, "text": text})
         base = EngineConfig(
             model=model, page_tokens=page_tokens, heads_per_page=heads_per_page, gate=gate, kv_cache_gib=kv_cache_gib,
-            gpu_memory_utilization=gpu_memory_utilization, max_num_seqs=max_num_seqs, dtype=dtype.value,
-            kv_cache_dtype=kv_cache_dtype.value, load_format=load_format.value, enforce_eager=enforce_eager,
+            gpu_memory_utilization=gpu_memory_utilization, max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens, dtype=dtype.value, kv_cache_dtype=kv_cache_dtype.value, load_format=load_format.value, enforce_eager=enforce_eager,
             device=device,
         )  # fmt: skip
         _check_files(report, plot)

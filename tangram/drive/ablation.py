@@ -130,10 +130,19 @@ def breakdowns(engine: Engine, asks: Sequence[Ask]) -> dict[str, Breakdown]:
     """Where prefill and decode of `asks`, all at once, spend their time.
 
     Prefill is a run for one token each; decode what follows in another, once every request has its first token.
+    Raises `ConfigError` if they cannot all decode side by side: then engines would be compared at other batch sizes.
     """
+    needed, fit = sum(len(ask.tokens) + ask.output_tokens for ask in asks), engine.stats().capacity_tokens
+    if needed > fit or len(asks) > engine.config.max_num_seqs:
+        raise ConfigError(
+            f"batch is {len(asks)}, which needs {needed:,} tokens in the cache and max_num_seqs of as many, but at "
+            f"kv_retention {engine.config.kv_retention:g} only {fit:,} fit, and max_num_seqs is "
+            f"{engine.config.max_num_seqs}: make the batch smaller, or kv_cache_gib or max_num_seqs larger"
+        )
     if engine.device.type == "cuda":
-        # Graphs are captured anew for plans larger than those of short prompts; here one request ends after the other.
-        answered(engine, [replace(ask, output_tokens=2 + number) for number, ask in enumerate(asks)])
+        # Graphs are captured anew for larger plans: here answers grow as long as they will, and end one by one.
+        few = [max(2, ask.output_tokens - number) for number, ask in enumerate(asks)]
+        answered(engine, [replace(ask, output_tokens=tokens) for ask, tokens in zip(asks, few, strict=True)])
     clock = PartClock(engine.device)
     with clock.watching():
         prefill = _measured(engine, [replace(ask, output_tokens=1) for ask in asks], clock, decode=False)

@@ -17,7 +17,6 @@ NAMES: tuple[MethodName, ...] = get_args(MethodName)
 WITH_PROFILE: frozenset[MethodName] = frozenset({"uniform", "static"})
 _BY_INPUT: frozenset[MethodName] = frozenset({"dynamic", "one-shot"})
 GATED = "fastkvzip"  # the scorer that takes a gate file
-_LEAST_BATCHED_TOKENS = EngineConfig.max_num_batched_tokens
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class Method:
         if self.scorer != GATED:
             changes["gate"] = None
         chunk = self.chunk_tokens or base.chunk_tokens
-        changes["max_num_batched_tokens"] = max(_LEAST_BATCHED_TOKENS, chunk + base.max_num_seqs)
+        changes["max_num_batched_tokens"] = max(base.max_num_batched_tokens, chunk + base.max_num_seqs)
         return replace(base, **changes)
 
 
