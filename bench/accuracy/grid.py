@@ -1,12 +1,13 @@
 """Everything that docs/accuracy.md compares: a `tangram eval` for each part of the grid and scorer, several at once.
 
     python -m bench.accuracy.grid FOLDER --at-once 8 [--gate GATE] [--locomo PATH] [--parts base,dynamic] \
-        -- --device cuda --kv-cache-gib 4
+        -- --device cuda --kv-cache-gib 4 --max-num-batched-tokens 16384
     python -m bench.accuracy.page FOLDER/*.json
 
-What follows `--` goes to every `tangram eval`. Parts come in the order given, the slowest scorer first. FOLDER/PART.SCORER.json is added to after every cell: the same command
-goes on where it was interrupted, and skips what is there. Beside it is a log of what was printed. Exits with 1 if one
-of them failed.
+What follows `--` goes to every `tangram eval`. Parts come in the order given, in each the slowest scorer first.
+FOLDER/PART.SCORER.json is added to after every cell: the same command goes on where it was interrupted, and skips what
+is there. Beside it is a log of what was printed. Exits with 1 if one of them failed. Processes that share a GPU take
+turns on it unless NVIDIA's multi-process service runs (`nvidia-cuda-mps-control -d`).
 """
 
 from __future__ import annotations

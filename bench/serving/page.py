@@ -1,4 +1,4 @@
-"""Writes the measured tables of docs/serving.md from the files of `bench.serving.compare`.
+"""Writes the measured tables of docs/serving.md from the files of `bench.serving.compare` and of the ablation.
 
 Engines are compared within one lease: of several series of files each case is shown from the one in which the peer did
 best. (vLLM with host memory behind its pool is slower in some cases than without.)
@@ -19,6 +19,7 @@ from bench.kernels.family import RESULTS
 from bench.kernels.page import replaced
 
 PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
+ABLATION = "ablation_20gib.json"
 ENGINES = ("vllm", "tangram-1", "tangram-0.25")
 Found = dict[str, dict[str, Any]]  # by engine
 # What is shown of each case: a title, the parts it is the median of, and a figure of the summary; more is better unless
@@ -104,6 +105,32 @@ def _traced_cells(summary: dict[str, Any]) -> list[str]:
     ]  # fmt: skip
 
 
+def parted(result: dict[str, Any]) -> str:
+    """A line a rung of `tangram bench serving ablation`: where the time goes, and TTFT at each rate."""
+    rates = next(iter(result["rungs"].values()))["rates"]
+    head = ["", "KV held of a chunk", "tokens that fit", "prefill, ms of 1,000 tokens", "of that attention", "upkeep",
+            "reclamation", "decode, ms of a step", "upkeep", "outside the model",
+            *(f"TTFT s at {rate}/s, p50 / p90" for rate in rates)]  # fmt: skip
+    lines = [head, ["---", *(["---:"] * (len(head) - 1))]]
+    for rung in result["rungs"].values():
+        prefill, decode = rung["breakdown"]["prefill"], rung["breakdown"]["decode"]
+        lines.append([
+            rung["title"], f"{rung['footprint']:.3f}", f"{rung['capacity_tokens']:,}",
+            f"{sum(prefill['ms'].values()):.1f}", f"{prefill['ms']['attention']:.1f}", f"{prefill['upkeep']:.1%}",
+            f"{prefill['reclamation']:.1%}", f"{sum(decode['ms'].values()):.2f}", f"{decode['upkeep']:.1%}",
+            f"{decode['outside']:.1%}",
+            *(f"{rung['rates'][rate]['ttft_s']['p50']:.2f} / {rung['rates'][rate]['ttft_s']['p90']:.2f}"
+              for rate in rates),
+        ])  # fmt: skip
+    where = result["environment"]
+    versions = ", ".join(f"{name} {where[name]}" for name in ("torch", "triton", "transformers"))
+    return (
+        "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        + f"\n\n- `{result['command'].split(' -o ')[0]}`, commit {where['commit']}, {where['date']}, {where['gpu']}, "
+        f"{versions}. {result['load']}.\n"
+    )
+
+
 def _title(result: dict[str, Any]) -> str:
     if result["engine"] == "vllm":
         return f"vLLM {result['environment']['vllm']}"
@@ -155,7 +182,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--page", type=Path, default=PAGE)
     options = parser.parse_args(arguments)
     page = replaced(options.page.read_text(), "engines", written(found(options.results)))
-    options.page.write_text(replaced(page, "trace", traced(found(options.results, "trace"))))
+    page = replaced(page, "trace", traced(found(options.results, "trace")))
+    parts = json.loads((options.results / ABLATION).read_text())
+    options.page.write_text(replaced(page, "ablation", parted(parts)))
 
 
 if __name__ == "__main__":

@@ -103,7 +103,8 @@ def evaluate(
         base = EngineConfig(
             model=model, page_tokens=page_tokens, heads_per_page=heads_per_page, gate=gate, kv_cache_gib=kv_cache_gib,
             gpu_memory_utilization=gpu_memory_utilization, max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens, dtype=dtype.value, kv_cache_dtype=kv_cache_dtype.value, load_format=load_format.value, enforce_eager=enforce_eager,
+            max_num_batched_tokens=max_num_batched_tokens, dtype=dtype.value,
+            kv_cache_dtype=kv_cache_dtype.value, load_format=load_format.value, enforce_eager=enforce_eager,
             device=device,
         )  # fmt: skip
         _check_files(report, plot)

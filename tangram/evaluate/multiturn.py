@@ -13,6 +13,7 @@ from tangram.evaluate import words
 from tangram.evaluate.budget import Budget, Stock
 from tangram.evaluate.code_lookup import code_lookup
 from tangram.evaluate.haystack import hide, prose
+from tangram.evaluate.needles import Needles
 from tangram.evaluate.sample import Draft, Question, Task
 
 _ASKED = 5
@@ -150,4 +151,6 @@ TASKS: dict[str, Task] = {
     "many_shot": many_shot,
     "report": report,
     "code_lookup": code_lookup,
+    # The one of them that a model too small for the others can answer.
+    "needles": Needles("noise", keys=4),
 }

@@ -71,9 +71,10 @@ def cache_folder() -> Path:
 def load_model(name: str, *, dtype: str = "auto", device: str = "auto", load_format: str = "auto") -> LoadedModel:
     """Load `name` (`smollm2`, a Hugging Face id, a folder of safetensors or a GGUF file).
 
-    `dtype` auto is float32 on a CPU and the checkpoint's own elsewhere. `load_format` dummy takes the config alone and
-    makes weights up; where there is no tokenizer either, tokens read as numbers. Raises `ModelError` with the reason if
-    the model cannot be loaded or its attention is of a kind that this engine would compute wrongly.
+    `dtype` auto is float32 on a CPU and the checkpoint's own elsewhere, bfloat16 for a GGUF file's quantised weights.
+    `load_format` dummy takes the config alone and makes weights up; where there is no tokenizer either, tokens read as
+    numbers. Raises `ModelError` with the reason if the model cannot be loaded or its attention is of a kind that this
+    engine would compute wrongly.
     """
     source = _resolve(name)
     place = _place(device)
@@ -82,7 +83,8 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto", load_for
     except _UNREADABLE as error:
         raise ModelError(f"model {name!r} cannot be read: {error}") from error
     refuse_unsupported(config)
-    chosen = _DTYPES.get(dtype) or (torch.float32 if place.type == "cpu" else config.dtype or torch.bfloat16)
+    own = None if _is_gguf(name) else config.dtype
+    chosen = _DTYPES.get(dtype) or (torch.float32 if place.type == "cpu" else own or torch.bfloat16)
     try:
         if load_format == "dummy":
             model = random_model(config, dtype=chosen, device=place, attention=IMPLEMENTATION)
@@ -187,6 +189,10 @@ def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tupl
     listed = getattr(generation, "eos_token_id", None)
     ids = set(listed if isinstance(listed, list) else [listed]) | {tokenizer.eos_token_id}
     return tuple(sorted(token for token in ids if token is not None))
+
+
+def _is_gguf(name: str) -> bool:
+    return name == EMBEDDED or Path(name).suffix == ".gguf"
 
 
 def _resolve(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from bench.kernels.family import RESULTS
 from bench.kernels.page import replaced
 from bench.serving import compare
-from bench.serving.page import PAGE, found, traced, written
+from bench.serving.page import ABLATION, PAGE, found, parted, traced, written
 from tangram.drive.clock import Answer, Patience, answered
 from tangram.drive.work import Ask
 from tangram.engine.llm import LLM
@@ -25,6 +26,8 @@ def test_the_tables_are_those_of_the_result_files() -> None:
     page = PAGE.read_text()
     assert replaced(page, "engines", written(SERVING)) == page, "run python -m bench.serving.page"
     assert replaced(page, "trace", traced(TRACE)) == page, "run python -m bench.serving.page"
+    parts = json.loads((RESULTS / ABLATION).read_text())
+    assert replaced(page, "ablation", parted(parts)) == page, "run python -m bench.serving.page"
 
 
 @pytest.mark.parametrize("measured", MEASURED)
