@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 LOAD_READY := build/load-venv/.ready
 ARGS ?=
 
-.PHONY: demo serve test check bench eval-quick fuzz load soak clean
+.PHONY: demo serve test check bench eval-quick fuzz load overload soak clean
 
 demo: $(READY)
 	$(BIN)/python bench/demo.py
@@ -36,6 +36,9 @@ fuzz: $(READY)
 
 load: $(READY) $(LOAD_READY)
 	$(BIN)/python -m bench.hammer.load
+
+overload: $(READY)
+	$(BIN)/python -m bench.hammer.overload
 
 soak: $(READY)
 	$(BIN)/python -m bench.hammer.soak

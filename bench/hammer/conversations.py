@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -65,13 +66,18 @@ class WrongAnswerError(Exception):
 
 @dataclass
 class Outcome:
-    """What came of one turn, at seconds of a monotonic clock: `answered`, `hung up` by ourselves, or `lost`."""
+    """What came of one turn, at seconds of a monotonic clock: `answered`, `hung up` by ourselves, or `lost`.
+
+    `token_s` is when each piece of a streamed answer came, `retry_after_s` what a server said that took no request.
+    """
 
     asked_s: float
     stream: bool
     kind: str = "lost"
     reason: str = ""
-    first_token_s: float | None = None
+    status: int = 0
+    retry_after_s: float | None = None
+    token_s: list[float] = field(default_factory=list)
     ended_s: float = 0.0
     prompt_tokens: int = 0
     text: str = ""
@@ -81,7 +87,12 @@ class Outcome:
     @property
     def ttft_s(self) -> float | None:
         """From the question to the first token; only a stream shows it."""
-        return None if self.first_token_s is None else self.first_token_s - self.asked_s
+        return self.token_s[0] - self.asked_s if self.token_s else None
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """From each piece of a streamed answer to the next."""
+        return [later - earlier for earlier, later in pairwise(self.token_s)]
 
 
 async def hold(client: httpx.AsyncClient, turns: list[Turn]) -> AsyncIterator[Outcome]:
@@ -119,7 +130,7 @@ async def ask(client: httpx.AsyncClient, messages: list[Message], turn: Turn) ->
 
 async def _whole(client: httpx.AsyncClient, body: dict[str, Any], outcome: Outcome) -> None:
     response = await client.post(PATH, json=body)
-    _check_status(response.status_code, response.text)
+    _check_status(response, response.text, outcome)
     answer = response.json()
     (choice,) = answer["choices"]
     outcome.text = choice["message"]["content"]
@@ -130,8 +141,7 @@ async def _streamed(client: httpx.AsyncClient, body: dict[str, Any], outcome: Ou
     fields = {"stream": True, "stream_options": {"include_usage": True}}
     reasons, usage, last = [], None, ""
     async with client.stream("POST", PATH, json=body | fields) as response:
-        if response.status_code != 200:
-            _check_status(response.status_code, (await response.aread()).decode())
+        _check_status(response, "" if response.is_success else (await response.aread()).decode(), outcome)
         async for line in response.aiter_lines():
             if not line:
                 continue
@@ -144,8 +154,8 @@ async def _streamed(client: httpx.AsyncClient, body: dict[str, Any], outcome: Ou
             usage = chunk["usage"]
             for choice in chunk["choices"]:
                 content = choice["delta"].get("content") or ""
-                if content and outcome.first_token_s is None:
-                    outcome.first_token_s = time.monotonic()
+                if content:
+                    outcome.token_s.append(time.monotonic())
                 outcome.text += content
                 reasons += [choice["finish_reason"]] if choice["finish_reason"] is not None else []
     if last != "[DONE]":
@@ -153,9 +163,12 @@ async def _streamed(client: httpx.AsyncClient, body: dict[str, Any], outcome: Ou
     _check(outcome, reasons, usage)
 
 
-def _check_status(status: int, text: str) -> None:
-    if status != 200:
-        raise WrongAnswerError(f"status {status}: {text[:300]}")
+def _check_status(response: httpx.Response, text: str, outcome: Outcome) -> None:
+    outcome.status = response.status_code
+    if "retry-after" in response.headers:
+        outcome.retry_after_s = float(response.headers["retry-after"])
+    if outcome.status != 200:
+        raise WrongAnswerError(f"status {outcome.status}: {text[:300]}")
 
 
 def _check(outcome: Outcome, reasons: list[str], usage: dict[str, Any] | None) -> None:

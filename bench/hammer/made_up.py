@@ -2,7 +2,8 @@
 
 A valid request for much becomes one for little, so that time goes into other requests. Valid fields that do not fit
 each other or this server, which a document can only say in words, are made to fit: what follows the document is then
-answered. What is out of range stays as it was made up: whether it is refused is the question.
+answered. Tools are left out, since the template of the embedded model has none: the answer could only be 400. What is
+out of range stays as it was made up: whether it is refused is the question.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 PAGE = Path(__file__).parents[2] / "docs" / "load.md"
 Result = dict[str, Any]
 # The seconds of a whole run, by kind.
-WHOLE_S = {"fuzz": 300, "load": 60, "soak": 1200}
+WHOLE_S = {"fuzz": 300, "load": 60, "overload": 120, "soak": 1200}
 QUIET_PERCENT = 10.0
 
 
@@ -89,6 +89,29 @@ def _soak(result: Result) -> list[tuple[str, str]]:
     ]
 
 
+def _overload(result: Result) -> list[tuple[str, str]]:
+    options, few, many = result["options"], result["few"], result["many"]
+    after = result["afterwards"]
+    return [
+        ("people who ask without a pause", f"{options['places']}, then {options['people']}"),
+        ("places, places in the queue", f"{options['places']}, {options['queue']}"),
+        ("answered, refused (429)", f"{few['answered']}, {few['refused']}; then {many['answered']}, {many['refused']}"),
+        *(
+            (
+                f"{name} ms, p50 / p90 / p99",
+                f"{_percentiles(_ms(few[key]), '.0f')}; then {_percentiles(_ms(many[key]), '.0f')}",
+            )
+            for name, key in (("time between tokens", "gap_s"), ("time to first token", "ttft_s"))
+        ),
+        ("pages held afterwards", f"{after['held']} of {after['total']:,}"),
+        ("broken laws", "none" if not result["broken"] else "; ".join(result["broken"])),
+    ]
+
+
+def _ms(seconds: Result) -> Result:
+    return {name: value * 1e3 for name, value in seconds.items()}
+
+
 def _slashed(values: Result, *names: str) -> str:
     return " / ".join(f"{values[name]:,}" for name in names)
 
@@ -97,7 +120,9 @@ def _percentiles(values: Result, form: str) -> str:
     return " / ".join(format(values[name], form) for name in ("p50", "p90", "p99"))
 
 
-ROWS: dict[str, Callable[[Result], list[tuple[str, str]]]] = {"fuzz": _fuzz, "load": _load, "soak": _soak}
+ROWS: dict[str, Callable[[Result], list[tuple[str, str]]]] = {
+    "fuzz": _fuzz, "load": _load, "overload": _overload, "soak": _soak,
+}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

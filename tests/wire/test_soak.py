@@ -12,11 +12,12 @@ import pytest
 from bench.hammer.conversations import MOST_TURNS, Message, Outcome, Turn, ask, conversation, hold
 from bench.hammer.laws import Growth, Sample, broken, growth
 from bench.hammer.load import LoadError, summary
+from bench.hammer.overload import broken as slowed
 from bench.hammer.server import Books
 
 SOUND = Books(running=1, waiting=0, held=10, cached=20, free=70, total=100)
 FLAT = Growth(mb_per_hour=10.0, standard_error=2.0, over_s=960.0, first_mb=1500.0, last_mb=1502.0)
-ANSWERED = [Outcome(0.0, stream=True, kind="answered", first_token_s=1.0, ended_s=2.0)] * 3
+ANSWERED = [Outcome(0.0, stream=True, kind="answered", token_s=[1.0], ended_s=2.0)] * 3
 ENDS = {"length": 3}
 MESSAGES: list[Message] = [{"role": "user", "content": "Count to ten."}]
 
@@ -42,6 +43,21 @@ def test_each_broken_law_is_named() -> None:
         "given up": broken(ANSWERED, [], FLAT, {"length": 3, "abort": 1}, 0),
     }.items():
         assert len(found) == 1 and words in found[0], found
+
+
+def test_an_overload_that_is_noticed_or_loses_somebody_is_named() -> None:
+    def answers(gap_s: float) -> list[Outcome]:
+        return [replace(ANSWERED[0], status=200, token_s=[1.0 + gap_s * at for at in range(64)])] * 3
+
+    turned_away = Outcome(0.0, stream=True, status=429, retry_after_s=2.0)
+    assert slowed(answers(0.1), [*answers(0.14), turned_away]) == []
+    for words, found in {
+        "p50 of the time between pieces was 0.160": slowed(answers(0.1), [*answers(0.16), turned_away]),
+        "lost": slowed(answers(0.1), [*answers(0.1), turned_away, replace(turned_away, retry_after_s=None)]),
+        "no overload": slowed(answers(0.1), answers(0.1)),
+        "not answered": slowed(answers(0.1), [turned_away]),
+    }.items():
+        assert words in found[0], found
 
 
 def test_a_slope_is_found_within_its_error() -> None:
