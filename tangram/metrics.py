@@ -31,7 +31,7 @@ class EngineStats:
     ones are reserved for running requests; `kv_bytes_held` is what the running requests' pages occupy, a page counted
     for each request that holds it, and `kv_bytes_uncompressed` what the same tokens would occupy with nothing dropped;
     `slots_held` are the entries that fit into those pages and `slots_used` those that are there;
-    `kv_token_bytes` is one uncompressed token over all layers.
+    `kv_token_bytes` is one uncompressed token over all layers, in `cache_dtype`, `page_bytes` a page.
     `capacity_tokens` is the tokens the pool holds at the default retention ratio and
     `capacity_uncompressed_tokens` what it would hold at 1.0; `host_pages_used` of `host_pages_total` pages of host
     memory keep links of the prefix cache.
@@ -55,6 +55,8 @@ class EngineStats:
     slots_used: int
     capacity_tokens: int
     capacity_uncompressed_tokens: int
+    cache_dtype: str
+    page_bytes: int
     kv_token_bytes: int
     kv_bytes_held: int
     kv_bytes_uncompressed: int
@@ -75,6 +77,16 @@ class EngineStats:
     sealing_s: float
     plans: Mapping[str, int]
     overflow: tuple[GroupOverflow, ...]
+
+    @property
+    def pool_bytes(self) -> int:
+        """The pool."""
+        return self.pages_total * self.page_bytes
+
+    @property
+    def host_pool_bytes(self) -> int:
+        """The host memory behind it."""
+        return self.host_pages_total * self.page_bytes
 
     @property
     def retained_tokens(self) -> float:

@@ -19,10 +19,14 @@ from tangram.types import Request, Usage
 
 @dataclass(frozen=True)
 class Admission:
-    """Layouts by retention ratio (the first is the default) over a pool of `total_pages` pages."""
+    """Layouts by retention ratio (the first is the default) over a pool of `total_pages` pages.
+
+    `cache_dtype` is the name of the KV cache's dtype, `element_bytes` the size of one of its elements.
+    """
 
     retentions: Sequence[Retention]
     total_pages: int
+    cache_dtype: str
     element_bytes: int
     max_model_len: int
 
@@ -114,6 +118,8 @@ class Admission:
             slots_used=sum(seq.layout.held_entries(seq.sealed_chunks, seq.raw_tokens) for seq in held),
             capacity_tokens=layout.tokens_in(self.total_pages),
             capacity_uncompressed_tokens=self.uncompressed.tokens_in(self.total_pages),
+            cache_dtype=self.cache_dtype,
+            page_bytes=page_bytes,
             kv_token_bytes=layout.uncompressed_entries(1) * self._entry_bytes(layout),
             kv_bytes_held=sum(usage.kv_bytes for usage in usages),
             kv_bytes_uncompressed=sum(usage.kv_bytes_uncompressed for usage in usages),

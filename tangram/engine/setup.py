@@ -89,7 +89,7 @@ def parts_of(
         runner.rehearse(config.max_num_seqs, config.max_num_batched_tokens)
     runner.capture(config.max_num_seqs, partial(in_terminal, description="Capturing decode steps"))
     runner.meters.clear()
-    admission = Admission(retentions, pages, dtype.itemsize, max_model_len)
+    admission = Admission(retentions, pages, str(dtype).removeprefix("torch."), dtype.itemsize, max_model_len)
     _announce(config, loaded, admission, cache.host.total)
     one_at_a_time = [
         number for number, entry in enumerate(retentions)
@@ -282,9 +282,8 @@ def _announce(config: EngineConfig, loaded: LoadedModel, admission: Admission, h
         "%s on %s, %s; KV cache in %s, %.2f GiB = %d pages; %s tokens fit at kv_retention %s (%s), %s would without "
         "compression; max_model_len %d, chunk %d tokens",
         config.model, loaded.device, str(loaded.dtype).removeprefix("torch."),
-        str(cache_dtype(config, loaded)).removeprefix("torch."), admission.total_pages * page_gib,
-        admission.total_pages, f"{compressed:,}", default.kv_retention, method, f"{uncompressed:,}",
-        admission.max_model_len, default.layout.chunk_tokens,
+        admission.cache_dtype, admission.total_pages * page_gib, admission.total_pages, f"{compressed:,}",
+        default.kv_retention, method, f"{uncompressed:,}", admission.max_model_len, default.layout.chunk_tokens,
     )  # fmt: skip
     if host_pages:
         _log.info(

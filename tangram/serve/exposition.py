@@ -45,7 +45,10 @@ _GAUGES = (
     ("requests_running", "Requests in the batch", "running"),
     ("requests_waiting", "Requests in the queue", "waiting"),
     ("kv_pages_total", "Pages of the pool", "pages_total"),
+    ("kv_page_bytes", "Bytes of a page", "page_bytes"),
+    ("kv_pool_bytes", "Bytes of the pool", "pool_bytes"),
     ("host_pages_total", "Pages of host memory behind the pool", "host_pages_total"),
+    ("host_pool_bytes", "Bytes of host memory behind the pool", "host_pool_bytes"),
     ("host_pages_used", "Pages of host memory that keep cached spans", "host_pages_used"),
     ("kv_capacity_tokens", "Tokens the pool holds at the default retention ratio", "capacity_tokens"),
     ("kv_capacity_uncompressed_tokens", "Tokens it would hold with nothing dropped", "capacity_uncompressed_tokens"),
@@ -61,6 +64,9 @@ _GAUGES = (
 
 # Families with labels: name, help, labels, and the label values and numbers of one reading.
 _LABELLED_GAUGES: tuple[_Labelled, ...] = (
+    ("kv_cache_info", "1; the label says what the KV cache is kept in", ("dtype",), lambda stats: [
+        ((stats.cache_dtype,), 1),
+    ]),
     ("kv_pages", "Pages of the pool by state", ("state",), lambda stats: [
         (("held",), stats.pages_held), (("cached",), stats.pages_cached), (("free",), stats.pages_free),
     ]),
