@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SCORERS = ("kvzip", "keydiff", "fastkvzip", "expected_attention", "snapkv", "tova", "streaming_llm")
-FEW = ("kvzip", "keydiff", "expected_attention")  # of which details are asked, too
 ALL_RATIOS, TWO_RATIOS = "--retentions 0.7,0.5,0.3,0.25", "--retentions 0.5,0.3"
 CONTEXT = "--samples 52 --context-tokens 4096"
 # Every part has the same prompts, whose contexts end where one-shot's one chunk does.
@@ -31,6 +30,8 @@ PARTS: Mapping[str, str] = {
     "dynamic": f"{ASKED} {ALL_RATIOS} --methods dynamic",
     "base": f"{ASKED} {ALL_RATIOS} --methods uniform,static,one-shot --alphas 0,1,2",
     "full": f"{ASKED} --methods full",
+    "needles": f"--suites multiturn/needles {CONTEXT} --align-tokens 4096 {TWO_RATIOS} --scopes model,layer "
+    "--methods full,uniform,static,dynamic,one-shot",
     "fidelity": f"--suites fidelity {CONTEXT} {TWO_RATIOS} --methods full,uniform,static,dynamic",
     "chunks": f"{ASKED} {TWO_RATIOS} --methods uniform,static,dynamic --chunk-tokens 256,1024,2048",
     "scopes": f"{ASKED} {TWO_RATIOS} --methods static,dynamic,one-shot --scopes layer",
@@ -40,7 +41,6 @@ PARTS: Mapping[str, str] = {
     "window-64": f"{ASKED} {TWO_RATIOS} --methods static --window-tokens 64",
     "sinks-0": f"{ASKED} {TWO_RATIOS} --methods static --sink-tokens 0",
 }
-IN_DETAIL = {"raw-end", "window-0", "window-32", "window-64", "sinks-0"}
 LOCOMO = f"--suites locomo --context-tokens 4096 {TWO_RATIOS} --methods full,uniform,static,dynamic --locomo"
 
 
@@ -56,11 +56,9 @@ def tasks(scorers: Sequence[str], parts: Sequence[str], gate: Path | None, locom
     """Part by part, in their order, and there by scorer; `full` has none."""
     for part in parts:
         for scorer in scorers[:1] if part == "full" else scorers:
-            if part not in IN_DETAIL or scorer in FEW:
-                yield Task(f"{part}.{scorer}", (*shlex.split(PARTS[part]), *_scoring(part, scorer, gate)))
+            yield Task(f"{part}.{scorer}", (*shlex.split(PARTS[part]), *_scoring(part, scorer, gate)))
     for scorer in scorers if locomo is not None else ():
-        if scorer in FEW:
-            yield Task(f"locomo.{scorer}", (*shlex.split(LOCOMO), str(locomo), *_scoring("locomo", scorer, gate)))
+        yield Task(f"locomo.{scorer}", (*shlex.split(LOCOMO), str(locomo), *_scoring("locomo", scorer, gate)))
 
 
 def _scoring(part: str, scorer: str, gate: Path | None) -> list[str]:

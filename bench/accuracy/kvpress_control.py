@@ -76,8 +76,8 @@ def main() -> None:
 
 
 def loaded(asked: dict[str, Any], device: str) -> KVPressTextGenerationPipeline:
-    """The model that the prompts are for, in float32 on a CPU and its own dtype elsewhere, as Tangram loads it."""
-    dtype = torch.float32 if device == "cpu" else "auto"
+    """The model that the prompts are for, in the dtypes in which Tangram loads the embedded one."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
     model = AutoModelForCausalLM.from_pretrained(asked["model"], dtype=dtype, attn_implementation="sdpa").to(device)
     model.generation_config.eos_token_id = asked["eos_token_ids"]
     return KVPressTextGenerationPipeline(model=model.eval(), tokenizer=AutoTokenizer.from_pretrained(asked["model"]))

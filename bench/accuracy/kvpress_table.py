@@ -53,8 +53,14 @@ class Control(BaseModel):
     cells: list[ControlCell]
 
     @classmethod
-    def load(cls, path: Path) -> Control:
-        return cls.model_validate_json(path.read_text(encoding="utf-8"))
+    def load(cls, *paths: Path) -> Control:
+        """All cells of `paths`, which may be of presses that ran side by side."""
+        files = [cls.model_validate_json(path.read_text(encoding="utf-8")) for path in paths]
+        commands = dict.fromkeys(file.command for file in files)
+        return cls(
+            command="`, `".join(commands), environment=files[0].environment,
+            cells=[cell for file in files for cell in file.cells],
+        )  # fmt: skip
 
 
 def control_tables(control: Control, cells: Iterable[AnyCell]) -> str:

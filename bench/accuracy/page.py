@@ -1,9 +1,9 @@
 """Writes the measured tables of docs/accuracy.md from result files of `tangram eval`, which it keeps thin.
 
-    python -m bench.accuracy.page FOLDER/*.json [--add] [--control CONTROL.json]
+    python -m bench.accuracy.page FOLDER/*.json [--add] [--control CONTROL.json …]
     python -m bench.accuracy.page                       # once more, from bench/results/accuracy.json
 
-They stand between `<!-- eval -->` and `<!-- end eval -->`. With `--control`, the file of kvpress_control.py, a table of
+They stand between `<!-- eval -->` and `<!-- end eval -->`. With `--control`, files of kvpress_control.py, a table of
 its scores beside ours follows.
 """
 
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, nargs="*")
     parser.add_argument("--add", action="store_true", help="keep what the thin file has, too")
-    parser.add_argument("--control", type=Path, help="kept, too")
+    parser.add_argument("--control", type=Path, nargs="+", help="kept, too")
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--kept", type=Path, default=KEPT, help="the thin file; written if there are results")
     options = parser.parse_args(arguments)
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         kept = Thin.load(options.kept) if options.add else None
         Thin.of([Results.load(path) for path in options.results], kept).save(options.kept)
     if options.control:
-        CONTROL.write_text(options.control.read_text(encoding="utf-8"), encoding="utf-8")
+        CONTROL.write_text(Control.load(*options.control).model_dump_json(indent=1) + "\n", encoding="utf-8")
     options.page.write_text(replaced(options.page.read_text(), "eval", written(Thin.load(options.kept), control())))
 
 

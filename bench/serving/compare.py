@@ -129,8 +129,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Start the engine, run the cases, keep the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engine", choices=("tangram", "vllm"))
-    parser.add_argument("--kv-retention", type=float, default=0.25)
-    parser.add_argument("--chunk-tokens", type=int, default=512)
+    parser.add_argument("--kv-retention", type=float, help="of tangram; 0.25")
+    parser.add_argument("--chunk-tokens", type=int, help="of tangram; 512")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), help="of tangram; auto")
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--series", default="serving", help="files' name; what one lease measured has one")
@@ -143,17 +144,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--offload-gib", type=float, default=0.0, help="host memory behind the KV pool, of either engine"
     )
     options = parser.parse_args(arguments)
+    own = (options.kv_retention, options.chunk_tokens, options.kv_cache_dtype)
+    if options.engine == "vllm" and own != (None, None, None):
+        parser.error("vLLM is asked as it comes, without kv-retention, chunk-tokens and kv-cache-dtype: leave them out")
     known = CASES | ({"trace": replayed(options)} if options.trace else {})
     if unknown := set(options.cases.split(",")) - set(known):
         parser.error(
             f"cases {', '.join(sorted(unknown))} are not known, there are {', '.join(known)}; trace has --trace"
         )
-    name = "vllm" if options.engine == "vllm" else f"tangram-{options.kv_retention:g}"
     engine: Served
+    kv_retention, chunk_tokens = options.kv_retention or 0.25, options.chunk_tokens or 512
+    name = "vllm" if options.engine == "vllm" else f"tangram-{kv_retention:g}"
+    if options.kv_cache_dtype == "fp8":
+        name += "-fp8"
     if options.engine == "vllm":
         engine = Vllm(options.max_model_len, options.offload_gib)
     else:
-        engine = Tangram(options.kv_retention, options.chunk_tokens, options.max_model_len, options.offload_gib)
+        cache_dtype = options.kv_cache_dtype or "auto"
+        engine = Tangram(kv_retention, chunk_tokens, options.max_model_len, options.offload_gib, cache_dtype)
     written = {
         "command": shlex.join(["python", "-m", "bench.serving.compare", *sys.argv[1:]]),
         "environment": environment(), "engine": name, "options": engine.options,

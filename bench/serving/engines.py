@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from tangram.drive.clock import Answer, Patience, answered
 from tangram.drive.work import Ask
@@ -33,7 +33,10 @@ class Served(Protocol):
 class Tangram:
     """This engine at one retention ratio, with the budgets that ship for the model."""
 
-    def __init__(self, kv_retention: float, chunk_tokens: int, most_tokens: int, offload_gib: float = 0.0) -> None:
+    def __init__(
+        self, kv_retention: float, chunk_tokens: int, most_tokens: int, offload_gib: float = 0.0,
+        cache_dtype: Literal["auto", "fp8"] = "auto",
+    ) -> None:  # fmt: skip
         from tangram.config import EngineConfig
         from tangram.engine.setup import build_engine
 
@@ -41,9 +44,15 @@ class Tangram:
             "load_format": "dummy", "dtype": "bfloat16", "kv_retention": kv_retention, "scorer": "keydiff",
             "scope": "model", "chunk_tokens": chunk_tokens, "max_model_len": most_tokens, "max_num_seqs": MOST_REQUESTS,
             "max_num_batched_tokens": 8192 + MOST_REQUESTS, "kv_offload_gib": offload_gib,
+            "kv_cache_dtype": cache_dtype,
         }  # fmt: skip
         self._engine = build_engine(EngineConfig(model=str(MODEL), **self.options))
-        self.options["fits_tokens"] = self._engine.stats().capacity_tokens
+        stats, config = self._engine.stats(), self._engine.config
+        self.options |= {
+            "fits_tokens": stats.capacity_tokens, "cache_dtype": stats.cache_dtype, "pool_bytes": stats.pool_bytes,
+            "page_tokens": config.page_tokens, "heads_per_page": config.heads_per_page,
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+        }  # fmt: skip
 
     def clear_cache(self) -> None:
         """See `Served`."""
@@ -67,8 +76,11 @@ class Vllm:
             "gpu_memory_utilization": 0.9, "enable_prefix_caching": True, "kv_offloading_size": offload_gib or None,
         }  # fmt: skip
         self._llm: Any = LLM(model=str(MODEL), skip_tokenizer_init=True, disable_log_stats=True, **self.options)
-        cache = self._llm.llm_engine.vllm_config.cache_config
-        self.options["fits_tokens"] = (cache.num_gpu_blocks or 0) * cache.block_size
+        config = self._llm.llm_engine.vllm_config
+        self.options |= {
+            "fits_tokens": (config.cache_config.num_gpu_blocks or 0) * config.cache_config.block_size,
+            "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+        }
         self._count = 0
 
     def clear_cache(self) -> None:
@@ -101,7 +113,7 @@ class Vllm:
                 look_s = now + patience.every_s
                 if patience.ends(answers, now):
                     engine.abort_request(list(by_id))
-                    raise patience.spent(now)
+                    raise patience.spent(answers, now)
             if not engine.has_unfinished_requests():
                 time.sleep(max(0.0, asks[waiting[-1]].at_s - (time.perf_counter() - begin)))
                 continue

@@ -20,7 +20,7 @@ from bench.kernels.page import replaced
 
 PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 ABLATION = "ablation_20gib.json"
-ENGINES = ("vllm", "tangram-1", "tangram-0.25")
+ENGINES = ("vllm", "tangram-1", "tangram-0.25", "tangram-0.25-fp8")
 Found = dict[str, dict[str, Any]]  # by engine
 # What is shown of each case: a title, the parts it is the median of, and a figure of the summary; more is better unless
 # it is seconds.
@@ -85,12 +85,13 @@ def _peer_speed(results: Found, case: str, parts: Sequence[str], figure: str) ->
 def traced(series: Sequence[Found]) -> str:
     """A line an engine and speed: what came of a recorded trace, and how it was measured."""
     results = [result for found_in in series for result in found_in.values()]
-    lines = [["", "speed", "TTFT s, p50 / p90", "TPOT ms, p50", "requests/s", "from cache"], ["---"] * 2 + ["---:"] * 4]
+    head = ["", "speed", "TTFT s, p50 / p90", "TPOT ms, p50", "requests/s", "in time, requests/s", "from cache"]
+    lines = [head, ["---"] * 2 + ["---:"] * 5]
     for result in results:
         for part, summary in result["cases"]["trace"].items():
             if part == "given up":
                 speed, _, reason = summary.removeprefix("speed ").partition(": ")
-                lines.append([_title(result), speed, reason, "–", "–", "–"])
+                lines.append([_title(result), speed, reason, "–", "–", "–", "–"])
             else:
                 lines.append([_title(result), part.removeprefix("speed "), *_traced_cells(summary)])
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -99,9 +100,10 @@ def traced(series: Sequence[Found]) -> str:
 
 def _traced_cells(summary: dict[str, Any]) -> list[str]:
     ttft, tpot = summary["ttft_s"], summary["tpot_ms"]
+    limited = summary["limits"]["ttft_s"] is not None
     return [
         f"{ttft['p50']:.2f} / {ttft['p90']:.2f}", f"{tpot['p50']:.0f}", f"{summary['requests_per_s']:.2f}",
-        f"{summary['cached_share']:.0%}",
+        f"{summary['goodput_per_s']:.2f}" if limited else "–", f"{summary['cached_share']:.0%}",
     ]  # fmt: skip
 
 
@@ -109,7 +111,7 @@ def parted(result: dict[str, Any]) -> str:
     """A line a rung of `tangram bench serving ablation`: where the time goes, and TTFT at each rate."""
     rates = next(iter(result["rungs"].values()))["rates"]
     head = ["", "KV held of a chunk", "tokens that fit", "prefill, ms of 1,000 tokens", "of that attention", "upkeep",
-            "reclamation", "decode, ms of a step", "upkeep", "outside the model",
+            "reclamation", "decode, ms of a step", "upkeep", "chunks sealed", "outside the model",
             *(f"TTFT s at {rate}/s, p50 / p90" for rate in rates)]  # fmt: skip
     lines = [head, ["---", *(["---:"] * (len(head) - 1))]]
     for rung in result["rungs"].values():
@@ -118,7 +120,7 @@ def parted(result: dict[str, Any]) -> str:
             rung["title"], f"{rung['footprint']:.3f}", f"{rung['capacity_tokens']:,}",
             f"{sum(prefill['ms'].values()):.1f}", f"{prefill['ms']['attention']:.1f}", f"{prefill['upkeep']:.1%}",
             f"{prefill['reclamation']:.1%}", f"{sum(decode['ms'].values()):.2f}", f"{decode['upkeep']:.1%}",
-            f"{decode['outside']:.1%}",
+            f"{decode['sealed_chunks']}", f"{decode['outside']:.1%}",
             *(f"{rung['rates'][rate]['ttft_s']['p50']:.2f} / {rung['rates'][rate]['ttft_s']['p90']:.2f}"
               for rate in rates),
         ])  # fmt: skip
@@ -134,7 +136,8 @@ def parted(result: dict[str, Any]) -> str:
 def _title(result: dict[str, Any]) -> str:
     if result["engine"] == "vllm":
         return f"vLLM {result['environment']['vllm']}"
-    return f"ρ {result['options']['kv_retention']}"
+    options = result["options"]
+    return f"ρ {options['kv_retention']}" + (", FP8 cache" if options.get("kv_cache_dtype") == "fp8" else "")
 
 
 def _figures(result: dict[str, Any], case: str, parts: Sequence[str], figure: str) -> list[float]:
@@ -147,12 +150,18 @@ def _figures(result: dict[str, Any], case: str, parts: Sequence[str], figure: st
 def _cell(
     result: dict[str, Any] | None, peer: dict[str, Any] | None, case: str, parts: Sequence[str], figure: str
 ) -> str:  # fmt: skip
-    """The median, the span if there are several, and how many times as fast as the peer that is."""
+    """The median, the span if there are several runs, and how many times as fast as the peer that is.
+
+    Different turns are no runs of the same: they stand side by side.
+    """
     values = [] if result is None else _figures(result, case, parts, figure)
     if not values:
         return "–"
     middle = statistics.median(values)
-    text = _number(middle) + (f" ({_number(min(values))}–{_number(max(values))})" if len(values) > 1 else "")
+    if len(parts) > 1:
+        text = " / ".join(map(_number, values))
+    else:
+        text = _number(middle) + (f" ({_number(min(values))}–{_number(max(values))})" if len(values) > 1 else "")
     theirs = _figures(peer, case, parts, figure) if peer is not None and peer is not result else []
     if not theirs:
         return text

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Figures = Mapping[str, dict[str, Any]]  # by rung
 _out, _err = Console(), Console(stderr=True)
-_ALL = "full-kv,reservation,ragged-paging,clustering,aot,dynamic"
+_ALL = "full-kv,reservation,ragged-paging,clustering,aot,served,dynamic"
 
 
 @with_config
@@ -41,7 +41,10 @@ def ablation(
     output: Output = None,
     plot: Annotated[Path | None, typer.Option(help="draw TTFT against the rate here (PNG)")] = None,
 ) -> None:
-    """What each part is worth: full KV, + reservation, + ragged paging, + clustering, + AOT; dynamic reclamation."""
+    """What each part is worth: full KV, + reservation, + ragged paging, + clustering, + AOT; dynamic reclamation.
+
+    Decode seals a chunk only where --output-tokens fill one.
+    """
     from tangram.drive.ablation import at_rate, breakdowns, chosen_rungs, described, for_each
     from tangram.drive.clock import Limits
     from tangram.drive.work import alike
@@ -88,6 +91,7 @@ def _show_split(figures: Figures, phase: str, title: str) -> None:
     table.add_row("all", *(f"{sum(split['ms'].values()):.2f}" for split in splits), end_section=True)
     table.add_row("sealing, reservation, tables", *(f"{split['upkeep']:.1%}" for split in splits))
     table.add_row("reclamation", *(f"{split['reclamation']:.1%}" for split in splits))
+    table.add_row("chunks sealed meanwhile", *(f"{split['sealed_chunks']:,}" for split in splits))
     table.add_row("outside the forward pass", *(f"{split['outside']:.1%}" for split in splits))
     if phase == "prefill":
         table.add_row("KV held of a sealed chunk", *(f"{found['footprint']:.3f}" for found in figures.values()))

@@ -196,6 +196,7 @@ _COLUMNS: dict[str, Callable[[Summary], str]] = {
     "seconds": lambda summary: f"{summary.seconds:.2f}",
     "requests/s": lambda summary: f"{summary.requests_per_s:.2f}",
     "tokens/s": lambda summary: f"{summary.tokens_per_s:,.0f}",
+    "prompt tokens/s": lambda summary: f"{summary.prompt_tokens / summary.seconds:,.0f}",
     "from cache": lambda summary: f"{summary.cached_share:.0%}",
     "TTFT s, p50 / 90 / 99": lambda summary: percentiles(summary.ttft_s, 2),
     "TPOT ms, p50 / 90 / 99": lambda summary: percentiles(summary.tpot_ms, 1),

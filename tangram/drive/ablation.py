@@ -45,6 +45,7 @@ RUNGS = (
     Rung("ragged-paging", "+ ragged paging", {"head_groups": "adjacent", "decode_schedule": "uniform"}),
     Rung("clustering", "+ clustering", _CLUSTERED),
     Rung("aot", "+ AOT", {"head_groups": "clustered", "decode_schedule": "aot"}),
+    Rung("served", "as served", {"head_groups": "clustered"}),  # decode steps are planned by the policy
     Rung("dynamic", "dynamic reclamation", _CLUSTERED | {"reclamation": "dynamic"}),
 )  # fmt: skip
 

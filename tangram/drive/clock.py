@@ -71,12 +71,21 @@ class Patience:
 
     def ends(self, answers: Sequence[Answer], now_s: float) -> bool:
         """Whether too many are late at `now_s`; who has not asked yet is not."""
-        late = sum((one.times_s[0] if one.times_s else now_s) - one.asked_s > self.ttft_s for one in answers)
+        late = sum(self._wait_s(one, now_s) > self.ttft_s for one in answers)
         return late > self.share * len(answers)
 
-    def spent(self, now_s: float) -> GivenUpError:
-        """What is raised when it ends."""
-        return GivenUpError(f"given up after {now_s:.0f} s: more than {self.share:.0%} waited over {self.ttft_s} s")
+    def spent(self, answers: Sequence[Answer], now_s: float) -> GivenUpError:
+        """What is raised when it ends at `now_s`: how long those who had asked by then waited, the waiting included."""
+        waits_s = [self._wait_s(one, now_s) for one in answers if one.asked_s <= now_s]
+        found = _percentiles(waits_s)
+        return GivenUpError(
+            f"given up after {now_s:.0f} s: more than {self.share:.0%} waited over {self.ttft_s} s; "
+            f"{len(waits_s)} had asked, half of them waited {found['p50']:.1f} s or more, a tenth {found['p90']:.1f} s"
+        )
+
+    @staticmethod
+    def _wait_s(answer: Answer, now_s: float) -> float:
+        return (answer.times_s[0] if answer.times_s else now_s) - answer.asked_s
 
 
 class GivenUpError(TangramError):
@@ -137,7 +146,7 @@ def answered(
         if not engine.step() and waiting:
             time.sleep(max(0.0, asks[waiting[-1]].at_s - (time.perf_counter() - begin)))
     if patience is not None and (lost or patience.ends(answers, time.perf_counter() - begin)):
-        raise patience.spent(time.perf_counter() - begin)
+        raise patience.spent(answers, time.perf_counter() - begin)
     return answers
 
 

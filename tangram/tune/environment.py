@@ -61,6 +61,7 @@ def _gpu() -> dict[str, Any]:
     driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
     return {
         "gpu": properties.name,
+        "gpu_uuid": str(properties.uuid),
         "multiprocessors": properties.multi_processor_count,
         "l2_bytes": properties.L2_cache_size,
         "gpu_memory_bytes": properties.total_memory,

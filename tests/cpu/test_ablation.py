@@ -72,6 +72,7 @@ def test_the_command_measures_every_rung_and_keeps_the_figures(folder: Path, tmp
     footprint = {name: found["footprint"] for name, found in content["rungs"].items()}
     assert footprint["full-kv"] == 1.0 >= footprint["reservation"] >= footprint["ragged-paging"]
     assert footprint["ragged-paging"] >= footprint["clustering"] == footprint["aot"] == footprint["dynamic"]
+    assert footprint["served"] == footprint["aot"]
     for name, found in content["rungs"].items():
         assert found["title"] in result.output
         assert list(found["rates"]) == ["20", "80"]

@@ -62,16 +62,24 @@ def test_a_case_is_shown_from_the_lease_in_which_the_peer_did_best(later_s: floa
     assert table[2].endswith("| 250.0 | 500.0 · 2.00 × |") and table[3].endswith(shown)
 
 
+@pytest.mark.parametrize("given", [["--kv-retention", "0.5"], ["--chunk-tokens", "256"]])
+def test_what_vllm_does_not_have_is_refused(given: list[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as refused:
+        compare.main(["vllm", *given, "-o", str(tmp_path)])
+    assert refused.value.code == 2
+
+
 def test_a_trace_says_at_which_speed_it_was_given_up() -> None:
     summary = {
         "ttft_s": {"p50": 0.5, "p90": 2.0}, "tpot_ms": {"p50": 30.0}, "requests_per_s": 3.5, "cached_share": 0.25,
+        "goodput_per_s": 3.2, "limits": {"ttft_s": 5.0},
     }  # fmt: skip
     held = result("vllm", [1.0], vllm="1") | {
         "cases": {"trace": {"speed 0.3": summary, "given up": "speed 0.4: given up after 9 s"}}
     }
     table = traced([{"vllm": held}]).splitlines()
-    assert table[2] == "| vLLM 1 | 0.3 | 0.50 / 2.00 | 30 | 3.50 | 25% |"
-    assert table[3] == "| vLLM 1 | 0.4 | given up after 9 s | – | – | – |"
+    assert table[2] == "| vLLM 1 | 0.3 | 0.50 / 2.00 | 30 | 3.50 | 3.20 | 25% |"
+    assert table[3] == "| vLLM 1 | 0.4 | given up after 9 s | – | – | – | – |"
 
 
 def test_the_comparison_keeps_what_it_measures_and_where_it_stopped(
