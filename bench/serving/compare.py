@@ -153,7 +153,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"cases {', '.join(sorted(unknown))} are not known, there are {', '.join(known)}; trace has --trace"
         )
     engine: Served
-    kv_retention, chunk_tokens = options.kv_retention or 0.25, options.chunk_tokens or 512
+    kv_retention = 0.25 if options.kv_retention is None else options.kv_retention
+    chunk_tokens = 512 if options.chunk_tokens is None else options.chunk_tokens
     name = "vllm" if options.engine == "vllm" else f"tangram-{kv_retention:g}"
     if options.kv_cache_dtype == "fp8":
         name += "-fp8"

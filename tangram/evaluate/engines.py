@@ -118,11 +118,11 @@ class ModelBench:
         return environment()
 
     @contextmanager
-    def opened(self, method: Method) -> Iterator[Ask]:
+    def opened(self, methods: Sequence[Method]) -> Iterator[Ask]:
         """See `Bench`."""
-        engines = [self._engine(method)]  # whoever keeps the function does not keep the engine
+        engines = [self._engine(*methods)]  # whoever keeps the function does not keep the engine
         try:
-            yield lambda samples, told: asked(engines[0], samples, told)
+            yield lambda method, samples, told: asked(engines[0], samples, told, method.kv_retention)
         finally:
             engines.clear()
             self._cleared()
@@ -155,24 +155,27 @@ class ModelBench:
         if self.loaded.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _engine(self, method: Method) -> Engine:
-        with self._config(method) as config:
+    def _engine(self, *methods: Method) -> Engine:
+        with self._config(*methods) as config:
             return engine_of(config, self.loaded)
 
     @contextmanager
-    def _config(self, method: Method) -> Iterator[EngineConfig]:
-        """That of `method`; its profile is a file while this is open."""
+    def _config(self, *methods: Method) -> Iterator[EngineConfig]:
+        """That of `methods` of one company; their profiles are files while this is open."""
         with TemporaryDirectory() as folder:
-            path = Path(folder) / "profile.json"
-            if method.name in WITH_PROFILE:
-                self.budgets.profile(method).save(path)
-            yield method.config(self.base, str(path) if path.exists() else None)
+            paths = list[str]()
+            for method in (method for method in methods if method.name in WITH_PROFILE):
+                paths.append(str(Path(folder) / f"{method.kv_retention:g}.json"))
+                self.budgets.profile(method).save(Path(paths[-1]))
+            # The engine reckons what fits at its own ρ: the one that takes most.
+            most = max(methods, key=lambda method: method.kv_retention)
+            yield most.config(self.base, *paths)
 
 
 def asked(
-    engine: Engine, samples: Sequence[SamplePrompts], told: Callable[[int], None]
+    engine: Engine, samples: Sequence[SamplePrompts], told: Callable[[int], None], kv_retention: float
 ) -> list[tuple[Reply, ...]]:  # fmt: skip
-    """Greedy replies to all questions, by sample and question; `told` hears how many more there are.
+    """Greedy replies to all questions at ρ, by sample and question; `told` hears how many more there are.
 
     The scheduler lets the questions of a sample wait until one of them has computed the context. No more samples run at
     once than fit, so that it is still there. Raises `RequestError` if a prompt can never
@@ -180,7 +183,7 @@ def asked(
     """
     longest = max(sample.longest_tokens for sample in samples)
     at_once = max(1, min(engine.config.max_num_seqs, engine.stats().capacity_tokens // longest))
-    sittings = [_Sitting(engine, number, sample) for number, sample in enumerate(samples)]
+    sittings = [_Sitting(engine, number, sample, kv_retention) for number, sample in enumerate(samples)]
     waiting, running = deque(sittings), list[_Sitting]()
     while waiting or running:
         while waiting and len(running) < at_once:
@@ -199,6 +202,7 @@ class _Sitting:
     engine: Engine
     number: int
     sample: SamplePrompts
+    kv_retention: float
     events: list[list[Event]] = field(default_factory=list)
     told: int = 0
 
@@ -207,7 +211,8 @@ class _Sitting:
         for index, (prompt, question) in enumerate(zip(self.sample.prompts, self.sample.sample.questions, strict=True)):
             self.events.append([])
             sampling = SamplingParams(temperature=0.0, max_tokens=question.max_tokens)
-            self.engine.submit(Request(f"{self.number}/{index}", prompt, sampling, self.events[index].append))
+            heard, name = self.events[index].append, f"{self.number}/{index}"
+            self.engine.submit(Request(name, prompt, sampling, heard, kv_retention=self.kv_retention))
 
     @property
     def done(self) -> bool:

@@ -60,9 +60,14 @@ class Method:
             if value is not None
         ]
 
-    def config(self, base: EngineConfig, profile: str | None = None) -> EngineConfig:
-        """`base`, made to keep entries this way; `profile` is the file of those methods that have one."""
-        changes: dict[str, Any] = {"kv_retention": self.kv_retention, "profile": (profile,) if profile else ()}
+    @property
+    def company(self) -> Method:
+        """Equal for methods that one engine serves side by side: those with profiles, but for their ρ."""
+        return replace(self, kv_retention=1.0) if self.name in WITH_PROFILE else self
+
+    def config(self, base: EngineConfig, *profiles: str) -> EngineConfig:
+        """`base`, made to keep entries this way; `profiles` are the files of the methods that it serves, if any."""
+        changes: dict[str, Any] = {"kv_retention": self.kv_retention, "profile": profiles}
         named = {"scorer": self.scorer, "scope": self.scope, "chunk_tokens": self.chunk_tokens}
         changes |= {name: value for name, value in named.items() if value is not None}
         if self.name in _BY_INPUT:

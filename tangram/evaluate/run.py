@@ -39,8 +39,9 @@ class Reply:
     uncompressed_bytes: int
 
 
-# Asks all questions of the samples and hears after each how many more are answered; replies by sample and question.
-Ask = Callable[[Sequence[SamplePrompts], Callable[[int], None]], list[tuple[Reply, ...]]]
+# Asks all questions of the samples, entries kept as the method says, and hears after each how many more are answered;
+# replies by sample and question.
+Ask = Callable[[Method, Sequence[SamplePrompts], Callable[[int], None]], list[tuple[Reply, ...]]]
 
 # Reads passages as they are and hears after each; what it finds, by passage.
 Read = Callable[[Passages, Callable[[int], None]], tuple[Fidelity, ...]]
@@ -57,8 +58,8 @@ class Bench(Protocol):
         """Machine, versions and commit."""
         ...
 
-    def opened(self, method: Method) -> AbstractContextManager[Ask]:
-        """Load an engine that keeps entries as `method` says; it is gone when the context ends."""
+    def opened(self, methods: Sequence[Method]) -> AbstractContextManager[Ask]:
+        """Load an engine that keeps entries as `methods` of one company say; it is gone when the context ends."""
         ...
 
     def reading(self, method: Method) -> AbstractContextManager[Read]:
@@ -114,36 +115,36 @@ def run(bench: Bench, grid: Sequence[Planned], results: Results, path: Path, wat
     `path` is written anew after each cell, so whoever interrupts it loses that one cell, and the next run goes on.
     """
     missing = [plan for plan in grid if plan.found_in(results) is None]
-    for method, plans in groupby(missing, key=lambda plan: plan.method):
-        watch.turns_to(f"preparing {method.title}")
-        for cell in _cells(bench, method, list(plans), watch):
+    for _, plans in groupby(missing, key=lambda plan: plan.method.company):
+        for cell in _cells(bench, list(plans), watch):
             results.cells.append(cell)
             results.save(path)
     found = [plan.found_in(results) for plan in grid]
     return [cell for cell in found if cell is not None]
 
 
-def _cells(bench: Bench, method: Method, plans: Sequence[Planned], watch: Watch) -> Iterator[AnyCell]:
-    """Those of one method: questions first, then texts, each with what it needs open and nothing else."""
+def _cells(bench: Bench, plans: Sequence[Planned], watch: Watch) -> Iterator[AnyCell]:
+    """Those of one company: questions first, then texts, each with what it needs open and nothing else."""
     asked = [(plan, plan.prompts) for plan in plans if isinstance(plan.prompts, SuitePrompts)]
     given = [(plan, plan.prompts) for plan in plans if isinstance(plan.prompts, Passages)]
     if asked:
-        with bench.opened(method) as ask:
+        methods = list(dict.fromkeys(plan.method for plan, _ in asked))
+        watch.turns_to(f"preparing {'; '.join(method.title for method in methods)}")
+        with bench.opened(methods) as ask:
             for plan, prompts in asked:
-                watch.turns_to(f"{method.title}: {prompts.suite}")
+                watch.turns_to(f"{plan.method.title}: {prompts.suite}")
                 begin = time.perf_counter()
-                replies = ask(prompts.samples, watch.advance)
+                replies = ask(plan.method, prompts.samples, watch.advance)
                 yield _cell(plan, prompts.samples, replies, time.perf_counter() - begin, bench.environment())
-    if given:
-        with bench.reading(method) as read:
-            for plan, passages in given:
-                watch.turns_to(f"{method.title}: {passages.suite}")
-                begin = time.perf_counter()
-                found = read(passages, watch.advance)
-                yield FidelityCell(
-                    method=method, setting=plan.setting, basis=dict(plan.basis), passages=found,
-                    seconds=time.perf_counter() - begin, environment=dict(bench.environment()),
-                )  # fmt: skip
+    for plan, passages in given:
+        with bench.reading(plan.method) as read:
+            watch.turns_to(f"{plan.method.title}: {passages.suite}")
+            begin = time.perf_counter()
+            found = read(passages, watch.advance)
+            yield FidelityCell(
+                method=plan.method, setting=plan.setting, basis=dict(plan.basis), passages=found,
+                seconds=time.perf_counter() - begin, environment=dict(bench.environment()),
+            )  # fmt: skip
 
 
 def _cell(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def test_contexts_leave_nothing_raw_and_questions_find_them_in_the_cache(loaded:
     for method in METHODS:
         told: list[int] = []
         engine = bench._engine(method)
-        replies = asked(engine, prompts.samples, told.append)
+        replies = asked(engine, prompts.samples, told.append, method.kv_retention)
         assert sum(told) == 4 and [len(own) for own in replies] == [2, 2]
         assert all(reply.tokens >= 1 for own in replies for reply in own)
         cached = engine.stats().cached_tokens
@@ -87,9 +88,9 @@ def test_contexts_leave_nothing_raw_and_questions_find_them_in_the_cache(loaded:
 def test_a_reply_does_not_depend_on_who_asks_first(loaded: LoadedModel) -> None:
     bench, prompts = bench_of(loaded)
     for method in (METHODS[2], METHODS[4]):
-        with bench.opened(method) as ask:
-            together = ask(prompts.samples, lambda done: None)
-            alone = [ask([one], lambda done: None)[0] for one in reversed(prompts.samples)]
+        with bench.opened([method]) as ask:
+            together = ask(method, prompts.samples, lambda done: None)
+            alone = [ask(method, [one], lambda done: None)[0] for one in reversed(prompts.samples)]
         assert [[r.text for r in own] for own in together] == [[r.text for r in own] for own in reversed(alone)]
 
 
@@ -98,9 +99,23 @@ def test_methods_keep_different_entries(loaded: LoadedModel) -> None:
     bench, prompts = bench_of(loaded)
     replies = {}
     for method in METHODS:
-        with bench.opened(method) as ask:
-            replies[method.title] = tuple(reply.text for own in ask(prompts.samples, lambda n: None) for reply in own)
+        with bench.opened([method]) as ask:
+            found = ask(method, prompts.samples, lambda n: None)
+            replies[method.title] = tuple(reply.text for own in found for reply in own)
     assert len(set(replies.values())) >= 5, replies
+
+
+def test_a_reply_does_not_depend_on_which_ratios_the_engine_serves(loaded: LoadedModel) -> None:
+    methods = [replace(METHODS[2], kv_retention=ratio) for ratio in (0.25, 0.5, 0.75)]
+    assert len({method.company for method in methods}) == 1
+    bench = ModelBench.of(BASE, loaded, methods, calibration_samples=2)
+    prompts = ASKED.prompts(bench.codec, Alignment(CONTEXT, filler_token(bench.codec)))
+    bench, alone = bench.for_prompts(prompts.samples), []
+    for method in methods:
+        with bench.opened([method]) as ask:
+            alone.append(ask(method, prompts.samples, lambda n: None))
+    with bench.opened(methods) as ask:
+        assert [ask(method, prompts.samples, lambda n: None) for method in methods] == alone
 
 
 def test_calibrations_are_kept_and_serve_every_alpha(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ STATIC = Method("static", 0.5, "keydiff", 64, "model", 2.0, 4)
 UNIFORM = Method("uniform", 0.5, "keydiff", 64, None, None, 4)
 METHODS = [FULL, UNIFORM, STATIC]
 # Which of the four questions of a sample each method knows.
-KNOWN = {"full": 4, "uniform": 1, "static": 3}
+KNOWN = {"full": 4, "uniform": 1, "static": 3, "dynamic": 3}
 
 
 def suite(name: str, task: str) -> tuple[SuitePrompts, Setting]:
@@ -54,10 +55,13 @@ class StubBench:
         return {"cpu": "a stub", "commit": "1234"}
 
     @contextmanager
-    def opened(self, method: Method) -> Iterator[Ask]:
-        self.opens.append(method.name)
+    def opened(self, methods: Sequence[Method]) -> Iterator[Ask]:
+        self.opens.append(methods[0].name)
 
-        def ask(samples: Sequence[SamplePrompts], told: Callable[[int], None]) -> list[tuple[Reply, ...]]:
+        def ask(
+            method: Method, samples: Sequence[SamplePrompts], told: Callable[[int], None]
+        ) -> list[tuple[Reply, ...]]:  # fmt: skip
+            assert method in methods
             if len(self.asked) == self.fails_at:
                 raise KeyboardInterrupt
             self.asked.append((method.name, samples[0].sample.suite))
@@ -105,6 +109,14 @@ def test_a_cell_is_the_mean_over_samples_of_the_mean_over_questions(tmp_path: Pa
     assert [answer.score for answer in uniform.samples[1].answers] == [1, 0, 0, 0]
     less = difference(by_name["static", "ruler"], uniform)
     assert less.mean == pytest.approx(1 / 3) and less.stderr == pytest.approx(1 / 6), "sample by sample"
+
+
+def test_ratios_of_one_method_share_an_engine_and_those_without_a_profile_do_not(tmp_path: Path) -> None:
+    bench, dynamic = StubBench(), replace(STATIC, name="dynamic", alpha=None, sink_tokens=None)
+    ratios = [replace(method, kv_retention=ratio) for method in (STATIC, dynamic) for ratio in (0.5, 0.25)]
+    cells = measure(tmp_path / "results.json", bench, ratios)
+    assert bench.opens == ["static", "dynamic", "dynamic"]
+    assert [cell.method for cell in cells] == [method for method in ratios for _ in SUITES]
 
 
 def test_an_interrupted_run_goes_on_where_it_was_and_opens_only_what_is_missing(tmp_path: Path) -> None:
