@@ -6,12 +6,17 @@ thread; what remains for each token is to look up which tokens may follow, some 
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
+from tangram.engine import grammar_trial
+from tangram.engine.grammar_trial import LIMITS, MOST_S
 from tangram.errors import RequestError
 from tangram.types import UInt8
 
@@ -20,11 +25,6 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-# Bounds on work, in llguidance's units: about 20 ms of making a lexer, 7 ms for a token.
-_LIMITS = LLParserLimits(
-    max_items_in_row=5_000, initial_lexer_fuel=1_000_000, step_lexer_fuel=100_000, step_max_items=50_000,
-    max_lexer_states=50_000, max_grammar_size=200_000, verbose_errors=False,
-)  # fmt: skip
 _MOST_REASON_CHARACTERS = 300
 _KEPT_GRAMMARS = 32
 
@@ -58,12 +58,28 @@ class GrammarCompiler:
         if self._tokens is None:
             message = f"{field}: this model's tokens cannot be held to a grammar, its tokenizer says too little of them"
             raise RequestError(f"{message}: leave the field out", field)
-        matcher = LLMatcher(self._tokens, LLMatcher.grammar_from_lark(source), log_level=0, limits=_LIMITS)
+        _try(source, field)
+        matcher = LLMatcher(self._tokens, LLMatcher.grammar_from_lark(source), log_level=0, limits=LIMITS)
         if not matcher.is_error():
             matcher.compute_bitmask()
         if matcher.is_error():
             raise RequestError(f"{field} makes no grammar: {_reason(matcher)}", field)
         return CompiledGrammar(matcher, field)
+
+
+def _try(source: str, field: str) -> None:
+    """Raise `RequestError` (`field`) if no grammar can be made of `source` within bounds of time and memory."""
+    command = [sys.executable, "-P", str(Path(grammar_trial.__file__))]
+    try:
+        ended = subprocess.run(
+            command, input=source.encode(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=MOST_S,
+            check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        ended = None
+    if ended is None or ended.returncode != 0:
+        message = f"{field} takes more than {MOST_S} s or too much memory to make a grammar of: make it simpler"
+        raise RequestError(message, field)
 
 
 class CompiledGrammar:

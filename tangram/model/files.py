@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
+from typing import BinaryIO
 
 from gguf import GGUFReader
 from safetensors import SafetensorError, safe_open
@@ -10,6 +12,9 @@ from safetensors import SafetensorError, safe_open
 from tangram.errors import ModelError
 
 _GGUF_MAGIC = b"GGUF"
+# Of a GGUF header's values, by number; arrays are of these, or of texts.
+_BYTES_OF_KIND = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_TEXT, _ARRAY = 8, 9
 # A parser that is led astray by garbage fails in many ways.
 _ASTRAY = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, TypeError, ValueError)
 
@@ -24,9 +29,67 @@ def check_gguf(path: Path) -> None:
     if magic != _GGUF_MAGIC:
         raise ModelError(f"model {str(path)!r} is no GGUF file: it begins with {magic!r}, not with {_GGUF_MAGIC!r}")
     try:
+        with path.open("rb") as file:
+            _Header(file, path.stat().st_size).walk()
         GGUFReader(path)
     except _ASTRAY as error:
         raise _damaged(path) from error
+
+
+class _Header:
+    """A GGUF header, walked along without building anything: what it says there is must be there.
+
+    GGUFReader believes what an array says of its length, and calls itself for arrays in arrays.
+    """
+
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self._file, self._left, self._order = file, size, "<"
+
+    def walk(self) -> None:
+        """Raise `ValueError` at the first length that leads out of the file, or at a kind that no header has."""
+        self._skip(len(_GGUF_MAGIC))
+        # The version is a small number: if its lower half is empty, its bytes are the other way round.
+        if self._number("I") & 0xFFFF == 0:
+            self._order = ">"
+        tensors, pairs = self._number("Q"), self._number("Q")
+        for _ in range(pairs):
+            self._text()
+            self._value(self._number("I"))
+        for _ in range(tensors):
+            self._text()
+            dimensions = self._number("I")
+            self._skip(8 * dimensions + struct.calcsize("<IQ"))
+
+    def _value(self, kind: int) -> None:
+        if kind == _ARRAY:
+            kind, count = self._number("I"), self._number("Q")
+            if kind == _TEXT:
+                for _ in range(count):
+                    self._text()
+            else:
+                self._skip(_BYTES_OF_KIND[kind] * count)
+        elif kind == _TEXT:
+            self._text()
+        else:
+            self._skip(_BYTES_OF_KIND[kind])
+
+    def _text(self) -> None:
+        self._skip(self._number("Q"))
+
+    def _number(self, form: str) -> int:
+        size = struct.calcsize(f"<{form}")
+        self._take(size)
+        (number,) = struct.unpack(self._order + form, self._file.read(size))
+        return int(number)
+
+    def _skip(self, count: int) -> None:
+        self._take(count)
+        self._file.seek(count, 1)
+
+    def _take(self, count: int) -> None:
+        if count > self._left:
+            raise ValueError(f"{count} bytes are promised, {self._left} are left")
+        self._left -= count
 
 
 def check_safetensors(folder: Path) -> None:

@@ -1,7 +1,8 @@
 """JSON schemas that clients send, bounded before anything is made of them; what would be ignored is refused by name.
 
-The grammar compiler cannot be stopped, so what makes it slow is bounded here: `multipleOf` takes time with its square,
-properties and `enum` in proportion. Its own limits refuse expressions and unions that multiply out.
+What makes the grammar compiler slow is bounded here: `multipleOf` takes time with its square, properties and `enum` in
+proportion. Its own limits refuse expressions and unions that multiply out; a trial in a process of its own refuses what
+they do not (`engine/grammar_trial.py`).
 """
 
 from __future__ import annotations

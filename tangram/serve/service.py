@@ -119,7 +119,8 @@ class Service:
             head |= {"object": style.chunk_object}
             return EventSource(_frames(events, head, style, job.sampling.n, body.stream_options), events)
         try:
-            return JSONResponse(await unless_disconnected(request, _finished(events, style, job, head)))
+            found = await unless_disconnected(request, _finished(events, style, job, head))
+            return await asyncio.to_thread(JSONResponse, found)
         finally:
             events.close()  # also if the work was given up before it began
 
@@ -261,8 +262,10 @@ async def _whole(events: EventStream, style: Format, job: Job) -> Json:
     async for index, event in events:
         choices[index].add(event)
         usages[index] = event.usage
+    # With alternatives of many tokens an answer is large, and making one would stall every stream.
+    made = [await asyncio.to_thread(style.whole, index, choice) for index, choice in enumerate(choices)]
     return {
-        "choices": [style.whole(index, choice) for index, choice in enumerate(choices)],
+        "choices": made,
         "usage": usage_json([usages[index] for index in sorted(usages)], job.sampling.n),
     }
 

@@ -115,9 +115,19 @@ def gguf(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return path.read_bytes()
 
 
+def gguf_of(*kinds_and_counts: tuple[int, int]) -> bytes:
+    """A header whose only value is an array of arrays, kinds and lengths as given."""
+    head = struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"a" + struct.pack("<I", 9)
+    return b"GGUF" + head + b"".join(struct.pack("<IQ", *one) for one in kinds_and_counts) + bytes(64)
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
+        (lambda data: gguf_of((0, 2**60)), "damaged"),
+        (lambda data: gguf_of((8, 2**60)), "damaged"),
+        (lambda data: gguf_of(*[(9, 1)] * 3000, (0, 1)), "damaged"),
+        (lambda data: gguf_of((77, 1)), "damaged"),
         (lambda data: data[:-100], "damaged"),
         (lambda data: data[:30], "damaged"),
         (lambda data: data[:4], "damaged"),

@@ -17,6 +17,7 @@ from tangram.serve import preparation
 from tangram.serve.bridge import EventStream, Job, Limits
 from tangram.serve.errors import ApiError
 from tangram.serve.exposition import ServerMetrics
+from tangram.serve.replies import ChatFormat, CompletionFormat
 from tangram.types import SamplingParams
 
 from .conftest import CHAT, COMPLETIONS, MODEL, FakeServer, chat_body, run_fake_server, wait_until
@@ -168,6 +169,25 @@ def test_text_of_tokens_is_made_beside_the_others_and_within_the_context(
             gate.open.set()
             assert [each.result().status_code for each in held] == [200, 200]
             assert gate.begun == 2
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_large_answer_is_made_beside_the_others(
+    fake_server: FakeServer, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:  # fmt: skip
+    threads = list[str]()
+    for style in (ChatFormat, CompletionFormat):
+        whole = style.whole
+
+        def noted(self: Any, index: int, choice: Any, whole: Any = whole) -> Any:
+            threads.append(threading.current_thread().name)
+            return whole(self, index, choice)
+
+        monkeypatch.setattr(style, "whole", noted)
+    body = chat_body() if path == CHAT else {"model": MODEL, "prompt": "hello", "max_tokens": 3}
+    with fake_server.http() as client:
+        assert client.post(path, json=body).status_code == 200
+    assert threads and all(name.startswith("asyncio") for name in threads), "on the thread of all streams"
 
 
 @pytest.mark.parametrize(("n", "most"), [(1, 512), (4, 2048), (128, 4096)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import json
 import socket
 from collections.abc import Iterator
@@ -97,6 +98,23 @@ def test_each_key_opens_and_nothing_near_it_does(locked_server: FakeServer) -> N
             twice = [("Authorization", f"Bearer {key}") for key in keys]
             assert client.get("/v1/models", headers=twice).status_code == 401, keys
         assert client.get("/health").status_code == client.get("/ready").status_code == 200
+
+
+@pytest.mark.parametrize("given", ["sesame", "poppy", "s", "sesame" * 50])
+def test_every_key_is_compared_in_constant_time(
+    locked_server: FakeServer, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:  # fmt: skip
+    compared, compare = list[tuple[int, int]](), hmac.compare_digest
+
+    def noted(one: bytes, other: bytes) -> bool:
+        compared.append((len(one), len(other)))
+        return compare(one, other)
+
+    monkeypatch.setattr("tangram.serve.guard.hmac.compare_digest", noted)
+    with locked_server.http() as client:
+        status = client.get("/v1/models", headers={"Authorization": f"Bearer {given}"}).status_code
+    assert status == (200 if given in ("sesame", "poppy") else 401)
+    assert compared == [(32, 32)] * 2, "a digest for each of the two keys, whatever was found before"
 
 
 @pytest.mark.parametrize("key", ["", "two words"])

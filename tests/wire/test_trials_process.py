@@ -227,6 +227,8 @@ def test_after_a_kill_the_next_start_finds_the_cache_as_it_was(folder: Path, tmp
     written_ns = profile.stat().st_mtime_ns
     with process(*command, TANGRAM_CACHE=cache, start_s=120) as (url, server):
         assert httpx.post(url + COMPLETIONS, json=body(numbers(200))).json()["choices"] == expected
+        assert healthy(url)
+        wait_until(lambda: 'tangram_kv_pages{state="held"} 0.0' in httpx.get(url + "/metrics").text, "pages are held")
         server.send_signal(signal.SIGTERM)
         assert server.wait(timeout=15) == 0
     assert profile.stat().st_mtime_ns == written_ns

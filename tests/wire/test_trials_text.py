@@ -6,6 +6,7 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,22 @@ def test_a_bad_grammar_straight_after_a_good_one_on_one_connection(client: httpx
         assert answer.json()["choices"][0]["message"]["content"] == '"yes"'
     for answer in answers[1::2]:
         assert (answer.json()["error"]["param"], "frob" in answer.text) == ("response_format", True)
+
+
+def test_expressions_that_multiply_out_are_refused_and_hold_up_nobody(client: httpx.Client) -> None:
+    """Whether they can all be met takes an hour, gigabytes, and a compiler that nobody can stop."""
+    patterns = [{"pattern": f".*a.{{{20 + number}}}b"} for number in range(20)]
+    with ThreadPoolExecutor(1) as pool:
+        begin_s = time.monotonic()
+        hostile = pool.submit(client.post, CHAT, json=chat_body(**of_schema({"allOf": patterns})))
+        plain = client.post(CHAT, json=chat_body(max_tokens=2))
+        assert plain.status_code == 200 and not hostile.done()
+        refused = hostile.result()
+        assert time.monotonic() - begin_s < 20
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "response_format")
+    assert "too much memory" in refused.text
+    good = client.post(CHAT, json=chat_body(**of_schema({"enum": ["yes"]})))
+    assert good.json()["choices"][0]["message"]["content"] == '"yes"'
 
 
 @pytest.mark.parametrize("pattern", ["(a+)+$", "^(a+)+$"])
