@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,8 +58,8 @@ def model(tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPathF
     return folder
 
 
-def bench_of(loaded: LoadedModel) -> tuple[ModelBench, Any]:
-    bench = ModelBench.of(BASE, loaded, METHODS, calibration_samples=2)
+def bench_of(loaded: LoadedModel, methods: Sequence[Method] = METHODS) -> tuple[ModelBench, Any]:
+    bench = ModelBench.of(BASE, loaded, methods, calibration_samples=2)
     prompts = ASKED.prompts(bench.codec, Alignment(CONTEXT, filler_token(bench.codec)))
     return bench.for_prompts(prompts.samples), prompts
 
@@ -108,9 +108,7 @@ def test_methods_keep_different_entries(loaded: LoadedModel) -> None:
 def test_a_reply_does_not_depend_on_which_ratios_the_engine_serves(loaded: LoadedModel) -> None:
     methods = [replace(METHODS[2], kv_retention=ratio) for ratio in (0.25, 0.5, 0.75)]
     assert len({method.company for method in methods}) == 1
-    bench = ModelBench.of(BASE, loaded, methods, calibration_samples=2)
-    prompts = ASKED.prompts(bench.codec, Alignment(CONTEXT, filler_token(bench.codec)))
-    bench, alone = bench.for_prompts(prompts.samples), []
+    (bench, prompts), alone = bench_of(loaded, methods), []
     for method in methods:
         with bench.opened([method]) as ask:
             alone.append(ask(method, prompts.samples, lambda n: None))
