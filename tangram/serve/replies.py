@@ -9,13 +9,38 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, ClassVar
 
-from tangram.serve.bridge import Codec
+from tangram.errors import RequestError
+from tangram.serve.bridge import Codec, Job
 from tangram.types import Event, FinishReason, TokenLogprob, Usage
 
 Json = dict[str, Any]
 
 # JSON has no -inf; OpenAI's API and vLLM write this instead.
 LOWEST_LOGPROB = -9999.0
+# Each takes up to 1.5 KB until a whole answer is written, as objects and as JSON: together 256 MiB.
+MAX_WHOLE_LOGPROBS = 175_000
+
+
+def refuse_huge(job: Job, max_model_len: int) -> None:
+    """Raise `RequestError` (`logprobs`) if the whole answer to `job` could have more than `MAX_WHOLE_LOGPROBS`.
+
+    Of what is sampled and of each alternative there is one. Without `max_tokens` an answer may fill the context.
+    """
+    alternatives = job.sampling.logprobs
+    if job.stream or alternatives is None:
+        return
+    limit = max_model_len if job.sampling.max_tokens is None else job.sampling.max_tokens
+    tokens = job.sampling.n * sum(max(0, min(limit, max_model_len - len(prompt))) for prompt in job.prompts)
+    asked = tokens * (alternatives + 1)
+    if asked > MAX_WHOLE_LOGPROBS:
+        # A file of requests, whose jobs have no record, cannot stream.
+        way_out = "" if job.record is None else ", or stream the answer"
+        raise RequestError(
+            f"logprobs asks for up to {asked} log-probabilities ({job.choices} choices, together of {tokens} tokens, "
+            f"{alternatives} alternatives beside each), an answer in one piece has at most {MAX_WHOLE_LOGPROBS}: ask "
+            f"for fewer choices, tokens or alternatives{way_out}",
+            "logprobs",
+        )
 
 
 @dataclass

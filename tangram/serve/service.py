@@ -22,7 +22,7 @@ from tangram.serve.errors import ApiError
 from tangram.serve.exposition import ServerMetrics
 from tangram.serve.preparation import Preparation, unless_disconnected
 from tangram.serve.record import Record, record_of
-from tangram.serve.replies import ChatFormat, Choice, CompletionFormat, Format, Json, usage_json
+from tangram.serve.replies import ChatFormat, Choice, CompletionFormat, Format, Json, refuse_huge, usage_json
 from tangram.serve.schema import ChatRequest, CompletionRequest, StreamOptions
 from tangram.serve.sending import EventSource
 from tangram.types import Grammar, Usage
@@ -188,6 +188,7 @@ class Service:
             raise ApiError(503, "the engine has stopped: the server's log has the reason")
         if self.draining:
             raise ApiError(503, "the server is shutting down: send the request to another, or again in a while")
+        refuse_huge(job, self.max_model_len)
         return EventStream(self._engine, job, self.metrics, self._limits)
 
     async def verbatim(self, token_ids: Sequence[int], field: str) -> str:

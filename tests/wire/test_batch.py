@@ -59,6 +59,7 @@ def test_a_wrong_line_gets_an_error_and_the_others_their_answers(tmp_path: Path)
         "nested": (line("n", CHAT, messages=[{"role": "user"}]), "messages[0].content", 400),
         "model": (line("g", model="gpt-4"), "model", 404),
         "stream": (line("s", stream=True), "stream", 400),
+        "logprobs": (line("p", n=128, max_tokens=100, logprobs=20), "logprobs", 400),
         "too long": (line("l", prompt="x" * 600), "max_tokens", 400),
         "engine": (line("b", prompt="broken"), None, 500),
     }
@@ -69,6 +70,8 @@ def test_a_wrong_line_gets_an_error_and_the_others_their_answers(tmp_path: Path)
         record = by_line[f"line-{number}"]
         assert record["error"]["param"] == param, name
         assert (record["response"] or {}).get("status_code") == status, name
+    huge = by_line[f"line-{2 + list(wrong).index('logprobs')}"]["error"]["message"]
+    assert "fewer choices" in huge and "stream" not in huge, "a file has no streams"
     assert by_line["line-1"]["error"] is None and by_line[f"line-{len(wrong) + 2}"]["error"] is None
 
 
