@@ -17,7 +17,7 @@ from tests.templates import HERMES, LLAMA, XML
 from .conftest import CHAT, MODEL, USER, chat_body
 from .tiny import TinyServer, run_tiny_server, tiny_folder
 
-VOCABULARY = 49152
+VOCABULARY, END = 49152, 2
 
 
 class Weather(BaseModel):
@@ -148,16 +148,30 @@ def test_a_limit_leaves_half_a_call_as_text(client: Any, form: str, stream: bool
     assert ("<tool_call>" if form == "hermes" else '{"name": "').startswith(text[:10])
 
 
-def test_free_to_call_or_not(client: Any, form: str) -> None:
-    """A random model says anything; what begins like a call becomes one."""
-    answer = ask(client, tool_choice="auto", max_tokens=30, seed=1, n=4)
-    for choice in answer.choices:
-        assert choice.message.content or choice.message.tool_calls
-    forced = {"temperature": 0, "max_tokens": 60, "parallel_tool_calls": False, "tools": [CLOCK]}
-    begin = '<tool_call>\n{"name": "get' if form == "hermes" else '{"name": "get'
-    tokens = load_tokenizer("smollm2").encode(begin, add_special_tokens=False)
-    told = ask(client, tool_choice="auto", **forced, logit_bias={str(token): 50 for token in set(tokens)})
-    assert told.choices[0].message.content is not None or told.choices[0].message.tool_calls
+def scripted(text: str) -> dict[str, Any]:
+    """What has any model say `text` and end, where it may: a token that has come falls behind those that have not."""
+    tokens = [*load_tokenizer("smollm2").encode(text, add_special_tokens=False), END]
+    bias = {str(token): 100 - at / 2 for at, token in enumerate(tokens)}
+    assert len(bias) == len(tokens), "a token would come twice"
+    return {"temperature": 0, "presence_penalty": 2, "frequency_penalty": 2, "logit_bias": bias}
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_free_to_call(client: Any, form: str, parallel: bool) -> None:
+    calls = {"<tool_call>": None, "Wait. <tool_call>": "Wait."} if form == "hermes" else {'{"name": "': None}
+    for said, content in calls.items():
+        fields = {"tool_choice": "auto", "parallel_tool_calls": parallel, **scripted(said)}
+        (choice,) = ask(client, tools=[CLOCK], **fields).choices
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", content)
+        (call,) = choice.message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("get_time", {})
+
+
+@pytest.mark.parametrize("said", ["Nothing to call.", "a < b", "<tool", '{"age": 3', "a", None])
+def test_free_not_to_call(client: Any, form: str, said: str | None) -> None:
+    said = said or {"hermes": '{"name": "get_time', "llama": "Wait. <tool_call>"}[form]  # a call of the other form
+    (choice,) = ask(client, tool_choice="auto", **scripted(said)).choices
+    assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("stop", said, None)
 
 
 def test_an_answer_may_be_a_call_or_follow_a_schema(client: Any) -> None:
