@@ -4,6 +4,7 @@ TangramError
 ├── ConfigError      an engine option is wrong: names the field, the value and the limit
 ├── RequestError     one request is wrong or can never fit (HTTP 400): the engine goes on
 ├── OverloadError    the queue is full (HTTP 429): says when to come back
+├── MachineError     the machine had no room for what one request needs (HTTP 503): the engine goes on, try again
 ├── EngineError      the engine's thread has died: whoever runs it should start it again
 ├── ProfileError     a profile is damaged, stale or of another model: names the mismatch
 ├── ModelError       the model cannot be loaded, or would be served silently wrong
@@ -38,6 +39,10 @@ class OverloadError(TangramError):
     def __init__(self, message: str, retry_after_s: int) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class MachineError(TangramError):
+    """What one request needs besides the engine could not be had just now, whatever the request says."""
 
 
 class EngineError(TangramError):

@@ -6,6 +6,8 @@ thread; what remains for each token is to look up which tokens may follow, some 
 
 from __future__ import annotations
 
+import logging
+import signal
 import subprocess
 import sys
 from functools import cached_property, lru_cache
@@ -16,8 +18,8 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
 from tangram.engine import grammar_trial
-from tangram.engine.grammar_trial import LIMITS, MOST_S
-from tangram.errors import RequestError
+from tangram.engine.grammar_trial import BEGUN, LIMITS, MOST_S
+from tangram.errors import MachineError, RequestError
 from tangram.types import UInt8
 
 if TYPE_CHECKING:
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
 
 _MOST_REASON_CHARACTERS = 300
 _KEPT_GRAMMARS = 32
+# Signals of whoever ends the server and all that it has begun: they say nothing about a grammar.
+_ENDED_FROM_OUTSIDE = (-signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP)
+_log = logging.getLogger("tangram")
 
 
 class GrammarCompiler:
@@ -51,7 +56,10 @@ class GrammarCompiler:
         _ = self._tokens
 
     def compile(self, source: str, field: str) -> CompiledGrammar:
-        """The grammar `source`; its first mask is computed too. Raises `RequestError` (`field`) with what is wrong."""
+        """The grammar `source`; its first mask is computed too.
+
+        Raises `RequestError` (`field`) with what is wrong, `MachineError` if it could not be found out.
+        """
         return self._compiled(source, field)
 
     def _compile(self, source: str, field: str) -> CompiledGrammar:
@@ -68,18 +76,27 @@ class GrammarCompiler:
 
 
 def _try(source: str, field: str) -> None:
-    """Raise `RequestError` (`field`) if no grammar can be made of `source` within bounds of time and memory."""
+    """Raise `RequestError` (`field`) if no grammar can be made of `source` within bounds of time and memory.
+
+    Raises `MachineError` if the trial could not be held, for which the log has the reason.
+    """
     command = [sys.executable, "-P", str(Path(grammar_trial.__file__))]
     try:
-        ended = subprocess.run(
-            command, input=source.encode(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=MOST_S,
-            check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        ended = None
-    if ended is None or ended.returncode != 0:
-        message = f"{field} takes more than {MOST_S} s or too much memory to make a grammar of: make it simpler"
-        raise RequestError(message, field)
+        ended = subprocess.run(command, input=source.encode(), capture_output=True, timeout=MOST_S, check=False)
+        code, begun = ended.returncode, ended.stdout == BEGUN
+        reason = f"code {code}, {ended.stderr[-_MOST_REASON_CHARACTERS:]!r}"
+    except subprocess.TimeoutExpired as slow:
+        code, begun, reason = None, slow.stdout == BEGUN, f"it has not begun in {MOST_S} s"
+    except OSError as error:
+        code, begun, reason = None, False, str(error)
+    if code == 0:
+        return
+    if not begun or code in _ENDED_FROM_OUTSIDE:
+        _log.error("a grammar could not be tried in a process of its own: %s", reason)
+        raise MachineError(f"{field}: the server could not try the grammar just now: send the request again in a while")
+    raise RequestError(
+        f"{field} takes more than {MOST_S} s or too much memory to make a grammar of: make it simpler", field
+    )
 
 
 class CompiledGrammar:

@@ -135,8 +135,8 @@ def _done(target: Path) -> set[str]:
 def answer_all(service: Service, files: BatchFiles, *, at_once: int, on_line: Callable[[], None]) -> int:
     """Answer what is left of `files`, `at_once` requests at a time; how many of these lines got an error.
 
-    `on_line` is called after each line is written. Starts the engine and stops it. Raises `TangramError` if it dies:
-    lines without an answer are not written then, and the next run goes on with them.
+    `on_line` is called after each line is written. Starts the engine and stops it. Raises `TangramError` if it dies, or
+    a grammar cannot be tried: lines without an answer are not written then, and the next run goes on with them.
     """
     service.start()
     try:

@@ -83,7 +83,10 @@ class Grammars(Protocol):
         """Do now what the first grammar would wait for."""
 
     def compile(self, source: str, field: str) -> Grammar:
-        """A grammar in llguidance's Lark dialect, from any thread; raises `RequestError` (`field`) if it is none."""
+        """A grammar in llguidance's Lark dialect, from any thread.
+
+        Raises `RequestError` (`field`) if it is none, `MachineError` if that could not be found out.
+        """
 
 
 class ServedEngine(Protocol):

@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from tangram.errors import EngineError, OverloadError, RequestError
+from tangram.errors import EngineError, MachineError, OverloadError, RequestError
 
 _TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error",
@@ -98,8 +98,9 @@ def install_handlers(app: FastAPI) -> None:
         refusal = ApiError(429, str(error), code="queue_full")
         return refusal.response({"Retry-After": str(error.retry_after_s)})
 
+    @app.exception_handler(MachineError)
     @app.exception_handler(EngineError)
-    def on_dead_engine(request: Request, error: EngineError) -> Response:
+    def on_what_is_not_there(request: Request, error: MachineError | EngineError) -> Response:
         return ApiError(503, str(error)).response()
 
     @app.exception_handler(HTTPException)

@@ -29,6 +29,7 @@ from tangram.serve.schema import MAX_PROMPTS
 
 _NULL: Json = {"type": "null"}
 _ERROR = {"$ref": "#/components/schemas/Error"}
+_NO_SERVICE = "the engine has stopped, or the server is shutting down"
 _ERRORS = {
     "400": "a wrong, unknown or unsupported field, or a request that can never fit",
     "401": "no API key, or a wrong one",
@@ -38,7 +39,7 @@ _ERRORS = {
     "429": "too many requests wait: Retry-After says when to come back",
     "431": "path and headers over the bound",
     "500": "the engine gave up on the request, or a bug",
-    "503": "the engine has stopped, or the server is shutting down",
+    "503": f"{_NO_SERVICE}, or a new grammar could not be tried",
     "504": "the answer took too long",
 }
 _ASKING_ERRORS = ("400", "404", "408", "413", "429", "500", "503", "504")
@@ -226,6 +227,6 @@ def _responses(path: str, operation: Json, locked: bool) -> Json:
         errors += ["401"]
     answers: Json = {"200": {"description": "the answer", "content": _ANSWERS[path]}}
     if is_open:  # its 503 says the same in the same form
-        answers["503"] = {"description": _ERRORS["503"], "content": _ANSWERS[path]}
+        answers["503"] = {"description": _NO_SERVICE, "content": _ANSWERS[path]}
     content = {"application/json": {"schema": _ERROR}}
     return answers | {status: {"description": _ERRORS[status], "content": content} for status in sorted(errors)}

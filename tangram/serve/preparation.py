@@ -58,7 +58,7 @@ class Preparation:
         return await asyncio.wrap_future(self._tokenizer.submit(work, *args, **kwargs))
 
     async def grammar(self, source: str, field: str) -> Grammar:
-        """The compiled grammar; raises `RequestError` (`field`) if it is none, or takes too long."""
+        """The compiled grammar; raises as `Grammars.compile` does, and `RequestError` if it takes too long."""
         loop = asyncio.get_running_loop()
 
         def free(_: object) -> None:

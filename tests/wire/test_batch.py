@@ -10,12 +10,12 @@ import pytest
 from typer.testing import CliRunner
 
 from tangram.cli import app
-from tangram.errors import ConfigError, TangramError
+from tangram.errors import ConfigError, MachineError, TangramError
 from tangram.serve.batch import BatchFiles, answer_all
 from tangram.serve.service import Service
 
 from .conftest import CHAT, COMPLETIONS, MODEL, USER
-from .fake_engine import FakeEngine
+from .fake_engine import FakeEngine, FakeGrammars
 
 
 def line(custom_id: Any, url: str = COMPLETIONS, **fields: Any) -> str:
@@ -103,6 +103,18 @@ def test_a_dead_engine_writes_no_answers_and_says_so(tmp_path: Path) -> None:
     assert engine.stopped
     assert (tmp_path / "out.jsonl").read_text() == ""
     assert run(tmp_path, [line("a"), line("b")])[1] == 0
+
+
+def test_a_machine_without_room_costs_no_line_its_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise MachineError("no room to try the grammar")
+
+    lines = [line("a"), line("b", response_format={"type": "json_object"})]
+    with monkeypatch.context() as patched, pytest.raises(MachineError, match="no room"):
+        patched.setattr(FakeGrammars, "compile", fails)
+        run(tmp_path, lines)
+    records, failed = run(tmp_path, lines)
+    assert ({record["custom_id"] for record in records}, failed) == ({"a", "b"}, 0)
 
 
 def test_a_file_that_is_no_output_is_left_alone(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tangram.engine import grammar_trial
 from tangram.model.load import load_tokenizer
 from tangram.types import Request
 from tests.templates import HERMES
@@ -118,6 +119,57 @@ def test_expressions_that_multiply_out_are_refused_and_hold_up_nobody(client: ht
     assert "too much memory" in refused.text
     good = client.post(CHAT, json=chat_body(**of_schema({"enum": ["yes"]})))
     assert good.json()["choices"][0]["message"]["content"] == '"yes"'
+
+
+ENDS = "import os, signal, sys, time\n"
+BEGINS = f"{ENDS}os.write(1, {grammar_trial.BEGUN!r})\n"
+
+
+@pytest.mark.parametrize(
+    ("trial", "logged"),
+    [
+        (None, "No such file"),
+        ("import secret_module", "No module named"),
+        (f"{ENDS}os.kill(os.getpid(), signal.SIGKILL)", "code -9"),
+        (f"{ENDS}time.sleep(60)", "has not begun"),
+        (f"{BEGINS}os.kill(os.getpid(), signal.SIGTERM)", "code -15"),
+    ],
+    ids=["no process", "no module", "killed", "no start", "shut down"],
+)
+def test_a_trial_that_could_not_be_held_says_nothing_about_the_grammar(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path,
+    trial: str | None, logged: str,
+) -> None:  # fmt: skip
+    wish = chat_body(**of_schema({"enum": [logged]}))
+    with monkeypatch.context() as patched:
+        if trial is None:
+            patched.setattr("tangram.engine.grammar.sys.executable", "/secret/python")
+        else:
+            replace_trial(patched, tmp_path, trial)
+        response = client.post(CHAT, json=wish)
+    error = response.json()["error"]
+    assert (response.status_code, error["type"], error["param"]) == (503, "server_error", None), error
+    assert not any(word in response.text for word in ("/", "secret", "Traceback", "memory", "simpler"))
+    assert logged in caplog.text
+    again = client.post(CHAT, json=wish)
+    assert again.json()["choices"][0]["message"]["content"] == json.dumps(logged)
+
+
+@pytest.mark.parametrize("end", ["os.abort()", "os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(1)", "time.sleep(60)"])
+def test_a_trial_that_the_grammar_has_ended_is_about_the_grammar(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, end: str
+) -> None:
+    replace_trial(monkeypatch, tmp_path, f"{BEGINS}{end}")
+    refused = client.post(CHAT, json=chat_body(**of_schema({"enum": [end]})))
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "response_format")
+    assert "make it simpler" in refused.json()["error"]["message"]
+
+
+def replace_trial(patched: pytest.MonkeyPatch, folder: Path, source: str) -> None:
+    """Have grammars tried by the program `source`, for a second."""
+    (folder / "trial.py").write_text(source)
+    patched.setattr(grammar_trial, "__file__", str(folder / "trial.py"))
+    patched.setattr("tangram.engine.grammar.MOST_S", 1)
 
 
 @pytest.mark.parametrize("pattern", ["(a+)+$", "^(a+)+$"])
