@@ -19,8 +19,11 @@ from bench.kernels.family import RESULTS
 from bench.kernels.page import replaced
 
 PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
-ABLATION = "ablation_20gib.json"
-ENGINES = ("vllm", "tangram-1", "tangram-0.25", "tangram-0.25-fp8")
+# Of `tangram bench serving ablation`, by marker: decode that fills no chunk, and decode in which every row fills one.
+ABLATIONS = {"ablation": "ablation_20gib.json", "filled": "ablation_decode.json"}
+COMPARED = ("vllm", "tangram-1", "tangram-0.25")
+PLAIN, FP8 = "tangram-0.25", "tangram-0.25-fp8"
+ENGINES = (*COMPARED, FP8)
 Found = dict[str, dict[str, Any]]  # by engine
 # What is shown of each case: a title, the parts it is the median of, and a figure of the summary; more is better unless
 # it is seconds.
@@ -46,7 +49,7 @@ def found(results: Path, kind: str = "serving") -> list[Found]:
 
 def written(series: Sequence[Found]) -> str:
     """The table in Markdown, a column an engine, and how each was measured."""
-    engines = [name for name in ENGINES if any(name in results for results in series)]
+    engines = [name for name in COMPARED if any(name in results for results in series)]
     titles = [next(_title(results[name]) for results in series if name in results) for name in engines]
     lines, used = [["", *titles], ["---", *(["---:"] * len(engines))]], dict[int, list[str]]()
     for title, case, parts, figure in ROWS:
@@ -61,9 +64,28 @@ def written(series: Sequence[Found]) -> str:
     hows = [
         _how(result, [case for case in cases if case in result["cases"]])
         for number, cases in used.items()
-        for result in series[number].values()
+        for name, result in series[number].items()
+        if name in COMPARED
     ]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n\n" + "\n".join(hows) + "\n"
+    return _lined(lines) + "\n\n" + "\n".join(hows) + "\n"
+
+
+def halved(series: Sequence[Found]) -> str:
+    """An FP8 cache beside the other, where both were measured in one lease: what was asked of either."""
+    text = []
+    for results in (results for results in series if PLAIN in results and FP8 in results):
+        pair = [results[name] for name in (PLAIN, FP8)]
+        lines = [["", *map(_title, pair)], ["---", "---:", "---:"]]
+        lines.append(["tokens that fit", *(f"{result['options']['fits_tokens']:,}" for result in pair)])
+        for title, case, parts, figure in ROWS:
+            if any(case in result["cases"] for result in pair):
+                lines.append([title, *(_cell(result, None, case, parts, figure) for result in pair)])
+        text.append(_lined(lines) + "\n\n" + "\n".join(_how(result, list(result["cases"])) for result in pair))
+    return "\n\n".join(text) + "\n"
+
+
+def _lined(lines: Sequence[Sequence[str]]) -> str:
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def _cases(results: Found) -> set[str]:
@@ -91,11 +113,17 @@ def traced(series: Sequence[Found]) -> str:
         for part, summary in result["cases"]["trace"].items():
             if part == "given up":
                 speed, _, reason = summary.removeprefix("speed ").partition(": ")
-                lines.append([_title(result), speed, reason, "–", "–", "–", "–"])
+                lines.append([_behind(result), speed, reason, "–", "–", "–", "–"])
             else:
-                lines.append([_title(result), part.removeprefix("speed "), *_traced_cells(summary)])
-    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return table + "\n\n" + "\n".join(_how(result, ["trace"]) for result in results) + "\n"
+                lines.append([_behind(result), part.removeprefix("speed "), *_traced_cells(summary)])
+    return _lined(lines) + "\n\n" + "\n".join(_how(result, ["trace"]) for result in results) + "\n"
+
+
+def _behind(result: dict[str, Any]) -> str:
+    """Who it is, and what host memory lies behind its pool."""
+    options = result["options"]
+    gib = options.get("kv_offload_gib") or options.get("kv_offloading_size")
+    return _title(result) + (f", {gib:g} GiB of host memory" if gib else "")
 
 
 def _traced_cells(summary: dict[str, Any]) -> list[str]:
@@ -127,7 +155,7 @@ def parted(result: dict[str, Any]) -> str:
     where = result["environment"]
     versions = ", ".join(f"{name} {where[name]}" for name in ("torch", "triton", "transformers"))
     return (
-        "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        _lined(lines)
         + f"\n\n- `{result['command'].split(' -o ')[0]}`, commit {where['commit']}, {where['date']}, {where['gpu']}, "
         f"{versions}. {result['load']}.\n"
     )
@@ -192,8 +220,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     page = replaced(options.page.read_text(), "engines", written(found(options.results)))
     page = replaced(page, "trace", traced(found(options.results, "trace")))
-    parts = json.loads((options.results / ABLATION).read_text())
-    options.page.write_text(replaced(page, "ablation", parted(parts)))
+    page = replaced(page, "fp8", halved(found(options.results)))
+    for marker, name in ABLATIONS.items():
+        page = replaced(page, marker, parted(json.loads((options.results / name).read_text())))
+    options.page.write_text(page)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import pytest
 from bench.kernels.family import RESULTS
 from bench.kernels.page import replaced
 from bench.serving import compare
-from bench.serving.page import ABLATION, PAGE, found, parted, traced, written
+from bench.serving.page import ABLATIONS, PAGE, found, halved, parted, traced, written
 from tangram.drive.clock import Answer, Patience, answered
 from tangram.drive.work import Ask
 from tangram.engine.llm import LLM
@@ -26,8 +26,10 @@ def test_the_tables_are_those_of_the_result_files() -> None:
     page = PAGE.read_text()
     assert replaced(page, "engines", written(SERVING)) == page, "run python -m bench.serving.page"
     assert replaced(page, "trace", traced(TRACE)) == page, "run python -m bench.serving.page"
-    parts = json.loads((RESULTS / ABLATION).read_text())
-    assert replaced(page, "ablation", parted(parts)) == page, "run python -m bench.serving.page"
+    assert replaced(page, "fp8", halved(SERVING)) == page, "run python -m bench.serving.page"
+    for marker, name in ABLATIONS.items():
+        parts = json.loads((RESULTS / name).read_text())
+        assert replaced(page, marker, parted(parts)) == page, "run python -m bench.serving.page"
 
 
 @pytest.mark.parametrize("measured", MEASURED)
@@ -60,6 +62,14 @@ def test_a_case_is_shown_from_the_lease_in_which_the_peer_did_best(later_s: floa
     faster = result("tangram-1", [1.0])
     table = written([{"vllm": peer, "tangram-1": ours}, {"vllm": later, "tangram-1": faster}]).splitlines()
     assert table[2].endswith("| 250.0 | 500.0 · 2.00 × |") and table[3].endswith(shown)
+
+
+def test_an_fp8_cache_stands_beside_the_other_of_its_lease_and_nowhere_else() -> None:
+    plain, fp8 = result("tangram-0.25", [4.0]), result("tangram-0.25-fp8", [3.0])
+    fp8["options"] = fp8["options"] | {"kv_cache_dtype": "fp8"}
+    assert halved([{"tangram-0.25": plain}, {"tangram-0.25-fp8": fp8}]) == "\n"
+    one_lease = [{"tangram-0.25": plain, "tangram-0.25-fp8": fp8}]
+    assert "| 4 | 3 |" in halved(one_lease) and "FP8" not in written(one_lease)
 
 
 @pytest.mark.parametrize("given", [["--kv-retention", "0.5"], ["--chunk-tokens", "256"]])
