@@ -21,7 +21,7 @@ from typing import Any
 
 from bench.serving.engines import Served, Tangram, Vllm, vocab_size
 from tangram.drive.clock import NO_LIMITS, Answer, GivenUpError, Limits, Patience, Summary
-from tangram.drive.work import Ask, alike, made_up, next_turn, traced
+from tangram.drive.work import Ask, alike, arriving, made_up, next_turn, traced
 from tangram.tune.environment import environment
 
 # A case gives its parts one by one, as they are measured.
@@ -57,6 +57,24 @@ def sessions(count: int, history_tokens: int, turns: int = 3, user_tokens: int =
     return run
 
 
+def short_turns(
+    count: int, history_tokens: int, turns: int, rate: float, user_tokens: int = 128, output_tokens: int = 128
+) -> Case:  # fmt: skip
+    """`count` conversations, whose turns arrive at random, `rate` a second, while others are answered."""
+
+    def run(engine: Served) -> Iterator[tuple[str, list[Answer]]]:
+        engine.clear_cache()
+        histories = [made_up(history_tokens, vocab_size(), 6, number) for number in range(count)]
+        yield "histories", _complete(engine, [Ask(history, 1) for history in histories])
+        asks = [
+            Ask(histories[number % count] + made_up(user_tokens, vocab_size(), 7, number), output_tokens)
+            for number in range(turns)
+        ]
+        yield "turns", _complete(engine, arriving(asks, rate))
+
+    return run
+
+
 def replayed(options: argparse.Namespace) -> Case:
     """The first minutes of a recorded trace, at each speed; ends with the first that is too fast."""
 
@@ -84,6 +102,7 @@ CASES: dict[str, Case] = {
     "prefill": requests(64, 8192, 1, repeats=3),
     "shared": requests(64, 256, 256, shared_tokens=4096, repeats=3),
     "answers-8k": requests(64, 8192, 512, repeats=2),
+    "short-turns": short_turns(24, 8000, 120, 8.0),
     "sessions-40": sessions(40, 16384),
     "sessions-96": sessions(96, 16384),
     "answers-16k": requests(64, 16384, 256),

@@ -25,14 +25,17 @@ COMPARED = ("vllm", "tangram-1", "tangram-0.25")
 PLAIN, FP8 = "tangram-0.25", "tangram-0.25-fp8"
 ENGINES = (*COMPARED, FP8)
 Found = dict[str, dict[str, Any]]  # by engine
-# What is shown of each case: a title, the parts it is the median of, and a figure of the summary; more is better unless
-# it is seconds.
+# What is shown of each case: a title, the parts it is the median of, and a figure of the summary, perhaps one of its
+# percentiles; less is better unless it is of a second.
 ROWS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
     ("prefill, 64 × 8,192 tokens: tokens/s", "prefill", ("run",), "prompt_tokens_per_s"),
     ("64 × (8,192 in, 512 out): s", "answers-8k", ("run",), "seconds"),
     ("64 × (16,384 in, 256 out): s", "answers-16k", ("run",), "seconds"),
     ("24 × (32,768 in, 256 out): s", "answers-32k", ("run",), "seconds"),
     ("64 × (4,096 shared + 256 own, 256 out): s", "shared", ("run",), "seconds"),
+    ("24 conversations × 8,000, 8 short turns/s: TTFT p50, s", "short-turns", ("turns",), "ttft_s p50"),
+    ("24 conversations × 8,000, 8 short turns/s: TTFT p90, s", "short-turns", ("turns",), "ttft_s p90"),
+    ("24 conversations × 8,000, 8 short turns/s: TPOT p50, ms", "short-turns", ("turns",), "tpot_ms p50"),
     ("40 sessions × 16,384, turns 2 and 3: requests/s", "sessions-40", ("turn 2", "turn 3"), "requests_per_s"),
     ("96 sessions × 16,384, turns 2 and 3: requests/s", "sessions-96", ("turn 2", "turn 3"), "requests_per_s"),
 )
@@ -101,7 +104,7 @@ def _peer_speed(results: Found, case: str, parts: Sequence[str], figure: str) ->
     if not values:
         return 0.0
     middle = statistics.median(values)
-    return 1.0 / middle if figure == "seconds" else middle
+    return middle if figure.endswith("per_s") else 1.0 / middle
 
 
 def traced(series: Sequence[Found]) -> str:
@@ -172,7 +175,8 @@ def _figures(result: dict[str, Any], case: str, parts: Sequence[str], figure: st
     measured = [part for name, part in result["cases"].get(case, {}).items() if name.startswith(tuple(parts))]
     if figure == "prompt_tokens_per_s":
         return [part["prompt_tokens"] / part["seconds"] for part in measured]
-    return [part[figure] for part in measured]
+    name, _, percentile = figure.partition(" ")
+    return [part[name][percentile] if percentile else part[name] for part in measured]
 
 
 def _cell(
@@ -194,7 +198,7 @@ def _cell(
     if not theirs:
         return text
     ratio = middle / statistics.median(theirs)
-    return f"{text} · {1 / ratio if figure == 'seconds' else ratio:.2f} ×"
+    return f"{text} · {ratio if figure.endswith('per_s') else 1 / ratio:.2f} ×"
 
 
 def _number(value: float) -> str:

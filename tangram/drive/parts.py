@@ -9,6 +9,7 @@ that goes on beside it costs nothing.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,17 +20,18 @@ import torch
 
 from tangram.cache.dynamic import DynamicCache
 from tangram.engine.batch import Batcher
-from tangram.engine.graphs import DecodeGraphs
+from tangram.engine.graphs import PassGraphs
 from tangram.engine.loop import Engine
 from tangram.engine.reclaim import Reclaimer
 from tangram.engine.runner import Runner
 from tangram.engine.scheduler import Scheduler
+from tangram.kernels.stopwatch import Stopwatch, Taken
 from tangram.model.attention import RepeatAttention, StepAttention
 from tangram.model.sealing import ChunkSealer, FusedSealer
 
-# A decode graph is one piece: its attention counts as model.
+# A graph is one piece: its attention counts as model.
 PARTS: dict[str, tuple[tuple[type, str], ...]] = {
-    "model": ((Runner, "_forward"), (DecodeGraphs, "logits")),
+    "model": ((Runner, "_forward"), (PassGraphs, "logits")),
     "attention": ((StepAttention, "attend"), (RepeatAttention, "attend")),
     "scoring and sealing": ((FusedSealer, "take"), (ChunkSealer, "take"), (ChunkSealer, "reconstruct")),
     "reclamation": ((Reclaimer, "reclaim"),),
@@ -46,7 +48,7 @@ RECLAMATION = ("reclamation", "reclamation, books")
 HOW = {
     "cpu": "host clock at the boundaries of parts; a part without the parts inside it",
     "cuda": "CUDA events on the stream at the boundaries of parts, waiting for the host included; a part without the "
-    "parts inside it; a decode graph is all model",
+    "parts inside it; a graph is all model, but for what it scores and seals, which events inside it time",
 }
 
 
@@ -74,6 +76,7 @@ class PartClock:
     def __init__(self, device: torch.device) -> None:
         self._device, self._within = device, list[str]()
         self._marks: list[tuple[str | None, float, Any]] = []
+        self._replays = Counter[Taken]()
 
     @contextmanager
     def watching(self) -> Iterator[PartClock]:
@@ -84,11 +87,14 @@ class PartClock:
                     method = vars(owner)[name]
                     setattr(owner, name, self._timed(part, method))
                     undo.callback(setattr, owner, name, method)
+            undo.callback(setattr, Stopwatch, "replayed", Stopwatch.replayed)
+            Stopwatch.replayed = self._counted(Stopwatch.replayed)  # type: ignore[method-assign,assignment]
             yield self
 
     def reset(self) -> None:
         """Begin anew, in whichever part it is now."""
         self._marks.clear()
+        self._replays.clear()
         self._mark()
 
     def split(self) -> Split:
@@ -100,7 +106,18 @@ class PartClock:
             if part is not None:
                 host[part] += host_to - host_from
                 seconds[part] += host_to - host_from if event_to is None else event_from.elapsed_time(event_to) / 1e3
+        for blocks, times in self._replays.items():  # as long as in the last replay
+            inside = times * blocks.seconds
+            seconds["scoring and sealing"] += inside
+            seconds["model"] -= inside
         return Split(seconds, host, sum(before[0] is None for before in self._marks[:-1]))
+
+    def _counted(self, replayed: Callable[[Stopwatch, Taken], None]) -> Callable[[Stopwatch, Taken], None]:
+        def run(watch: Stopwatch, blocks: Taken) -> None:
+            self._replays[blocks] += 1
+            replayed(watch, blocks)
+
+        return run
 
     def _timed(self, part: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)

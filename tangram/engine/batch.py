@@ -15,7 +15,7 @@ from tangram.cache.dynamic import LateCache
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
 from tangram.engine.meters import Meters
-from tangram.kernels.step import PoolKernels, PrefillRows
+from tangram.kernels.step import PoolKernels, PrefillRows, Room
 from tangram.kernels.transfer import placed
 from tangram.model.attention import RepeatAttention, StepAttention
 from tangram.model.rotary import Rotary
@@ -27,6 +27,10 @@ from tangram.types import Int32, Int64, Row, RowKind, Step
 
 WHOLE_ROW = 16  # a block table of which this part was written is copied as a whole
 GROWTH_TOKENS = 128  # what a row grows by in the first half of a plan's life, as far as planning knows
+# Prefill rows that are passes of their own, and their tokens. Graphs launch those faster than a host launches all in
+# one pass; more rows keep the device busy for so long that it does not matter (H200).
+MOST_APART, MOST_TOKENS_APART = 4, 2048
+LEAST_ROOM = 64
 
 
 class DeviceTables:
@@ -107,6 +111,37 @@ class Batcher:
         sealers = list(self._sealers(rest))
         return StepAttention(self.kernels, self.windows, width, prefill, sealers, self.meters.sealing)
 
+    def apart(self, rows: Sequence[Row]) -> bool:
+        """Whether each of the prefill `rows` of a step is a pass of its own, as a graph can replay it."""
+        if not rows:
+            return True
+        few = len(rows) <= MOST_APART and sum(len(row.tokens) for row in rows) <= MOST_TOKENS_APART
+        if not few or self._reclaims or self.meters.overflow is not None:
+            return False
+        return all(isinstance(sealer, FusedSealer) for sealer in self._sealers(rows))
+
+    def typical(self) -> Iterator[Row]:
+        """Prefill rows, made up, of the default ρ and of every size of room, if they are `apart`: a chunk, tails."""
+        chunk, nothing = self.retentions[0].layout.chunk_tokens, np.zeros(0, np.int64)
+        sizes = [1 << bits for bits in range(LEAST_ROOM.bit_length() - 1, (chunk - 1).bit_length() + 1)]
+        tails = sorted({min(size, chunk - 1) for size in sizes})
+        for kind, size in ((RowKind.SEAL, chunk), *((RowKind.TAIL, size) for size in tails)):
+            row = Row("", 0, 0, kind, chunk, np.zeros(size, np.int64), nothing, sample=True)
+            if size and self.apart((row,)):
+                yield row
+
+    def alone(self, row: Row) -> StepAttention:
+        """The attention of a pass of the prefill `row` alone, with room if the kernels can."""
+        layout, prefill = self.retentions[row.layout].layout, self._prefill_rows((row,), 0)
+        tokens = max(LEAST_ROOM, 1 << (len(row.tokens) - 1).bit_length()) if row.kind is RowKind.TAIL else 0
+        past = int(layout.lengths(*divmod(layout.max_tokens - 1, layout.chunk_tokens)).max())
+        room = Room(max(tokens, len(row.tokens)), past, (row.layout, row.kind))
+        padded = self._begin(0, prefill, room)
+        sealers = list(self._sealers((row,)))
+        return StepAttention(
+            self.kernels, self.windows, 0, prefill, sealers, self.meters.sealing, room.tokens if padded else None
+        )
+
     def rehearse(self, rows: int) -> StepAttention:
         """The attention of `rows` decoding rows that hold nothing, planned as if they were long and shared nothing."""
         most = self.retentions[0].layout.max_tokens
@@ -141,8 +176,13 @@ class Batcher:
         self._begin(0, attention.prefill.repeated(sealer.number, tokens))
         return RepeatAttention(self.kernels, self.windows, sealer, self.meters.sealing)
 
-    def _begin(self, decode_rows: int, prefill: PrefillRows) -> None:
-        self.kernels.begin(self.tables.flat(), self.cache.lengths, decode_rows, prefill)
+    def _begin(self, decode_rows: int, prefill: PrefillRows, room: Room | None = None) -> bool:
+        """Whether the pass has such room."""
+        tables = self.tables.flat()
+        if room is not None and self.kernels.begin_row(tables, prefill, room):
+            return True
+        self.kernels.begin(tables, self.cache.lengths, decode_rows, prefill)
+        return False
 
     def _address(self, row: Row) -> Int64:
         """[L, H, 2]: table offset and column of the row's heads."""

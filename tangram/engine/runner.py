@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -16,7 +17,7 @@ from tangram.cache.manager import CacheManager
 from tangram.compress.scorers.kvzip import repeat_tokens
 from tangram.compress.select import Scope
 from tangram.engine.batch import Batcher, DeviceTables
-from tangram.engine.graphs import Carry, DecodeGraphs
+from tangram.engine.graphs import Carry, PassGraphs
 from tangram.engine.meters import Meters
 from tangram.engine.reclaim import Reclaimer
 from tangram.engine.sampling import Choice, SampleRow, choose
@@ -36,8 +37,9 @@ class Runner:
     """Runs steps of one model over one pool, [pages, Hp, 2, P, D] of `cache_dtype`, whose pages `cache` manages, and
     over what host memory it has.
 
-    With `competing`, the scope they compete in, heads keep of each chunk what its scores give them. `graphs` runs steps
-    that only decode as CUDA graphs. `cache_dtype` None is the model's own. `meters` measure; with `overflow`, that too.
+    With `competing`, the scope they compete in, heads keep of each chunk what its scores give them. `graphs` runs
+    passes that only decode, and those of few prefill rows, as CUDA graphs. `cache_dtype` None is the model's own.
+    `meters` measure; with `overflow`, that too.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class Runner:
         self._reclaimer: Reclaimer | None = None
         if isinstance(cache, LateCache):
             self._reclaimer = Reclaimer(cache, self.pool, block_tables, competing)
-        self._graphs = DecodeGraphs(self._forward, loaded.device) if graphs else None
+        self._graphs = PassGraphs(self._forward, loaded.device) if graphs else None
         self._chosen = dict[int, int](), torch.empty(0, dtype=torch.int64, device=loaded.device)
 
     @torch.inference_mode()
@@ -73,17 +75,14 @@ class Runner:
         `before_choosing` is called when all but the choice is launched.
         """
         self._host.move(step.moves, awaited=step.awaited)
-        attention = self._batcher.attention(step)
-        tokens, positions, ends = _flattened(step, attention.width)
-        carried = self._carried(step, ends)
-        if self._graphs is not None and step.decode_rows == len(step.rows):
-            logits = self._graphs.logits(tokens, positions, attention, carried)[: step.decode_rows]
+        decode, rest = step.rows[: step.decode_rows], step.rows[step.decode_rows :]
+        if self._graphs is None or not self._batcher.apart(rest):
+            logits = self._together(step)
         else:
-            inputs, places = self._uploaded(tokens, positions)
-            carried(inputs)
-            wanted = ends[[row.sample for row in step.rows]]
-            logits = self._forward(attention, inputs, places, *self._uploaded(wanted))
-        self._finish(attention)
+            # A graph's logits are written over by its next pass.
+            decoded = [self._decoded(self._graphs, replace(step, rows=decode))] if decode else []
+            single = [self._alone(self._graphs, row) for row in rest]
+            logits = torch.cat([*decoded, *single]) if single else decoded[0]
         before_choosing()
         choice = choose(logits, sample_rows) if sample_rows else None
         if choice is not None:
@@ -92,6 +91,41 @@ class Runner:
             for sample_row, token in zip(sample_rows, choice.tokens[:, None].unbind(), strict=True):
                 sample_row.append(token)
         return choice
+
+    def _together(self, step: Step) -> Tensor:
+        """Logits [rows that sample, V] of all rows in one pass."""
+        attention = self._batcher.attention(step)
+        logits = self._launched(attention, step.rows)
+        self._finish(attention)
+        return logits
+
+    def _launched(self, attention: StepAttention, rows: Sequence[Row]) -> Tensor:
+        """Logits [rows that sample, V] of a pass that no graph replays."""
+        tokens, positions, ends = _flattened(rows, attention.width)
+        inputs, places = self._uploaded(tokens, positions)
+        self._carried(rows, ends)(inputs)
+        wanted = ends[[row.sample for row in rows]]
+        return self._forward(attention, inputs, places, *self._uploaded(wanted))
+
+    def _decoded(self, graphs: PassGraphs, step: Step) -> Tensor:
+        """Logits [rows, V] of a step that only decodes; they hold until the next one."""
+        attention = self._batcher.attention(step)
+        tokens, positions, ends = _flattened(step.rows, attention.width)
+        carried = self._carried(step.rows, ends)
+        logits = graphs.logits(tokens, positions, np.arange(len(tokens)), attention, carried)[: len(step.rows)]
+        self._finish(attention)
+        return logits
+
+    def _alone(self, graphs: PassGraphs, row: Row) -> Tensor:
+        """Logits [1, V] of a prefill row in a pass of its own; [0, V] if it does not sample."""
+        attention = self._batcher.alone(row)
+        if attention.room is None:
+            return self._launched(attention, (row,))
+        tokens, positions, ends = _flattened((row,), 0)
+        inputs = np.zeros((2, attention.room), np.int64)
+        inputs[:, : len(tokens)] = tokens, positions
+        logits = graphs.logits(inputs[0], inputs[1], ends, attention, self._carried((row,), ends))
+        return logits[: int(row.sample)].clone()
 
     @torch.inference_mode()
     def clear(self, pages: Int32) -> None:
@@ -104,7 +138,7 @@ class Runner:
         """Compute `step`; logits [n, V] of all tokens of its TAIL rows, in their order. Nothing may be pending."""
         self._host.move(step.moves, awaited=step.awaited)
         attention = self._batcher.attention(step)
-        tokens, positions, ends = _flattened(step, attention.width)
+        tokens, positions, ends = _flattened(step.rows, attention.width)
         wanted = [
             np.arange(end - len(row.tokens), end) + 1
             for row, end in zip(step.rows, ends, strict=True)
@@ -138,9 +172,14 @@ class Runner:
 
     @torch.inference_mode()
     def capture(self, rows: int, track: Callable[[Sequence[int]], Iterable[int]]) -> None:
-        """Capture the graphs of decode steps of up to `rows` rows, before anything is served; `track` sees widths."""
+        """Capture the graphs of decode steps of up to `rows` rows, before anything is served; `track` sees widths.
+
+        And those of single prefill rows, as requests have them that ask for no ρ of their own.
+        """
         if self._graphs is None:
             return
+        for row in self._batcher.typical():
+            self._alone(self._graphs, row)
         widths = {self._batcher.kernels.width(count) for count in range(1, rows + 1)}
         # The largest first: the others fit into its memory.
         for width in track(sorted(widths, reverse=True)):
@@ -148,15 +187,15 @@ class Runner:
             if self._batcher.kernels.captured is None:
                 return
             nothing = np.zeros(attention.width, np.int64)
-            self._graphs.logits(nothing, nothing, attention, lambda tokens: None)
+            self._graphs.logits(nothing, nothing, np.arange(attention.width), attention, lambda tokens: None)
 
-    def _carried(self, step: Step, ends: Int64) -> Carry:
-        """What enters the tokens that the last step chose into this one's."""
-        rows = [number for number, row in enumerate(step.rows) if row.pending]
-        if not rows:
+    def _carried(self, rows: Sequence[Row], ends: Int64) -> Carry:
+        """What enters the tokens that the last step chose into those of a pass of `rows`."""
+        pending = [number for number, row in enumerate(rows) if row.pending]
+        if not pending:
             return lambda tokens: None
         place_of, chosen = self._chosen
-        places = np.stack([ends[rows], [place_of[step.rows[number].slot] for number in rows]])
+        places = np.stack([ends[pending], [place_of[rows[number].slot] for number in pending]])
         target, source = placed(places, self._loaded.device)
         return lambda tokens: tokens.index_copy_(0, target, chosen.index_select(0, source))
 
@@ -204,13 +243,14 @@ def _made_up(kind: RowKind, layout: int, start: int, tokens: int) -> Row:
     return Row("", 0, layout, kind, start, np.zeros(tokens, np.int64), np.zeros(0, np.int64), sample=False)
 
 
-def _flattened(step: Step, width: int) -> tuple[Int64, Int64, Int64]:
-    """Tokens and positions of a step whose decode rows are filled up to `width`, and where each of its rows ends."""
-    fill = np.zeros(width - step.decode_rows, np.int64)
-    tokens = [row.tokens for row in step.rows]
-    positions = [np.arange(row.start, row.start + len(row.tokens)) for row in step.rows]
+def _flattened(rows: Sequence[Row], width: int) -> tuple[Int64, Int64, Int64]:
+    """Tokens and positions of `rows` whose decode rows are filled up to `width`, and where each of them ends."""
+    decode_rows = sum(row.kind is RowKind.DECODE for row in rows)
+    fill = np.zeros(width - decode_rows, np.int64)
+    tokens = [row.tokens for row in rows]
+    positions = [np.arange(row.start, row.start + len(row.tokens)) for row in rows]
     ends = np.cumsum([len(own) for own in tokens]) - 1
-    ends[step.decode_rows :] += len(fill)
+    ends[decode_rows:] += len(fill)
     for parts in (tokens, positions):
-        parts.insert(step.decode_rows, fill)
+        parts.insert(decode_rows, fill)
     return np.concatenate(tokens), np.concatenate(positions), ends

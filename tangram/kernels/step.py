@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tangram.plan.form import Bool
 from tangram.plan.schedule import Decoding
-from tangram.types import Int32
+from tangram.types import Int32, RowKind
 
 MOST_BYTES = 1 << 29  # of keys and values that prefill copies at a time, unless one row needs more
 
@@ -50,6 +50,18 @@ class PrefillRows:
         spans = self.spans.copy()
         spans[row] = 0, tokens, 0, end - begin + tokens, position
         return replace(self, spans=spans, asking=slice(row, row + 1))
+
+
+@dataclass(frozen=True)
+class Room:
+    """For one prefill row whose pass is padded: `tokens` of them, and pasts of up to `past` entries a head.
+
+    Rows of one `kind`, a layout's number among the engine's and what is done with the row, launch the same.
+    """
+
+    tokens: int
+    past: int
+    kind: tuple[int, RowKind]
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +107,8 @@ class PoolKernels(Protocol):
 
     @property
     def captured(self) -> object | None:
-        """What a graph of a decode pass needs to stay as it is to be replayed. None: nothing can be captured."""
+        """What a graph of the pass that has begun, if that decodes alone or is `begin_row`'s, needs to stay as it is to
+        be replayed. None: nothing can be captured."""
         ...
 
     def begin(self, tables: Tensor, lengths: Int32, decode_rows: int, prefill: PrefillRows) -> None:
@@ -103,6 +116,11 @@ class PoolKernels(Protocol):
 
         `tables` are the flat block tables, int32 on the pool's device; `lengths`, of any shape, are read flat.
         """
+        ...
+
+    def begin_row(self, tables: Tensor, row: PrefillRows, room: Room) -> bool:
+        """`begin` for one row alone, whose launches are then those of any row with such room; what lies in the room
+        behind the row's tokens means nothing. False: it is not done, `begin` has to be asked."""
         ...
 
     def decode(

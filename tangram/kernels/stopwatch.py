@@ -6,22 +6,38 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+
+@dataclass(frozen=True, eq=False)
+class Taken:
+    """The events around blocks that a graph replays."""
+
+    events: tuple[tuple[Any, Any], ...]
+
+    @property
+    def seconds(self) -> float:
+        """What they took in the last replay, which the device has to be through with."""
+        return float(sum(begin.elapsed_time(end) for begin, end in self.events)) / 1e3
 
 
 class Stopwatch:
     """Adds up the seconds that blocks take on `device`.
 
     On a CPU that is the clock. On a GPU an event is put on the stream before and after a block: what lies between them
-    is the time from one to the other, read by a later `collect` once both have passed. Blocks do not nest.
+    is the time from one to the other, read by a later `collect` once both have passed. Blocks do not nest. A graph that
+    is captured around blocks takes their events with it (`Taken`): whoever replays it says so.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu, self._device = device.type == "cuda", device
         self._running: deque[tuple[Any, Any]] = deque()
         self._spare: list[tuple[Any, Any]] = []
+        self._captured: list[tuple[Any, Any]] = []
+        self._replayed: dict[Taken, tuple[int, Any]] = {}
         self.seconds = 0.0
 
     @contextmanager
@@ -32,12 +48,25 @@ class Stopwatch:
             yield
             self.seconds += time.perf_counter() - begin_s
             return
-        begin, end = self._spare.pop() if self._spare else (_event(), _event())
+        captured = torch.cuda.is_current_stream_capturing()
+        begin, end = self._spare.pop() if self._spare and not captured else (_event(captured), _event(captured))
         stream = torch.cuda.current_stream(self._device)
         begin.record(stream)
         yield
         end.record(stream)
-        self._running.append((begin, end))
+        (self._captured if captured else self._running).append((begin, end))
+
+    def taken(self) -> Taken:
+        """The blocks of the graph that has just been captured."""
+        found, self._captured = Taken(tuple(self._captured)), []
+        return found
+
+    def replayed(self, blocks: Taken) -> None:
+        """The graph that took `blocks` with it has just been launched once more."""
+        if blocks.events:
+            passed = _event(external=False)
+            passed.record(torch.cuda.current_stream(self._device))
+            self._replayed[blocks] = self._replayed.get(blocks, (0, None))[0] + 1, passed
 
     def collect(self) -> None:
         """Enter the blocks that the device is through with; it is not waited for."""
@@ -45,12 +74,17 @@ class Stopwatch:
             begin, end = pair = self._running.popleft()
             self.seconds += begin.elapsed_time(end) / 1e3
             self._spare.append(pair)
+        # A replay writes over the times of the one before: what has not been read counts as the last one.
+        for blocks in [one for one, (_, passed) in self._replayed.items() if passed.query()]:
+            times, _ = self._replayed.pop(blocks)
+            self.seconds += times * blocks.seconds
 
     def clear(self) -> None:
         """Forget what was timed so far."""
         self._running.clear()
+        self._replayed.clear()
         self.seconds = 0.0
 
 
-def _event() -> Any:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+def _event(external: bool) -> Any:
+    return torch.cuda.Event(enable_timing=True, external=external)  # type: ignore[no-untyped-call]

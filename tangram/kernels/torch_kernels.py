@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tangram.errors import ConfigError
 from tangram.kernels import cpu, reference
-from tangram.kernels.step import PrefillRows, Ranking
+from tangram.kernels.step import PrefillRows, Ranking, Room
 from tangram.plan.cost import CostModel
 from tangram.plan.schedule import PLANNERS, Decoding, Schedule
 from tangram.types import Int32
@@ -61,6 +61,10 @@ class TorchKernels:
         """See `PoolKernels`."""
         self._tables, self._decode_rows, self._rows = tables, decode_rows, prefill
         self._lengths = torch.from_numpy(lengths.reshape(-1)).to(self._pool.device)
+
+    def begin_row(self, tables: Tensor, row: PrefillRows, room: Room) -> bool:
+        """See `PoolKernels`: nothing is launched."""
+        return False
 
     def decode(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, scaling: float, softcap: float | None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -13,7 +13,8 @@ from torch import Tensor
 from tangram.kernels import dense, gathered, keydiff, prefill, reference, store
 from tangram.kernels.gpu import FEW_PARTS, MANY_PARTS, GpuDecode
 from tangram.kernels.packed import Capacity, DecodeOptions, pack
-from tangram.kernels.step import MOST_BYTES, PrefillRows, Ranking
+from tangram.kernels.padded import RowBuffers
+from tangram.kernels.step import MOST_BYTES, PrefillRows, Ranking, Room
 from tangram.kernels.transfer import staged, upload
 from tangram.plan.cost import CostModel
 from tangram.plan.form import DecodeRows, WorkPlan
@@ -42,6 +43,7 @@ class TritonKernels:
     _cells: gathered.PrefillOrder
     _runs: list[dense.Run]
     _tables: Tensor
+    _begun: GpuDecode | RowBuffers | None
 
     def __init__(
         self, pool: Tensor, group: int, policy: Policy | None = None, schedule: Schedule | None = None
@@ -53,6 +55,7 @@ class TritonKernels:
         self._cost = CostModel() if policy is None else policy.cost
         self._decoders: dict[tuple[int, DecodeOptions], GpuDecode] = {}
         self._addresses: dict[int, Tensor] = {}
+        self._rooms: dict[Hashable, RowBuffers] = {}
         self._scales: Tensor | None = None
         self._gathers, self._fuses = gathered.serves(pool), dense.serves(pool)
         self._copies = [torch.empty(0, dtype=pool.dtype, device=device) for _ in range(2)]
@@ -64,8 +67,8 @@ class TritonKernels:
 
     @property
     def captured(self) -> object | None:
-        """See `PoolKernels`: the buffers of the loaded plan."""
-        return self._decoder if self._pool.is_cuda else None
+        """See `PoolKernels`: the buffers of the loaded plan, or those of the row."""
+        return self._begun if self._pool.is_cuda else None
 
     def load(self, batch: Decoding, width: int) -> str:
         """See `PoolKernels`. The plan goes where the last one of this width lay, if it fits."""
@@ -123,6 +126,7 @@ class TritonKernels:
         """See `PoolKernels`."""
         self._scale(prefill.address.shape[0], prefill.address.shape[2])
         self._tables, self._decode_rows, self._rows = tables, decode_rows, prefill
+        self._begun = self._decoder if decode_rows else None
         entry_bytes = 2 * self._pool.shape[-1] * self._pool.dtype.itemsize
         self._runs = dense.runs(prefill) if self._fuses else []
         apart = [run.rows for run in self._runs]
@@ -138,6 +142,25 @@ class TritonKernels:
             self._lengths = torch.empty(lengths.size + 1, dtype=torch.int32, device=self._pool.device)
         new_lengths = staged(np.append(lengths.reshape(-1), np.int32(0)), self._pool.device)
         self._lengths.copy_(new_lengths, non_blocking=True)
+
+    def begin_row(self, tables: Tensor, row: PrefillRows, room: Room) -> bool:
+        """See `PoolKernels`. A row that would be attended to by another kernel, or in parts, is not padded."""
+        self._scale(row.address.shape[0], row.address.shape[2])
+        entry_bytes = 2 * self._pool.shape[-1] * self._pool.dtype.itemsize
+        cells = gathered.PrefillOrder.of(row, entry_bytes, self._gathers)
+        copied, entries = sum(int(part.total.max()) for part in cells.gathered), MOST_BYTES // entry_bytes
+        if (self._fuses and dense.runs(row)) or copied > entries:
+            return False
+        key = room, row.whole.tobytes(), bool(cells.gathered)
+        if key not in self._rooms:
+            self._rooms[key] = RowBuffers.of(row, cells, room, entries, self._pool.device)
+        known = self._begun = self._rooms[key]
+        known.load(row, cells)
+        for part in known.cells.gathered:
+            known.copies = self._room(part, 0)
+        self._tables, self._decode_rows, self._rows, self._cells, self._runs = tables, 0, known.rows, known.cells, []
+        self._address, self._spans, self._kept, self._order, self._offsets, self._sources = known.views
+        return True
 
     def decode(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, scaling: float, softcap: float | None,

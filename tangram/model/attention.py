@@ -52,9 +52,10 @@ def keep_hidden(module: nn.Module, args: Any, kwargs: Any) -> None:
 
 @dataclass
 class StepAttention:
-    """Attention of one step, which `kernels` have begun with `width` decode rows and the rows `prefill`.
+    """Attention of one pass, which `kernels` have begun with `width` decode rows and the rows `prefill`.
 
-    `sealers` seal those of them that have scores, and `sealing` times them.
+    `sealers` seal those of them that have scores, and `sealing` times them. A pass with a `room` is padded to as many
+    tokens, and like any other of such room.
     """
 
     kernels: PoolKernels
@@ -63,10 +64,11 @@ class StepAttention:
     prefill: PrefillRows
     sealers: Sequence[ChunkSealer | FusedSealer]
     sealing: Stopwatch
+    room: int | None = None
     hidden: Tensor | None = None
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """Serve one layer of the step; see `AttentionContext`."""
+        """Serve one layer of the pass; see `AttentionContext`."""
         layer = int(module.layer_idx)  # type: ignore[arg-type]
         out, known = torch.empty(q.shape, dtype=q.dtype, device=q.device), _known(options)
         self.kernels.decode(layer, q, k, v, out, **known)

@@ -53,7 +53,7 @@ class Event:
     passed: set[int] = set()  # noqa: RUF012 (the test's own)
     made = 0
 
-    def __init__(self) -> None:
+    def __init__(self, external: bool) -> None:
         Event.made += 1
         self.number = Event.made
 
@@ -68,12 +68,39 @@ class Event:
         return 250.0
 
 
-def test_a_stopwatch_reads_events_when_they_have_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Stopwatch:
+    """Of a GPU whose events pass when the test says so."""
     monkeypatch.setattr(stopwatch, "_event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(Event, "passed", set())
     monkeypatch.setattr(Event, "made", 0)
-    watch = Stopwatch(torch.device("cuda"))
+    return Stopwatch(torch.device("cuda"))
+
+
+def test_a_stopwatch_counts_every_replay_of_a_graph(watch: Stopwatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as capture:
+        capture.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        for _ in range(2):
+            with watch.timing():
+                pass
+    blocks = watch.taken()
+    watch.collect()
+    assert watch.seconds == 0, "a capture is not a run"
+    for _ in range(3):
+        watch.replayed(blocks)
+    watch.collect()
+    assert watch.seconds == 0, "the last one is not through"
+    Event.passed |= set(range(1, Event.made + 1))
+    watch.collect()
+    assert watch.seconds == 3 * 2 * 0.25
+    watch.collect()
+    assert watch.seconds == 3 * 2 * 0.25, "once"
+    assert watch.taken().events == (), "the next graph has blocks of its own"
+
+
+def test_a_stopwatch_reads_events_when_they_have_passed(watch: Stopwatch) -> None:
     for _ in range(2):
         with watch.timing():
             pass

@@ -1,0 +1,83 @@
+"""Few prefill rows are passes of their own, in rooms that graphs replay, and compute what they always do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tangram.engine.graphs import PassGraphs
+from tangram.engine.loop import Engine
+from tangram.kernels.triton_kernels import TritonKernels
+from tangram.model.load import LoadedModel
+from tests.gpu.test_engine import CASES, CHUNK, PROMPTS, both, in_step, models, options_of
+from tests.gpu.test_engine import pytestmark as pytestmark
+
+__all__ = ["models"]
+
+
+def apart(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Makes the engine take rows apart where nothing can be captured, too; which of them had room, as they come."""
+    runner, had_room = engine._runner, list[bool]()
+    runner._graphs = PassGraphs(runner._forward, engine.device)
+    begin = TritonKernels.begin_row
+
+    def begun(kernels: TritonKernels, *arguments: Any) -> bool:
+        had_room.append(begin(kernels, *arguments))
+        return had_room[-1]
+
+    monkeypatch.setattr(TritonKernels, "begin_row", begun)
+    return had_room
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+@pytest.mark.parametrize("case", ["llama", "llama, uncompressed", "gpt-oss, windows and sinks", "gemma 2, softcap"])
+def test_rows_that_are_taken_apart_leave_what_torch_leaves(
+    case: str, gathers: bool, models: dict[int, LoadedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks with and without a past, tails, and a chunk that an answer fills while others decode."""
+    from tangram.kernels import gathered
+
+    if gathers:
+        if torch.cuda.is_available():
+            pytest.skip("tiny models are in float32, which is not gathered")
+        monkeypatch.setattr(gathered, "LEAST_TOKENS", CHUNK)
+        monkeypatch.setattr(gathered, "serves", lambda pool: True)
+    loaded = models[id(CASES[case][0])]
+    engines = both(loaded, options_of(case, loaded, tmp_path))
+    had_room = apart(engines[1], monkeypatch)
+    in_step(engines, PROMPTS)
+    assert len(had_room) >= 6 and all(had_room)
+    assert engines[0].stats().sealed_chunks == 4
+
+
+def test_scorers_that_are_not_fused_are_computed_with_the_others(
+    models: dict[int, LoadedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their chunks; tails are taken apart."""
+    case = "llama, another scorer"
+    loaded = models[id(CASES[case][0])]
+    engines = both(loaded, options_of(case, loaded, tmp_path))
+    had_room = apart(engines[1], monkeypatch)
+    in_step(engines, PROMPTS)
+    assert len(had_room) < 3
+
+
+def test_a_row_for_which_there_is_no_room_is_computed_all_the_same(
+    models: dict[int, LoadedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More entries than are copied at a time."""
+    from tangram.kernels import gathered, triton_kernels
+
+    if torch.cuda.is_available():
+        pytest.skip("tiny models are in float32, which is not gathered")
+    monkeypatch.setattr(gathered, "LEAST_TOKENS", CHUNK)
+    monkeypatch.setattr(gathered, "serves", lambda pool: True)
+    monkeypatch.setattr(triton_kernels, "MOST_BYTES", 1 << 14)
+    loaded = models[id(CASES["llama"][0])]
+    engines = both(loaded, options_of("llama", loaded, tmp_path))
+    had_room = apart(engines[1], monkeypatch)
+    in_step(engines, PROMPTS)
+    assert not all(had_room)
