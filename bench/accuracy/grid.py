@@ -32,7 +32,7 @@ PARTS: Mapping[str, str] = {
     "full": f"{ASKED} --methods full",
     "needles": f"--suites multiturn/needles {CONTEXT} --align-tokens 4096 {TWO_RATIOS} --scopes model,layer "
     "--methods full,uniform,static,dynamic,one-shot",
-    "alphas": f"{ASKED} {ALL_RATIOS} --methods static --alphas 0,1",
+    "alphas": f"{ASKED} {ALL_RATIOS} --methods static --alphas 1,2",
     "fidelity": f"--suites fidelity {CONTEXT} {TWO_RATIOS} --methods full,uniform,static,dynamic",
     "chunks": f"{ASKED} {TWO_RATIOS} --methods uniform,static,dynamic --chunk-tokens 256,1024,2048",
     "scopes": f"{ASKED} {TWO_RATIOS} --methods static,dynamic,one-shot --scopes layer",
