@@ -156,7 +156,7 @@ def test_every_task_of_the_grid_is_one_that_tangram_eval_takes(monkeypatch: pyte
     monkeypatch.setattr("tangram.evaluate.compare.compare", compare)
     app = Typer()
     app.command()(evaluate)
-    tasks = list(grid.tasks(grid.SCORERS, list(grid.PARTS), Path("gate.safetensors"), None))
+    tasks = list(grid.tasks(grid.SCORERS, list(grid.PARTS), None, None))
     for task in tasks:
         result = CliRunner().invoke(app, ["smollm2", *task.options])
         assert result.exit_code == 0, result.output
@@ -169,7 +169,7 @@ def test_every_task_of_the_grid_is_one_that_tangram_eval_takes(monkeypatch: pyte
             assert unit == 4096, "one alignment for all that stand in one table"
 
 
-def test_a_scorer_that_needs_a_gate_is_left_out_without_one(
+def test_a_scorer_that_needs_a_gate_is_left_out_where_there_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     measured: list[str] = []
@@ -180,8 +180,13 @@ def test_a_scorer_that_needs_a_gate_is_left_out_without_one(
 
     monkeypatch.setattr(grid, "measure", measure)
     assert grid.main([str(tmp_path)]) == 1
-    assert {"full.kvzip", "base.tova", "window-0.keydiff"} < set(measured)
-    assert not {"full.keydiff", "base.fastkvzip"} & set(measured)
+    assert {"full.kvzip", "base.tova", "window-0.keydiff", "base.fastkvzip"} < set(measured)
+    assert "full.keydiff" not in measured
+    measured.clear()
+    other = [str(tmp_path), "--model", "other", "--parts", "base"]
+    assert grid.main(other) == 0
+    assert "base.kvzip" in measured and "base.fastkvzip" not in measured
     with pytest.raises(SystemExit):
-        grid.main([str(tmp_path), "--scorers", "fastkvzip"])
-    assert grid.main([str(tmp_path), "--scorers", "fastkvzip", "--gate", "g", "--parts", "base"]) == 0
+        grid.main([*other, "--scorers", "fastkvzip"])
+    assert grid.main([*other, "--scorers", "fastkvzip", "--gate", "g"]) == 0
+    assert measured[-1] == "base.fastkvzip"
