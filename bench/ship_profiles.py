@@ -27,8 +27,8 @@ def main() -> None:
     config = EngineConfig(scorer=options.scorer, scope=options.scope)
     loaded = load_model(config.model)
     profiles = calibrate_model(
-        loaded, make_scorer(options.scorer), config, retentions=RETENTIONS, texts=pilot_texts(options.samples),
-        source=f"built-in pilot texts, {options.samples} samples, seed 0",
+        loaded, make_scorer(options.scorer, model=loaded.fingerprint), config, retentions=RETENTIONS,
+        texts=pilot_texts(options.samples), source=f"built-in pilot texts, {options.samples} samples, seed 0",
     )  # fmt: skip
     for profile in profiles:
         profile.save(options.folder / profile.file_name)

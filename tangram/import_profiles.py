@@ -2,7 +2,7 @@
 
 Their file (aiha-lab/tangram, Apache-2.0; arXiv 2606.06302) is an `.npz` of arrays `MODEL/SCORER/SCOPE/FIELD` with
 `mean` and `std` [L, H], the kept fraction of the entries that competed at ρ 0.3, and `layers` [L]. Only the ratios
-between heads carry over: counts are derived for the ρ that is asked for, as for any profile.
+between heads carry over: counts are derived for the ρ that is asked for, as for any profile, at the α of the paper.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from tangram.compress.profile import Profile, Scope
+from tangram.compress.profile import PAPER_ALPHA, Profile, Scope
 from tangram.compress.provenance import Calibration, ModelFingerprint, ScorerSpec
 from tangram.errors import ProfileError
 
@@ -57,7 +57,7 @@ def import_published(
     return Profile.from_statistics(
         mean, std, model=MODELS[model], layers=[int(layer) for layer in layers], scorer=scorer,
         scope=scope, kv_retention=kv_retention, chunk_tokens=chunk_tokens, page_tokens=page_tokens,
-        heads_per_page=heads_per_page, calibration=Calibration(SAMPLES, SOURCE),
+        heads_per_page=heads_per_page, alpha=PAPER_ALPHA, calibration=Calibration(SAMPLES, SOURCE),
     )  # fmt: skip
 
 

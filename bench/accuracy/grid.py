@@ -1,7 +1,7 @@
 """Everything that docs/accuracy.md compares: a `tangram eval` for each part of the grid and scorer, several at once.
 
-    python -m bench.accuracy.grid FOLDER --at-once 8 [--gate GATE] [--locomo PATH] [--parts base,dynamic] \
-        -- --device cuda --kv-cache-gib 4 --max-num-batched-tokens 16384
+    python -m bench.accuracy.grid FOLDER --at-once 8 [--model MODEL] [--gate GATE] [--locomo PATH] \
+        [--parts base,dynamic] -- --device cuda --kv-cache-gib 4 --max-num-batched-tokens 16384
     python -m bench.accuracy.page FOLDER/*.json
 
 What follows `--` goes to every `tangram eval`. Parts come in the order given, in each the slowest scorer first.
@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+EMBEDDED = "smollm2"
 SCORERS = ("kvzip", "keydiff", "fastkvzip", "expected_attention", "snapkv", "tova", "streaming_llm")
 ALL_RATIOS, TWO_RATIOS = "--retentions 0.7,0.5,0.3,0.25", "--retentions 0.5,0.3"
 CONTEXT = "--samples 52 --context-tokens 4096"
@@ -32,7 +33,7 @@ PARTS: Mapping[str, str] = {
     "full": f"{ASKED} --methods full",
     "needles": f"--suites multiturn/needles {CONTEXT} --align-tokens 4096 {TWO_RATIOS} --scopes model,layer "
     "--methods full,uniform,static,dynamic,one-shot",
-    "alphas": f"{ASKED} {ALL_RATIOS} --methods static --alphas 0,1",
+    "alphas": f"{ASKED} {ALL_RATIOS} --methods static --alphas 1,2",
     "fidelity": f"--suites fidelity {CONTEXT} {TWO_RATIOS} --methods full,uniform,static,dynamic",
     "chunks": f"{ASKED} {TWO_RATIOS} --methods uniform,static,dynamic --chunk-tokens 256,1024,2048",
     "scopes": f"{ASKED} {TWO_RATIOS} --methods static,dynamic,one-shot --scopes layer",
@@ -65,7 +66,7 @@ def tasks(scorers: Sequence[str], parts: Sequence[str], gate: Path | None, locom
 def _scoring(part: str, scorer: str, gate: Path | None) -> list[str]:
     if part == "full":
         return []
-    return ["--scorers", scorer, *(["--gate", str(gate)] if scorer == "fastkvzip" else [])]
+    return ["--scorers", scorer, *(["--gate", str(gate)] if gate and scorer == "fastkvzip" else [])]
 
 
 def measure(task: Task, options: argparse.Namespace) -> int:
@@ -81,19 +82,22 @@ def measure(task: Task, options: argparse.Namespace) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--scorers", help="comma-separated; all, fastkvzip only with a gate")
+    parser.add_argument("--model", default=EMBEDDED)
+    parser.add_argument("--scorers", help="comma-separated; all, fastkvzip only where there is a gate")
     parser.add_argument("--parts", default=",".join(PARTS), help=", ".join(PARTS))
-    parser.add_argument("--gate", type=Path, help="a gate file, for fastkvzip")
+    parser.add_argument("--gate", type=Path, help=f"a gate file, for fastkvzip; one of {EMBEDDED} ships")
     parser.add_argument("--locomo", type=Path, help="LoCoMo's file or folder: asked too, if given")
     parser.add_argument("--at-once", type=int, default=1, help="processes")
     given = list(sys.argv[1:] if arguments is None else arguments)
     cut = given.index("--") if "--" in given else len(given)
     options = parser.parse_args(given[:cut])
-    known = [scorer for scorer in SCORERS if scorer != "fastkvzip" or options.gate is not None]
+    gated = options.gate is not None or options.model == EMBEDDED
+    known = [scorer for scorer in SCORERS if scorer != "fastkvzip" or gated]
     scorers, parts = options.scorers.split(",") if options.scorers else known, options.parts.split(",")
-    if "fastkvzip" in scorers and options.gate is None:
-        parser.error("scorer fastkvzip needs --gate: train one with `tangram calibrate --train-gate`")
+    if "fastkvzip" in scorers and not gated:
+        parser.error(
+            f"scorer fastkvzip needs --gate for {options.model}: train one with `tangram calibrate --train-gate`"
+        )
     if unknown := [*(set(scorers) - set(known)), *(set(parts) - set(PARTS))]:
         parser.error(f"{unknown[0]!r} is not known: scorers are {', '.join(known)}, parts {', '.join(PARTS)}")
     options.folder.mkdir(parents=True, exist_ok=True)

@@ -12,9 +12,6 @@ from tangram.evaluate.report import percent, plain
 from tangram.evaluate.results import AnyCell, Cell, FidelityCell
 
 NEEDLES = "needles"  # the task of multiturn that hides four, and asks for one after the other
-_TITLES: dict[str, str] = {
-    "static": "static, α 2", "uniform": "uniform", "dynamic": "dynamic", "one-shot": "one-shot", "full": "full",
-}  # fmt: skip
 
 
 def tables(cells: Sequence[AnyCell]) -> str:
@@ -52,7 +49,7 @@ def _scores(cells: Sequence[AnyCell]) -> str:
         full = books.score(Method("full"))
         title = f"{suites[0]}, % ± standard error" if len(suites) == 1 else "mean of both"
         lines = [["full", NONE, *[full] * len(books.retentions)]] + [
-            [_TITLES[name], scorer, *(books.score(books.plain(name, scorer, ratio)) for ratio in books.retentions)]
+            [name, scorer, *(books.score(books.plain(name, scorer, ratio)) for ratio in books.retentions)]
             for scorer in books.scorers
             for name in names
         ]
@@ -90,7 +87,7 @@ def _needles(cells: Sequence[AnyCell]) -> str:
         methods = [_scoped(books.plain(name, scorer, retention), scope) for name, scope in asked]
         uniform, static = methods[1:3]
         lines.append([scorer, *map(books.score, methods), books.less(static, uniform)])
-    titles = [_TITLES[name] if name in ("full", "uniform", "static") else f"{name}, {scope}" for name, scope in asked]
+    titles = [name if name in ("full", "uniform", "static") else f"{name}, {scope}" for name, scope in asked]
     return table(["scorer", *titles, "static − uniform"], lines).replace(
         "| --- | --- | ---: |", "| --- | ---: | ---: |", 1
     )
@@ -132,7 +129,7 @@ def _changed(books: Books, names: Sequence[MethodName], **changes: object) -> li
         for name in names:
             method = books.plain(name, scorer, 0.5)
             assert method is not None
-            found.append((_TITLES[name], scorer, replace(method, **changes)))  # type: ignore[arg-type]
+            found.append((name, scorer, replace(method, **changes)))  # type: ignore[arg-type]
     return found
 
 
@@ -205,7 +202,7 @@ def _fidelity(cells: Sequence[AnyCell]) -> str:
     for title, shown in (("KL from full, nats", lambda cell: plain(cell.divergence, 4)),
                          ("top-1 agreement, %", lambda cell: percent(cell.agreement))):  # fmt: skip
         lines = [
-            [_TITLES[name], scorer, *(shown(own[0]) if own and isinstance(own[0], FidelityCell) else NONE
+            [name, scorer, *(shown(own[0]) if own and isinstance(own[0], FidelityCell) else NONE
              for own in (books.of(books.plain(name, scorer, ratio)) for ratio in books.retentions))]
             for scorer in books.scorers for name in names
         ]  # fmt: skip
@@ -218,7 +215,7 @@ def _locomo(cells: Sequence[AnyCell]) -> str:
     names: tuple[MethodName, ...] = ("uniform", "static", "dynamic")
     full = books.score(Method("full"))
     lines = [["full", NONE, *[full] * len(books.retentions)]] + [
-        [_TITLES[name], scorer, *(books.score(books.plain(name, scorer, ratio)) for ratio in books.retentions)]
+        [name, scorer, *(books.score(books.plain(name, scorer, ratio)) for ratio in books.retentions)]
         for scorer in books.scorers
         for name in names
     ]

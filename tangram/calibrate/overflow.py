@@ -13,11 +13,11 @@ import numpy as np
 
 from tangram.calibrate.evidence import Evidence, reserved, share_of_heads
 from tangram.compress.groups import group_budgets, realised_retention
-from tangram.compress.profile import Profile, fewest_pages
+from tangram.compress.profile import PAPER_ALPHA, Profile, fewest_pages
 from tangram.errors import ConfigError
 from tangram.types import Float64
 
-ALPHAS = (0.0, 1.0, 2.0)
+ALPHAS = (0.0, 1.0, PAPER_ALPHA)
 Rooms = tuple[Float64, float]  # [L, H] fractions of C, and the share of a chunk that these occupy
 
 
@@ -36,8 +36,8 @@ def held_out_overflow(evidence: Evidence, alphas: Sequence[float] = ALPHAS) -> d
 
     "uniform" gives every head the same, "alpha 0" … scale min(1, μ + α·σ) to ρ as profiles do, "own" is made of the
     sample itself (α 0), so that only its chunks differ. "fitted" shares out the same pages so that the other samples
-    lose least. "unscaled" is the paper's budget, at the α of the profile, in whole pages, whatever that occupies
-    (Tangram, offline profiling).
+    lose least. "unscaled" is the paper's budget, at its α, in whole pages, whatever that occupies (Tangram, offline
+    profiling).
     Figures: `footprint`, the share of a chunk that is reserved; `exceeded` and `lost` as in `overflow`, means over
     samples; `lost_p5` and `lost_p95`, percentiles over samples. Raises `ConfigError` for fewer than two samples.
     """
@@ -52,7 +52,7 @@ def held_out_overflow(evidence: Evidence, alphas: Sequence[float] = ALPHAS) -> d
         rooms[f"alpha {alpha:g}"] = [_room(evidence.profile_of(others, alpha)) for others in left_out]
     rooms["own"] = [_room(evidence.profile_of([number], 0.0)) for number in everything]
     rooms["fitted"] = [_fitted(evidence, others) for others in left_out]
-    rooms["unscaled"] = [_unscaled(evidence.profile_of(others)) for others in left_out]
+    rooms["unscaled"] = [_unscaled(evidence.profile_of(others, PAPER_ALPHA)) for others in left_out]
     return {name: _summary(evidence, found) for name, found in rooms.items()}
 
 

@@ -11,6 +11,7 @@ from tangram.calibrate.agreement import agreement, kind_correlations
 from tangram.calibrate.enough import samples_needed
 from tangram.calibrate.evidence import Evidence
 from tangram.calibrate.overflow import held_out_overflow, transfer
+from tangram.compress.profile import PAPER_ALPHA
 
 Report = dict[str, Any]
 Row = list[str]
@@ -19,7 +20,7 @@ _BUDGETS = {
     "uniform": "the same for every head",
     "own": "of the sample itself",
     "fitted": "that lose least on the other samples",
-    "unscaled": "min(1, μ + α·σ) in whole pages, not scaled to ρ",
+    "unscaled": f"min(1, μ + {PAPER_ALPHA:g}·σ) in whole pages, not scaled to ρ",
 }
 
 
@@ -28,7 +29,7 @@ def report(evidence: Sequence[Evidence]) -> Report:
 
     Keys: how much was measured (`samples`, `kinds`, `chunks`, `heads`, `page_tokens`, `heads_per_page`, `alpha`), and
     for each of `retentions` what `agreement` and `kind_correlations`, `samples_needed`, `held_out_overflow` and
-    `transfer` say. Raises `ConfigError` for fewer than two samples.
+    `transfer`, at the profile's α and at the paper's, say. Raises `ConfigError` for fewer than two samples.
     """
     first = evidence[0]
     return {
@@ -51,7 +52,9 @@ def _figures(entry: Evidence) -> dict[str, Any]:
         "agreement": {name: asdict(pairs) for name, pairs in agreement(entry.fractions, entry.kinds).items()},
         "kind_correlations": kind_correlations(entry.fractions, entry.kinds),
         "samples_needed": {str(size): figures for size, figures in samples_needed(entry).items()},
-        "transfer": {f"alpha {alpha:g}": transfer(entry, alpha) for alpha in dict.fromkeys((0.0, entry.profile.alpha))},
+        "transfer": {
+            f"alpha {alpha:g}": transfer(entry, alpha) for alpha in dict.fromkeys((entry.profile.alpha, PAPER_ALPHA))
+        },
     }
 
 

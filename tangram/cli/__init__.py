@@ -177,8 +177,9 @@ def _import(config: EngineConfig, path: Path) -> Profile:
     from tangram.engine.setup import scorer_spec
     from tangram.import_profiles import import_published
 
+    scorer = make_scorer(config.scorer, gate=Path(config.gate) if config.gate else None)
     return import_published(
-        path, config.model, scorer_spec(make_scorer(config.scorer)), config.scope, config.kv_retention,
+        path, config.model, scorer_spec(scorer), config.scope, config.kv_retention,
         chunk_tokens=config.chunk_tokens, page_tokens=config.page_tokens, heads_per_page=config.heads_per_page,
     )  # fmt: skip
 
@@ -193,7 +194,7 @@ def _measure(config: EngineConfig, samples: int, data: Path | None, study: calib
     texts, source = _texts(config, samples, data), _source(config, data)
     study.check(texts)
     loaded = load_model(config.model, dtype=config.dtype, device=config.device, load_format=config.load_format)
-    scorer = make_scorer(config.scorer, gate=Path(config.gate) if config.gate else None)
+    scorer = make_scorer(config.scorer, gate=Path(config.gate) if config.gate else None, model=loaded.fingerprint)
     profiles = calibrate_model(
         loaded, scorer, config, retentions=study.retentions(config.kv_retention), texts=texts, source=source,
         observe=study.observe,

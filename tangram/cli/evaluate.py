@@ -31,6 +31,7 @@ from tangram.cli.options import (
     Weights,
     WeightType,
 )
+from tangram.compress.profile import ALPHA, SINK_TOKENS
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError, TangramError
 
@@ -77,7 +78,7 @@ def evaluate(
     model: Model = "smollm2", suites: Suites = "ruler,multiturn", methods: Methods = "full,uniform,dynamic,static",
     scorers: Scorers = "keydiff", retentions: Retentions = "0.7,0.5,0.3", samples: Samples = None,
     context_tokens: Context = 4096, max_questions: MostQuestions = None, locomo: Locomo = None,
-    text: Text = None, chunk_tokens: Chunks = "512", alphas: Alphas = "2", scopes: Scopes = "model",
+    text: Text = None, chunk_tokens: Chunks = "512", alphas: Alphas = f"{ALPHA:g}", scopes: Scopes = "model",
     sink_tokens: Sinks = None, window_tokens: Window = None, align: Align = True,
     align_tokens: AlignTokens = None,
     calibration_samples: PilotSamples = 50, output: ResultFile = Path("results.json"), report: ReportFile = None,
@@ -89,7 +90,6 @@ def evaluate(
     device: Device = "auto", seed: Seed = 0,
 ) -> None:  # fmt: skip
     """Ask MODEL the questions of suites under each way of keeping KV entries, and grade its replies."""
-    from tangram.compress.profile import SINK_TOKENS
     from tangram.evaluate.compare import compare
     from tangram.evaluate.methods import Grid
 

@@ -72,7 +72,9 @@ Chunk = Annotated[int, typer.Option(help="tokens that are computed and sealed in
 Page = Annotated[int, typer.Option(help="tokens of a page")]
 Heads = Annotated[int, typer.Option(help="KV heads that share a page table")]
 Profiles = Annotated[list[str] | None, typer.Option("--profile", help="profile file; repeat for several kv-retentions")]
-Gate = Annotated[str | None, typer.Option(help="gate file of the scorer fastkvzip")]
+Gate = Annotated[
+    str | None, typer.Option(help="gate file of the scorer fastkvzip; without it the one that ships for these weights")
+]
 DecodePolicy = Annotated[str | None, typer.Option(help="file of `tangram bench calibrate-policy`, for a GPU")]
 CacheGib = Annotated[float | None, typer.Option(help="memory for KV pages in GiB")]
 OffloadGib = Annotated[float, typer.Option(help="host memory for sealed chunks that KV pages are taken from, in GiB")]

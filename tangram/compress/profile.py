@@ -36,7 +36,8 @@ __all__ = ["Calibration", "ModelFingerprint", "Profile", "RankStability", "Scope
 
 FORMAT_VERSION = 1
 SINK_TOKENS = 4
-ALPHA = 2.0
+ALPHA = 0.0  # at a fixed ρ, room for heads that vary is taken from others, which costs answers (docs/accuracy.md)
+PAPER_ALPHA = 2.0  # of Tangram's own budgets, published ones among them
 _DIGITS = 5  # of the statistics: finer than any two calibrations agree, and it keeps files small
 _OPTIONS = (
     "model", "layers", "scorer", "scope", "kv_retention", "chunk_tokens", "calibration", "page_tokens",

@@ -169,7 +169,7 @@ def _retentions(config: EngineConfig, loaded: LoadedModel, max_tokens: int) -> l
         return [full]
     if config.kv_retention == 1.0 and not config.profile:
         return [full]
-    scorer = make_scorer(config.scorer, gate=Path(config.gate) if config.gate else None)
+    scorer = make_scorer(config.scorer, gate=Path(config.gate) if config.gate else None, model=loaded.fingerprint)
     scorer.check_tokens(config.chunk_tokens)
     scorer.check_model(loaded.fingerprint)
     if config.reclamation == "by-input":

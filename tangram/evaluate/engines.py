@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tangram.calibrate import ScoreSource
+from tangram.compress.provenance import ModelFingerprint
 from tangram.compress.scorers import Scorer, make_scorer
 from tangram.config import EngineConfig
 from tangram.engine.loop import Engine
@@ -67,7 +68,7 @@ class ModelBench:
         """
         if calibration_samples < 1:
             raise ConfigError(f"calibration_samples is {calibration_samples}, it must be at least 1")
-        scorers = _scorers(base, methods)
+        scorers = _scorers(base, methods, loaded.fingerprint)
         source = partial(_source, loaded, scorers)
         budgets = Budgets(
             loaded.fingerprint, loaded.geometry, {name: scorer_spec(scorer) for name, scorer in scorers.items()},
@@ -241,12 +242,12 @@ def _reply(events: Sequence[Event], holds_everything: bool) -> Reply:
     return Reply(text, last.usage.completion_tokens, held, last.usage.kv_bytes_uncompressed)
 
 
-def _scorers(base: EngineConfig, methods: Sequence[Method]) -> dict[str, Scorer]:
+def _scorers(base: EngineConfig, methods: Sequence[Method], model: ModelFingerprint) -> dict[str, Scorer]:
     names = dict.fromkeys(method.scorer for method in methods if method.scorer is not None)
     if base.gate is not None and GATED not in names:
         raise ConfigError(f"gate is {base.gate!r}, but no method scores by {GATED}: leave it out or name that scorer")
     gates = {GATED: Path(base.gate)} if base.gate is not None else {}
-    return {name: make_scorer(name, gate=gates.get(name)) for name in names}
+    return {name: make_scorer(name, gate=gates.get(name), model=model) for name in names}
 
 
 def _source(loaded: LoadedModel, scorers: Mapping[str, Scorer], name: str, chunk_tokens: int) -> ScoreSource:

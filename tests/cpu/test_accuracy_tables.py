@@ -17,6 +17,7 @@ from bench.accuracy.tables import plainly, tables
 from bench.accuracy.thin import Thin
 from bench.kernels.page import replaced
 from tangram.cli.evaluate import evaluate
+from tangram.compress.profile import ALPHA
 from tangram.evaluate.methods import Grid, Method, aligned_tokens
 from tangram.evaluate.report import difference
 from tangram.evaluate.results import AnsweredSample, AnyCell, Cell, Fidelity, FidelityCell, Results, Score, Setting
@@ -55,7 +56,7 @@ def needles(method: Method, scores: list[float]) -> Cell:
 
 
 UNIFORM = Method("uniform", 0.3, "kvzip", 512, None, None, 4)
-STATIC = Method("static", 0.3, "kvzip", 512, "model", 2.0, 4)
+STATIC = Method("static", 0.3, "kvzip", 512, "model", ALPHA, 4)
 DYNAMIC = Method("dynamic", 0.3, "kvzip", 512, "model")
 ONE_SHOT = Method("one-shot", 0.3, "kvzip", 4096, "model")
 CELLS: list[AnyCell] = [
@@ -64,7 +65,7 @@ CELLS: list[AnyCell] = [
     cell(STATIC, "ruler", [1.0, 0.0, 1.0, 0.0]), cell(STATIC, "multiturn", [1.0, 1.0, 1.0, 0.0]),
     cell(DYNAMIC, "ruler", [1.0, 1.0, 1.0, 0.0]), cell(DYNAMIC, "multiturn", [1.0, 0.5, 1.0, 0.0]),
     *(cell(ONE_SHOT, suite, [1.0, 1.0, 0.0, 0.0]) for suite in ("ruler", "multiturn")),
-    *(cell(replace(STATIC, alpha=0.0), suite, [0.0, 0.0, 1.0, 0.0]) for suite in ("ruler", "multiturn")),
+    *(cell(replace(STATIC, alpha=2.0), suite, [0.0, 0.0, 1.0, 0.0]) for suite in ("ruler", "multiturn")),
     *(cell(replace(STATIC, chunk_tokens=1024), suite, [0.0, 1.0, 1.0, 1.0]) for suite in ("ruler", "multiturn")),
     *(cell(STATIC, suite, [0.0, 0.0, 0.0, 1.0], aligned=False, prompts_sha256=f"raw {suite}")
       for suite in ("ruler", "multiturn")),
@@ -102,15 +103,15 @@ def test_means_count_each_suite_the_same_and_differences_go_sample_by_sample() -
 @pytest.mark.parametrize(
     ("title", "line"),
     [
-        ("Scores", "| static, α 2 | kvzip | 50.0 ± 28.9 |"),
+        ("Scores", "| static | kvzip | 50.0 ± 28.9 |"),
         ("Static budgets beside the dynamic method", "| kvzip | -6.2 ± 14.0 |"),
         ("Static budgets beside equal ones", "| kvzip | +62.5 ± 19.1 |"),
         ("Several needles at ρ 0.3", "| kvzip | – | 25.0 ± 25.0 | 75.0 ± 25.0 | – | – | – | – | +50.0 ± 28.9 |"),
         ("Sealed chunk by chunk", "| kvzip | +18.8 ± 20.1 |"),
-        ("α", "| static, α 0 | kvzip | 25.0 ± 17.7 |"),
-        ("Chunks", "| static, α 2, C 1024 | kvzip | 75.0 ± 17.7 |"),
-        ("The end of the context left raw", "| static, α 2 | kvzip | 25.0 ± 17.7 |"),
-        ("What is expected of real text", "| static, α 2 | kvzip | 0.1500 ± 0.0500 |"),
+        ("α", "| static, α 2 | kvzip | 25.0 ± 17.7 |"),
+        ("Chunks", "| static, C 1024 | kvzip | 75.0 ± 17.7 |"),
+        ("The end of the context left raw", "| static | kvzip | 25.0 ± 17.7 |"),
+        ("What is expected of real text", "| static | kvzip | 0.1500 ± 0.0500 |"),
     ],
 )
 def test_a_table_says_what_its_cells_say(title: str, line: str) -> None:
@@ -155,18 +156,20 @@ def test_every_task_of_the_grid_is_one_that_tangram_eval_takes(monkeypatch: pyte
     monkeypatch.setattr("tangram.evaluate.compare.compare", compare)
     app = Typer()
     app.command()(evaluate)
-    tasks = list(grid.tasks(grid.SCORERS, list(grid.PARTS), Path("gate.safetensors"), None))
+    tasks = list(grid.tasks(grid.SCORERS, list(grid.PARTS), None, None))
     for task in tasks:
         result = CliRunner().invoke(app, ["smollm2", *task.options])
         assert result.exit_code == 0, result.output
     assert len(asked) == len(tasks) == len({task.name for task in tasks})
     for task, (own, questions, unit) in zip(tasks, asked, strict=True):
         assert own.methods(4096) and all(one.context_tokens == 4096 for one in questions)
+        if not task.name.startswith("alphas."):
+            assert list(own.alphas) == [ALPHA], "what the tables call static is the α of profiles"
         if task.name.split(".")[0] not in ("fidelity", "raw-end"):
             assert unit == 4096, "one alignment for all that stand in one table"
 
 
-def test_a_scorer_that_needs_a_gate_is_left_out_without_one(
+def test_a_scorer_that_needs_a_gate_is_left_out_where_there_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     measured: list[str] = []
@@ -177,8 +180,13 @@ def test_a_scorer_that_needs_a_gate_is_left_out_without_one(
 
     monkeypatch.setattr(grid, "measure", measure)
     assert grid.main([str(tmp_path)]) == 1
-    assert {"full.kvzip", "base.tova", "window-0.keydiff"} < set(measured)
-    assert not {"full.keydiff", "base.fastkvzip"} & set(measured)
+    assert {"full.kvzip", "base.tova", "window-0.keydiff", "base.fastkvzip"} < set(measured)
+    assert "full.keydiff" not in measured
+    measured.clear()
+    other = [str(tmp_path), "--model", "other", "--parts", "base"]
+    assert grid.main(other) == 0
+    assert "base.kvzip" in measured and "base.fastkvzip" not in measured
     with pytest.raises(SystemExit):
-        grid.main([str(tmp_path), "--scorers", "fastkvzip"])
-    assert grid.main([str(tmp_path), "--scorers", "fastkvzip", "--gate", "g", "--parts", "base"]) == 0
+        grid.main([*other, "--scorers", "fastkvzip"])
+    assert grid.main([*other, "--scorers", "fastkvzip", "--gate", "g"]) == 0
+    assert measured[-1] == "base.fastkvzip"

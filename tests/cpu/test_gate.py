@@ -14,7 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PretrainedConfig, Qwen3Config
+from typer.testing import CliRunner
 
+from tangram.cli import app
+from tangram.compress.profile import Profile
 from tangram.compress.scorers.base import ChunkView
 from tangram.compress.scorers.fastkvzip import FastKVzip
 from tangram.errors import ConfigError
@@ -138,6 +141,17 @@ def test_the_engine_compresses_by_a_gate(adopt_tiny: Callable[[PretrainedConfig]
         longer = prompt + answer[:38]  # past the next chunk, which decode completed above and a prefill completes here
         again = small_engine(loaded, **options, profile=(profile,))
         assert run(again, [longer], replace(GREEDY, max_tokens=2))[0] == answer[38:]
+
+
+def test_published_budgets_are_imported_for_a_gate(tmp_path: Path) -> None:
+    published, profile = tmp_path / "published.npz", tmp_path / "profile.json"
+    prefix, shares = "gpt-oss-20b/fastkvzip/layer", np.random.default_rng(0).random((12, 8)) * 0.2
+    arrays = {f"{prefix}/mean": shares, f"{prefix}/std": 0 * shares, f"{prefix}/layers": np.arange(1, 24, 2)}
+    np.savez(published, **arrays)  # type: ignore[arg-type]
+    options = ["--import", str(published), "--scorer", "fastkvzip", "--scope", "layer", "-o", str(profile)]
+    result = CliRunner().invoke(app, ["calibrate", "gpt-oss-20b", *options, "--gate", str(GATE)])
+    assert result.exit_code == 0, result.output
+    assert dict(Profile.load(profile).scorer.parameters) == FastKVzip(GATE).parameters()
 
 
 def test_a_missing_gate_file_is_named(tmp_path: Path) -> None:

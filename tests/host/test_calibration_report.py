@@ -100,9 +100,8 @@ def test_a_spread_flattens_scaled_budgets_and_fills_unscaled_ones() -> None:
     (evidence,) = calibrated(two_heads(12, 16, 8), "aaa", page_tokens=2)
     assert evidence.profile_of([1, 2], 0.0).sealed_pages == (6, 2)
     assert evidence.profile_of([1, 2], 2.0).sealed_pages == (5, 3)
-    wide = Evidence(evidence.profile_of([0, 1, 2], 2.0), evidence.wishes, evidence.kinds)
     # Left out in turn: (16, 0) and (8, 8) fill 16 + 12 entries, (12, 4) and (8, 8) 14 + 10, (12, 4) and (16, 0) 16 + 6.
-    unscaled = held_out_overflow(wide)["unscaled"]
+    unscaled = held_out_overflow(evidence)["unscaled"]
     assert unscaled["footprint"] == pytest.approx((28 + 24 + 22) / 3 / 32, abs=1e-5)
     assert unscaled["lost"] == pytest.approx((0 + 2 + 2) / 3 / 16, abs=1e-5)
 

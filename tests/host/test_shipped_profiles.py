@@ -11,7 +11,7 @@ import pytest
 
 from tangram.compress.groups import cluster, group_budgets
 from tangram.compress.library import find_profile, shipped_profiles
-from tangram.compress.profile import Profile
+from tangram.compress.profile import ALPHA, PAPER_ALPHA, Profile
 from tangram.compress.provenance import ScorerSpec
 from tangram.errors import ProfileError
 from tangram.import_profiles import MODELS, import_published
@@ -27,6 +27,7 @@ def test_shipped_profiles_are_whole_and_named_after_their_content(path: Path) ->
     assert path.stat().st_size < 40_000
     assert 0.98 * profile.kv_retention < profile.realised_retention <= profile.kv_retention
     assert ("aiha-lab/tangram" in profile.calibration.source) == (path in IMPORTED)
+    assert profile.alpha == (PAPER_ALPHA if path in IMPORTED else ALPHA)
     assert profile == profile.with_pages(profile.page_tokens, profile.heads_per_page)
 
 
@@ -85,7 +86,7 @@ def test_published_budgets_are_rescaled_to_the_rho_wanted(published: Path) -> No
     assert profile.layers == tuple(range(1, 24, 2))
     assert (profile.model.head_dim, profile.model.query_heads) == (64, 64)
     assert (profile.model.weights_sha256, profile.model.vocab_size) == (None, None)
-    assert (profile.scorer.name, profile.scope) == ("expected_attention", "layer")
+    assert (profile.scorer.name, profile.scope, profile.alpha) == ("expected_attention", "layer", 2.0)
     assert 0.49 < profile.realised_retention <= 0.5
     top = np.unravel_index(np.argmax(profile.budgets), profile.budgets.shape)
     assert (profile.layers[int(top[0])], int(top[1])) == profile.groups[0][0]

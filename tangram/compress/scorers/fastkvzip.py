@@ -15,7 +15,7 @@ from tangram.errors import ConfigError
 
 
 class FastKVzip(Scorer):
-    """The gate of the chunk's layer over the input of its attention module. `gate` is a file the user brings.
+    """The gate of the chunk's layer over the input of its attention module. `gate` is a gate file.
 
     `ConfigError` if the file is not of the format (see `tangram.compress.scorers.gate`).
     """

@@ -12,8 +12,10 @@ A gate that was trained here is a safetensors file whose metadata says from what
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,7 +26,7 @@ from safetensors.torch import save
 from torch import Tensor
 from torch.nn import functional
 
-from tangram.compress.provenance import GateTraining
+from tangram.compress.provenance import GateTraining, ModelFingerprint
 from tangram.errors import ConfigError
 
 NAMES = ("q_proj.weight", "q_proj.bias", "k_proj.weight", "q_norm.weight", "k_norm.weight", "k_base", "b")
@@ -33,6 +35,7 @@ METADATA = "training"
 # No safetensors, no file; no number of a layer, and a layer that is not there.
 UNREADABLE = (SafetensorError, OSError, ValueError, KeyError)
 _TRAINING = TypeAdapter(GateTraining)
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -135,15 +138,8 @@ def check_path(path: Path) -> None:
 
 def load_gate(path: Path) -> Gate:
     """Read a gate file. `ConfigError` names the file and the first thing in it that is not of the format."""
-    try:
+    with _reading(path):
         layers, metadata = _read(path)
-    except FileNotFoundError:
-        raise ConfigError(f"gate is {str(path)!r}, there is no such file") from None
-    except UNREADABLE as error:
-        raise ConfigError(
-            f"gate is {str(path)!r}, it cannot be read as a Fast KVzip gate: {error}. Gates are safetensors files; "
-            f"docs/scorers.md says under 'Gate files' how to convert a released one, which is a PyTorch file"
-        ) from error
     if not layers:
         raise ConfigError(f"gate is {str(path)!r}, it holds no layers")
     shape = _read_shape(path, layers)
@@ -151,6 +147,44 @@ def load_gate(path: Path) -> Gate:
         _check_layer(path, layer, tensors, shape)
     floats = tuple({name: layer[name].float() for name in NAMES} for layer in layers)
     return Gate(shape, floats, _read_training(path, metadata))
+
+
+def shipped_gates() -> Path:
+    """The folder of the gates that come with Tangram."""
+    return Path(__file__).parents[2] / "gates"
+
+
+def find_gate(folder: Path, model: ModelFingerprint) -> Path | None:
+    """The first `*.safetensors` of `folder`, by name, that was trained for exactly these weights; None if none was.
+
+    Reads metadata, no tensors. A file that is no gate is passed over with a logged warning that says why.
+    """
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with _reading(path), safe_open(path, "pt") as file:
+                metadata: Mapping[str, str] = file.metadata() or {}
+            training = _read_training(path, metadata)
+        except ConfigError as error:
+            _log.warning("passed over: %s", error)
+            continue
+        # Unlike in `mismatches`, what is not known matches nothing.
+        if training and model.weights_sha256 and replace(training.model, name=model.name) == model:
+            return path
+    return None
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """What goes wrong with the file, as `ConfigError`."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise ConfigError(f"gate is {str(path)!r}, there is no such file") from None
+    except UNREADABLE as error:
+        raise ConfigError(
+            f"gate is {str(path)!r}, it cannot be read as a Fast KVzip gate: {error}. Gates are safetensors files; "
+            f"docs/scorers.md says under 'Gate files' how to convert a released one, which is a PyTorch file"
+        ) from error
 
 
 def _read(path: Path) -> tuple[list[Mapping[str, Tensor]], Mapping[str, str]]:
