@@ -5,9 +5,9 @@
     python -m bench.accuracy.page FOLDER/*.json
 
 What follows `--` goes to every `tangram eval`. Parts come in the order given, in each the slowest scorer first.
-FOLDER/PART.SCORER.json is added to after every cell: the same command goes on where it was interrupted, and skips what
-is there. Beside it is a log of what was printed. Exits with 1 if one of them failed. Processes that share a GPU take
-turns on it unless NVIDIA's multi-process service runs (`nvidia-cuda-mps-control -d`).
+FOLDER/PART.SCORER.json, of slow scorers one for each ρ, is added to after every cell: the same command goes on where it
+was interrupted, and skips what is there. Beside it is a log of what was printed. Exits with 1 if one of them failed.
+Processes that share a GPU take turns on it unless NVIDIA's multi-process service runs (`nvidia-cuda-mps-control -d`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 EMBEDDED = "smollm2"
+SLOW = ("kvzip",)  # a second pass over every chunk: a process for each ρ and chunk size
 SCORERS = ("kvzip", "keydiff", "fastkvzip", "expected_attention", "snapkv", "tova", "streaming_llm")
 ALL_RATIOS, TWO_RATIOS = "--retentions 0.7,0.5,0.3,0.25", "--retentions 0.5,0.3"
 CONTEXT = "--samples 52 --context-tokens 4096"
@@ -33,6 +35,9 @@ PARTS: Mapping[str, str] = {
     "full": f"{ASKED} --methods full",
     "needles": f"--suites multiturn/needles {CONTEXT} --align-tokens 4096 {TWO_RATIOS} --scopes model,layer "
     "--methods full,uniform,static,dynamic,one-shot",
+    # Equal shares of the whole context at once: what competing heads were published against.
+    "needles-at-once": f"--suites multiturn/needles {CONTEXT} --align-tokens 4096 {TWO_RATIOS} --methods uniform "
+    "--chunk-tokens 4096",
     "alphas": f"{ASKED} {ALL_RATIOS} --methods static --alphas 1,2",
     "fidelity": f"--suites fidelity {CONTEXT} {TWO_RATIOS} --methods full,uniform,static,dynamic",
     "chunks": f"{ASKED} {TWO_RATIOS} --methods uniform,static,dynamic --chunk-tokens 256,1024,2048",
@@ -58,9 +63,21 @@ def tasks(scorers: Sequence[str], parts: Sequence[str], gate: Path | None, locom
     """Part by part, in their order, and there by scorer; `full` has none."""
     for part in parts:
         for scorer in scorers[:1] if part == "full" else scorers:
-            yield Task(f"{part}.{scorer}", (*shlex.split(PARTS[part]), *_scoring(part, scorer, gate)))
+            options = [*shlex.split(PARTS[part]), *_scoring(part, scorer, gate)]
+            for own in _apart(options) if scorer in SLOW and part != "full" else [Task("", tuple(options))]:
+                yield Task(f"{part}.{scorer}{own.name}", own.options)
     for scorer in scorers if locomo is not None else ():
         yield Task(f"locomo.{scorer}", (*shlex.split(LOCOMO), str(locomo), *_scoring("locomo", scorer, gate)))
+
+
+def _apart(options: Sequence[str]) -> Iterator[Task]:
+    """A task for each combination of ρ and chunk size, named by it."""
+    places = [at + 1 for at, word in enumerate(options) if word in ("--retentions", "--chunk-tokens")]
+    for values in product(*(options[place].split(",") for place in places)):
+        own = list(options)
+        for place, value in zip(places, values, strict=True):
+            own[place] = value
+        yield Task("".join(f".{value}" for value in values), tuple(own))
 
 
 def _scoring(part: str, scorer: str, gate: Path | None) -> list[str]:

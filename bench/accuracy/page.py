@@ -50,8 +50,8 @@ def written(thin: Thin, beside: Control | None) -> str:
     """What stands on the page."""
     cells = thin.whole()
     others = [] if beside is None else [control_tables(beside, plainly(cells))]
-    commands = "".join(f"- `{command}`\n" for command in thin.commands)
-    return "\n" + "\n".join([tables(cells), *others, where(cells), commands])
+    asked = f"Asked by {len(thin.commands)} commands of `tangram eval`, which `bench/results/{KEPT.name}` names.\n"
+    return "\n" + "\n".join([tables(cells), *others, where(cells), asked])
 
 
 if __name__ == "__main__":

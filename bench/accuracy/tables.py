@@ -76,7 +76,10 @@ def _against(name: MethodName, other: MethodName) -> Callable[[Sequence[AnyCell]
 
 
 def _needles(cells: Sequence[AnyCell]) -> str:
-    """Of questions that were asked about needles alone; methods whose heads compete, in both scopes."""
+    """Of questions that were asked about needles alone; methods whose heads compete, in both scopes.
+
+    "uniform, one-shot" gives every head the same share of the whole context at once.
+    """
     books, retention = Books([cell for cell in cells if _of_needles(cell)], ("multiturn",)), 0.3
     asked: tuple[tuple[MethodName, Scope], ...] = (
         ("full", "model"), ("uniform", "model"), ("static", "model"), ("dynamic", "layer"), ("dynamic", "model"),
@@ -86,8 +89,10 @@ def _needles(cells: Sequence[AnyCell]) -> str:
     for scorer in books.scorers:
         methods = [_scoped(books.plain(name, scorer, retention), scope) for name, scope in asked]
         uniform, static = methods[1:3]
-        lines.append([scorer, *map(books.score, methods), books.less(static, uniform)])
+        at_once = replace(uniform, chunk_tokens=methods[-1].chunk_tokens) if uniform and methods[-1] else None
+        lines.append([scorer, *map(books.score, [*methods, at_once]), books.less(static, uniform)])
     titles = [name if name in ("full", "uniform", "static") else f"{name}, {scope}" for name, scope in asked]
+    titles.append("uniform, one-shot")
     return table(["scorer", *titles, "static − uniform"], lines).replace(
         "| --- | --- | ---: |", "| --- | ---: | ---: |", 1
     )
