@@ -97,9 +97,8 @@ def test_a_needle_at_4000_tokens_is_found_as_often_as_without_compression(loaded
             messages, code = needle_prompt(loaded, seed)
             prompt = served.codec.chat_prompt(messages)
             assert 3_900 <= len(prompt) <= 4_100
-            answer = run(served, [prompt], SamplingParams(temperature=0.0, max_tokens=14))[0]
+            answer = run(served, [prompt], SamplingParams(temperature=0.0, max_tokens=32))[0]
             hits += code in served.codec.decode(answer)
         found[retention] = hits
     print(f"needles found: {found}")
-    assert found[0.5] >= 9, found
-    assert found[1.0] >= 9, found
+    assert found == {1.0: 10, 0.5: 10}
