@@ -30,8 +30,8 @@ class Limits:
 
     A request is ended `request_timeout_s` after it has come, waiting in the queue included; None never. A stream is
     ended when `pending_events` for each of its completions, of at most eight, wait for a client that does not read.
-    `max_queue` is the engine's: who is on the way to the queue counts, too; None takes in everybody. Raises
-    `ConfigError` where a number cannot be meant.
+    `max_queue` is the engine's: who is on the way to the queue counts, too; None takes in everybody, those who wait
+    for new grammars, too. Raises `ConfigError` where a number cannot be meant.
     """
 
     request_timeout_s: float | None = None
@@ -81,6 +81,9 @@ class Grammars(Protocol):
 
     def warm(self) -> None:
         """Do now what the first grammar would wait for."""
+
+    def known(self, source: str, field: str) -> Grammar | None:
+        """What `compile` has made of the same before, or its `RequestError` again, at once; None if it is new."""
 
     def compile(self, source: str, field: str) -> Grammar:
         """A grammar in llguidance's Lark dialect, from any thread.

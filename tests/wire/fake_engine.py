@@ -49,12 +49,16 @@ class FakeCodec:
 
 @dataclass
 class FakeGrammars:
-    """Notes what it is asked for; its grammars are their sources."""
+    """Notes what it is asked for; its grammars are their sources. It knows only those that a test has it know."""
 
     sources: list[tuple[str, str]] = field(default_factory=list)
+    remembered: dict[str, Any] = field(default_factory=dict)
 
     def warm(self) -> None:
         pass
+
+    def known(self, source: str, name: str) -> Any:
+        return self.remembered.get(source)
 
     def compile(self, source: str, name: str) -> Any:
         self.sources.append((source, name))
