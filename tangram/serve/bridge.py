@@ -111,8 +111,10 @@ class ServedEngine(Protocol):
     def healthy(self) -> bool:
         """False once its thread has died."""
 
-    def submit(self, request: Request) -> None:
-        """Queue a request; raises `RequestError` if it can never be served, `OverloadError` if too many wait."""
+    def submit(self, *requests: Request) -> None:
+        """Queue requests, all or none; raises `RequestError` if they can never be served, `OverloadError` if too many
+        wait.
+        """
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free its pages; of an unknown or finished one, nothing."""
@@ -157,8 +159,8 @@ def timed_out(limit_s: float | None) -> ApiError:
 class EventStream:
     """The events of one job, as (choice, event); choice = prompt number · n + index of the completion.
 
-    Submits on construction (raises `RequestError` or `OverloadError` if the engine refuses, then nothing is left
-    running). Whoever builds it must `close()` it: that aborts every completion that has not ended, which frees its
+    Submits on construction (raises `RequestError` or `OverloadError` if the engine refuses, then nothing of it
+    has begun). Whoever builds it must `close()` it: that aborts every completion that has not ended, which frees its
     pages. `overrun` is set when it was closed because nobody takes the events.
     """
 
@@ -178,14 +180,13 @@ class EventStream:
             self._timer = self._loop.call_later(
                 limits.request_timeout_s - gone_s, self._expire, limits.request_timeout_s
             )
-        n, now_s = job.sampling.n, time.monotonic()
+        now_s = time.monotonic()
         try:
-            for number in range(len(job.prompts)):
-                engine.submit(self._request(number))
-                self._running |= {number * n + index: CompletionMeter(metrics, now_s) for index in range(n)}
+            engine.submit(*map(self._request, range(len(job.prompts))))
         except BaseException:
             self.close()
             raise
+        self._running = {choice: CompletionMeter(metrics, now_s) for choice in range(job.choices)}
 
     def _request(self, number: int) -> Request:
         return Request(

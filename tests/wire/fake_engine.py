@@ -106,20 +106,28 @@ class FakeEngine:
         for job in running:
             self._emit(job, "", FinishReason.ABORT)
 
-    def submit(self, request: Request) -> None:
+    def submit(self, *requests: Request) -> None:
+        for request in requests:
+            self._check(request)
+        with self._lock:
+            for request in requests:
+                self._take(request)
+
+    def _check(self, request: Request) -> None:
         if request.kv_retention is not None and not 0 < request.kv_retention <= 1:
             raise RequestError(f"kv_retention is {request.kv_retention}, it must lie in (0, 1]", "kv_retention")
         needed = len(request.prompt_token_ids) + (request.sampling.max_tokens or 0)
         if needed > CONTEXT_TOKENS:
             raise RequestError(f"the request needs {needed} tokens, the context has {CONTEXT_TOKENS}", "max_tokens")
-        with self._lock:
-            prompt = request.prompt_token_ids
-            cached = max((_shared(prompt, seen) for seen in self._seen), default=0)
-            answer = "".join(reversed("".join(map(chr, prompt)).split("<assistant>")[-1][-60:]))
-            now_s = time.monotonic()
-            self._running += [_Completion(request, index, answer, cached, now_s) for index in range(request.sampling.n)]
-            self._seen.append(prompt)
-            self.submitted.append(request)
+
+    def _take(self, request: Request) -> None:
+        prompt = request.prompt_token_ids
+        cached = max((_shared(prompt, seen) for seen in self._seen), default=0)
+        answer = "".join(reversed("".join(map(chr, prompt)).split("<assistant>")[-1][-60:]))
+        now_s = time.monotonic()
+        self._running += [_Completion(request, index, answer, cached, now_s) for index in range(request.sampling.n)]
+        self._seen.append(prompt)
+        self.submitted.append(request)
 
     def abort(self, request_id: str) -> None:
         with self._lock:
