@@ -3,7 +3,7 @@
 TangramError
 ├── ConfigError      an engine option is wrong: names the field, the value and the limit
 ├── RequestError     one request is wrong or can never fit (HTTP 400): the engine goes on
-├── OverloadError    the queue is full (HTTP 429): says when to come back
+├── OverloadError    a queue is full (HTTP 429): says which, and when to come back
 ├── MachineError     the machine had no room for what one request needs (HTTP 503): the engine goes on, try again
 ├── EngineError      the engine's thread has died: whoever runs it should start it again
 ├── ProfileError     a profile is damaged, stale or of another model: names the mismatch
@@ -34,11 +34,11 @@ class RequestError(TangramError):
 
 
 class OverloadError(TangramError):
-    """One request too many waits; it may be sent again after `retry_after_s` seconds."""
+    """One request too many waits; it may be sent again after `retry_after_s` seconds. `code` names the queue."""
 
-    def __init__(self, message: str, retry_after_s: int) -> None:
+    def __init__(self, message: str, retry_after_s: int, code: str = "queue_full") -> None:
         super().__init__(message)
-        self.retry_after_s = retry_after_s
+        self.retry_after_s, self.code = retry_after_s, code
 
 
 class MachineError(TangramError):

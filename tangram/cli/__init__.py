@@ -13,7 +13,7 @@ from rich.console import Console
 from tangram.cli import ablation, bench, calibration, evaluate, serving
 from tangram.cli.batch import answer_batch
 from tangram.cli.gate import refuse_with_gate, train_and_report
-from tangram.cli.options import Chunk, Heads, Page, Retention, SizeType, with_config
+from tangram.cli.options import Chunk, Heads, Page, Retention, SizeType, served_name, with_config
 from tangram.cli.telemetry import LogForm, LogFormat, MetricsAliases, OtlpEndpoint, OverflowEvery, logging_as
 from tangram.compress.profile import Profile
 from tangram.config import EngineConfig
@@ -36,7 +36,7 @@ def serve(
     host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="port to listen on")] = 8000,
     served_model_name: Annotated[
-        str | None, typer.Option(help="name of the model in the API; MODEL if not given")
+        str | None, typer.Option(help="name of the model in the API; MODEL if not given, of a path its last part")
     ] = None,
     api_key: Annotated[
         list[str] | None,
@@ -67,7 +67,7 @@ def serve(
     from tangram.serve.http import Telemetry, serve_forever
     from tangram.serve.tracing import traces_to
 
-    name = served_model_name or config.model
+    name = served_model_name or served_name(config)
     with logging_as(log_format):
         protection = Protection(tuple(api_key or ()), max_body_mb)
         limits = Limits(request_timeout_s, max_queue=max_queue)

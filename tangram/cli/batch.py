@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from tangram.cli.options import served_name
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
 
@@ -28,7 +29,7 @@ def answer_batch(config: EngineConfig, source: Path, target: Path | None, others
     from tangram.serve.service import Service
 
     files = BatchFiles(source, target)
-    service = Service(build_engine(config), config.model)
+    service = Service(build_engine(config), served_name(config))
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:

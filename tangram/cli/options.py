@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -114,6 +115,18 @@ def _config(
         scheduling=scheduling.value, dtype=dtype.value, kv_cache_dtype=kv_cache_dtype.value,
         load_format=load_format.value, enforce_eager=enforce_eager, device=device, seed=seed,
     )  # fmt: skip
+
+
+def served_name(config: EngineConfig) -> str:
+    """The model's name in the API: what was given, but of a local folder its last part, of a file that without suffix.
+
+    Whoever asks is told it in every answer, and where a model lies is not theirs to know.
+    """
+    path = Path(config.model).expanduser()
+    if not path.exists():
+        return config.model
+    named = path if path.name.strip(".") else path.resolve()  # "." and ".." have no name; a link keeps its own
+    return named.name if path.is_dir() else named.stem
 
 
 def exit_code(error: TangramError) -> int:

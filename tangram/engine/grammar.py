@@ -10,9 +10,11 @@ import logging
 import signal
 import subprocess
 import sys
-from functools import cached_property, lru_cache
+import threading
+from collections import OrderedDict
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
@@ -29,9 +31,29 @@ if TYPE_CHECKING:
 
 _MOST_REASON_CHARACTERS = 300
 _KEPT_GRAMMARS = 32
+_KEPT_REFUSALS = 128
 # Signals of whoever ends the server and all that it has begun: they say nothing about a grammar.
 _ENDED_FROM_OUTSIDE = (-signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP)
 _log = logging.getLogger("tangram")
+T = TypeVar("T")
+
+
+class _Recent(OrderedDict[tuple[str, str], T]):
+    """The `most` that were asked for last, by source and field."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def find(self, key: tuple[str, str]) -> T | None:
+        if key in self:
+            self.move_to_end(key)
+        return self.get(key)
+
+    def keep(self, key: tuple[str, str], value: T) -> None:
+        self[key] = value
+        if len(self) > self._most:
+            self.popitem(last=False)
 
 
 class GrammarCompiler:
@@ -39,8 +61,10 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, end_token_ids: Iterable[int]) -> None:
         self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, sorted(end_token_ids)
-        # Conversations bring the same tools with every turn.
-        self._compiled = lru_cache(_KEPT_GRAMMARS)(self._compile)
+        # Conversations bring the same tools with every turn. Refusals are kept apart: many push no grammar out.
+        self._compiled = _Recent[CompiledGrammar](_KEPT_GRAMMARS)
+        self._refused = _Recent[str](_KEPT_REFUSALS)
+        self._keeping = threading.Lock()
 
     @cached_property
     def _tokens(self) -> LLTokenizer | None:
@@ -55,12 +79,34 @@ class GrammarCompiler:
         """Do now what the first grammar would wait for."""
         _ = self._tokens
 
+    def known(self, source: str, field: str) -> CompiledGrammar | None:
+        """The grammar `source` as `compile` has made it before, at once; None if that has not seen it of late.
+
+        Raises the `RequestError` (`field`) that `compile` has raised.
+        """
+        with self._keeping:
+            reason = self._refused.find((source, field))
+            if reason is not None:
+                raise RequestError(reason, field)
+            return self._compiled.find((source, field))
+
     def compile(self, source: str, field: str) -> CompiledGrammar:
-        """The grammar `source`; its first mask is computed too.
+        """The grammar `source`; its first mask is computed too. What comes of it is kept for those who ask again.
 
         Raises `RequestError` (`field`) with what is wrong, `MachineError` if it could not be found out.
         """
-        return self._compiled(source, field)
+        grammar = self.known(source, field)
+        if grammar is not None:
+            return grammar
+        try:
+            grammar = self._compile(source, field)
+        except RequestError as error:
+            with self._keeping:
+                self._refused.keep((source, field), str(error))
+            raise
+        with self._keeping:
+            self._compiled.keep((source, field), grammar)
+        return grammar
 
     def _compile(self, source: str, field: str) -> CompiledGrammar:
         if self._tokens is None:

@@ -11,6 +11,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -54,8 +55,7 @@ class Engine:
         )  # fmt: skip
         self._flight: Flight | None = None
         self._inbox: deque[Callable[[], None]] = deque()
-        self._intake = Intake(config.max_queue)
-        self._entering = 0
+        self._intake = Intake(config.max_queue, config.max_num_seqs)
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stopping = self._ended = False
@@ -83,19 +83,21 @@ class Engine:
 
     # -- from any thread --------------------------------------------------------------------------------------------
 
-    def submit(self, request: Request) -> None:
-        """Queue `request`; its events come through `request.on_event`.
+    def submit(self, *requests: Request) -> None:
+        """Queue `requests`, all or none; their events come through `on_event` of each.
 
-        Raises `RequestError` at once if it is malformed or can never fit, `OverloadError` if `max_queue` completions
-        wait; then nothing is queued. Raises `EngineError` once the engine's thread has ended.
+        Raises `RequestError` at once if one is malformed or can never fit, or they are more completions than may ever
+        run and wait; `OverloadError` if `max_queue` completions wait. Then nothing is queued. Raises `EngineError` once
+        the engine's thread has ended.
         """
-        layout, max_tokens = self.check(request)
+        jobs = [partial(self._accept, request, *self.check(request)) for request in requests]
+        coming = sum(request.sampling.n for request in requests)
         with self._wake:
             if self._ended:
                 raise EngineError("the engine has stopped: the log has the reason, start it again")
-            self._intake.check(self._scheduler.queued(self._entering + self._answers.held_back))
-            self._entering += request.sampling.n
-            self._post(lambda: self._accept(request, layout, max_tokens))
+            waiting = self._scheduler.queued(self._intake.entering + self._answers.held_back)
+            self._intake.take(waiting, coming, "n" if len(requests) == 1 else "prompt")
+            self._post(*jobs)
 
     def check(self, request: Request) -> tuple[int, int]:
         """What `submit` checks: the layout that would serve `request`, and the tokens it may generate."""
@@ -234,15 +236,15 @@ class Engine:
             for request_id in self._answers.request_ids:
                 self._drop(request_id, "the engine has stopped")
 
-    def _post(self, job: Callable[[], None]) -> None:
+    def _post(self, *jobs: Callable[[], None]) -> None:
         with self._wake:
-            self._inbox.append(job)
+            self._inbox.extend(jobs)
             self._wake.notify()
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def _accept(self, request: Request, layout: int, max_tokens: int) -> None:
-        self._entering -= request.sampling.n
+        self._intake.entering -= request.sampling.n
         try:
             self._scheduler.add(self._answers.begin(request, layout, max_tokens).sequence)
         except Exception:

@@ -30,8 +30,8 @@ class Limits:
 
     A request is ended `request_timeout_s` after it has come, waiting in the queue included; None never. A stream is
     ended when `pending_events` for each of its completions, of at most eight, wait for a client that does not read.
-    `max_queue` is the engine's: who is on the way to the queue counts, too; None takes in everybody. Raises
-    `ConfigError` where a number cannot be meant.
+    `max_queue` is the engine's: who is on the way to the queue counts, too; None takes in everybody, those who wait
+    for new grammars, too. Raises `ConfigError` where a number cannot be meant.
     """
 
     request_timeout_s: float | None = None
@@ -82,6 +82,9 @@ class Grammars(Protocol):
     def warm(self) -> None:
         """Do now what the first grammar would wait for."""
 
+    def known(self, source: str, field: str) -> Grammar | None:
+        """What `compile` has made of the same before, or its `RequestError` again, at once; None if it is new."""
+
     def compile(self, source: str, field: str) -> Grammar:
         """A grammar in llguidance's Lark dialect, from any thread.
 
@@ -108,8 +111,10 @@ class ServedEngine(Protocol):
     def healthy(self) -> bool:
         """False once its thread has died."""
 
-    def submit(self, request: Request) -> None:
-        """Queue a request; raises `RequestError` if it can never be served, `OverloadError` if too many wait."""
+    def submit(self, *requests: Request) -> None:
+        """Queue requests, all or none; raises `RequestError` if they can never be served, `OverloadError` if too many
+        wait.
+        """
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free its pages; of an unknown or finished one, nothing."""
@@ -154,8 +159,8 @@ def timed_out(limit_s: float | None) -> ApiError:
 class EventStream:
     """The events of one job, as (choice, event); choice = prompt number · n + index of the completion.
 
-    Submits on construction (raises `RequestError` or `OverloadError` if the engine refuses, then nothing is left
-    running). Whoever builds it must `close()` it: that aborts every completion that has not ended, which frees its
+    Submits on construction (raises `RequestError` or `OverloadError` if the engine refuses, then nothing of it
+    has begun). Whoever builds it must `close()` it: that aborts every completion that has not ended, which frees its
     pages. `overrun` is set when it was closed because nobody takes the events.
     """
 
@@ -175,14 +180,13 @@ class EventStream:
             self._timer = self._loop.call_later(
                 limits.request_timeout_s - gone_s, self._expire, limits.request_timeout_s
             )
-        n, now_s = job.sampling.n, time.monotonic()
+        now_s = time.monotonic()
         try:
-            for number in range(len(job.prompts)):
-                engine.submit(self._request(number))
-                self._running |= {number * n + index: CompletionMeter(metrics, now_s) for index in range(n)}
+            engine.submit(*map(self._request, range(len(job.prompts))))
         except BaseException:
             self.close()
             raise
+        self._running = {choice: CompletionMeter(metrics, now_s) for choice in range(job.choices)}
 
     def _request(self, number: int) -> Request:
         return Request(

@@ -95,7 +95,7 @@ def install_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(OverloadError)
     def on_overload(request: Request, error: OverloadError) -> Response:
-        refusal = ApiError(429, str(error), code="queue_full")
+        refusal = ApiError(429, str(error), code=error.code)
         return refusal.response({"Retry-After": str(error.retry_after_s)})
 
     @app.exception_handler(MachineError)

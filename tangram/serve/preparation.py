@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 from fastapi import Request
 
+from tangram.engine.grammar_trial import MOST_S
 from tangram.errors import OverloadError, RequestError
 from tangram.serve.bridge import Limits, ServedEngine, timed_out
 from tangram.serve.errors import ApiError
@@ -19,12 +21,25 @@ from tangram.types import Grammar
 P = ParamSpec("P")
 T = TypeVar("T")
 _MOST_COMPILING_S = 10
+# Each may take seconds, one after the other: whoever comes with a good one waits for so many at most.
+_MOST_NEW_GRAMMARS = 32
 # Who is prepared is so quickly: the queue behind it says how long it takes itself.
 _RETRY_AFTER_S = 1
 
 
+@dataclass
+class _Trial:
+    """A new grammar on its way, and how many requests wait for it."""
+
+    task: asyncio.Task[Grammar]
+    awaited: int = 0
+
+
 class Preparation:
-    """Requests on their way to the queue: they count as waiting, and their clock runs."""
+    """Requests on their way to the queue: they count as waiting, and their clock runs.
+
+    Those that wait for a new grammar are counted apart: however slow grammars are, others find room.
+    """
 
     def __init__(self, engine: ServedEngine, limits: Limits) -> None:
         self._engine, self._limits, self._here = engine, limits, 0
@@ -32,6 +47,7 @@ class Preparation:
         self._tokenizer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
         self._compiling = asyncio.Lock()
+        self._trials: dict[tuple[str, str], _Trial] = {}
 
     async def of(
         self, request: Request, work: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs
@@ -42,7 +58,8 @@ class Preparation:
         504 for what was given up.
         """
         most, limit_s = self._limits.max_queue, self._limits.request_timeout_s
-        if most is not None and self._here and self._here + self._engine.stats().waiting >= most:
+        here = self._here - self._awaiting
+        if most is not None and here > 0 and here + self._engine.stats().waiting >= most:
             raise OverloadError(f"{most} requests wait or are prepared (max_queue): try again later", _RETRY_AFTER_S)
         self._here += 1
         try:
@@ -58,7 +75,46 @@ class Preparation:
         return await asyncio.wrap_future(self._tokenizer.submit(work, *args, **kwargs))
 
     async def grammar(self, source: str, field: str) -> Grammar:
-        """The compiled grammar; raises as `Grammars.compile` does, and `RequestError` if it takes too long."""
+        """The compiled grammar, at once if it is known; who asks for the same waits for the same.
+
+        Raises as `Grammars.compile` does, `RequestError` if it takes too long, and `OverloadError` at once if too many
+        new ones, or as many requests for them as may be in the queue, wait already.
+        """
+        known = self._engine.grammars.known(source, field)
+        if known is not None:
+            return known
+        key = source, field
+        self._refuse_crowd(key)
+        trial = self._trials.get(key)
+        if trial is None:
+            trial = self._trials[key] = _Trial(asyncio.create_task(self._compiled(source, field)))
+        trial.awaited += 1
+        try:
+            return await asyncio.shield(trial.task)
+        finally:
+            trial.awaited -= 1
+            if not trial.awaited:  # all have gone, or have it
+                trial.task.cancel()
+                del self._trials[key]
+
+    @property
+    def _awaiting(self) -> int:
+        """The requests that wait for new grammars."""
+        return sum(trial.awaited for trial in self._trials.values())
+
+    def _refuse_crowd(self, key: tuple[str, str]) -> None:
+        most = self._limits.max_queue
+        if most is None:
+            return
+        if self._awaiting >= most or (key not in self._trials and len(self._trials) >= _MOST_NEW_GRAMMARS):
+            raise OverloadError(
+                f"{self._awaiting} requests wait for {len(self._trials)} new grammars, at most {most} (max_queue) for "
+                f"{_MOST_NEW_GRAMMARS} may: try again later; requests without one, or with one that is known, may come",
+                MOST_S,  # the one that is tried has ended by then
+                "grammar_queue_full",
+            )
+
+    async def _compiled(self, source: str, field: str) -> Grammar:
         loop = asyncio.get_running_loop()
 
         def free(_: object) -> None:

@@ -10,7 +10,9 @@ import torch
 from typer.testing import CliRunner
 
 from tangram.cli import app
+from tangram.cli.options import served_name
 from tangram.compress.profile import Profile
+from tangram.config import EngineConfig
 from tangram.plan.cost import CostModel
 from tangram.plan.policy import Policy, StepLoad
 from tests.cpu.test_real_model import TEXT
@@ -29,6 +31,33 @@ def test_errors_are_one_line_and_exit_code_2() -> None:
     assert result.exit_code == 2
     assert "kv_retention is 1.5" in result.output
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("smollm2", "smollm2"),
+        ("Qwen/Qwen3-0.6B", "Qwen3-0.6B"),
+        ("Qwen/Qwen3-4B", "Qwen/Qwen3-4B"),
+        ("Qwen/Qwen3-0.6B/", "Qwen3-0.6B"),
+        ("Qwen/Qwen3-0.6B/../qwen3.q8.gguf", "qwen3.q8"),
+        ("~/link", "link"),
+        (".", "home"),
+        ("Qwen/..", "home"),
+    ],
+)
+def test_a_model_that_lies_here_is_served_under_its_last_name(
+    model: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name on the Hub stays whole, unless a folder here is called like that."""
+    home = tmp_path / "home"
+    folder = home / "Qwen" / "Qwen3-0.6B"
+    folder.mkdir(parents=True)
+    (home / "Qwen" / "qwen3.q8.gguf").touch()
+    (home / "link").symlink_to(folder)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(home)
+    assert served_name(EngineConfig(model=model)) == name
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

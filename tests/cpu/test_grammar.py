@@ -16,7 +16,6 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 from transformers import LlamaConfig, PretrainedConfig
 
 from tangram.engine.grammar import CompiledGrammar
-from tangram.engine.llm import LLM
 from tangram.engine.loop import Engine
 from tangram.engine.sampling import SampleRow, probabilities, sample
 from tangram.errors import RequestError
@@ -189,28 +188,6 @@ def test_a_grammar_that_becomes_too_much_ends_its_request_alone(engine: Engine, 
     assert "response_format makes a grammar that cannot be followed" in str(failed[-1].error)
     assert failed[-1].error_field == "response_format"
     Person.model_validate_json(text_of(fine))
-
-
-@pytest.mark.parametrize(
-    ("source", "words"),
-    [
-        ('start: %json {"not": {}}\n', "not"),
-        ('start: %json {"type": "string", "format": "zip"}\n', "zip"),
-        ('start: %json {"type": "string", "pattern": "("}\n', "unclosed"),
-        ("start: nowhere\n", "nowhere"),
-    ],
-)
-def test_no_grammar_is_an_error_of_the_field_and_the_next_one_is_fine(engine: Engine, source: str, words: str) -> None:
-    with pytest.raises(RequestError, match=words) as error:
-        engine.grammars.compile(source, "response_format")
-    assert error.value.field == "response_format"
-    assert "\n" not in str(error.value)
-    engine.grammars.compile(answer_grammar(PERSON), "response_format")
-
-
-def test_a_tokenizer_of_whole_words_is_refused(small_llm: LLM) -> None:
-    with pytest.raises(RequestError, match="tokenizer"):
-        small_llm.engine.grammars.compile(answer_grammar(PERSON), "tools")
 
 
 @pytest.mark.parametrize("at_least", [1, 7, 30])

@@ -7,7 +7,7 @@ import pytest
 from tangram.config import EngineConfig
 from tangram.engine.intake import Intake
 from tangram.engine.scheduler import Scheduler
-from tangram.errors import ConfigError, OverloadError
+from tangram.errors import ConfigError, OverloadError, RequestError
 from tests.host.service import Service
 from tests.host.support import layout
 
@@ -21,21 +21,28 @@ class Clock:
 
 def refused(intake: Intake, waiting: int) -> OverloadError:
     with pytest.raises(OverloadError) as caught:
-        intake.check(waiting)
+        intake.take(waiting, 1, "n")
     return caught.value
 
 
 def test_the_queue_takes_in_as_many_as_it_may_hold_and_no_more() -> None:
-    intake = Intake(3)
-    intake.check(2)
+    intake = Intake(3, places=2)
+    intake.take(2, 5, "prompt")
     assert "max_queue is 3" in str(refused(intake, 3))
-    Intake(None).check(10**9)
+    Intake(None, places=1).take(10**9, 10**9, "n")
+
+
+@pytest.mark.parametrize("waiting", [0, 3])
+def test_who_could_never_be_taken_in_is_not_told_to_come_again(waiting: int) -> None:
+    with pytest.raises(RequestError, match=r"asks for 6 completions at once, 2 may run and 3 wait") as caught:
+        Intake(3, places=2).take(waiting, 6, "prompt")
+    assert caught.value.field == "prompt"
 
 
 @pytest.mark.parametrize(("starts_per_s", "expected_s"), [(1000.0, 1), (10.0, 4), (1.0, 40), (0.1, 60)])
 def test_who_is_refused_hears_how_long_the_queue_takes(starts_per_s: float, expected_s: int) -> None:
     clock = Clock()
-    intake = Intake(40, clock)
+    intake = Intake(40, 8, clock)
     for _ in range(200):
         intake.started()
         clock.now_s += 1 / starts_per_s
@@ -44,7 +51,7 @@ def test_who_is_refused_hears_how_long_the_queue_takes(starts_per_s: float, expe
 
 def test_a_queue_that_stands_still_sends_people_away_for_longer() -> None:
     clock = Clock()
-    intake = Intake(4, clock)
+    intake = Intake(4, 8, clock)
     assert refused(intake, 4).retry_after_s == 1
     for _ in range(10):
         intake.started()

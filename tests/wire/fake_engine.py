@@ -49,12 +49,16 @@ class FakeCodec:
 
 @dataclass
 class FakeGrammars:
-    """Notes what it is asked for; its grammars are their sources."""
+    """Notes what it is asked for; its grammars are their sources. It knows only those that a test has it know."""
 
     sources: list[tuple[str, str]] = field(default_factory=list)
+    remembered: dict[str, Any] = field(default_factory=dict)
 
     def warm(self) -> None:
         pass
+
+    def known(self, source: str, name: str) -> Any:
+        return self.remembered.get(source)
 
     def compile(self, source: str, name: str) -> Any:
         self.sources.append((source, name))
@@ -102,20 +106,28 @@ class FakeEngine:
         for job in running:
             self._emit(job, "", FinishReason.ABORT)
 
-    def submit(self, request: Request) -> None:
+    def submit(self, *requests: Request) -> None:
+        for request in requests:
+            self._check(request)
+        with self._lock:
+            for request in requests:
+                self._take(request)
+
+    def _check(self, request: Request) -> None:
         if request.kv_retention is not None and not 0 < request.kv_retention <= 1:
             raise RequestError(f"kv_retention is {request.kv_retention}, it must lie in (0, 1]", "kv_retention")
         needed = len(request.prompt_token_ids) + (request.sampling.max_tokens or 0)
         if needed > CONTEXT_TOKENS:
             raise RequestError(f"the request needs {needed} tokens, the context has {CONTEXT_TOKENS}", "max_tokens")
-        with self._lock:
-            prompt = request.prompt_token_ids
-            cached = max((_shared(prompt, seen) for seen in self._seen), default=0)
-            answer = "".join(reversed("".join(map(chr, prompt)).split("<assistant>")[-1][-60:]))
-            now_s = time.monotonic()
-            self._running += [_Completion(request, index, answer, cached, now_s) for index in range(request.sampling.n)]
-            self._seen.append(prompt)
-            self.submitted.append(request)
+
+    def _take(self, request: Request) -> None:
+        prompt = request.prompt_token_ids
+        cached = max((_shared(prompt, seen) for seen in self._seen), default=0)
+        answer = "".join(reversed("".join(map(chr, prompt)).split("<assistant>")[-1][-60:]))
+        now_s = time.monotonic()
+        self._running += [_Completion(request, index, answer, cached, now_s) for index in range(request.sampling.n)]
+        self._seen.append(prompt)
+        self.submitted.append(request)
 
     def abort(self, request_id: str) -> None:
         with self._lock:

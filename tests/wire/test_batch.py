@@ -16,6 +16,7 @@ from tangram.serve.service import Service
 
 from .conftest import CHAT, COMPLETIONS, MODEL, USER
 from .fake_engine import FakeEngine, FakeGrammars
+from .tiny import numbers, tiny_folder
 
 
 def line(custom_id: Any, url: str = COMPLETIONS, **fields: Any) -> str:
@@ -144,6 +145,18 @@ def test_options_that_do_not_go_together(
     result = CliRunner().invoke(app, ["generate", *options])
     assert result.exit_code == 2
     assert words in " ".join(result.output.split())
+
+
+def test_a_model_from_a_folder_goes_by_the_name_that_a_server_gives_it(tmp_path: Path) -> None:
+    source, target, folder = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tiny_folder(tmp_path / "a.model")
+    prompt = {"prompt": numbers(9), "max_tokens": 3}
+    source.write_text("\n".join([line("name", model="a.model", **prompt), line("path", model=str(folder), **prompt)]))
+    options = ["--load-format", "dummy", "--kv-retention", "1.0", "--kv-cache-gib", "0.02"]
+    result = CliRunner().invoke(app, ["generate", str(folder), "--batch", str(source), "-o", str(target), *options])
+    assert result.exit_code == 0, result.output
+    found = {r["custom_id"]: r["response"] for r in map(json.loads, target.read_text().splitlines())}
+    assert {name: response["status_code"] for name, response in found.items()} == {"name": 200, "path": 404}
+    assert found["name"]["body"]["model"] == "a.model"
 
 
 def test_a_real_model_answers_a_file(tmp_path: Path) -> None:

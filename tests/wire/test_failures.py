@@ -15,12 +15,11 @@ def test_what_never_fits_is_the_clients_error_in_a_stream_too(fake_server: FakeS
     assert caught.value.param == "max_tokens"
 
 
-def test_one_bad_prompt_of_two_leaves_nothing_running(fake_server: FakeServer) -> None:
+def test_with_one_bad_prompt_of_two_nothing_is_begun(fake_server: FakeServer) -> None:
     with pytest.raises(openai.BadRequestError):
         fake_server.complete(prompt=["endless", "x" * 600])
     engine = fake_server.engine
-    assert engine.stats().running == 0
-    assert engine.aborted == [engine.submitted[0].request_id]
+    assert (engine.stats().running, engine.submitted, engine.aborted) == (0, [], [])
 
 
 def test_bodies_that_are_no_object(fake_server: FakeServer) -> None:

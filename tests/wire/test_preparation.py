@@ -132,6 +132,88 @@ def test_whose_schema_is_slow_and_who_leaves_takes_no_time_from_others(
         assert client.post(CHAT, json=asked).status_code == 200
 
 
+class Compiler:
+    """The server's grammars, of which none is made until it is `open`. `begun` has their sources, `asked` counts."""
+
+    def __init__(self, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.asked, self.open = list[str](), 0, threading.Event()
+        grammars = server.engine.grammars
+        self._known, self._compile = grammars.known, grammars.compile
+        monkeypatch.setattr(grammars, "known", self.known)
+        monkeypatch.setattr(grammars, "compile", self.compile)
+
+    def known(self, source: str, field: str) -> Any:
+        self.asked += 1
+        return self._known(source, field)
+
+    def compile(self, source: str, field: str) -> Any:
+        self.begun.append(source)
+        assert self.open.wait(20)
+        return self._compile(source, field)
+
+
+def of_value(value: object) -> dict[str, Any]:
+    """A request whose grammar is that of one value."""
+    wish = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"const": value}}}
+    return chat_body(response_format=wish)
+
+
+MOST_QUEUE = 3
+
+
+@pytest.mark.parametrize(
+    ("max_queue", "held"), [(MOST_QUEUE, MOST_QUEUE), (1000, preparation._MOST_NEW_GRAMMARS)], ids=["queue", "grammars"]
+)
+def test_who_waits_for_new_grammars_keeps_nobody_else_out(
+    max_queue: int, held: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hostile ones take seconds each: the next new one is sent away, others do not notice."""
+    with run_fake_server(limits=Limits(max_queue=max_queue)) as server, server.http() as client:
+        assert client.post(CHAT, json=of_value("known")).status_code == 200
+        (known, _) = server.engine.grammars.sources[0]
+        server.engine.grammars.remembered[known] = known
+        compiler = Compiler(server, monkeypatch)
+        with ThreadPoolExecutor(held + 1) as pool:
+            waiting = [pool.submit(client.post, CHAT, json=of_value(number)) for number in range(held)]
+            wait_until(lambda: compiler.asked == held, "they do not wait")
+            refused = client.post(CHAT, json=of_value("one more"))
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "grammar_queue_full")
+            assert int(refused.headers["Retry-After"]) >= 1
+            assert f"{held} requests wait for {held} new grammars" in refused.json()["error"]["message"]
+            for asked in (chat_body(), of_value("known")):
+                assert client.post(CHAT, json=asked).status_code == 200
+            if max_queue > held:  # who asks for what is on its way already makes no more work
+                waiting.append(pool.submit(client.post, CHAT, json=of_value(0)))
+                wait_until(lambda: compiler.asked == held + 3, "it does not wait")
+            assert not any(each.done() for each in waiting)
+            compiler.open.set()
+            assert {each.result().status_code for each in waiting} == {200}
+        assert len(compiler.begun) == held
+        assert client.post(CHAT, json=of_value("one more")).status_code == 200
+
+
+def test_a_new_grammar_is_made_for_those_who_still_wait_for_it(
+    fake_server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = Compiler(fake_server, monkeypatch)
+    with ThreadPoolExecutor(3) as pool, fake_server.http() as client:
+        held = pool.submit(client.post, CHAT, json=of_value("held"))
+        wait_until(lambda: compiler.asked == 1, "nobody asks")
+        leaving = [
+            pool.submit(client.post, CHAT, json=of_value(value), timeout=0.5) for value in ("shared", "nobody's")
+        ]
+        wait_until(lambda: compiler.asked == 3, "they do not wait")
+        staying = pool.submit(client.post, CHAT, json=of_value("shared"))
+        for each in leaving:
+            with pytest.raises(httpx.ReadTimeout):
+                each.result()
+        wait_until(lambda: compiler.asked == 4, "it does not wait")
+        time.sleep(0.1)
+        compiler.open.set()
+        assert [held.result().status_code, staying.result().status_code] == [200, 200]
+    assert len(compiler.begun) == 2 and "nobody's" not in "".join(compiler.begun)
+
+
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("late", [False, True])
 def test_the_clock_of_a_request_runs_before_it_is_queued(

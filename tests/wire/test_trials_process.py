@@ -131,11 +131,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_folder(tmp_path_factory.mktemp("tiny"))
 
 
-def options(folder: Path, *more: str) -> list[str]:
+def options(folder: Path, *more: str, name: str | None = MODEL) -> list[str]:
+    named = [] if name is None else ["--served-model-name", name]
     return [
-        "serve", str(folder), "--load-format", "dummy", "--served-model-name", MODEL, "--port", "PORT",
+        "serve", str(folder), "--load-format", "dummy", *named, "--port", "PORT",
         "--chunk-tokens", "64", "--kv-cache-gib", "0.02", "--max-num-batched-tokens", "256", *more,
     ]  # fmt: skip
+
+
+def test_where_the_model_lies_is_told_to_nobody(folder: Path) -> None:
+    started = process(
+        "-m", "tangram", *options(folder, "--kv-retention", "1.0", "--metrics-aliases", "vllm", name=None)
+    )
+    with started as (url, _), httpx.Client(base_url=url, timeout=30) as client:
+        (card,) = client.get("/v1/models").json()["data"]
+        assert card["id"] == folder.name
+        answer = client.post(COMPLETIONS, json=body(numbers(9), model=folder.name))
+        assert (answer.status_code, answer.json()["model"]) == (200, folder.name)
+        other = client.post(COMPLETIONS, json=body(numbers(9), model=str(folder)))
+        assert (other.status_code, other.json()["error"]["code"]) == (404, "model_not_found")
+        unknown = client.get("/v1/models/gpt-4")
+        assert f"serves {folder.name!r}" in unknown.json()["error"]["message"]
+        told = [client.get(path) for path in ("/v1/models", "/openapi.json", "/metrics")]
+        assert not any(str(folder.parent) in response.text for response in (answer, unknown, *told))
 
 
 def test_a_dying_engine_ends_the_process_and_nobody_waits_for_it(folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,6 +55,73 @@ def test_completions_that_wait_are_counted_and_hold_nothing_of_the_size_of_the_v
         connection.close()
     wait_until(lambda: server.engine.stats().waiting == 0, "somebody still waits")
     server.check_baseline()
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[TinyServer]:
+    """Two may run and three wait."""
+    with run_tiny_server(tiny_folder(tmp_path), max_queue=3, max_num_seqs=2) as server:
+        yield server
+
+
+def prompts(count: int) -> list[list[int]]:
+    return [numbers(20, 11 + 2 * at) for at in range(count)]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_of_a_list_of_prompts_all_are_taken_or_none(small: TinyServer, stream: bool) -> None:
+    held = [raw_request(small, body(numbers(20, 3), max_tokens=3000, n=2))]
+    wait_until(lambda: small.engine.stats().running == 2, "two do not run")
+    with small.http() as client, ThreadPoolExecutor(1) as pool:
+        held += [raw_request(small, body(numbers(20, step), max_tokens=3000)) for step in (5, 7)]
+        wait_until(lambda: small.engine.stats().waiting == 2, "two do not wait")
+        # One more may wait: whoever comes then is taken with all that he brings.
+        taken = pool.submit(client.post, COMPLETIONS, json=body(prompts(4), stream=stream))
+        wait_until(lambda: small.engine.stats().waiting == 6, "it is not taken in")
+        before = small.engine.stats()
+        refused = client.post(COMPLETIONS, json=body(prompts(2), stream=stream))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        assert "6 completions wait" in refused.json()["error"]["message"]
+        assert small.engine.stats().waiting == before.waiting
+        for connection in held:
+            connection.close()
+        assert taken.result().status_code == 200
+        assert taken.result().text.count('"index":') >= 4
+    small.check_baseline()
+
+
+def test_what_is_wrong_with_the_last_prompt_is_seen_before_the_first_is_begun(small: TinyServer) -> None:
+    with small.http() as client:
+        refused = client.post(COMPLETIONS, json=body([*prompts(4), [10**6]]))
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
+    assert (small.engine.stats().steps, small.engine.busy) == (0, False)
+
+
+@pytest.mark.parametrize("busy", [True, False])
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        (body(prompts(6)), "prompt"),
+        (body(prompts(3), n=2), "prompt"),
+        (body(numbers(9), n=6), "n"),
+    ],
+    ids=["prompts", "prompts and choices", "choices"],
+)
+def test_what_could_never_run_and_wait_is_not_told_to_come_again(
+    small: TinyServer, fields: dict[str, Any], param: str, busy: bool
+) -> None:
+    held = [raw_request(small, body(numbers(20, 3), max_tokens=3000, n=5))] if busy else []
+    wait_until(lambda: small.engine.stats().waiting == 3 * busy, "the queue is not full")
+    with small.http() as client:
+        refused = client.post(COMPLETIONS, json=fields)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+        assert "6 completions at once, 2 may run and 3 wait" in refused.json()["error"]["message"]
+        for connection in held:
+            connection.close()
+        wait_until(lambda: small.engine.stats().running == 0, "somebody still runs")
+        fits = client.post(COMPLETIONS, json=body(prompts(5)))
+        assert (fits.status_code, len(fits.json()["choices"])) == (200, 5)
+    small.check_baseline()
 
 
 def fail(*args: object, **kwargs: object) -> None:

@@ -117,6 +117,10 @@ def test_expressions_that_multiply_out_are_refused_and_hold_up_nobody(client: ht
         assert time.monotonic() - begin_s < 20
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "response_format")
     assert "too much memory" in refused.text
+    begin_s = time.monotonic()
+    again = client.post(CHAT, json=chat_body(**of_schema({"allOf": patterns})))
+    assert (again.status_code, again.json()) == (400, refused.json())
+    assert time.monotonic() - begin_s < 1, "it is tried again"
     good = client.post(CHAT, json=chat_body(**of_schema({"enum": ["yes"]})))
     assert good.json()["choices"][0]["message"]["content"] == '"yes"'
 

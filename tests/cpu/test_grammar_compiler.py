@@ -1,0 +1,88 @@
+"""Making grammars: what is wrong with one, and that nobody pays twice for finding out."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from transformers import PretrainedConfig
+
+from tangram.engine.llm import LLM
+from tangram.engine.loop import Engine
+from tangram.errors import MachineError, RequestError
+from tangram.model.load import LoadedModel
+from tangram.serve.structured import answer_grammar
+from tests.cpu.test_grammar import PERSON, TINY
+from tests.support import small_engine
+
+
+@pytest.fixture(scope="module")
+def tiny(adopt_tiny: Callable[[PretrainedConfig], LoadedModel]) -> LoadedModel:
+    return adopt_tiny(TINY)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny: LoadedModel) -> Engine:
+    return small_engine(tiny)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ('start: %json {"not": {}}\n', "not"),
+        ('start: %json {"type": "string", "format": "zip"}\n', "zip"),
+        ('start: %json {"type": "string", "pattern": "("}\n', "unclosed"),
+        ("start: nowhere\n", "nowhere"),
+    ],
+)
+def test_no_grammar_is_an_error_of_the_field_and_the_next_one_is_fine(engine: Engine, source: str, words: str) -> None:
+    with pytest.raises(RequestError, match=words) as error:
+        engine.grammars.compile(source, "response_format")
+    assert error.value.field == "response_format"
+    assert "\n" not in str(error.value)
+    engine.grammars.compile(answer_grammar(PERSON), "response_format")
+
+
+def test_what_was_made_or_refused_before_is_tried_no_more(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where refusals are many, each of which takes seconds of somebody's time."""
+    tried = list[bytes]()
+    run = subprocess.run
+
+    def counted(*args: Any, **options: Any) -> Any:
+        tried.append(options["input"])
+        return run(*args, **options)
+
+    monkeypatch.setattr("tangram.engine.grammar.subprocess.run", counted)
+    monkeypatch.setattr("tangram.engine.grammar._KEPT_GRAMMARS", 2)
+    monkeypatch.setattr("tangram.engine.grammar._KEPT_REFUSALS", 2)
+    grammars = small_engine(tiny).grammars
+    good, bad = 'start: "yes"\n', [f"start: nowhere_{number}\n" for number in range(3)]
+    assert grammars.known(good, "tools") is None
+    made = grammars.compile(good, "tools")
+    for source in bad:
+        with pytest.raises(RequestError, match="nowhere"):
+            grammars.compile(source, "tools")
+    assert tried == [source.encode() for source in (good, *bad)]
+    for found in (grammars.known, grammars.compile):
+        assert found(good, "tools") is made
+        with pytest.raises(RequestError, match="nowhere_2") as told:
+            found(bad[2], "tools")
+        assert told.value.field == "tools"
+    assert len(tried) == 4
+    assert grammars.known(bad[0], "tools") is None, "more are kept than may be"
+
+
+def test_a_trial_that_could_not_be_held_is_held_again(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = 'start: "once more"\n'
+    with monkeypatch.context() as patched, pytest.raises(MachineError):
+        patched.setattr("tangram.engine.grammar.sys.executable", "/nowhere")
+        engine.grammars.compile(source, "tools")
+    assert engine.grammars.known(source, "tools") is None
+    assert engine.grammars.compile(source, "tools") is engine.grammars.known(source, "tools")
+
+
+def test_a_tokenizer_of_whole_words_is_refused(small_llm: LLM) -> None:
+    with pytest.raises(RequestError, match="tokenizer"):
+        small_llm.engine.grammars.compile(answer_grammar(PERSON), "tools")
