@@ -190,7 +190,7 @@ def test_nonsense_after_a_refusal_is_no_matter_for_the_log(
 
 def test_an_answer_that_nobody_takes_is_given_up(fake_server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "STALLED_CLIENT_S", 1)
-    large = chat_body(max_tokens=400, n=128, logprobs=True, top_logprobs=3, messages=[USER | {"content": "endless"}])
+    large = chat_body(max_tokens=330, n=128, logprobs=True, top_logprobs=3, messages=[USER | {"content": "endless"}])
     with closing(connected(fake_server, 2048)) as connection:
         connection.sendall(request(large))
         connection.settimeout(60)
