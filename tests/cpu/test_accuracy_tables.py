@@ -139,7 +139,6 @@ def test_the_tables_are_written_into_the_page(tmp_path: Path) -> None:
     assert text.startswith("# Accuracy") and text.rstrip().endswith("<!-- end eval -->")
 
 
-@pytest.mark.skipif(not page.KEPT.exists(), reason="nothing has been measured yet")
 def test_the_page_is_that_of_the_kept_file() -> None:
     text = page.PAGE.read_text()
     assert replaced(text, "eval", page.written(Thin.load(page.KEPT), page.control())) == text, "run the page"
