@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tangram.kernels.gathered import PrefillOrder
 from tangram.kernels.step import PrefillRows, Room
-from tangram.kernels.transfer import staged
+from tangram.kernels.transfer import staged, views
 from tangram.types import Int32
 
 
@@ -47,9 +47,7 @@ class RowBuffers:
         ]
         arrays = _arrays(row, cells)
         whole = torch.empty(sum(array.size for array in arrays), dtype=torch.int32, device=device)
-        parts = torch.split(whole, [array.size for array in arrays])
-        views = [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
-        return cls(replace(row, spans=spans, kept=kept), replace(cells, gathered=most), whole, views)
+        return cls(replace(row, spans=spans, kept=kept), replace(cells, gathered=most), whole, views(whole, arrays))
 
     def load(self, row: PrefillRows, cells: PrefillOrder) -> None:
         """What follows on the current stream computes `row`, which is like the first."""

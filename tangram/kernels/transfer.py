@@ -26,7 +26,11 @@ def placed(array: npt.NDArray[Any], device: torch.device) -> Tensor:
 
 def upload(arrays: Sequence[Int32], device: torch.device) -> list[Tensor]:
     """Copies of `arrays` on `device`, by one transfer; they lie in one buffer."""
-    whole = placed(np.concatenate([array.ravel() for array in arrays]), device)
+    return views(placed(np.concatenate([array.ravel() for array in arrays]), device), arrays)
+
+
+def views(whole: Tensor, arrays: Sequence[Int32]) -> list[Tensor]:
+    """Of a flat tensor, the parts in which `arrays` lie end to end, in their shapes."""
     parts = torch.split(whole, [array.size for array in arrays])
     return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 

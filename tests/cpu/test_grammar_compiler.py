@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from transformers import PretrainedConfig
 
 from tangram.engine.llm import LLM
 from tangram.engine.loop import Engine
 from tangram.errors import MachineError, RequestError
 from tangram.model.load import LoadedModel
 from tangram.serve.structured import answer_grammar
-from tests.cpu.test_grammar import PERSON, TINY
+from tests.cpu.test_grammar import PERSON, engine, tiny
 from tests.support import small_engine
 
-
-@pytest.fixture(scope="module")
-def tiny(adopt_tiny: Callable[[PretrainedConfig], LoadedModel]) -> LoadedModel:
-    return adopt_tiny(TINY)
-
-
-@pytest.fixture(scope="module")
-def engine(tiny: LoadedModel) -> Engine:
-    return small_engine(tiny)
+__all__ = ["engine", "tiny"]
 
 
 @pytest.mark.parametrize(
