@@ -3,7 +3,7 @@
 Three quarters of the time go to a server that everybody may ask, the rest to one that asks for a key. Every answer must
 be one that the document names, of the form that it names; what breaks the document must be refused, what follows it
 answered, and nothing may be a server error. Afterwards the server is healthy, no page is held and its log has no
-exception.
+exception; and the second half of the time has left no more memory in use than the first, but for what caches take.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import IO
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.hammer.server import Served, ServerError, served, surroundings
+from bench.hammer.server import GIVES_BACK, Served, ServerError, served, surroundings
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "bench" / "results" / "http_fuzz.json"
@@ -32,6 +32,7 @@ SETTLED_WITHIN_S = 30.0
 WORKERS = 4
 REQUEST_TIMEOUT_S = 120  # a busy machine is slow, which is no failure
 KEY = "sesame"
+MOST_GROWTH_MB = 16.0
 
 
 class FuzzError(Exception):
@@ -85,15 +86,23 @@ def check_log(log: IO[bytes]) -> None:
         raise FuzzError(f"the server's log shows an exception:\n{text[text.index('Traceback') :][:5000]}")
 
 
-def trial(seconds: int, api_key: str | None) -> dict[str, int]:
-    """A server, requests for so long, and what must hold afterwards; how many answers there were, by status."""
+def trial(seconds: int, api_key: str | None) -> tuple[dict[str, int], list[float]]:
+    """A server, requests for so long, and what must hold afterwards.
+
+    How many answers there were, by status, and the MB in use after the first half of the time and at the end.
+    """
+    memory = list[float]()
     with tempfile.TemporaryFile() as log:
-        with served(SERVER_OPTIONS, log, api_key) as server:
-            print(fuzz(server.url, seconds, server.headers))
-            check_afterwards(server)
+        with served(SERVER_OPTIONS, log, api_key, **GIVES_BACK) as server:
+            for part in (seconds // 2, seconds - seconds // 2):
+                print(fuzz(server.url, max(1, part), server.headers))
+                check_afterwards(server)
+                memory.append(server.rss_mb())
             counts = statuses(server)
         check_log(log)
-    return dict(sorted(counts.items()))
+    if (grown := memory[1] - memory[0]) > MOST_GROWTH_MB:
+        raise FuzzError(f"memory grew by {grown:.1f} MB in the second half, at most {MOST_GROWTH_MB:g} may be")
+    return dict(sorted(counts.items())), memory
 
 
 def main() -> None:
@@ -104,18 +113,20 @@ def main() -> None:
     where = surroundings() | {"schemathesis": version("schemathesis")}
     with_key_s = max(1, options.seconds // 4)
     try:
-        answers = {
+        found = {
             "open": trial(options.seconds - with_key_s, None),
             "with a key": trial(with_key_s, KEY),
         }
     except (FuzzError, ServerError) as error:
         sys.exit(str(error))
+    answers = {name: counts for name, (counts, _) in found.items()}
     print(json.dumps(answers, indent=1))
     content = {
         "command": f"FUZZ_SECONDS={options.seconds} make fuzz",
         "options": {"seconds": options.seconds},
         "environment": where,
         "answers": answers,
+        "rss_mb": {name: memory for name, (_, memory) in found.items()},
     }
     options.output.write_text(json.dumps(content, indent=1) + "\n")
 

@@ -22,6 +22,9 @@ MODEL = "smollm2"
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 40.0
 LOOK_AROUND_S = 3.0
+# glibc raises its threshold for large blocks as they are freed, and may then keep tens of MB for as long as it likes:
+# with a fixed one what is freed is given back, so that memory that stays is memory that is used.
+GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 17)}
 
 
 def surroundings() -> dict[str, Any]:
@@ -76,6 +79,11 @@ class Served:
             raise ServerError(f"after {within_s:.0f} s: {'; '.join(problems)}")
         return books
 
+    def rss_mb(self) -> float:
+        """Resident memory of the process and all that it has started."""
+        process = psutil.Process(self.process.pid)
+        return float(sum(one.memory_info().rss for one in (process, *process.children(recursive=True)))) / 1e6
+
     def check_health(self) -> None:
         """Raises `ServerError` unless the process lives and /health says 200."""
         if self.process.poll() is not None:
@@ -107,8 +115,10 @@ def serve_command(port: int, options: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def served(options: Sequence[str], log: IO[bytes], api_key: str | None = None) -> Iterator[Served]:
-    """A healthy server on a free port with `options`; ended whatever happens.
+def served(
+    options: Sequence[str], log: IO[bytes], api_key: str | None = None, **variables: str
+) -> Iterator[Served]:  # fmt: skip
+    """A healthy server on a free port with `options` and environment `variables`; ended whatever happens.
 
     Raises `ServerError` if it does not start, or if it has ended by itself.
     """
@@ -117,7 +127,7 @@ def served(options: Sequence[str], log: IO[bytes], api_key: str | None = None) -
         port = probe.getsockname()[1]
     keys = {} if api_key is None else {"TANGRAM_API_KEY": api_key}
     process = subprocess.Popen(
-        serve_command(port, options), stdout=log, stderr=subprocess.STDOUT, env=os.environ | keys
+        serve_command(port, options), stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **keys, **variables}
     )  # fmt: skip
     server = Served(
         f"http://127.0.0.1:{port}", process, {} if api_key is None else {"Authorization": f"Bearer {api_key}"}

@@ -22,12 +22,11 @@ from random import Random
 from typing import Any
 
 import httpx
-import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.hammer.conversations import Outcome, Turn, ask, conversation, hold, mean_turns
 from bench.hammer.laws import Sample, broken, growth, summary
-from bench.hammer.server import Served, ServerError, books_of, served, surroundings
+from bench.hammer.server import GIVES_BACK, Served, ServerError, books_of, served, surroundings
 
 RESULT = Path(__file__).parents[1] / "results" / "http_soak.json"
 # A pool that is full soon: pages are then taken from the prefix cache, and memory has no more room to be touched first.
@@ -88,14 +87,8 @@ async def watch(client: httpx.AsyncClient, server: Served, begin_s: float, sampl
     """A sample of the server every `SAMPLE_EVERY_S`, until it is cancelled."""
     while True:
         text = (await client.get("/metrics")).raise_for_status().text
-        samples.append(Sample(time.monotonic() - begin_s, rss_mb(server.process.pid), books_of(text)))
+        samples.append(Sample(time.monotonic() - begin_s, server.rss_mb(), books_of(text)))
         await asyncio.sleep(SAMPLE_EVERY_S)
-
-
-def rss_mb(pid: int) -> float:
-    """Resident memory of a process and all that it has started."""
-    process = psutil.Process(pid)
-    return float(sum(one.memory_info().rss for one in (process, *process.children(recursive=True)))) / 1e6
 
 
 async def asked_again(client: httpx.AsyncClient, outcomes: Sequence[Outcome], random: Random) -> tuple[int, int]:
@@ -173,7 +166,7 @@ def main() -> None:
     where = surroundings()
     with tempfile.TemporaryFile() as log:
         try:
-            with served(SERVER_OPTIONS, log) as server:
+            with served(SERVER_OPTIONS, log, **GIVES_BACK) as server:
                 found = asyncio.run(soak(server, options))
                 found["afterwards"], wrong = afterwards(server)
                 found["broken"] += wrong
