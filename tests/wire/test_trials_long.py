@@ -14,9 +14,9 @@ from .conftest import wait_until
 from .test_trials_load import pages_held, raw_request
 from .tiny import TinyServer, body, numbers, run_tiny_server, tiny_folder
 
-# 24 steps and more.
+# 24 steps and more, each long enough for the server to see that a client has gone.
 LONG = 3000
-STEP_S = 0.05
+STEP_S = 0.2
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +46,15 @@ def test_who_leaves_while_the_prompt_is_read_is_given_nothing(server: TinyServer
     # Each another one, of which nothing is cached.
     connection = raw_request(server, body(numbers(LONG, 11 + 2 * stream + 4 * reset), stream=stream, max_tokens=900))
     wait_until(lambda: server.engine.stats().steps > before.steps + 2, "the prompt is not read")
+    hung_up_at = server.engine.stats().steps
     if reset:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     connection.close()
     wait_until(lambda: pages_held(server) == 0, "the abandoned request still holds pages")
     after = server.engine.stats()
     assert after.generated_tokens == before.generated_tokens, "it was given tokens"
-    assert after.steps - before.steps < LONG // 128, "its prompt was read to the end"
+    # The step under way when the client hangs up is counted already; one more may begin before the server sees it.
+    assert after.steps - hung_up_at <= 1
 
 
 def test_a_long_prompt_and_a_flow_of_short_ones_are_all_answered(server: TinyServer) -> None:
