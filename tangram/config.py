@@ -16,6 +16,8 @@ class EngineConfig:
     `model` is `smollm2` (the embedded model), a Hugging Face id, a folder of safetensors or a GGUF file.
     `kv_retention` is ρ, the fraction of a sealed chunk's KV entries that is kept; 1.0 drops nothing.
     `profile` lists profile files; without one that fits, a shipped or cached one is used, or a short calibration runs.
+    `scorer` None is that of the profiles given; without any, fastkvzip where its gate is given or ships for exactly
+    these weights, and keydiff elsewhere. The config of a running engine names it.
     `gate` is the gate file of scorer fastkvzip; None takes the one that ships for exactly these weights, if any does.
     `kv_cache_gib` None fills a GPU up to `gpu_memory_utilization` of its memory (on a CPU, a share of the host's is
     taken). `max_model_len` None means the model's own limit.
@@ -41,7 +43,7 @@ class EngineConfig:
 
     model: str = "smollm2"
     kv_retention: float = 0.5
-    scorer: str = "keydiff"
+    scorer: str | None = None
     scope: Literal["layer", "model"] = "model"
     chunk_tokens: int = 512
     page_tokens: int = 16

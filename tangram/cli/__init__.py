@@ -173,11 +173,11 @@ def calibrate(
 
 
 def _import(config: EngineConfig, path: Path) -> Profile:
-    from tangram.compress.scorers import make_scorer
+    from tangram.compress.scorers import choose_scorer, make_scorer
     from tangram.engine.setup import scorer_spec
     from tangram.import_profiles import import_published
 
-    scorer = make_scorer(config.scorer, gate=Path(config.gate) if config.gate else None)
+    scorer = make_scorer(choose_scorer(config, None), gate=Path(config.gate) if config.gate else None)
     return import_published(
         path, config.model, scorer_spec(scorer), config.scope, config.kv_retention,
         chunk_tokens=config.chunk_tokens, page_tokens=config.page_tokens, heads_per_page=config.heads_per_page,
@@ -186,7 +186,7 @@ def _import(config: EngineConfig, path: Path) -> Profile:
 
 def _measure(config: EngineConfig, samples: int, data: Path | None, study: calibration.Study) -> Profile:
     from tangram.calibrate import read_kinds
-    from tangram.compress.scorers import make_scorer
+    from tangram.compress.scorers import choose_scorer, make_scorer
     from tangram.engine.setup import calibrate_model
     from tangram.model.load import load_model
     from tangram.pilots import pilot_kinds
@@ -194,12 +194,13 @@ def _measure(config: EngineConfig, samples: int, data: Path | None, study: calib
     texts, source = _texts(config, samples, data), _source(config, data)
     study.check(texts)
     loaded = load_model(config.model, dtype=config.dtype, device=config.device, load_format=config.load_format)
-    scorer = make_scorer(config.scorer, gate=Path(config.gate) if config.gate else None, model=loaded.fingerprint)
+    name, gate = choose_scorer(config, loaded.fingerprint), Path(config.gate) if config.gate else None
+    scorer = make_scorer(name, gate=gate, model=loaded.fingerprint)
     profiles = calibrate_model(
         loaded, scorer, config, retentions=study.retentions(config.kv_retention), texts=texts, source=source,
         observe=study.observe,
     )  # fmt: skip
-    study.publish(profiles, read_kinds(data) if data else pilot_kinds(samples), source, config)
+    study.publish(profiles, read_kinds(data) if data else pilot_kinds(samples), source, replace(config, scorer=name))
     return profiles[0]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -67,7 +67,7 @@ def ablation(
             found["rates"][f"{rate:g}"] = at_rate(engine, asks[:requests], rate, limits)
             progress.advance(task)
         # What comes later may fail or be cut short.
-        keep(output, load, config, {"rungs": figures})
+        keep(output, load, replace(config, scorer=engine.config.scorer), {"rungs": figures})
 
     with Progress(console=_err, disable=not _err.is_terminal) as progress:
         task = progress.add_task("loading", total=len(chosen) * (1 + len(per_second)))

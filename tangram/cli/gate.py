@@ -18,7 +18,7 @@ def refuse_with_gate(config: EngineConfig, options: Mapping[str, Path | str | No
     """Raise `ConfigError` for what a profile needs and the training of a gate would not look at."""
     given = [f"{name} {value}" for name, value in options.items() if value is not None]
     given += [f"--gate {config.gate}"] if config.gate is not None else []
-    given += [f"--scorer {config.scorer}"] if config.scorer != EngineConfig.scorer else []
+    given += [f"--scorer {config.scorer}"] if config.scorer is not None else []
     if given:
         raise ConfigError(
             f"--train-gate was given together with {', '.join(given)}: leave that out, a gate learns from KVzip; when "

@@ -67,7 +67,13 @@ class SizeType(StrEnum):
 
 Model = Annotated[str, MODEL]
 Retention = Annotated[float, typer.Option("--kv-retention", help="fraction of KV entries kept; 1.0 keeps everything")]
-ScorerName = Annotated[str, typer.Option(help="what decides which entries stay; see docs/scorers.md")]
+ScorerName = Annotated[
+    str | None,
+    typer.Option(
+        help="what decides which entries stay (docs/scorers.md); if not given, that of --profile, or fastkvzip where "
+        "its gate is given or ships for these weights, or keydiff"
+    ),
+]
 ScopeName = Annotated[Scope, typer.Option(help="heads compete within a layer or across the model")]
 Chunk = Annotated[int, typer.Option(help="tokens that are computed and sealed in one piece")]
 Page = Annotated[int, typer.Option(help="tokens of a page")]
@@ -95,7 +101,7 @@ Seed = Annotated[int, typer.Option(help="seed of requests that bring none")]
 
 
 def _config(
-    model: Model = "smollm2", kv_retention: Retention = 0.5, scorer: ScorerName = "keydiff",
+    model: Model = "smollm2", kv_retention: Retention = 0.5, scorer: ScorerName = None,
     scope: ScopeName = Scope.model, chunk_tokens: Chunk = 512, page_tokens: Page = 16, heads_per_page: Heads = 4,
     profile: Profiles = None, gate: Gate = None, decode_policy: DecodePolicy = None, kv_cache_gib: CacheGib = None,
     kv_offload_gib: OffloadGib = 0.0, gpu_memory_utilization: Utilization = 0.9, max_num_seqs: MaxSeqs = 32,

@@ -53,7 +53,7 @@ class LLM:
         model: str = "smollm2",
         *,
         kv_retention: float = 0.5,
-        scorer: str = "keydiff",
+        scorer: str | None = None,
         scope: Literal["layer", "model"] = "model",
         chunk_tokens: int = 512,
         page_tokens: int = 16,

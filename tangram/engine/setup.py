@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from tangram.compress.groups import adjacent
 from tangram.compress.library import find_profile, shipped_profiles
 from tangram.compress.profile import SINK_TOKENS, Profile
 from tangram.compress.provenance import ScorerSpec
-from tangram.compress.scorers import Scorer, make_scorer
+from tangram.compress.scorers import Scorer, choose_scorer, make_scorer
 from tangram.config import EngineConfig
 from tangram.engine.admission import Admission
 from tangram.engine.loop import Engine
@@ -56,6 +57,7 @@ def build_engine(config: EngineConfig) -> Engine:
 
 def engine_of(config: EngineConfig, loaded: LoadedModel, kernels: KernelChoice | None = None) -> Engine:
     """`build_engine` for a model that is loaded already; `kernels`, if given, chooses what serves its pool."""
+    config = replace(config, scorer=choose_scorer(config, loaded.fingerprint))
     return Engine(config, loaded, *parts_of(config, loaded, kernels))
 
 
@@ -169,7 +171,8 @@ def _retentions(config: EngineConfig, loaded: LoadedModel, max_tokens: int) -> l
         return [full]
     if config.kv_retention == 1.0 and not config.profile:
         return [full]
-    scorer = make_scorer(config.scorer, gate=Path(config.gate) if config.gate else None, model=loaded.fingerprint)
+    name, gate = choose_scorer(config, loaded.fingerprint), Path(config.gate) if config.gate else None
+    scorer = make_scorer(name, gate=gate, model=loaded.fingerprint)
     scorer.check_tokens(config.chunk_tokens)
     scorer.check_model(loaded.fingerprint)
     if config.reclamation == "by-input":
@@ -194,7 +197,7 @@ def _load(path: str, config: EngineConfig, loaded: LoadedModel, scorer: Scorer) 
     profile = Profile.load(path)
     profile.check_model(loaded.fingerprint)
     profile.check_options(
-        scorer=config.scorer, scope=config.scope, kv_retention=profile.kv_retention, chunk_tokens=config.chunk_tokens,
+        scorer=scorer.name, scope=config.scope, kv_retention=profile.kv_retention, chunk_tokens=config.chunk_tokens,
         parameters=scorer.parameters(),
     )  # fmt: skip
     return profile.with_pages(config.page_tokens, config.heads_per_page)
@@ -204,7 +207,7 @@ def _profile(config: EngineConfig, loaded: LoadedModel, scorer: Scorer) -> Profi
     """A shipped or kept profile that fits, or a short calibration, which is kept."""
     kept = cache_folder() / "profiles"
     profile = find_profile(
-        [shipped_profiles(), kept], loaded.fingerprint, scorer=config.scorer, scope=config.scope,
+        [shipped_profiles(), kept], loaded.fingerprint, scorer=scorer.name, scope=config.scope,
         kv_retention=config.kv_retention, chunk_tokens=config.chunk_tokens, parameters=scorer.parameters(),
     )  # fmt: skip
     if profile is not None:
@@ -212,7 +215,7 @@ def _profile(config: EngineConfig, loaded: LoadedModel, scorer: Scorer) -> Profi
     _log.warning(
         "no profile for %s with scorer %s, scope %s, kv_retention %s, chunk_tokens %s: calibrating on %d samples now "
         "(`tangram calibrate` takes 50 and is more exact)",
-        config.model, config.scorer, config.scope, config.kv_retention, config.chunk_tokens, QUICK_SAMPLES,
+        config.model, scorer.name, config.scope, config.kv_retention, config.chunk_tokens, QUICK_SAMPLES,
     )  # fmt: skip
     texts = pilot_texts(QUICK_SAMPLES, min_characters=max(8_000, 6 * config.chunk_tokens))
     profile = calibrate_model(
@@ -277,7 +280,7 @@ def _announce(config: EngineConfig, loaded: LoadedModel, admission: Admission, h
     compressed = default.layout.tokens_in(admission.total_pages)
     uncompressed = admission.uncompressed.tokens_in(admission.total_pages)
     page_gib = default.layout.page_bytes(admission.element_bytes) / GIB
-    method = f"{config.scorer}, scope {config.scope}" if default.scorer else "nothing dropped"
+    method = f"{default.scorer.name}, scope {config.scope}" if default.scorer else "nothing dropped"
     _log.info(
         "%s on %s, %s; KV cache in %s, %.2f GiB = %d pages; %s tokens fit at kv_retention %s (%s), %s would without "
         "compression; max_model_len %d, chunk %d tokens",

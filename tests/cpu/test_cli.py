@@ -118,7 +118,8 @@ def test_calibrate_writes_a_profile_that_generate_accepts(tmp_path: Path, monkey
     found = json.loads(report.read_text())
     assert list(found["retentions"]) == ["0.6", "0.4"] and found["kinds"] == {"texts": 2}
     assert found["environment"]["commit"] and found["command"] == "tangram calibrate smollm2"
-    used = CLI.invoke(app, ["generate", "-p", "Hello", "--max-tokens", "3", "--profile", str(profile), *options])
+    unnamed = options[:-2]  # the profile says its scorer
+    used = CLI.invoke(app, ["generate", "-p", "Hello", "--max-tokens", "3", "--profile", str(profile), *unnamed])
     assert used.exit_code == 0, used.output
     options[options.index("tova")] = "keydiff"
     refused = CLI.invoke(app, ["generate", "-p", "Hello", "--profile", str(profile), *options])

@@ -151,6 +151,7 @@ def test_a_batch_must_fill(tiny: LoadedModel) -> None:
         (["--train-gate", "gate.pt"], "give it the suffix .safetensors"),
         (["--train-gate", "gate.safetensors", "-o", "profile.json"], "together with --output profile.json"),
         (["--train-gate", "gate.safetensors", "--scorer", "tova"], "together with --scorer tova"),
+        (["--train-gate", "gate.safetensors", "--scorer", "keydiff"], "together with --scorer keydiff"),
         ([], "output is not set"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tangram.compress.profile import Profile
 from tangram.compress.provenance import ModelFingerprint
 from tangram.compress.scorers.base import ChunkView, Reconstruction, Scorer
 from tangram.compress.scorers.expected_attention import ExpectedAttention
@@ -14,13 +15,31 @@ from tangram.compress.scorers.kvzip import KVzip
 from tangram.compress.scorers.snapkv import SnapKV
 from tangram.compress.scorers.streaming_llm import StreamingLLM
 from tangram.compress.scorers.tova import TOVA
-from tangram.errors import ConfigError
+from tangram.config import EngineConfig
+from tangram.errors import ConfigError, ProfileError
 
-__all__ = ["SCORERS", "ChunkView", "Reconstruction", "Scorer", "make_scorer"]
+__all__ = ["SCORERS", "ChunkView", "Reconstruction", "Scorer", "choose_scorer", "make_scorer"]
 
 SCORERS: dict[str, type[Scorer]] = {
     scorer.name: scorer for scorer in (StreamingLLM, TOVA, SnapKV, KeyDiff, ExpectedAttention, KVzip, FastKVzip)
 }
+
+
+def choose_scorer(config: EngineConfig, model: ModelFingerprint | None) -> str:
+    """The name of the scorer that `config` asks for, or else the default for its profiles, its gate or `model`.
+
+    Raises `ProfileError` if the profiles that are to say it cannot be read or name several.
+    """
+    if config.scorer is not None:
+        return config.scorer
+    recorded = {path: Profile.load(path).scorer.name for path in config.profile}
+    if len(set(recorded.values())) > 1:
+        listed = ", ".join(f"{path} for {name}" for path, name in recorded.items())
+        raise ProfileError(f"the profiles given are for several scorers ({listed}): give those of one")
+    if recorded:
+        return next(iter(recorded.values()))
+    gated = config.gate is not None or (model is not None and find_gate(shipped_gates(), model) is not None)
+    return FastKVzip.name if gated else KeyDiff.name
 
 
 def make_scorer(name: str, *, gate: Path | None = None, model: ModelFingerprint | None = None) -> Scorer:

@@ -1,0 +1,88 @@
+"""Which scorer serves where none is named: that of the profiles, of the gate, or the best that the weights have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tangram.cli import app
+from tangram.compress.library import shipped_profiles
+from tangram.compress.profile import Profile
+from tangram.compress.scorers import choose_scorer
+from tangram.compress.scorers.gate import shipped_gates
+from tangram.config import EngineConfig
+from tangram.engine import setup
+from tangram.engine.loop import Engine
+from tangram.engine.setup import build_engine, engine_of
+from tangram.errors import ProfileError
+from tangram.model.load import LoadedModel
+
+KEYDIFF = str(shipped_profiles() / "smollm2.keydiff.model.c512.r0.5.json")
+GATE = str(shipped_gates() / "smollm2.fastkvzip.safetensors")
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where calibrations are kept: nothing is there."""
+    monkeypatch.setenv("TANGRAM_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def served(loaded: LoadedModel, **options: object) -> Engine:
+    return engine_of(EngineConfig(kv_cache_gib=0.2, max_model_len=1024, **options), loaded)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("retention", [0.25, 0.5, 0.75])
+def test_the_embedded_model_is_served_by_its_gate_and_never_calibrated(
+    loaded: LoadedModel, retention: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup, "calibrate_model", None)
+    engine = served(loaded, kv_retention=retention)
+    profile = Profile.load(shipped_profiles() / f"smollm2.fastkvzip.model.c512.r{retention:g}.json")
+    assert engine.config.scorer == "fastkvzip"
+    assert engine._admission.retentions[0].fingerprint == profile.fingerprint()
+
+
+def test_weights_without_a_gate_are_served_by_keydiff(
+    folder: Path, empty_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = EngineConfig(
+        str(folder), load_format="dummy", chunk_tokens=32, page_tokens=8, max_num_seqs=4, kv_cache_gib=0.01,
+        max_num_batched_tokens=128,
+    )  # fmt: skip
+    with caplog.at_level("INFO", "tangram"):
+        engine = build_engine(config)
+    assert engine.config.scorer == "keydiff"
+    assert "(keydiff, scope model)" in caplog.text
+    assert [".keydiff." in path.name for path in empty_cache.glob("profiles/*.json")] == [True]
+
+
+def test_a_profile_says_its_scorer(loaded: LoadedModel) -> None:
+    assert served(loaded, profile=(KEYDIFF,)).config.scorer == "keydiff"
+
+
+def test_a_scorer_that_is_named_is_taken(loaded: LoadedModel) -> None:
+    assert served(loaded, scorer="keydiff").config.scorer == "keydiff"
+    with pytest.raises(ProfileError, match="scorer is 'keydiff' in the profile, 'fastkvzip' was asked"):
+        served(loaded, scorer="fastkvzip", profile=(KEYDIFF,))
+
+
+def test_a_gate_that_is_given_is_used(loaded: LoadedModel) -> None:
+    assert choose_scorer(EngineConfig(gate=GATE), None) == "fastkvzip"
+    assert choose_scorer(EngineConfig(), None) == "keydiff"
+
+
+def test_profiles_of_several_scorers_are_refused_by_name(loaded: LoadedModel) -> None:
+    gated = KEYDIFF.replace("keydiff", "fastkvzip").replace("r0.5", "r0.25")
+    with pytest.raises(ProfileError, match=r"several scorers \(.*r0.5.json for keydiff, .*r0.25.json for fastkvzip\)"):
+        served(loaded, profile=(KEYDIFF, gated))
+
+
+def test_a_calibration_is_for_the_scorer_that_will_serve(folder: Path, tmp_path: Path) -> None:
+    made = tmp_path / "profile.json"
+    options = ["--load-format", "dummy", "--chunk-tokens", "32", "--samples", "2", "-o", str(made)]
+    result = CliRunner().invoke(app, ["calibrate", str(folder), *options])
+    assert result.exit_code == 0, result.output
+    assert Profile.load(made).scorer.name == "keydiff"
