@@ -65,7 +65,7 @@ def written(series: Sequence[Found]) -> str:
                 [title, *(_cell(results.get(name), results.get("vllm"), case, parts, figure) for name in engines)]
             )
     hows = [
-        _how(result, [case for case in cases if case in result["cases"]])
+        _how(result, [case for case in dict.fromkeys(cases) if case in result["cases"]])
         for number, cases in used.items()
         for name, result in series[number].items()
         if name in COMPARED
