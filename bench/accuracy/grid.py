@@ -29,15 +29,17 @@ ALL_RATIOS, TWO_RATIOS = "--retentions 0.7,0.5,0.3,0.25", "--retentions 0.5,0.3"
 CONTEXT = "--samples 52 --context-tokens 4096"
 # Every part has the same prompts, whose contexts end where one-shot's one chunk does.
 ASKED = f"--suites ruler,multiturn {CONTEXT} --align-tokens 4096"
+# Several needles among a few lines that come again and again, and in prose, which no scorer can take for noise.
+HIDDEN = f"--suites multiturn/needles,ruler/niah_multikey_1,ruler/niah_multivalue,ruler/niah_multiquery {CONTEXT} " + (
+    f"--align-tokens 4096 {TWO_RATIOS}"
+)
 PARTS: Mapping[str, str] = {
     "dynamic": f"{ASKED} {ALL_RATIOS} --methods dynamic",
     "base": f"{ASKED} {ALL_RATIOS} --methods static,uniform,one-shot",
     "full": f"{ASKED} --methods full",
-    "needles": f"--suites multiturn/needles {CONTEXT} --align-tokens 4096 {TWO_RATIOS} --scopes model,layer "
-    "--methods full,uniform,static,dynamic,one-shot",
+    "needles": f"{HIDDEN} --scopes model,layer --methods full,uniform,static,dynamic,one-shot",
     # Equal shares of the whole context at once: what competing heads were published against.
-    "needles-at-once": f"--suites multiturn/needles {CONTEXT} --align-tokens 4096 {TWO_RATIOS} --methods uniform "
-    "--chunk-tokens 4096",
+    "needles-at-once": f"{HIDDEN} --methods uniform --chunk-tokens 4096",
     "alphas": f"{ASKED} {ALL_RATIOS} --methods static --alphas 1,2",
     "fidelity": f"--suites fidelity {CONTEXT} {TWO_RATIOS} --methods full,uniform,static,dynamic",
     "chunks": f"{ASKED} {TWO_RATIOS} --methods uniform,static,dynamic --chunk-tokens 256,1024,2048",

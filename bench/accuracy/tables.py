@@ -11,7 +11,11 @@ from tangram.evaluate.methods import Method, MethodName
 from tangram.evaluate.report import percent, plain
 from tangram.evaluate.results import AnyCell, Cell, FidelityCell
 
-NEEDLES = "needles"  # the task of multiturn that hides four, and asks for one after the other
+# Tasks that hide several needles and are asked on their own, by suite: in the same few lines again and again, in prose.
+NEEDLES = {
+    "multiturn": ("noise", {"needles"}),
+    "ruler": ("prose", {"niah_multikey_1", "niah_multivalue", "niah_multiquery"}),
+}
 
 
 def tables(cells: Sequence[AnyCell]) -> str:
@@ -80,7 +84,12 @@ def _needles(cells: Sequence[AnyCell]) -> str:
 
     "uniform, one-shot" gives every head the same share of the whole context at once.
     """
-    books, retention = Books([cell for cell in cells if _of_needles(cell)], ("multiturn",)), 0.3
+    found = [_hidden([cell for cell in cells if _of_needles(cell)], suite) for suite in NEEDLES]
+    return "\n\n".join(text for text in found if text)
+
+
+def _hidden(cells: Sequence[AnyCell], suite: str) -> str:
+    books, retention = Books(cells, (suite,)), 0.3
     asked: tuple[tuple[MethodName, Scope], ...] = (
         ("full", "model"), ("uniform", "model"), ("static", "model"), ("dynamic", "layer"), ("dynamic", "model"),
         ("one-shot", "layer"), ("one-shot", "model"),
@@ -93,13 +102,13 @@ def _needles(cells: Sequence[AnyCell]) -> str:
         lines.append([scorer, *map(books.score, [*methods, at_once]), books.less(static, uniform)])
     titles = [name if name in ("full", "uniform", "static") else f"{name}, {scope}" for name, scope in asked]
     titles.append("uniform, one-shot")
-    return table(["scorer", *titles, "static − uniform"], lines).replace(
+    return table([f"in {NEEDLES[suite][0]}", *titles, "static − uniform"], lines).replace(
         "| --- | --- | ---: |", "| --- | ---: | ---: |", 1
     )
 
 
 def _of_needles(cell: AnyCell) -> bool:
-    return isinstance(cell, Cell) and set(cell.by_task) == {NEEDLES}
+    return isinstance(cell, Cell) and cell.setting.suite in NEEDLES and set(cell.by_task) == NEEDLES[cell.setting.suite][1]
 
 
 def _rest(cells: Sequence[AnyCell]) -> list[AnyCell]:
