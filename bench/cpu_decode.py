@@ -97,7 +97,7 @@ def main() -> None:
     options = parser.parse_args()
     loaded = load_model("smollm2")
     prompts = [loaded.tokenizer.encode(text)[: options.context] for text in pilot_texts(8, min_characters=16_000)]
-    shared = {"kv_cache_gib": 2.0, "enable_prefix_caching": False}
+    shared = {"scorer": "keydiff", "kv_cache_gib": 2.0, "enable_prefix_caching": False}
     configs = {rho: EngineConfig(kv_retention=rho, **shared) for rho in (1.0, 0.5)}
     rows: list[dict[str, Any]] = []
     full, half = (engine_of(configs[rho], loaded) for rho in (1.0, 0.5))

@@ -112,10 +112,8 @@ def main() -> None:
     options = parser.parse_args()
     loaded = load_model("smollm2")
     prompt = loaded.tokenizer.encode(pilot_texts(1, min_characters=8 * options.context)[0])[: options.context]
-    engines = {
-        rho: engine_of(EngineConfig(kv_retention=rho, kv_cache_gib=1.0, enable_prefix_caching=False), loaded)
-        for rho in (1.0, 0.5)
-    }
+    shared = {"scorer": "keydiff", "kv_cache_gib": 1.0, "enable_prefix_caching": False}
+    engines = {rho: engine_of(EngineConfig(kv_retention=rho, **shared), loaded) for rho in (1.0, 0.5)}
     prefills: dict[str, Callable[[], tuple[float, int]]] = {
         "transformers": lambda: model_prefill_seconds(loaded, prompt),
         "tangram, ρ 1.0": lambda: engine_prefill_seconds(engines[1.0], prompt),

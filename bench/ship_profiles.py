@@ -24,10 +24,10 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=50)
     parser.add_argument("--folder", type=Path, default=Path("tangram/profiles"))
     options = parser.parse_args()
-    config = EngineConfig(scorer=options.scorer, scope=options.scope)
+    config = EngineConfig()
     loaded = load_model(config.model)
     profiles = calibrate_model(
-        loaded, make_scorer(options.scorer, model=loaded.fingerprint), config, retentions=RETENTIONS,
+        loaded, make_scorer(options.scorer, model=loaded.fingerprint), options.scope, config, retentions=RETENTIONS,
         texts=pilot_texts(options.samples), source=f"built-in pilot texts, {options.samples} samples, seed 0",
     )  # fmt: skip
     for profile in profiles:

@@ -17,7 +17,8 @@ class EngineConfig:
     `kv_retention` is ρ, the fraction of a sealed chunk's KV entries that is kept; 1.0 drops nothing.
     `profile` lists profile files; without one that fits, a shipped or cached one is used, or a short calibration runs.
     `scorer` None is that of the profiles given; without any, fastkvzip where its gate is given or ships for exactly
-    these weights, and keydiff elsewhere. The config of a running engine names it.
+    these weights, and keydiff elsewhere. `scope` None is that of the profiles given; without any, heads of the whole
+    model compete, for tova those of a layer. The config of a running engine names both.
     `gate` is the gate file of scorer fastkvzip; None takes the one that ships for exactly these weights, if any does.
     `kv_cache_gib` None fills a GPU up to `gpu_memory_utilization` of its memory (on a CPU, a share of the host's is
     taken). `max_model_len` None means the model's own limit.
@@ -44,7 +45,7 @@ class EngineConfig:
     model: str = "smollm2"
     kv_retention: float = 0.5
     scorer: str | None = None
-    scope: Literal["layer", "model"] = "model"
+    scope: Literal["layer", "model"] | None = None
     chunk_tokens: int = 512
     page_tokens: int = 16
     heads_per_page: int = 4
@@ -75,7 +76,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not (math.isfinite(self.kv_retention) and 0.0 < self.kv_retention <= 1.0):
             raise ConfigError(f"kv_retention is {self.kv_retention}, it must lie in (0, 1]: 1.0 keeps everything")
-        if self.scope not in ("layer", "model"):
+        if self.scope not in ("layer", "model", None):
             raise ConfigError(f"scope is {self.scope!r}, it must be 'layer' or 'model'")
         if self.scheduling not in ("continuous", "static"):
             raise ConfigError(f"scheduling is {self.scheduling!r}, it must be 'continuous' or 'static'")

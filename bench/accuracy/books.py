@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from tangram.compress.profile import ALPHA, SINK_TOKENS
+from tangram.compress.profile import ALPHA, SINK_TOKENS, default_scope
 from tangram.config import EngineConfig
 from tangram.evaluate.methods import WITH_PROFILE, Method, MethodName
 from tangram.evaluate.report import difference, percent
@@ -65,7 +65,7 @@ class Books:
         if name == "full":
             return Method("full")
         chunk = self.settings[0].context_tokens if name == "one-shot" and self.settings else EngineConfig.chunk_tokens
-        method = Method(name, retention, scorer, chunk, None if name == "uniform" else "model")
+        method = Method(name, retention, scorer, chunk, None if name == "uniform" else default_scope(scorer))
         if name == "static":
             method = replace(method, alpha=ALPHA)
         return replace(method, sink_tokens=SINK_TOKENS) if name in WITH_PROFILE else method

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
+from tangram.compress.profile import default_scope
+
 EMBEDDED = "smollm2"
 SLOW = ("kvzip",)  # a second pass over every chunk: a process for each ρ and chunk size
 SCORERS = ("kvzip", "keydiff", "fastkvzip", "expected_attention", "snapkv", "tova", "streaming_llm")
@@ -43,7 +45,7 @@ PARTS: Mapping[str, str] = {
     "alphas": f"{ASKED} {ALL_RATIOS} --methods static --alphas 1,2",
     "fidelity": f"--suites fidelity {CONTEXT} {TWO_RATIOS} --methods full,uniform,static,dynamic",
     "chunks": f"{ASKED} {TWO_RATIOS} --methods uniform,static,dynamic --chunk-tokens 256,1024,2048",
-    "scopes": f"{ASKED} {TWO_RATIOS} --methods static,dynamic,one-shot --scopes layer",
+    "scopes": f"{ASKED} {TWO_RATIOS} --methods static,dynamic,one-shot",  # in the scope that is not the default
     "raw-end": f"--suites ruler,multiturn {CONTEXT} {TWO_RATIOS} --methods full,uniform,static --no-align",
     "window-0": f"{ASKED} {TWO_RATIOS} --methods static --window-tokens 0",
     "window-32": f"{ASKED} {TWO_RATIOS} --methods static --window-tokens 32",
@@ -85,7 +87,9 @@ def _apart(options: Sequence[str]) -> Iterator[Task]:
 def _scoring(part: str, scorer: str, gate: Path | None) -> list[str]:
     if part == "full":
         return []
-    return ["--scorers", scorer, *(["--gate", str(gate)] if gate and scorer == "fastkvzip" else [])]
+    gates = ["--gate", str(gate)] if gate and scorer == "fastkvzip" else []
+    scopes = ["--scopes", "model" if default_scope(scorer) == "layer" else "layer"] if part == "scopes" else []
+    return ["--scorers", scorer, *gates, *scopes]
 
 
 def measure(task: Task, options: argparse.Namespace) -> int:

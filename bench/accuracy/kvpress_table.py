@@ -87,7 +87,7 @@ def _table(theirs: Sequence[ControlCell], own: Sequence[Cell]) -> str:
     """Lines of one scorer stand together, kvpress first."""
     scorers = list(dict.fromkeys(cell.scorer for cell in theirs))
     columns = sorted({cell.kv_retention for cell in theirs}, reverse=True)
-    ours = rows(own)
+    ours = rows([cell for cell in own if cell.method.scorer in scorers])
     lines = list[str]()
     for scorer in scorers:
         control = {cell.kv_retention: cell.score() for cell in theirs if cell.scorer == scorer}

@@ -22,7 +22,7 @@ from tangram.evaluate.report import where
 from tangram.evaluate.results import Results
 
 PAGE = Path(__file__).parents[2] / "docs" / "accuracy.md"
-KEPT, CONTROL = RESULTS / "accuracy.json", RESULTS / "accuracy_kvpress.json"
+KEPT, CONTROL = RESULTS / "accuracy.json", "accuracy_kvpress.json"  # the control is kept beside
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -37,13 +37,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         kept = Thin.load(options.kept) if options.add else None
         Thin.of([Results.load(path) for path in options.results], kept).save(options.kept)
     if options.control:
-        CONTROL.write_text(Control.load(*options.control).model_dump_json(indent=1) + "\n", encoding="utf-8")
-    options.page.write_text(replaced(options.page.read_text(), "eval", written(Thin.load(options.kept), control())))
+        options.kept.with_name(CONTROL).write_text(
+            Control.load(*options.control).model_dump_json(indent=1) + "\n", encoding="utf-8"
+        )
+    options.page.write_text(
+        replaced(options.page.read_text(), "eval", written(Thin.load(options.kept), control(options.kept)))
+    )
 
 
-def control() -> Control | None:
-    """The control that is kept, if there is one."""
-    return Control.load(CONTROL) if CONTROL.exists() else None
+def control(kept: Path = KEPT) -> Control | None:
+    """The control that is kept beside the thin file `kept`, if there is one."""
+    path = kept.with_name(CONTROL)
+    return Control.load(path) if path.exists() else None
 
 
 def written(thin: Thin, beside: Control | None) -> str:

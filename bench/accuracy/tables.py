@@ -90,8 +90,8 @@ def _needles(cells: Sequence[AnyCell]) -> str:
 
 def _hidden(cells: Sequence[AnyCell], suite: str) -> str:
     books, retention = Books(cells, (suite,)), 0.3
-    asked: tuple[tuple[MethodName, Scope], ...] = (
-        ("full", "model"), ("uniform", "model"), ("static", "model"), ("dynamic", "layer"), ("dynamic", "model"),
+    asked: tuple[tuple[MethodName, Scope | None], ...] = (
+        ("full", None), ("uniform", None), ("static", None), ("dynamic", "layer"), ("dynamic", "model"),
         ("one-shot", "layer"), ("one-shot", "model"),
     )  # fmt: skip
     lines = []
@@ -100,7 +100,7 @@ def _hidden(cells: Sequence[AnyCell], suite: str) -> str:
         uniform, static = methods[1:3]
         at_once = replace(uniform, chunk_tokens=methods[-1].chunk_tokens) if uniform and methods[-1] else None
         lines.append([scorer, *map(books.score, [*methods, at_once]), books.less(static, uniform)])
-    titles = [name if name in ("full", "uniform", "static") else f"{name}, {scope}" for name, scope in asked]
+    titles = [name if scope is None else f"{name}, {scope}" for name, scope in asked]
     titles.append("uniform, one-shot")
     return table([f"in {NEEDLES[suite][0]}", *titles, "static − uniform"], lines).replace(
         "| --- | --- | ---: |", "| --- | ---: | ---: |", 1
@@ -108,7 +108,9 @@ def _hidden(cells: Sequence[AnyCell], suite: str) -> str:
 
 
 def _of_needles(cell: AnyCell) -> bool:
-    return isinstance(cell, Cell) and cell.setting.suite in NEEDLES and set(cell.by_task) == NEEDLES[cell.setting.suite][1]
+    return (
+        isinstance(cell, Cell) and cell.setting.suite in NEEDLES and set(cell.by_task) == NEEDLES[cell.setting.suite][1]
+    )
 
 
 def _rest(cells: Sequence[AnyCell]) -> list[AnyCell]:
@@ -116,9 +118,9 @@ def _rest(cells: Sequence[AnyCell]) -> list[AnyCell]:
     return [cell for cell in cells if not _of_needles(cell)]
 
 
-def _scoped(method: Method | None, scope: Scope) -> Method | None:
-    """The method whose heads compete within `scope`, if they compete at all."""
-    return method if method is None or method.scope is None else replace(method, scope=scope)
+def _scoped(method: Method | None, scope: Scope | None) -> Method | None:
+    """The method whose heads compete within `scope`, or as it is."""
+    return method if method is None or scope is None else replace(method, scope=scope)
 
 
 def _varied(

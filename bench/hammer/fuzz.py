@@ -17,22 +17,25 @@ import tempfile
 from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
+from random import Random
 from typing import IO
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.hammer.server import GIVES_BACK, Served, ServerError, served, surroundings
+from bench.hammer.server import GIVES_BACK, MODEL, Served, ServerError, served, surroundings
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "bench" / "results" / "http_fuzz.json"
 CONFIG = Path("bench", "hammer", "schemathesis.toml")
-SERVER_OPTIONS = ("--kv-retention", "0.5", "--max-model-len", "1024")
+SERVER_OPTIONS = ("--kv-retention", "0.5", "--max-model-len", "1024", "--kv-cache-gib", "0.1")
 SETTLED_WITHIN_S = 30.0
 WORKERS = 4
 REQUEST_TIMEOUT_S = 120  # a busy machine is slow, which is no failure
 KEY = "sesame"
 MOST_GROWTH_MB = 16.0
+# Prompts that fill the pool: tokens of each, the most of them, and from which of the vocabulary.
+FILLING, MOST_FILLING, FILLING_TOKENS = 900, 32, (1_000, 40_000)
 
 
 class FuzzError(Exception):
@@ -56,6 +59,21 @@ def fuzz(url: str, seconds: int, headers: dict[str, str], phases: str = "coverag
     if found.returncode != 0:
         raise FuzzError(found.stdout + found.stderr)
     return found.stdout
+
+
+def fill(server: Served) -> None:
+    """Ask until every page has been used: one that nobody has used yet is memory that would come later.
+
+    Raises `ServerError` if so many prompts do not fill the pool.
+    """
+    prompts = (Random(number).choices(range(*FILLING_TOKENS), k=FILLING) for number in range(MOST_FILLING))
+    for prompt in prompts:
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 1}
+        httpx.post(f"{server.url}/v1/completions", json=body, headers=server.headers, timeout=60).raise_for_status()
+        books = server.books()
+        if books.free * 50 < books.total:
+            return
+    raise ServerError(f"{MOST_FILLING} prompts of {FILLING} tokens leave {books.free} of {books.total} pages free")
 
 
 def statuses(server: Served) -> Counter[str]:
@@ -94,6 +112,7 @@ def trial(seconds: int, api_key: str | None) -> tuple[dict[str, int], list[float
     memory = list[float]()
     with tempfile.TemporaryFile() as log:
         with served(SERVER_OPTIONS, log, api_key, **GIVES_BACK) as server:
+            fill(server)
             for part in (seconds // 2, seconds - seconds // 2):
                 print(fuzz(server.url, max(1, part), server.headers))
                 check_afterwards(server)

@@ -159,7 +159,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=float(os.environ.get("SOAK_SECONDS", "1200")))
     parser.add_argument("--capacity-seconds", type=float, default=180.0)
-    parser.add_argument("--people", type=int, default=16, help="who ask at a time while the capacity is measured")
+    # As many as may run: the pool and the heap have been as full as they will be before memory is looked at.
+    parser.add_argument("--people", type=int, default=32, help="who ask at a time while the capacity is measured")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-o", "--output", type=Path, default=RESULT)
     options = parser.parse_args()

@@ -173,20 +173,21 @@ def calibrate(
 
 
 def _import(config: EngineConfig, path: Path) -> Profile:
-    from tangram.compress.scorers import choose_scorer, make_scorer
+    from tangram.compress.scorers import choose, make_scorer
     from tangram.engine.setup import scorer_spec
     from tangram.import_profiles import import_published
 
-    scorer = make_scorer(choose_scorer(config, None), gate=Path(config.gate) if config.gate else None)
+    chosen = choose(config, None)
+    scorer = make_scorer(chosen.scorer, gate=Path(config.gate) if config.gate else None)
     return import_published(
-        path, config.model, scorer_spec(scorer), config.scope, config.kv_retention,
+        path, config.model, scorer_spec(scorer), chosen.scope, config.kv_retention,
         chunk_tokens=config.chunk_tokens, page_tokens=config.page_tokens, heads_per_page=config.heads_per_page,
     )  # fmt: skip
 
 
 def _measure(config: EngineConfig, samples: int, data: Path | None, study: calibration.Study) -> Profile:
     from tangram.calibrate import read_kinds
-    from tangram.compress.scorers import choose_scorer, make_scorer
+    from tangram.compress.scorers import choose, make_scorer
     from tangram.engine.setup import calibrate_model
     from tangram.model.load import load_model
     from tangram.pilots import pilot_kinds
@@ -194,13 +195,14 @@ def _measure(config: EngineConfig, samples: int, data: Path | None, study: calib
     texts, source = _texts(config, samples, data), _source(config, data)
     study.check(texts)
     loaded = load_model(config.model, dtype=config.dtype, device=config.device, load_format=config.load_format)
-    name, gate = choose_scorer(config, loaded.fingerprint), Path(config.gate) if config.gate else None
-    scorer = make_scorer(name, gate=gate, model=loaded.fingerprint)
+    config = replace(config, **(chosen := choose(config, loaded.fingerprint))._asdict())
+    gate = Path(config.gate) if config.gate else None
+    scorer = make_scorer(chosen.scorer, gate=gate, model=loaded.fingerprint)
     profiles = calibrate_model(
-        loaded, scorer, config, retentions=study.retentions(config.kv_retention), texts=texts, source=source,
-        observe=study.observe,
+        loaded, scorer, chosen.scope, config, retentions=study.retentions(config.kv_retention), texts=texts,
+        source=source, observe=study.observe,
     )  # fmt: skip
-    study.publish(profiles, read_kinds(data) if data else pilot_kinds(samples), source, replace(config, scorer=name))
+    study.publish(profiles, read_kinds(data) if data else pilot_kinds(samples), source, config)
     return profiles[0]
 
 

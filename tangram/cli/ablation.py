@@ -67,7 +67,7 @@ def ablation(
             found["rates"][f"{rate:g}"] = at_rate(engine, asks[:requests], rate, limits)
             progress.advance(task)
         # What comes later may fail or be cut short.
-        keep(output, load, replace(config, scorer=engine.config.scorer), {"rungs": figures})
+        keep(output, load, replace(config, scorer=engine.config.scorer, scope=engine.config.scope), {"rungs": figures})
 
     with Progress(console=_err, disable=not _err.is_terminal) as progress:
         task = progress.add_task("loading", total=len(chosen) * (1 + len(per_second)))

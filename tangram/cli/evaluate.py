@@ -51,7 +51,9 @@ Scorers = Annotated[str, typer.Option(help="what decides which entries stay; com
 Retentions = Annotated[str, typer.Option(help="fractions of KV entries kept, comma-separated")]
 Chunks = Annotated[str, typer.Option(help="tokens sealed in one piece, comma-separated")]
 Alphas = Annotated[str, typer.Option(help="α of static: budgets are mean + α · std; comma-separated")]
-Scopes = Annotated[str, typer.Option(help="model, layer, or both: which heads compete")]
+Scopes = Annotated[
+    str | None, typer.Option(help="model, layer, or both: which heads compete; if not given, as each scorer is served")
+]
 Samples = Annotated[
     int | None, typer.Option(min=1, help="contexts of each suite, among its tasks; 52, or what files given hold")
 ]
@@ -78,7 +80,7 @@ def evaluate(
     model: Model = "smollm2", suites: Suites = "ruler,multiturn", methods: Methods = "full,uniform,dynamic,static",
     scorers: Scorers = "keydiff", retentions: Retentions = "0.7,0.5,0.3", samples: Samples = None,
     context_tokens: Context = 4096, max_questions: MostQuestions = None, locomo: Locomo = None,
-    text: Text = None, chunk_tokens: Chunks = "512", alphas: Alphas = f"{ALPHA:g}", scopes: Scopes = "model",
+    text: Text = None, chunk_tokens: Chunks = "512", alphas: Alphas = f"{ALPHA:g}", scopes: Scopes = None,
     sink_tokens: Sinks = None, window_tokens: Window = None, align: Align = True,
     align_tokens: AlignTokens = None,
     calibration_samples: PilotSamples = 50, output: ResultFile = Path("results.json"), report: ReportFile = None,
@@ -96,7 +98,8 @@ def evaluate(
     try:
         grid = Grid(
             cast(Any, _words(methods)), _words(scorers), _numbers("retentions", retentions, float),
-            _numbers("chunk_tokens", chunk_tokens, int), _numbers("alphas", alphas, float), cast(Any, _words(scopes)),
+            _numbers("chunk_tokens", chunk_tokens, int), _numbers("alphas", alphas, float),
+            cast(Any, _words(scopes)) if scopes is not None else None,
             SINK_TOKENS if sink_tokens is None else sink_tokens, window_tokens,
         )  # fmt: skip
         asked = _asked(suites, samples, context_tokens, seed, max_questions, {"locomo": locomo, "text": text})

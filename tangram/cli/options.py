@@ -74,7 +74,12 @@ ScorerName = Annotated[
         "its gate is given or ships for these weights, or keydiff"
     ),
 ]
-ScopeName = Annotated[Scope, typer.Option(help="heads compete within a layer or across the model")]
+ScopeName = Annotated[
+    Scope | None,
+    typer.Option(
+        help="heads compete within a layer or across the model; if not given, as --profile says, or model (tova: layer)"
+    ),
+]
 Chunk = Annotated[int, typer.Option(help="tokens that are computed and sealed in one piece")]
 Page = Annotated[int, typer.Option(help="tokens of a page")]
 Heads = Annotated[int, typer.Option(help="KV heads that share a page table")]
@@ -102,7 +107,7 @@ Seed = Annotated[int, typer.Option(help="seed of requests that bring none")]
 
 def _config(
     model: Model = "smollm2", kv_retention: Retention = 0.5, scorer: ScorerName = None,
-    scope: ScopeName = Scope.model, chunk_tokens: Chunk = 512, page_tokens: Page = 16, heads_per_page: Heads = 4,
+    scope: ScopeName = None, chunk_tokens: Chunk = 512, page_tokens: Page = 16, heads_per_page: Heads = 4,
     profile: Profiles = None, gate: Gate = None, decode_policy: DecodePolicy = None, kv_cache_gib: CacheGib = None,
     kv_offload_gib: OffloadGib = 0.0, gpu_memory_utilization: Utilization = 0.9, max_num_seqs: MaxSeqs = 32,
     max_num_batched_tokens: MaxBatched = 2048, max_model_len: MaxLen = None, prompt_patience: Patience = 16,
@@ -112,7 +117,8 @@ def _config(
     seed: Seed = 0,
 ) -> EngineConfig:  # fmt: skip
     return EngineConfig(
-        model=model, kv_retention=kv_retention, scorer=scorer, scope=scope.value, chunk_tokens=chunk_tokens,
+        model=model, kv_retention=kv_retention, scorer=scorer, scope=None if scope is None else scope.value,
+        chunk_tokens=chunk_tokens,
         page_tokens=page_tokens, heads_per_page=heads_per_page, profile=tuple(profile or ()), gate=gate,
         decode_policy=decode_policy, kv_cache_gib=kv_cache_gib, kv_offload_gib=kv_offload_gib,
         gpu_memory_utilization=gpu_memory_utilization,

@@ -32,7 +32,7 @@ from tangram.compress.provenance import (
 from tangram.errors import ConfigError, ProfileError
 from tangram.types import Float64
 
-__all__ = ["Calibration", "ModelFingerprint", "Profile", "RankStability", "Scope", "ScorerSpec"]
+__all__ = ["Calibration", "ModelFingerprint", "Profile", "RankStability", "Scope", "ScorerSpec", "default_scope"]
 
 FORMAT_VERSION = 1
 SINK_TOKENS = 4
@@ -45,7 +45,14 @@ _OPTIONS = (
 )  # fmt: skip
 
 Scope = Literal["layer", "model"]
+# They rank the tokens of a layer once for all of its heads: scores of different layers say nothing about each other.
+_WITHIN_LAYERS = frozenset({"tova"})
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+def default_scope(scorer: str) -> Scope:
+    """Which heads compete by the scores of `scorer` where nobody says it."""
+    return "layer" if scorer in _WITHIN_LAYERS else "model"
 
 
 class Profile(BaseModel):

@@ -16,7 +16,7 @@ import torch
 
 from tangram.cache.layout import Layout
 from tangram.compress.groups import realised_retention
-from tangram.compress.scorers import choose_scorer
+from tangram.compress.scorers import choose
 from tangram.config import EngineConfig
 from tangram.drive.clock import Limits, Summary, answered
 from tangram.drive.parts import FORWARD, HOW, RECLAMATION, UPKEEP, PartClock, Split
@@ -71,8 +71,8 @@ def for_each(config: EngineConfig, rungs: Sequence[Rung], measure: Callable[[Run
         raise ConfigError(f"decode_policy is {config.decode_policy!r}, each rung has its own schedule: leave it out")
     loaded = load_model(config.model, dtype=config.dtype, device=config.device, load_format=config.load_format)
     # Named here, since a rung may leave out the profiles that say it.
-    scorer = choose_scorer(config, loaded.fingerprint)
-    config = replace(config, scorer=scorer, kv_cache_gib=kv_bytes(config, loaded) / GIB)
+    chosen = choose(config, loaded.fingerprint)
+    config = replace(config, kv_cache_gib=kv_bytes(config, loaded) / GIB, **chosen._asdict())
     for rung in rungs:
         measure(rung, _warm(engine_of(replace(config, **rung.changes), loaded)))
         gc.collect()

@@ -103,7 +103,7 @@ def answered(
     Raises `RequestError` if one can never fit, `GivenUpError` where `patience` ends, when nothing runs any more, and
     `TangramError` if the engine gives one up.
     """
-    begin, done, unstarted, lost, look_s = time.perf_counter(), 0, len(asks), False, 0.0
+    done, unstarted, lost, look_s = 0, len(asks), False, 0.0
     answers = [Answer(ask.at_s, len(ask.tokens)) for ask in asks]
 
     def take(answer: Answer, event: Event) -> None:
@@ -132,6 +132,7 @@ def answered(
     ]  # fmt: skip
     for request in requests:
         engine.check(request)
+    begin = time.perf_counter()
     waiting = sorted(range(len(asks)), key=lambda number: asks[number].at_s, reverse=True)
     while waiting or engine.busy:
         now = time.perf_counter() - begin

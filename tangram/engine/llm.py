@@ -54,7 +54,7 @@ class LLM:
         *,
         kv_retention: float = 0.5,
         scorer: str | None = None,
-        scope: Literal["layer", "model"] = "model",
+        scope: Literal["layer", "model"] | None = None,
         chunk_tokens: int = 512,
         page_tokens: int = 16,
         heads_per_page: int = 4,

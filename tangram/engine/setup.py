@@ -17,9 +17,9 @@ from tangram.cache.manager import CacheManager
 from tangram.calibrate import Observer, calibrate, in_terminal
 from tangram.compress.groups import adjacent
 from tangram.compress.library import find_profile, shipped_profiles
-from tangram.compress.profile import SINK_TOKENS, Profile
+from tangram.compress.profile import SINK_TOKENS, Profile, Scope
 from tangram.compress.provenance import ScorerSpec
-from tangram.compress.scorers import Scorer, choose_scorer, make_scorer
+from tangram.compress.scorers import Choice, Scorer, choose, make_scorer
 from tangram.config import EngineConfig
 from tangram.engine.admission import Admission
 from tangram.engine.loop import Engine
@@ -57,7 +57,7 @@ def build_engine(config: EngineConfig) -> Engine:
 
 def engine_of(config: EngineConfig, loaded: LoadedModel, kernels: KernelChoice | None = None) -> Engine:
     """`build_engine` for a model that is loaded already; `kernels`, if given, chooses what serves its pool."""
-    config = replace(config, scorer=choose_scorer(config, loaded.fingerprint))
+    config = replace(config, **choose(config, loaded.fingerprint)._asdict())
     return Engine(config, loaded, *parts_of(config, loaded, kernels))
 
 
@@ -68,7 +68,8 @@ def parts_of(
     limit = loaded.geometry.max_positions
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(f"max_model_len is {config.max_model_len}, the model was made for at most {limit} positions")
-    retentions = _retentions(config, loaded, config.max_model_len or limit)
+    chosen = choose(config, loaded.fingerprint)
+    retentions = _retentions(config, chosen, loaded, config.max_model_len or limit)
     pages = _pool_pages(config, loaded, [entry.layout for entry in retentions])
     max_model_len = _fit_model_len(config, retentions[0], pages, config.max_model_len or limit)
     dtype = cache_dtype(config, loaded)
@@ -84,15 +85,15 @@ def parts_of(
         compile_layers(loaded.model)
     runner = Runner(
         loaded, retentions, pages=pages, cache=cache, kernels=kernels or _kernels(config, loaded), graphs=fast,
-        cache_dtype=dtype, competing=config.scope if config.reclamation == "by-input" else None,
-        overflow=None if config.overflow_every is None else Overflow(retentions, config.scope, config.overflow_every),
+        cache_dtype=dtype, competing=chosen.scope if config.reclamation == "by-input" else None,
+        overflow=None if config.overflow_every is None else Overflow(retentions, chosen.scope, config.overflow_every),
     )  # fmt: skip
     if loaded.device.type == "cuda":
         runner.rehearse(config.max_num_seqs, config.max_num_batched_tokens)
     runner.capture(config.max_num_seqs, partial(in_terminal, description="Capturing decode steps"))
     runner.meters.clear()
     admission = Admission(retentions, pages, str(dtype).removeprefix("torch."), dtype.itemsize, max_model_len)
-    _announce(config, loaded, admission, cache.host.total)
+    _announce(config, chosen.scope, loaded, admission, cache.host.total)
     one_at_a_time = [
         number for number, entry in enumerate(retentions)
         if entry.scorer is not None and ("reconstruction" in entry.scorer.needs or config.reclamation != "reserved")
@@ -141,8 +142,8 @@ def scorer_spec(scorer: Scorer) -> ScorerSpec:
 
 
 def calibrate_model(
-    loaded: LoadedModel, scorer: Scorer, config: EngineConfig, *, retentions: Sequence[float], texts: Sequence[str],
-    source: str, observe: Observer | None = None,
+    loaded: LoadedModel, scorer: Scorer, scope: Scope, config: EngineConfig, *, retentions: Sequence[float],
+    texts: Sequence[str], source: str, observe: Observer | None = None,
 ) -> list[Profile]:  # fmt: skip
     """One profile of `loaded` for each ρ, from the scores of `texts`; draws a progress bar in a terminal.
 
@@ -152,13 +153,13 @@ def calibrate_model(
     samples = [loaded.tokenizer.encode(text) for text in texts]
     return calibrate(
         score_source(loaded, scorer, chunk_tokens=config.chunk_tokens), samples, geometry=loaded.geometry,
-        fingerprint=loaded.fingerprint, scorer=scorer_spec(scorer), scope=config.scope, retentions=retentions,
+        fingerprint=loaded.fingerprint, scorer=scorer_spec(scorer), scope=scope, retentions=retentions,
         chunk_tokens=config.chunk_tokens, source=source, page_tokens=config.page_tokens,
         heads_per_page=config.heads_per_page, track=in_terminal, observe=observe,
     )  # fmt: skip
 
 
-def _retentions(config: EngineConfig, loaded: LoadedModel, max_tokens: int) -> list[Retention]:
+def _retentions(config: EngineConfig, chosen: Choice, loaded: LoadedModel, max_tokens: int) -> list[Retention]:
     """The default ρ first, then 1.0, then those of other profiles the user named; all in pages of one shape."""
     uncompressed = Layout.uncompressed(
         loaded.geometry, chunk_tokens=config.chunk_tokens, page_tokens=config.page_tokens,
@@ -171,15 +172,14 @@ def _retentions(config: EngineConfig, loaded: LoadedModel, max_tokens: int) -> l
         return [full]
     if config.kv_retention == 1.0 and not config.profile:
         return [full]
-    name, gate = choose_scorer(config, loaded.fingerprint), Path(config.gate) if config.gate else None
-    scorer = make_scorer(name, gate=gate, model=loaded.fingerprint)
+    scorer = make_scorer(chosen.scorer, gate=Path(config.gate) if config.gate else None, model=loaded.fingerprint)
     scorer.check_tokens(config.chunk_tokens)
     scorer.check_model(loaded.fingerprint)
     if config.reclamation == "by-input":
         return [
             Retention(config.kv_retention, uncompressed, "by input", scorer, SINK_TOKENS, config.chunk_tokens // 64)
         ]
-    named = [_load(path, config, loaded, scorer) for path in config.profile]
+    named = [_load(path, config, loaded, scorer, chosen.scope) for path in config.profile]
     found = [_retention(config, profile, scorer, loaded, max_tokens) for profile in named]
     defaults = [entry for entry in (*found, full) if entry.kv_retention == config.kv_retention]
     if named and not defaults:
@@ -188,26 +188,26 @@ def _retentions(config: EngineConfig, loaded: LoadedModel, max_tokens: int) -> l
             f"{', '.join(str(profile.kv_retention) for profile in named)}: set kv_retention to one of them"
         )
     if not defaults:
-        defaults = [_retention(config, _profile(config, loaded, scorer), scorer, loaded, max_tokens)]
+        defaults = [_retention(config, _profile(config, loaded, scorer, chosen.scope), scorer, loaded, max_tokens)]
     default = defaults[0]
     return [default, *(entry for entry in (full, *found) if entry is not default)]
 
 
-def _load(path: str, config: EngineConfig, loaded: LoadedModel, scorer: Scorer) -> Profile:
+def _load(path: str, config: EngineConfig, loaded: LoadedModel, scorer: Scorer, scope: Scope) -> Profile:
     profile = Profile.load(path)
     profile.check_model(loaded.fingerprint)
     profile.check_options(
-        scorer=scorer.name, scope=config.scope, kv_retention=profile.kv_retention, chunk_tokens=config.chunk_tokens,
+        scorer=scorer.name, scope=scope, kv_retention=profile.kv_retention, chunk_tokens=config.chunk_tokens,
         parameters=scorer.parameters(),
     )  # fmt: skip
     return profile.with_pages(config.page_tokens, config.heads_per_page)
 
 
-def _profile(config: EngineConfig, loaded: LoadedModel, scorer: Scorer) -> Profile:
+def _profile(config: EngineConfig, loaded: LoadedModel, scorer: Scorer, scope: Scope) -> Profile:
     """A shipped or kept profile that fits, or a short calibration, which is kept."""
     kept = cache_folder() / "profiles"
     profile = find_profile(
-        [shipped_profiles(), kept], loaded.fingerprint, scorer=scorer.name, scope=config.scope,
+        [shipped_profiles(), kept], loaded.fingerprint, scorer=scorer.name, scope=scope,
         kv_retention=config.kv_retention, chunk_tokens=config.chunk_tokens, parameters=scorer.parameters(),
     )  # fmt: skip
     if profile is not None:
@@ -215,12 +215,13 @@ def _profile(config: EngineConfig, loaded: LoadedModel, scorer: Scorer) -> Profi
     _log.warning(
         "no profile for %s with scorer %s, scope %s, kv_retention %s, chunk_tokens %s: calibrating on %d samples now "
         "(`tangram calibrate` takes 50 and is more exact)",
-        config.model, scorer.name, config.scope, config.kv_retention, config.chunk_tokens, QUICK_SAMPLES,
+        config.model, scorer.name, scope, config.kv_retention, config.chunk_tokens, QUICK_SAMPLES,
     )  # fmt: skip
     texts = pilot_texts(QUICK_SAMPLES, min_characters=max(8_000, 6 * config.chunk_tokens))
     profile = calibrate_model(
-        loaded, scorer, config, retentions=[config.kv_retention], texts=texts, source="built-in pilot texts, quick"
-    )[0]
+        loaded, scorer, scope, config, retentions=[config.kv_retention], texts=texts,
+        source="built-in pilot texts, quick",
+    )[0]  # fmt: skip
     path = kept / f"{loaded.fingerprint.weights_sha256}-{profile.file_name}"
     try:
         kept.mkdir(parents=True, exist_ok=True)
@@ -274,13 +275,15 @@ def _fit_model_len(config: EngineConfig, default: Retention, pages: int, wanted:
     return fits
 
 
-def _announce(config: EngineConfig, loaded: LoadedModel, admission: Admission, host_pages: int) -> None:
+def _announce(
+    config: EngineConfig, scope: Scope, loaded: LoadedModel, admission: Admission, host_pages: int
+) -> None:  # fmt: skip
     """Say how many tokens fit, and how many would without compression."""
     default = admission.retentions[0]
     compressed = default.layout.tokens_in(admission.total_pages)
     uncompressed = admission.uncompressed.tokens_in(admission.total_pages)
     page_gib = default.layout.page_bytes(admission.element_bytes) / GIB
-    method = f"{default.scorer.name}, scope {config.scope}" if default.scorer else "nothing dropped"
+    method = f"{default.scorer.name}, scope {scope}" if default.scorer else "nothing dropped"
     _log.info(
         "%s on %s, %s; KV cache in %s, %.2f GiB = %d pages; %s tokens fit at kv_retention %s (%s), %s would without "
         "compression; max_model_len %d, chunk %d tokens",

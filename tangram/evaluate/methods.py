@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal, get_args
 
-from tangram.compress.profile import ALPHA, SINK_TOKENS, Scope
+from tangram.compress.profile import ALPHA, SINK_TOKENS, Scope, default_scope
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
 
@@ -83,8 +83,8 @@ class Method:
 class Grid:
     """Which methods are compared: every combination, as far as it makes a difference.
 
-    `window_tokens` None is C / 64. Raises `ConfigError` naming the field that is empty or out of range, or that some
-    of the methods cannot follow.
+    `scopes` None is what each scorer is served with, `window_tokens` None is C / 64. Raises `ConfigError` naming the
+    field that is empty or out of range, or that some of the methods cannot follow.
     """
 
     names: Sequence[MethodName]
@@ -92,20 +92,20 @@ class Grid:
     retentions: Sequence[float]
     chunk_tokens: Sequence[int] = (EngineConfig.chunk_tokens,)
     alphas: Sequence[float] = (ALPHA,)
-    scopes: Sequence[Scope] = ("model",)
+    scopes: Sequence[Scope] | None = None
     sink_tokens: int = SINK_TOKENS
     window_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for field, option in _LISTS.items():
-            if not getattr(self, field):
+            if getattr(self, field) is not None and not getattr(self, field):
                 raise ConfigError(f"{option} is empty, it must name at least one")
         for name in self.names:
             _refuse_unless(name in NAMES, "methods", name, f"known are {', '.join(NAMES)}: name one of these")
         for retention in self.retentions:
             limit = "each must lie in (0, 1): method full stands for 1.0, ask for it there"
             _refuse_unless(0.0 < retention < 1.0, "retentions", retention, limit)
-        for scope in self.scopes:
+        for scope in self.scopes or ():
             _refuse_unless(scope in ("layer", "model"), "scopes", scope, "it must be layer or model")
         for chunk in self.chunk_tokens:
             _refuse_unless(chunk >= 1, "chunk_tokens", chunk, "each must be at least 1")
@@ -128,11 +128,12 @@ class Grid:
             yield Method("full")
             return
         chunks = (context_tokens,) if name == "one-shot" else self.chunk_tokens
-        scopes = (None,) if name == "uniform" else self.scopes
         alphas = self.alphas if name == "static" else (None,)
         kept = (self.sink_tokens, self.window_tokens) if name in WITH_PROFILE else (None, None)
-        for scorer, chunk, scope, alpha, retention in product(self.scorers, chunks, scopes, alphas, self.retentions):
-            yield Method(name, retention, scorer, chunk, scope, alpha, *kept)
+        for scorer, chunk in product(self.scorers, chunks):
+            scopes = (None,) if name == "uniform" else self.scopes or (default_scope(scorer),)
+            for scope, alpha, retention in product(scopes, alphas, self.retentions):
+                yield Method(name, retention, scorer, chunk, scope, alpha, *kept)
 
 
 def aligned_tokens(methods: Sequence[Method], *, align: bool, unit: int | None = None) -> int | None:

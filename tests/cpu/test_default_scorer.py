@@ -1,4 +1,7 @@
-"""Which scorer serves where none is named: that of the profiles, of the gate, or the best that the weights have."""
+"""Which scorer serves where none is named: that of the profiles, of the gate, or the best that the weights have.
+
+And among which heads entries compete by its scores.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typer.testing import CliRunner
 from tangram.cli import app
 from tangram.compress.library import shipped_profiles
 from tangram.compress.profile import Profile
-from tangram.compress.scorers import choose_scorer
+from tangram.compress.scorers import SCORERS, choose
 from tangram.compress.scorers.gate import shipped_gates
 from tangram.config import EngineConfig
 from tangram.engine import setup
@@ -70,14 +73,29 @@ def test_a_scorer_that_is_named_is_taken(loaded: LoadedModel) -> None:
 
 
 def test_a_gate_that_is_given_is_used(loaded: LoadedModel) -> None:
-    assert choose_scorer(EngineConfig(gate=GATE), None) == "fastkvzip"
-    assert choose_scorer(EngineConfig(), None) == "keydiff"
+    assert choose(EngineConfig(gate=GATE), None).scorer == "fastkvzip"
+    assert choose(EngineConfig(), None).scorer == "keydiff"
 
 
 def test_profiles_of_several_scorers_are_refused_by_name(loaded: LoadedModel) -> None:
     gated = KEYDIFF.replace("keydiff", "fastkvzip").replace("r0.5", "r0.25")
     with pytest.raises(ProfileError, match=r"several scorers \(.*r0.5.json for keydiff, .*r0.25.json for fastkvzip\)"):
         served(loaded, profile=(KEYDIFF, gated))
+
+
+def test_heads_of_the_whole_model_compete_unless_scores_mean_nothing_across_layers() -> None:
+    scopes = {name: choose(EngineConfig(scorer=name), None).scope for name in SCORERS}
+    assert scopes.pop("tova") == "layer"
+    assert set(scopes.values()) == {"model"}
+    assert choose(EngineConfig(scorer="tova", scope="model"), None).scope == "model"
+
+
+def test_a_profile_says_which_heads_compete() -> None:
+    published = [f"llama-3.1-8b-instruct.keydiff.{scope}.c512.r0.5.json" for scope in ("layer", "model")]
+    files = tuple(str(shipped_profiles() / name) for name in published)
+    assert choose(EngineConfig(profile=files[:1]), None) == ("keydiff", "layer")
+    with pytest.raises(ProfileError, match=r"several scopes \(.*for layer, .*for model\)"):
+        choose(EngineConfig(profile=files), None)
 
 
 def test_a_calibration_is_for_the_scorer_that_will_serve(folder: Path, tmp_path: Path) -> None:

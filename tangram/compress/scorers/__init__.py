@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
-from tangram.compress.profile import Profile
+from tangram.compress.profile import Profile, Scope, default_scope
 from tangram.compress.provenance import ModelFingerprint
 from tangram.compress.scorers.base import ChunkView, Reconstruction, Scorer
 from tangram.compress.scorers.expected_attention import ExpectedAttention
@@ -18,28 +20,46 @@ from tangram.compress.scorers.tova import TOVA
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError, ProfileError
 
-__all__ = ["SCORERS", "ChunkView", "Reconstruction", "Scorer", "choose_scorer", "make_scorer"]
+__all__ = ["SCORERS", "Choice", "ChunkView", "Reconstruction", "Scorer", "choose", "make_scorer"]
+
+Recorded = TypeVar("Recorded", bound=str)
 
 SCORERS: dict[str, type[Scorer]] = {
     scorer.name: scorer for scorer in (StreamingLLM, TOVA, SnapKV, KeyDiff, ExpectedAttention, KVzip, FastKVzip)
 }
 
 
-def choose_scorer(config: EngineConfig, model: ModelFingerprint | None) -> str:
-    """The name of the scorer that `config` asks for, or else the default for its profiles, its gate or `model`.
+class Choice(NamedTuple):
+    """What decides which entries stay: a scorer, by its name, and which heads compete by its scores."""
 
-    Raises `ProfileError` if the profiles that are to say it cannot be read or name several.
+    scorer: str
+    scope: Scope
+
+
+def choose(config: EngineConfig, model: ModelFingerprint | None) -> Choice:
+    """What `config` asks for; or else what its profiles record; or else the defaults for its gate, `model` and scorer.
+
+    Raises `ProfileError` if the profiles that are to say it cannot be read or do not agree.
     """
-    if config.scorer is not None:
-        return config.scorer
-    recorded = {path: Profile.load(path).scorer.name for path in config.profile}
+    if config.scorer is not None and config.scope is not None:
+        return Choice(config.scorer, config.scope)
+    profiles = {path: Profile.load(path) for path in config.profile}
+    scorer, scope = config.scorer, config.scope
+    if scorer is None:
+        scorer = _agreed("scorers", {path: profile.scorer.name for path, profile in profiles.items()})
+    if scorer is None:
+        gated = config.gate is not None or (model is not None and find_gate(shipped_gates(), model) is not None)
+        scorer = FastKVzip.name if gated else KeyDiff.name
+    if scope is None:
+        scope = _agreed("scopes", {path: profile.scope for path, profile in profiles.items()})
+    return Choice(scorer, default_scope(scorer) if scope is None else scope)
+
+
+def _agreed(what: str, recorded: Mapping[str, Recorded]) -> Recorded | None:
     if len(set(recorded.values())) > 1:
         listed = ", ".join(f"{path} for {name}" for path, name in recorded.items())
-        raise ProfileError(f"the profiles given are for several scorers ({listed}): give those of one")
-    if recorded:
-        return next(iter(recorded.values()))
-    gated = config.gate is not None or (model is not None and find_gate(shipped_gates(), model) is not None)
-    return FastKVzip.name if gated else KeyDiff.name
+        raise ProfileError(f"the profiles given are for several {what} ({listed}): give those of one")
+    return next(iter(recorded.values()), None)
 
 
 def make_scorer(name: str, *, gate: Path | None = None, model: ModelFingerprint | None = None) -> Scorer:
