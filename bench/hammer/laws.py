@@ -13,13 +13,12 @@ from scipy.stats import linregress
 from bench.hammer.conversations import Outcome
 from bench.hammer.server import Books
 
-# The least memory may be so much more in the last stretch of the time looked at than in its first third: allocators
-# round.
+# The least memory may be so much more in the last third of the time looked at than in the first: allocators round.
 MOST_GROWTH_MB = 8.0
 # So much of the run is for caches to fill before memory is looked at.
 SETTLING_SHARE = 0.2
-# The rest is cut into so many stretches, of which each counts with its least: what a long prompt takes for a while is
-# no growth, and samples a second apart are no independent ones. A leak is in every one of them, a step in the last.
+# The rest is cut into so many stretches, of which each counts with its least: what an allocator holds for a while after
+# a long prompt is no growth, and samples a second apart are no independent ones. A leak is in every one of them.
 STRETCHES = 9
 
 
@@ -39,7 +38,7 @@ class Sample:
 @dataclass(frozen=True)
 class Growth:
     """Of the least resident memory of each of `STRETCHES`: the line through them, by least squares over `over_s`
-    seconds, and the least of all in the first third of the time and in the last stretch.
+    seconds, and the least of all in the first third of the time and in the last.
     """
 
     mb_per_hour: float
@@ -58,7 +57,9 @@ def growth(samples: Sequence[Sample]) -> Growth:
     least = [float(part[:, 1].min()) for part in stretches]
     line = linregress([part[:, 0].mean() for part in stretches], least)
     third = STRETCHES // 3
-    return Growth(float(line.slope), float(line.stderr), kept[-1].at_s - kept[0].at_s, min(least[:third]), least[-1])
+    return Growth(
+        float(line.slope), float(line.stderr), kept[-1].at_s - kept[0].at_s, min(least[:third]), min(least[-third:])
+    )
 
 
 def latencies(outcomes: Sequence[Outcome]) -> dict[str, float]:
@@ -91,7 +92,7 @@ def broken(
     for sample in samples:
         found += [f"at {sample.at_s:.0f} s: {problem}" for problem in sample.books.problems(idle=False)]
     if (grown := memory.last_mb - memory.first_mb) > MOST_GROWTH_MB:
-        found.append(f"memory grew by {grown:.1f} MB from the first third to the end, at most {MOST_GROWTH_MB} may be")
+        found.append(f"memory grew by {grown:.1f} MB from the first third to the last, at most {MOST_GROWTH_MB} may be")
     return found + _miscounted(outcomes, completions)
 
 
@@ -117,7 +118,7 @@ def summary(outcomes: Sequence[Outcome], samples: Sequence[Sample], memory: Grow
             "first": samples[0].rss_mb,
             "last": samples[-1].rss_mb,
             "least_in_first_third": memory.first_mb,
-            "least_in_last_stretch": memory.last_mb,
+            "least_in_last_third": memory.last_mb,
             "slope_mb_per_hour": memory.mb_per_hour,
             "standard_error_mb_per_hour": memory.standard_error,
             "over_s": memory.over_s,

@@ -75,7 +75,7 @@ def _soak(result: Result) -> list[tuple[str, str]]:
         for kind in ("answered", "hung up", "lost")
     ]
     slope, error = memory["slope_mb_per_hour"], memory["standard_error_mb_per_hour"]
-    least = memory["least_in_first_third"], memory["least_in_last_stretch"]
+    least = memory["least_in_first_third"], memory["least_in_last_third"]
     capacity, offered = result["capacity_turns_per_s"], result["offered_turns_per_s"]
     held = f"{result['most_pages_held']:,} / {result['afterwards']['held']} of {result['afterwards']['total']:,}"
     return [
@@ -85,10 +85,7 @@ def _soak(result: Result) -> list[tuple[str, str]]:
         ("time to first token s, p50 / p90 / p99", _percentiles(result["ttft_s"], ".2f")),
         ("most running / waiting", _slashed(result, "most_running", "most_waiting")),
         ("pages held, at most / afterwards", held),
-        (
-            "least resident memory MB, in the first third / the last of nine stretches",
-            f"{least[0]:,.0f} / {least[1]:,.0f}",
-        ),
+        ("least resident memory MB, first / last third", f"{least[0]:,.0f} / {least[1]:,.0f}"),
         ("its slope over nine stretches, MB/hour", f"{slope:.0f} ± {error:.0f}, over {memory['over_s']:.0f} s"),
         ("broken laws", "none" if not result["broken"] else "; ".join(result["broken"])),
     ]

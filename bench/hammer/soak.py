@@ -26,7 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bench.hammer.conversations import Outcome, Turn, ask, conversation, hold, mean_turns
 from bench.hammer.laws import Sample, broken, growth, summary
-from bench.hammer.server import GIVES_BACK, Served, ServerError, books_of, served, surroundings
+from bench.hammer.server import Served, ServerError, books_of, served, surroundings
 
 RESULT = Path(__file__).parents[1] / "results" / "http_soak.json"
 # A pool that is full soon: pages are then taken from the prefix cache, and memory has no more room to be touched first.
@@ -159,15 +159,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=float(os.environ.get("SOAK_SECONDS", "1200")))
     parser.add_argument("--capacity-seconds", type=float, default=180.0)
-    # As many as may run: the pool and the heap have been as full as they will be before memory is looked at.
-    parser.add_argument("--people", type=int, default=32, help="who ask at a time while the capacity is measured")
+    parser.add_argument("--people", type=int, default=16, help="who ask at a time while the capacity is measured")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-o", "--output", type=Path, default=RESULT)
     options = parser.parse_args()
     where = surroundings()
     with tempfile.TemporaryFile() as log:
         try:
-            with served(SERVER_OPTIONS, log, **GIVES_BACK) as server:
+            with served(SERVER_OPTIONS, log) as server:
                 found = asyncio.run(soak(server, options))
                 found["afterwards"], wrong = afterwards(server)
                 found["broken"] += wrong

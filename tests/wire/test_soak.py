@@ -76,13 +76,6 @@ def test_what_is_held_for_a_minute_is_no_growth_and_hides_none(leak_mb_per_hour:
     assert any("memory grew" in law for law in broken(ANSWERED, [], growth(uneven), ENDS, 0)) == grew
 
 
-def test_a_step_near_the_end_is_growth() -> None:
-    """What begins in the last tenth and stays."""
-    flat = samples(0.0)
-    late = [replace(one, rss_mb=one.rss_mb + (50 if number >= 90 else 0)) for number, one in enumerate(flat)]
-    assert any("memory grew" in law for law in broken(ANSWERED, [], growth(late), ENDS, 0))
-
-
 def test_held_pages_are_not_the_baseline() -> None:
     assert SOUND.problems(idle=False) == []
     assert "not the baseline" in SOUND.problems(idle=True)[0]
