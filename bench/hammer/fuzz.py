@@ -3,7 +3,7 @@
 Three quarters of the time go to a server that everybody may ask, the rest to one that asks for a key. Every answer must
 be one that the document names, of the form that it names; what breaks the document must be refused, what follows it
 answered, and nothing may be a server error. Afterwards the server is healthy, no page is held and its log has no
-exception; and the second half of the time has left no more memory in use than the first, but for what caches take.
+exception; and the second half of the time has left no more of the heap in use than the first, but for what caches take.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
@@ -23,7 +24,8 @@ from typing import IO
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.hammer.server import GIVES_BACK, MODEL, Served, ServerError, served, surroundings
+from bench.hammer.heap import COUNT_EVERY_S
+from bench.hammer.server import MODEL, Served, ServerError, served, surroundings
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "bench" / "results" / "http_fuzz.json"
@@ -107,16 +109,17 @@ def check_log(log: IO[bytes]) -> None:
 def trial(seconds: int, api_key: str | None) -> tuple[dict[str, int], list[float]]:
     """A server, requests for so long, and what must hold afterwards.
 
-    How many answers there were, by status, and the MB in use after the first half of the time and at the end.
+    How many answers there were, by status, and the MB of the heap in use after half of the time and at the end.
     """
     memory = list[float]()
     with tempfile.TemporaryFile() as log:
-        with served(SERVER_OPTIONS, log, api_key, **GIVES_BACK) as server:
+        with served(SERVER_OPTIONS, log, api_key, counted=True) as server:
             fill(server)
             for part in (seconds // 2, seconds - seconds // 2):
                 print(fuzz(server.url, max(1, part), server.headers))
                 check_afterwards(server)
-                memory.append(server.rss_mb())
+                time.sleep(2 * COUNT_EVERY_S)
+                memory.append(server.heap_mb())
             counts = statuses(server)
         check_log(log)
     if (grown := memory[1] - memory[0]) > MOST_GROWTH_MB:
@@ -145,7 +148,7 @@ def main() -> None:
         "options": {"seconds": options.seconds},
         "environment": where,
         "answers": answers,
-        "rss_mb": {name: memory for name, (_, memory) in found.items()},
+        "heap_mb": {name: memory for name, (_, memory) in found.items()},
     }
     options.output.write_text(json.dumps(content, indent=1) + "\n")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from operator import attrgetter
+from typing import Any, Literal
 
 import numpy as np
 from scipy.stats import linregress
@@ -13,32 +14,34 @@ from scipy.stats import linregress
 from bench.hammer.conversations import Outcome
 from bench.hammer.server import Books
 
-# The least memory may be so much more in the last third of the time looked at than in the first: allocators round.
+# The least of the heap in use may be so much more in the last stretch of the time looked at than in its first third.
 MOST_GROWTH_MB = 8.0
 # So much of the run is for caches to fill before memory is looked at.
 SETTLING_SHARE = 0.2
-# The rest is cut into so many stretches, of which each counts with its least: what an allocator holds for a while after
-# a long prompt is no growth, and samples a second apart are no independent ones. A leak is in every one of them.
+# The rest is cut into so many stretches, of which each counts with its least: what a long prompt takes for a while is
+# no growth, and samples a second apart are no independent ones. A leak is in every one of them, a step in the last.
 STRETCHES = 9
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The server at `at_s` of the run: resident memory of all its processes, its requests and pages."""
+    """The server at `at_s` of the run: resident memory, the heap in use, requests and pages."""
 
     at_s: float
     rss_mb: float
+    heap_mb: float
     books: Books
 
     def row(self) -> dict[str, float]:
         """As it is written down."""
-        return {"at_s": round(self.at_s, 1), "rss_mb": round(self.rss_mb, 2), **asdict(self.books)}
+        memory = {"rss_mb": round(self.rss_mb, 2), "heap_mb": round(self.heap_mb, 2)}
+        return {"at_s": round(self.at_s, 1), **memory, **asdict(self.books)}
 
 
 @dataclass(frozen=True)
 class Growth:
-    """Of the least resident memory of each of `STRETCHES`: the line through them, by least squares over `over_s`
-    seconds, and the least of all in the first third of the time and in the last.
+    """Of the least memory of each of `STRETCHES`: the line through them, by least squares over `over_s` seconds, and
+    the least of all in the first third of the time and in the last stretch.
     """
 
     mb_per_hour: float
@@ -48,18 +51,19 @@ class Growth:
     last_mb: float
 
 
-def growth(samples: Sequence[Sample]) -> Growth:
-    """Of all but the first `SETTLING_SHARE` of `samples`. Raises `ValueError` if fewer than `STRETCHES` are left."""
+def growth(samples: Sequence[Sample], memory: Literal["rss_mb", "heap_mb"]) -> Growth:
+    """Of one kind of `memory`, in all but the first `SETTLING_SHARE` of `samples`.
+
+    Raises `ValueError` if fewer than `STRETCHES` are left.
+    """
     kept = samples[int(len(samples) * SETTLING_SHARE) :]
     if len(kept) < STRETCHES:
         raise ValueError(f"{len(kept)} samples are too few for a slope: let it run longer")
-    stretches = np.array_split(np.array([(sample.at_s / 3600, sample.rss_mb) for sample in kept]), STRETCHES)
+    stretches = np.array_split(np.array([*map(attrgetter("at_s", memory), kept)]), STRETCHES)
     least = [float(part[:, 1].min()) for part in stretches]
-    line = linregress([part[:, 0].mean() for part in stretches], least)
-    third = STRETCHES // 3
-    return Growth(
-        float(line.slope), float(line.stderr), kept[-1].at_s - kept[0].at_s, min(least[:third]), min(least[-third:])
-    )
+    line = linregress([part[:, 0].mean() / 3600 for part in stretches], least)
+    over_s, third = kept[-1].at_s - kept[0].at_s, STRETCHES // 3
+    return Growth(float(line.slope), float(line.stderr), over_s, min(least[:third]), least[-1])
 
 
 def latencies(outcomes: Sequence[Outcome]) -> dict[str, float]:
@@ -77,7 +81,7 @@ def counts(outcomes: Sequence[Outcome]) -> dict[str, int]:
 
 
 def broken(
-    outcomes: Sequence[Outcome], samples: Sequence[Sample], memory: Growth, completions: dict[str, int], changed: int
+    outcomes: Sequence[Outcome], samples: Sequence[Sample], heap: Growth, completions: dict[str, int], changed: int
 ) -> list[str]:  # fmt: skip
     """Every law that does not hold, in words. `completions` is the server's own count, by how they ended.
 
@@ -91,8 +95,10 @@ def broken(
         found.append(f"{changed} answers were other texts when asked for again")
     for sample in samples:
         found += [f"at {sample.at_s:.0f} s: {problem}" for problem in sample.books.problems(idle=False)]
-    if (grown := memory.last_mb - memory.first_mb) > MOST_GROWTH_MB:
-        found.append(f"memory grew by {grown:.1f} MB from the first third to the last, at most {MOST_GROWTH_MB} may be")
+    if (grown := heap.last_mb - heap.first_mb) > MOST_GROWTH_MB:
+        found.append(
+            f"the heap grew by {grown:.1f} MB from the first third to the end, at most {MOST_GROWTH_MB} may be"
+        )
     return found + _miscounted(outcomes, completions)
 
 
@@ -108,21 +114,14 @@ def _miscounted(outcomes: Sequence[Outcome], completions: dict[str, int]) -> lis
     return found
 
 
-def summary(outcomes: Sequence[Outcome], samples: Sequence[Sample], memory: Growth) -> dict[str, Any]:
+def summary(outcomes: Sequence[Outcome], samples: Sequence[Sample]) -> dict[str, Any]:
     """The figures of a soak, as they are published."""
     return {
         "turns": len(outcomes),
         "outcomes": counts(outcomes),
         "ttft_s": latencies(outcomes),
-        "rss_mb": {
-            "first": samples[0].rss_mb,
-            "last": samples[-1].rss_mb,
-            "least_in_first_third": memory.first_mb,
-            "least_in_last_third": memory.last_mb,
-            "slope_mb_per_hour": memory.mb_per_hour,
-            "standard_error_mb_per_hour": memory.standard_error,
-            "over_s": memory.over_s,
-        },
+        "rss_mb": asdict(growth(samples, "rss_mb")),
+        "heap_mb": asdict(growth(samples, "heap_mb")),
         "most_running": max(sample.books.running for sample in samples),
         "most_waiting": max(sample.books.waiting for sample in samples),
         "most_pages_held": max(sample.books.held for sample in samples),

@@ -49,8 +49,10 @@ def _fuzz(result: Result) -> list[tuple[str, str]]:
     for name, answers in result["answers"].items():
         shown = ", ".join(f"{status}: {count:,}" for status, count in answers.items())
         rows.append((f"answers, {name}, by status", shown))
-    for name, memory in result["rss_mb"].items():
-        rows.append((f"memory MB, {name}, after half the time / at the end", " / ".join(f"{mb:,.0f}" for mb in memory)))
+    for name, heap in result["heap_mb"].items():
+        rows.append(
+            (f"heap in use MB, {name}, after half the time / at the end", " / ".join(f"{mb:.1f}" for mb in heap))
+        )
     return rows
 
 
@@ -69,13 +71,11 @@ def _load(result: Result) -> list[tuple[str, str]]:
 
 
 def _soak(result: Result) -> list[tuple[str, str]]:
-    memory, outcomes = result["rss_mb"], result["outcomes"]
+    outcomes = result["outcomes"]
     kinds = [
         sum(count for name, count in outcomes.items() if name.startswith(kind))
         for kind in ("answered", "hung up", "lost")
     ]
-    slope, error = memory["slope_mb_per_hour"], memory["standard_error_mb_per_hour"]
-    least = memory["least_in_first_third"], memory["least_in_last_third"]
     capacity, offered = result["capacity_turns_per_s"], result["offered_turns_per_s"]
     held = f"{result['most_pages_held']:,} / {result['afterwards']['held']} of {result['afterwards']['total']:,}"
     return [
@@ -85,9 +85,17 @@ def _soak(result: Result) -> list[tuple[str, str]]:
         ("time to first token s, p50 / p90 / p99", _percentiles(result["ttft_s"], ".2f")),
         ("most running / waiting", _slashed(result, "most_running", "most_waiting")),
         ("pages held, at most / afterwards", held),
-        ("least resident memory MB, first / last third", f"{least[0]:,.0f} / {least[1]:,.0f}"),
-        ("its slope over nine stretches, MB/hour", f"{slope:.0f} ± {error:.0f}, over {memory['over_s']:.0f} s"),
+        *_grown("heap in use", result["heap_mb"]),
+        *_grown("resident memory", result["rss_mb"]),
         ("broken laws", "none" if not result["broken"] else "; ".join(result["broken"])),
+    ]
+
+
+def _grown(name: str, memory: Result) -> list[tuple[str, str]]:
+    least, slope = (memory["first_mb"], memory["last_mb"]), (memory["mb_per_hour"], memory["standard_error"])
+    return [
+        (f"{name} MB, least in the first third / in the last of nine stretches", "{:,.1f} / {:,.1f}".format(*least)),
+        (f"{name}, slope through the nine", "{:.0f} ± {:.0f} MB/hour".format(*slope)),
     ]
 
 

@@ -1,4 +1,4 @@
-"""The soak as a picture: resident memory, time to first token, pages and requests over time."""
+"""The soak as a picture: heap in use, resident memory, time to first token, pages and requests over time."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ COLOURS = ("#2b6cb0", "#dd8d29", "#4a9c6d", "#a1a1a1")
 
 
 def draw(result: dict[str, Any], target: Path) -> None:
-    """Write a PNG of three panels over the same minutes."""
+    """Write a PNG of four panels over the same minutes."""
     mpl.use("Agg")
     samples = result["samples"]
     minutes = [sample["at_s"] / 60 for sample in samples]
-    figure, (memory, first, pages) = plt.subplots(3, 1, figsize=(8, 7), sharex=True)
-    memory.plot(minutes, [sample["rss_mb"] for sample in samples], color=COLOURS[0], linewidth=1)
-    memory.axvline(minutes[int(len(minutes) * SETTLING_SHARE)], color=COLOURS[3], linestyle=":")
-    memory.set_ylabel("resident memory, MB")
-    found = result["rss_mb"]
-    slope, error = found["slope_mb_per_hour"], found["standard_error_mb_per_hour"]
-    memory.set_title(f"{slope:.0f} ± {error:.0f} MB/hour right of the dots", fontsize=8, loc="right")
+    figure, (heap, resident, first, pages) = plt.subplots(4, 1, figsize=(8, 9), sharex=True)
+    for panel, key, name in ((heap, "heap_mb", "heap in use, MB"), (resident, "rss_mb", "resident memory, MB")):
+        panel.plot(minutes, [sample[key] for sample in samples], color=COLOURS[0], linewidth=1)
+        panel.axvline(minutes[int(len(minutes) * SETTLING_SHARE)], color=COLOURS[3], linestyle=":")
+        panel.set_ylabel(name)
+        found = result[key]
+        slope = f"{found['mb_per_hour']:.0f} ± {found['standard_error']:.0f} MB/hour"
+        panel.set_title(f"least of nine stretches right of the dots: {slope}", fontsize=8, loc="right")
     ttfts = result["ttfts"]
     first.scatter([at_s / 60 for at_s, _ in ttfts], [ttft_s for _, ttft_s in ttfts], s=5, color=COLOURS[1])
     first.axhline(result["ttft_s"]["p99"], color=COLOURS[3], linestyle=":")

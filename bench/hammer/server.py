@@ -6,25 +6,25 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any
 
 import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from bench.hammer.heap import EVERY_BYTE, in_use_mb
 from tangram.tune.environment import environment
 
 MODEL = "smollm2"
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 40.0
 LOOK_AROUND_S = 3.0
-# glibc raises its threshold for large blocks as they are freed, and may then keep tens of MB for as long as it likes:
-# with a fixed one what is freed is given back, so that memory that stays is memory that is used.
-GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 17)}
 
 
 def surroundings() -> dict[str, Any]:
@@ -59,11 +59,12 @@ class Books:
 
 @dataclass(frozen=True)
 class Served:
-    """A running server: its address, its process and the headers that open it."""
+    """A running server: its address, its process, the headers that open it, and the file with a count of its heap."""
 
     url: str
     process: subprocess.Popen[bytes]
     headers: dict[str, str]
+    count: Path | None
 
     def books(self) -> Books:
         """Read /metrics."""
@@ -83,6 +84,12 @@ class Served:
         """Resident memory of the process and all that it has started."""
         process = psutil.Process(self.process.pid)
         return float(sum(one.memory_info().rss for one in (process, *process.children(recursive=True)))) / 1e6
+
+    def heap_mb(self) -> float:
+        """How much of its heap is in use, by its last count. Raises `ServerError` if it keeps none."""
+        if self.count is None:
+            raise ServerError("the server does not count its heap: start it with counted=True")
+        return in_use_mb(self.count)
 
     def check_health(self) -> None:
         """Raises `ServerError` unless the process lives and /health says 200."""
@@ -108,30 +115,36 @@ def books_of(text: str) -> Books:
     )  # fmt: skip
 
 
-def serve_command(port: int, options: Sequence[str]) -> list[str]:
-    """The command of a server for the embedded model."""
-    command = [sys.executable, "-m", "tangram", "serve", MODEL, "--served-model-name", MODEL, "--port", str(port)]
+def serve_command(port: int, options: Sequence[str], count: Path | None = None) -> list[str]:
+    """The command of a server for the embedded model, which keeps a count of its heap in the file `count` if given."""
+    module = ["tangram"] if count is None else ["bench.hammer.heap", str(count)]
+    command = [sys.executable, "-m", *module, "serve", MODEL, "--served-model-name", MODEL, "--port", str(port)]
     return [*command, *options]
 
 
 @contextmanager
 def served(
-    options: Sequence[str], log: IO[bytes], api_key: str | None = None, **variables: str
+    options: Sequence[str], log: IO[bytes], api_key: str | None = None, *, counted: bool = False
 ) -> Iterator[Served]:  # fmt: skip
-    """A healthy server on a free port with `options` and environment `variables`; ended whatever happens.
+    """A healthy server on a free port with `options`, which counts its heap if `counted`; ended whatever happens.
 
     Raises `ServerError` if it does not start, or if it has ended by itself.
     """
+    with tempfile.NamedTemporaryFile() as kept:
+        yield from _served(options, log, api_key, Path(kept.name) if counted else None)
+
+
+def _served(options: Sequence[str], log: IO[bytes], api_key: str | None, count: Path | None) -> Iterator[Served]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     keys = {} if api_key is None else {"TANGRAM_API_KEY": api_key}
+    variables = {**os.environ, **keys, **({} if count is None else EVERY_BYTE)}
     process = subprocess.Popen(
-        serve_command(port, options), stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **keys, **variables}
+        serve_command(port, options, count), stdout=log, stderr=subprocess.STDOUT, env=variables
     )  # fmt: skip
-    server = Served(
-        f"http://127.0.0.1:{port}", process, {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-    )
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    server = Served(f"http://127.0.0.1:{port}", process, headers, count)
     try:
         _wait_until_healthy(server)
         yield server

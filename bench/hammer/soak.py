@@ -3,7 +3,7 @@
 First a closed loop says how many turns a second the server can answer; then conversations arrive at random (Poisson),
 at 0.9 of that, whatever has become of those before. Some askers hang up, streaming or not. Laws (`laws.py`):
 every turn is answered whole or was hung up on by its asker; pages add up in every sample, and none is held at the end;
-memory is flat; some answers asked for again, alone, are the same texts. The exit code is 1 if one is broken.
+the heap in use is flat; some answers asked for again, alone, are the same texts. The exit code is 1 if one is broken.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ async def watch(client: httpx.AsyncClient, server: Served, begin_s: float, sampl
     """A sample of the server every `SAMPLE_EVERY_S`, until it is cancelled."""
     while True:
         text = (await client.get("/metrics")).raise_for_status().text
-        samples.append(Sample(time.monotonic() - begin_s, server.rss_mb(), books_of(text)))
+        samples.append(Sample(time.monotonic() - begin_s, server.rss_mb(), server.heap_mb(), books_of(text)))
         await asyncio.sleep(SAMPLE_EVERY_S)
 
 
@@ -129,20 +129,20 @@ async def soak(server: Served, options: argparse.Namespace) -> dict[str, Any]:
         watching.cancel()
         ends = await completions(client)
         again, changed = await asked_again(client, crowd.outcomes, Random(options.seed))
-    everything, memory = [*first.outcomes, *crowd.outcomes], growth(samples)
+    everything, heap = [*first.outcomes, *crowd.outcomes], growth(samples, "heap_mb")
     return {
         "capacity_turns_per_s": turns_per_s,
         "offered_turns_per_s": LOAD * turns_per_s,
         "answered_turns_per_s": len(crowd.outcomes) / took_s,
         "lost_while_measuring_capacity": sum(one.kind == "lost" for one in first.outcomes),
-        **summary(crowd.outcomes, samples, memory),
+        **summary(crowd.outcomes, samples),
         "ttfts": [
             [round(one.asked_s - begin_s, 1), round(one.ttft_s, 3)] for one in crowd.outcomes if one.ttft_s is not None
         ],
         "asked_again": again,
         "asked_again_and_changed": changed,
         "completions": ends,
-        "broken": broken(everything, samples, memory, ends, changed),
+        "broken": broken(everything, samples, heap, ends, changed),
     }
 
 
@@ -166,7 +166,7 @@ def main() -> None:
     where = surroundings()
     with tempfile.TemporaryFile() as log:
         try:
-            with served(SERVER_OPTIONS, log) as server:
+            with served(SERVER_OPTIONS, log, counted=True) as server:
                 found = asyncio.run(soak(server, options))
                 found["afterwards"], wrong = afterwards(server)
                 found["broken"] += wrong

@@ -34,7 +34,8 @@ def test_no_request_breaks_an_open_server(server_url: str) -> None:
 
 def test_no_request_breaks_a_server_with_a_key() -> None:
     with tempfile.TemporaryFile() as log:
-        with served(("--kv-retention", "0.5"), log, KEY) as server:
+        with served(("--kv-retention", "0.5"), log, KEY, counted=True) as server:
+            assert server.heap_mb() > 50
             fuzz(server.url, LOCKED_S, server.headers, "coverage")
             check_afterwards(server)
             counts = statuses(server)
