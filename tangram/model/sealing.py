@@ -137,7 +137,6 @@ class ChunkSealer:
 
     def _sink_keys(self, layer: int, dtype: torch.dtype) -> Tensor | None:
         """[H, s, D]: the keys of the sequence's first s tokens, which every head keeps first."""
-        sinks = self.retention.sink_tokens
-        if self.row.start == 0 or sinks == 0:
+        if self.row.start == 0:
             return None
-        return self.kernels.first_keys(layer, self.number, sinks).to(dtype)
+        return self.kernels.first_keys(layer, self.number, self.retention.sink_tokens).to(dtype)

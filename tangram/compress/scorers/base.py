@@ -42,7 +42,8 @@ class ChunkView:
     sin may carry a factor (YaRN).
     `hidden` [C, hidden] is the input of the attention module, present when the scorer needs "hidden".
     `reconstruction` is present when the scorer needs "reconstruction".
-    `sink_keys` [H, s, D] are the post-RoPE keys of the sequence's first s tokens, present when `start` > 0 for KVzip.
+    `sink_keys` [H, s, D] are the post-RoPE keys of the sequence's first s tokens, which every head keeps, present when
+    `start` > 0 for KVzip.
     """
 
     queries: Tensor

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tangram.compress.scorers.attention import causal_softmax, grouped_logits
 from tangram.compress.scorers.base import ChunkView, Reconstruction, Scorer, needed
-from tangram.errors import ConfigError, IntegrityError
+from tangram.errors import ConfigError
 
 REPEAT_FIRST = "\n\nRepeat the previous context exactly."
 REPEAT_NEXT = "\n\nRepeat the part of the previous context exactly, starting with"
@@ -26,7 +26,7 @@ class KVzip(Scorer):
     """The most attention that any token of the repeat pass gives a key, over the query group too.
 
     The softmax of a repeat token runs over the first `sinks` tokens of the sequence (when the chunk is not the first),
-    the chunk, and the repeat pass up to that token.
+    of which there are as many as every head keeps, the chunk, and the repeat pass up to that token.
     """
 
     name: ClassVar[str] = "kvzip"
@@ -51,12 +51,9 @@ class KVzip(Scorer):
 
     def _sink_keys(self, chunk: ChunkView) -> Tensor:
         """[H, s, D]: s is 0 in the first chunk, which holds the sinks itself."""
-        if chunk.start == 0 or self.sinks == 0:
+        if chunk.start == 0:
             return chunk.keys[:, :0]
-        sink_keys = needed(chunk.sink_keys, "sink_keys", self)
-        if sink_keys.shape[1] < self.sinks:
-            raise IntegrityError(f"scorer {self.name} was given {sink_keys.shape[1]} sink keys, it needs {self.sinks}")
-        return sink_keys[:, : self.sinks]
+        return needed(chunk.sink_keys, "sink_keys", self)[:, : self.sinks]
 
 
 def _tile_attention(repeat: Reconstruction, keys: Tensor, begin: int, scaling: float) -> Tensor:
