@@ -14,6 +14,7 @@ from tangram.evaluate.results import AnyCell, Cell, Score
 from tangram.evaluate.sample import Question
 
 _PRESSES = {"kvzip": "kvpress, KVzip"}
+_DIGITS = 4
 
 
 class ControlSample(BaseModel):
@@ -39,11 +40,8 @@ class ControlCell(BaseModel):
     seconds: float
     samples: list[ControlSample]
 
-    def score(self) -> Score:
-        return Score.of([sample.score() for sample in self.samples])
 
-
-class Control(BaseModel):
+class ControlFile(BaseModel):
     """The file of bench/accuracy/kvpress_control.py."""
 
     model_config = ConfigDict(extra="forbid")
@@ -52,15 +50,48 @@ class Control(BaseModel):
     environment: dict[str, Any]
     cells: list[ControlCell]
 
+
+class GradedCell(BaseModel):
+    """A cell of the control: the score of each sample, in the order of the prompts."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    scorer: str
+    kv_retention: float
+    prompts_sha256: str
+    suite: str
+    seconds: float
+    scores: list[float]
+
+
+class Control(BaseModel):
+    """Files of presses that ran side by side, graded: replies go, every sample's score stays."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    commands: list[str]
+    environment: dict[str, Any]
+    cells: list[GradedCell]
+
     @classmethod
-    def load(cls, *paths: Path) -> Control:
-        """All cells of `paths`, which may be of presses that ran side by side."""
-        files = [cls.model_validate_json(path.read_text(encoding="utf-8")) for path in paths]
-        commands = dict.fromkeys(file.command for file in files)
-        return cls(
-            command="`, `".join(commands), environment=files[0].environment,
-            cells=[cell for file in files for cell in file.cells],
-        )  # fmt: skip
+    def graded(cls, *paths: Path) -> Control:
+        """All cells of `paths`, files of kvpress_control.py."""
+        files = [ControlFile.model_validate_json(path.read_text(encoding="utf-8")) for path in paths]
+        cells = [
+            GradedCell(
+                **cell.model_dump(exclude={"samples"}), scores=[round(one.score(), _DIGITS) for one in cell.samples]
+            )
+            for file in files
+            for cell in file.cells
+        ]
+        return cls(commands=[file.command for file in files], environment=files[0].environment, cells=cells)
+
+    @classmethod
+    def load(cls, path: Path) -> Control:
+        return cls.model_validate_json(path.read_text(encoding="utf-8"))
+
+    def save(self, path: Path) -> None:
+        path.write_text(self.model_dump_json() + "\n", encoding="utf-8")
 
 
 def control_tables(control: Control, cells: Iterable[AnyCell]) -> str:
@@ -80,17 +111,17 @@ def control_tables(control: Control, cells: Iterable[AnyCell]) -> str:
             )
         found.append(f"### {theirs[0].suite}: beside kvpress\n\n{_table(theirs, own)}\n")
     where = ", ".join(f"{name} {value}" for name, value in control.environment.items())
-    return "\n".join([*found, f"Control: {where}. `{control.command}`\n"])
+    return "\n".join([*found, f"Control: {where}; {len(control.commands)} commands like `{control.commands[0]}`.\n"])
 
 
-def _table(theirs: Sequence[ControlCell], own: Sequence[Cell]) -> str:
+def _table(theirs: Sequence[GradedCell], own: Sequence[Cell]) -> str:
     """Lines of one scorer stand together, kvpress first."""
     scorers = list(dict.fromkeys(cell.scorer for cell in theirs))
     columns = sorted({cell.kv_retention for cell in theirs}, reverse=True)
     ours = rows([cell for cell in own if cell.method.scorer in scorers])
     lines = list[str]()
     for scorer in scorers:
-        control = {cell.kv_retention: cell.score() for cell in theirs if cell.scorer == scorer}
+        control = {cell.kv_retention: Score.of(cell.scores) for cell in theirs if cell.scorer == scorer}
         lines.append(_line(_PRESSES.get(scorer, "kvpress, Ada-KV"), scorer, columns, control))
         for (name, of_scorer), by_retention in ours.items():
             if of_scorer == scorer:

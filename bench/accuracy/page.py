@@ -37,9 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         kept = Thin.load(options.kept) if options.add else None
         Thin.of([Results.load(path) for path in options.results], kept).save(options.kept)
     if options.control:
-        options.kept.with_name(CONTROL).write_text(
-            Control.load(*options.control).model_dump_json(indent=1) + "\n", encoding="utf-8"
-        )
+        Control.graded(*options.control).save(options.kept.with_name(CONTROL))
     options.page.write_text(
         replaced(options.page.read_text(), "eval", written(Thin.load(options.kept), control(options.kept)))
     )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from statistics import fmean
 
 from bench.accuracy.books import AVERAGED, NONE, Books, columns, table
 from tangram.compress.profile import Scope
+from tangram.evaluate.locomo import CATEGORIES
 from tangram.evaluate.methods import Method, MethodName
 from tangram.evaluate.report import percent, plain
-from tangram.evaluate.results import AnyCell, Cell, FidelityCell
+from tangram.evaluate.results import AnyCell, Cell, FidelityCell, Score
 
 # Tasks that hide several needles and are asked on their own, by suite: in the same few lines again and again, in prose.
 NEEDLES = {
@@ -227,12 +229,29 @@ def _fidelity(cells: Sequence[AnyCell]) -> str:
 
 
 def _locomo(cells: Sequence[AnyCell]) -> str:
+    """Apart: questions that the conversation answers, and those where "not mentioned" is right."""
     books = Books(cells, ("locomo",))
     names: tuple[MethodName, ...] = ("uniform", "static", "dynamic")
-    full = books.score(Method("full"))
-    lines = [["full", NONE, *[full] * len(books.retentions)]] + [
-        [name, scorer, *(books.score(books.plain(name, scorer, ratio)) for ratio in books.retentions)]
-        for scorer in books.scorers
-        for name in names
+    found = []
+    for title, adversarial in (("F1 where the conversation answers, %", False), ("right where it does not, %", True)):
+
+        def shown(method: Method | None, adversarial: bool = adversarial) -> str:
+            own = books.of(method)
+            return percent(_of_kind(own[0], adversarial=adversarial)) if own and isinstance(own[0], Cell) else NONE
+
+        lines = [["full", NONE, *[shown(Method("full"))] * len(books.retentions)]] + [
+            [name, scorer, *(shown(books.plain(name, scorer, ratio)) for ratio in books.retentions)]
+            for scorer in books.scorers
+            for name in names
+        ]
+        found.append(table([title, "scorer", *columns(books)], lines))
+    return "\n\n".join(text for text in found if text)
+
+
+def _of_kind(cell: Cell, *, adversarial: bool) -> Score:
+    """Over the samples that ask such questions, the means over those."""
+    kept = [
+        [answer.score for answer in one.answers if (answer.category == CATEGORIES[5]) == adversarial]
+        for one in cell.samples
     ]
-    return table(["score, % ± standard error", "scorer", *columns(books)], lines)
+    return Score.of([fmean(scores) for scores in kept if scores])

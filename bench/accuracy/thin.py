@@ -27,7 +27,8 @@ _DIGITS = 4
 class ThinCell(BaseModel):
     """A cell; `setting` and `environment` are places in the lists of the file.
 
-    `scores` are those of its samples, in the order of the setting's; of fidelity, `passages` have four figures each.
+    `scores` are those of its samples, in the order of the setting's, or, where questions have categories, `answers`
+    those of each question of a sample; of fidelity, `passages` have four figures each.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -40,17 +41,22 @@ class ThinCell(BaseModel):
     footprint: float | None = None
     filler_tokens: float = 0.0
     scores: list[float] = []
+    answers: list[list[float]] = []
     passages: list[Fidelity] = []
 
 
 class Thin(BaseModel):
-    """All cells of one or more result files, each once. `samples` has task and number of each sample, by setting."""
+    """All cells of one or more result files, each once. `samples` has task and number of each sample, by setting.
+
+    `categories` has those of each question of a sample, by the place of a setting whose questions have any.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
     commands: list[str]
     settings: list[Setting]
     samples: list[list[tuple[str, int]]]
+    categories: dict[int, list[list[str]]] = {}
     environments: list[dict[str, Any]]
     cells: list[ThinCell]
 
@@ -72,6 +78,8 @@ class Thin(BaseModel):
         if cell.setting not in self.settings:
             self.settings.append(cell.setting)
             self.samples.append(samples)
+            if categories := _categories(cell):
+                self.categories[len(self.settings) - 1] = categories
         setting = self.settings.index(cell.setting)
         if samples != self.samples[setting]:
             raise ValueError(f"{cell.method.title} has other samples of {cell.setting.suite} than the cells before it")
@@ -81,8 +89,10 @@ class Thin(BaseModel):
             self.environments.append(cell.environment)
         own: dict[str, Any] = {"passages": [_rounded(one) for one in getattr(cell, "passages", ())]}
         if isinstance(cell, Cell):
+            scores = [[round(answer.score, _DIGITS) for answer in one.answers] for one in cell.samples]
             own = {
-                "scores": [round(one.score, _DIGITS) for one in cell.samples],
+                "scores": [] if setting in self.categories else [round(one.score, _DIGITS) for one in cell.samples],
+                "answers": scores if setting in self.categories else [],
                 "footprint": cell.footprint,
                 "filler_tokens": cell.filler_tokens,
             }
@@ -94,7 +104,7 @@ class Thin(BaseModel):
         )
 
     def whole(self) -> list[AnyCell]:
-        """The cells as `tangram.evaluate.report` reads them: one answer a sample, which has the sample's score."""
+        """The cells as `tangram.evaluate.report` reads them; one answer a sample where there are no categories."""
         return [self._whole(cell) for cell in self.cells]
 
     def _whole(self, cell: ThinCell) -> AnyCell:
@@ -104,18 +114,15 @@ class Thin(BaseModel):
         }  # fmt: skip
         if cell.passages:
             return FidelityCell(passages=tuple(cell.passages), **told)
-        known = list(zip(self.samples[cell.setting], cell.scores, strict=True))
+        scores = cell.answers or [[score] for score in cell.scores]
+        categories = self.categories.get(cell.setting) or [[None] for _ in scores]
+        samples = tuple(
+            AnsweredSample(task=task, number=number, answers=tuple(map(_answer, own, named)))
+            for (task, number), own, named in zip(self.samples[cell.setting], scores, categories, strict=True)
+        )
         return Cell(
-            score=Score.of(cell.scores), by_task=_by_task(known), footprint=cell.footprint,
-            filler_tokens=cell.filler_tokens,
-            samples=tuple(
-                AnsweredSample(
-                    task=task, number=number,
-                    answers=(Answer(score=score, reply="", prompt_tokens=0, reply_tokens=0),),
-                )
-                for (task, number), score in known
-            ),
-            **told,
+            score=Score.of([one.score for one in samples]), by_task=_by_task(samples), footprint=cell.footprint,
+            filler_tokens=cell.filler_tokens, samples=samples, **told,
         )  # fmt: skip
 
     @classmethod
@@ -124,7 +131,10 @@ class Thin(BaseModel):
 
     def save(self, path: Path) -> None:
         """A line a cell, so that a change can be read."""
-        parts = [f'"{name}": {self._json(name)}' for name in ("commands", "settings", "samples", "environments")]
+        parts = [
+            f'"{name}": {self._json(name)}'
+            for name in ("commands", "settings", "samples", "categories", "environments")
+        ]
         cells = ",\n".join(cell.model_dump_json(exclude_defaults=True) for cell in self.cells)
         path.write_text("{" + ",\n".join([*parts, f'"cells": [\n{cells}\n]']) + "}\n", encoding="utf-8")
 
@@ -132,10 +142,22 @@ class Thin(BaseModel):
         return self.model_copy(update={"cells": []}).model_dump_json(include={name})[len(name) + 4 : -1]
 
 
-def _by_task(known: Iterable[tuple[tuple[str, int], float]]) -> dict[str, Score]:
+def _answer(score: float, category: str | None) -> Answer:
+    return Answer(score=score, reply="", prompt_tokens=0, reply_tokens=0, category=category)
+
+
+def _categories(cell: AnyCell) -> list[list[str]]:
+    """Those of each sample's questions; nothing where they have none."""
+    if not isinstance(cell, Cell):
+        return []
+    found = [[answer.category for answer in one.answers if answer.category is not None] for one in cell.samples]
+    return found if any(found) else []
+
+
+def _by_task(samples: Iterable[AnsweredSample]) -> dict[str, Score]:
     found: dict[str, list[float]] = {}
-    for (task, _), score in known:
-        found.setdefault(task, []).append(score)
+    for one in samples:
+        found.setdefault(one.task, []).append(one.score)
     return {task: Score.of(scores) for task, scores in found.items()}
 
 

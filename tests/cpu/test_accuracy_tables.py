@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from bench.accuracy import grid, page
 from bench.accuracy.books import mean_difference, mean_score
-from bench.accuracy.tables import plainly, tables
+from bench.accuracy.tables import NEEDLES, plainly, tables
 from bench.accuracy.thin import Thin
 from bench.kernels.page import replaced
 from tangram.cli.evaluate import evaluate
@@ -49,10 +49,27 @@ def cell(method: Method, suite: str, scores: list[float], **changes: Any) -> Cel
     )  # fmt: skip
 
 
-def needles(method: Method, scores: list[float]) -> Cell:
-    whole = cell(method, "multiturn", scores, prompts_sha256="needles")
-    samples = tuple(one.model_copy(update={"task": "needles"}) for one in whole.samples)
-    return whole.model_copy(update={"samples": samples, "by_task": {"needles": whole.score}})
+def needles(method: Method, scores: list[float], suite: str = "multiturn") -> Cell:
+    """Of questions about needles alone: among the same lines again and again, or in `ruler`'s prose."""
+    whole, tasks = cell(method, suite, scores, prompts_sha256="needles"), sorted(NEEDLES[suite][1])
+    samples = tuple(
+        one.model_copy(update={"task": tasks[number % len(tasks)]}) for number, one in enumerate(whole.samples)
+    )
+    return whole.model_copy(update={"samples": samples, "by_task": dict.fromkeys(tasks, whole.score)})
+
+
+def talk(method: Method, scores: list[list[float]]) -> Cell:
+    """Of LoCoMo: each sample has a question that the conversation answers, the others one that it does not, too."""
+    whole = cell(method, "locomo", [0.0] * len(scores))
+    categories = ("temporal", "adversarial")
+    samples = tuple(
+        one.model_copy(update={"answers": tuple(
+            one.answers[0].model_copy(update={"score": score, "category": category})
+            for score, category in zip(own, categories, strict=False)
+        )})
+        for one, own in zip(whole.samples, scores, strict=True)
+    )  # fmt: skip
+    return whole.model_copy(update={"samples": samples, "score": Score.of([one.score for one in samples])})
 
 
 UNIFORM = Method("uniform", 0.3, "kvzip", 512, None, None, 4)
@@ -71,6 +88,10 @@ CELLS: list[AnyCell] = [
       for suite in ("ruler", "multiturn")),
     needles(UNIFORM, [0.0, 0.0, 1.0, 0.0]), needles(STATIC, [1.0, 0.0, 1.0, 1.0]),
     needles(replace(UNIFORM, chunk_tokens=4096), [1.0, 1.0, 1.0, 1.0]),
+    needles(UNIFORM, [0.0, 0.0, 0.0, 0.0], "ruler"), needles(STATIC, [1.0, 0.0, 1.0, 1.0], "ruler"),
+    *(cell(replace(STATIC, window_tokens=64), suite, [1.0, 1.0, 1.0, 1.0]) for suite in ("ruler", "multiturn")),
+    talk(Method("full"), [[1.0, 0.0], [1.0, 0.0], [1.0], [0.0, 0.0]]),
+    talk(STATIC, [[0.5, 1.0], [0.5, 1.0], [0.5], [0.5, 1.0]]),
     FidelityCell(method=STATIC, setting=setting("fidelity"), basis={}, seconds=1.0, environment={"gpu": "g"},
                  passages=tuple(Fidelity(divergence=0.1 * n, agreement=0.9, surprise=2.0, full_surprise=1.9)
                                 for n in (1, 2))),
@@ -107,6 +128,12 @@ def test_means_count_each_suite_the_same_and_differences_go_sample_by_sample() -
         ("Scores", "| static | kvzip | 50.0 ± 28.9 |"),
         ("Static budgets beside the dynamic method", "| kvzip | -6.2 ± 14.0 |"),
         ("Static budgets beside equal ones", "| kvzip | +62.5 ± 19.1 |"),
+        ("Several needles at ρ 0.3", "| – | 0.0 ± 0.0 | 75.0 ± 25.0 | – | – | – | – | – | +75.0"),
+        ("Windows and sinks", "| static, sinks 4, window 64 | kvzip | 100.0 ± 0.0 |"),
+        ("Long conversations", "| full | – | 75.0 ± 25.0 |"),
+        ("Long conversations", "| static | kvzip | 50.0 ± 0.0 |"),
+        ("Long conversations", "| full | – | 0.0 ± 0.0 |"),
+        ("Long conversations", "| static | kvzip | 100.0 ± 0.0 |"),
         ("Several needles at ρ 0.3", "| – | 25.0 ± 25.0 | 75.0 ± 25.0 | – | – | – | – | 100.0 ± 0.0 | +50.0"),
         ("Sealed chunk by chunk", "| kvzip | +18.8 ± 20.1 |"),
         ("α", "| static, α 2 | kvzip | 25.0 ± 17.7 |"),
@@ -121,7 +148,7 @@ def test_a_table_says_what_its_cells_say(title: str, line: str) -> None:
 
 
 def test_a_table_without_cells_is_left_out() -> None:
-    assert tables([]) == "" and "Windows" not in tables(CELLS)
+    assert tables([]) == "" and "Windows" not in tables(CELLS[:4])
 
 
 def test_what_is_plain_has_nothing_changed() -> None:

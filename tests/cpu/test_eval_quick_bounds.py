@@ -61,7 +61,7 @@ def test_fidelity_is_bounded_from_both_sides_and_equal_budgets_must_not_be_neare
     )
 
 
-def control(prompts: SuitePrompts, known: int) -> Control:
+def control(folder: Path, prompts: SuitePrompts, known: int) -> Control:
     """kvpress, at half the cache, knowing the first `known` answers of each sample."""
     samples = [
         {"task": one.sample.task, "questions": [asdict(question) for question in one.sample.questions],
@@ -70,11 +70,16 @@ def control(prompts: SuitePrompts, known: int) -> Control:
     ]  # fmt: skip
     cell = {"scorer": "keydiff", "kv_retention": 0.5, "prompts_sha256": prompts.sha256, "suite": prompts.suite}
     content = {"command": "control", "environment": {"kvpress": "0.5.5"}}
-    return Control.model_validate({**content, "cells": [{**cell, "seconds": 1.0, "samples": samples}]})
+    (folder / "control.json").write_text(
+        json.dumps({**content, "cells": [{**cell, "seconds": 1.0, "samples": samples}]})
+    )
+    return Control.graded(folder / "control.json")
 
 
-def test_the_control_stands_beside_what_was_asked_the_same(cells: list[AnyCell]) -> None:
-    found = control(SUITES[0][0], known=2)
+def test_the_control_stands_beside_what_was_asked_the_same(tmp_path: Path, cells: list[AnyCell]) -> None:
+    found = control(tmp_path, SUITES[0][0], known=2)
+    found.save(tmp_path / "kept.json")
+    assert Control.load(tmp_path / "kept.json") == found
     # The stub's settings have digests of their own.
     mine = found.cells[0].model_copy(update={"prompts_sha256": SUITES[0][1].prompts_sha256})
     found = found.model_copy(update={"cells": [mine]})
