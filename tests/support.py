@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
 from tangram.calibrate import calibrate
-from tangram.compress.profile import Scope
+from tangram.compress.profile import SINK_TOKENS, Scope
 from tangram.compress.scorers import make_scorer
 from tangram.config import EngineConfig
 from tangram.engine.loop import Engine
@@ -71,7 +71,7 @@ def small_engine(loaded: LoadedModel, kernels: KernelChoice | None = None, **opt
 
 def profile_file(
     loaded: LoadedModel, folder: Path, *, scorer: str = "keydiff", retention: float = 0.5, scope: Scope = "model",
-    heads_per_page: int = 2, chunk_tokens: int = 32, gate: Path | None = None,
+    heads_per_page: int = 2, chunk_tokens: int = 32, gate: Path | None = None, sink_tokens: int = SINK_TOKENS,
 ) -> str:  # fmt: skip
     """A profile of a tiny model for `small_engine`, calibrated on random tokens; its path."""
     method = make_scorer(scorer, gate=gate)
@@ -81,7 +81,7 @@ def profile_file(
         score_source(loaded, method, chunk_tokens=chunk_tokens), samples, geometry=loaded.geometry,
         fingerprint=loaded.fingerprint, scorer=scorer_spec(method), scope=scope, retentions=[retention],
         chunk_tokens=chunk_tokens, source="random tokens", page_tokens=8, heads_per_page=heads_per_page,
-        window_tokens=2,
+        sink_tokens=sink_tokens, window_tokens=2,
     )[0]  # fmt: skip
     path = folder / f"{scorer}.{scope}.{retention}.json"
     profile.save(path)

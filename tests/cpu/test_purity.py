@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig
 
+from tangram.compress.profile import SINK_TOKENS
 from tangram.compress.scorers import SCORERS
 from tangram.engine.loop import Engine
 from tangram.model.load import LoadedModel
@@ -37,9 +38,11 @@ def sealed_state(engine: Engine) -> dict[bytes, Tensor]:
 class World:
     """One tiny model and its profile, with the state and the answers that each prompt has when it is alone."""
 
-    def __init__(self, loaded: LoadedModel, folder: Path, scorer: str, chunk_tokens: int = C) -> None:
+    def __init__(
+        self, loaded: LoadedModel, folder: Path, scorer: str, chunk_tokens: int = C, sink_tokens: int = SINK_TOKENS
+    ) -> None:
         self.loaded, self.scorer, self.chunk_tokens = loaded, scorer, chunk_tokens
-        self.profile = profile_file(loaded, folder, scorer=scorer, chunk_tokens=chunk_tokens)
+        self.profile = profile_file(loaded, folder, scorer=scorer, chunk_tokens=chunk_tokens, sink_tokens=sink_tokens)
         self.alone = cache(self._alone)
 
     def engine(self, **options: object) -> Engine:
@@ -103,14 +106,17 @@ def test_the_property_above_meets_preemption_and_eviction(world: World) -> None:
     assert answers == [world.alone(prompt)[0] for prompt in prompts]
 
 
-@pytest.mark.parametrize("scorer", [name for name in SCORERS if name != "fastkvzip"])
+@pytest.mark.parametrize(
+    ("scorer", "sink_tokens"),
+    [*((name, SINK_TOKENS) for name in SCORERS if name != "fastkvzip"), ("kvzip", 2), ("kvzip", 0)],
+)
 def test_a_chunk_that_decode_completed_is_sealed_like_a_prefilled_one(
-    scorer: str, adopt_tiny: Callable[[PretrainedConfig], LoadedModel], tmp_path: Path
+    scorer: str, sink_tokens: int, adopt_tiny: Callable[[PretrainedConfig], LoadedModel], tmp_path: Path
 ) -> None:
     chunk_tokens = 48  # SnapKV's window takes 32
     # KVzip's repeat prompt comes from the tokenizer, so the whole vocabulary must be there.
     config = LlamaConfig(**(TINY.to_dict() | {"vocab_size": 49152})) if scorer == "kvzip" else TINY
-    world = World(adopt_tiny(config), tmp_path, scorer, chunk_tokens)
+    world = World(adopt_tiny(config), tmp_path, scorer, chunk_tokens, sink_tokens)
     prompt = tuple(3 + (i * i) % 9 for i in range(chunk_tokens + 15))
     answer, decoded = world.alone(prompt)
     engine = world.engine()
