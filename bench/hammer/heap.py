@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 EVERY_BYTE = {"PYTHONMALLOC": "malloc"}
@@ -28,16 +29,16 @@ class Mallinfo(ctypes.Structure):
     ]
 
 
-def counter() -> ctypes._NamedFuncPointer:
+def counter() -> Callable[[], Mallinfo]:
     """glibc's count. Raises `OSError` or `AttributeError` where the C library is another, or older than 2.33."""
     count = ctypes.CDLL("libc.so.6").mallinfo2
     count.restype = Mallinfo
     return count
 
 
-def watch(target: Path) -> None:
+def watch(count: Callable[[], Mallinfo], target: Path) -> None:
     """Write the bytes in use to `target`, again and again, for as long as the process lives."""
-    count, file = counter(), os.open(target, os.O_WRONLY | os.O_CREAT)
+    file = os.open(target, os.O_WRONLY | os.O_CREAT)
     while True:
         now = count()
         os.pwrite(file, f"{now.uordblks + now.hblkhd:0{DIGITS}}".encode(), 0)
@@ -53,7 +54,7 @@ def main() -> None:
     from tangram.cli import main as tangram  # who reads a count needs no engine
 
     target, *sys.argv[1:] = sys.argv[1:]
-    threading.Thread(target=watch, args=(Path(target),), daemon=True).start()
+    threading.Thread(target=watch, args=(counter(), Path(target)), daemon=True).start()
     tangram()
 
 
