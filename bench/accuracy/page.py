@@ -4,7 +4,8 @@
     python -m bench.accuracy.page                       # once more, from bench/results/accuracy.json
 
 They stand between `<!-- eval -->` and `<!-- end eval -->`. With `--control`, files of kvpress_control.py, a table of
-its scores beside ours follows.
+its scores beside ours follows. The last one is of bench/results/accuracy_evidence.json, which
+bench/accuracy/evidence.py writes, if it is there.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench.accuracy.evidence_table import Evidence, evidence_table
 from bench.accuracy.kvpress_table import Control, control_tables
 from bench.accuracy.tables import plainly, tables
 from bench.accuracy.thin import Thin
@@ -23,6 +25,7 @@ from tangram.evaluate.results import Results
 
 PAGE = Path(__file__).parents[2] / "docs" / "accuracy.md"
 KEPT, CONTROL = RESULTS / "accuracy.json", "accuracy_kvpress.json"  # the control is kept beside
+EVIDENCE = "accuracy_evidence.json"  # and so is recall of evidence
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -38,9 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         Thin.of([Results.load(path) for path in options.results], kept).save(options.kept)
     if options.control:
         Control.graded(*options.control).save(options.kept.with_name(CONTROL))
-    options.page.write_text(
-        replaced(options.page.read_text(), "eval", written(Thin.load(options.kept), control(options.kept)))
-    )
+    table = written(Thin.load(options.kept), control(options.kept), evidence(options.kept))
+    options.page.write_text(replaced(options.page.read_text(), "eval", table))
 
 
 def control(kept: Path = KEPT) -> Control | None:
@@ -49,12 +51,19 @@ def control(kept: Path = KEPT) -> Control | None:
     return Control.load(path) if path.exists() else None
 
 
-def written(thin: Thin, beside: Control | None) -> str:
+def evidence(kept: Path = KEPT) -> Evidence | None:
+    """Recall of evidence that is kept beside the thin file `kept`, if it was measured."""
+    path = kept.with_name(EVIDENCE)
+    return Evidence.load(path) if path.exists() else None
+
+
+def written(thin: Thin, beside: Control | None, recalled: Evidence | None) -> str:
     """What stands on the page."""
     cells = thin.whole()
     others = [] if beside is None else [control_tables(beside, plainly(cells))]
     asked = f"Asked by {len(thin.commands)} commands of `tangram eval`, which `bench/results/{KEPT.name}` names.\n"
-    return "\n" + "\n".join([tables(cells), *others, where(cells), asked])
+    recalls = [] if recalled is None else [evidence_table(recalled)]
+    return "\n" + "\n".join([tables(cells), *others, where(cells), asked, *recalls])
 
 
 if __name__ == "__main__":

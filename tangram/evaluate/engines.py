@@ -24,13 +24,14 @@ from tangram.engine.observe import score_source
 from tangram.engine.setup import engine_of, scorer_spec
 from tangram.engine.text import TextCodec
 from tangram.errors import ConfigError, TangramError
+from tangram.evaluate.evidence import Contexts, Rule, budgeted, competing, everything, kept_shares, recall
 from tangram.evaluate.fidelity import expected, fidelity
 from tangram.evaluate.methods import GATED, WITH_PROFILE, Method
 from tangram.evaluate.passages import Passages
 from tangram.evaluate.profiles import Budgets
-from tangram.evaluate.prompts import SamplePrompts
+from tangram.evaluate.prompts import SamplePrompts, SuitePrompts
 from tangram.evaluate.results import Fidelity
-from tangram.evaluate.run import Ask, Read, Reply, Watch
+from tangram.evaluate.run import Ask, Read, Recalls, Reply, Watch
 from tangram.model.load import LoadedModel, cache_folder
 from tangram.tune.environment import environment
 from tangram.types import Event, FinishReason, Request, SamplingParams
@@ -57,6 +58,7 @@ class ModelBench:
     loaded: LoadedModel
     budgets: Budgets
     references: dict[str, list[Tensor]] = field(default_factory=dict)
+    contexts: Contexts = field(default_factory=Contexts)
 
     @classmethod
     def of(
@@ -145,6 +147,22 @@ class ModelBench:
 
         yield read
         self._cleared()
+
+    def recall(self, method: Method, prompts: SuitePrompts) -> Recalls:
+        """See `Bench`. Contexts are scored once for all methods of one scorer and chunk size that come in a row."""
+        seen = self.contexts.scored(method, prompts, self.budgets.source_of)
+        self._cleared()
+        found, rule = list[tuple[float | None, ...]](), self._rule(method)
+        places = self.contexts.evidence(prompts, self.codec)
+        for sample, scores, questions in zip(prompts.samples, seen, places, strict=True):
+            shares = kept_shares(scores, rule, sample.shared_tokens)
+            found.append(tuple(recall(shares, pieces) for pieces in questions))
+        return tuple(found)
+
+    def _rule(self, method: Method) -> Rule:
+        if method.name in WITH_PROFILE:
+            return budgeted(self.budgets.profile(method), self.loaded.geometry)
+        return everything if method.name == "full" else competing(method)
 
     def _expected(self, method: Method, passages: Passages) -> Iterator[Tensor]:
         """Logits on the host, passage by passage."""

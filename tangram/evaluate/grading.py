@@ -31,13 +31,6 @@ def score(question: Question, reply: str) -> float:
     return RULES[question.grade](question.answers, reply)
 
 
-def evidence_recall(question: Question, text: str) -> float:
-    """The share of the question's evidence that `text` holds word for word; 1 without any, as in LoCoMo's code."""
-    if not question.evidence:
-        return 1.0
-    return sum(piece in text for piece in question.evidence) / len(question.evidence)
-
-
 def occurs(answer: str, reply: str) -> bool:
     """Whether `answer` stands in `reply` as whole words and numbers, in any case of letters."""
     return _whole(answer, re.escape(answer), reply)

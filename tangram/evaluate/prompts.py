@@ -6,6 +6,7 @@ import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ from tangram.evaluate.sample import Sample
 from tangram.evaluate.suites import MIN_CONTEXT_TOKENS, SUITES
 
 _PROBES = ("A", "7")  # texts that share no token
+_BREAKS = ("A", ".")  # behind a letter, a digit or a sign one of them begins a token of its own
 _MARGIN_TOKENS = 4  # the context's first token may come out as two after the template
 
 
@@ -122,6 +124,31 @@ def prompts_of(sample: Sample, codec: ChatCodec, alignment: Alignment | None) ->
     filler = (alignment.filler_token,) * (-shared % alignment.tokens)
     filled = tuple((*tokens[:head], *filler, *tokens[head:]) for tokens in asked)
     return SamplePrompts(sample, filled, shared + len(filler), len(filler))
+
+
+def evidence_tokens(asked: SamplePrompts, codec: ChatCodec) -> tuple[tuple[range, ...], ...]:
+    """Where the evidence of each question lies in the prompts: by question, the tokens of each of its pieces.
+
+    The first place of a piece in the context counts. A token that begins before a piece and reaches into it belongs to
+    it, one that reaches out of it does not. Raises `ValueError` if a piece does not stand in the context.
+    """
+    context, questions = asked.sample.context, asked.sample.questions
+    text = context + questions[0].text
+    tokens = _tokens(codec, text)
+
+    @cache
+    def before(place: int) -> int:
+        """How many tokens end at this character or before it."""
+        # No probe is what follows there. It may grow into the last token, so the longer beginning counts.
+        probes = (probe for probe in _BREAKS if probe != text[place : place + 1])
+        ended = max(_common(tokens, _tokens(codec, text[:place] + probe)) for probe in probes)
+        return min(asked.filler_tokens + ended, asked.shared_tokens)
+
+    def lies(piece: str) -> range:
+        begin = context.index(piece)
+        return range(before(begin), before(begin + len(piece)))
+
+    return tuple(tuple(lies(piece) for piece in question.evidence) for question in questions)
 
 
 def filler_token(codec: ChatCodec) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tangram.evaluate.methods import Method, MethodName
 from tangram.evaluate.results import AnyCell, Cell, FidelityCell, Measured, Score, Setting
@@ -24,7 +24,8 @@ _NONE = "–"
 
 
 def report(cells: Sequence[AnyCell]) -> str:
-    """A section for each suite and setting: scores, differences, tasks or categories, footprints; then the machine.
+    """A section for each suite and setting: scores, differences, tasks or categories, recall of evidence where it
+    was reckoned, footprints; then the machine.
     Of fidelity: divergence, agreement, perplexity and differences in divergence.
 
     Scores are means over samples in percent ± the standard error. A difference is taken sample by sample, of cells that
@@ -89,7 +90,8 @@ def _answers(cells: Sequence[Cell]) -> list[str]:
     if not cells:
         return []
     scores = _by_retention(cells, "score, % ± standard error", lambda cell: percent(cell.score))
-    return [scores, _differences(cells, lambda score: percent(score, signed=True)), _parts(cells), _footprints(cells)]
+    differences = _differences(cells, lambda score: percent(score, signed=True))
+    return [scores, differences, _parts(cells), _recalls(cells), _footprints(cells)]
 
 
 def _fidelity(cells: Sequence[FidelityCell]) -> list[str]:
@@ -102,6 +104,14 @@ def _fidelity(cells: Sequence[FidelityCell]) -> list[str]:
         _by_retention(cells, "top-1 agreement, %", lambda cell: percent(cell.agreement)),
         _by_retention(cells, "perplexity", lambda cell: plain(cell.perplexity, 2)),
     ]
+
+
+def _recalls(cells: Sequence[Cell]) -> str:
+    """Nothing where none was reckoned."""
+    known = {cell.method: recall for cell in cells if (recall := cell.evidence_recall) is not None}
+    shown = [cell for cell in cells if cell.method in known]
+    corner = "recall of evidence, % ± standard error"
+    return _by_retention(shown, corner, lambda cell: percent(known[cell.method])) if shown else ""
 
 
 def _footprints(cells: Sequence[Cell]) -> str:
@@ -188,13 +198,16 @@ def plain(score: Score, digits: int, *, signed: bool = False) -> str:
 
 def where(cells: Sequence[AnyCell]) -> str:
     """On what, and with which versions, the cells were measured; more than once where it differs."""
-    lines = []
-    for cell in cells:
-        where = cell.environment
-        versions = ", ".join(f"{name} {where[name]}" for name in ("torch", "transformers") if name in where)
-        lines.append(f"{where.get('gpu', where.get('cpu'))} · {versions} · {where.get('date')}, {where.get('commit')}")
     seconds = sum(cell.seconds for cell in cells)
-    return f"{'; '.join(dict.fromkeys(lines))}. {len(cells)} cells, {seconds / 60:,.0f} minutes of asking.\n"
+    machines = "; ".join(dict.fromkeys(machine(cell.environment) for cell in cells))
+    return f"{machines}. {len(cells)} cells, {seconds / 60:,.0f} minutes of asking.\n"
+
+
+def machine(environment: Mapping[str, Any]) -> str:
+    """An `environment` in a line: "NVIDIA H200 · torch 2.11.0, transformers 5.17.0 · 2026-11-22, 0eff8bd"."""
+    versions = ", ".join(f"{name} {environment[name]}" for name in ("torch", "transformers") if name in environment)
+    device = environment.get("gpu", environment.get("cpu"))
+    return f"{device} · {versions} · {environment.get('date')}, {environment.get('commit')}"
 
 
 def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

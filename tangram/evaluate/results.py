@@ -34,7 +34,11 @@ class Score(BaseModel):
 
 
 class Answer(BaseModel):
-    """One reply: its score, its beginning, and lengths in tokens."""
+    """One reply: its score, its beginning, and lengths in tokens.
+
+    `evidence_recall`: the share of KV entries that the method keeps of the question's evidence (`evidence.py`); None
+    where it was not reckoned.
+    """
 
     model_config = _STRICT
 
@@ -43,6 +47,7 @@ class Answer(BaseModel):
     prompt_tokens: int
     reply_tokens: int
     category: str | None = None
+    evidence_recall: float | None = None
 
 
 class AnsweredSample(BaseModel):
@@ -58,6 +63,17 @@ class AnsweredSample(BaseModel):
     def score(self) -> float:
         """The mean over its questions."""
         return statistics.fmean(answer.score for answer in self.answers)
+
+    @property
+    def evidence_recall(self) -> float | None:
+        """The mean over those of its questions that have one."""
+        return mean_recall([answer.evidence_recall for answer in self.answers])
+
+
+def mean_recall(recalls: Sequence[float | None]) -> float | None:
+    """The mean over a sample's questions that have evidence; None if none has."""
+    found = [recall for recall in recalls if recall is not None]
+    return statistics.fmean(found) if found else None
 
 
 class Setting(BaseModel):
@@ -115,6 +131,13 @@ class Cell(Measured):
     footprint: float | None
     filler_tokens: float
     samples: tuple[AnsweredSample, ...]
+
+    @property
+    def evidence_recall(self) -> Score | None:
+        """Over the samples that have one; None if none has."""
+        recalls = [sample.evidence_recall for sample in self.samples]
+        found = [recall for recall in recalls if recall is not None]
+        return Score.of(found) if found else None
 
 
 class Fidelity(BaseModel):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tangram.evaluate.grading import score
+from tangram.evaluate.locomo import SUITE as LOCOMO
 from tangram.evaluate.methods import Method
 from tangram.evaluate.passages import Passages
 from tangram.evaluate.prompts import SamplePrompts, SuitePrompts
@@ -46,6 +47,9 @@ Ask = Callable[[Method, Sequence[SamplePrompts], Callable[[int], None]], list[tu
 # Reads passages as they are and hears after each; what it finds, by passage.
 Read = Callable[[Passages, Callable[[int], None]], tuple[Fidelity, ...]]
 
+# The recall of evidence of each question, by sample; None of questions whose answer follows from all of the context.
+Recalls = tuple[tuple[float | None, ...], ...]
+
 
 class Bench(Protocol):
     """A model under whichever method is asked for."""
@@ -64,6 +68,10 @@ class Bench(Protocol):
 
     def reading(self, method: Method) -> AbstractContextManager[Read]:
         """The same, for texts that are given and compared with what a full cache expects."""
+        ...
+
+    def recall(self, method: Method, prompts: SuitePrompts) -> Recalls:
+        """How much `method` keeps of the evidence of each question. No engine may be open."""
         ...
 
 
@@ -113,17 +121,32 @@ def run(bench: Bench, grid: Sequence[Planned], results: Results, path: Path, wat
     """The cells of `grid`, in its order: those that `results` has are taken from there, the others are measured.
 
     `path` is written anew after each cell, so whoever interrupts it loses that one cell, and the next run goes on.
+    Recall of evidence comes before all of them, since a pass over the contexts serves many methods.
     """
     missing = [plan for plan in grid if plan.found_in(results) is None]
+    recalls = _recalls(bench, missing, watch)
     for _, plans in groupby(missing, key=lambda plan: plan.method.company):
-        for cell in _cells(bench, list(plans), watch):
+        for cell in _cells(bench, list(plans), recalls, watch):
             results.cells.append(cell)
             results.save(path)
     found = [plan.found_in(results) for plan in grid]
     return [cell for cell in found if cell is not None]
 
 
-def _cells(bench: Bench, plans: Sequence[Planned], watch: Watch) -> Iterator[AnyCell]:
+def _recalls(bench: Bench, plans: Sequence[Planned], watch: Watch) -> Mapping[tuple[Method, str], Recalls]:
+    """By method and digest of the prompts, of LoCoMo's questions; methods that look at equal scores come in a row."""
+    asked = [(one.method, one.prompts) for one in plans if isinstance(one.prompts, SuitePrompts)]
+    rows = [(method, prompts) for method, prompts in asked if prompts.suite == LOCOMO]
+    found = dict[tuple[Method, str], Recalls]()
+    for method, prompts in sorted(rows, key=lambda row: (row[1].sha256, row[0].scorer or "", row[0].chunk_tokens or 0)):
+        watch.turns_to(f"{method.title}: recall of evidence")
+        found[method, prompts.sha256] = bench.recall(method, prompts)
+    return found
+
+
+def _cells(
+    bench: Bench, plans: Sequence[Planned], recalls: Mapping[tuple[Method, str], Recalls], watch: Watch
+) -> Iterator[AnyCell]:  # fmt: skip
     """Those of one company: questions first, then texts, each with what it needs open and nothing else."""
     asked = [(plan, plan.prompts) for plan in plans if isinstance(plan.prompts, SuitePrompts)]
     given = [(plan, plan.prompts) for plan in plans if isinstance(plan.prompts, Passages)]
@@ -135,7 +158,9 @@ def _cells(bench: Bench, plans: Sequence[Planned], watch: Watch) -> Iterator[Any
                 watch.turns_to(f"{plan.method.title}: {prompts.suite}")
                 begin = time.perf_counter()
                 replies = ask(plan.method, prompts.samples, watch.advance)
-                yield _cell(plan, prompts.samples, replies, time.perf_counter() - begin, bench.environment())
+                seconds, known = time.perf_counter() - begin, recalls.get((plan.method, prompts.sha256))
+                samples = _graded(prompts.samples, replies, known)
+                yield _cell(plan, prompts.samples, samples, _footprint(replies), seconds, bench.environment())
     for plan, passages in given:
         with bench.reading(plan.method) as read:
             watch.turns_to(f"{plan.method.title}: {passages.suite}")
@@ -148,34 +173,43 @@ def _cells(bench: Bench, plans: Sequence[Planned], watch: Watch) -> Iterator[Any
 
 
 def _cell(
-    plan: Planned, prompts: Sequence[SamplePrompts], replies: Sequence[tuple[Reply, ...]], seconds: float,
-    environment: Mapping[str, Any],
+    plan: Planned, prompts: Sequence[SamplePrompts], samples: tuple[AnsweredSample, ...], footprint: float | None,
+    seconds: float, environment: Mapping[str, Any],
 ) -> Cell:  # fmt: skip
-    samples = tuple(_graded(asked, own) for asked, own in zip(prompts, replies, strict=True))
     tasks = dict.fromkeys(sample.task for sample in samples)
     of_task = {task: [sample.score for sample in samples if sample.task == task] for task in tasks}
     return Cell(
         method=plan.method, setting=plan.setting, basis=dict(plan.basis),
         score=Score.of([sample.score for sample in samples]),
         by_task={task: Score.of(scores) for task, scores in of_task.items()},
-        footprint=_footprint([reply for own in replies for reply in own]),
+        footprint=footprint,
         filler_tokens=sum(asked.filler_tokens for asked in prompts) / len(prompts),
         seconds=seconds, environment=dict(environment), samples=samples,
     )  # fmt: skip
 
 
-def _graded(asked: SamplePrompts, replies: Sequence[Reply]) -> AnsweredSample:
+def _graded(
+    prompts: Sequence[SamplePrompts], replies: Sequence[Sequence[Reply]], recalls: Recalls | None
+) -> tuple[AnsweredSample, ...]:  # fmt: skip
+    known = recalls or tuple((None,) * len(own) for own in replies)
+    return tuple(_answered(*one) for one in zip(prompts, replies, known, strict=True))
+
+
+def _answered(asked: SamplePrompts, replies: Sequence[Reply], recalls: Sequence[float | None]) -> AnsweredSample:
     answers = tuple(
         Answer(
             score=score(question, reply.text), reply=reply.text[:_REPLY_CHARACTERS], prompt_tokens=len(prompt),
-            reply_tokens=reply.tokens, category=question.category,
+            reply_tokens=reply.tokens, category=question.category, evidence_recall=recall,
         )
-        for question, prompt, reply in zip(asked.sample.questions, asked.prompts, replies, strict=True)
+        for question, prompt, reply, recall in zip(
+            asked.sample.questions, asked.prompts, replies, recalls, strict=True
+        )
     )  # fmt: skip
     return AnsweredSample(task=asked.sample.task, number=asked.sample.number, answers=answers)
 
 
-def _footprint(replies: Sequence[Reply]) -> float | None:
+def _footprint(by_sample: Sequence[Sequence[Reply]]) -> float | None:
+    replies = [reply for own in by_sample for reply in own]
     held = [reply.held_bytes for reply in replies if reply.held_bytes is not None]
     if len(held) < len(replies):
         return None

@@ -168,7 +168,8 @@ def test_the_tables_are_written_into_the_page(tmp_path: Path) -> None:
 
 def test_the_page_is_that_of_the_kept_file() -> None:
     text = page.PAGE.read_text()
-    assert replaced(text, "eval", page.written(Thin.load(page.KEPT), page.control())) == text, "run the page"
+    table = page.written(Thin.load(page.KEPT), page.control(), page.evidence())
+    assert replaced(text, "eval", table) == text, "run the page"
 
 
 def test_every_task_of_the_grid_is_one_that_tangram_eval_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from tangram.evaluate.methods import Method
 from tangram.evaluate.prompts import SamplePrompts, SuitePrompts, prompts_of
 from tangram.evaluate.report import difference, label, report
 from tangram.evaluate.results import Cell, Results, Score, Setting
-from tangram.evaluate.run import Ask, Planned, Reply, planned, run
+from tangram.evaluate.run import Ask, Planned, Recalls, Reply, planned, run
 from tests.host.asking import sample
 from tests.host.test_eval_prompts import CODEC
 
@@ -69,6 +69,9 @@ class StubBench:
             return [self._replies(method, one, number) for number, one in enumerate(samples)]
 
         yield ask
+
+    def recall(self, method: Method, prompts: SuitePrompts) -> Recalls:
+        raise AssertionError("only conversations are asked for it")
 
     def _replies(self, method: Method, one: SamplePrompts, number: int) -> tuple[Reply, ...]:
         known = 4 if number == 0 else KNOWN[method.name]

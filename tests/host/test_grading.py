@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
-from tangram.evaluate.grading import RULES, evidence_recall, occurs, score, token_f1
+from tangram.evaluate.grading import RULES, occurs, score, token_f1
 from tangram.evaluate.sample import Grade, Question
 
 WORD = st.text(alphabet="bcdfghjklm", min_size=2, max_size=8)
@@ -107,12 +107,3 @@ def test_parts_of_a_list_are_matched_one_by_one() -> None:
 )
 def test_an_option_is_chosen_by_letter_or_words(reply: str, right: int) -> None:
     assert score(question("choice", "(b)", "Not mentioned"), reply) == right
-
-
-@given(pieces=st.lists(PHRASE, min_size=1, max_size=4, unique=True), kept=st.integers(0, 4))
-def test_evidence_recall_is_the_share_that_is_there(pieces: list[str], kept: int) -> None:
-    text = " | ".join(pieces[:kept])
-    assume(not any(piece in text for piece in pieces[kept:]))
-    asked = Question("What?", ("x",), "any", 10, tuple(pieces))
-    assert evidence_recall(asked, text) == pytest.approx(min(kept, len(pieces)) / len(pieces))
-    assert evidence_recall(question("any", "x"), "") == 1

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tangram.errors import ConfigError
 from tangram.evaluate import locomo
 from tangram.evaluate.budget import Budget
-from tangram.evaluate.grading import evidence_recall, score
+from tangram.evaluate.grading import score
 from tangram.evaluate.sample import Question, Sample
 from tangram.evaluate.suites import SUITES
 
@@ -86,7 +86,8 @@ def test_every_question_is_asked_where_its_evidence_is_or_counted(
     for one in made:
         assert count_words(one.context) <= context_tokens
         assert one.questions
-        assert all(evidence_recall(question, one.context) == 1 and question.evidence for question in one.questions)
+        assert all(question.evidence for question in one.questions)
+        assert all(piece in one.context for question in one.questions for piece in question.evidence)
     if len({one.context for one in made}) == 1 and "week 6.4" in made[0].context and "week 1.1" in made[0].context:
         assert made[0].dropped_questions == sum(not ids for ids in evidence), "nothing is cut, so only these are lost"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tangram.errors import ConfigError
-from tangram.evaluate.grading import evidence_recall, occurs, score
+from tangram.evaluate.grading import occurs, score
 from tangram.evaluate.sample import Question, Sample
 from tangram.evaluate.suites import MIN_CONTEXT_TOKENS, SUITES
 from tests.host.asking import TASKS, count_tokens, sample
@@ -71,7 +71,6 @@ def test_answers_and_evidence_are_in_the_context(suite: str, task: str) -> None:
     made = sample(suite, task)
     for question in made.questions:
         assert all(occurs(answer, made.context) for answer in question.answers)
-        assert evidence_recall(question, made.context) == 1
         assert all(made.context.count(piece) == 1 for piece in question.evidence)
         assert task in ("cwe", "fwe") or all(
             any(answer in piece for piece in question.evidence) for answer in question.answers
