@@ -31,6 +31,8 @@ class ControlSample(BaseModel):
 
 
 class ControlCell(BaseModel):
+    """What one press was asked at one ρ."""
+
     model_config = ConfigDict(extra="forbid")
 
     scorer: str
@@ -38,6 +40,9 @@ class ControlCell(BaseModel):
     prompts_sha256: str
     suite: str
     seconds: float
+
+
+class AnsweredCell(ControlCell):
     samples: list[ControlSample]
 
 
@@ -48,19 +53,12 @@ class ControlFile(BaseModel):
 
     command: str
     environment: dict[str, Any]
-    cells: list[ControlCell]
+    cells: list[AnsweredCell]
 
 
-class GradedCell(BaseModel):
-    """A cell of the control: the score of each sample, in the order of the prompts."""
+class GradedCell(ControlCell):
+    """The score of each sample, in the order of the prompts."""
 
-    model_config = ConfigDict(extra="forbid")
-
-    scorer: str
-    kv_retention: float
-    prompts_sha256: str
-    suite: str
-    seconds: float
     scores: list[float]
 
 

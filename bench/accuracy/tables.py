@@ -231,21 +231,26 @@ def _fidelity(cells: Sequence[AnyCell]) -> str:
 def _locomo(cells: Sequence[AnyCell]) -> str:
     """Apart: questions that the conversation answers, and those where "not mentioned" is right."""
     books = Books(cells, ("locomo",))
-    names: tuple[MethodName, ...] = ("uniform", "static", "dynamic")
-    found = []
-    for title, adversarial in (("F1 where the conversation answers, %", False), ("right where it does not, %", True)):
-
-        def shown(method: Method | None, adversarial: bool = adversarial) -> str:
-            own = books.of(method)
-            return percent(_of_kind(own[0], adversarial=adversarial)) if own and isinstance(own[0], Cell) else NONE
-
-        lines = [["full", NONE, *[shown(Method("full"))] * len(books.retentions)]] + [
-            [name, scorer, *(shown(books.plain(name, scorer, ratio)) for ratio in books.retentions)]
-            for scorer in books.scorers
-            for name in names
-        ]
-        found.append(table([title, "scorer", *columns(books)], lines))
+    found = (
+        _asked(books, "F1 where the conversation answers, %", adversarial=False),
+        _asked(books, "right where it does not, %", adversarial=True),
+    )
     return "\n\n".join(text for text in found if text)
+
+
+def _asked(books: Books, title: str, *, adversarial: bool) -> str:
+    names: tuple[MethodName, ...] = ("uniform", "static", "dynamic")
+
+    def shown(method: Method | None) -> str:
+        own = books.of(method)
+        return percent(_of_kind(own[0], adversarial=adversarial)) if own and isinstance(own[0], Cell) else NONE
+
+    lines = [["full", NONE, *[shown(Method("full"))] * len(books.retentions)]] + [
+        [name, scorer, *(shown(books.plain(name, scorer, ratio)) for ratio in books.retentions)]
+        for scorer in books.scorers
+        for name in names
+    ]
+    return table([title, "scorer", *columns(books)], lines)
 
 
 def _of_kind(cell: Cell, *, adversarial: bool) -> Score:

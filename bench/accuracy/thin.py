@@ -56,7 +56,7 @@ class Thin(BaseModel):
     commands: list[str]
     settings: list[Setting]
     samples: list[list[tuple[str, int]]]
-    categories: dict[int, list[list[str]]] = {}
+    categories: dict[int, list[list[str | None]]] = {}
     environments: list[dict[str, Any]]
     cells: list[ThinCell]
 
@@ -117,7 +117,9 @@ class Thin(BaseModel):
         scores = cell.answers or [[score] for score in cell.scores]
         categories = self.categories.get(cell.setting) or [[None] for _ in scores]
         samples = tuple(
-            AnsweredSample(task=task, number=number, answers=tuple(map(_answer, own, named)))
+            AnsweredSample(
+                task=task, number=number, answers=tuple(_answer(*one) for one in zip(own, named, strict=True))
+            )
             for (task, number), own, named in zip(self.samples[cell.setting], scores, categories, strict=True)
         )
         return Cell(
@@ -146,12 +148,12 @@ def _answer(score: float, category: str | None) -> Answer:
     return Answer(score=score, reply="", prompt_tokens=0, reply_tokens=0, category=category)
 
 
-def _categories(cell: AnyCell) -> list[list[str]]:
+def _categories(cell: AnyCell) -> list[list[str | None]]:
     """Those of each sample's questions; nothing where they have none."""
     if not isinstance(cell, Cell):
         return []
-    found = [[answer.category for answer in one.answers if answer.category is not None] for one in cell.samples]
-    return found if any(found) else []
+    found = [[answer.category for answer in one.answers] for one in cell.samples]
+    return found if any(category is not None for own in found for category in own) else []
 
 
 def _by_task(samples: Iterable[AnsweredSample]) -> dict[str, Score]:
