@@ -14,23 +14,27 @@ from typing import Any
 from bench.kernels.family import RESULTS
 from bench.kernels.page import replaced
 from tangram.calibrate.report import agreement_rows, budget_name, matrix_rows, samples_rows, table
+from tangram.evaluate.report import machine
 
 PAGE = Path(__file__).parents[1] / "docs" / "calibration.md"
-SCORERS = ("keydiff", "snapkv")  # the first is looked at closely
-CLOSELY = "0.5"
+CLOSELY = "keydiff", "0.5"  # the scorer and ρ that are looked at closely
+SCORERS = ("keydiff", "fastkvzip", "kvzip", "expected_attention", "snapkv", "tova")  # streaming_llm: all heads equal
+PICTURED = ("keydiff", "fastkvzip", "snapkv")
+
+Report = dict[str, Any]
 
 
-def found(results: Path) -> dict[str, dict[str, Any]]:
+def found(results: Path) -> dict[str, Report]:
     """The reports, by scorer."""
-    paths = {name: results / f"calibration_{name}.json" for name in SCORERS}
-    return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
+    return {name: json.loads((results / f"calibration_{name}.json").read_text()) for name in SCORERS}
 
 
-def written(reports: dict[str, dict[str, Any]]) -> dict[str, str]:
+def written(reports: dict[str, Report]) -> dict[str, str]:
     """The tables in Markdown, by their name on the page."""
-    close = reports[SCORERS[0]]["retentions"][CLOSELY]
+    scorer, retention = CLOSELY
+    close = reports[scorer]["retentions"][retention]
     return {
-        "overflow": _overflow(reports) + "\n",
+        **{f"overflow {rho}": _overflow(reports, rho) + "\n" for rho in reports[scorer]["retentions"]},
         "measured": "\n".join(_how(report) for report in reports.values()) + "\n",
         "samples": table(samples_rows(close["samples_needed"])) + "\n",
         "agreement": _agreement(reports) + "\n",
@@ -42,23 +46,13 @@ def written(reports: dict[str, dict[str, Any]]) -> dict[str, str]:
     }
 
 
-def _columns(reports: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The figures of each scorer and ρ, by title."""
-    return {
-        f"{name}, ρ {retention}": figures
-        for name, report in reports.items()
-        for retention, figures in report["retentions"].items()
-    }
-
-
-def _overflow(reports: dict[str, dict[str, Any]]) -> str:
+def _overflow(reports: dict[str, Report], retention: str) -> str:
     """A row a way to make budgets: what is lost, over samples, and how many wishes exceed."""
-    columns = _columns(reports)
-    ways = next(iter(columns.values()))["overflow"]
+    columns = {name: report["retentions"][retention]["overflow"] for name, report in reports.items()}
     rows = [["budgets", *columns]]
-    for way in ways:
-        cells = [figures["overflow"][way] for figures in columns.values()]
-        rows.append([budget_name(way), *(_cell(cell, reserved=way == "unscaled") for cell in cells)])
+    for way in columns[CLOSELY[0]]:
+        cells = [_cell(found[way], reserved=way == "unscaled") for found in columns.values()]
+        rows.append([budget_name(way), *cells])
     return table(rows)
 
 
@@ -67,20 +61,24 @@ def _cell(figures: dict[str, float], *, reserved: bool) -> str:
     return text + f"{figures['exceeded']:.0%}" + (f" · reserves {figures['footprint']:.3f}" if reserved else "")
 
 
-def _agreement(reports: dict[str, dict[str, Any]]) -> str:
-    columns = {title: agreement_rows(figures["agreement"]) for title, figures in _columns(reports).items()}
-    names = [row[0] for row in next(iter(columns.values()))]
-    cells = [[f"{row[1]} ({row[2]})" for row in rows[1:]] for rows in columns.values()]
-    return table([[names[0], *columns], *([name, *row] for name, *row in zip(names[1:], *cells, strict=True))])
+def _agreement(reports: dict[str, Report]) -> str:
+    """A row a scorer, a column a sort of pairs at a ρ."""
+    lines = list[list[str]]()
+    for name, report in reports.items():
+        pairs = {
+            f"{sort}, ρ {retention}": f"{mean} ({least})"
+            for retention, figures in report["retentions"].items()
+            for sort, mean, least in agreement_rows(figures["agreement"])[1:]
+        }
+        lines = lines or [["pairs", *pairs]]
+        lines.append([name, *pairs.values()])
+    return table(lines)
 
 
-def _how(report: dict[str, Any]) -> str:
-    where = report["environment"]
-    versions = ", ".join(f"{name} {where[name]}" for name in ("torch", "transformers") if name in where)
+def _how(report: Report) -> str:
     return (
-        f"- `{report['command']}`, commit {where['commit']}, {where['date']}, {where['cpu'].strip()}, "
-        f"{where['threads']} thread, {versions}; {report['samples']} samples of {len(report['kinds'])} kinds, "
-        f"{report['chunks']} chunks."
+        f"- `{report['command']}`: {machine(report['environment'])}; {report['samples']} samples of "
+        f"{len(report['kinds'])} kinds, {report['chunks']} chunks, α {report['alpha']:g}."
     )
 
 

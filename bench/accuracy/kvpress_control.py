@@ -38,10 +38,14 @@ from kvpress import (
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 # By the name of the scorer that Tangram has of the same method. KVzip lets all heads of the model compete, Ada-KV those
-# of a layer.
+# of a layer. "full" keeps everything; Tangram's ε in Expected Attention is 0.01, kvpress's 0.
 PRESSES = {
+    "full": lambda ratio: None,
     "snapkv": lambda ratio: AdaKVPress(SnapKVPress(compression_ratio=ratio)),
     "expected_attention": lambda ratio: AdaKVPress(ExpectedAttentionPress(compression_ratio=ratio)),
+    "expected_attention_epsilon": lambda ratio: AdaKVPress(
+        ExpectedAttentionPress(compression_ratio=ratio, epsilon=0.01)
+    ),
     "keydiff": lambda ratio: AdaKVPress(KeyDiffPress(compression_ratio=ratio)),
     "kvzip": lambda ratio: KVzipPress(compression_ratio=ratio),
 }
@@ -59,7 +63,8 @@ def main() -> None:
     kept = json.loads(options.output.read_text(encoding="utf-8"))["cells"] if options.output.exists() else []
     pipeline = loaded(asked, options.device)
     retentions = [float(word) for word in options.retentions.split(",")]
-    for name, retention, suite in product(options.presses.split(","), retentions, asked["suites"]):
+    runs = [(name, 1.0 if name == "full" else each) for name in options.presses.split(",") for each in retentions]
+    for (name, retention), suite in product(dict.fromkeys(runs), asked["suites"]):
         key = {"scorer": name, "kv_retention": retention, "prompts_sha256": suite["prompts_sha256"]}
         if any(key.items() <= cell.items() for cell in kept):
             continue
@@ -99,7 +104,11 @@ def answered(pipeline: KVPressTextGenerationPipeline, press: Any, sample: dict[s
 def environment(device: str) -> dict[str, str]:
     """What it ran on."""
     where = torch.cuda.get_device_name() if device.startswith("cuda") else platform.processor() or platform.machine()
-    return {"device": where, **{name: version(name) for name in ("kvpress", "torch", "transformers")}}
+    return {
+        "device": where,
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("kvpress", "torch", "transformers")},
+    }
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from tangram.cli.serving import keep, positive
 from tangram.compress.profile import Profile
@@ -86,7 +87,8 @@ class Study:
         from tangram.calibrate.report import markdown, report
         from tangram.tune.environment import environment
 
-        found = report(evidence)
+        with Console(stderr=True).status(f"Reckoning what is worth how much, for {path}"):  # half a minute for each ρ
+            found = report(evidence)
         if path.suffix == ".json":
             keep(path, title, config, found)
             return

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from bench.calibration_page import PAGE, found, written
+from bench.calibration_page import PAGE, PICTURED, found, written
 from bench.kernels.family import RESULTS
 from bench.kernels.page import replaced
+from tangram.compress.profile import ALPHA
 
 REPORTS = found(RESULTS)
 
@@ -25,6 +26,16 @@ def test_a_report_comes_with_its_command_machine_and_commit(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REPORTS)
+def test_reports_are_of_the_budgets_that_are_served(name: str) -> None:
+    assert REPORTS[name]["alpha"] == ALPHA
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_a_hundred_samples_are_among_those_that_are_tried(name: str) -> None:
+    assert all("100" in figures["samples_needed"] for figures in REPORTS[name]["retentions"].values())
+
+
+@pytest.mark.parametrize("name", PICTURED)
 def test_the_picture_of_a_report_is_on_the_page(name: str) -> None:
     picture = PAGE.parent / "pictures" / f"calibration_{name}.png"
     assert f"pictures/{picture.name}" in PAGE.read_text()
