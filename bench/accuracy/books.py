@@ -82,12 +82,11 @@ def worded(found: Sequence[AnyCell]) -> str:
     return percent(mean_score([cell for cell in found if isinstance(cell, Cell)])) if found else NONE
 
 
-def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """Nothing where no line has a figure; `header` begins with what names a line, its columns end with ρ or a title."""
-    kept = [line for line in lines if any(cell != NONE and "±" in cell for cell in line)]
+def table(header: Sequence[str], lines: Iterable[Sequence[str]], labels: int = 2) -> str:
+    """The first `labels` columns name a line; lines without a figure go, and so does a table without lines."""
+    kept = [line for line in lines if any(cell != NONE for cell in line[labels:])]
     if not kept:
         return ""
-    labels = next((i for i, name in enumerate(header) if name.startswith("ρ")), 2)
     rule = ["---"] * labels + ["---:"] * (len(header) - labels)
     return "\n".join("| " + " | ".join(line) + " |" for line in [header, rule, *kept])
 

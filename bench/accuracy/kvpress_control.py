@@ -5,7 +5,7 @@ kvpress 0.5.5 wants Transformers < 5.3, so it runs in an environment of its own,
     python -m venv /tmp/kvpress && /tmp/kvpress/bin/pip install torch==2.13.0
     /tmp/kvpress/bin/pip install --no-deps kvpress==0.5.5 peft
     /tmp/kvpress/bin/pip install "transformers<5.3" accelerate datasets "pandas<3" "cachetools<6" "fire<0.7" requests
-    python -m bench.accuracy.kvpress_prompts smollm2 -o prompts.json                   # in Tangram's environment
+    python -m bench.accuracy.kvpress_prompts smollm2 --align-tokens 4096 -o prompts.json   # in Tangram's environment
     /tmp/kvpress/bin/python bench/accuracy/kvpress_control.py prompts.json --retentions 0.7,0.5,0.3 -o control.json
     python -m bench.accuracy.page results.json --control control.json         # in Tangram's environment
 

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from bench.accuracy.books import NONE, Books, table
+from tangram.compress.profile import Scope
 from tangram.evaluate.grading import score
-from tangram.evaluate.report import percent, rows
+from tangram.evaluate.methods import Method, MethodName
+from tangram.evaluate.report import percent
 from tangram.evaluate.results import AnyCell, Cell, Score
 from tangram.evaluate.sample import Question
 
-_PRESSES = {"kvzip": "kvpress, KVzip"}
+# Presses that are no Ada-KV of the scorer of their name: what to call them, the scorer, and our scope that is theirs.
+_PRESSES: dict[str, tuple[str, str, Scope]] = {
+    "kvzip": ("kvpress, KVzip", "kvzip", "model"),
+    "expected_attention_epsilon": ("kvpress, Ada-KV, ε 0.01", "expected_attention", "layer"),
+}
+FULL = "full"  # the press that drops nothing
+_OURS: tuple[MethodName, ...] = ("uniform", "static", "dynamic")
 _DIGITS = 4
 
 
@@ -84,6 +94,18 @@ class Control(BaseModel):
         ]
         return cls(commands=[file.command for file in files], environment=files[0].environment, cells=cells)
 
+    def joined(self, later: Control) -> Control:
+        """Both. Raises `ValueError` if they were not measured alike."""
+        if other := [name for name, value in self.environment.items() if later.environment.get(name, value) != value]:
+            raise ValueError(
+                f"{other[0]} is {self.environment[other[0]]} in the control that is kept and "
+                f"{later.environment[other[0]]} in the new one: measure all of it anew, without --add"
+            )
+        return Control(
+            commands=[*self.commands, *later.commands], environment=self.environment | later.environment,
+            cells=[*self.cells, *later.cells],
+        )  # fmt: skip
+
     @classmethod
     def load(cls, path: Path) -> Control:
         return cls.model_validate_json(path.read_text(encoding="utf-8"))
@@ -92,43 +114,59 @@ class Control(BaseModel):
         path.write_text(self.model_dump_json() + "\n", encoding="utf-8")
 
 
-def control_tables(control: Control, cells: Iterable[AnyCell]) -> str:
-    """A table for each suite: scores of kvpress and of our compressing methods, by scorer and ρ.
+def control_tables(control: Control, cells: Sequence[AnyCell]) -> str:
+    """A table for each suite: scores of kvpress and of our compressing methods, by scorer and ρ, and differences.
 
     Raises `ValueError` if prompts of the control were never asked here: the two would not be comparable.
     """
-    ours = [cell for cell in cells if isinstance(cell, Cell)]
     found = []
     for digest in dict.fromkeys(cell.prompts_sha256 for cell in control.cells):
-        own = [cell for cell in ours if cell.setting.prompts_sha256 == digest]
         theirs = [cell for cell in control.cells if cell.prompts_sha256 == digest]
+        own = [cell for cell in cells if cell.setting.prompts_sha256 == digest]
         if not own:
             raise ValueError(
                 f"prompts_sha256 {digest} of suite {theirs[0].suite} is in no cell of the results: "
                 "export the prompts with the options of tangram eval, --align-tokens its largest chunk"
             )
-        found.append(f"### {theirs[0].suite}: beside kvpress\n\n{_table(theirs, own)}\n")
+        books = Books(own, (theirs[0].suite,), aligned=own[0].setting.aligned)
+        found.append(f"### {theirs[0].suite}: beside kvpress\n\n{_table(theirs, books)}\n")
     where = ", ".join(f"{name} {value}" for name, value in control.environment.items())
     return "\n".join([*found, f"Control: {where}; {len(control.commands)} commands like `{control.commands[0]}`.\n"])
 
 
-def _table(theirs: Sequence[GradedCell], own: Sequence[Cell]) -> str:
-    """Lines of one scorer stand together, kvpress first."""
-    scorers = list(dict.fromkeys(cell.scorer for cell in theirs))
-    columns = sorted({cell.kv_retention for cell in theirs}, reverse=True)
-    ours = rows([cell for cell in own if cell.method.scorer in scorers])
-    lines = list[str]()
+def _table(theirs: Sequence[GradedCell], books: Books) -> str:
+    """The full cache of both; then a scorer's lines together, kvpress first, and what ours is better by."""
+    columns = sorted({cell.kv_retention for cell in theirs if cell.scorer != FULL}, reverse=True)
+    full = next((percent(Score.of(cell.scores)) for cell in theirs if cell.scorer == FULL), NONE)
+    lines = [["kvpress, full", NONE, *[full] * len(columns)]]
+    lines.append(["full", NONE, *[books.score(Method("full"))] * len(columns)])
+    scorers = dict.fromkeys(_named(cell.scorer)[1] for cell in theirs if cell.scorer != FULL)
     for scorer in scorers:
-        control = {cell.kv_retention: Score.of(cell.scores) for cell in theirs if cell.scorer == scorer}
-        lines.append(_line(_PRESSES.get(scorer, "kvpress, Ada-KV"), scorer, columns, control))
-        for (name, of_scorer), by_retention in ours.items():
-            if of_scorer == scorer:
-                scores = {retention: cell.score for retention, cell in by_retention.items()}
-                lines.append(_line(name, scorer, columns, scores))
-    head = " | ".join(f"ρ {column:g}" for column in columns)
-    return "\n".join([f"| score, % | scorer | {head} |", "|---|---|" + "---:|" * len(columns), *lines])
+        for press in dict.fromkeys(cell.scorer for cell in theirs if _named(cell.scorer)[1] == scorer):
+            lines += _beside(press, [cell for cell in theirs if cell.scorer == press], books, columns)
+        for name in _OURS:
+            methods = [books.plain(name, scorer, column) for column in columns]
+            lines.append([name, scorer, *(books.score(method) for method in methods)])
+    return table(["score, %", "scorer", *(f"ρ {column:g}" for column in columns)], lines)
 
 
-def _line(name: str, scorer: str, columns: Sequence[float], scores: Mapping[float, Score]) -> str:
-    shown = [percent(scores[column]) if column in scores else "–" for column in columns]
-    return "| " + " | ".join([name, scorer, *shown]) + " |"
+def _beside(press: str, cells: Sequence[GradedCell], books: Books, columns: Sequence[float]) -> list[list[str]]:
+    """Scores of a press, of one-shot in its scope, and the difference, sample by sample."""
+    title, scorer, scope = _named(press)
+    control = {cell.kv_retention: cell for cell in cells}
+    shown, ours, less = list[str](), list[str](), list[str]()
+    for column in columns:
+        at_once = books.plain("one-shot", scorer, column)
+        found = books.of(at_once and replace(at_once, scope=scope))
+        own = found[0].samples if found and isinstance(found[0], Cell) else ()
+        its = control[column].scores if column in control else []
+        pairs = zip((one.score for one in own), its, strict=bool(own and its))
+        shown.append(percent(Score.of(its)) if its else NONE)
+        ours.append(percent(Score.of([one.score for one in own])) if own else NONE)
+        less.append(percent(Score.of([a - b for a, b in pairs]), signed=True) if own and its else NONE)
+    mine = f"one-shot, {scope}"
+    return [[title, scorer, *shown], [mine, scorer, *ours], [f"{mine} − {title}", scorer, *less]]
+
+
+def _named(press: str) -> tuple[str, str, Scope]:
+    return _PRESSES.get(press, ("kvpress, Ada-KV", press, "layer"))

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from bench.accuracy.evidence_table import Evidence, evidence_table
 from bench.accuracy.kvpress_table import Control, control_tables
-from bench.accuracy.tables import plainly, tables
+from bench.accuracy.needles import whole_suites
+from bench.accuracy.tables import tables
 from bench.accuracy.thin import Thin
 from bench.kernels.family import RESULTS
 from bench.kernels.page import replaced
@@ -31,7 +32,7 @@ EVIDENCE = "accuracy_evidence.json"  # and so is recall of evidence
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, nargs="*")
-    parser.add_argument("--add", action="store_true", help="keep what the thin file has, too")
+    parser.add_argument("--add", action="store_true", help="keep what the thin file and the control have, too")
     parser.add_argument("--control", type=Path, nargs="+", help="kept, too")
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--kept", type=Path, default=KEPT, help="the thin file; written if there are results")
@@ -40,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         kept = Thin.load(options.kept) if options.add else None
         Thin.of([Results.load(path) for path in options.results], kept).save(options.kept)
     if options.control:
-        Control.graded(*options.control).save(options.kept.with_name(CONTROL))
+        graded, known = Control.graded(*options.control), control(options.kept) if options.add else None
+        (known.joined(graded) if known else graded).save(options.kept.with_name(CONTROL))
     table = written(Thin.load(options.kept), control(options.kept), evidence(options.kept))
     options.page.write_text(replaced(options.page.read_text(), "eval", table))
 
@@ -60,7 +62,7 @@ def evidence(kept: Path = KEPT) -> Evidence | None:
 def written(thin: Thin, beside: Control | None, recalled: Evidence | None) -> str:
     """What stands on the page."""
     cells = thin.whole()
-    others = [] if beside is None else [control_tables(beside, plainly(cells))]
+    others = [] if beside is None else [control_tables(beside, whole_suites(cells))]
     asked = f"Asked by {len(thin.commands)} commands of `tangram eval`, which `bench/results/{KEPT.name}` names.\n"
     recalls = [] if recalled is None else [evidence_table(recalled)]
     return "\n" + "\n".join([tables(cells), *others, where(cells), asked, *recalls])

@@ -13,7 +13,18 @@ from rich.console import Console
 from tangram.cli import ablation, bench, calibration, evaluate, serving
 from tangram.cli.batch import answer_batch
 from tangram.cli.gate import refuse_with_gate, train_and_report
-from tangram.cli.options import Chunk, Heads, Page, Retention, SizeType, served_name, with_config
+from tangram.cli.options import (
+    Chunk,
+    Heads,
+    Page,
+    Retention,
+    SizeType,
+    calibration_config,
+    changed,
+    configured_by,
+    served_name,
+    with_config,
+)
 from tangram.cli.telemetry import LogForm, LogFormat, MetricsAliases, OtlpEndpoint, OverflowEvery, logging_as
 from tangram.compress.profile import Profile
 from tangram.config import EngineConfig
@@ -142,11 +153,11 @@ def _share(held: int, uncompressed: int) -> str:
 
 
 @app.command()
-@with_config
+@configured_by(calibration_config)
 def calibrate(
     config: EngineConfig,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="where the profile goes")] = None,
-    samples: Annotated[int, typer.Option(help="pilot samples")] = 50,
+    samples: Annotated[int | None, typer.Option(help="pilot samples; 50 if not given")] = None,
     data: Annotated[Path | None, typer.Option(help="calibrate on these texts instead (.jsonl, or plain text)")] = None,
     import_from: Annotated[Path | None, typer.Option("--import", help="published budgets (.npz) to convert")] = None,
     train_gate: Annotated[
@@ -157,6 +168,8 @@ def calibrate(
     also_at: calibration.AlsoAt = None,
 ) -> None:
     """Measure how much each head of MODEL needs, and write the profile; or train a gate."""
+    _refuse_ignored(config, samples, data, import_from, train_gate)
+    samples = 50 if samples is None else samples
     if train_gate is not None:
         others = {"--output": output, "--import": import_from, "--plot": plot, "--report": report, "--also-at": also_at}
         refuse_with_gate(config, others)
@@ -170,6 +183,22 @@ def calibrate(
     stability = profile.calibration.rank_stability
     agreement = f", rank stability {stability.mean:.3f} (lowest {stability.min:.3f})" if stability else ""
     _err.print(f"{output}: realised retention {profile.realised_retention:.4f} of {profile.kv_retention}{agreement}")
+
+
+def _refuse_ignored(
+    config: EngineConfig, samples: int | None, data: Path | None, import_from: Path | None, train_gate: Path | None
+) -> None:
+    """Raise `ConfigError` for what would not be looked at beside other options; `refuse_with_gate` knows more."""
+    if samples is not None and data is not None:
+        raise ConfigError(
+            f"samples is {samples} and data {str(data)!r}: give one of them, samples counts the built-in pilot texts"
+        )
+    if data is not None and train_gate is None and config.seed != EngineConfig.seed:
+        raise ConfigError(f"seed is {config.seed}, with --data there are no pilot texts to draw: leave it out")
+    if import_from is not None and train_gate is None:
+        texts = {name: value for name, value in (("samples", samples), ("data", data)) if value is not None}
+        for name, value in (texts | changed(config, "dtype", "load_format", "device", "seed")).items():
+            raise ConfigError(f"{name} is {value}, with --import no text is read and no model loaded: leave it out")
 
 
 def _import(config: EngineConfig, path: Path) -> Profile:

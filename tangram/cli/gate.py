@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from tangram.cli.options import changed
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
 
@@ -17,8 +18,8 @@ _err = Console(stderr=True)
 def refuse_with_gate(config: EngineConfig, options: Mapping[str, Path | str | None]) -> None:
     """Raise `ConfigError` for what a profile needs and the training of a gate would not look at."""
     given = [f"{name} {value}" for name, value in options.items() if value is not None]
-    given += [f"--gate {config.gate}"] if config.gate is not None else []
-    given += [f"--scorer {config.scorer}"] if config.scorer is not None else []
+    others = changed(config, "kv_retention", "scorer", "scope", "page_tokens", "heads_per_page", "gate")
+    given += [f"--{name.replace('_', '-')} {value}" for name, value in others.items()]
     if given:
         raise ConfigError(
             f"--train-gate was given together with {', '.join(given)}: leave that out, a gate learns from KVzip; when "

@@ -67,19 +67,12 @@ class SizeType(StrEnum):
 
 Model = Annotated[str, MODEL]
 Retention = Annotated[float, typer.Option("--kv-retention", help="fraction of KV entries kept; 1.0 keeps everything")]
-ScorerName = Annotated[
-    str | None,
-    typer.Option(
-        help="what decides which entries stay (docs/scorers.md); if not given, that of --profile, or fastkvzip where "
-        "its gate is given or ships for these weights, or keydiff"
-    ),
-]
-ScopeName = Annotated[
-    Scope | None,
-    typer.Option(
-        help="heads compete within a layer or across the model; if not given, as --profile says, or model (tova: layer)"
-    ),
-]
+_STAYS = "what decides which entries stay (docs/scorers.md); if not given,"
+_SCORER = "fastkvzip where its gate is given or ships for these weights, or keydiff"
+_COMPETE = "heads compete within a layer or across the model; if not given,"
+_SCOPE = "model (tova: layer)"
+ScorerName = Annotated[str | None, typer.Option(help=f"{_STAYS} that of --profile, or {_SCORER}")]
+ScopeName = Annotated[Scope | None, typer.Option(help=f"{_COMPETE} as --profile says, or {_SCOPE}")]
 Chunk = Annotated[int, typer.Option(help="tokens that are computed and sealed in one piece")]
 Page = Annotated[int, typer.Option(help="tokens of a page")]
 Heads = Annotated[int, typer.Option(help="KV heads that share a page table")]
@@ -103,6 +96,10 @@ Weights = Annotated[LoadFormat, typer.Option(help="dummy: random weights of the 
 Eager = Annotated[bool, typer.Option("--enforce-eager", help="on a GPU, no compilation and no CUDA graphs")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda: the first GPU of CUDA_VISIBLE_DEVICES")]
 Seed = Annotated[int, typer.Option(help="seed of requests that bring none")]
+
+CalibratedScorer = Annotated[str | None, typer.Option(help=f"{_STAYS} {_SCORER}")]
+CalibratedScope = Annotated[Scope | None, typer.Option(help=f"{_COMPETE} {_SCOPE}")]
+PilotSeed = Annotated[int, typer.Option(help="seed of the pilot texts, and of a gate's training")]
 
 
 def _config(
@@ -129,6 +126,27 @@ def _config(
     )  # fmt: skip
 
 
+def calibration_config(
+    model: Model = "smollm2", kv_retention: Retention = 0.5, scorer: CalibratedScorer = None,
+    scope: CalibratedScope = None, chunk_tokens: Chunk = 512, page_tokens: Page = 16, heads_per_page: Heads = 4,
+    gate: Gate = None, dtype: Dtype = WeightType.auto, load_format: Weights = LoadFormat.auto,
+    device: Device = "auto", seed: PilotSeed = 0,
+) -> EngineConfig:  # fmt: skip
+    """What a calibration looks at, for `configured_by`; no engine is built, so the rest is as by default."""
+    # A config must have room for a chunk in one step, whether or not there are any steps.
+    step_tokens = max(EngineConfig.max_num_batched_tokens, chunk_tokens + EngineConfig.max_num_seqs)
+    return _config(
+        model=model, kv_retention=kv_retention, scorer=scorer, scope=scope, chunk_tokens=chunk_tokens,
+        page_tokens=page_tokens, heads_per_page=heads_per_page, gate=gate, max_num_batched_tokens=step_tokens,
+        dtype=dtype, load_format=load_format, device=device, seed=seed,
+    )  # fmt: skip
+
+
+def changed(config: EngineConfig, *names: str) -> dict[str, object]:
+    """Of the fields called `names`, those that are not as by default."""
+    return {name: value for name in names if (value := getattr(config, name)) != getattr(EngineConfig, name)}
+
+
 def served_name(config: EngineConfig) -> str:
     """The model's name in the API: what was given, but of a local folder its last part, of a file that without suffix.
 
@@ -146,23 +164,33 @@ def exit_code(error: TangramError) -> int:
     return 1 if isinstance(error, EngineError) else 2
 
 
-def with_config(command: Callable[..., None]) -> Callable[..., None]:
-    """A command whose first parameter is the `EngineConfig` made of the shared options; errors become exit code 2.
+Command = Callable[..., None]
 
-    An engine that has died while serving is exit code 1: starting it again may help.
+
+def configured_by(make: Callable[..., EngineConfig]) -> Callable[[Command], Command]:
+    """A decorator: the command takes the options of `make`, whose `EngineConfig` becomes its first argument.
+
+    Errors become exit code 2. An engine that has died while serving is exit code 1: starting it again may help.
     """
-    shared = list(inspect.signature(_config, eval_str=True).parameters.values())
-    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+    shared = list(inspect.signature(make, eval_str=True).parameters.values())
 
-    def run(**options: Any) -> None:
-        try:
-            config = _config(**{parameter.name: options.pop(parameter.name) for parameter in shared})
-            command(config, **options)
-        except TangramError as error:
-            _err.print(f"[red]error:[/red] {error}", highlight=False)
-            raise typer.Exit(exit_code(error)) from error
+    def decorated(command: Command) -> Command:
+        own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
 
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    run.__signature__ = inspect.Signature([entry.replace(kind=keyword) for entry in (*shared, *own)])  # type: ignore[attr-defined]
-    run.__name__, run.__doc__ = command.__name__, command.__doc__
-    return run
+        def run(**options: Any) -> None:
+            try:
+                config = make(**{parameter.name: options.pop(parameter.name) for parameter in shared})
+                command(config, **options)
+            except TangramError as error:
+                _err.print(f"[red]error:[/red] {error}", highlight=False)
+                raise typer.Exit(exit_code(error)) from error
+
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        run.__signature__ = inspect.Signature([entry.replace(kind=keyword) for entry in (*shared, *own)])  # type: ignore[attr-defined]
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        return run
+
+    return decorated
+
+
+with_config = configured_by(_config)  # for commands that build an engine

@@ -117,6 +117,15 @@ class Grid:
                 f"sink_tokens is {self.sink_tokens} and window_tokens {self.window_tokens}, but method {fixed[0]} "
                 f"always keeps {SINK_TOKENS} and C / 64: leave them out, or the method"
             )
+        for field, changed, users in (
+            ("alphas", tuple(self.alphas) != (ALPHA,), {"static"}),
+            ("scopes", self.scopes is not None, {"static", *_BY_INPUT}),
+            ("sink_tokens", self.sink_tokens != SINK_TOKENS, WITH_PROFILE),
+            ("window_tokens", self.window_tokens is not None, WITH_PROFILE),
+        ):
+            if changed and not users & set(self.names):
+                limit = f"only {', '.join(sorted(users))} would look at it: add one of these methods, or leave it out"
+                raise ConfigError(f"{field} is {getattr(self, field)}, methods {', '.join(self.names)}: {limit}")
 
     def methods(self, context_tokens: int) -> list[Method]:
         """All of them, each once, in the order of the names; `context_tokens` is the chunk of one-shot."""

@@ -204,8 +204,10 @@ def where(cells: Sequence[AnyCell]) -> str:
 
 
 def machine(environment: Mapping[str, Any]) -> str:
-    """An `environment` in a line: "NVIDIA H200 · torch 2.11.0, transformers 5.17.0 · 2026-11-22, 0eff8bd"."""
-    versions = ", ".join(f"{name} {environment[name]}" for name in ("torch", "transformers") if name in environment)
+    """An `environment` in a line: "NVIDIA H200 · python 3.12.3, torch 2.11.0, … · 2026-11-22, 0eff8bd"."""
+    versions = ", ".join(
+        f"{name} {environment[name]}" for name in ("python", "torch", "transformers") if name in environment
+    )
     device = environment.get("gpu", environment.get("cpu"))
     return f"{device} · {versions} · {environment.get('date')}, {environment.get('commit')}"
 

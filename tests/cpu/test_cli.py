@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tangram.cli import app
 from tangram.cli.options import served_name
 from tangram.compress.profile import Profile
 from tangram.config import EngineConfig
+from tangram.errors import ConfigError
 from tangram.plan.cost import CostModel
 from tangram.plan.policy import Policy, StepLoad
 from tests.cpu.test_real_model import TEXT
@@ -96,6 +98,61 @@ def test_what_calibration_could_not_show_is_refused_before_any_work(
     assert refused.exit_code == 2
     assert named in " ".join(refused.output.split())
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--max-num-seqs=4",
+        "--max-num-batched-tokens=8192",
+        "--kv-cache-gib=1",
+        "--scheduling=static",
+        "--profile=a.json",
+    ],
+)
+def test_calibrate_does_not_know_what_only_an_engine_needs(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tangram.model.load.load_model", None)
+    refused = CLI.invoke(app, ["calibrate", "smollm2", "-o", "profile.json", option])
+    assert refused.exit_code == 2
+    assert f"No such option: {option.split('=')[0]}" in " ".join(refused.output.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--samples", "50", "--data", "a.txt"], "samples is 50 and data 'a.txt': give one of them"),
+        (["--seed", "3", "--data", "a.txt"], "seed is 3, with --data"),
+        (["--import", "budgets.npz", "--samples", "50"], "samples is 50, with --import"),
+        (["--import", "budgets.npz", "--data", "a.txt"], "data is a.txt, with --import"),
+        (["--import", "budgets.npz", "--device", "cpu"], "device is cpu, with --import"),
+        (["--import", "budgets.npz", "--dtype", "float32"], "dtype is float32, with --import"),
+        (["--import", "budgets.npz", "--load-format", "dummy"], "load_format is dummy, with --import"),
+        (["--import", "budgets.npz", "--seed", "3"], "seed is 3, with --import"),
+    ],
+)
+def test_what_a_calibration_would_not_look_at_is_refused(
+    options: list[str], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tangram.model.load.load_model", None)
+    refused = CLI.invoke(app, ["calibrate", "smollm2", "-o", "profile.json", *options])
+    assert refused.exit_code == 2
+    assert named in " ".join(refused.output.split())
+
+
+@pytest.mark.parametrize(("chunk_tokens", "options", "texts"), [(2048, [], 50), (4096, ["--samples", "3"], 3)])
+def test_chunks_that_fill_a_step_are_calibrated(
+    chunk_tokens: int, options: list[str], texts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine's step must hold a chunk and a token of each sequence beside it; a calibration has no such steps."""
+
+    def told(*given: object, texts: list[str], **_: object) -> list[Profile]:
+        (config,) = (entry for entry in given if isinstance(entry, EngineConfig))
+        raise ConfigError(f"{len(texts)} texts, {config.chunk_tokens} tokens a chunk")
+
+    monkeypatch.setattr("tangram.model.load.load_model", lambda *_, **__: SimpleNamespace(fingerprint=None))
+    monkeypatch.setattr("tangram.engine.setup.calibrate_model", told)
+    command = ["calibrate", "smollm2", "-o", "profile.json", "--chunk-tokens", str(chunk_tokens), *options]
+    assert f"{texts} texts, {chunk_tokens} tokens a chunk" in CLI.invoke(app, command).output
 
 
 def test_drawing_without_matplotlib_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,6 +152,11 @@ def test_a_batch_must_fill(tiny: LoadedModel) -> None:
         (["--train-gate", "gate.safetensors", "-o", "profile.json"], "together with --output profile.json"),
         (["--train-gate", "gate.safetensors", "--scorer", "tova"], "together with --scorer tova"),
         (["--train-gate", "gate.safetensors", "--scorer", "keydiff"], "together with --scorer keydiff"),
+        (["--train-gate", "gate.safetensors", "--kv-retention", "0.3"], "together with --kv-retention 0.3"),
+        (["--train-gate", "gate.safetensors", "--scope", "layer"], "together with --scope layer"),
+        (["--train-gate", "gate.safetensors", "--page-tokens", "8"], "together with --page-tokens 8"),
+        (["--train-gate", "gate.safetensors", "--heads-per-page", "2"], "together with --heads-per-page 2"),
+        (["--train-gate", "gate.safetensors", "--samples", "2", "--data", "a.txt"], "samples is 2 and data 'a.txt'"),
         ([], "output is not set"),
     ],
 )
