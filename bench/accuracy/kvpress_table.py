@@ -153,17 +153,17 @@ def _table(theirs: Sequence[GradedCell], books: Books) -> str:
 def _beside(press: str, cells: Sequence[GradedCell], books: Books, columns: Sequence[float]) -> list[list[str]]:
     """Scores of a press, of one-shot in its scope, and the difference, sample by sample."""
     title, scorer, scope = _named(press)
-    control = {cell.kv_retention: cell for cell in cells}
+    control = {cell.kv_retention: cell.scores for cell in cells}
     shown, ours, less = list[str](), list[str](), list[str]()
     for column in columns:
         at_once = books.plain("one-shot", scorer, column)
         found = books.of(at_once and replace(at_once, scope=scope))
-        own = found[0].samples if found and isinstance(found[0], Cell) else ()
-        its = control[column].scores if column in control else []
-        pairs = zip((one.score for one in own), its, strict=bool(own and its))
+        own = [one.score for one in found[0].samples] if found and isinstance(found[0], Cell) else []
+        its = control.get(column, [])
         shown.append(percent(Score.of(its)) if its else NONE)
-        ours.append(percent(Score.of([one.score for one in own])) if own else NONE)
-        less.append(percent(Score.of([a - b for a, b in pairs]), signed=True) if own and its else NONE)
+        ours.append(percent(Score.of(own)) if own else NONE)
+        both = [mine - other for mine, other in zip(own, its, strict=True)] if own and its else []
+        less.append(percent(Score.of(both), signed=True) if both else NONE)
     mine = f"one-shot, {scope}"
     return [[title, scorer, *shown], [mine, scorer, *ours], [f"{mine} − {title}", scorer, *less]]
 
