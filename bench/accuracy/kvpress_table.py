@@ -147,7 +147,8 @@ def _table(theirs: Sequence[GradedCell], books: Books) -> str:
         for name in _OURS:
             methods = [books.plain(name, scorer, column) for column in columns]
             lines.append([name, scorer, *(books.score(method) for method in methods)])
-    return table(["score, %", "scorer", *(f"ρ {column:g}" for column in columns)], lines)
+    once = dict.fromkeys(map(tuple, lines))  # two presses of one scorer and scope stand beside the same line of ours
+    return table(["score, %", "scorer", *(f"ρ {column:g}" for column in columns)], once)
 
 
 def _beside(press: str, cells: Sequence[GradedCell], books: Books, columns: Sequence[float]) -> list[list[str]]:

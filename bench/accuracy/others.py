@@ -29,7 +29,7 @@ def tasks(cells: Sequence[AnyCell]) -> str:
             for task, score in own[0].by_task.items()
         ]
         titles = ["full", *(f"static, {cell.method.scorer}" for cell in own[1:])]
-        found.append(table([f"{suite}, ρ {_TASKS_AT:g}, %", "samples", *titles], lines, labels=2))
+        found.append(table([f"{suite}, ρ {_TASKS_AT:g}, %", "samples", *titles], lines))
     return "\n\n".join(text for text in found if text)
 
 
@@ -37,13 +37,14 @@ def fidelity(cells: Sequence[AnyCell]) -> str:
     """Divergence, its differences passage by passage, top-1 agreement and perplexity."""
     books = Books(cells, ("fidelity",))
 
-    def of_methods(title: str, shown: Callable[[FidelityCell], str], names: Sequence[MethodName] = _NAMES) -> str:
-        lines = [
-            [name, scorer, *(shown(own[0]) if own and isinstance(own[0], FidelityCell) else NONE
-             for own in (books.of(books.plain(name, scorer, ratio)) for ratio in books.retentions))]
-            for scorer in books.scorers for name in names
-        ]  # fmt: skip
-        return table([title, "scorer", *columns(books)], lines)
+    def of_methods(title: str, shown: Callable[[FidelityCell], str], *, with_full: bool = False) -> str:
+        def line(name: MethodName, scorer: str) -> list[str]:
+            found = [books.of(books.plain(name, scorer, ratio)) for ratio in books.retentions]
+            told = [shown(own[0]) if own and isinstance(own[0], FidelityCell) else NONE for own in found]
+            return [name, scorer or NONE, *told]
+
+        lines = [line(name, scorer) for scorer in books.scorers for name in _NAMES]
+        return table([title, "scorer", *columns(books)], [line("full", ""), *lines] if with_full else lines)
 
     def less(name: MethodName, other: MethodName, scorer: str) -> list[str]:
         pairs = [(books.of(books.plain(name, scorer, ratio)), books.of(books.plain(other, scorer, ratio)))
@@ -57,19 +58,9 @@ def fidelity(cells: Sequence[AnyCell]) -> str:
         table(["difference in KL, nats, passage by passage", "scorer", *columns(books)],
               [less(*pair, scorer) for scorer in books.scorers for pair in pairs]),
         of_methods("top-1 agreement, %", lambda cell: percent(cell.agreement)),
-        _perplexities(books, of_methods("perplexity", lambda cell: plain(cell.perplexity, 2))),
+        of_methods("perplexity", lambda cell: plain(cell.perplexity, 2), with_full=True),
     ]  # fmt: skip
     return "\n\n".join(text for text in found if text)
-
-
-def _perplexities(books: Books, compressed: str) -> str:
-    """With that of the full cache above."""
-    own = next((cell for cell in books.of(Method("full")) if isinstance(cell, FidelityCell)), None)
-    if own is None or not compressed:
-        return compressed
-    head, rule, *lines = compressed.split("\n")
-    shown = [plain(own.perplexity, 2)] * len(books.retentions)
-    return "\n".join([head, rule, "| " + " | ".join(["full", NONE, *shown]) + " |", *lines])
 
 
 def conversations(cells: Sequence[AnyCell]) -> str:

@@ -105,7 +105,7 @@ def _alphas(cells: Sequence[AnyCell]) -> str:
             [name, scorer, *(_held(books.of(_at(method, ratio))) for ratio in books.retentions)]
             for name, scorer, method in lines(books)
         ]
-        return table(["KV bytes held, of everything's", "scorer", *columns(books)], held, labels=2)
+        return table(["KV bytes held, of everything's", "scorer", *columns(books)], held)
 
     scores = _varied(cells, "mean of both suites, %", lines)
     return f"{scores}\n\n{footprints(Books(cells))}" if scores else ""
