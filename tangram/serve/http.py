@@ -12,13 +12,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from importlib.metadata import version as version_of
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from tangram import __version__
 from tangram.errors import EngineError
 from tangram.serve.bridge import Limits, ServedEngine
 from tangram.serve.errors import install_handlers
@@ -87,7 +87,7 @@ def build_app(
     _add_completion_routes(app, service)
     _add_other_routes(app, service)
     locked = bool(protection.api_keys)
-    described = partial(document, app, version=version_of("tangram"), model=served_model_name, locked=locked)
+    described = partial(document, app, version=__version__, model=served_model_name, locked=locked)
     app.openapi = cache(described)  # type: ignore[method-assign]
     return app
 
@@ -141,7 +141,7 @@ def _add_other_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/version")
     async def version() -> Json:
-        return {"version": version_of("tangram")}
+        return {"version": __version__}
 
     @app.get("/metrics", response_model=None)
     def metrics() -> Response:
