@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from tangram import __version__
 from tangram.cli import ablation, bench, calibrate, chat, evaluate, generate, serve, serving, size
+from tangram.version import __version__
 
 app = typer.Typer(
     no_args_is_help=True,

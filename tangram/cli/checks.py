@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from rich.console import Console
 
 from tangram.config import EngineConfig, cache_folder
@@ -23,7 +21,7 @@ def _check_cache_folder() -> None:
     for name in ("models", "profiles"):
         folder = cache_folder() / name
         try:
-            os.listdir(folder)
+            next(folder.iterdir(), None)
         except FileNotFoundError:  # it will be made
             continue
         except OSError as error:

@@ -18,7 +18,6 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from tangram import __version__
 from tangram.errors import EngineError
 from tangram.serve.bridge import Limits, ServedEngine
 from tangram.serve.errors import install_handlers
@@ -35,6 +34,7 @@ from tangram.serve.tokens import DetokenizeRequest, TokenizeRequest
 from tangram.serve.tracing import Traces
 from tangram.serve.vllm_names import VllmNames
 from tangram.serve.wire import MAX_CONNECTIONS, HttpProtocol
+from tangram.version import __version__
 
 _CUT_AFTER_GRACE_S = 10
 

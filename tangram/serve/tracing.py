@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tangram import __version__
 from tangram.errors import ConfigError
 from tangram.serve.record import Generation, Record
+from tangram.version import __version__
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -45,7 +45,8 @@ def traces_to(endpoint: str | None, model: str, variables: Mapping[str, str] | N
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         raise ConfigError(
-            f"{asked}, but OpenTelemetry's SDK is not installed: pip install 'tangram-serve[otel]', or ask for no traces"
+            f"{asked}, but OpenTelemetry's SDK is not installed: pip install 'tangram-serve[otel]', "
+            "or ask for no traces"
         ) from error
     own = Resource({"service.name": "tangram", "service.version": __version__})
     provider = TracerProvider(resource=own.merge(OTELResourceDetector().detect()))

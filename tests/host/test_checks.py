@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tangram.version import __version__
+
 MOST_CPU_S = 2.0  # of the process, whatever else the machine does
 # The package of the embedded model is there for a test that runs; None hides it.
 RUN = """
@@ -97,8 +99,6 @@ def test_a_cache_folder_that_is_not_there_yet_is_no_matter(tmp_path: Path) -> No
 
 
 def test_the_version_and_short_help_come_without_torch(tmp_path: Path) -> None:
-    from tangram import __version__
-
     asked = subprocess.run([sys.executable, "-m", "tangram", "--version"], check=True, capture_output=True, text=True)
     assert asked.stdout == f"tangram {__version__}\n"
     for command in ((), ("serve",), ("bench",), ("bench", "serving", "trace")):
