@@ -49,6 +49,10 @@ def calibrate(
     stability = profile.calibration.rank_stability
     agreement = f", rank stability {stability.mean:.3f} (lowest {stability.min:.3f})" if stability else ""
     _err.print(f"{output}: realised retention {profile.realised_retention:.4f} of {profile.kv_retention}{agreement}")
+    for sentence in calibration.meaning(profile):
+        _err.print(sentence, highlight=False)
+    _err.print("Serve with it:", highlight=False)
+    _err.print(calibration.serve_line(config, output), highlight=False, soft_wrap=True)
 
 
 def _refuse_ignored(
