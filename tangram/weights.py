@@ -19,7 +19,19 @@ from tangram.errors import ConfigError
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Families whose feed-forward networks have two matrices, not three, four times the hidden size if nothing is said.
 _PLAIN = frozenset(
-    {"gpt2", "gpt_neo", "gpt_neox", "gptj", "codegen", "gpt_bigcode", "opt", "bloom", "falcon", "phi", "mpt"}
+    {
+        "gpt2",
+        "gpt_neo",
+        "gpt_neox",
+        "gptj",
+        "codegen",
+        "gpt_bigcode",
+        "opt",
+        "bloom",
+        "falcon",
+        "phi",
+        "mpt",
+    }
     | {"starcoder2", "persimmon", "nemotron"}
 )
 # Families that learn a vector for each position.
@@ -86,7 +98,10 @@ def _elements(path: Path) -> int:
 
 def _reckoned(config: ModelConfig) -> int:
     hidden, layers = config.count("hidden_size", _WHAT), config.count("num_hidden_layers", _WHAT)
-    vocabulary, tied = config.count("vocab_size", _WHAT), config.content.get("tie_word_embeddings", True)
+    vocabulary, tied = (
+        config.count("vocab_size", _WHAT),
+        config.content.get("tie_word_embeddings", True),
+    )
     rows = vocabulary * (1 if tied else 2)
     if config.content.get("model_type") in _POSITIONS:
         rows += config.count("max_position_embeddings", _WHAT)
@@ -103,7 +118,13 @@ def _attention(config: ModelConfig, hidden: int) -> int:
 
 
 def _latent(config: ModelConfig, hidden: int) -> int:
-    names = ("num_attention_heads", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    names = (
+        "num_attention_heads",
+        "kv_lora_rank",
+        "qk_rope_head_dim",
+        "qk_nope_head_dim",
+        "v_head_dim",
+    )
     heads, latent, turned, plain, value = (config.count(name, _WHAT) for name in names)
     query = heads * (turned + plain)
     asked = hidden * query

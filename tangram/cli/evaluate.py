@@ -123,14 +123,17 @@ def evaluate(
 
     try:
         scorers = None if scorer is None else _words(scorer)
+        retentions = None if kv_retention is None else _numbers("retentions", kv_retention, float)
         asked: list[Questions | RealText]
         if quick:
             _refuse_settled(context)
-            kept = RETENTIONS if kv_retention is None else _numbers("retentions", kv_retention, float)
-            grid, asked = Grid(["full", "static"], scorers, kept), [NEEDLES, TEXT]
+            grid, asked = (
+                Grid(["full", "static"], scorers, RETENTIONS if retentions is None else retentions),
+                [NEEDLES, TEXT],
+            )
         else:
             grid = Grid(
-                cast(Any, _words(methods)), scorers, _numbers("retentions", kv_retention or "0.7,0.5,0.3", float),
+                cast(Any, _words(methods)), scorers, (0.7, 0.5, 0.3) if retentions is None else retentions,
                 _numbers("chunk_tokens", chunk_tokens, int), _numbers("alphas", alphas, float),
                 cast(Any, _words(scope)) if scope is not None else None,
                 SINK_TOKENS if sink_tokens is None else sink_tokens, window_tokens,

@@ -25,7 +25,11 @@ Named = Annotated[
 ]
 Dtype = Annotated[
     str,
-    option(Panel.model, "dtype of weights and KV cache: auto, float32, bfloat16 or float16", metavar="DTYPE"),
+    option(
+        Panel.model,
+        "dtype of weights and KV cache: auto, float32, bfloat16 or float16",
+        metavar="DTYPE",
+    ),
 ]
 MemoryGib = Annotated[
     float | None,

@@ -29,7 +29,10 @@ GQA = {**COMMON, "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 
 MOE = {**GQA, "moe_intermediate_size": 300}
 OLD = {"n_embd": 512, "n_layer": 4, "n_head": 8, "vocab_size": 5000}
 FAMILIES: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo2", "glm4", "cohere"), GQA),
+    **dict.fromkeys(
+        ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo2", "glm4", "cohere"),
+        GQA,
+    ),
     **dict.fromkeys(("phi3", "granite", "starcoder2", "smollm3", "stablelm"), GQA),
     "gpt2": OLD,
     "gptj": {**OLD, "rotary_dim": 32},
@@ -40,20 +43,43 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "falcon": {**COMMON, "multi_query": True},
     "mixtral": {**GQA, "num_local_experts": 4},
     "qwen3_moe": {**MOE, "num_experts": 8, "decoder_sparse_step": 2},
-    "qwen2_moe": {**MOE, "num_experts": 8, "shared_expert_intermediate_size": 700, "mlp_only_layers": [1]},
+    "qwen2_moe": {
+        **MOE,
+        "num_experts": 8,
+        "shared_expert_intermediate_size": 700,
+        "mlp_only_layers": [1],
+    },
     "gpt_oss": {**GQA, "num_local_experts": 4},
     "deepseek_v3": {
-        **COMMON, "intermediate_size": 1500, "moe_intermediate_size": 300, "n_routed_experts": 8,
-        "n_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": 96, "kv_lora_rank": 64,
-        "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64, "n_group": 2, "topk_group": 1,
+        **COMMON,
+        "intermediate_size": 1500,
+        "moe_intermediate_size": 300,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 96,
+        "kv_lora_rank": 64,
+        "qk_rope_head_dim": 32,
+        "qk_nope_head_dim": 64,
+        "v_head_dim": 64,
+        "n_group": 2,
+        "topk_group": 1,
         "num_experts_per_tok": 2,
     },
-}  # fmt: skip
+}
 PUBLISHED = {  # in billions, as their makers say; of gemma-3-12b the language part
-    "llama-3.1-8b": 8.03, "llama-3.1-70b": 70.55, "llama-3.1-405b": 405.85, "qwen3-4b": 4.02, "qwen3-32b": 32.76,
-    "mistral-large-2": 122.61, "deepseek-v3": 671.03, "kimi-k2": 1026.4, "gemma-3-12b": 11.77, "gpt-oss-20b": 20.91,
+    "llama-3.1-8b": 8.03,
+    "llama-3.1-70b": 70.55,
+    "llama-3.1-405b": 405.85,
+    "qwen3-4b": 4.02,
+    "qwen3-32b": 32.76,
+    "mistral-large-2": 122.61,
+    "deepseek-v3": 671.03,
+    "kimi-k2": 1026.4,
+    "gemma-3-12b": 11.77,
+    "gpt-oss-20b": 20.91,
     "smollm2": 0.1345,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -88,7 +114,12 @@ def test_files_at_hand_are_counted_and_not_reckoned(tmp_path: Path) -> None:
     assert read_weights(read_config(tmp_path)).source == "config.json", "one file is missing"
     save_file({"c": torch.zeros(5)}, tmp_path / names[1])
     found = read_weights(read_config(tmp_path))
-    assert (found.parameters, found.bytes, found.dtype, found.source) == (78, 156, "float16", "safetensors")
+    assert (found.parameters, found.bytes, found.dtype, found.source) == (
+        78,
+        156,
+        "float16",
+        "safetensors",
+    )
     assert read_weights(read_config(tmp_path), "float32").bytes == 312
     (tmp_path / names[1]).write_bytes(b"\0" * 8)
     with pytest.raises(ConfigError, match="headers of its safetensors files cannot be read"):

@@ -24,7 +24,12 @@ def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[s
 
 
 ALL = dict(commands(typer.main.get_command(app)))
-SHARED = {"kv_retention": "Compression", "kv_cache_gib": "Memory", "max_num_seqs": "Batching", "dtype": "Model"}
+SHARED = {
+    "kv_retention": "Compression",
+    "kv_cache_gib": "Memory",
+    "max_num_seqs": "Batching",
+    "dtype": "Model",
+}
 
 
 def options(command: Any) -> list[Any]:
@@ -127,15 +132,27 @@ def test_foreign_options_are_none_of_ours_and_point_at_ours() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["serve", "--ctx-size", "4096"], "No such option: --ctx-size. It is --max-model-len in Tangram."),
+        (
+            ["serve", "--ctx-size", "4096"],
+            "No such option: --ctx-size. It is --max-model-len in Tangram.",
+        ),
         (["serve", "--swap-space=4"], "It is --kv-offload-gib in Tangram."),
         (["serve", "-c", "4096"], "No such option: -c. It is --max-model-len in Tangram."),
-        (["serve", "smollm2", "-ngl", "99"], "No such option: -ngl. There is none: the whole model lies on --device."),
+        (
+            ["serve", "smollm2", "-ngl", "99"],
+            "No such option: -ngl. There is none: the whole model lies on --device.",
+        ),
         (["chat", "-np", "4"], "No such option: -np. It is --max-num-seqs in Tangram."),
         (["serve", "--tensor-parallel-size", "2"], "There is none yet: a server uses one device"),
-        (["calibrate", "--parallel", "2"], "It is --max-num-seqs in Tangram, which this command does not have."),
+        (
+            ["calibrate", "--parallel", "2"],
+            "It is --max-num-seqs in Tangram, which this command does not have.",
+        ),
         (["-m", "model.gguf"], "The model is the argument without a name: tangram serve MODEL"),
-        (["serve", "--max-num-seq", "4"], "No such option: --max-num-seq (Possible options: --max-num-seqs)"),
+        (
+            ["serve", "--max-num-seq", "4"],
+            "No such option: --max-num-seq (Possible options: --max-num-seqs)",
+        ),
         (["serve", "--frobnicate"], "No such option: --frobnicate │"),
     ],
 )

@@ -55,7 +55,12 @@ def test_of_real_text_it_says_what_changes(tmp_path: Path) -> None:
     def read(method: Method) -> AnyCell:
         found = [replace_full(piece) for piece in pieces] if method.name == "full" else pieces
         return FidelityCell(
-            method=method, setting=setting, basis={}, passages=tuple(found), seconds=1.0, environment={}
+            method=method,
+            setting=setting,
+            basis={},
+            passages=tuple(found),
+            seconds=1.0,
+            environment={},
         )
 
     (said,) = verdict([read(Method("full")), read(STATIC)])
@@ -69,7 +74,10 @@ def replace_full(piece: Fidelity) -> Fidelity:
 @pytest.mark.parametrize(
     ("stability", "said"),
     [
-        (RankStability(0.9, 0.7), "0.90 of 1, the least alike two by 0.70: the budgets serve texts"),
+        (
+            RankStability(0.9, 0.7),
+            "0.90 of 1, the least alike two by 0.70: the budgets serve texts",
+        ),
         (RankStability(0.6, 0.1), "a compromise. Calibrate on texts like yours (--data)."),
         (RankStability(0.3, -0.2), "suit few of them"),
         (None, "not known"),
@@ -86,7 +94,13 @@ def test_a_profile_is_told_in_words(stability: RankStability | None, said: str) 
 def test_the_serve_line_names_what_the_profile_depends_on() -> None:
     plain = serve_line(EngineConfig(), Path("p.json"))
     assert plain == "tangram serve smollm2 --kv-retention 0.5 --profile p.json"
-    config = EngineConfig(model="a model", kv_retention=0.3, chunk_tokens=256, gate="g.safetensors", scorer="fastkvzip")
+    config = EngineConfig(
+        model="a model",
+        kv_retention=0.3,
+        chunk_tokens=256,
+        gate="g.safetensors",
+        scorer="fastkvzip",
+    )
     assert serve_line(config, Path("my profile.json")) == (
         "tangram serve 'a model' --kv-retention 0.3 --profile 'my profile.json' --chunk-tokens 256 --gate g.safetensors"
     )
