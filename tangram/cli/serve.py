@@ -6,9 +6,7 @@ import gc
 from dataclasses import replace
 from typing import Annotated
 
-import typer
-
-from tangram.cli.options import served_name, with_config
+from tangram.cli.options import Panel, option, served_name, with_config
 from tangram.cli.telemetry import LogForm, LogFormat, MetricsAliases, OtlpEndpoint, OverflowEvery, logging_as
 from tangram.config import EngineConfig
 
@@ -16,26 +14,27 @@ from tangram.config import EngineConfig
 @with_config
 def serve(
     config: EngineConfig,
-    host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="port to listen on")] = 8000,
+    host: Annotated[str, option(Panel.server, "address to listen on")] = "127.0.0.1",
+    port: Annotated[int, option(Panel.server, "port to listen on")] = 8000,
     served_model_name: Annotated[
-        str | None, typer.Option(help="name of the model in the API; MODEL if not given, of a path its last part")
+        str | None, option(Panel.server, "name of the model in the API", default="MODEL, of a path its last part")
     ] = None,
     api_key: Annotated[
         list[str] | None,
-        typer.Option(
-            help="a key that requests may carry, again for more; in the variable with spaces between",
+        option(
+            Panel.server,
+            "a key that requests may carry, again for more; in the variable with spaces between",
             envvar="TANGRAM_API_KEY",
         ),
     ] = None,
-    max_body_mb: Annotated[float, typer.Option(help="most megabytes of a request's body")] = 16.0,
+    max_body_mb: Annotated[float, option(Panel.server, "most megabytes of a request's body")] = 16.0,
     max_queue: Annotated[
-        int, typer.Option(help="while so many completions wait, new requests are told to come back later")
+        int, option(Panel.server, "while so many completions wait, new requests are told to come back later")
     ] = 1024,
     request_timeout_s: Annotated[
-        float, typer.Option(help="most seconds from a request to the end of its answer")
+        float, option(Panel.server, "most seconds from a request to the end of its answer")
     ] = 3600,
-    shutdown_grace_s: Annotated[float, typer.Option(help="seconds that running answers get to end at SIGTERM")] = 20,
+    shutdown_grace_s: Annotated[float, option(Panel.server, "seconds that running answers get to end at SIGTERM")] = 20,
     log_format: LogFormat = LogForm.text,
     metrics_aliases: MetricsAliases = None,
     otlp_endpoint: OtlpEndpoint = None,

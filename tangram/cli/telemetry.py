@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from tangram.cli.options import exit_code
+from tangram.cli.options import Panel, exit_code, option
 from tangram.errors import TangramError
 
 # Conversion and weight loading have progress bars of their own; requests are in the metrics, and in the log as JSON.
@@ -33,16 +33,27 @@ class OtherNames(StrEnum):
     vllm = "vllm"
 
 
-LogFormat = Annotated[LogForm, typer.Option(help="json: an object a line on standard output, and one for each request")]
-MetricsAliases = Annotated[OtherNames | None, typer.Option(help="show metrics under vLLM's names, too")]
+LogFormat = Annotated[
+    LogForm, option(Panel.server, "json: an object a line on standard output, and one for each request")
+]
+MetricsAliases = Annotated[
+    OtherNames | None, option(Panel.server, "show metrics under vLLM's names, too", default="only their own")
+]
 OtlpEndpoint = Annotated[
     str | None,
-    typer.Option(
-        help="send traces to this OpenTelemetry collector, http://HOST:4318; or set OTEL_EXPORTER_OTLP_ENDPOINT"
+    option(
+        Panel.server,
+        "send traces to this OpenTelemetry collector, http://HOST:4318",
+        default="OTEL_EXPORTER_OTLP_ENDPOINT, or none",
     ),
 ]
 OverflowEvery = Annotated[
-    int | None, typer.Option(help="of so many sealed chunks, ask one what it would have kept, for the metrics")
+    int | None,
+    option(
+        Panel.expert,
+        "of so many sealed chunks, ask one what it would have kept, for the metrics",
+        default="none",
+    ),
 ]
 
 

@@ -35,11 +35,9 @@ from tangram.model.fused import join_projections
 from tangram.model.load import LoadedModel, load_model
 from tangram.model.overflow import Overflow
 from tangram.model.sealing import Retention
-from tangram.pilots import pilot_texts
+from tangram.pilots import QUICK_SAMPLES, pilot_texts
 from tangram.plan.policy import Policy, policy_name
 from tangram.plan.schedule import Schedule
-
-QUICK_SAMPLES = 8  # enough for a usable ranking of heads; `tangram calibrate` takes 50
 
 CACHES: dict[str, type[CacheManager]] = {
     "reserved": CacheManager, "dynamic": DynamicCache, "by-input": ByInputCache,
