@@ -187,7 +187,7 @@ def configured_by(make: Callable[..., EngineConfig]) -> Callable[[Command], Comm
                 config = make(**{parameter.name: options.pop(parameter.name) for parameter in shared})
                 command(config, **options)
             except TangramError as error:
-                _err.print(f"[red]error:[/red] {error}", highlight=False)
+                _err.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
                 raise typer.Exit(exit_code(error)) from error
 
         keyword = inspect.Parameter.KEYWORD_ONLY
