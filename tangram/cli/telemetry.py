@@ -47,8 +47,8 @@ OverflowEvery = Annotated[
 ]
 
 
-def log_as_text() -> None:
-    """Everything that is logged from INFO on, on standard error: in columns in a terminal, else a line each."""
+def log_as_text(level: int = logging.INFO) -> None:
+    """Everything that is logged from `level` on, on standard error: in columns in a terminal, else a line each."""
     console = Console(stderr=True)
     if console.is_terminal:
         handler: logging.Handler = RichHandler(console=console, show_path=False)
@@ -56,7 +56,7 @@ def log_as_text() -> None:
     else:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter(_PLAIN, "%Y-%m-%d %H:%M:%S"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    logging.basicConfig(level=level, handlers=[handler], force=True)
 
 
 @contextmanager
