@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from tangram.config import cache_folder
 from tangram.errors import ConfigError, TangramError
 from tangram.plan.policy import FLASHINFER, Policy, policy_name
 
@@ -63,7 +64,6 @@ def calibrate_policy(
     """Time every decode schedule on this GPU and write down which suits which step. Takes a few minutes."""
     import torch
 
-    from tangram.model.load import cache_folder
     from tangram.tune.calibrate import calibrate_policy
     from tangram.tune.case import Geometry
     from tangram.tune.suites import calibration

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from tangram.cli import calibration
+from tangram.cli.checks import check_start
 from tangram.cli.gate import refuse_with_gate, train_and_report
 from tangram.cli.options import calibration_config, changed, configured_by
 from tangram.compress.profile import Profile
@@ -35,6 +36,8 @@ def calibrate(
 ) -> None:
     """Measure how much each head of MODEL needs, and write the profile; or train a gate."""
     _refuse_ignored(config, samples, data, import_from, train_gate)
+    if import_from is None:
+        check_start(config)
     samples = 50 if samples is None else samples
     if train_gate is not None:
         others = {"--output": output, "--import": import_from, "--plot": plot, "--report": report, "--also-at": also_at}

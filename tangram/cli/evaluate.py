@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from tangram.cli.checks import check_start
 from tangram.cli.options import (
     CacheDtype,
     CacheGib,
@@ -92,7 +93,6 @@ def evaluate(
     device: Device = "auto", seed: Seed = 0,
 ) -> None:  # fmt: skip
     """Ask MODEL the questions of suites under each way of keeping KV entries, and grade its replies."""
-    from tangram.evaluate.compare import compare
     from tangram.evaluate.methods import Grid
 
     try:
@@ -111,6 +111,9 @@ def evaluate(
             device=device,
         )  # fmt: skip
         _check_files(report, plot)
+        check_start(base)
+        from tangram.evaluate.compare import compare
+
         command = shlex.join(["tangram", *sys.argv[1:]])
         with Bar() as bar:
             cells = compare(

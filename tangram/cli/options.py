@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from tangram.cli.checks import check_start
 from tangram.config import EngineConfig
 from tangram.errors import EngineError, TangramError
 
@@ -167,9 +168,12 @@ def exit_code(error: TangramError) -> int:
 Command = Callable[..., None]
 
 
-def configured_by(make: Callable[..., EngineConfig]) -> Callable[[Command], Command]:
+def configured_by(
+    make: Callable[..., EngineConfig], check: Callable[[EngineConfig], None] | None = None
+) -> Callable[[Command], Command]:
     """A decorator: the command takes the options of `make`, whose `EngineConfig` becomes its first argument.
 
+    `check` raises what stands in the way of the command, whatever its own options are.
     Errors become exit code 2. An engine that has died while serving is exit code 1: starting it again may help.
     """
     shared = list(inspect.signature(make, eval_str=True).parameters.values())
@@ -180,6 +184,8 @@ def configured_by(make: Callable[..., EngineConfig]) -> Callable[[Command], Comm
         def run(**options: Any) -> None:
             try:
                 config = make(**{parameter.name: options.pop(parameter.name) for parameter in shared})
+                if check is not None:
+                    check(config)
                 command(config, **options)
             except TangramError as error:
                 _err.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
@@ -193,4 +199,4 @@ def configured_by(make: Callable[..., EngineConfig]) -> Callable[[Command], Comm
     return decorated
 
 
-with_config = configured_by(_config)  # for commands that build an engine
+with_config = configured_by(_config, check_start)  # for commands that build an engine

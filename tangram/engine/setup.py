@@ -20,7 +20,7 @@ from tangram.compress.library import find_profile, shipped_profiles
 from tangram.compress.profile import SINK_TOKENS, Profile, Scope
 from tangram.compress.provenance import ScorerSpec
 from tangram.compress.scorers import Choice, Scorer, choose, make_scorer
-from tangram.config import EngineConfig
+from tangram.config import EngineConfig, cache_folder
 from tangram.engine.admission import Admission
 from tangram.engine.loop import Engine
 from tangram.engine.memory import cache_dtype, explained, kv_bytes, offload_bytes, table_bytes
@@ -33,7 +33,7 @@ from tangram.kernels.dispatch import pool_kernels
 from tangram.kernels.step import KernelChoice
 from tangram.model.compiled import compile_layers
 from tangram.model.fused import join_projections
-from tangram.model.load import LoadedModel, cache_folder, load_model
+from tangram.model.load import LoadedModel, load_model
 from tangram.model.overflow import Overflow
 from tangram.model.sealing import Retention
 from tangram.pilots import pilot_texts

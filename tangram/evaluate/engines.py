@@ -18,7 +18,7 @@ from torch import Tensor
 from tangram.calibrate import ScoreSource
 from tangram.compress.provenance import ModelFingerprint
 from tangram.compress.scorers import Scorer, make_scorer
-from tangram.config import EngineConfig
+from tangram.config import EngineConfig, cache_folder
 from tangram.engine.loop import Engine
 from tangram.engine.observe import score_source
 from tangram.engine.setup import engine_of, scorer_spec
@@ -32,7 +32,7 @@ from tangram.evaluate.profiles import Budgets
 from tangram.evaluate.prompts import SamplePrompts, SuitePrompts
 from tangram.evaluate.results import Fidelity
 from tangram.evaluate.run import Ask, Read, Recalls, Reply, Watch
-from tangram.model.load import LoadedModel, cache_folder
+from tangram.model.load import LoadedModel
 from tangram.tune.environment import environment
 from tangram.types import Event, FinishReason, Request, SamplingParams
 

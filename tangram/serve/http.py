@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from importlib.metadata import version as version_of
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
@@ -37,6 +36,7 @@ from tangram.serve.tokens import DetokenizeRequest, TokenizeRequest
 from tangram.serve.tracing import Traces
 from tangram.serve.vllm_names import VllmNames
 from tangram.serve.wire import MAX_CONNECTIONS, HttpProtocol
+from tangram.version import __version__
 
 _CUT_AFTER_GRACE_S = 10
 
@@ -90,7 +90,7 @@ def build_app(
     _add_completion_routes(app, service)
     _add_other_routes(app, service)
     locked = bool(protection.api_keys)
-    described = partial(document, app, version=version_of("tangram"), model=served_model_name, locked=locked)
+    described = partial(document, app, version=__version__, model=served_model_name, locked=locked)
     app.openapi = cache(described)  # type: ignore[method-assign]
     return app
 
@@ -144,7 +144,7 @@ def _add_other_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/version")
     async def version() -> Json:
-        return {"version": version_of("tangram")}
+        return {"version": __version__}
 
     @app.get("/metrics", response_model=None)
     def metrics() -> Response:
