@@ -17,6 +17,7 @@ from tangram.errors import TangramError
 
 # Conversion and weight loading have progress bars of their own; requests are in the metrics, and in the log as JSON.
 _QUIET = ("httpx", "transformers", "uvicorn.access")
+_PLAIN = "%(asctime)s %(levelname)s %(message)s"
 _log = logging.getLogger("tangram")
 
 
@@ -57,14 +58,25 @@ OverflowEvery = Annotated[
 ]
 
 
+def log_as_text(level: int = logging.INFO) -> None:
+    """Everything that is logged from `level` on, on standard error: in columns in a terminal, else a line each."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        handler: logging.Handler = RichHandler(console=console, show_path=False)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+    else:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter(_PLAIN, "%Y-%m-%d %H:%M:%S"))
+    logging.basicConfig(level=level, handlers=[handler], force=True)
+
+
 @contextmanager
 def logging_as(form: LogForm) -> Iterator[None]:
     """Log in this form while inside. An error that ends the command is a line of the log where that is JSON."""
     for name in _QUIET:
         logging.getLogger(name).setLevel(logging.WARNING)
     if form is LogForm.text:
-        handler = RichHandler(console=Console(stderr=True), show_path=False)
-        logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler], force=True)
+        log_as_text()
         logging.getLogger("tangram.requests").setLevel(logging.WARNING)
         yield
         return
