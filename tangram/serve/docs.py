@@ -69,7 +69,8 @@ def _body(name: str, schema: Json) -> Iterator[str]:
 
 
 def _default(schema: Json) -> str:
-    return f"default <code>{escape(json.dumps(schema['default']))}</code>" if schema.get("default") is not None else ""
+    default = schema.get("default")
+    return "" if default is None else f"default <code>{escape(json.dumps(default))}</code>"
 
 
 def _type(schema: Any) -> str:

@@ -112,9 +112,11 @@ class Template:
         if self._ignored is not None:
             self._ignored.note(field.partition(".")[0])
             return
-        known = ", ".join(sorted(readable)) or "no such variable"
-        message = f"{field} is not read by this model's chat template, which reads {known}"
-        raise RequestError(f"{message}: leave it out", field)
+        if not readable:
+            field = field.partition(".")[0]
+        known = ", ".join(sorted(readable)) or "no variable of a request"
+        message = f"{field} is not supported: this model's chat template reads {known}"
+        raise RequestError(f"{message}, leave it out", field)
 
 
 def _meant(field: str, value: str, readable: frozenset[str]) -> tuple[str, Any]:

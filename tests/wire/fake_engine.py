@@ -32,7 +32,7 @@ class FakeCodec:
     longest_token_bytes = 4
     tool_format: ToolFormat | None = None
     control_token_ids: Sequence[int] = ()
-    template_options: frozenset[str] = frozenset({"enable_thinking", "reasoning_effort", "budgets"})
+    template_options: frozenset[str] = frozenset()
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(map(ord, text))
