@@ -38,9 +38,19 @@ def template_options(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
 def _read(template: str) -> frozenset[str]:
     environment = ImmutableSandboxedEnvironment(extensions=_EXTENSIONS)
     try:
-        return frozenset(find_undeclared_variables(environment.parse(template)))
+        tree = environment.parse(template)
+        read = find_undeclared_variables(tree)
     except TemplateError:  # a conversation will say so
         return frozenset()
+    # Jinja counts what is set in one branch only; a default for what may be missing is another thing.
+    written = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "store"}
+    asked = {
+        each.node.name
+        for each in tree.find_all((nodes.Test, nodes.Filter))
+        if each.name in _ASKS and isinstance(each.node, nodes.Name)
+    }
+    return frozenset(read - (written - asked))
 
 
+_ASKS = ("defined", "undefined", "default", "d")
 _EXTENSIONS: Iterable[type[Extension]] = (_Generation, loopcontrols)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from email.message import Message
+from reprlib import repr as shortened
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -76,7 +77,7 @@ def _wrong_content_type(given: str | None) -> ApiError | None:
     kind = head.get_content_subtype()
     if head.get_content_maintype() == "application" and (kind == "json" or kind.endswith("+json")):
         return None
-    found = "is missing" if not given else f"is '{_shortened(given)}'"
+    found = "is missing" if not given else f"is {shortened(given)}"
     message = f"the header Content-Type {found}: send the body as JSON, with Content-Type: application/json"
     return ApiError(400, message, code="invalid_content_type")
 
