@@ -4,9 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 LOAD_READY := build/load-venv/.ready
+CLIENTS_READY := build/clients-venv/.ready
+NODE_READY := build/clients-node/.ready
 ARGS ?=
 
-.PHONY: demo serve test check bench eval-quick fuzz load overload soak clean
+.PHONY: demo serve test check bench eval-quick fuzz load overload soak clients clean
 
 demo: $(READY)
 	$(BIN)/python bench/demo.py
@@ -49,6 +51,20 @@ $(LOAD_READY): constraints.txt
 	build/load-venv/bin/pip install --quiet "$$(grep '^torch==' constraints.txt)"
 	build/load-venv/bin/pip install --quiet guidellm==0.8.1
 	touch $(LOAD_READY)
+
+# Programs that talk to a server, each with its own dependencies: tests/wire/test_clients.py asks with them.
+clients: $(CLIENTS_READY) $(if $(shell command -v npm),$(NODE_READY))
+
+$(CLIENTS_READY): tests/clients/requirements.txt
+	$(PYTHON) -m venv build/clients-venv
+	build/clients-venv/bin/pip install --quiet --requirement tests/clients/requirements.txt
+	touch $(CLIENTS_READY)
+
+$(NODE_READY): tests/clients/package.json tests/clients/package-lock.json
+	mkdir -p build/clients-node
+	cp $^ build/clients-node
+	npm ci --silent --no-audit --no-fund --prefix build/clients-node
+	touch $(NODE_READY)
 
 # torch comes first and by exact version: asked for as a dependency, pip would take the newest CUDA build.
 # The embedded model is one file of weights; the dependencies it names are another project's runtime.
