@@ -14,7 +14,7 @@ from tangram.serve.unsupported import NoOps, drop_no_ops
 
 _MAX_FIELDS = 128
 _MAX_LABEL_CHARACTERS = 1024
-_MAX_PAIRS, _MAX_KEY_CHARACTERS, _MAX_VALUE_CHARACTERS = 16, 64, 512
+MAX_PAIRS, MAX_KEY_CHARACTERS, MAX_VALUE_CHARACTERS = 16, 64, 512
 
 
 def encodable(text: str) -> str:
@@ -36,10 +36,10 @@ Salt = Annotated[
 Label = Annotated[str, Field(max_length=_MAX_LABEL_CHARACTERS, description="a label, without effect")]
 Metadata = Annotated[
     dict[
-        Annotated[str, Field(max_length=_MAX_KEY_CHARACTERS)],
-        Annotated[str, Field(max_length=_MAX_VALUE_CHARACTERS)],
+        Annotated[str, Field(max_length=MAX_KEY_CHARACTERS)],
+        Annotated[str, Field(max_length=MAX_VALUE_CHARACTERS)],
     ],
-    Field(max_length=_MAX_PAIRS, description="labels, without effect"),
+    Field(max_length=MAX_PAIRS, description="labels, without effect"),
 ]
 
 
