@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +90,9 @@ def llm(server_url: str, tmp_path: Path) -> Callable[..., str]:
 def test_llm_answers_goes_on_and_follows_a_schema(llm: Callable[..., str]) -> None:
     assert llm(QUESTION) == llm(QUESTION, "--no-stream") == ANSWER
     assert llm("And of Italy?", "--continue")
-    shaped = llm("A dog", "--schema", "age int")
-    assert isinstance(json.loads(shaped)["age"], int)
+    age = {"type": "integer", "minimum": 0, "maximum": 99}
+    schema = {"type": "object", "properties": {"age": age}, "required": ["age"], "additionalProperties": False}
+    assert 0 <= json.loads(llm("A dog", "--schema", json.dumps(schema)))["age"] <= 99
 
 
 # Open WebUI asks as in open-webui/open-webui, backend/open_webui/routers/openai.py (get_headers_and_cookies,
@@ -109,8 +110,9 @@ WEBUI_PARAMETERS: dict[str, Any] = {
 
 
 @pytest.fixture
-def webui(server_url: str) -> httpx.Client:
-    return httpx.Client(base_url=server_url, headers=WEBUI_HEADERS, timeout=120)
+def webui(server_url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server_url, headers=WEBUI_HEADERS, timeout=120) as client:
+        yield client
 
 
 def test_open_webui_lists_the_models(webui: httpx.Client) -> None:
