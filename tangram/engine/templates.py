@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from jinja2 import TemplateError, nodes
@@ -25,6 +24,10 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+_EXTENSIONS: tuple[type[Extension], ...] = (_Generation, loopcontrols)
+_ASKS = ("defined", "undefined", "default", "d")
 
 
 def template_options(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
@@ -50,7 +53,3 @@ def _read(template: str) -> frozenset[str]:
         if each.name in _ASKS and isinstance(each.node, nodes.Name)
     }
     return frozenset(read - (written - asked))
-
-
-_ASKS = ("defined", "undefined", "default", "d")
-_EXTENSIONS: Iterable[type[Extension]] = (_Generation, loopcontrols)

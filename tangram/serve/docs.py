@@ -57,15 +57,21 @@ def _body(name: str, schema: Json) -> Iterator[str]:
     yield f"<h2 id={escape(name, quote=True)}>{escape(name)}</h2><table><tr><th>field<th>type<th>meaning"
     unserved, required = [], schema.get("required", [])
     for field, found in schema["properties"].items():
-        if found.get("description", "").startswith("not supported"):
+        said = _said(found)
+        if said.startswith("not supported"):
             unserved.append(f"<code>{escape(field)}</code>")
             continue
         default = "required" if field in required else _default(found)
-        meaning = "; ".join(part for part in (escape(found.get("description", "")), default) if part)
+        meaning = "; ".join(part for part in (escape(said), default) if part)
         yield f"<tr><td><code>{escape(field)}</code><td>{_type(found)}<td>{meaning}"
     yield "</table>"
     if unserved:
         yield f"<p>Not supported, they may only ask for nothing: {', '.join(unserved)}.</p>"
+
+
+def _said(schema: Json) -> str:
+    """Its description, or that of a form of it."""
+    return next((str(form["description"]) for form in (schema, *schema.get("anyOf", ())) if "description" in form), "")
 
 
 def _default(schema: Json) -> str:

@@ -26,7 +26,7 @@ _MOST_NUMBER = 1_000_000  # a template may repeat something so often
 def _bounded(options: dict[str, Any]) -> dict[str, Any]:
     for name in options:
         shown = name[:_MOST_NAME_CHARACTERS]
-        if len(name) > _MOST_NAME_CHARACTERS or not name.isidentifier():
+        if len(name) > _MOST_NAME_CHARACTERS or not (name.isascii() and name.isidentifier()):
             message = f"must be a name of up to {_MOST_NAME_CHARACTERS} letters, digits and _"
             raise wrong_field(shown, f"'{FIELD}.{shown}': {message}")
         if name in TEMPLATE_NAMES:

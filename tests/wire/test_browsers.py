@@ -9,8 +9,10 @@ from typing import Any
 
 import openai
 import pytest
+from typer.testing import CliRunner
 
-from tangram.errors import ConfigError
+from tangram.cli import app
+from tangram.errors import ConfigError, OverloadError
 from tangram.serve.guard import MAX_HEADER_BYTES, Protection
 
 from .conftest import CHAT, MODEL, FakeServer, chat_body, run_fake_server
@@ -67,8 +69,6 @@ def test_a_page_can_read_every_error(server: FakeServer, monkeypatch: pytest.Mon
 
 
 def test_a_full_queue_is_told_to_pages_too() -> None:
-    from tangram.errors import OverloadError
-
     def full(*_: object) -> None:
         raise OverloadError("full", 7)
 
@@ -218,3 +218,9 @@ def test_a_path_that_nobody_has_is_not_found(shared_server: FakeServer) -> None:
         for path in ("/v2/embeddings", "/embeddings", "/v1/x", "/v1", "/"):
             answer = client.get(path)
             assert answer.status_code == 404 and answer.json()["error"]["code"] is None
+
+
+def test_the_command_line_refuses_what_is_no_origin_before_it_loads_a_model() -> None:
+    ended = CliRunner().invoke(app, ["serve", "no-such-model", "--allowed-origins", "*", "--allowed-origins", "here"])
+    assert ended.exit_code == 2
+    assert "allowed_origins has 'here'" in ended.output

@@ -96,6 +96,7 @@ def test_the_answer_says_the_tier_that_there_is_to_whom_asks(shared_server: Fake
             for name in ("continue_final_message", "self", "bos_token", "range", "raise_exception", "conversation")
         ),
         ({KWARGS: {"__class__": 1}}, f"{KWARGS}.__class__", "budget, enable_thinking"),
+        ({KWARGS: {"é": 1}}, f"{KWARGS}.é", "letters"),
         ({KWARGS: {"a b": 1}}, f"{KWARGS}.a b", "letters"),
         ({KWARGS: {"a" * 65: 1}}, f"{KWARGS}.{'a' * 64}", "64"),
         ({KWARGS: {f"a{n}": 1 for n in range(17)}}, KWARGS, "16"),
