@@ -8,6 +8,7 @@ import logging
 import shlex
 import time
 from dataclasses import replace
+from enum import StrEnum
 from typing import Annotated
 
 from rich.console import Console
@@ -18,6 +19,13 @@ from tangram.config import EngineConfig
 from tangram.serve.listening import Listener
 
 _log = logging.getLogger(__name__)
+
+
+class UnknownFields(StrEnum):
+    """What becomes of a request with fields that are not served."""
+
+    refuse = "refuse"
+    warn = "warn"
 
 
 @with_config
@@ -36,6 +44,17 @@ def serve(
             envvar="TANGRAM_API_KEY",
         ),
     ] = None,
+    allowed_origins: Annotated[
+        list[str] | None,
+        option(
+            Panel.server,
+            "web pages of this origin (https://HOST) may ask from a browser, again for more; * is all",
+        ),
+    ] = None,
+    unknown_fields: Annotated[
+        UnknownFields,
+        option(Panel.server, "refuse requests with fields that are not served, or warn: log and count them"),
+    ] = UnknownFields.refuse,
     max_body_mb: Annotated[float, option(Panel.server, "most megabytes of a request's body")] = 16.0,
     max_queue: Annotated[
         int, option(Panel.server, "while so many completions wait, new requests are told to come back later")
@@ -63,11 +82,18 @@ def serve(
         from tangram.serve.http import Telemetry, build_app, serve_on
         from tangram.serve.tracing import traces_to
 
-        protection = Protection(tuple(api_key or ()), max_body_mb)
+        protection = Protection(tuple(api_key or ()), max_body_mb, tuple(allowed_origins or ()))
         limits = Limits(request_timeout_s, max_queue=max_queue)
         telemetry = Telemetry(metrics_aliases is not None, traces_to(otlp_endpoint, name))
         engine = build_engine(replace(config, max_queue=max_queue, overflow_every=overflow_every))
-        app = build_app(engine, served_model_name=name, protection=protection, limits=limits, telemetry=telemetry)
+        app = build_app(
+            engine,
+            served_model_name=name,
+            protection=protection,
+            limits=limits,
+            telemetry=telemetry,
+            let_unknown_by=unknown_fields is UnknownFields.warn,
+        )
         gc.freeze()
         gc.enable()
 
