@@ -70,6 +70,7 @@ class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[Text, BeforeValidator(text_of_parts)] = ""
     name: Text | None = None
+    reasoning_content: Text | None = Field(default=None, description="what the model thought before its answer")
     tool_calls: list[CallMessage] = Field(default=[], max_length=_MAX_CALLS, fail_fast=True)
     tool_call_id: Text | None = Field(default=None, max_length=256)
 
@@ -79,6 +80,9 @@ class ChatMessage(Body):
             raise wrong_field("tool_calls", f"'tool_calls' is allowed in messages of 'assistant', not of {self.role!r}")
         if (self.tool_call_id is None) == (self.role == "tool"):
             raise wrong_field("tool_call_id", "'tool_call_id' is required in messages of 'tool' and allowed there only")
+        if self.reasoning_content is not None and self.role != "assistant":
+            message = f"'reasoning_content' is allowed in messages of 'assistant', not of {self.role!r}"
+            raise wrong_field("reasoning_content", message)
         if "content" not in self.model_fields_set and not self.tool_calls:
             raise wrong_field("content", "'content' is required in a message without 'tool_calls'")
         return self
@@ -93,5 +97,9 @@ class ChatMessage(Body):
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
-        given = {"name": self.name, "tool_call_id": self.tool_call_id}
+        given = {
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": self.reasoning_content,
+        }
         return message | {field: value for field, value in given.items() if value is not None}

@@ -9,6 +9,8 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -17,27 +19,39 @@ from fastapi.responses import JSONResponse
 
 from tangram.errors import RequestError
 from tangram.serve.bridge import EventStream, Job, Limits, ServedEngine
-from tangram.serve.calls import ToolChatFormat
 from tangram.serve.errors import ApiError
 from tangram.serve.exposition import ServerMetrics
+from tangram.serve.forms import AnswerForm
 from tangram.serve.preparation import Preparation, unless_disconnected
+from tangram.serve.reading import ReadChatFormat
 from tangram.serve.record import Record, record_of
-from tangram.serve.replies import ChatFormat, Choice, CompletionFormat, Format, Json, refuse_huge, usage_json
+from tangram.serve.replies import ChatFormat, CompletionFormat, Format, Json, refuse_huge, usage_json
 from tangram.serve.schema import ChatRequest, CompletionRequest, StreamOptions
 from tangram.serve.sending import EventSource
-from tangram.types import Grammar, Usage
+from tangram.types import Grammar, Marks, Usage
 
 # A step takes seconds at most; the first may compile. Beyond this its device hangs.
 MOST_STEP_S = 600
 # So long is the step under way waited for when the server ends.
 LAST_STEP_S = 30
 _log = logging.getLogger(__name__)
-# What the engine needs of a request: how its answer is written, the prompts, and what an answer must be like.
-_Parts = tuple[Format, list[tuple[int, ...]], Grammar | None]
+# What the engine needs of a request: how its answer is written, the prompts, what an answer must be
+# like, and the control tokens that it is told by.
+_Parts = tuple[Format, list[tuple[int, ...]], Grammar | None, Marks]
 _NO_TOOLS = (
     "the chat template of this model shows it no tools, or has calls written in a form that this server cannot read: "
     "leave them out, or choose another model"
 )
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A conversation as the engine takes it, and the form of its answer."""
+
+    prompt: tuple[int, ...]
+    grammar: Grammar | None
+    form: AnswerForm
+    marks: Marks
 
 
 class Service:
@@ -129,29 +143,40 @@ class Service:
         return await _finished(*self._begin(body, await self._parts(body)))
 
     async def _parts(self, body: ChatRequest | CompletionRequest) -> _Parts:
-        style: Format
-        grammar = await self._grammar(body)
         if isinstance(body, ChatRequest):
-            tools = [tool.for_template() for tool in body.tools if body.tool_choice != "none"]
-            messages = [message.for_template() for message in body.messages]
-            prompts = [await self.chat_prompt(messages, "messages", tools)]
-            style = self._chat_format(body)
-        else:
-            prompts = [await self.text_prompt(p) if isinstance(p, str) else tuple(p) for p in body.prompt]
-            if not all(prompts):
-                raise ApiError(400, "prompt holds no tokens: send at least one", param="prompt", code="invalid_value")
-            style = await self._completion_format(body)
-        return style, prompts, grammar
+            asked = await self.ask(body, "messages")
+            return self._chat_format(body, asked.form), [asked.prompt], asked.grammar, asked.marks
+        found = body.grammar(AnswerForm())
+        grammar = None if found is None else await self.preparation.grammar(*found)
+        prompts = [await self.text_prompt(p) if isinstance(p, str) else tuple(p) for p in body.prompt]
+        if not all(prompts):
+            raise ApiError(400, "prompt holds no tokens: send at least one", param="prompt", code="invalid_value")
+        return await self._completion_format(body), prompts, grammar, Marks()
+
+    async def ask(self, body: ChatRequest, field: str) -> Asked:
+        """The prompt of a conversation, and how it is answered. Raises `RequestError`, `field` for the messages."""
+        form = AnswerForm.of(self._engine.codec)
+        if body.tools and form.tools is None:
+            raise RequestError(f"tools: {_NO_TOOLS}", "tools")
+        body.grammar(form)  # what is wrong with a schema is said before anything is made of it
+        tools = [tool.for_template() for tool in body.tools if body.tool_choice != "none"]
+        messages = [message.for_template() for message in body.messages]
+        prompt = await self.chat_prompt(messages, field, tools)
+        form = form.after(self._engine.codec, prompt)
+        found = body.grammar(form)
+        grammar = None if found is None else await self.preparation.grammar(*found)
+        return Asked(prompt, grammar, form, form.shown(body.offered))
 
     def _begin(
         self, body: ChatRequest | CompletionRequest, parts: _Parts, record: Record | None = None
     ) -> tuple[EventStream, Format, Job, Json]:
-        style, prompts, grammar = parts
+        style, prompts, grammar, marks = parts
         identity = f"{style.id_prefix}-{uuid.uuid4().hex}"
         try:
             job = Job(
-                identity, prompts, body.sampling(), body.kv_retention, body.cache_salt, body.stream, grammar, record
-            )
+                identity, prompts, body.sampling(), body.kv_retention, body.cache_salt, body.stream, grammar, record,
+                marks,
+            )  # fmt: skip
             head: Json = {"id": identity, "created": int(time.time()), "model": self.model}
             return self.open(job), style, job, head
         except RequestError as error:
@@ -159,19 +184,11 @@ class Service:
                 raise
             raise _as_chat(error, body) from error
 
-    async def _grammar(self, body: ChatRequest | CompletionRequest) -> Grammar | None:
-        """What the answer must be like, compiled on a thread of its own; None if it may be anything."""
-        codec = self._engine.codec
-        if isinstance(body, ChatRequest) and body.tools and codec.tool_format is None:
-            raise RequestError(f"tools: {_NO_TOOLS}", "tools")
-        found = body.grammar(codec.tool_format, codec.control_token_ids)
-        return None if found is None else await self.preparation.grammar(*found)
-
-    def _chat_format(self, body: ChatRequest) -> ChatFormat:
-        codec, names = self._engine.codec, frozenset(tool.function.name for tool in body.offered)
-        if not names or codec.tool_format is None:
+    def _chat_format(self, body: ChatRequest, form: AnswerForm) -> ChatFormat:
+        codec, reader = self._engine.codec, partial(form.reader, body.offered)
+        if reader() is None:
             return ChatFormat(codec, logprobs=body.logprobs)
-        return ToolChatFormat(codec, logprobs=body.logprobs, form=codec.tool_format, names=names)
+        return ReadChatFormat(codec, logprobs=body.logprobs, reader=reader, thinks=form.thinking is not None)
 
     async def _completion_format(self, body: CompletionRequest) -> Format:
         echoed = body.prompt if body.echo else []
@@ -258,7 +275,7 @@ async def _finished(events: EventStream, style: Format, job: Job, head: Json) ->
 
 async def _whole(events: EventStream, style: Format, job: Job) -> Json:
     """The choices and the usage of a whole answer."""
-    choices = [Choice() for _ in range(job.choices)]
+    choices = [style.choice(index) for index in range(job.choices)]
     usages: dict[int, Usage] = {}
     async for index, event in events:
         choices[index].add(event)
@@ -267,7 +284,7 @@ async def _whole(events: EventStream, style: Format, job: Job) -> Json:
     made = [await asyncio.to_thread(style.whole, index, choice) for index, choice in enumerate(choices)]
     return {
         "choices": made,
-        "usage": usage_json([usages[index] for index in sorted(usages)], job.sampling.n),
+        "usage": _usage(usages, style, job.sampling.n),
     }
 
 
@@ -282,14 +299,20 @@ async def _frames(
         async for index, event in events:
             opening = [] if index in usages else style.opening(index)
             usages[index] = event.usage
-            tail = {"usage": usage_json([event.usage], 1) if continuous else None} if include_usage else {}
-            for choice in (*opening, style.delta(index, event)):
+            delta = style.delta(index, event)
+            tail = {"usage": _usage({index: event.usage}, style, 1) if continuous else None} if include_usage else {}
+            for choice in (*opening, delta):
                 yield _frame(head | {"choices": [choice]} | tail)
         if include_usage:
-            yield _frame(head | {"choices": [], "usage": usage_json([usages[index] for index in sorted(usages)], n)})
+            yield _frame(head | {"choices": [], "usage": _usage(usages, style, n)})
     except ApiError as error:
         yield _frame(error.body())
     yield "data: [DONE]\n\n"
+
+
+def _usage(usages: Mapping[int, Usage], style: Format, n: int) -> Json:
+    """The usage of these choices."""
+    return usage_json([usages[index] for index in sorted(usages)], n, style.reasoning_tokens(usages))
 
 
 def _frame(data: Json) -> str:

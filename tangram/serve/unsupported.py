@@ -101,7 +101,6 @@ MESSAGE: NoOps = {
     "audio": (),
     "function_call": (),
     "reasoning": (),
-    "reasoning_content": (),
     "refusal": (),
 }
 
