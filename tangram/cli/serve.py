@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from enum import StrEnum
 from typing import Annotated
 
 import typer
@@ -11,6 +12,13 @@ import typer
 from tangram.cli.options import served_name, with_config
 from tangram.cli.telemetry import LogForm, LogFormat, MetricsAliases, OtlpEndpoint, OverflowEvery, logging_as
 from tangram.config import EngineConfig
+
+
+class UnknownFields(StrEnum):
+    """What becomes of a request with fields that are not served."""
+
+    refuse = "refuse"
+    warn = "warn"
 
 
 @with_config
@@ -28,6 +36,13 @@ def serve(
             envvar="TANGRAM_API_KEY",
         ),
     ] = None,
+    allowed_origins: Annotated[
+        list[str] | None,
+        typer.Option(help="web pages of this origin (https://HOST) may ask from a browser, again for more; * is all"),
+    ] = None,
+    unknown_fields: Annotated[
+        UnknownFields, typer.Option(help="refuse requests with fields that are not served, or warn: log and count them")
+    ] = UnknownFields.refuse,
     max_body_mb: Annotated[float, typer.Option(help="most megabytes of a request's body")] = 16.0,
     max_queue: Annotated[
         int, typer.Option(help="while so many completions wait, new requests are told to come back later")
@@ -52,7 +67,7 @@ def serve(
 
     name = served_model_name or served_name(config)
     with logging_as(log_format):
-        protection = Protection(tuple(api_key or ()), max_body_mb)
+        protection = Protection(tuple(api_key or ()), max_body_mb, tuple(allowed_origins or ()))
         limits = Limits(request_timeout_s, max_queue=max_queue)
         telemetry = Telemetry(metrics_aliases is not None, traces_to(otlp_endpoint, name))
         engine = build_engine(replace(config, max_queue=max_queue, overflow_every=overflow_every))
@@ -60,5 +75,6 @@ def serve(
         gc.enable()
         serve_forever(
             engine, host=host, port=port, served_model_name=name, protection=protection, limits=limits,
-            telemetry=telemetry, shutdown_grace_s=shutdown_grace_s,
+            telemetry=telemetry, let_unknown_by=unknown_fields is UnknownFields.warn,
+            shutdown_grace_s=shutdown_grace_s,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Grammars of answers (llguidance's Lark dialect, `engine/grammar.py`): JSON, calls of tools, and thoughts before them."""
+"""Grammars of answers (llguidance's Lark dialect, `engine/grammar.py`): JSON, calls of tools, thoughts before them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class CallGrammar:
         if form.style is CallStyle.NAMED:
             return [f"calls: call{'+' if self.parallel else ''}", f"call: {begin} body"]
         several = self.parallel and bool(begin)
-        return [f'calls: call ("\\n" call)*' if several else "calls: call", f"call: {begin} body {end}"]
+        return ['calls: call ("\\n" call)*' if several else "calls: call", f"call: {begin} body {end}"]
 
     def _prose(self) -> list[str]:
         """Any text: the beginning of a call in it makes the rest one."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Self
 
 from tangram.serve.bridge import Codec
@@ -51,17 +52,17 @@ class AnswerForm:
         """Whether all that the model writes is messages of channels."""
         return self.thinking is not None and self.thinking.channels
 
-    def reader(self, tools: Sequence[Tool]) -> Reader | None:
-        """What takes an answer that may call `tools` apart; None where all of it is text."""
-        names = frozenset(tool.function.name for tool in tools)
+    def reader(self, tools: Sequence[Tool]) -> Callable[[], Reader] | None:
+        """What makes a reader for an answer that may call `tools`; None where all of it is text."""
+        schemas = {tool.function.name: tool.arguments() for tool in tools}
         if self.thinking is not None and self.thinking.channels:
-            return ChannelReader(names)
+            return partial(ChannelReader, frozenset(schemas))
         calls = None
-        if self.tools is not None and names:
-            calls = CallReader(self.tools, names, {tool.function.name: tool.arguments() for tool in tools})
+        if self.tools is not None and schemas:
+            calls = partial(CallReader, self.tools, frozenset(schemas), schemas)
         if self.thinking is None:
             return calls
-        return ThoughtReader(self.thinking, opened=self.opened, rest=calls)
+        return partial(ThoughtReader, self.thinking, opened=self.opened, rest=calls)
 
     def shown(self, tools: Sequence[Tool]) -> Marks:
         """The control tokens to show in the text of an answer that may call `tools`."""

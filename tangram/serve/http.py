@@ -13,14 +13,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import version as version_of
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.middleware.cors import CORSMiddleware
 
 from tangram.errors import EngineError
 from tangram.serve.bridge import Limits, ServedEngine
+from tangram.serve.docs import PAGE_HEADERS, page
 from tangram.serve.errors import install_handlers
 from tangram.serve.guard import MAX_HEADER_BYTES, BoundRequests, NameRequests, Protection, RequireKeys
 from tangram.serve.logs import log_request
@@ -33,10 +36,18 @@ from tangram.serve.schema import ChatRequest, CompletionRequest
 from tangram.serve.service import Service
 from tangram.serve.tokens import DetokenizeRequest, TokenizeRequest
 from tangram.serve.tracing import Traces
+from tangram.serve.unknown import LetUnknownFieldsBy
 from tangram.serve.vllm_names import VllmNames
 from tangram.serve.wire import MAX_CONNECTIONS, HttpProtocol
 
 _CUT_AFTER_GRACE_S = 10
+# What pages of allowed origins may send and see. Keys travel in a header, so that no cookies are asked for.
+_CORS: dict[str, Any] = {
+    "allow_methods": ("GET", "POST"),
+    "allow_headers": ("*",),
+    "allow_private_network": True,
+    "expose_headers": ("x-request-id", "retry-after"),
+}
 
 
 @dataclass(frozen=True)
@@ -49,14 +60,15 @@ class Telemetry:
 
 def build_app(
     engine: ServedEngine, *, served_model_name: str, protection: Protection | None = None,
-    limits: Limits | None = None, telemetry: Telemetry | None = None,
+    limits: Limits | None = None, telemetry: Telemetry | None = None, let_unknown_by: bool = False,
 ) -> FastAPI:  # fmt: skip
     """The application that serves `engine` as `served_model_name`; its `state.service` is the `Service`.
 
-    With API keys in `protection`, all but /health and /ready ask for one.
+    With API keys in `protection`, all but /health and /ready ask for one. With `let_unknown_by`,
+    fields that are not served are ignored and counted; else they are refused.
     """
     protection, telemetry = protection or Protection(), telemetry or Telemetry()
-    service = Service(engine, served_model_name, limits)
+    service = Service(engine, served_model_name, limits, let_unknown_by)
     sinks: list[RecordSink] = [service.metrics.count_request, log_request]
     if telemetry.vllm_names:
         service.metrics.registry.register(VllmNames(service.metrics, served_model_name))
@@ -79,16 +91,25 @@ def build_app(
     app = FastAPI(title="Tangram", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
     install_handlers(app)
+    if service.ignored is not None:
+        app.add_middleware(LetUnknownFieldsBy, ignored=service.ignored)
     app.add_middleware(BoundRequests, max_body_bytes=protection.max_body_bytes)
     if protection.api_keys:
         app.add_middleware(RequireKeys, api_keys=protection.api_keys)
     app.add_middleware(NameRequests)
+    if protection.allowed_origins:
+        app.add_middleware(CORSMiddleware, allow_origins=protection.allowed_origins, **_CORS)
     app.add_middleware(RecordRequests, sinks=sinks)
     _add_completion_routes(app, service)
     _add_other_routes(app, service)
     locked = bool(protection.api_keys)
     described = partial(document, app, version=version_of("tangram"), model=served_model_name, locked=locked)
     app.openapi = cache(described)  # type: ignore[method-assign]
+
+    @app.get("/docs", include_in_schema=False)
+    def docs() -> HTMLResponse:
+        return HTMLResponse(page(app.openapi()), headers=PAGE_HEADERS)
+
     return app
 
 
@@ -177,6 +198,7 @@ def serve_forever(
     protection: Protection | None = None,
     limits: Limits | None = None,
     telemetry: Telemetry | None = None,
+    let_unknown_by: bool = False,
     shutdown_grace_s: float = 5.0,
 ) -> None:
     """Serve until SIGTERM or SIGINT; running answers get `shutdown_grace_s` to end, then they end with an error.
@@ -186,8 +208,9 @@ def serve_forever(
     """
     allow_connections(MAX_CONNECTIONS)
     app = build_app(
-        engine, served_model_name=served_model_name, protection=protection, limits=limits, telemetry=telemetry
-    )
+        engine, served_model_name=served_model_name, protection=protection, limits=limits, telemetry=telemetry,
+        let_unknown_by=let_unknown_by,
+    )  # fmt: skip
     cut_after_s = int(shutdown_grace_s) + _CUT_AFTER_GRACE_S
     # log_config None: what is logged, and where, stays the caller's choice.
     config = uvicorn.Config(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,14 +40,16 @@ class Reader(Protocol):
 
 
 class ThoughtReader:
-    """A thought between marks, then the rest, which `rest` reads.
+    """A thought between marks, then the rest, which a reader made by `rest` reads.
 
     Only the beginning of an answer can be a thought. Spaces around one belong to its marks. Where
     it is `opened` already the mark may come again.
     """
 
-    def __init__(self, form: ThinkingFormat, *, opened: bool, rest: CallReader | None) -> None:
-        self._form, self._opened, self._rest = form, opened, rest
+    def __init__(
+        self, form: ThinkingFormat, *, opened: bool, rest: Callable[[], CallReader] | None
+    ) -> None:
+        self._form, self._rest = form, None if rest is None else rest()
         self._held, self._begun, self._gap = "", False, False
         self.thinking = opened
 

@@ -24,20 +24,28 @@ PAGES_PER_REQUEST = 10
 
 
 class FakeCodec:
-    """Token ids are code points."""
+    """Token ids are code points. `told` is what each conversation said to the chat template."""
+
+    def __init__(self) -> None:
+        self.told: list[dict[str, Any]] = []
 
     longest_token_bytes = 4
     tool_format: ToolFormat | None = None
     thinking_format: ThinkingFormat | None = None
     marks: Marks = Marks()
     control_token_ids: Sequence[int] = ()
+    template_options: frozenset[str] = frozenset()
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(map(ord, text))
 
     def chat_prompt(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]:
+        self.told.append(dict(options or {}))
         return self.encode("".join(f"<{message['role']}>{message['content']}" for message in messages))
 
     def verbatim(self, token_ids: Sequence[int], field: str) -> str:
