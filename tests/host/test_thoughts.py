@@ -84,7 +84,8 @@ OUTPUTS: list[tuple[str, Callable[[], Reader], str, Said]] = [
     ("cut while thinking", CHANNELS, "<|channel|>analysis<|message|>The us", [("", "The us")]),
     ("constrained", CHANNELS, "<|channel|>final <|constrain|>json<|message|>{}", ["{}"]),
     # Llama 3.x: bare JSON, one or more; some write the other name.
-    ("llama", calls(LLAMA), '{"type": "function", "name": "look", "parameters": {"a": "b{}"}}', [("look", {"a": "b{}"})]),
+    ("llama", calls(LLAMA), '{"type": "function", "name": "look", "parameters": {"a": "b{}"}}',
+     [("look", {"a": "b{}"})]),
     ("llama, two", calls(LLAMA), '{"name": "look", "parameters": {}}; {"name": "add", "parameters": {"a": 1}}',
      [("look", {}), ("add", {"a": 1})]),
     ("llama, other name", calls(LLAMA), LOOK, [("look", {})]),
