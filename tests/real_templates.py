@@ -35,7 +35,7 @@ MISTRAL_LIST = _MISTRAL.replace(
     "[TOOL_CALLS]["
     "{% for c in m.tool_calls %}"
     + _IDS
-    + "{{ (c.function | tojson)[:-1] }}, \"id\": \"{{ c.id }}\"}{{ ', ' if not loop.last }}{% endfor %}]",
+    + '{{ (c.function | tojson)[:-1] }}, "id": "{{ c.id }}"}{{ \', \' if not loop.last }}{% endfor %}]',
 )
 MISTRAL_NAMED = _MISTRAL.replace(
     "CALLS",

@@ -18,9 +18,7 @@ _THINK = ThinkingFormat("<think>", "</think>")
 _CHANNELS = ThinkingFormat("<|channel|>analysis<|message|>", "<|end|>", channels=True)
 _FINAL = f"<|channel|>final<|message|>{_ANSWER}"
 _TAG = r"(?:seed:)?think(?:ing)?|thought|reasoning"
-_WRITTEN = re.compile(
-    rf"(?:<(?P<tag>{_TAG})>|\[(?P<name>THINK)\])\s*{_THOUGHT}\s*(?:</(?P=tag)>|\[/(?P=name)\])"
-)
+_WRITTEN = re.compile(rf"(?:<(?P<tag>{_TAG})>|\[(?P<name>THINK)\])\s*{_THOUGHT}\s*(?:</(?P=tag)>|\[/(?P=name)\])")
 _OPENED = re.compile(rf"<({_TAG})>\s*")
 
 

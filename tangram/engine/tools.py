@@ -75,9 +75,7 @@ def tool_format(tokenizer: PreTrainedTokenizerBase) -> ToolFormat | None:
     return found[0] if found else None
 
 
-def marks(
-    tokenizer: PreTrainedTokenizerBase, tools: ToolFormat | None, thinking: ThinkingFormat | None
-) -> Marks:
+def marks(tokenizer: PreTrainedTokenizerBase, tools: ToolFormat | None, thinking: ThinkingFormat | None) -> Marks:
     """The control tokens that `tools` and `thinking` are told by."""
     texts: list[str] = []
     if tools is not None:

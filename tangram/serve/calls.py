@@ -45,9 +45,7 @@ class CallReader:
 
     thinking = False
 
-    def __init__(
-        self, form: ToolFormat, names: Collection[str], parameters: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, form: ToolFormat, names: Collection[str], parameters: Mapping[str, Any] | None = None) -> None:
         self._form, self._names, self._parameters = form, names, parameters or {}
         self._begin, self._end = form.begin.strip(), form.end.strip()
         self._held, self._inside, self._searched, self._plain = "", False, 0, False

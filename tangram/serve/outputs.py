@@ -98,7 +98,10 @@ class Output:
 def _message() -> Json:
     identity = f"msg_{uuid.uuid4().hex}"
     return {
-        "type": "message", "id": identity, "role": "assistant", "status": "in_progress",
+        "type": "message",
+        "id": identity,
+        "role": "assistant",
+        "status": "in_progress",
         "content": [],
     }
 
@@ -106,5 +109,9 @@ def _message() -> Json:
 def _reasoning() -> Json:
     identity = f"rs_{uuid.uuid4().hex}"
     return {
-        "type": "reasoning", "id": identity, "summary": [], "content": [], "status": "in_progress",
+        "type": "reasoning",
+        "id": identity,
+        "summary": [],
+        "content": [],
+        "status": "in_progress",
     }

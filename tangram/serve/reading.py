@@ -52,9 +52,7 @@ def thought_of(parts: Iterable[Part]) -> str:
 class ReadChatFormat(ChatFormat):
     """chat.completion and chat.completion.chunk of answers that a `reader` takes apart."""
 
-    def __init__(
-        self, codec: Codec, *, logprobs: bool, reader: Callable[[], Reader], thinks: bool
-    ) -> None:
+    def __init__(self, codec: Codec, *, logprobs: bool, reader: Callable[[], Reader], thinks: bool) -> None:
         super().__init__(codec, logprobs=logprobs)
         self._reader, self._thinks = reader, thinks
         self._choices: dict[int, ReadChoice] = {}
@@ -84,9 +82,7 @@ class ReadChatFormat(ChatFormat):
         if calls := [part for part in parts if isinstance(part, Call)]:
             first = self._calls.get(index, 0)
             self._calls[index] = first + len(calls)
-            delta["tool_calls"] = [
-                {"index": number} | call.json() for number, call in enumerate(calls, first)
-            ]
+            delta["tool_calls"] = [{"index": number} | call.json() for number, call in enumerate(calls, first)]
         return {"index": index, "delta": delta, **self._ending(index, event, choice)}
 
     def whole(self, index: int, choice: Choice) -> Json:

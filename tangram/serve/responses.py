@@ -90,9 +90,7 @@ async def _whole(events: EventStream, answer: _Answer) -> Json:
 class _Answer:
     """One response as far as it has come."""
 
-    def __init__(
-        self, body: ResponsesRequest, chat: ChatRequest, asked: Asked, identity: str, model: str
-    ) -> None:
+    def __init__(self, body: ResponsesRequest, chat: ChatRequest, asked: Asked, identity: str, model: str) -> None:
         self._body, self._id, self._model, self._created_s = body, identity, model, int(time.time())
         reader = asked.form.reader(chat.offered)
         self._choice = None if reader is None else ReadChoice(reader())

@@ -41,7 +41,7 @@ def _choice(value: Any) -> Any:
     match value:
         case {"type": "function", "name": str(name)} if len(value) == 2:
             return NamedTool(encodable(name))
-    choices = "'none', 'auto', 'required' or {\"type\": \"function\", \"name\": \"...\"}"
+    choices = '\'none\', \'auto\', \'required\' or {"type": "function", "name": "..."}'
     raise ValueError(f"must be {choices}")
 
 
@@ -92,9 +92,7 @@ class ResponsesRequest(Body):
         Field(max_length=MAX_TOOLS, fail_fast=True),
         BeforeValidator(_only_functions),
     ] = []  # noqa: RUF012 (pydantic copies it)
-    tool_choice: Annotated[
-        Literal["none", "auto", "required"] | NamedTool, BeforeValidator(_choice)
-    ] = "auto"
+    tool_choice: Annotated[Literal["none", "auto", "required"] | NamedTool, BeforeValidator(_choice)] = "auto"
     parallel_tool_calls: bool = True
     text: TextOptions = TextOptions()
     reasoning: Reasoning = Reasoning()
@@ -125,6 +123,4 @@ class ResponsesRequest(Body):
 
     def sampling(self) -> SamplingParams:
         """Raises `RequestError` naming the first value that is out of range."""
-        return SamplingParams(
-            temperature=self.temperature, top_p=self.top_p, max_tokens=self.max_output_tokens
-        )
+        return SamplingParams(temperature=self.temperature, top_p=self.top_p, max_tokens=self.max_output_tokens)

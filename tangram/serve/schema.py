@@ -178,9 +178,7 @@ class ChatRequest(_Sampled):
         if self.offered and form.tools is not None:
             parallel = self.parallel_tool_calls and isinstance(self.tool_choice, str)
             forced = self.tool_choice != "auto"
-            calls = CallGrammar(
-                self.offered, form.tools, forced, parallel, schema, form.control_token_ids, form
-            )
+            calls = CallGrammar(self.offered, form.tools, forced, parallel, schema, form.control_token_ids, form)
             return calls.source(), "tools"
         return None if schema is None else (answer_grammar(schema, form), "response_format")
 

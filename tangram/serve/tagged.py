@@ -94,9 +94,7 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
     return schema
 
 
-def tagged_rules(
-    rule: str, name: str, schema: Mapping[str, Any], field: str, *, to_the_letter: bool
-) -> Iterator[str]:
+def tagged_rules(rule: str, name: str, schema: Mapping[str, Any], field: str, *, to_the_letter: bool) -> Iterator[str]:
     """The grammar rules of a call of `name`, of which the last, `rule`, is the whole.
 
     Raises `RequestError` (`field` and on) where texts cannot be held `to_the_letter` to what the

@@ -199,9 +199,7 @@ def test_grammars_follow_the_form(name: str, forms: dict[str, tuple[TextCodec, A
     codec, form = forms[name]
     assert form.tools is not None
     called, free = GOOD[name]
-    must, may = (
-        CallGrammar(TOOLS, form.tools, forced, True, None, (), form).source() for forced in (True, False)
-    )
+    must, may = (CallGrammar(TOOLS, form.tools, forced, True, None, (), form).source() for forced in (True, False))
     for text in called:
         assert may_end(codec, must, text), text
         assert may_end(codec, may, text), text

@@ -37,7 +37,7 @@ def ask(server: FakeServer, body: dict[str, Any]) -> tuple[dict[str, Any], dict[
         whole = http.post(CHAT, json=body).json()
         options = {"stream": True, "stream_options": {"include_usage": True}}
         with http.stream("POST", CHAT, json=body | options) as response:
-            *chunks, last, _ = [line for line in stream_data(response)]
+            *chunks, last, _ = list(stream_data(response))
     for chunk in chunks:
         (choice,) = json.loads(chunk)["choices"]
         for field in ("reasoning_content", "content"):
@@ -148,9 +148,8 @@ def test_the_stream_of_items_is_what_the_client_puts_together(thinker: FakeServe
     ]  # fmt: skip
     assert [event.sequence_number for event in events] == list(range(len(events)))
     message = {"role": "assistant", "content": f"<t>Hm</t>Wait. {CALL}"[::-1]}
-    with thinker.openai() as client:
-        with client.responses.stream(model=MODEL, input=[message], tools=[F]) as stream:
-            final = stream.get_final_response()
+    with thinker.openai() as client, client.responses.stream(model=MODEL, input=[message], tools=[F]) as stream:
+        final = stream.get_final_response()
     assert [item.type for item in final.output] == ["reasoning", "message", "function_call"]
     assert final.output_text == "Wait."
     cut = respond(thinker, "<t>Thinking on and on</t>Yes", max_output_tokens=11)
