@@ -32,7 +32,8 @@ from tangram.serve.openapi import document
 from tangram.serve.process import Server, allow_connections
 from tangram.serve.record import RecordRequests, RecordSink
 from tangram.serve.replies import Json
-from tangram.serve.responses import ResponsesRequest, respond
+from tangram.serve.responses import respond
+from tangram.serve.responses_schema import ResponsesRequest
 from tangram.serve.schema import ChatRequest, CompletionRequest
 from tangram.serve.service import Service
 from tangram.serve.tokens import DetokenizeRequest, TokenizeRequest
