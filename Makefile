@@ -9,7 +9,7 @@ ARGS ?=
 .PHONY: demo serve test check bench eval-quick fuzz load overload soak clean
 
 demo: $(READY)
-	$(BIN)/python bench/demo.py
+	$(BIN)/python -m bench.demo
 
 serve: $(READY)
 	$(BIN)/tangram serve $(ARGS)
