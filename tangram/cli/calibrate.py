@@ -1,0 +1,114 @@
+"""`tangram calibrate`: a profile of a model's heads, or a gate of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from tangram.cli import calibration
+from tangram.cli.gate import refuse_with_gate, train_and_report
+from tangram.cli.options import calibration_config, changed, configured_by
+from tangram.compress.profile import Profile
+from tangram.config import EngineConfig
+from tangram.errors import ConfigError
+
+_err = Console(stderr=True)
+
+
+@configured_by(calibration_config)
+def calibrate(
+    config: EngineConfig,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="where the profile goes")] = None,
+    samples: Annotated[int | None, typer.Option(help="pilot samples; 50 if not given")] = None,
+    data: Annotated[Path | None, typer.Option(help="calibrate on these texts instead (.jsonl, or plain text)")] = None,
+    import_from: Annotated[Path | None, typer.Option("--import", help="published budgets (.npz) to convert")] = None,
+    train_gate: Annotated[
+        Path | None, typer.Option(help="instead of a profile, train a gate for the scorer fastkvzip, and write it here")
+    ] = None,
+    plot: calibration.Plot = None,
+    report: calibration.ReportFile = None,
+    also_at: calibration.AlsoAt = None,
+) -> None:
+    """Measure how much each head of MODEL needs, and write the profile; or train a gate."""
+    _refuse_ignored(config, samples, data, import_from, train_gate)
+    samples = 50 if samples is None else samples
+    if train_gate is not None:
+        others = {"--output": output, "--import": import_from, "--plot": plot, "--report": report, "--also-at": also_at}
+        refuse_with_gate(config, others)
+        train_and_report(config, train_gate, _texts(config, samples, data), _source(config, data))
+        return
+    if output is None:
+        raise ConfigError("output is not set: give -o PROFILE.json, or --train-gate GATE.safetensors")
+    study = calibration.Study.asked(plot, report, also_at, import_from)
+    profile = _import(config, import_from) if import_from else _measure(config, samples, data, study)
+    profile.save(output)
+    stability = profile.calibration.rank_stability
+    agreement = f", rank stability {stability.mean:.3f} (lowest {stability.min:.3f})" if stability else ""
+    _err.print(f"{output}: realised retention {profile.realised_retention:.4f} of {profile.kv_retention}{agreement}")
+
+
+def _refuse_ignored(
+    config: EngineConfig, samples: int | None, data: Path | None, import_from: Path | None, train_gate: Path | None
+) -> None:
+    """Raise `ConfigError` for what would not be looked at beside other options; `refuse_with_gate` knows more."""
+    if samples is not None and data is not None:
+        raise ConfigError(
+            f"samples is {samples} and data {str(data)!r}: give one of them, samples counts the built-in pilot texts"
+        )
+    if data is not None and train_gate is None and config.seed != EngineConfig.seed:
+        raise ConfigError(f"seed is {config.seed}, with --data there are no pilot texts to draw: leave it out")
+    if import_from is not None and train_gate is None:
+        texts = {name: value for name, value in (("samples", samples), ("data", data)) if value is not None}
+        for name, value in (texts | changed(config, "dtype", "load_format", "device", "seed")).items():
+            raise ConfigError(f"{name} is {value}, with --import no text is read and no model loaded: leave it out")
+
+
+def _import(config: EngineConfig, path: Path) -> Profile:
+    from tangram.compress.scorers import choose, make_scorer
+    from tangram.engine.setup import scorer_spec
+    from tangram.import_profiles import import_published
+
+    chosen = choose(config, None)
+    scorer = make_scorer(chosen.scorer, gate=Path(config.gate) if config.gate else None)
+    return import_published(
+        path, config.model, scorer_spec(scorer), chosen.scope, config.kv_retention,
+        chunk_tokens=config.chunk_tokens, page_tokens=config.page_tokens, heads_per_page=config.heads_per_page,
+    )  # fmt: skip
+
+
+def _measure(config: EngineConfig, samples: int, data: Path | None, study: calibration.Study) -> Profile:
+    from tangram.calibrate import read_kinds
+    from tangram.compress.scorers import choose, make_scorer
+    from tangram.engine.setup import calibrate_model
+    from tangram.model.load import load_model
+    from tangram.pilots import pilot_kinds
+
+    texts, source = _texts(config, samples, data), _source(config, data)
+    study.check(texts)
+    loaded = load_model(config.model, dtype=config.dtype, device=config.device, load_format=config.load_format)
+    config = replace(config, **(chosen := choose(config, loaded.fingerprint))._asdict())
+    gate = Path(config.gate) if config.gate else None
+    scorer = make_scorer(chosen.scorer, gate=gate, model=loaded.fingerprint)
+    profiles = calibrate_model(
+        loaded, scorer, chosen.scope, config, retentions=study.retentions(config.kv_retention), texts=texts,
+        source=source, observe=study.observe,
+    )  # fmt: skip
+    study.publish(profiles, read_kinds(data) if data else pilot_kinds(samples), source, config)
+    return profiles[0]
+
+
+def _texts(config: EngineConfig, samples: int, data: Path | None) -> list[str]:
+    from tangram.calibrate import read_texts
+    from tangram.pilots import pilot_texts
+
+    if data:
+        return read_texts(data)
+    return pilot_texts(samples, config.seed, min_characters=max(8_000, 6 * config.chunk_tokens))
+
+
+def _source(config: EngineConfig, data: Path | None) -> str:
+    return str(data) if data else f"built-in pilot texts, seed {config.seed}"
