@@ -16,10 +16,10 @@ from bench.demo.kept import Kept
 # From this share on a word has this style.
 STEPS = (
     (0.00, "bright_black"),
-    (0.15, "black on #deebf7"),
-    (0.20, "black on #9ecae1"),
-    (0.25, "white on #3182bd"),
-    (0.30, "bold white on #08306b"),
+    (0.15, "white on #40351a"),
+    (0.20, "white on #6b5416"),
+    (0.25, "black on #b58a12"),
+    (0.30, "bold black on #ffc61a"),
 )
 MARKED = STEPS[-1][0]
 

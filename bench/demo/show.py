@@ -11,6 +11,7 @@ from statistics import median
 
 from rich.bar import Bar
 from rich.console import Console, Group
+from rich.padding import Padding
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
@@ -40,7 +41,7 @@ def explanation(talk: Talk, pairs: Sequence[Pair], words: Sequence[Word], colore
     return Group(*chain.from_iterable((heading(name), part, "") for name, part in parts.items()))
 
 
-def columns() -> Table:
+def columns() -> Padding:
     """What stands above the answers."""
     return _side_by_side(
         Text("question", "bold"),
@@ -49,19 +50,19 @@ def columns() -> Table:
     )
 
 
-def answers(pair: Pair) -> Table:
+def answers(pair: Pair) -> Padding:
     """One question, what a right answer says, and both answers."""
     question = pair[0].question
     asked = Group(question.text, Text(f"expected: {question.expected}", "dim"))
     return _side_by_side(asked, *map(_graded, pair))
 
 
-def _side_by_side(*cells: Text | Group) -> Table:
-    table = Table.grid(padding=(0, 2, 1, 0), expand=True)
+def _side_by_side(*cells: Text | Group) -> Padding:
+    table = Table.grid(padding=(0, 2), expand=True)
     for ratio in (4, 5, 5):
         table.add_column(ratio=ratio)
     table.add_row(*cells)
-    return table
+    return Padding(table, (0, 0, 1, 0))
 
 
 def _graded(answer: Answer) -> Group:
@@ -167,9 +168,9 @@ def next_commands() -> list[tuple[str, str]]:
     """What to type next, and what it does."""
     tangram = program()
     return [
-        (f"{tangram} chat {MODEL} --kv-retention {SMALL}", "talk to it here"),
+        (f"{tangram} chat {MODEL} --kv-retention {SMALL}", "talk to it in this terminal"),
         (f"{tangram} serve {MODEL} --kv-retention {SMALL}", "an OpenAI-compatible server"),
-        (f"{tangram} size llama-3.1-8b --kv-retention {SMALL}", "what a larger model would hold"),
+        (f"{tangram} size llama-3.1-8b --kv-retention {SMALL}", "what another model would hold"),
     ]
 
 
@@ -184,12 +185,13 @@ def program() -> str:
     return str(own.relative_to(here) if own.is_relative_to(here) else own)
 
 
-def farewell() -> Table:
-    """`next_commands`, one below the other."""
-    table = Table.grid(padding=(0, 2))
-    for command, does in next_commands():
-        table.add_row(Text(command, "bold cyan"), Text(does, "dim"))
-    return table
+def farewell() -> Group:
+    """`next_commands`, each on a line of its own, to be copied."""
+    lines = (
+        (Text(f"# {does}", "dim"), Text(command, "bold cyan", no_wrap=True, overflow="ignore"))
+        for command, does in next_commands()
+    )
+    return Group(*chain.from_iterable(lines))
 
 
 def takes_colors(console: Console) -> bool:
