@@ -26,7 +26,7 @@ endef
 .PHONY: demo serve test check bench eval-quick fuzz load overload soak clients clean
 
 demo: $(READY)
-	$(BIN)/python bench/demo.py
+	$(BIN)/python -m bench.demo
 
 serve: $(READY)
 	$(BIN)/tangram serve $(ARGS)
