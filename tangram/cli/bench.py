@@ -63,7 +63,7 @@ def calibrate_policy(
     """Time every decode schedule on this GPU and write down which suits which step. Takes a few minutes."""
     import torch
 
-    from tangram.model.load import cache_folder
+    from tangram.model.convert import cache_folder
     from tangram.tune.calibrate import calibrate_policy
     from tangram.tune.case import Geometry
     from tangram.tune.suites import calibration

@@ -31,8 +31,9 @@ from tangram.errors import ConfigError, ProfileError
 from tangram.kernels.dispatch import pool_kernels
 from tangram.kernels.step import KernelChoice
 from tangram.model.compiled import compile_layers
+from tangram.model.convert import cache_folder
 from tangram.model.fused import join_projections
-from tangram.model.load import LoadedModel, cache_folder, load_model
+from tangram.model.load import LoadedModel, load_model
 from tangram.model.overflow import Overflow
 from tangram.model.sealing import Retention
 from tangram.pilots import pilot_texts

@@ -32,7 +32,8 @@ from tangram.evaluate.profiles import Budgets
 from tangram.evaluate.prompts import SamplePrompts, SuitePrompts
 from tangram.evaluate.results import Fidelity
 from tangram.evaluate.run import Ask, Read, Recalls, Reply, Watch
-from tangram.model.load import LoadedModel, cache_folder
+from tangram.model.convert import cache_folder
+from tangram.model.load import LoadedModel
 from tangram.tune.environment import environment
 from tangram.types import Event, FinishReason, Request, SamplingParams
 
