@@ -30,9 +30,10 @@ from tangram.model.files import check_gguf, check_safetensors, gguf_tensor_names
 
 # What Transformers raises for configs, weights and tokenizers that are not what they should be.
 UNREADABLE = (
+    ArithmeticError,
+    LookupError,
     OSError,
     ValueError,
-    KeyError,
     TypeError,
     AttributeError,
     RuntimeError,

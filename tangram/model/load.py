@@ -176,8 +176,11 @@ def _place(device: str) -> torch.device:
 def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     generation = getattr(model, "generation_config", None)
     listed = getattr(generation, "eos_token_id", None)
-    ids = set(listed if isinstance(listed, list) else [listed]) | {tokenizer.eos_token_id}
-    return tuple(sorted(token for token in ids if token is not None))
+    named = [*(listed if isinstance(listed, list) else [listed]), tokenizer.eos_token_id]
+    ids = [token for token in named if token is not None]
+    if strange := [token for token in ids if type(token) is not int or not 0 <= token < 2**31]:
+        raise ModelError(f"eos_token_id has {strange[0]!r}, it must be a token id or a list of them")
+    return tuple(sorted(set(ids)))
 
 
 def _is_gguf(name: str) -> bool:

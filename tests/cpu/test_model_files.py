@@ -84,6 +84,17 @@ def test_a_config_that_is_none(copy: Path, content: str) -> None:
         load_model(str(copy))
 
 
+@pytest.mark.parametrize(
+    "field",
+    ["num_attention_heads", "num_key_value_heads", "num_hidden_layers", "head_dim", "vocab_size", "hidden_size"],
+)
+def test_a_model_of_nothing_is_named(copy: Path, field: str) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {field: 0}))
+    with pytest.raises(ModelError, match=f"{field} is 0, it must be at least 1|cannot be read"):
+        load_model(str(copy), load_format="dummy")
+
+
 def test_weights_of_another_shape_than_the_config_says(copy: Path) -> None:
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"intermediate_size": 48}))
@@ -215,6 +226,15 @@ def test_what_killed_conversions_left_goes_with_the_next_one(kept: Path, tmp_pat
         fcntl.flock(lock, fcntl.LOCK_EX)
         load_model(str(write_llama(tmp_path / "model.gguf")))
     assert running.exists() and len(list(kept.iterdir())) == 2
+
+
+@pytest.mark.parametrize("ends", [["a"], [2, -1], 2**40, [True]])
+def test_ends_that_are_no_tokens_are_named(ends: object, kept: Path, tmp_path: Path) -> None:
+    load_model(str(write_llama(tmp_path / "model.gguf")))
+    (folder,) = kept.iterdir()
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    with pytest.raises(ModelError, match="eos_token_id has"):
+        load_model(str(folder))
 
 
 @pytest.fixture(scope="module")
