@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from dataclasses import replace
 from typing import Annotated
 
@@ -11,6 +12,9 @@ import typer
 from tangram.cli.options import served_name, with_config
 from tangram.cli.telemetry import LogForm, LogFormat, MetricsAliases, OtlpEndpoint, OverflowEvery, logging_as
 from tangram.config import EngineConfig
+from tangram.errors import ConfigError
+
+KEY_VARIABLE = "TANGRAM_API_KEY"
 
 
 @with_config
@@ -25,7 +29,7 @@ def serve(
         list[str] | None,
         typer.Option(
             help="a key that requests may carry, again for more; in the variable with spaces between",
-            envvar="TANGRAM_API_KEY",
+            envvar=KEY_VARIABLE,
         ),
     ] = None,
     max_body_mb: Annotated[float, typer.Option(help="most megabytes of a request's body")] = 16.0,
@@ -50,7 +54,9 @@ def serve(
     from tangram.serve.http import Telemetry, serve_forever
     from tangram.serve.tracing import traces_to
 
-    name = served_model_name or served_name(config)
+    if not api_key and KEY_VARIABLE in os.environ:
+        raise ConfigError(f"{KEY_VARIABLE} is set and holds no key: unset it to serve everybody, or put a key in it")
+    name = served_name(config) if served_model_name is None else served_model_name
     with logging_as(log_format):
         protection = Protection(tuple(api_key or ()), max_body_mb)
         limits = Limits(request_timeout_s, max_queue=max_queue)
