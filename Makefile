@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEV_READY := $(VENV)/.ready-dev
 LOAD_READY := build/load-venv/.ready
+CLIENTS_READY := build/clients-venv/.ready
+NODE_READY := build/clients-node/.ready
 ARGS ?=
 
 TORCH := $(shell grep '^torch==' constraints.txt)
@@ -21,7 +23,7 @@ define install_torch
 	$(1)/pip install --quiet --no-deps $(FROM) $(TORCH)
 endef
 
-.PHONY: demo serve test check bench eval-quick fuzz load overload soak clean
+.PHONY: demo serve test check bench eval-quick fuzz load overload soak clients clean
 
 demo: $(READY)
 	$(BIN)/python bench/demo.py
@@ -64,6 +66,20 @@ $(LOAD_READY): constraints.txt
 	$(call install_torch,build/load-venv/bin)
 	build/load-venv/bin/pip install --quiet $(TORCH) guidellm==0.8.1
 	touch $(LOAD_READY)
+
+# Programs that talk to a server, each with its own dependencies: tests/wire/test_clients.py asks with them.
+clients: $(CLIENTS_READY) $(if $(shell command -v npm),$(NODE_READY))
+
+$(CLIENTS_READY): tests/clients/requirements.txt
+	$(PYTHON) -m venv build/clients-venv
+	build/clients-venv/bin/pip install --quiet --requirement tests/clients/requirements.txt
+	touch $(CLIENTS_READY)
+
+$(NODE_READY): tests/clients/package.json tests/clients/package-lock.json
+	mkdir -p build/clients-node
+	cp $^ build/clients-node
+	npm ci --silent --no-audit --no-fund --prefix build/clients-node
+	touch $(NODE_READY)
 
 # The embedded model is one file of weights; the dependencies it names are another project's runtime.
 $(READY): constraints.txt constraints-cuda.txt pyproject.toml

@@ -62,20 +62,22 @@ class ModelBench:
 
     @classmethod
     def of(
-        cls, base: EngineConfig, loaded: LoadedModel, methods: Sequence[Method], calibration_samples: int
+        cls, base: EngineConfig, loaded: LoadedModel, methods: Sequence[Method], calibration_samples: int | None
     ) -> ModelBench:
         """For `methods`, whose profiles are calibrated on `calibration_samples` texts where they are not kept.
 
+        None takes the profiles that a server would take.
+
         Raises `ConfigError` naming a scorer that does not fit the model or a chunk, or a ρ that cannot be met.
         """
-        if calibration_samples < 1:
+        if calibration_samples is not None and calibration_samples < 1:
             raise ConfigError(f"calibration_samples is {calibration_samples}, it must be at least 1")
         scorers = _scorers(base, methods, loaded.fingerprint)
         source = partial(_source, loaded, scorers)
         budgets = Budgets(
             loaded.fingerprint, loaded.geometry, {name: scorer_spec(scorer) for name, scorer in scorers.items()},
             [method.kv_retention for method in methods if method.name == "static"], calibration_samples,
-            cache_folder() / "calibrations", source, loaded.tokenizer.encode, base.page_tokens, base.heads_per_page,
+            cache_folder(), source, loaded.tokenizer.encode, base.page_tokens, base.heads_per_page,
         )  # fmt: skip
         for method in methods:
             if method.scorer is not None and method.chunk_tokens is not None:
@@ -113,7 +115,7 @@ class ModelBench:
         if method.scorer is not None:
             found["scorer_parameters"] = dict(self.budgets.scorers[method.scorer].parameters)
         if method.name == "static":
-            found["calibration_samples"] = self.budgets.samples
+            found |= self.budgets.basis(method)
         return found
 
     def environment(self) -> Mapping[str, Any]:
