@@ -214,7 +214,6 @@ def serve_forever(
         protection=protection,
         limits=limits,
         telemetry=telemetry,
-        let_unknown_by=let_unknown_by,
     )
     serve_on(listener, engine, app, shutdown_grace_s=shutdown_grace_s)
 
