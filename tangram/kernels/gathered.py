@@ -260,6 +260,11 @@ def attend_segments(
         tl.store(place, (acc / total[:, None]).to(out.dtype.element_ty), mask=wanted)
 
 
+def tile_of(dim: int, element_bytes: int, card: Card) -> Tile:
+    """What a program computes at a time on `card`: as many entries as segments are multiples of."""
+    return fitted(_TILE, Operands(dim, element_bytes, hops=1), card, TILE)
+
+
 def room(part: Part, layer: int, dim: int) -> int:
     """Elements that the gathered keys, or values, of one layer take."""
     return int(part.total[layer]) * dim
@@ -287,7 +292,7 @@ def attend(
         k, v, spans, order, offsets, *buffers, *k.stride()[:2], *v.stride()[:2], H=heads, D=dim, TILE=TILE, num_warps=4
     )
     keys, values = (TensorDescriptor(buffer, [total, dim], [dim, 1], [TILE, dim]) for buffer in buffers)
-    tile = fitted(_TILE, Operands(dim, q.element_size(), hops=1), card or Card.of(pool.device), TILE)
+    tile = tile_of(dim, q.element_size(), card or Card.of(pool.device))
     attend_segments[(triton.cdiv(part.queries, TILE), len(order) * group)](
         q, keys, values, address, spans, order, offsets, out, scaling, *q.stride()[:2],
         H=heads, G=group, D=dim, TILE=TILE, num_warps=tile.warps, num_stages=tile.stages,

@@ -154,6 +154,11 @@ def prefill_tiles(
         tl.store(place, result.to(out.dtype.element_ty), mask=wanted)
 
 
+def tile_of(operands: Operands, card: Card) -> Tile:
+    """What a program computes at a time on `card`."""
+    return fitted(TILE if operands.head_dim <= 128 else WIDE_TILE, operands, card)
+
+
 def prefill(
     q: Tensor, k: Tensor, v: Tensor, pool: Tensor, tables: Tensor, address: Tensor, spans: Tensor, order: Tensor, *,
     layer: int, longest: int, scaling: float, window: int | None = None, softcap: float | None = None,
@@ -173,14 +178,15 @@ def prefill(
     block_dim = triton.next_power_of_2(dim)
     # By head dim and card alone, so that a row is computed alike in any batch.
     operands = Operands(block_dim, q.element_size(), hops=1, widens=scales is not None)
-    tile = fitted(TILE if block_dim <= 128 else WIDE_TILE, operands, card or Card.of(pool.device))
+    tile = tile_of(operands, card or Card.of(pool.device))
     grid = (triton.cdiv(longest, tile.queries), query_heads // heads * len(order))
     prefill_tiles[grid](
         q, k, v, pool, tables, address, spans, order, scales if scales is not None else k,
         sinks if sinks is not None else q, out, layer, scaling, softcap or 1.0, window or 0, *q.stride()[:2],
         *k.stride()[:2], *v.stride()[:2],
         H=heads, G=query_heads // heads, D=dim, HP=pool.shape[1], P=pool.shape[3], BLOCK_M=tile.queries,
-        BLOCK_N=tile.entries, BLOCK_D=block_dim, WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None,
+        BLOCK_N=tile.entries, BLOCK_D=block_dim,
+        WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None,
         SCALED=scales is not None, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging as transformers_logging
 
 from tangram.compress.profile import ModelFingerprint
-from tangram.errors import ConfigError, ModelError
+from tangram.errors import ModelError
 from tangram.model.attention import IMPLEMENTATION, keep_hidden
 from tangram.model.checks import probe_geometry, refuse_unsupported
 from tangram.model.dummy import random_model, tokenizer_or_numbers

@@ -27,6 +27,8 @@ def find_device(device: str) -> torch.device:
         raise ConfigError(f"device is {device!r}, kernels exist for cpu and cuda: choose one of them")
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device is {device!r}, but PyTorch {torch.__version__} sees no GPU here: use cpu")
+    if place.type == "cuda" and (why := unserved()) is not None:
+        raise ConfigError(f"device is {device!r}, but {why}: use cpu")
     if place.index:
         # Triton launches on the current device of a thread, and an engine has threads of its own.
         raise ConfigError(

@@ -1,4 +1,5 @@
-"""What engines launch on each card, compiled for it on a CPU: `python -m tests.gpu.compiled short|long FILE`.
+"""What engines launch on each card, compiled for it on a CPU: `python -m tests.gpu.compiled short FILE`, or
+`… long FILE 86 90`.
 
 A tiny engine rehearses with its real launchers. Triton's hook takes down what it would compile, and nothing is run;
 then Triton and its ptxas compile it. In a process of its own, where the interpreter is off.
@@ -11,7 +12,7 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -61,8 +62,9 @@ class Variant:
     def config(self) -> PretrainedConfig:
         made, own = FAMILIES[self.family]
         return made(
-            vocab_size=96, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_key_value_heads=2,
-            num_attention_heads=2 * self.group, head_dim=self.head_dim, max_position_embeddings=512, pad_token_id=0,
+            vocab_size=96, hidden_size=16 * self.group, intermediate_size=32, num_hidden_layers=2,
+            num_key_value_heads=2, num_attention_heads=2 * self.group, head_dim=self.head_dim,
+            max_position_embeddings=512, pad_token_id=0,
             bos_token_id=1, eos_token_id=2, **own,
         )  # fmt: skip
 
@@ -116,8 +118,10 @@ class Compiled:
     """What Triton and ptxas say of a kernel; `spilled_bytes` of one thread."""
 
     card: int
-    variant: str
     kernel: str
+    head_dim: int
+    dtype: str
+    variant: str
     shared_bytes: int
     registers: int
     warps: int
@@ -170,8 +174,8 @@ def compiled(capability: int, variant: Variant, launch: Launch) -> Compiled:
         for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores")
     )
     return Compiled(
-        capability, str(variant), launch.name.rpartition(".")[2], kernel.metadata.shared, registers,
-        kernel.metadata.num_warps, spilled,
+        capability, launch.name.rpartition(".")[2], variant.head_dim, variant.dtype, str(variant),
+        kernel.metadata.shared, registers, kernel.metadata.num_warps, spilled,
     )  # fmt: skip
 
 
@@ -189,10 +193,10 @@ def short(folder: Path) -> Iterator[tuple[int, Variant, Launch]]:
                 yield capability, variant, own[number % len(own)]
 
 
-def long(folder: Path) -> Iterator[tuple[int, Variant, Launch]]:
-    """All launches of all variants for all cards, each once."""
+def long(folder: Path, cards: Iterable[int]) -> Iterator[tuple[int, Variant, Launch]]:
+    """All launches of all variants for `cards`, each once."""
     seen: set[tuple[int, str, str]] = set()
-    for capability in CARDS:
+    for capability in cards:
         for variant in LONG:
             for launch in recorded(capability, variant, folder):
                 key = capability, launch.name, launch.data
@@ -201,14 +205,13 @@ def long(folder: Path) -> Iterator[tuple[int, Variant, Launch]]:
                 seen.add(key)
 
 
-def main(form: str, target: str, *only: str) -> None:
-    """Write a line of JSON for each kernel to `target`; `only` names cards."""
+def main(form: str, target: str, *cards: str) -> None:
+    """Write a line of JSON for each kernel to `target`; the long form takes cards."""
     gathered.LEAST_TOKENS = CHUNK
     knobs.nvidia.dump_ptxas_log = True
     with tempfile.TemporaryDirectory() as folder, Path(target).open("w") as file:
-        for capability, variant, launch in {"short": short, "long": long}[form](Path(folder)):
-            if only and str(capability) not in only:
-                continue
+        wanted = short(Path(folder)) if form == "short" else long(Path(folder), map(int, cards))
+        for capability, variant, launch in wanted:
             line = asdict(compiled(capability, variant, launch))
             file.write(json.dumps(line) + "\n")
             file.flush()

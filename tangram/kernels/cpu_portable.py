@@ -1,0 +1,31 @@
+"""What `cpu_intrinsics.py` offers in plain Numba, for processors that it was not tried on (arm64)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tangram.kernels.numba_cache import compiled
+
+_LEAST = -126
+_POWERS = np.ldexp(np.float32(1.0), np.arange(_LEAST, 1)).astype(np.float32)
+
+
+@compiled()
+def next_task(counters: Any, worker: int, workers: int) -> Any:
+    """The next task of `worker`: every `workers`-th, from counters[worker] on."""
+    task = counters[worker]
+    counters[worker] += workers
+    return task
+
+
+@compiled(inline="always")
+def power_of_two(n: Any) -> Any:
+    """2 to the power of int32 n, -126 to 0, as float32."""
+    return _POWERS[n - _LEAST]
+
+
+@compiled(inline="always")
+def prefetch(array: Any, offset: int) -> None:
+    """Nothing: memory is asked for what it is needed for."""
