@@ -1,4 +1,7 @@
-"""The GPU that kernels run on: what it can do, and how much of it there is. Torch is asked here alone."""
+"""The GPU that kernels run on: what it can do, and how much of it there is.
+
+Torch is asked here alone.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ LEAST = (8, 0)  # Ampere: older cards multiply no bfloat16
 class Card:
     """`capability` is CUDA's compute capability, (9, 0) for an H100.
 
-    `shared_bytes` is the shared memory that one block may take, `processors` counts multiprocessors, `l2_bytes` is the
-    second-level cache.
+    `shared_bytes` is the shared memory that one block may take, `processors` counts
+    multiprocessors, `l2_bytes` is the second-level cache.
     """
 
     capability: tuple[int, int]
@@ -27,7 +30,7 @@ class Card:
 
     @property
     def chains(self) -> bool:
-        """Whether a launch may begin while the one before it ends (programmatic dependent launch)."""
+        """Programmatic dependent launch: a launch may begin while the one before it ends."""
         return self.capability >= HOPPER
 
     @property
@@ -42,12 +45,12 @@ class Card:
 
     @property
     def multiplies_shared(self) -> bool:
-        """Whether products of 64 rows and more read their operands from shared memory (wgmma, tcgen05)."""
+        """Whether products of 64 rows read their operands from shared memory (wgmma, tcgen05)."""
         return self.capability[0] in (9, 10)
 
     @classmethod
     def of(cls, device: torch.device) -> Card:
-        """The card that is `device`; for host memory, where Triton's interpreter runs, `INTERPRETED`."""
+        """The card that is `device`; for host memory, where Triton interprets, `INTERPRETED`."""
         return _asked(device) if device.type == "cuda" else INTERPRETED
 
 
@@ -67,11 +70,12 @@ def _asked(device: torch.device) -> Card:
 
 
 def unserved(device: torch.device | None = None) -> str | None:
-    """Why Tangram's kernels do not run on the accelerator that torch sees, in a few words; None if they do."""
+    """Why the kernels do not run on the accelerator that torch sees; None if they do."""
     if torch.version.hip is not None:
         return f"this is an AMD GPU (ROCm {torch.version.hip}), and the kernels are for NVIDIA's"
     card = Card.of(device or torch.device("cuda"))
     if card.capability >= LEAST:
         return None
     major, minor = card.capability
-    return f"this GPU has compute capability {major}.{minor}, and the kernels need 8.0 (Ampere) or more"
+    found = f"this GPU has compute capability {major}.{minor}"
+    return f"{found}, and the kernels need 8.0 (Ampere) or more"

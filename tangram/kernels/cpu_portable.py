@@ -1,4 +1,4 @@
-"""What `cpu_intrinsics.py` offers in plain Numba, for processors that it was not tried on (arm64)."""
+"""What `cpu_intrinsics.py` offers, in plain Numba: for arm64."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ class Tile:
 class Operands:
     """What a program multiplies: `head_dim` rounded up as it is loaded, `element_bytes` of queries.
 
-    `hops` are the loads that wait for one another before a product: 2 where the place of entries is looked up in the
-    loop. `widens`: entries are stored in FP8 and scaled before they are multiplied.
+    `hops` are the loads that wait for one another before a product: 2 where the loop looks up the
+    place of entries. `widens`: entries are stored in FP8 and scaled before they are multiplied.
     """
 
     head_dim: int
@@ -38,7 +38,7 @@ class Operands:
 
 
 def shared_bytes(tile: Tile, operands: Operands, card: Card) -> int:
-    """The shared memory that Triton takes for a program, or a little more (`tests/kernels/test_cards.py`).
+    """The shared memory that Triton takes for a program, or a little more (`tests/gpu/test_cards.py`).
 
     Queries, weights, and keys and values as often as the pipeline runs ahead.
     """
@@ -55,7 +55,7 @@ def shared_bytes(tile: Tile, operands: Operands, card: Card) -> int:
 
 @cache
 def fitted(tile: Tile, operands: Operands, card: Card, least: int = LEAST_ENTRIES) -> Tile:
-    """`tile`, or what is nearest to it and fits: fewer stages first, then half the entries, down to `least`.
+    """`tile`, or the nearest that fits: fewer stages, then half the entries, down to `least`.
 
     Raises `ConfigError` if nothing fits.
     """
@@ -63,8 +63,9 @@ def fitted(tile: Tile, operands: Operands, card: Card, least: int = LEAST_ENTRIE
         if shared_bytes(smaller, operands, card) <= card.shared_bytes:
             return smaller
     raise ConfigError(
-        f"heads of {operands.head_dim} dimensions in {8 * operands.element_bytes} bits do not fit into the "
-        f"{card.shared_bytes >> 10} KiB of shared memory that a block of this GPU has: take --dtype bfloat16"
+        f"heads of {operands.head_dim} dimensions in {8 * operands.element_bytes} bits do not fit "
+        f"into the {card.shared_bytes >> 10} KiB of shared memory that a block of this GPU has: "
+        "take --dtype bfloat16"
     )
 
 

@@ -13,7 +13,7 @@ _log = logging.getLogger("tangram")
 
 
 def find_device(device: str) -> torch.device:
-    """The device of that name; auto is the GPU if the kernels run on it, and else the CPU, which is said.
+    """The device of that name; auto is the GPU if the kernels run on it, and else the CPU.
 
     Raises `ConfigError` for a device that there is not, or that the kernels do not run on.
     """
@@ -24,9 +24,10 @@ def find_device(device: str) -> torch.device:
     except RuntimeError as error:
         raise ConfigError(f"device is {device!r}, it must be auto, cpu or cuda") from error
     if place.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device is {device!r}, kernels exist for cpu and cuda: choose one of them")
+        raise ConfigError(f"device is {device!r}, kernels exist for cpu and cuda: choose one")
     if place.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device is {device!r}, but PyTorch {torch.__version__} sees no GPU here: use cpu")
+        seen = f"PyTorch {torch.__version__} sees no GPU here"
+        raise ConfigError(f"device is {device!r}, but {seen}: use cpu")
     if place.type == "cuda" and (why := unserved()) is not None:
         raise ConfigError(f"device is {device!r}, but {why}: use cpu")
     if place.index:

@@ -1,8 +1,8 @@
-"""What engines launch on each card, compiled for it on a CPU: `python -m tests.gpu.compiled short FILE`, or
-`… long FILE 86 90`.
+"""What engines launch on each card, compiled for it on a CPU.
 
-A tiny engine rehearses with its real launchers. Triton's hook takes down what it would compile, and nothing is run;
-then Triton and its ptxas compile it. In a process of its own, where the interpreter is off.
+`python -m tests.gpu.compiled short FILE`, or `… long FILE 86 90`. A tiny engine rehearses with its
+real launchers. Triton's hook takes down what it would compile, and nothing is run; then Triton and
+its ptxas compile it. In a process of its own, where the interpreter is off.
 """
 
 from __future__ import annotations
@@ -62,11 +62,19 @@ class Variant:
     def config(self) -> PretrainedConfig:
         made, own = FAMILIES[self.family]
         return made(
-            vocab_size=96, hidden_size=16 * self.group, intermediate_size=32, num_hidden_layers=2,
-            num_key_value_heads=2, num_attention_heads=2 * self.group, head_dim=self.head_dim,
-            max_position_embeddings=512, pad_token_id=0,
-            bos_token_id=1, eos_token_id=2, **own,
-        )  # fmt: skip
+            vocab_size=96,
+            hidden_size=16 * self.group,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_key_value_heads=2,
+            num_attention_heads=2 * self.group,
+            head_dim=self.head_dim,
+            max_position_embeddings=512,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            **own,
+        )
 
 
 # Of each card one, together every family, and shapes that come near its limits.
@@ -79,13 +87,24 @@ SHORT = {
     120: Variant(128, "float16", group=3),
 }
 LONG = [
-    *(Variant(dim, dtype, fp8, group) for (dim, group) in ((64, 8), (80, 1), (96, 3), (128, 4), (256, 2))
-      for dtype in ("bfloat16", "float16") for fp8 in (False, True)),
-    *(Variant(dim, family=family, fp8=fp8, group=group) for family in list(FAMILIES)[1:]
-      for dim, group in ((64, 8), (128, 5), (256, 2)) for fp8 in (False, True)),
+    *(
+        Variant(dim, dtype, fp8, group)
+        for (dim, group) in ((64, 8), (80, 1), (96, 3), (128, 4), (256, 2))
+        for dtype in ("bfloat16", "float16")
+        for fp8 in (False, True)
+    ),
+    *(
+        Variant(dim, family=family, fp8=fp8, group=group)
+        for family in list(FAMILIES)[1:]
+        for dim, group in ((64, 8), (128, 5), (256, 2))
+        for fp8 in (False, True)
+    ),
     *(Variant(dim, schedule="packing:naive+atomic") for dim in (64, 128, 256)),
     *(Variant(dim, "float32", fp8) for dim in (64, 128) for fp8 in (False, True)),
-]  # fmt: skip
+]
+
+
+ATTENTION = ("decode_tasks", "merge_segments", "prefill_tiles", "attend_segments")
 
 
 class Absent:
@@ -152,10 +171,18 @@ def _rehearse(card: Card, variant: Variant, folder: Path) -> None:
     loaded = tiny_model(variant.config(), tokenizer, cpu, getattr(torch, variant.dtype))
     profile = profile_file(loaded, folder, chunk_tokens=CHUNK)
     engine = small_engine(
-        loaded, lambda pool, group: TritonKernels(pool, group, schedule=schedule, card=card), kv_retention=0.5,
-        profile=(profile,), chunk_tokens=CHUNK, page_tokens=16, max_num_seqs=8, max_num_batched_tokens=140,
-        max_model_len=300, kv_cache_gib=2e-2, kv_cache_dtype="fp8" if variant.fp8 else "auto",
-    )  # fmt: skip
+        loaded,
+        lambda pool, group: TritonKernels(pool, group, schedule=schedule, card=card),
+        kv_retention=0.5,
+        profile=(profile,),
+        chunk_tokens=CHUNK,
+        page_tokens=16,
+        max_num_seqs=8,
+        max_num_batched_tokens=140,
+        max_model_len=300,
+        kv_cache_gib=2e-2,
+        kv_cache_dtype="fp8" if variant.fp8 else "auto",
+    )
     runner = engine._runner
     runner.rehearse(8, 140)
     pool, place = words(runner.pool), torch.zeros(1, dtype=torch.int32)
@@ -174,13 +201,20 @@ def compiled(capability: int, variant: Variant, launch: Launch) -> Compiled:
         for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores")
     )
     return Compiled(
-        capability, launch.name.rpartition(".")[2], variant.head_dim, variant.dtype, str(variant),
-        kernel.metadata.shared, registers, kernel.metadata.num_warps, spilled,
-    )  # fmt: skip
+        capability,
+        launch.name.rpartition(".")[2],
+        variant.head_dim,
+        variant.dtype,
+        str(variant),
+        kernel.metadata.shared,
+        registers,
+        kernel.metadata.num_warps,
+        spilled,
+    )
 
 
 def short(folder: Path) -> Iterator[tuple[int, Variant, Launch]]:
-    """Each kernel for some cards, decode and prefill for each: another of their launches every time."""
+    """Each kernel for some cards, attention for each: another of its launches every time."""
     names: list[str] = []
     for number, (capability, variant) in enumerate(SHORT.items()):
         launches: dict[str, list[Launch]] = {}
@@ -188,8 +222,7 @@ def short(folder: Path) -> Iterator[tuple[int, Variant, Launch]]:
             launches.setdefault(launch.name, []).append(launch)
         names += [name for name in sorted(launches) if name not in names]
         for name, own in launches.items():
-            always = name.endswith(("decode_tasks", "merge_segments", "prefill_tiles", "attend_segments"))
-            if always or (names.index(name) + number) % 3 == 0:
+            if name.endswith(ATTENTION) or (names.index(name) + number) % 3 == 0:
                 yield capability, variant, own[number % len(own)]
 
 

@@ -1,4 +1,4 @@
-"""Every kernel for every card: compiled on the CPU by Triton and its ptxas, within what the card has."""
+"""Every kernel for every card, compiled on the CPU: within what the card has."""
 
 from __future__ import annotations
 
@@ -21,19 +21,30 @@ from tests.gpu.cards import CARDS, REGISTERS, REGISTERS_A_THREAD
 
 ROOT = Path(__file__).parents[2]
 KERNELS = {
-    "append_entries", "attend_segments", "compare_keys", "copy_pages", "decode_tasks", "gather_chunks", "gather_pasts",
-    "merge_segments", "prefill_tiles", "seal_chunk", "store_rows", "sum_directions",
-}  # fmt: skip
+    "append_entries",
+    "attend_segments",
+    "compare_keys",
+    "copy_pages",
+    "decode_tasks",
+    "gather_chunks",
+    "gather_pasts",
+    "merge_segments",
+    "prefill_tiles",
+    "seal_chunk",
+    "store_rows",
+    "sum_directions",
+}
 SPILLED_BYTES = 1 << 10  # of a thread, for heads of up to 128 dimensions in 16 bits
 
 
 def kernels_in(package: Path) -> set[str]:
     """Names of the kernels that are launched: those with [grid]."""
-    return set(re.findall(r"^ +(\w+)\[(?:grid|\()", "\n".join(p.read_text() for p in package.glob("*.py")), re.M))
+    code = "\n".join(path.read_text() for path in package.glob("*.py"))
+    return set(re.findall(r"^ +(\w+)\[(?:grid|\()", code, re.M))
 
 
 def compiled(form: str, folder: Path, *cards: str) -> list[dict[str, Any]]:
-    """The lines of `tests.gpu.compiled`, in a process where nothing is interpreted and nothing was compiled before."""
+    """The lines of `tests.gpu.compiled`, in a process where nothing is interpreted or cached."""
     lines = folder / "compiled.jsonl"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     subprocess.run(
@@ -58,7 +69,8 @@ def check(kernel: dict[str, Any]) -> None:
 
 def test_a_sample_of_all_kernels_compiles_for_every_card(tmp_path: Path) -> None:
     kernels = compiled("short", tmp_path)
-    assert {kernel["kernel"] for kernel in kernels} == KERNELS == kernels_in(ROOT / "tangram/kernels")
+    assert kernels_in(ROOT / "tangram/kernels") == KERNELS
+    assert {kernel["kernel"] for kernel in kernels} == KERNELS
     for card in CARDS:
         own = {kernel["kernel"] for kernel in kernels if kernel["card"] == card}
         assert own >= {"decode_tasks", "merge_segments", "prefill_tiles"}
@@ -79,11 +91,17 @@ def test_every_variant_compiles(card: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("element_bytes", [2, 4])
 @pytest.mark.parametrize("fp8", [False, True])
-def test_an_h100_takes_the_tiles_that_were_measured_on_it(dim: int, element_bytes: int, fp8: bool) -> None:
+def test_an_h100_takes_the_tiles_measured_on_it(dim: int, element_bytes: int, fp8: bool) -> None:
     from tangram.kernels import gathered, packed, prefill
 
     assert Tile(8, 16, 1, 1) == packed.SHORT_TILE
-    assert (Tile(8), Tile(16, 64, 2), Tile(32, 64, 2), Tile(64, 64, 4, 3), Tile(128, 32, 4, 3)) == packed.TILES
+    assert (
+        Tile(8),
+        Tile(16, 64, 2),
+        Tile(32, 64, 2),
+        Tile(64, 64, 4, 3),
+        Tile(128, 32, 4, 3),
+    ) == packed.TILES
     for tile in packed.DecodeOptions().kinds:
         assert fitted(tile, Operands(dim, element_bytes, hops=2), CARDS[90]) == tile
     wanted = Tile(64, 64, 4, 2) if dim <= 128 else Tile(64, 32, 4, 2)
@@ -104,7 +122,8 @@ def test_tiles_fit_the_card_and_no_smaller_than_they_must(card: int) -> None:
 
 
 def test_what_fits_no_tile_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"heads of 256 .* in 32 bits .* 99 KiB .* take --dtype bfloat16"):
+    refusal = r"heads of 256 .* in 32 bits .* 99 KiB .* take --dtype bfloat16"
+    with pytest.raises(ConfigError, match=refusal):
         fitted(Tile(128, 32), Operands(256, 4, hops=2), CARDS[86])
 
 
@@ -132,12 +151,16 @@ def run_e4m3(x: Tensor) -> Tensor:
 def test_e4m3_by_integers_is_that_of_torch(device: torch.device) -> None:
     codes = torch.arange(256).to(torch.uint8)
     torch.testing.assert_close(
-        run_e4m3(codes.to(device)), codes.view(torch.float8_e4m3fn).half(), rtol=0, atol=0, equal_nan=True
+        run_e4m3(codes.to(device)),
+        codes.view(torch.float8_e4m3fn).half(),
+        rtol=0,
+        atol=0,
+        equal_nan=True,
     )
     exact = codes.view(torch.float8_e4m3fn).float().nan_to_num(1.0)
     between = (exact.sort().values[:-1] + exact.sort().values[1:]) / 2  # ties
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randn(4096 - 3 * 256 + 1, generator=generator) * torch.logspace(-4, 3, 4096 - 3 * 256 + 1)
+    drawn = torch.randn(3329, generator=generator) * torch.logspace(-4, 3, 3329)
     nudged = torch.nextafter(exact, torch.full_like(exact, 1e9))
     values = torch.cat([exact, between, nudged, drawn]).clamp(-448, 448)
     values[7] = torch.nan
