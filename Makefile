@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 LOAD_READY := build/load-venv/.ready
 ARGS ?=
 
-.PHONY: demo serve test check bench eval-quick fuzz load overload soak clean
+.PHONY: demo serve test nightly check bench eval-quick fuzz load overload soak clean
 
 demo: $(READY)
 	$(BIN)/python bench/demo.py
@@ -16,6 +16,10 @@ serve: $(READY)
 
 test: check
 	$(BIN)/python -m pytest
+
+# Hours: every kernel in every variant, compiled for every card (docs/hardware.md).
+nightly: $(READY)
+	$(BIN)/python -m pytest -m nightly
 
 check: $(READY)
 	$(BIN)/ruff check --no-cache .

@@ -28,14 +28,14 @@ def find_device(device: str) -> torch.device:
     if place.type == "cuda" and not torch.cuda.is_available():
         seen = f"PyTorch {torch.__version__} sees no GPU here"
         raise ConfigError(f"device is {device!r}, but {seen}: use cpu")
-    if place.type == "cuda" and (why := unserved()) is not None:
-        raise ConfigError(f"device is {device!r}, but {why}: use cpu")
     if place.index:
         # Triton launches on the current device of a thread, and an engine has threads of its own.
         raise ConfigError(
             f"device is {device!r}, an engine takes the first GPU it sees: set "
             f"CUDA_VISIBLE_DEVICES={place.index} and use cuda"
         )
+    if place.type == "cuda" and (why := unserved()) is not None:
+        raise ConfigError(f"device is {device!r}, but {why}: use cpu")
     return place
 
 

@@ -17,7 +17,11 @@ from torch import Tensor
 from tangram.errors import ConfigError
 from tangram.kernels import e4m3
 from tangram.kernels.tiling import LEAST_ENTRIES, Operands, Tile, fitted
+from tangram.model.load import load_tokenizer
 from tests.gpu.cards import CARDS, REGISTERS, REGISTERS_A_THREAD
+from tests.gpu.test_engine import LLAMA, PROMPTS, always, both, log_probabilities, options_of, submitted
+from tests.gpu.test_engine import pytestmark as pytestmark
+from tests.support import drain, tiny_model
 
 ROOT = Path(__file__).parents[2]
 KERNELS = {
@@ -166,3 +170,25 @@ def test_e4m3_by_integers_is_that_of_torch(device: torch.device) -> None:
     values[7] = torch.nan
     expected = values.to(torch.float8_e4m3fn).view(torch.uint8)
     assert torch.equal(run_e4m3(values.to(device)), expected)
+
+
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+def test_an_engine_on_an_older_card_answers_what_torch_answers(
+    cache: str, device: torch.device, tmp_path: Path
+) -> None:
+    """Pages followed, not gathered; FP8 by integers."""
+    from tangram.kernels.triton_kernels import TritonKernels
+
+    def on_ampere(pool: Tensor, group: int) -> TritonKernels:
+        return TritonKernels(pool, group, always("aot+ctas=16+tile=16+min=16"), card=CARDS[86])
+
+    loaded = tiny_model(LLAMA, load_tokenizer("smollm2"), device)
+    options = options_of("llama", loaded, tmp_path) | {"kv_cache_dtype": cache}
+    engines = both(loaded, options, on_ampere)
+    expected, found = (submitted(engine, PROMPTS) for engine in engines)
+    for engine in engines:
+        drain(engine)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert [event.token_ids for event in ours] == [event.token_ids for event in theirs]
+        close = log_probabilities(ours), log_probabilities(theirs)
+        torch.testing.assert_close(*close, rtol=1e-3, atol=1e-3 if cache == "auto" else 2e-2)
