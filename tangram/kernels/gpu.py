@@ -21,7 +21,7 @@ from tangram.kernels.decode import decode_tasks
 from tangram.kernels.e4m3 import addressed
 from tangram.kernels.merge import merge_segments
 from tangram.kernels.packed import Capacity, DecodeOptions, Packed, pack
-from tangram.kernels.tiling import Operands, fitted
+from tangram.kernels.tiling import Operands, Tile, fitted
 from tangram.plan.form import WorkPlan
 from tangram.types import Int32
 
@@ -60,6 +60,7 @@ class GpuDecode:
         # Large tiles start first: they take longest, and small tasks fit beside them.
         self._kinds = [kind for kind, count in reversed(list(enumerate(size.tasks))) if count]
         self._merges = size.segments > 0 and self._options.merge != "atomic"
+        self._tiles = dict[torch.dtype, list[Tile]]()
         self._chained = self._card.chains and self._options.chained
         self._upload(packed[0])
 
@@ -116,8 +117,7 @@ class GpuDecode:
         lengths: Tensor, scaling: float, softcap: float | None, sinks: Tensor | None,
     ) -> None:  # fmt: skip
         options, pool, plan = self._options, self._pool, self._plan
-        block_dim = triton.next_power_of_2(self._head_dim)
-        tile = fitted(options.kinds[kind], Operands(block_dim, q.element_size(), hops=2), self._card)
+        block_dim, tile = triton.next_power_of_2(self._head_dim), self._tiles_for(q)[kind]
         decode_tasks[(min(self.capacity.tasks[kind], options.programs),)](
             q, pool, tables, lengths, plan["tasks"], plan["task_indptr"], plan["entries"], plan["part_indptr"],
             plan["merge_indptr"], self._arrivals, self._scales if self._scales is not None else self._part_lse,
@@ -130,6 +130,13 @@ class GpuDecode:
             CHAINED=self._chained, num_warps=tile.warps, num_stages=tile.stages,
             **self._launch_options,
         )  # fmt: skip
+
+    def _tiles_for(self, q: Tensor) -> list[Tile]:
+        """How tasks of each kind run on this card, found out once."""
+        if q.dtype not in self._tiles:
+            operands = Operands(triton.next_power_of_2(self._head_dim), q.element_size(), hops=2)
+            self._tiles[q.dtype] = [fitted(tile, operands, self._card) for tile in self._options.kinds]
+        return self._tiles[q.dtype]
 
     def _launch_merge(self, layer: int, out: Tensor, sinks: Tensor | None) -> None:
         """Few parts: one program a segment. Many: one a query head, all of its parts at once."""
