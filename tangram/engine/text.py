@@ -15,6 +15,7 @@ from functools import cache, cached_property
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
+from tangram.engine.templates import template_options
 from tangram.engine.tools import TOOL_MARK, tool_format
 from tangram.errors import RequestError
 from tangram.types import ToolFormat
@@ -75,17 +76,26 @@ class TextCodec:
         return None if self.tokenizer.chat_template is None else tool_format(self.tokenizer)
 
     @cached_property
+    def template_options(self) -> frozenset[str]:
+        """The variables of the model's chat template that a request may set."""
+        return template_options(self.tokenizer)
+
+    @cached_property
     def control_token_ids(self) -> tuple[int, ...]:
         """Special tokens that do not end a text."""
         return tuple(sorted(self.special_token_ids - self.eos_token_ids))
 
     def chat_prompt(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]:
-        """The tokens of a conversation up to the start of the assistant's answer; `tools` are those of the OpenAI API.
+        """The tokens of a conversation up to the start of the assistant's answer; `tools` are those
+        of the OpenAI API, `options` are among `template_options`.
 
-        Only the template writes control tokens and marks of tool calls: their names inside messages and tools become
-        the tokens of ordinary text.
+        Only the template writes control tokens and marks of tool calls: their names inside
+        messages, tools and options become the tokens of ordinary text.
         Raises `RequestError` (field `messages`) if the model has no chat template or its template rejects the messages.
         """
         if self.tokenizer.chat_template is None:
@@ -93,7 +103,8 @@ class TextCodec:
         if not messages:
             raise RequestError("messages is empty, it must hold at least one message", "messages")
         mark = token_hex(16)  # nobody can guess it, so that no message has it
-        rendered = self._rendered(self._marked(list(messages), mark), self._marked(list(tools), mark))
+        marked = [self._marked(value, mark) for value in (list(messages), list(tools), options or {})]
+        rendered = self._rendered(*marked)
         pieces = (self.tokenizer.encode(piece, add_special_tokens=False) for piece in rendered.split(mark))
         return tuple(token for piece in pieces for token in piece)
 
@@ -105,13 +116,13 @@ class TextCodec:
             return {self._marked(name, mark): self._marked(item, mark) for name, item in value.items()}
         return [self._marked(item, mark) for item in value] if isinstance(value, (list, tuple)) else value
 
-    def _rendered(self, messages: list[dict[str, Any]], tools: list[Any]) -> str:
+    def _rendered(self, messages: list[dict[str, Any]], tools: list[Any], options: dict[str, Any]) -> str:
         from jinja2 import TemplateError
 
         try:
             return str(
                 self.tokenizer.apply_chat_template(
-                    messages, tools=tools or None, add_generation_prompt=True, tokenize=False
+                    messages, tools=tools or None, add_generation_prompt=True, tokenize=False, **options
                 )
             )
         except TemplateError as error:

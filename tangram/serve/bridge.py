@@ -64,8 +64,15 @@ class Codec(Protocol):
     def control_token_ids(self) -> Sequence[int]:
         """The tokens that are no text and do not end one."""
 
+    @property
+    def template_options(self) -> frozenset[str]:
+        """The variables of the model's chat template that a request may set."""
+
     def chat_prompt(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]:
         """The tokens of a conversation up to the answer; raises `RequestError` if the template rejects it."""
 

@@ -8,11 +8,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from tangram.serve.body import Body, Text, deeper_than
+from tangram.serve.unknown import without_unknown
 from tangram.serve.unsupported import MESSAGE, wrong_field
 
 MAX_MESSAGES = 4096
 _MAX_CALLS = 128
 _MAX_ARGUMENT_LEVELS = 64
+_PART = frozenset({"type", "text"})
 
 
 def text_of_parts(content: Any) -> Any:
@@ -24,7 +26,9 @@ def text_of_parts(content: Any) -> Any:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" and isinstance(kind, str):
             raise ValueError(f"parts of type {kind!r} are not supported: this model reads text parts only")
-        if kind != "text" or part.keys() != {"type", "text"} or not isinstance(part["text"], str):
+        if kind == "text":
+            part = without_unknown(part, _PART, {})
+        if kind != "text" or part.keys() != _PART or not isinstance(part["text"], str):
             raise ValueError('a content part must be {"type": "text", "text": "..."}')
         texts.append(part["text"])
     return "\n".join(texts)

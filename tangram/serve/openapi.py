@@ -19,13 +19,15 @@ from tangram.limits import (
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    TEMPLATE_NAMES,
     Bounds,
 )
-from tangram.serve.body import Body
+from tangram.serve.body import MAX_KEY_CHARACTERS, MAX_PAIRS, MAX_VALUE_CHARACTERS, Body
 from tangram.serve.guard import OPEN_PATHS
 from tangram.serve.messages import MAX_MESSAGES
 from tangram.serve.replies import Json
 from tangram.serve.schema import MAX_PROMPTS
+from tangram.serve.template import MOST_OPTIONS
 
 _NULL: Json = {"type": "null"}
 _ERROR = {"$ref": "#/components/schemas/Error"}
@@ -136,6 +138,20 @@ _FORMS: dict[str, Json] = {
                 "additionalProperties": False,
             },
         ]
+    },
+    "metadata": {
+        "type": "object",
+        "maxProperties": MAX_PAIRS,
+        "propertyNames": {"maxLength": MAX_KEY_CHARACTERS},
+        "additionalProperties": {"type": "string", "maxLength": MAX_VALUE_CHARACTERS},
+    },
+    "chat_template_kwargs": {
+        "type": "object",
+        "maxProperties": MOST_OPTIONS,
+        "propertyNames": {
+            "pattern": "^[A-Za-z_][A-Za-z_0-9]{0,63}$",
+            "not": {"enum": sorted(TEMPLATE_NAMES)},
+        },
     },
     "DetokenizeRequest.tokens": _TOKENS | {"minItems": 0},
 }

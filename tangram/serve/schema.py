@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from reprlib import repr as shortened
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PositiveInt, field_validator, model_validator
 
 from tangram.limits import MAX_BIASES, MAX_LOGPROBS
-from tangram.serve.body import Body, Salt, Text, encodable
+from tangram.serve.body import Body, Label, Metadata, Salt, Text, encodable
 from tangram.serve.json_schema import SchemaBounds
 from tangram.serve.messages import MAX_MESSAGES, ChatMessage
 from tangram.serve.structured import (
@@ -21,6 +21,7 @@ from tangram.serve.structured import (
     answer_grammar,
     check_tools,
 )
+from tangram.serve.template import Effort, TemplateOptions, Verbosity
 from tangram.serve.unsupported import CHAT, COMPLETION, STREAM_OPTIONS, wrong_field
 from tangram.types import SamplingParams, ToolFormat
 
@@ -76,9 +77,9 @@ class _Sampled(Body):
     min_tokens: int = 0
     kv_retention: float | None = Field(default=None, description="fraction of the KV cache to keep, (0, 1]")
     cache_salt: Salt = ""
-    user: str | None = Field(default=None, description="a label, without effect")
+    user: Label | None = None
     response_format: ResponseFormat | None = None
-    prompt_cache_key: str | None = Field(default=None, max_length=1024, description="a label, without effect")
+    prompt_cache_key: Label | None = None
 
     @field_validator("logit_bias")
     @classmethod
@@ -145,7 +146,14 @@ class ChatRequest(_Sampled):
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     max_completion_tokens: PositiveInt | None = None
-    safety_identifier: str | None = Field(default=None, description="a label, without effect")
+    safety_identifier: Label | None = None
+    metadata: Metadata = Field(default={})
+    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = Field(
+        default=None, description="there is one tier: the answer says `default`"
+    )
+    chat_template_kwargs: TemplateOptions = Field(default={})
+    reasoning_effort: Effort | None = Field(default=None, description="where the chat template reads it")
+    verbosity: Verbosity | None = Field(default=None, description="where the chat template reads it")
     tools: list[Tool] = Field(default=[], max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True

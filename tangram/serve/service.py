@@ -8,14 +8,14 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from tangram.errors import RequestError
+from tangram.serve.body import texts_in
 from tangram.serve.bridge import EventStream, Job, Limits, ServedEngine
 from tangram.serve.calls import ToolChatFormat
 from tangram.serve.errors import ApiError
@@ -25,6 +25,8 @@ from tangram.serve.record import Record, record_of
 from tangram.serve.replies import ChatFormat, Choice, CompletionFormat, Format, Json, refuse_huge, usage_json
 from tangram.serve.schema import ChatRequest, CompletionRequest, StreamOptions
 from tangram.serve.sending import EventSource
+from tangram.serve.template import FIELD, Template
+from tangram.serve.unknown import IgnoredFields
 from tangram.types import Grammar, Usage
 
 # A step takes seconds at most; the first may compile. Beyond this its device hangs.
@@ -41,12 +43,18 @@ _NO_TOOLS = (
 
 
 class Service:
-    """Answers both completion endpoints for one engine and one model name."""
+    """Answers both completion endpoints for one engine and one model name. With `let_by`, fields that
+    are not served are `ignored`, and counted, instead of refused.
+    """
 
-    def __init__(self, engine: ServedEngine, served_model_name: str, limits: Limits | None = None) -> None:
+    def __init__(
+        self, engine: ServedEngine, served_model_name: str, limits: Limits | None = None, let_by: bool = False
+    ) -> None:
         self.model = served_model_name
         self.created_s = int(time.time())
         self.metrics = ServerMetrics(engine.stats)
+        self.ignored = IgnoredFields(self.metrics.ignored_fields) if let_by else None
+        self.template = Template(engine.codec, self.ignored)
         self.draining = False
         self._engine, self._limits, self._started = engine, limits or Limits(), False
         self._hangs = False
@@ -134,7 +142,8 @@ class Service:
         if isinstance(body, ChatRequest):
             tools = [tool.for_template() for tool in body.tools if body.tool_choice != "none"]
             messages = [message.for_template() for message in body.messages]
-            prompts = [await self.chat_prompt(messages, "messages", tools)]
+            options = self.template.told(body.chat_template_kwargs, body.reasoning_effort, body.verbosity)
+            prompts = [await self.chat_prompt(messages, "messages", tools, options)]
             style = self._chat_format(body)
         else:
             prompts = [await self.text_prompt(p) if isinstance(p, str) else tuple(p) for p in body.prompt]
@@ -153,6 +162,8 @@ class Service:
                 identity, prompts, body.sampling(), body.kv_retention, body.cache_salt, body.stream, grammar, record
             )
             head: Json = {"id": identity, "created": int(time.time()), "model": self.model}
+            if isinstance(body, ChatRequest) and body.service_tier is not None:
+                head["service_tier"] = "default"
             return self.open(job), style, job, head
         except RequestError as error:
             if not isinstance(body, ChatRequest):
@@ -203,15 +214,17 @@ class Service:
         return await self.preparation.tokenize(self._engine.codec.verbatim, token_ids, field)
 
     async def chat_prompt(
-        self, messages: Sequence[Mapping[str, Any]], field: str, tools: Sequence[Mapping[str, Any]] = ()
-    ) -> tuple[int, ...]:
+        self, messages: Sequence[Mapping[str, Any]], field: str, tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> tuple[int, ...]:  # fmt: skip
         """The tokens of a conversation up to the answer; raises `RequestError` (`field`) if it could never fit."""
         for at, message in enumerate(messages):
             if (message["role"] == "tool" or "tool_calls" in message) and self._engine.codec.tool_format is None:
                 raise RequestError(f"{field}[{at}] is about tools: {_NO_TOOLS}", f"{field}[{at}].role")
-        self._refuse_endless(_texts(messages), field)
-        self._refuse_endless(_texts(tools), "tools")
-        return await self.preparation.tokenize(self._engine.codec.chat_prompt, messages, tools)
+        self._refuse_endless(texts_in(messages), field)
+        self._refuse_endless(texts_in(tools), "tools")
+        self._refuse_endless(texts_in(options), FIELD)
+        return await self.preparation.tokenize(self._engine.codec.chat_prompt, messages, tools, options)
 
     async def text_prompt(self, text: str) -> tuple[int, ...]:
         """The tokens of a raw prompt; raises `RequestError` (field `prompt`) if it could never fit."""
@@ -228,15 +241,6 @@ class Service:
                 "shorten it",
                 field,
             )
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """All texts in a JSON value, names of fields too."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (list, dict)):
-        for item in chain(value, value.values()) if isinstance(value, dict) else value:
-            yield from _texts(item)
 
 
 def _as_chat(error: RequestError, body: ChatRequest) -> RequestError:
