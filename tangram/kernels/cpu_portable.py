@@ -8,9 +8,6 @@ import numpy as np
 
 from tangram.kernels.numba_cache import compiled
 
-_LEAST = -126
-_POWERS = np.ldexp(np.float32(1.0), np.arange(_LEAST, 1)).astype(np.float32)
-
 
 @compiled()
 def next_task(counters: Any, worker: int, workers: int) -> Any:
@@ -22,8 +19,8 @@ def next_task(counters: Any, worker: int, workers: int) -> Any:
 
 @compiled(inline="always")
 def power_of_two(n: Any) -> Any:
-    """2 to the power of int32 n, -126 to 0, as float32."""
-    return _POWERS[n - _LEAST]
+    """2 to the power of int32 n, -126 to 127, as float32."""
+    return np.int32((n + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
 @compiled(inline="always")
