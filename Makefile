@@ -26,7 +26,7 @@ endef
 .PHONY: demo serve test nightly check bench eval-quick fuzz load overload soak clients clean
 
 demo: $(READY)
-	$(BIN)/python bench/demo.py
+	$(BIN)/python -m bench.demo
 
 serve: $(READY)
 	$(BIN)/tangram serve $(ARGS)
@@ -94,7 +94,9 @@ $(READY): constraints.txt constraints-cuda.txt pyproject.toml
 	$(BIN)/pip install --quiet $(PINS) --editable '.[demo]'
 	touch $(READY)
 
+# Of TRL only the chat templates of real models are read, by tests.
 $(DEV_READY): $(READY)
+	$(BIN)/pip install --quiet --no-deps "$$(grep '^trl==' constraints.txt)"
 	$(BIN)/pip install --quiet $(PINS) --editable '.[dev]'
 	touch $(DEV_READY)
 

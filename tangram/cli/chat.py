@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated
@@ -13,10 +12,10 @@ from rich.console import Console
 from tangram.cli.answering import Answer, Interrupts, answered, memory_told, shown
 from tangram.cli.conversation import Conversation
 from tangram.cli.options import with_config
-from tangram.cli.telemetry import log_as_text
+from tangram.cli.telemetry import warnings_as_text
 from tangram.cli.terminal import entry, history, typed
 from tangram.config import EngineConfig
-from tangram.errors import RequestError
+from tangram.errors import TangramError
 from tangram.types import FinishReason, Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -33,8 +32,7 @@ def chat(
 ) -> None:
     """Talk to MODEL in the terminal. /help lists commands, Ctrl-C stops an answer, Ctrl-D ends."""
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature)
-    log_as_text(logging.WARNING)
-    with history():
+    with warnings_as_text(), history():
         _grey(f"loading {config.model}")
         from tangram.engine.setup import build_engine
 
@@ -87,7 +85,7 @@ class Talk:
                 return self._answer(line)
             else:
                 _grey("Ctrl-D ends, /help lists commands")
-        except RequestError as error:
+        except TangramError as error:
             Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
         return False
 

@@ -13,6 +13,8 @@ from tangram.serve.unknown import without_unknown
 from tangram.serve.unsupported import NoOps, drop_no_ops
 
 _MAX_FIELDS = 128
+# How tags of alternatives begin, which no field has in its path.
+ALTERNATIVE = "alternative "
 _MAX_LABEL_CHARACTERS = 1024
 MAX_PAIRS, MAX_KEY_CHARACTERS, MAX_VALUE_CHARACTERS = 16, 64, 512
 

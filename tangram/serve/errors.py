@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from tangram.errors import EngineError, MachineError, OverloadError, RequestError
+from tangram.serve.body import ALTERNATIVE
 from tangram.serve.unsupported import not_served
 
 _TYPES = {
@@ -50,6 +51,8 @@ def _field_path(location: Sequence[str | int]) -> str:
     """('messages', 0, 'content') as `messages[0].content`."""
     path = ""
     for part in location:
+        if isinstance(part, str) and part.startswith(ALTERNATIVE):
+            continue
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
     return path
 

@@ -45,6 +45,8 @@ class Protection:
                     f"allowed_origins has {origin!r}, it must be * or SCHEME://HOST, with :PORT where it is not the "
                     "scheme's own, in small letters and without a path: give it as browsers send it"
                 )
+            if not is_text(key):
+                raise ConfigError(f"api_key number {number} has bytes that are not UTF-8: choose another key")
         if not 0 < self.max_body_mb <= 1024:
             raise ConfigError(f"max_body_mb is {self.max_body_mb}, it must lie in (0, 1024]")
 
@@ -52,6 +54,11 @@ class Protection:
     def max_body_bytes(self) -> int:
         """The most bytes of a body."""
         return int(self.max_body_mb * 1_000_000)
+
+
+def is_text(value: str) -> bool:
+    """Whether it can be written as UTF-8; bytes of a command line that are none become halves of characters."""
+    return value.encode(errors="ignore").decode() == value
 
 
 class RequireKeys:

@@ -24,6 +24,7 @@ from tangram.limits import (
 )
 from tangram.serve.body import MAX_KEY_CHARACTERS, MAX_PAIRS, MAX_VALUE_CHARACTERS, Body
 from tangram.serve.guard import OPEN_PATHS
+from tangram.serve.items import ITEMS
 from tangram.serve.messages import MAX_MESSAGES
 from tangram.serve.replies import Json
 from tangram.serve.schema import MAX_PROMPTS
@@ -100,6 +101,21 @@ def _parts(*types: str) -> Json:
     return {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}
 
 
+def _reference(name: str) -> Json:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _tool_choice(named: Json) -> Json:
+    """A word, or the function that `named` says."""
+    function = {
+        "type": "object",
+        "required": ["type", *named],
+        "properties": {"type": {"const": "function"}, **named},
+        "additionalProperties": False,
+    }
+    return {"anyOf": [{"enum": ["none", "auto", "required"]}, function]}
+
+
 def _numbers(bounds: Bounds) -> Json:
     return {"exclusiveMinimum" if bounds.open_low else "minimum": bounds.low, "maximum": bounds.high}
 
@@ -114,12 +130,16 @@ _FORMS: dict[str, Json] = {
     },
     "ChatMessage.content": _parts("text"),
     "InputMessage.content": _parts("input_text", "output_text", "text"),
+    "FunctionOutputItem.output": _parts("input_text", "output_text", "text"),
+    "ReasoningItem.content": _parts("reasoning_text", "summary_text", "text"),
+    "ReasoningItem.summary": _parts("reasoning_text", "summary_text", "text"),
     "ResponsesRequest.input": {
         "anyOf": [
             {"type": "string"},
-            _list({"$ref": "#/components/schemas/InputMessage"}, 1, MAX_MESSAGES),
+            _list({"anyOf": [_reference(item.__name__) for item in ITEMS.values()]}, 1, MAX_MESSAGES),
         ]
     },
+    "ResponsesRequest.tool_choice": _tool_choice({"name": {"type": "string"}}),
     "stop": {"anyOf": [_STOP, _list(_STOP, 0, MAX_STOP_STRINGS)]},
     "stop_token_ids": _list(_TOKEN, 0, MAX_STOP_TOKEN_IDS),
     "logit_bias": {
@@ -128,17 +148,7 @@ _FORMS: dict[str, Json] = {
         "additionalProperties": {"type": "number"} | _numbers(BIAS),
         "maxProperties": MAX_BIASES,
     },
-    "tool_choice": {
-        "anyOf": [
-            {"enum": ["none", "auto", "required"]},
-            {
-                "type": "object",
-                "required": ["type", "function"],
-                "properties": {"type": {"const": "function"}, "function": {"$ref": "#/components/schemas/NamedTool"}},
-                "additionalProperties": False,
-            },
-        ]
-    },
+    "tool_choice": _tool_choice({"function": _reference("NamedTool")}),
     "metadata": {
         "type": "object",
         "maxProperties": MAX_PAIRS,

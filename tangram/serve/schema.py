@@ -10,20 +10,20 @@ from pydantic import BeforeValidator, Field, PositiveInt, field_validator, model
 
 from tangram.limits import MAX_BIASES, MAX_LOGPROBS
 from tangram.serve.body import Body, Label, Metadata, Salt, Text, encodable
+from tangram.serve.call_grammar import CallGrammar, answer_grammar
+from tangram.serve.forms import AnswerForm
 from tangram.serve.json_schema import SchemaBounds
 from tangram.serve.messages import MAX_MESSAGES, ChatMessage
 from tangram.serve.structured import (
     MAX_TOOLS,
-    CallGrammar,
     ResponseFormat,
     Tool,
     ToolChoice,
-    answer_grammar,
     check_tools,
 )
 from tangram.serve.template import Effort, TemplateOptions, Verbosity
 from tangram.serve.unsupported import CHAT, COMPLETION, STREAM_OPTIONS, wrong_field
-from tangram.types import SamplingParams, ToolFormat
+from tangram.types import SamplingParams
 
 MAX_PROMPTS = 1024
 MAX_COMPLETIONS = 1024
@@ -101,13 +101,13 @@ class _Sampled(Body):
         """Whether the answer cannot be just any text."""
         return self.response_format is not None and self.response_format.type != "text"
 
-    def grammar(self, form: ToolFormat | None, control_token_ids: Sequence[int]) -> tuple[str, str] | None:
-        """The grammar of the answer and the field that asks for it, None for any text; `form` is for calls of tools.
+    def grammar(self, form: AnswerForm) -> tuple[str, str] | None:
+        """The grammar of an answer in `form`, and the field that asks for it; None for any text.
 
         Raises `RequestError` naming the schema that is out of bounds.
         """
         schema = None if self.response_format is None else self.response_format.schema_for(SchemaBounds())
-        return None if schema is None else (answer_grammar(schema), "response_format")
+        return None if schema is None else (answer_grammar(schema, form), "response_format")
 
     @model_validator(mode="after")
     def _a_grammar_says_where_answers_end(self) -> Self:
@@ -170,17 +170,17 @@ class ChatRequest(_Sampled):
         """Whether the answer cannot be just any text."""
         return bool(self.offered) or super().shaped
 
-    def grammar(self, form: ToolFormat | None, control_token_ids: Sequence[int]) -> tuple[str, str] | None:
+    def grammar(self, form: AnswerForm) -> tuple[str, str] | None:
         """As for every request; the calls of tools are part of it."""
         bounds = SchemaBounds()
         schema = None if self.response_format is None else self.response_format.schema_for(bounds)
         check_tools(self.tools, bounds)
-        if self.offered and form is not None:
+        if self.offered and form.tools is not None:
             parallel = self.parallel_tool_calls and isinstance(self.tool_choice, str)
             forced = self.tool_choice != "auto"
-            calls = CallGrammar(self.offered, form, forced, parallel, schema, control_token_ids)
+            calls = CallGrammar(self.offered, form.tools, forced, parallel, schema, form.control_token_ids, form)
             return calls.source(), "tools"
-        return None if schema is None else (answer_grammar(schema), "response_format")
+        return None if schema is None else (answer_grammar(schema, form), "response_format")
 
     @model_validator(mode="after")
     def _tools_agree(self) -> Self:

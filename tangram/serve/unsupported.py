@@ -66,18 +66,13 @@ RESPONSES: NoOps = {
     "max_tool_calls": (),
     "metadata": ({},),
     "moderation": (),
-    "parallel_tool_calls": (True, False),
     "previous_response_id": (),
     "prompt": (),
     "prompt_cache_options": (),
     "prompt_cache_retention": (),
-    "reasoning": ({},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "stream_options": ({}, {"include_obfuscation": False}),
-    "text": ({}, {"format": {"type": "text"}}, {"format": {"type": "text"}, "verbosity": "medium"}),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
@@ -95,7 +90,6 @@ MESSAGE: NoOps = {
     "audio": (),
     "function_call": (),
     "reasoning": (),
-    "reasoning_content": (),
     "refusal": (),
 }
 

@@ -16,7 +16,7 @@ from typing import Any
 from tangram.engine.text import TokenText
 from tangram.errors import RequestError
 from tangram.metrics import EngineStats, GroupOverflow
-from tangram.types import Event, FinishReason, Request, TokenLogprob, ToolFormat, Usage
+from tangram.types import Event, FinishReason, Marks, Request, ThinkingFormat, TokenLogprob, ToolFormat, Usage
 
 CONTEXT_TOKENS = 512
 POOL_PAGES = 1000
@@ -31,6 +31,8 @@ class FakeCodec:
 
     longest_token_bytes = 4
     tool_format: ToolFormat | None = None
+    thinking_format: ThinkingFormat | None = None
+    marks: Marks = Marks()
     control_token_ids: Sequence[int] = ()
     template_options: frozenset[str] = frozenset()
 
