@@ -23,7 +23,7 @@ define install_torch
 	$(1)/pip install --quiet --no-deps $(FROM) $(TORCH)
 endef
 
-.PHONY: demo serve test check bench eval-quick fuzz load overload soak clients clean
+.PHONY: demo serve test nightly check bench eval-quick fuzz load overload soak clients clean
 
 demo: $(READY)
 	$(BIN)/python -m bench.demo
@@ -33,6 +33,10 @@ serve: $(READY)
 
 test: check
 	$(BIN)/python -m pytest
+
+# Hours: every kernel in every variant, compiled for every card (docs/hardware.md).
+nightly: $(DEV_READY)
+	$(BIN)/python -m pytest -m nightly
 
 check: $(DEV_READY)
 	$(BIN)/ruff check --no-cache .

@@ -13,12 +13,13 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from transformers.utils.hub import cached_file
 
 from tangram.compress.profile import ModelFingerprint
-from tangram.errors import ConfigError, ModelError
+from tangram.errors import ModelError
 from tangram.model.attention import IMPLEMENTATION, keep_hidden
 from tangram.model.checks import probe_geometry, refuse_unsupported
 from tangram.model.convert import UNREADABLE, convert_gguf, read_tokenizer, refuse_difference
 from tangram.model.dummy import random_model, tokenizer_or_numbers
 from tangram.model.files import check_index, check_safetensors
+from tangram.model.place import find_device
 from tangram.model.source import gguf_file, is_gguf
 from tangram.types import Geometry
 
@@ -61,7 +62,7 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto", load_for
     engine would compute wrongly.
     """
     source = _resolve(name)
-    place = _place(device)
+    place = find_device(device)
     try:
         config = AutoConfig.from_pretrained(source)
     except UNREADABLE as error:
@@ -149,26 +150,6 @@ def fingerprint(model: PreTrainedModel, geometry: Geometry, name: str) -> ModelF
         vocab_size=geometry.vocab_size,
         weights_sha256=digest.hexdigest(),
     )
-
-
-def _place(device: str) -> torch.device:
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        place = torch.device(device)
-    except RuntimeError as error:
-        raise ConfigError(f"device is {device!r}, it must be auto, cpu or cuda") from error
-    if place.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device is {device!r}, kernels exist for cpu and cuda: choose one of them")
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device is {device!r}, but PyTorch {torch.__version__} sees no GPU here: use cpu")
-    if place.index:
-        # Triton launches on the current device of a thread, and an engine has threads of its own.
-        raise ConfigError(
-            f"device is {device!r}, an engine takes the first GPU it sees: set "
-            f"CUDA_VISIBLE_DEVICES={place.index} and use cuda"
-        )
-    return place
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
