@@ -81,9 +81,14 @@ class Answer:
 
 
 def answered(
-    engine: Engine, prompt: tuple[int, ...], sampling: SamplingParams, write: Callable[[str], None], *,
-    kv_retention: float | None = None, stopped: Callable[[], bool] = lambda: False,
-) -> Answer:  # fmt: skip
+    engine: Engine,
+    prompt: tuple[int, ...],
+    sampling: SamplingParams,
+    write: Callable[[str], None],
+    *,
+    kv_retention: float | None = None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Answer:
     """The answer to `prompt`, whose text is handed to `write` as it comes; it ends early once `stopped` says so.
 
     Raises `RequestError` if the request can never be served, `TangramError` if the engine gives it up.

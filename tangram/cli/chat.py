@@ -111,9 +111,13 @@ class Talk:
                 sys.stdout.flush()
 
             answer = answered(
-                engine, prompt, sampling, write,
-                kv_retention=talk.kv_retention, stopped=lambda: interrupts.noted,
-            )  # fmt: skip
+                engine,
+                prompt,
+                sampling,
+                write,
+                kv_retention=talk.kv_retention,
+                stopped=lambda: interrupts.noted,
+            )
         if not answer.text:
             _grey("stopped before the answer began: your question is not kept" if interrupts.noted else "no answer")
             return interrupts.noted

@@ -109,8 +109,10 @@ def serve(
                 chats = engine.codec.tokenizer.chat_template is not None
                 Console(stderr=True).print(
                     first_request(url, name, chats=chats, locked=bool(api_key)),
-                    soft_wrap=True, highlight=False, markup=False,
-                )  # fmt: skip
+                    soft_wrap=True,
+                    highlight=False,
+                    markup=False,
+                )
 
         serve_on(listener, engine, app, shutdown_grace_s=shutdown_grace_s, on_ready=tell)
 

@@ -30,8 +30,10 @@ def foretell_calibration(source: ScoreSource, samples: Sequence[Sequence[int]], 
         chunk_s = time.perf_counter() - begin_s
     _log.warning(
         "the calibration takes about %s: %s tokens, of which this machine reads %.0f a second",
-        in_words(chunks * chunk_s), f"{chunks * chunk_tokens:,}", chunk_tokens / chunk_s,
-    )  # fmt: skip
+        in_words(chunks * chunk_s),
+        f"{chunks * chunk_tokens:,}",
+        chunk_tokens / chunk_s,
+    )
 
 
 def in_words(seconds: float) -> str:
@@ -39,9 +41,7 @@ def in_words(seconds: float) -> str:
     return f"{max(5, 5 * round(seconds / 5))} s" if seconds < 90 else f"{round(seconds / 60)} minutes"
 
 
-def announce(
-    config: EngineConfig, scope: Scope, loaded: LoadedModel, admission: Admission, host_pages: int
-) -> None:  # fmt: skip
+def announce(config: EngineConfig, scope: Scope, loaded: LoadedModel, admission: Admission, host_pages: int) -> None:
     """Say how many tokens fit, and how many would without compression."""
     default = admission.retentions[0]
     compressed = default.layout.tokens_in(admission.total_pages)
@@ -51,12 +51,24 @@ def announce(
     _log.info(
         "%s on %s, %s; KV cache in %s, %.2f GiB = %d pages; %s tokens fit at kv_retention %s (%s), %s would without "
         "compression; max_model_len %d, chunk %d tokens",
-        config.model, loaded.device, str(loaded.dtype).removeprefix("torch."),
-        admission.cache_dtype, admission.total_pages * page_gib, admission.total_pages, f"{compressed:,}",
-        default.kv_retention, method, f"{uncompressed:,}", admission.max_model_len, default.layout.chunk_tokens,
-    )  # fmt: skip
+        config.model,
+        loaded.device,
+        str(loaded.dtype).removeprefix("torch."),
+        admission.cache_dtype,
+        admission.total_pages * page_gib,
+        admission.total_pages,
+        f"{compressed:,}",
+        default.kv_retention,
+        method,
+        f"{uncompressed:,}",
+        admission.max_model_len,
+        default.layout.chunk_tokens,
+    )
     if host_pages:
         _log.info(
             "host memory behind it: %.2f GiB = %d pages; %s more tokens fit there at kv_retention %s",
-            host_pages * page_gib, host_pages, f"{default.layout.tokens_in(host_pages):,}", default.kv_retention,
-        )  # fmt: skip
+            host_pages * page_gib,
+            host_pages,
+            f"{default.layout.tokens_in(host_pages):,}",
+            default.kv_retention,
+        )

@@ -138,18 +138,30 @@ MIB = 2**20
 @pytest.mark.parametrize(
     ("usage", "retention", "told"),
     [
-        (Usage(100, 20, 0, 72 * MIB // 10, 66 * MIB // 10), 0.5,
-         "KV 7.2 MiB, nothing to compress yet (below one chunk of 512 tokens)"),
+        (
+            Usage(100, 20, 0, 72 * MIB // 10, 66 * MIB // 10),
+            0.5,
+            "KV 7.2 MiB, nothing to compress yet (below one chunk of 512 tokens)",
+        ),
         (Usage(100, 20, 0, 72 * MIB // 10, 66 * MIB // 10), 1.0, "KV 7.2 MiB, ρ 1.0 drops nothing"),
         (Usage(512, 1, 0, 5 * MIB, 10 * MIB), 0.5, "KV 5.0 MiB, 50% of uncompressed (ρ 0.5)"),
-        (Usage(600, 9, 0, 7 * MIB, 10 * MIB), 0.5,
-         "KV 7.0 MiB, 70% of uncompressed (ρ 0.5, the newest 96 tokens are whole)"),
-        (Usage(600, 425, 0, 9 * MIB, 12 * MIB), 0.5,
-         "KV 9.0 MiB, 75% of uncompressed (ρ 0.5, the newest 512 tokens are whole)"),
-        (Usage(600, 9, 0, 11 * MIB, 10 * MIB), 0.99,
-         "KV 11.0 MiB, no less than uncompressed (ρ 0.99, the newest 96 tokens are whole)"),
+        (
+            Usage(600, 9, 0, 7 * MIB, 10 * MIB),
+            0.5,
+            "KV 7.0 MiB, 70% of uncompressed (ρ 0.5, the newest 96 tokens are whole)",
+        ),
+        (
+            Usage(600, 425, 0, 9 * MIB, 12 * MIB),
+            0.5,
+            "KV 9.0 MiB, 75% of uncompressed (ρ 0.5, the newest 512 tokens are whole)",
+        ),
+        (
+            Usage(600, 9, 0, 11 * MIB, 10 * MIB),
+            0.99,
+            "KV 11.0 MiB, no less than uncompressed (ρ 0.99, the newest 96 tokens are whole)",
+        ),
     ],
-)  # fmt: skip
+)
 def test_memory_is_never_more_than_all_of_it(usage: Usage, retention: float, told: str) -> None:
     assert memory_told(usage, retention, 512) == told
 

@@ -21,10 +21,17 @@ from .tiny import numbers, run_tiny_server, tiny_folder
 def test_two_readings_make_a_line() -> None:
     before = FakeEngine().stats()
     now = replace(
-        before, running=3, waiting=1, steps=before.steps + 9, prompt_tokens=before.prompt_tokens + 400,
-        cached_tokens=before.cached_tokens + 100, generated_tokens=before.generated_tokens + 50,
-        computed_prompt_tokens=before.computed_prompt_tokens + 300, pages_held=250, pages_cached=20,
-    )  # fmt: skip
+        before,
+        running=3,
+        waiting=1,
+        steps=before.steps + 9,
+        prompt_tokens=before.prompt_tokens + 400,
+        cached_tokens=before.cached_tokens + 100,
+        generated_tokens=before.generated_tokens + 50,
+        computed_prompt_tokens=before.computed_prompt_tokens + 300,
+        pages_held=250,
+        pages_cached=20,
+    )
     told = Activity.between(before, now, 10.0)
     assert str(told) == (
         "running 3, waiting 1 · prompt 30.0 and generated 5.0 tokens/s · KV pages 25.0% held, 2.0% cached"

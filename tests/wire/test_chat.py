@@ -114,9 +114,14 @@ def test_somebody_talks_stops_an_answer_and_ends(tmp_path: Path) -> None:
 
 def piped(*command: str, given: bytes) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(
-        [sys.executable, "-m", "tangram", *command], cwd=ROOT, input=given, capture_output=True, timeout=START_S,
-        env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False,
-    )  # fmt: skip
+        [sys.executable, "-m", "tangram", *command],
+        cwd=ROOT,
+        input=given,
+        capture_output=True,
+        timeout=START_S,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        check=False,
+    )
 
 
 def test_a_conversation_in_a_pipe() -> None:

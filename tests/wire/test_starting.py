@@ -88,16 +88,22 @@ def test_a_first_start_says_what_it_does_and_ends_with_a_request_that_works(tmp_
             said.append(line.rstrip("\n"))
             if line.startswith("curl "):
                 break
-        told = [part for part in (
-            f"INFO listening at {url}; loading PyTorch",
-            "no profile for",
-            "the calibration takes about 5 s:",
-            "tokens fit",
-            "INFO ready after",
-        ) if not any(part in line for line in said)]  # fmt: skip
+        told = [
+            part
+            for part in (
+                f"INFO listening at {url}; loading PyTorch",
+                "no profile for",
+                "the calibration takes about 5 s:",
+                "tokens fit",
+                "INFO ready after",
+            )
+            if not any(part in line for line in said)
+        ]
         assert not told, said
-        places = [next(at for at, line in enumerate(said) if part in line) for part in
-                  ("listening", "no profile", "the calibration takes", "tokens fit", "ready after")]  # fmt: skip
+        places = [
+            next(at for at, line in enumerate(said) if part in line)
+            for part in ("listening", "no profile", "the calibration takes", "tokens fit", "ready after")
+        ]
         assert places == sorted(places)
         _, address, *rest = shlex.split(said[-1])
         answer = httpx.post(address, content=rest[-1], headers={"Content-Type": "application/json"}, timeout=30)
