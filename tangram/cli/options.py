@@ -199,11 +199,6 @@ def served_name(config: EngineConfig) -> str:
     return named.name if path.is_dir() else named.stem
 
 
-def shown_share(held: int, uncompressed: int) -> str:
-    """What a sequence holds of what it would hold uncompressed, both in bytes."""
-    return f"{held / 2**20:.1f} MiB of {uncompressed / 2**20:.1f} uncompressed"
-
-
 def exit_code(error: TangramError) -> int:
     """1 where starting again may help, 2 where it does not."""
     return 1 if isinstance(error, EngineError) else 2

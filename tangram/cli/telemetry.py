@@ -17,6 +17,7 @@ from tangram.errors import TangramError
 
 # Conversion and weight loading have progress bars of their own; requests are in the metrics, and in the log as JSON.
 _QUIET = ("httpx", "transformers", "uvicorn.access")
+_PLAIN = "%(asctime)s %(levelname)s %(message)s"
 _log = logging.getLogger("tangram")
 
 
@@ -57,14 +58,36 @@ OverflowEvery = Annotated[
 ]
 
 
+def _text_handler() -> logging.Handler:
+    """Writes to standard error: in columns in a terminal, else a line each."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        handler: logging.Handler = RichHandler(console=console, show_path=False)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+    else:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter(_PLAIN, "%Y-%m-%d %H:%M:%S"))
+    return handler
+
+
+@contextmanager
+def warnings_as_text() -> Iterator[None]:
+    """Inside, what is logged from WARNING on goes to standard error."""
+    handler = _text_handler()
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+
+
 @contextmanager
 def logging_as(form: LogForm) -> Iterator[None]:
     """Log in this form while inside. An error that ends the command is a line of the log where that is JSON."""
     for name in _QUIET:
         logging.getLogger(name).setLevel(logging.WARNING)
     if form is LogForm.text:
-        handler = RichHandler(console=Console(stderr=True), show_path=False)
-        logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler], force=True)
+        logging.basicConfig(level=logging.INFO, handlers=[_text_handler()], force=True)
         logging.getLogger("tangram.requests").setLevel(logging.WARNING)
         yield
         return
