@@ -75,7 +75,7 @@ class Budgets:
         if self.samples is not None:
             return {"calibration_samples": self.samples}
         profile = self._served(method)
-        return {"calibration_samples": profile.calibration.samples, "profile": profile.fingerprint}
+        return {"calibration_samples": profile.calibration.samples, "profile": profile.fingerprint()}
 
     def _served(self, method: Method) -> Profile:
         """What a server would take, which is also kept for it if it must be measured first."""

@@ -47,14 +47,13 @@ def test_it_asks_what_a_server_of_the_model_would_answer(monkeypatch: pytest.Mon
         seen.extend(plans)
         raise ConfigError("seen")
 
-    monkeypatch.setenv("TANGRAM_CACHE", str(tmp_path))
     monkeypatch.setattr("tangram.evaluate.pace.minutes", before)
     assert "seen" in CLI.invoke(app, ["eval", "--quick", "-o", str(tmp_path / "r.json")]).output
     static = [plan for plan in seen if plan.method.name == "static"]
     assert {plan.method.scorer for plan in static} == {"fastkvzip"}
     for plan in static:
         name = f"smollm2.fastkvzip.model.c512.r{plan.method.kv_retention:g}.json"
-        assert plan.basis["profile"] == Profile.load(shipped_profiles() / name).fingerprint
+        assert plan.basis["profile"] == Profile.load(shipped_profiles() / name).fingerprint()
     assert [plan.questions for plan in seen] == [16, 5] * 3
 
 
@@ -75,7 +74,7 @@ def test_it_says_how_long_beforehand_and_what_it_costs_at_the_end(
     assert [cell.method.name for cell in cells] == ["full", "full", "static", "static"]
     # What it had to calibrate is what a first start would have, and is kept for it.
     (profile,) = (tmp_path / "cache" / "profiles").iterdir()
-    assert cells[-1].basis["profile"] == Profile.load(profile).fingerprint
+    assert cells[-1].basis["profile"] == Profile.load(profile).fingerprint()
     monkeypatch.setattr("tangram.engine.setup.calibrate_model", None)
     LLM(str(model), load_format="dummy", kv_cache_gib=0.1, kv_retention=EngineConfig.kv_retention)
 
