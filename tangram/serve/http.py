@@ -204,7 +204,6 @@ def serve_forever(
     protection: Protection | None = None,
     limits: Limits | None = None,
     telemetry: Telemetry | None = None,
-    let_unknown_by: bool = False,
     shutdown_grace_s: float = 5.0,
 ) -> None:
     """`serve_on` a new listener at `host`:`port`, with an application of the other options."""
@@ -215,7 +214,6 @@ def serve_forever(
         protection=protection,
         limits=limits,
         telemetry=telemetry,
-        let_unknown_by=let_unknown_by,
     )
     serve_on(listener, engine, app, shutdown_grace_s=shutdown_grace_s)
 

@@ -179,8 +179,8 @@ def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
         (["--batch", "in.jsonl", "-o", "absent/out.jsonl"], "no folder"),
         (["--batch", "in.jsonl", "-o", "out.jsonl", "-p", "text"], "prompt is 'text'"),
         (["--batch", "in.jsonl", "-o", "out.jsonl", "--temperature", "0"], "temperature is 0.0"),
-        (["-o", "out.jsonl"], "for the answers to --batch"),
-        (["-p", "text", "-o", "out.jsonl"], "for the answers to --batch"),
+        (["-o", "out.jsonl"], "prompt is not set"),
+        (["-p", "text", "-o", "out.jsonl"], "output is without batch"),
     ],
 )
 def test_options_that_do_not_go_together(
