@@ -83,7 +83,7 @@ SHORT = {
     86: Variant(256, family="windows and softcap", group=2),
     89: Variant(128, "float16", fp8=True, group=1),
     90: Variant(64, family="windows and sinks", group=8),
-    100: Variant(128, group=7),
+    100: Variant(64, group=7),
     120: Variant(128, "float16", group=3),
 }
 LONG = [
