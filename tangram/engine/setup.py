@@ -30,6 +30,7 @@ from tangram.engine.scheduler import Scheduler
 from tangram.errors import ConfigError, ProfileError
 from tangram.kernels.dispatch import pool_kernels
 from tangram.kernels.step import KernelChoice
+from tangram.kernels.threads import use_threads
 from tangram.model.compiled import compile_layers
 from tangram.model.fused import join_projections
 from tangram.model.load import LoadedModel, cache_folder, load_model
@@ -65,6 +66,7 @@ def parts_of(
     config: EngineConfig, loaded: LoadedModel, kernels: KernelChoice | None = None
 ) -> tuple[Admission, Scheduler, Runner]:
     """What an engine is made of: who may come in, who runs next, and what computes it. As for `engine_of`."""
+    use_threads(config.threads)
     limit = loaded.geometry.max_positions
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(f"max_model_len is {config.max_model_len}, the model was made for at most {limit} positions")
@@ -149,6 +151,7 @@ def calibrate_model(
 
     `observe` is handed each text's shares, as in `tangram.calibrate.calibrate`.
     """
+    use_threads(config.threads)
     scorer.check_model(loaded.fingerprint)
     samples = [loaded.tokenizer.encode(text) for text in texts]
     return calibrate(
