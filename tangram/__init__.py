@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 from tangram.compress.profile import Profile
 from tangram.errors import ConfigError, IntegrityError, ModelError, ProfileError, RequestError, TangramError
 from tangram.types import SamplingParams
+from tangram.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from tangram.engine.llm import LLM, CompletionOutput, RequestOutput
-
-__version__ = "0.1.0"
 
 __all__ = [
     "LLM",

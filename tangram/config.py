@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from tangram.errors import ConfigError
+
+
+def cache_folder() -> Path:
+    """Where converted weights and calibrated profiles are kept: $TANGRAM_CACHE, else the user's cache folder."""
+    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(os.environ.get("TANGRAM_CACHE") or Path(home) / "tangram")
 
 
 @dataclass(frozen=True)

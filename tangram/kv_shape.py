@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from tangram.config_json import ModelConfig, presets, read_config
 from tangram.errors import ConfigError
 
-# What published config.json files of these families leave to Transformers' defaults.
-_FAMILY_DEFAULTS: dict[str, dict[str, int]] = {
-    "gemma2": {"head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 2},
-    "gemma3_text": {
-        "head_dim": 256,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "sliding_window": 4096,
-        "sliding_window_pattern": 6,
-    },
-}
+__all__ = ["KVShape", "presets", "read_shape"]
+_WHAT = "the size of the KV cache"
+
 # Fields of models whose layers do not all keep keys and values of their own: their size would come out wrong.
 _FOREIGN_FIELDS = (
     "num_kv_shared_layers",
@@ -61,90 +52,46 @@ class KVShape:
         return sum(min(context_tokens, window) for window in self.windows if window is not None)
 
 
-def presets() -> dict[str, str]:
-    """The names of the presets and the model each was read from."""
-    return {name: str(entry["source"]) for name, entry in _read_presets().items()}
-
-
-def read_shape(model: str | Path | Mapping[str, Any]) -> KVShape:
-    """What a model stores per token, from a preset's name, a folder, a config.json or its content."""
-    name, config = _read_config(model)
-    text = config.get("text_config", config)
-    text = {**_FAMILY_DEFAULTS.get(text.get("model_type", ""), {}), **text}
+def read_shape(model: str | Path | Mapping[str, Any] | ModelConfig) -> KVShape:
+    """What a model stores per token, of a `ModelConfig` or of whatever `read_config` takes."""
+    config = model if isinstance(model, ModelConfig) else read_config(model)
     for field in _FOREIGN_FIELDS:
-        if text.get(field):
-            raise ConfigError(f"{name}: {field} is {text[field]!r}: not every layer has a KV cache of its own")
-    latent = _given(text, "kv_lora_rank")
-    kv_heads, head_dim = _latent_heads(name, text) if latent else _heads(name, text)
-    windows = tuple(_window(name, text, layer) for layer in range(_field(name, text, "num_hidden_layers")))
-    return KVShape(name, kv_heads, head_dim, latent, windows)
+        if value := config.content.get(field):
+            raise ConfigError(f"{config.name}: {field} is {value!r}: not every layer has a KV cache of its own")
+    latent = config.given("kv_lora_rank")
+    kv_heads, head_dim = _latent_heads(config) if latent else _heads(config)
+    windows = tuple(_window(config, layer) for layer in range(config.count("num_hidden_layers", _WHAT)))
+    return KVShape(config.name, kv_heads, head_dim, latent, windows)
 
 
-def _heads(name: str, config: Mapping[str, Any]) -> tuple[int, int]:
+def _heads(config: ModelConfig) -> tuple[int, int]:
     """KV heads and head dim, with the defaults that all Transformers models share."""
-    query_heads = _field(name, config, "num_attention_heads")
-    kv_heads = _field(name, config, "num_key_value_heads") if _given(config, "num_key_value_heads") else query_heads
-    if _given(config, "head_dim"):
-        return kv_heads, _field(name, config, "head_dim")
-    return kv_heads, _field(name, config, "hidden_size") // query_heads
+    query_heads = config.count("num_attention_heads", _WHAT)
+    kv_heads = config.count("num_key_value_heads", _WHAT) if config.given("num_key_value_heads") else query_heads
+    if config.given("head_dim"):
+        return kv_heads, config.count("head_dim", _WHAT)
+    return kv_heads, config.count("hidden_size", _WHAT) // query_heads
 
 
-def _latent_heads(name: str, config: Mapping[str, Any]) -> tuple[int, int]:
-    return 1, _field(name, config, "kv_lora_rank") + _field(name, config, "qk_rope_head_dim")
+def _latent_heads(config: ModelConfig) -> tuple[int, int]:
+    return 1, config.count("kv_lora_rank", _WHAT) + config.count("qk_rope_head_dim", _WHAT)
 
 
-def _read_presets() -> dict[str, dict[str, Any]]:
-    content: dict[str, dict[str, Any]] = json.loads(files("tangram").joinpath("size_presets.json").read_text("utf-8"))
-    return content
-
-
-def _read_config(model: str | Path | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """The model's name and the content of its config.json."""
-    if isinstance(model, Mapping):
-        return str(model.get("_name_or_path") or model.get("model_type") or "model"), model
-    known = _read_presets()
-    if str(model) in known:
-        return str(model), known[str(model)]["config"]
-    path = Path(model).expanduser()
-    path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
-        raise ConfigError(
-            f"model {str(model)!r} is neither a preset nor a folder with a config.json; presets: {', '.join(known)}"
-        )
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds a {type(content).__name__}, it must hold a JSON object")
-    return path.resolve().parent.name, content
-
-
-def _given(config: Mapping[str, Any], field: str) -> bool:
-    return config.get(field) is not None
-
-
-def _field(model: str, config: Mapping[str, Any], field: str) -> int:
-    value = config.get(field)
-    if value is None:
-        raise ConfigError(f"{model}: config.json has no {field}, the size of the KV cache depends on it")
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{model}: {field} is {value!r}, it must be a whole number of at least 1")
-    return value
-
-
-def _window(model: str, config: Mapping[str, Any], layer: int) -> int | None:
+def _window(config: ModelConfig, layer: int) -> int | None:
     """The sliding window of one layer, by the several ways in which configs say it; None = full attention."""
-    kinds = config.get("layer_types")
+    content = config.content
+    kinds = content.get("layer_types")
     if kinds is not None:
         if layer >= len(kinds) or kinds[layer] not in ("full_attention", "sliding_attention"):
             kind = kinds[layer] if layer < len(kinds) else "missing"
-            raise ConfigError(f"{model}: layer_types[{layer}] is {kind}, only full and sliding attention are known")
-        return None if kinds[layer] == "full_attention" else _field(model, config, "sliding_window")
-    if config.get("sliding_window") is None or config.get("use_sliding_window") is False:
+            raise ConfigError(
+                f"{config.name}: layer_types[{layer}] is {kind}, only full and sliding attention are known"
+            )
+        return None if kinds[layer] == "full_attention" else config.count("sliding_window", _WHAT)
+    if content.get("sliding_window") is None or content.get("use_sliding_window") is False:
         return None
-    if _given(config, "sliding_window_pattern") and (layer + 1) % _field(model, config, "sliding_window_pattern") == 0:
+    if config.given("sliding_window_pattern") and (layer + 1) % config.count("sliding_window_pattern", _WHAT) == 0:
         return None
-    if config.get("use_sliding_window") and layer < config.get("max_window_layers", 0):
+    if content.get("use_sliding_window") and layer < content.get("max_window_layers", 0):
         return None  # Qwen: the first layers keep full attention
-    return _field(model, config, "sliding_window")
+    return config.count("sliding_window", _WHAT)

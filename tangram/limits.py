@@ -20,6 +20,18 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_BIASES = 1024
 MAX_SALT_CHARACTERS = 1024  # they are hashed with every try to find room
 
+# What Transformers and the server hand to a chat template, and what templates call: no request may set these.
+TEMPLATE_NAMES = frozenset(
+    {
+        *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
+        *("chat_template", "conversation", "conversations", "compiled_template", "self"),
+        *("tokenize", "tokenizer_kwargs", "sanitize_control_tokens", "return_assistant_tokens_mask"),
+        *("padding", "truncation", "max_length", "return_tensors", "return_dict"),
+        *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
+        *("raise_exception", "strftime_now", "namespace", "dict", "range", "lipsum", "cycler", "joiner"),
+    }
+)
+
 
 @dataclass(frozen=True)
 class Bounds:

@@ -36,7 +36,8 @@ class EngineStats:
     `capacity_uncompressed_tokens` what it would hold at 1.0; `host_pages_used` of `host_pages_total` pages of host
     memory keep links of the prefix cache.
 
-    Counters since the start: the others. `cached_tokens` are prompt tokens that were served from the prefix cache;
+    Counters since the start: the others. `prompt_tokens` and `cached_tokens`, those of them that were served from the
+    prefix cache, count when a request is admitted, `computed_prompt_tokens` step by step, recomputed ones again;
     `restored_tokens` those of chunks that were copied back from host memory. `host_bytes_out` and `host_bytes_in` were
     copied there and back. `dropped_spans` are links (chunks, window parts) that host memory had to let go or found no
     room for; without any, all that are evicted. `step_s` are the seconds of the engine's steps, `device_s` those in
@@ -62,6 +63,7 @@ class EngineStats:
     kv_bytes_uncompressed: int
     prompt_tokens: int
     cached_tokens: int
+    computed_prompt_tokens: int
     generated_tokens: int
     preemptions: int
     steps: int

@@ -67,6 +67,9 @@ _SENTENCES = (
 )
 
 
+QUICK_SAMPLES = 8  # enough for a usable ranking of heads at a first start; `tangram calibrate` takes 50
+
+
 def pilot_texts(count: int = 50, seed: int = 0, *, min_characters: int = 8_000) -> list[str]:
     """`count` texts of mixed kinds, each `min_characters` to about 1.5 times that long.
 

@@ -1,4 +1,5 @@
-"""The exact size of a KV cache, for any model whose config.json is at hand, and what ρ, pages and FP8 make of it.
+"""The exact size of a KV cache, for any model whose config.json can be had, what ρ, pages and FP8 make of it, and how
+many such caches fit beside the weights.
 
 A layer of grouped-query attention stores 2 · H · D elements a token (keys and values); a layer of multi-head latent
 attention stores one latent vector and one rotary key (DeepSeek-V2, section 2.1); a sliding-window layer holds at most
@@ -16,9 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tangram.cache.layout import Layout, adjacent_groups
+from tangram.config_json import ModelConfig
 from tangram.errors import ConfigError
 from tangram.kv_shape import KVShape, read_shape
 from tangram.types import Geometry
+from tangram.weights import Weights
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -122,7 +125,7 @@ class KVSize:
 
 
 def kv_size(
-    model: str | Path | Mapping[str, Any],
+    model: str | Path | Mapping[str, Any] | ModelConfig,
     context_tokens: int,
     *,
     dtype: Dtype = "bf16",
@@ -131,7 +134,7 @@ def kv_size(
     heads_per_page: int = 4,
     chunk_tokens: int = 512,
 ) -> KVSize:
-    """The size of one sequence. `model` is a preset's name, a folder with a config.json, such a file, or its content.
+    """The size of one sequence. `model` is whatever `read_config` takes, or what that gives.
 
     Raises `ConfigError` for an unknown model, a missing config field, an option out of range, and ρ < 1 for MLA.
     """
@@ -148,13 +151,47 @@ def kv_size(
     return KVSize(shape, context_tokens, dtype, retention, page_tokens, heads_per_page, chunk_tokens)
 
 
-def render(size: KVSize, memory_gib: float | None = None) -> Table:
-    """A table for the terminal; with `memory_gib` it also says how many such sequences fit."""
+@dataclass(frozen=True)
+class Fit:
+    """How many sequences of one size find room in so much memory beside the weights; what steps take is left out."""
+
+    size: KVSize
+    weights: Weights
+    memory_gib: float
+
+    @property
+    def cache_gib(self) -> float:
+        """What the weights leave; negative if they do not find room themselves."""
+        return self.memory_gib - self.weights.bytes / _GIB
+
+    @property
+    def sequences(self) -> int:
+        """How many sequences, sharing nothing, the rest can take to their end."""
+        return self.size.how_many_fit(self.cache_gib) if self.cache_gib > 0 else 0
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of those sequences."""
+        return self.sequences * self.size.context_tokens
+
+
+def fit(size: KVSize, weights: Weights, memory_gib: float) -> Fit:
+    """Raises `ConfigError` unless the memory is positive."""
+    if not (math.isfinite(memory_gib) and memory_gib > 0):
+        raise ConfigError(f"memory_gib is {memory_gib}, it must be positive")
+    return Fit(size, weights, memory_gib)
+
+
+def render(size: KVSize, memory_gib: float | None = None, weights: Weights | None = None) -> Table:
+    """A table for the terminal; with `memory_gib` it also says how many such sequences fit, `weights` taken off."""
     from rich.table import Table
 
     table = Table(title=f"KV cache of {size.shape.model}, {size.context_tokens:,} tokens, {size.dtype}")
     table.add_column("what")
     table.add_column("size", justify="right")
+    if weights is not None:
+        said = f"weights, {_billions(weights.parameters)} parameters in {weights.dtype} ({weights.source})"
+        table.add_row(said, _gib(weights.bytes))
     table.add_row("per token", f"{size.bytes_per_token:,} bytes")
     table.add_row("nothing dropped", _gib(size.uncompressed_bytes))
     if size.retention < 1:
@@ -163,9 +200,41 @@ def render(size: KVSize, memory_gib: float | None = None) -> Table:
         table.add_row("the same in FP8", _gib(size.fp8_bytes))
     if size.pages is not None and size.page_bytes is not None:
         table.add_row(f"pages of {size.page_bytes:,} bytes", f"{size.pages:,} = {_gib(size.pages * size.page_bytes)}")
-    if memory_gib is not None:
+    if memory_gib is not None and weights is None:
         table.add_row(f"sequences that fit into {memory_gib:g} GiB", f"{size.how_many_fit(memory_gib):,}")
+    elif memory_gib is not None and weights is not None:
+        found = fit(size, weights, memory_gib)
+        table.add_row(f"left of {memory_gib:g} GiB beside the weights", f"{max(0.0, found.cache_gib):,.2f} GiB")
+        table.add_row("sequences of this length that fit there", f"{found.sequences:,}")
+        table.add_row("their tokens", f"{found.tokens:,}")
     return table
+
+
+def as_json(size: KVSize, weights: Weights | None, memory_gib: float | None) -> dict[str, Any]:
+    """The same figures as a JSON object; null where there is none."""
+    found = None if memory_gib is None or weights is None else fit(size, weights, memory_gib)
+    return {
+        "model": size.shape.model,
+        "context_tokens": size.context_tokens,
+        "kv_cache_dtype": size.dtype,
+        "kv_retention": size.retention,
+        "parameters": None if weights is None else weights.parameters,
+        "weights_dtype": None if weights is None else weights.dtype,
+        "weights_source": None if weights is None else weights.source,
+        "weights_bytes": None if weights is None else weights.bytes,
+        "bytes_per_token": size.bytes_per_token,
+        "uncompressed_bytes": size.uncompressed_bytes,
+        "kept_bytes": size.compressed_bytes,
+        "page_bytes": size.page_bytes,
+        "pages": size.pages,
+        "memory_gib": memory_gib,
+        "sequences": None if found is None else found.sequences,
+        "tokens": None if found is None else found.tokens,
+    }
+
+
+def _billions(parameters: int) -> str:
+    return f"{parameters / 1e9:,.2f} B" if parameters >= 1e9 else f"{parameters / 1e6:,.0f} M"
 
 
 def _gib(size_bytes: int) -> str:

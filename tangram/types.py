@@ -7,7 +7,7 @@ Shape letters used everywhere: `L` layers · `H` KV heads of a layer · `Q` quer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Protocol
@@ -155,23 +155,61 @@ class Grammar(Protocol):
         """A completion that has no token yet."""
 
 
+class CallStyle(StrEnum):
+    """How what stands between the marks of a call is written."""
+
+    OBJECT = "one JSON object of name and arguments"
+    LIST = "a JSON list of such objects"
+    NAMED = "the name, a mark, a JSON object of the arguments"
+    TAGGED = "a tag for the function, in it a tag for each argument"
+    CHANNEL = "a message to the function: its name in the head, a JSON object as its text"
+
+
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a model writes the call of a tool: `begin`, a JSON object of its "name" and its `arguments`, `end`.
+    """How a model writes the call of a tool: `begin`, the call in its `style`, `end`.
 
-    Where `begin` is empty the whole answer is one call; else there may be text before it, and more calls behind it.
+    `arguments` is what comes before the arguments: their name in an object, a mark in other styles.
+    Where `begin` is empty the answer is calls only; else text may come before it, and more calls
+    after it. Where `end` is empty a call ends where the next begins, or the answer ends.
     """
 
     begin: str
     end: str
     arguments: str
+    style: CallStyle = CallStyle.OBJECT
+
+
+@dataclass(frozen=True)
+class ThinkingFormat:
+    """How a model marks what it thinks before it answers: `begin`, the thought, `end`.
+
+    With `channels` (Harmony) all it writes is messages, and those between these marks are thoughts.
+    """
+
+    begin: str
+    end: str
+    channels: bool = False
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Control tokens that stand in the text of an answer by their names: id to name.
+
+    What follows one of `heads`, up to the next of them all, is no text that is searched for stop
+    strings.
+    """
+
+    names: Mapping[int, str] = field(default_factory=dict)
+    heads: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
 class Request:
     """One request as the engine takes it: tokens in, events out through `on_event` (called on the engine's thread).
 
-    With a `grammar` its completions are what that allows, up to where a limit cuts them.
+    With a `grammar` its completions are what that allows, up to where a limit cuts them. Of control
+    tokens only `marks` are in their text.
     """
 
     request_id: str
@@ -181,6 +219,7 @@ class Request:
     kv_retention: float | None = None  # None = the engine's default
     cache_salt: str = ""
     grammar: Grammar | None = None
+    marks: Marks = field(default_factory=Marks)
 
 
 class RowKind(Enum):

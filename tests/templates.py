@@ -58,3 +58,23 @@ XML = """{%- for tool in tools or [] %}{{ tool | tojson }}
 {%- for name, value in call.function.arguments.items() %}<parameter={{ name }}>{{ value }}</parameter>{% endfor %}
 </function>{% endfor %}
 {% endfor %}"""
+
+# The ends of Qwen3's and GPT-OSS's, whose requests may say how much is thought.
+QWEN3 = """{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and enable_thinking is false %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""
+
+GPT_OSS = """{%- macro build_system_message() %}
+{%- if reasoning_effort is not defined %}{%- set reasoning_effort = "medium" %}{%- endif %}
+{{- "Reasoning: " + reasoning_effort + "\\n\\n" }}{{- model_identity | default("") }}
+{%- endmacro %}
+{{- "<|im_start|>system\\n" }}{{- build_system_message() }}{{- "<|im_end|>" }}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{% generation %}{{ message.content }}{% endgeneration %}<|im_end|>
+{% endfor %}"""

@@ -27,7 +27,7 @@ from tangram.compress.profile import default_scope
 EMBEDDED = "smollm2"
 SLOW = ("kvzip",)  # a second pass over every chunk: a process for each ρ and chunk size
 SCORERS = ("kvzip", "keydiff", "fastkvzip", "expected_attention", "snapkv", "tova", "streaming_llm")
-ALL_RATIOS, TWO_RATIOS = "--retentions 0.7,0.5,0.3,0.25", "--retentions 0.5,0.3"
+ALL_RATIOS, TWO_RATIOS = "--kv-retention 0.7,0.5,0.3,0.25", "--kv-retention 0.5,0.3"
 CONTEXT = "--samples 52 --context-tokens 4096"
 # Every part has the same prompts, whose contexts end where one-shot's one chunk does.
 ASKED = f"--suites ruler,multiturn {CONTEXT} --align-tokens 4096"
@@ -39,7 +39,7 @@ PARTS: Mapping[str, str] = {
     "dynamic": f"{ASKED} {ALL_RATIOS} --methods dynamic",
     "base": f"{ASKED} {ALL_RATIOS} --methods static,uniform,one-shot",
     "full": f"{ASKED} --methods full",
-    "needles": f"{HIDDEN} --scopes model,layer --methods full,uniform,static,dynamic,one-shot",
+    "needles": f"{HIDDEN} --scope model,layer --methods full,uniform,static,dynamic,one-shot",
     # Equal shares of the whole context at once: what competing heads were published against.
     "needles-at-once": f"{HIDDEN} --methods uniform --chunk-tokens 4096",
     "alphas": f"{ASKED} {ALL_RATIOS} --methods static --alphas 1,2",
@@ -76,7 +76,7 @@ def tasks(scorers: Sequence[str], parts: Sequence[str], gate: Path | None, locom
 
 def _apart(options: Sequence[str]) -> Iterator[Task]:
     """A task for each combination of ρ and chunk size, named by it."""
-    places = [at + 1 for at, word in enumerate(options) if word in ("--retentions", "--chunk-tokens")]
+    places = [at + 1 for at, word in enumerate(options) if word in ("--kv-retention", "--chunk-tokens")]
     for values in product(*(options[place].split(",") for place in places)):
         own = list(options)
         for place, value in zip(places, values, strict=True):
@@ -88,8 +88,8 @@ def _scoring(part: str, scorer: str, gate: Path | None) -> list[str]:
     if part == "full":
         return []
     gates = ["--gate", str(gate)] if gate and scorer == "fastkvzip" else []
-    scopes = ["--scopes", "model" if default_scope(scorer) == "layer" else "layer"] if part == "scopes" else []
-    return ["--scorers", scorer, *gates, *scopes]
+    scopes = ["--scope", "model" if default_scope(scorer) == "layer" else "layer"] if part == "scopes" else []
+    return ["--scorer", scorer, *gates, *scopes]
 
 
 def measure(task: Task, options: argparse.Namespace) -> int:

@@ -27,6 +27,8 @@ LIMITS = {
     COMPLETIONS: ("max_tokens",),
     RESPONSES: ("max_output_tokens",),
 }
+# What only a chat template could read that is not the embedded model's.
+TOLD = ("chat_template_kwargs", "reasoning_effort", "verbosity")
 Fields = dict[str, Any]
 
 
@@ -78,12 +80,13 @@ def fitting(path: str, body: Fields) -> Fields:
         if body.get("top_logprobs") is not None:
             changed["logprobs"] = True
         changed |= dict.fromkeys(("max_tokens", "tools", "tool_choice", "parallel_tool_calls"))
+        changed |= dict.fromkeys(TOLD)
     if path == COMPLETIONS:
         changed["prompt"] = _prompt(body["prompt"])
         if body.get("logprobs") is not None:
             changed["echo"] = False
     if path == "/tokenize":
-        changed |= {"add_special_tokens": None}
+        changed |= {"add_special_tokens": None, "chat_template_kwargs": None}
         changed |= {"prompt": None} if body.get("messages") else {"messages": None, "prompt": body.get("prompt") or "a"}
     if path == "/detokenize":
         changed["tokens"] = _tokens(body["tokens"])

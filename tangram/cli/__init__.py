@@ -1,21 +1,46 @@
-"""The `tangram` command: serve, chat, generate, calibrate, eval, size, bench. A file each."""
+"""Tangram serves language models with a KV cache compressed head by head and reused between turns."""
 
 from __future__ import annotations
+
+from typing import Annotated
 
 import typer
 
 from tangram.cli import ablation, bench, calibrate, chat, evaluate, generate, serve, serving, size
+from tangram.cli.command import Command, Group, renamed
+from tangram.version import __version__
 
-app = typer.Typer(help=__doc__, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
-serving.commands.command()(ablation.ablation)
+app = typer.Typer(
+    cls=Group,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},  # of the commands below, too
+)
+ablation_settings = renamed(batch="batch-requests")
+serving.commands.command(cls=Command, context_settings=ablation_settings)(ablation.ablation)
 bench.commands.add_typer(serving.commands, name="serving")
-app.command()(serve.serve)
-app.command()(chat.chat)
-app.command()(generate.generate)
-app.command()(calibrate.calibrate)
-app.command("eval")(evaluate.evaluate)
-app.command()(size.size)
+app.command(cls=Command)(serve.serve)
+app.command(cls=Command)(chat.chat)
+app.command(cls=Command)(generate.generate)
+app.command(cls=Command, context_settings=renamed(samples="calibration-samples"))(calibrate.calibrate)
+app.command("eval", cls=Command, context_settings=evaluate.RENAMED)(evaluate.evaluate)
+app.command(cls=Command, context_settings=renamed(context="context-tokens"))(size.size)
 app.add_typer(bench.commands, name="bench")
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"tangram {__version__}")
+        raise typer.Exit
+
+
+@app.callback(help=__doc__)
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and exit")
+    ] = False,
+) -> None:
+    """What `tangram` knows before a command; the callback has answered by then."""
 
 
 def main() -> None:

@@ -24,14 +24,16 @@ if TYPE_CHECKING:
 
 Figures = Mapping[str, dict[str, Any]]  # by rung
 _out, _err = Console(), Console(stderr=True)
-_ALL = "full-kv,reservation,ragged-paging,clustering,aot,served,dynamic"
+_ALL = "full-kv, reservation, ragged-paging, clustering, aot, served, dynamic"
 
 
 @with_config
 def ablation(
     config: EngineConfig,
     rungs: Annotated[str, typer.Option(help="engines to compare, comma-separated")] = _ALL,
-    batch: Annotated[int, typer.Option(min=1, help="requests, all at once, whose prefill and decode are split")] = 8,
+    batch_requests: Annotated[
+        int, typer.Option(min=1, help="requests, all at once, whose prefill and decode are split")
+    ] = 8,
     requests: Annotated[int, typer.Option(min=1, help="requests at each rate")] = 32,
     input_tokens: Annotated[int, typer.Option(min=1, help="prompt tokens of each request")] = 4096,
     output_tokens: Annotated[int, typer.Option(min=2, help="tokens of each answer")] = 128,
@@ -53,14 +55,16 @@ def ablation(
     limits, figures = Limits(ttft_limit_s, tpot_limit_ms), dict[str, dict[str, Any]]()
     if plot is not None and find_spec("matplotlib") is None:
         raise ConfigError(f"plot is {plot}, drawing needs matplotlib: pip install matplotlib")
-    load = f"{input_tokens} in, {output_tokens} out; batch of {batch}; {requests} at {rates} requests/s"
+    load = f"{input_tokens} in, {output_tokens} out; batch of {batch_requests}; {requests} at {rates} requests/s"
 
     def measure(rung: Rung, engine: Engine) -> None:
-        count, vocabulary = max(batch, requests), engine.geometry.vocab_size
+        count, vocabulary = max(batch_requests, requests), engine.geometry.vocab_size
         asks = alike(count, input_tokens, output_tokens, shared_tokens=0, vocab_size=vocabulary)
         progress.update(task, description=f"{rung.title}: prefill and decode")
         found = figures[rung.name] = described(rung, engine) | {"rates": {}}
-        found["breakdown"] = {phase: asdict(split) for phase, split in breakdowns(engine, asks[:batch]).items()}
+        found["breakdown"] = {
+            phase: asdict(split) for phase, split in breakdowns(engine, asks[:batch_requests]).items()
+        }
         progress.advance(task)
         for rate in per_second:
             progress.update(task, description=f"{rung.title}: {rate:g} requests/s")

@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from tangram.cli.command import Command, Group
+from tangram.config import cache_folder
 from tangram.errors import ConfigError, TangramError
 from tangram.plan.policy import FLASHINFER, Policy, policy_name
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from tangram.tune.calibrate import Verdict
     from tangram.tune.suites import Named
 
-commands = typer.Typer(help=__doc__, no_args_is_help=True)
+commands = typer.Typer(cls=Group, help="Measure this machine.", no_args_is_help=True)
 _out, _err = Console(), Console(stderr=True)
 
 
@@ -48,22 +50,24 @@ def _exit_with_2(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-@commands.command("calibrate-policy")
+@commands.command("calibrate-policy", cls=Command)
 @_exit_with_2
 def calibrate_policy(
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="where the policy goes (JSON); kept for this GPU if not given")
+        Path | None,
+        typer.Option("--output", "-o", help="where the policy goes (JSON)", show_default="kept for this GPU"),
     ] = None,
     heads: Annotated[str, typer.Option(help="query/KV heads of a layer")] = "32/8",
     head_dim: Annotated[int, typer.Option(help="size of a head")] = 128,
     page_tokens: Annotated[int, typer.Option(help="tokens of a page")] = 16,
-    heads_per_page: Annotated[int | None, typer.Option(help="KV heads of a page; all of a layer if not given")] = None,
-    dtype: Annotated[HalfType, typer.Option(help="dtype of the cache")] = HalfType.bfloat16,
+    heads_per_page: Annotated[
+        int | None, typer.Option(help="KV heads that share a page table", show_default="all of a layer")
+    ] = None,
+    dtype: Annotated[HalfType, typer.Option(help="dtype of the KV cache")] = HalfType.bfloat16,
 ) -> None:
     """Time every decode schedule on this GPU and write down which suits which step. Takes a few minutes."""
     import torch
 
-    from tangram.model.load import cache_folder
     from tangram.tune.calibrate import calibrate_policy
     from tangram.tune.case import Geometry
     from tangram.tune.suites import calibration
@@ -80,7 +84,7 @@ def calibrate_policy(
     _err.print(f"{path}: {len(policy.schedules)} schedules on {len(policy.loads)} traces of {policy.device}")
 
 
-@commands.command("check-policy")
+@commands.command("check-policy", cls=Command)
 @_exit_with_2
 def check_policy(
     policy_file: Annotated[Path, typer.Argument(metavar="POLICY", help="what calibrate-policy wrote")],

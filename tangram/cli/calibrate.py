@@ -10,8 +10,9 @@ import typer
 from rich.console import Console
 
 from tangram.cli import calibration
+from tangram.cli.checks import check_start
 from tangram.cli.gate import refuse_with_gate, train_and_report
-from tangram.cli.options import calibration_config, changed, configured_by
+from tangram.cli.options import PilotSamples, calibration_config, changed, configured_by
 from tangram.compress.profile import Profile
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
@@ -23,7 +24,7 @@ _err = Console(stderr=True)
 def calibrate(
     config: EngineConfig,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="where the profile goes")] = None,
-    samples: Annotated[int | None, typer.Option(help="pilot samples; 50 if not given")] = None,
+    calibration_samples: PilotSamples = None,
     data: Annotated[Path | None, typer.Option(help="calibrate on these texts instead (.jsonl, or plain text)")] = None,
     import_from: Annotated[Path | None, typer.Option("--import", help="published budgets (.npz) to convert")] = None,
     train_gate: Annotated[
@@ -34,8 +35,10 @@ def calibrate(
     also_at: calibration.AlsoAt = None,
 ) -> None:
     """Measure how much each head of MODEL needs, and write the profile; or train a gate."""
-    _refuse_ignored(config, samples, data, import_from, train_gate)
-    samples = 50 if samples is None else samples
+    _refuse_ignored(config, calibration_samples, data, import_from, train_gate)
+    if import_from is None:
+        check_start(config)
+    samples = 50 if calibration_samples is None else calibration_samples
     if train_gate is not None:
         others = {"--output": output, "--import": import_from, "--plot": plot, "--report": report, "--also-at": also_at}
         refuse_with_gate(config, others)
@@ -49,6 +52,10 @@ def calibrate(
     stability = profile.calibration.rank_stability
     agreement = f", rank stability {stability.mean:.3f} (lowest {stability.min:.3f})" if stability else ""
     _err.print(f"{output}: realised retention {profile.realised_retention:.4f} of {profile.kv_retention}{agreement}")
+    for sentence in calibration.meaning(profile):
+        _err.print(sentence, highlight=False)
+    _err.print("Serve with it:", highlight=False)
+    _err.print(calibration.serve_line(config, output), highlight=False, soft_wrap=True)
 
 
 def _refuse_ignored(
@@ -57,12 +64,13 @@ def _refuse_ignored(
     """Raise `ConfigError` for what would not be looked at beside other options; `refuse_with_gate` knows more."""
     if samples is not None and data is not None:
         raise ConfigError(
-            f"samples is {samples} and data {str(data)!r}: give one of them, samples counts the built-in pilot texts"
+            f"calibration_samples is {samples} and data {str(data)!r}: give one of them, the first counts the built-in "
+            "pilot texts"
         )
     if data is not None and train_gate is None and config.seed != EngineConfig.seed:
         raise ConfigError(f"seed is {config.seed}, with --data there are no pilot texts to draw: leave it out")
     if import_from is not None and train_gate is None:
-        texts = {name: value for name, value in (("samples", samples), ("data", data)) if value is not None}
+        texts = {name: value for name, value in (("calibration_samples", samples), ("data", data)) if value is not None}
         for name, value in (texts | changed(config, "dtype", "load_format", "device", "seed")).items():
             raise ConfigError(f"{name} is {value}, with --import no text is read and no model loaded: leave it out")
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from tangram.cli.options import changed
 from tangram.cli.serving import keep, positive
 from tangram.compress.profile import Profile
 from tangram.config import EngineConfig
@@ -25,6 +26,39 @@ if TYPE_CHECKING:
 Plot = Annotated[Path | None, typer.Option(help="draw each head's shares and its budget here (PNG)")]
 ReportFile = Annotated[Path | None, typer.Option(help="write here what this calibration is worth (.json or .md)")]
 AlsoAt = Annotated[str | None, typer.Option(help="more kv-retentions, comma-separated, for --plot and --report")]
+
+
+# Above the first, kinds of text that were measured lose under a point more by each other's budgets
+# (docs/calibration.md); below the second, a mean ranks the heads of few texts.
+_ALIKE, _MIXED = 0.8, 0.5
+
+
+def meaning(profile: Profile) -> list[str]:
+    """What a profile's figures say, a sentence each."""
+    from tangram.calibrate.evidence import reserved
+
+    shares, stability = reserved(profile), profile.calibration.rank_stability
+    said = [
+        f"A sealed chunk keeps at most {profile.realised_retention:.1%} of its entries, "
+        f"the head that needs least {shares.min():.0%}, the one that needs most {shares.max():.0%}."
+    ]
+    if stability is None:
+        return [*said, "Whether texts agree on that is not known: it takes two that were measured."]
+    ranked = f"Texts rank the heads alike by {stability.mean:.2f} of 1, the least alike two by {stability.min:.2f}: "
+    if stability.mean >= _ALIKE:
+        return [*said, ranked + "the budgets serve texts that were not measured, too."]
+    if stability.mean >= _MIXED:
+        return [*said, ranked + "the budgets are a compromise. Calibrate on texts like yours (--data)."]
+    return [*said, ranked + "the budgets suit few of them. Calibrate on texts like yours (--data), and on more."]
+
+
+def serve_line(config: EngineConfig, profile: Path) -> str:
+    """The command that serves with what was calibrated."""
+    words = ["tangram", "serve", config.model, "--kv-retention", f"{config.kv_retention:g}", "--profile", str(profile)]
+    names = ("chunk_tokens", "page_tokens", "heads_per_page", "gate", "dtype", "load_format", "device")
+    for name, value in changed(config, *names).items():
+        words += [f"--{name.replace('_', '-')}", str(value)]
+    return shlex.join(words)
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import logging
+import sys
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from tangram.cli.options import shown_share, with_config
+from tangram.cli.answering import Answer, Interrupts, answered, memory_told, shown
+from tangram.cli.conversation import Conversation
+from tangram.cli.options import with_config
+from tangram.cli.telemetry import log_as_text
+from tangram.cli.terminal import entry, history, typed
 from tangram.config import EngineConfig
-from tangram.types import SamplingParams
+from tangram.errors import RequestError
+from tangram.types import FinishReason, Request, SamplingParams
 
-_out, _err = Console(), Console(stderr=True)
+if TYPE_CHECKING:
+    from tangram.engine.loop import Engine
+
+_PROMPT = "you  "
 
 
 @with_config
@@ -20,16 +31,116 @@ def chat(
     max_tokens: Annotated[int, typer.Option(help="most tokens of an answer")] = 512,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token")] = 0.0,
 ) -> None:
-    """Talk to MODEL in the terminal; an empty line ends the conversation."""
-    from tangram.engine.llm import LLM
+    """Talk to MODEL in the terminal. /help lists commands, Ctrl-C stops an answer, Ctrl-D ends."""
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+    log_as_text(logging.WARNING)
+    with history():
+        _grey(f"loading {config.model}")
+        from tangram.engine.setup import build_engine
 
-    llm = LLM.from_config(config)
-    messages: list[dict[str, str]] = []
-    while question := _out.input("[bold]you[/bold]  ").strip():
-        messages.append({"role": "user", "content": question})
-        output = llm.chat(messages, SamplingParams(max_tokens=max_tokens, temperature=temperature))[0]
-        answer = output.outputs[0].text
-        messages.append({"role": "assistant", "content": answer})
-        _out.print(answer, highlight=False, markup=False)
-        held = shown_share(output.kv_bytes, output.kv_bytes_uncompressed)
-        _err.print(f"[dim]{output.num_cached_tokens} tokens from the cache, KV {held}[/dim]")
+        talk = Talk(build_engine(config), sampling)
+        _grey("/help lists commands, Ctrl-C stops an answer, Ctrl-D ends")
+        talk.run()
+
+
+class Talk:
+    """Questions typed, answers shown, one after the other."""
+
+    def __init__(self, engine: Engine, sampling: SamplingParams) -> None:
+        self._engine, self._sampling = engine, sampling
+        most = engine.max_model_len
+        self._conversation = Conversation(
+            count=lambda text: len(engine.codec.encode(text)),
+            check=self._check_retention,
+            most_tokens=most,
+            most_bytes=most * engine.codec.longest_token_bytes,
+            default_retention=1.0 if engine.layout.keeps_everything else engine.config.kv_retention,
+        )
+
+    def run(self) -> None:
+        """Until the input ends, or Ctrl-C comes twice with nothing typed between."""
+        interrupted = False
+        while True:
+            try:
+                line = entry(typed, _PROMPT)
+            except EOFError:
+                break
+            except KeyboardInterrupt:
+                if interrupted:
+                    break
+                interrupted = True
+                _grey("\nCtrl-C again ends, /help lists commands")
+                continue
+            try:
+                interrupted = self._turn(line)
+            except (EOFError, KeyboardInterrupt):
+                return
+        _grey("")
+
+    def _turn(self, line: str) -> bool:
+        """Do what an entry says. True if Ctrl-C stopped its answer."""
+        try:
+            told = self._conversation.command(line)
+            if told is not None:
+                _grey(told)
+            elif line:
+                return self._answer(line)
+            else:
+                _grey("Ctrl-D ends, /help lists commands")
+        except RequestError as error:
+            Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
+        return False
+
+    def _answer(self, question: str) -> bool:
+        talk, engine = self._conversation, self._engine
+        prompt = engine.codec.chat_prompt(talk.asked(question))
+        room = max(1, engine.max_model_len - len(prompt))
+        sampling = SamplingParams(
+            max_tokens=min(self._sampling.max_tokens or room, room), temperature=self._sampling.temperature
+        )
+        with Interrupts() as interrupts, ExitStack() as waiting:
+            console = Console(stderr=True)
+            if console.is_terminal:
+                waiting.enter_context(console.status(f"reading {len(prompt):,} tokens"))
+
+            def write(text: str) -> None:
+                waiting.close()
+                sys.stdout.write(shown(text))
+                sys.stdout.flush()
+
+            answer = answered(
+                engine, prompt, sampling, write,
+                kv_retention=talk.kv_retention, stopped=lambda: interrupts.noted,
+            )  # fmt: skip
+        if not answer.text:
+            _grey("stopped before the answer began: your question is not kept" if interrupts.noted else "no answer")
+            return interrupts.noted
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        talk.enter(question, answer.text)
+        self._tell(answer)
+        return interrupts.noted
+
+    def _tell(self, answer: Answer) -> None:
+        """The grey line below an answer."""
+        if answer.usage is None:
+            return
+        ends = {
+            FinishReason.ABORT: "stopped",
+            FinishReason.LENGTH: f"cut at {answer.usage.completion_tokens} tokens",
+        }
+        parts = [
+            *([ends[answer.reason]] if answer.reason in ends else []),
+            f"reused {answer.usage.cached_tokens:,} of {answer.usage.prompt_tokens:,} tokens",
+            answer.speed,
+            memory_told(answer.usage, self._conversation.retention, self._engine.config.chunk_tokens),
+        ]
+        _grey(" · ".join(parts))
+
+    def _check_retention(self, ratio: float) -> None:
+        least = SamplingParams(max_tokens=1)
+        self._engine.check(Request("", (0,), least, lambda event: None, ratio))
+
+
+def _grey(text: str) -> None:
+    Console(stderr=True).print(text, style="dim", highlight=False, markup=False, soft_wrap=True)

@@ -6,13 +6,39 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import typer
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from tangram.cli.checks import check_start
+from tangram.cli.command import renamed
+from tangram.cli.evaluate_options import (
+    Align,
+    AlignTokens,
+    Alphas,
+    CalibrationSamples,
+    Chunks,
+    Context,
+    Locomo,
+    Methods,
+    MostQuestions,
+    Plot,
+    Quick,
+    ReportFile,
+    ResultFile,
+    Retentions,
+    Samples,
+    Scopes,
+    Scorers,
+    Seed,
+    Sinks,
+    Suites,
+    Text,
+    Window,
+)
 from tangram.cli.options import (
     CacheDtype,
     CacheGib,
@@ -36,73 +62,83 @@ from tangram.config import EngineConfig
 from tangram.errors import ConfigError, TangramError
 
 if TYPE_CHECKING:
+    from tangram.evaluate.engines import ModelBench
     from tangram.evaluate.passages import RealText
     from tangram.evaluate.prompts import Questions
     from tangram.evaluate.results import AnyCell
+    from tangram.evaluate.run import Planned
 
 Number = TypeVar("Number", int, float)
 _out, _err = Console(), Console(stderr=True)
 
-Suites = Annotated[
-    str, typer.Option(help="ruler, multiturn, locomo, fidelity, or SUITE/TASK for one task; comma-separated")
-]
-Methods = Annotated[str, typer.Option(help="full, uniform, dynamic, static, one-shot; comma-separated")]
-Scorers = Annotated[str, typer.Option(help="what decides which entries stay; comma-separated")]
-Retentions = Annotated[str, typer.Option(help="fractions of KV entries kept, comma-separated")]
-Chunks = Annotated[str, typer.Option(help="tokens sealed in one piece, comma-separated")]
-Alphas = Annotated[str, typer.Option(help="α of static: budgets are mean + α · std; comma-separated")]
-Scopes = Annotated[
-    str | None, typer.Option(help="model, layer, or both: which heads compete; if not given, as each scorer is served")
-]
-Samples = Annotated[
-    int | None, typer.Option(min=1, help="contexts of each suite, among its tasks; 52, or what files given hold")
-]
-Context = Annotated[int, typer.Option(help="tokens of a context, chat template included")]
-MostQuestions = Annotated[int | None, typer.Option(help="most questions about a context; all if not given")]
-Locomo = Annotated[Path | None, typer.Option(help="LoCoMo's file, or a folder of such, for suite locomo")]
-Text = Annotated[Path | None, typer.Option(help="a text file for suite fidelity; without it Python's own sources")]
-Sinks = Annotated[int | None, typer.Option(min=0, help="first tokens of a sequence that static and uniform keep; 4")]
-Window = Annotated[int | None, typer.Option(min=0, help="last tokens of a chunk that static and uniform keep; C / 64")]
-Align = Annotated[bool, typer.Option(help="fill up contexts to whole chunks; without it the rest of each stays raw")]
-AlignTokens = Annotated[
-    int | None, typer.Option(min=1, help="fill up contexts to a multiple of this: so other grids ask the same")
-]
-PilotSamples = Annotated[int, typer.Option(help="pilot texts that static is calibrated on")]
-ResultFile = Annotated[
-    Path, typer.Option("--output", "-o", help="keep every reply here; what is there is not repeated")
-]
-ReportFile = Annotated[Path | None, typer.Option(help="write the tables here (Markdown)")]
-Plot = Annotated[Path | None, typer.Option(help="draw scores against ρ here (PNG)")]
-Seed = Annotated[int, typer.Option(help="seed of the samples")]
+RENAMED = renamed(scorers="scorer", retentions="kv-retention", scopes="scope")
+# What --quick settles by itself.
+_SETTLED = (
+    "suites", "methods", "samples", "context_tokens", "max_questions", "locomo", "text", "chunk_tokens", "alphas",
+    "scope", "sink_tokens", "window_tokens", "align", "align_tokens", "calibration_samples", "seed",
+)  # fmt: skip
 
 
 def evaluate(
-    model: Model = "smollm2", suites: Suites = "ruler,multiturn", methods: Methods = "full,uniform,dynamic,static",
-    scorers: Scorers = "keydiff", retentions: Retentions = "0.7,0.5,0.3", samples: Samples = None,
-    context_tokens: Context = 4096, max_questions: MostQuestions = None, locomo: Locomo = None,
-    text: Text = None, chunk_tokens: Chunks = "512", alphas: Alphas = f"{ALPHA:g}", scopes: Scopes = None,
-    sink_tokens: Sinks = None, window_tokens: Window = None, align: Align = True,
-    align_tokens: AlignTokens = None,
-    calibration_samples: PilotSamples = 50, output: ResultFile = Path("results.json"), report: ReportFile = None,
-    plot: Plot = None, page_tokens: Page = 16, heads_per_page: Heads = 4, gate: Gate = None,
-    kv_cache_gib: CacheGib = None, gpu_memory_utilization: Utilization = 0.9, max_num_seqs: MaxSeqs = 32,
-    max_num_batched_tokens: MaxBatched = 2048,
+    context: typer.Context,
+    model: Model = "smollm2",
+    quick: Quick = False,
+    suites: Suites = "ruler, multiturn",
+    methods: Methods = "full, uniform, dynamic, static",
+    samples: Samples = None,
+    context_tokens: Context = 4096,
+    max_questions: MostQuestions = None,
+    locomo: Locomo = None,
+    text: Text = None,
+    calibration_samples: CalibrationSamples = 50,
+    output: ResultFile = Path("results.json"),
+    report: ReportFile = None,
+    plot: Plot = None,
     dtype: Dtype = WeightType.auto,
-    kv_cache_dtype: CacheDtype = CacheType.auto, load_format: Weights = LoadFormat.auto, enforce_eager: Eager = False,
-    device: Device = "auto", seed: Seed = 0,
-) -> None:  # fmt: skip
+    load_format: Weights = LoadFormat.auto,
+    device: Device = "auto",
+    kv_cache_gib: CacheGib = None,
+    gpu_memory_utilization: Utilization = 0.9,
+    kv_cache_dtype: CacheDtype = CacheType.auto,
+    scorer: Scorers = None,
+    kv_retention: Retentions = None,
+    chunk_tokens: Chunks = "512",
+    alphas: Alphas = f"{ALPHA:g}",
+    scope: Scopes = None,
+    sink_tokens: Sinks = None,
+    window_tokens: Window = None,
+    gate: Gate = None,
+    max_num_seqs: MaxSeqs = 32,
+    max_num_batched_tokens: MaxBatched = 2048,
+    align: Align = True,
+    align_tokens: AlignTokens = None,
+    page_tokens: Page = 16,
+    heads_per_page: Heads = 4,
+    enforce_eager: Eager = False,
+    seed: Seed = 0,
+) -> None:
     """Ask MODEL the questions of suites under each way of keeping KV entries, and grade its replies."""
-    from tangram.evaluate.compare import compare
     from tangram.evaluate.methods import Grid
+    from tangram.evaluate.quick import NEEDLES, RETENTIONS, TEXT
 
     try:
-        grid = Grid(
-            cast(Any, _words(methods)), _words(scorers), _numbers("retentions", retentions, float),
-            _numbers("chunk_tokens", chunk_tokens, int), _numbers("alphas", alphas, float),
-            cast(Any, _words(scopes)) if scopes is not None else None,
-            SINK_TOKENS if sink_tokens is None else sink_tokens, window_tokens,
-        )  # fmt: skip
-        asked = _asked(suites, samples, context_tokens, seed, max_questions, {"locomo": locomo, "text": text})
+        scorers = None if scorer is None else _words(scorer)
+        retentions = None if kv_retention is None else _numbers("retentions", kv_retention, float)
+        asked: list[Questions | RealText]
+        if quick:
+            _refuse_settled(context)
+            grid, asked = (
+                Grid(["full", "static"], scorers, RETENTIONS if retentions is None else retentions),
+                [NEEDLES, TEXT],
+            )
+        else:
+            grid = Grid(
+                cast(Any, _words(methods)), scorers, (0.7, 0.5, 0.3) if retentions is None else retentions,
+                _numbers("chunk_tokens", chunk_tokens, int), _numbers("alphas", alphas, float),
+                cast(Any, _words(scope)) if scope is not None else None,
+                SINK_TOKENS if sink_tokens is None else sink_tokens, window_tokens,
+            )  # fmt: skip
+            asked = _asked(suites, samples, context_tokens, seed, max_questions, {"locomo": locomo, "text": text})
         base = EngineConfig(
             model=model, page_tokens=page_tokens, heads_per_page=heads_per_page, gate=gate, kv_cache_gib=kv_cache_gib,
             gpu_memory_utilization=gpu_memory_utilization, max_num_seqs=max_num_seqs,
@@ -111,16 +147,43 @@ def evaluate(
             device=device,
         )  # fmt: skip
         _check_files(report, plot)
+        check_start(base)
+        from tangram.evaluate.compare import compare
+
         command = shlex.join(["tangram", *sys.argv[1:]])
+        if quick:
+            _err.print(_QUICK.format(kept=", ".join(f"{value:g}" for value in grid.retentions)), highlight=False)
         with Bar() as bar:
             cells = compare(
-                base, grid, asked, align=align, calibration_samples=calibration_samples, output=output,
-                command=command, watch=bar, align_tokens=align_tokens,
+                base, grid, asked, align=align, calibration_samples=None if quick else calibration_samples,
+                output=output, command=command, watch=bar, align_tokens=align_tokens,
+                before=_say_how_long if quick else None,
             )  # fmt: skip
         _publish(cells, report, plot)
     except TangramError as error:
         _err.print(f"[red]error:[/red] {error}", highlight=False)
         raise typer.Exit(2) from error
+
+
+_QUICK = (
+    "16 questions about 8 contexts and 5 passages of real text, with everything kept and as served at ρ {kept}. "
+    "That takes about four minutes on two CPU cores with 135 M parameters; how long here is said when MODEL is loaded."
+)
+
+
+def _say_how_long(bench: ModelBench, plans: Sequence[Planned]) -> None:
+    from tangram.evaluate.pace import minutes
+
+    if plans:
+        _err.print(f"About {minutes(bench, plans):.1f} minutes from here.", highlight=False)
+
+
+def _refuse_settled(context: typer.Context) -> None:
+    """Raise `ConfigError` for an option that --quick would not look at."""
+    for name in _SETTLED:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise ConfigError(f"{name} is {context.params[name]}, with --quick that is settled: leave one of them out")
 
 
 def _asked(
@@ -193,9 +256,12 @@ def _publish(cells: Sequence[AnyCell], report: Path | None, plot: Path | None) -
     """The tables in the terminal, and in the files that were asked for."""
     from tangram.evaluate.plot import draw
     from tangram.evaluate.report import report as tables
+    from tangram.evaluate.verdict import verdict
 
     text = tables(cells)
     _out.print(Markdown(text))
+    for sentence in verdict(cells):
+        _out.print(sentence, highlight=False)
     if report is not None:
         report.write_text(text, encoding="utf-8")
     if plot is not None:

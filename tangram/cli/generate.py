@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from tangram.cli.answering import answered, memory_told, shown
 from tangram.cli.batch import answer_batch
-from tangram.cli.options import shown_share, with_config
+from tangram.cli.options import with_config
+from tangram.cli.telemetry import log_as_text
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
 from tangram.types import SamplingParams
 
-_out, _err = Console(), Console(stderr=True)
+_STANDARD_INPUT = "-"
 
 
 @with_config
 def generate(
     config: EngineConfig,
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="the text to complete")] = None,
+    prompt: Annotated[
+        str | None,
+        typer.Option("--prompt", "-p", help="the text to complete; - reads standard input, as does no text in a pipe"),
+    ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="most tokens to generate; 128 if not given")] = None,
     temperature: Annotated[
         float | None, typer.Option(help="0 takes the likeliest token, which is what happens if not given")
@@ -36,15 +43,43 @@ def generate(
     if batch is not None:
         answer_batch(config, batch, output, {"prompt": prompt, "max_tokens": max_tokens, "temperature": temperature})
         return
-    if prompt is None or output is not None:
-        raise ConfigError(
-            "prompt is not set or output is without batch: give -p TEXT, or --batch IN.jsonl -o OUT.jsonl"
-        )
-    from tangram.engine.llm import LLM
-
+    if output is not None:
+        raise ConfigError(f"output is {str(output)!r}, it is for the answers to --batch: leave it out, or give --batch")
+    text = _piped() if prompt == _STANDARD_INPUT or (prompt is None and not sys.stdin.isatty()) else prompt
+    if text is None:
+        raise ConfigError("prompt is not set: give -p TEXT, a text on standard input, or --batch IN.jsonl -o OUT.jsonl")
     sampling = SamplingParams(max_tokens=128 if max_tokens is None else max_tokens, temperature=temperature or 0.0)
-    answer = LLM.from_config(config).generate(prompt, sampling)[0]
-    _out.print(answer.outputs[0].text, highlight=False, markup=False)
-    _err.print(
-        f"{len(answer.prompt_token_ids)} prompt tokens, KV {shown_share(answer.kv_bytes, answer.kv_bytes_uncompressed)}"
-    )
+    log_as_text(logging.WARNING)
+    _complete(config, text, sampling)
+
+
+def _piped() -> str:
+    """Standard input without its last line break, which `echo` adds. Raises `ConfigError` if that is no text."""
+    try:
+        text = sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"prompt on standard input is no text in UTF-8: {error}") from error
+    text = text.removesuffix("\n").removesuffix("\r")
+    if not text:
+        raise ConfigError("prompt is not set and standard input is empty: give -p TEXT, or a text there")
+    return text
+
+
+def _complete(config: EngineConfig, text: str, sampling: SamplingParams) -> None:
+    """Write the completion of `text` to standard output as it comes, and what it took to standard error."""
+    from tangram.engine.setup import build_engine
+
+    engine = build_engine(config)
+    clean = shown if sys.stdout.isatty() else str
+
+    def write(piece: str) -> None:
+        sys.stdout.write(clean(piece))
+        sys.stdout.flush()
+
+    answer = answered(engine, engine.codec.encode(text), sampling, write)
+    write("\n")
+    if answer.usage is not None:
+        default = 1.0 if engine.layout.keeps_everything else config.kv_retention
+        told = memory_told(answer.usage, default, config.chunk_tokens)
+        line = f"{answer.usage.prompt_tokens} prompt tokens · {answer.speed} · {told}"
+        Console(stderr=True).print(line, style="dim", highlight=False, markup=False, soft_wrap=True)

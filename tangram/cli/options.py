@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from tangram.cli.checks import check_start
 from tangram.config import EngineConfig
 from tangram.errors import EngineError, TangramError
 
@@ -65,41 +66,79 @@ class SizeType(StrEnum):
     fp8 = "fp8"
 
 
-Model = Annotated[str, MODEL]
-Retention = Annotated[float, typer.Option("--kv-retention", help="fraction of KV entries kept; 1.0 keeps everything")]
-_STAYS = "what decides which entries stay (docs/scorers.md); if not given,"
-_SCORER = "fastkvzip where its gate is given or ships for these weights, or keydiff"
-_COMPETE = "heads compete within a layer or across the model; if not given,"
-_SCOPE = "model (tova: layer)"
-ScorerName = Annotated[str | None, typer.Option(help=f"{_STAYS} that of --profile, or {_SCORER}")]
-ScopeName = Annotated[Scope | None, typer.Option(help=f"{_COMPETE} as --profile says, or {_SCOPE}")]
-Chunk = Annotated[int, typer.Option(help="tokens that are computed and sealed in one piece")]
-Page = Annotated[int, typer.Option(help="tokens of a page")]
-Heads = Annotated[int, typer.Option(help="KV heads that share a page table")]
-Profiles = Annotated[list[str] | None, typer.Option("--profile", help="profile file; repeat for several kv-retentions")]
-Gate = Annotated[
-    str | None, typer.Option(help="gate file of the scorer fastkvzip; without it the one that ships for these weights")
-]
-DecodePolicy = Annotated[str | None, typer.Option(help="file of `tangram bench calibrate-policy`, for a GPU")]
-CacheGib = Annotated[float | None, typer.Option(help="memory for KV pages in GiB")]
-OffloadGib = Annotated[float, typer.Option(help="host memory for sealed chunks that KV pages are taken from, in GiB")]
-Utilization = Annotated[float, typer.Option(help="share of a GPU's memory to fill where --kv-cache-gib is not given")]
-MaxSeqs = Annotated[int, typer.Option(help="most sequences in one step")]
-MaxBatched = Annotated[int, typer.Option(help="most tokens in one step")]
-MaxLen = Annotated[int | None, typer.Option(help="most tokens, prompt and answer, of one sequence")]
-Patience = Annotated[int, typer.Option(help="a prompt lets others pass for that many times its own tokens; 0: none")]
-Prefix = Annotated[bool, typer.Option(help="reuse the KV state of prefixes seen before")]
-Batching = Annotated[Scheduling, typer.Option(help="continuous batching, or static batches for comparison")]
-Dtype = Annotated[WeightType, typer.Option(help="dtype of weights and KV cache")]
-CacheDtype = Annotated[CacheType, typer.Option(help="dtype of the KV cache: that of the weights, or FP8 (E4M3)")]
-Weights = Annotated[LoadFormat, typer.Option(help="dummy: random weights of the model's config.json, to measure with")]
-Eager = Annotated[bool, typer.Option("--enforce-eager", help="on a GPU, no compilation and no CUDA graphs")]
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda: the first GPU of CUDA_VISIBLE_DEVICES")]
-Seed = Annotated[int, typer.Option(help="seed of requests that bring none")]
+class Panel(StrEnum):
+    """The parts of a command's help; what a command alone has stands before them, under Options."""
 
-CalibratedScorer = Annotated[str | None, typer.Option(help=f"{_STAYS} {_SCORER}")]
-CalibratedScope = Annotated[Scope | None, typer.Option(help=f"{_COMPETE} {_SCOPE}")]
-PilotSeed = Annotated[int, typer.Option(help="seed of the pilot texts, and of a gate's training")]
+    model = "Model"
+    memory = "Memory"
+    compression = "Compression"
+    batching = "Batching"
+    server = "Server"
+    expert = "Expert"
+
+
+def option(panel: Panel, help_text: str, *names: str, default: str | None = None, **more: Any) -> Any:
+    """A `typer.Option` in a panel; `default` says what holds where nothing is given and no value stands for it."""
+    shown: bool | str = True if default is None else default
+    return typer.Option(*names, help=help_text, rich_help_panel=panel.value, show_default=shown, **more)
+
+
+_MODEL, _MEMORY, _COMPRESSION = Panel.model, Panel.memory, Panel.compression
+_BATCHING, _EXPERT = Panel.batching, Panel.expert
+
+Model = Annotated[str, MODEL]
+Retention = Annotated[
+    float, option(_COMPRESSION, "fraction of KV entries kept; 1.0 keeps everything", "--kv-retention")
+]
+STAYS = "what decides which entries stay (docs/scorers.md)"
+SERVED_SCORER = "fastkvzip where its gate is given or ships for these weights, else keydiff"
+COMPETE = "heads compete within a layer or across the model"
+ScorerName = Annotated[str | None, option(_COMPRESSION, STAYS, default=f"that of --profile, or {SERVED_SCORER}")]
+ScopeName = Annotated[Scope | None, option(_COMPRESSION, COMPETE, default="as --profile says, or model (tova: layer)")]
+Chunk = Annotated[int, option(_COMPRESSION, "tokens that are computed and sealed in one piece")]
+Page = Annotated[int, option(_EXPERT, "tokens of a page")]
+Heads = Annotated[int, option(_EXPERT, "KV heads that share a page table")]
+Profiles = Annotated[
+    list[str] | None, option(_COMPRESSION, "profile file; repeat for several kv-retentions", "--profile")
+]
+Gate = Annotated[
+    str | None,
+    option(_COMPRESSION, "gate file of the scorer fastkvzip", default="the one that ships for these weights"),
+]
+DecodePolicy = Annotated[
+    str | None,
+    option(_EXPERT, "file of `tangram bench calibrate-policy`, for a GPU", default="the one kept for this GPU"),
+]
+CacheGib = Annotated[
+    float | None,
+    option(_MEMORY, "memory for KV pages in GiB", default="on a GPU what is left, else a share of the host's"),
+]
+OffloadGib = Annotated[float, option(_MEMORY, "host memory for sealed chunks that KV pages are taken from, in GiB")]
+Utilization = Annotated[float, option(_MEMORY, "share of a GPU's memory to fill where --kv-cache-gib is not given")]
+MaxSeqs = Annotated[int, option(_BATCHING, "most sequences in one step")]
+MaxBatched = Annotated[int, option(_BATCHING, "most tokens in one step")]
+MaxLen = Annotated[
+    int | None, option(_MODEL, "most tokens, prompt and answer, of one sequence", default="the model's own limit")
+]
+Patience = Annotated[int, option(_BATCHING, "a prompt lets others pass for that many times its own tokens; 0: none")]
+NoPrefix = Annotated[
+    bool, option(_MEMORY, "do not reuse the KV state of prefixes seen before", "--no-enable-prefix-caching")
+]
+Batching = Annotated[Scheduling, option(_BATCHING, "continuous batching, or static batches for comparison")]
+Dtype = Annotated[
+    WeightType,
+    option(_MODEL, "dtype of weights and KV cache: auto, float32, bfloat16 or float16", metavar="DTYPE"),
+]
+CacheDtype = Annotated[CacheType, option(_MEMORY, "dtype of the KV cache: that of the weights, or FP8 (E4M3)")]
+Weights = Annotated[LoadFormat, option(_MODEL, "dummy: random weights of the model's config.json, to measure with")]
+Eager = Annotated[bool, option(_EXPERT, "on a GPU, no compilation and no CUDA graphs", "--enforce-eager")]
+Device = Annotated[str, option(_MODEL, "auto, cpu or cuda: the first GPU of CUDA_VISIBLE_DEVICES")]
+Seed = Annotated[int, option(_EXPERT, "seed of requests that bring none")]
+
+CalibratedScorer = Annotated[str | None, option(_COMPRESSION, STAYS, default=SERVED_SCORER)]
+CalibratedScope = Annotated[Scope | None, option(_COMPRESSION, COMPETE, default="model (tova: layer)")]
+PilotSeed = Annotated[int, option(_EXPERT, "seed of the pilot texts, and of a gate's training")]
+PilotSamples = Annotated[int | None, typer.Option(help="built-in pilot texts to calibrate on", show_default="50")]
 
 
 def _config(
@@ -108,8 +147,8 @@ def _config(
     profile: Profiles = None, gate: Gate = None, decode_policy: DecodePolicy = None, kv_cache_gib: CacheGib = None,
     kv_offload_gib: OffloadGib = 0.0, gpu_memory_utilization: Utilization = 0.9, max_num_seqs: MaxSeqs = 32,
     max_num_batched_tokens: MaxBatched = 2048, max_model_len: MaxLen = None, prompt_patience: Patience = 16,
-    enable_prefix_caching: Prefix = True, scheduling: Batching = Scheduling.continuous, dtype: Dtype = WeightType.auto,
-    kv_cache_dtype: CacheDtype = CacheType.auto,
+    no_enable_prefix_caching: NoPrefix = False, scheduling: Batching = Scheduling.continuous,
+    dtype: Dtype = WeightType.auto, kv_cache_dtype: CacheDtype = CacheType.auto,
     load_format: Weights = LoadFormat.auto, enforce_eager: Eager = False, device: Device = "auto",
     seed: Seed = 0,
 ) -> EngineConfig:  # fmt: skip
@@ -120,8 +159,9 @@ def _config(
         decode_policy=decode_policy, kv_cache_gib=kv_cache_gib, kv_offload_gib=kv_offload_gib,
         gpu_memory_utilization=gpu_memory_utilization,
         max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=max_model_len, prompt_patience=prompt_patience, enable_prefix_caching=enable_prefix_caching,
-        scheduling=scheduling.value, dtype=dtype.value, kv_cache_dtype=kv_cache_dtype.value,
+        max_model_len=max_model_len, prompt_patience=prompt_patience,
+        enable_prefix_caching=not no_enable_prefix_caching, scheduling=scheduling.value,
+        dtype=dtype.value, kv_cache_dtype=kv_cache_dtype.value,
         load_format=load_format.value, enforce_eager=enforce_eager, device=device, seed=seed,
     )  # fmt: skip
 
@@ -159,11 +199,6 @@ def served_name(config: EngineConfig) -> str:
     return named.name if path.is_dir() else named.stem
 
 
-def shown_share(held: int, uncompressed: int) -> str:
-    """What a sequence holds of what it would hold uncompressed, both in bytes."""
-    return f"{held / 2**20:.1f} MiB of {uncompressed / 2**20:.1f} uncompressed"
-
-
 def exit_code(error: TangramError) -> int:
     """1 where starting again may help, 2 where it does not."""
     return 1 if isinstance(error, EngineError) else 2
@@ -172,9 +207,12 @@ def exit_code(error: TangramError) -> int:
 Command = Callable[..., None]
 
 
-def configured_by(make: Callable[..., EngineConfig]) -> Callable[[Command], Command]:
+def configured_by(
+    make: Callable[..., EngineConfig], check: Callable[[EngineConfig], None] | None = None
+) -> Callable[[Command], Command]:
     """A decorator: the command takes the options of `make`, whose `EngineConfig` becomes its first argument.
 
+    `check` raises what stands in the way of the command, whatever its own options are.
     Errors become exit code 2. An engine that has died while serving is exit code 1: starting it again may help.
     """
     shared = list(inspect.signature(make, eval_str=True).parameters.values())
@@ -185,17 +223,26 @@ def configured_by(make: Callable[..., EngineConfig]) -> Callable[[Command], Comm
         def run(**options: Any) -> None:
             try:
                 config = make(**{parameter.name: options.pop(parameter.name) for parameter in shared})
+                if check is not None:
+                    check(config)
                 command(config, **options)
             except TangramError as error:
-                _err.print(f"[red]error:[/red] {error}", highlight=False)
+                _err.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
                 raise typer.Exit(exit_code(error)) from error
 
         keyword = inspect.Parameter.KEYWORD_ONLY
-        run.__signature__ = inspect.Signature([entry.replace(kind=keyword) for entry in (*shared, *own)])  # type: ignore[attr-defined]
+        entries = sorted((entry.replace(kind=keyword) for entry in (*shared, *own)), key=_place)
+        run.__signature__ = inspect.Signature(entries)  # type: ignore[attr-defined]
         run.__name__, run.__doc__ = command.__name__, command.__doc__
         return run
 
     return decorated
 
 
-with_config = configured_by(_config)  # for commands that build an engine
+def _place(parameter: inspect.Parameter) -> int:
+    """Where help shows a parameter: what is in no panel first, then panel by panel."""
+    (info, *_) = parameter.annotation.__metadata__
+    return -1 if info.rich_help_panel is None else list(Panel).index(Panel(info.rich_help_panel))
+
+
+with_config = configured_by(_config, check_start)  # for commands that build an engine

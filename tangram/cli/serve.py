@@ -3,62 +3,117 @@
 from __future__ import annotations
 
 import gc
+import json
+import logging
+import shlex
+import time
 from dataclasses import replace
+from enum import StrEnum
 from typing import Annotated
 
-import typer
+from rich.console import Console
 
-from tangram.cli.options import served_name, with_config
+from tangram.cli.options import Panel, option, served_name, with_config
 from tangram.cli.telemetry import LogForm, LogFormat, MetricsAliases, OtlpEndpoint, OverflowEvery, logging_as
 from tangram.config import EngineConfig
+from tangram.serve.listening import Listener
+
+_log = logging.getLogger(__name__)
+
+
+class UnknownFields(StrEnum):
+    """What becomes of a request with fields that are not served."""
+
+    refuse = "refuse"
+    warn = "warn"
 
 
 @with_config
 def serve(
     config: EngineConfig,
-    host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="port to listen on")] = 8000,
+    host: Annotated[str, option(Panel.server, "address to listen on")] = "127.0.0.1",
+    port: Annotated[int, option(Panel.server, "port to listen on")] = 8000,
     served_model_name: Annotated[
-        str | None, typer.Option(help="name of the model in the API; MODEL if not given, of a path its last part")
+        str | None, option(Panel.server, "name of the model in the API", default="MODEL, of a path its last part")
     ] = None,
     api_key: Annotated[
         list[str] | None,
-        typer.Option(
-            help="a key that requests may carry, again for more; in the variable with spaces between",
+        option(
+            Panel.server,
+            "a key that requests may carry, again for more; in the variable with spaces between",
             envvar="TANGRAM_API_KEY",
         ),
     ] = None,
-    max_body_mb: Annotated[float, typer.Option(help="most megabytes of a request's body")] = 16.0,
+    allowed_origins: Annotated[
+        list[str] | None,
+        option(
+            Panel.server,
+            "web pages of this origin (https://HOST) may ask from a browser, again for more; * is all",
+        ),
+    ] = None,
+    unknown_fields: Annotated[
+        UnknownFields,
+        option(Panel.server, "refuse requests with fields that are not served, or warn: log and count them"),
+    ] = UnknownFields.refuse,
+    max_body_mb: Annotated[float, option(Panel.server, "most megabytes of a request's body")] = 16.0,
     max_queue: Annotated[
-        int, typer.Option(help="while so many completions wait, new requests are told to come back later")
+        int, option(Panel.server, "while so many completions wait, new requests are told to come back later")
     ] = 1024,
     request_timeout_s: Annotated[
-        float, typer.Option(help="most seconds from a request to the end of its answer")
+        float, option(Panel.server, "most seconds from a request to the end of its answer")
     ] = 3600,
-    shutdown_grace_s: Annotated[float, typer.Option(help="seconds that running answers get to end at SIGTERM")] = 20,
+    shutdown_grace_s: Annotated[float, option(Panel.server, "seconds that running answers get to end at SIGTERM")] = 20,
     log_format: LogFormat = LogForm.text,
     metrics_aliases: MetricsAliases = None,
     otlp_endpoint: OtlpEndpoint = None,
     overflow_every: OverflowEvery = None,
 ) -> None:
     """Serve MODEL over an OpenAI-compatible HTTP API."""
-    # Imports and weights live as long as the process: collecting among them costs half a second now and a pause later.
-    gc.disable()
-    from tangram.engine.setup import build_engine
-    from tangram.serve.bridge import Limits
-    from tangram.serve.guard import Protection
-    from tangram.serve.http import Telemetry, serve_forever
-    from tangram.serve.tracing import traces_to
-
+    begin_s = time.monotonic()
     name = served_model_name or served_name(config)
+    listener = Listener.at(host, port)
     with logging_as(log_format):
-        protection = Protection(tuple(api_key or ()), max_body_mb)
+        _log.info("listening at %s; loading PyTorch, then %s", listener.url, config.model)
+        # Imports and weights live as long as the process: to collect among them costs half a second.
+        gc.disable()
+        from tangram.engine.setup import build_engine
+        from tangram.serve.bridge import Limits
+        from tangram.serve.guard import Protection
+        from tangram.serve.http import Telemetry, build_app, serve_on
+        from tangram.serve.tracing import traces_to
+
+        protection = Protection(tuple(api_key or ()), max_body_mb, tuple(allowed_origins or ()))
         limits = Limits(request_timeout_s, max_queue=max_queue)
         telemetry = Telemetry(metrics_aliases is not None, traces_to(otlp_endpoint, name))
         engine = build_engine(replace(config, max_queue=max_queue, overflow_every=overflow_every))
+        app = build_app(
+            engine,
+            served_model_name=name,
+            protection=protection,
+            limits=limits,
+            telemetry=telemetry,
+            let_unknown_by=unknown_fields is UnknownFields.warn,
+        )
         gc.freeze()
         gc.enable()
-        serve_forever(
-            engine, host=host, port=port, served_model_name=name, protection=protection, limits=limits,
-            telemetry=telemetry, shutdown_grace_s=shutdown_grace_s,
-        )  # fmt: skip
+
+        def tell() -> None:
+            seconds, url = time.monotonic() - begin_s, f"{listener.url}/v1"
+            _log.info("ready after %.1f s: %s", seconds, url, extra={"fields": {"url": url}})
+            if log_format is LogForm.text:
+                chats = engine.codec.tokenizer.chat_template is not None
+                Console(stderr=True).print(
+                    first_request(url, name, chats=chats, locked=bool(api_key)),
+                    soft_wrap=True, highlight=False, markup=False,
+                )  # fmt: skip
+
+        serve_on(listener, engine, app, shutdown_grace_s=shutdown_grace_s, on_ready=tell)
+
+
+def first_request(url: str, model: str, *, chats: bool, locked: bool) -> str:
+    """A command line that asks the server at `url` for an answer."""
+    asked = {"messages": [{"role": "user", "content": "Hello!"}]} if chats else {"prompt": "Hello"}
+    path = "chat/completions" if chats else "completions"
+    headers = ["Content-Type: application/json", *(["Authorization: Bearer KEY"] if locked else [])]
+    given = [part for header in headers for part in ("-H", header)]
+    return shlex.join(["curl", f"{url}/{path}", *given, "-d", json.dumps({"model": model} | asked)])

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from tangram.cli.command import Command, Group
 from tangram.cli.options import with_config
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from tangram.drive.work import Ask
     from tangram.engine.loop import Engine
 
-commands = typer.Typer(help=__doc__, no_args_is_help=True)
+commands = typer.Typer(cls=Group, help="An engine under load, in this process.", no_args_is_help=True)
 _out, _err = Console(), Console(stderr=True)
 
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="keep the figures here (JSON)")]
@@ -34,7 +35,7 @@ TpotLimit = Annotated[float | None, typer.Option(help="goodput counts requests w
 Repeats = Annotated[int, typer.Option(help="times to measure, each with an empty cache")]
 
 
-@commands.command()
+@commands.command(cls=Command)
 @with_config
 def throughput(
     config: EngineConfig,
@@ -56,7 +57,7 @@ def throughput(
     _report(f"{requests} × ({shared_tokens} shared + {input_tokens} in, {output_tokens} out)", engine, parts, output)
 
 
-@commands.command("multi-turn")
+@commands.command("multi-turn", cls=Command)
 @with_config
 def multi_turn(
     config: EngineConfig,
@@ -82,7 +83,7 @@ def multi_turn(
     _report(title, engine, parts, output)
 
 
-@commands.command()
+@commands.command(cls=Command)
 @with_config
 def trace(
     config: EngineConfig,

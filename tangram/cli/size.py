@@ -1,40 +1,84 @@
-"""`tangram size`: what the KV cache of any model takes."""
+"""`tangram size`: what the weights and the KV cache of any model take."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from tangram.cli.options import Chunk, Heads, Page, Retention, SizeType
-from tangram.errors import TangramError
-from tangram.size import kv_size, render
+from tangram.cli.options import CacheDtype, CacheType, Chunk, Heads, Page, Panel, Retention, option
+from tangram.config_json import ModelConfig, read_config
+from tangram.errors import ConfigError, TangramError
+from tangram.size import as_json, kv_size, render
+from tangram.weights import Weights, read_weights, weights_dtype
 
 _out, _err = Console(), Console(stderr=True)
+# By the dtypes of `serve`, and by the short names that this command alone had before, when fp8 was one of them.
+_SHORT: dict[str, Any] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_LONG = {short: long for long, short in _SHORT.items()}
+
+Named = Annotated[
+    str,
+    typer.Argument(help="a preset such as llama-3.1-8b, a Hugging Face id, a folder with config.json, or such a file"),
+]
+Dtype = Annotated[
+    str,
+    option(
+        Panel.model,
+        "dtype of weights and KV cache: auto, float32, bfloat16 or float16",
+        metavar="DTYPE",
+    ),
+]
+MemoryGib = Annotated[
+    float | None,
+    typer.Option(help="also say how many such sequences, and tokens, fit into this much memory beside the weights"),
+]
 
 
 def size(
-    model: Annotated[
-        str, typer.Argument(help="a preset such as llama-3.1-8b, a folder with config.json, or such a file")
-    ],
-    context: Annotated[int, typer.Option(help="tokens of one sequence")] = 32_000,
-    dtype: Annotated[SizeType, typer.Option(help="dtype of the cache")] = SizeType.bf16,
+    model: Named,
+    context_tokens: Annotated[int, typer.Option(help="tokens of a context")] = 32_000,
+    memory_gib: MemoryGib = None,
+    as_object: Annotated[bool, typer.Option("--json", help="print an object, in bytes")] = False,
+    dtype: Dtype = "auto",
+    kv_cache_dtype: CacheDtype = CacheType.auto,
     kv_retention: Retention = 1.0,
-    memory_gib: Annotated[
-        float | None, typer.Option(help="also say how many sequences fit in this much memory")
-    ] = None,
     chunk_tokens: Chunk = 512,
     page_tokens: Page = 16,
     heads_per_page: Heads = 4,
 ) -> None:
-    """Print the exact size of a KV cache (GQA, MHA and MLA models)."""
+    """Print what the weights and a KV cache take, and how many caches fit (GQA, MHA and MLA models)."""
     try:
-        result = kv_size(
-            model, context, dtype=dtype.value, retention=kv_retention, page_tokens=page_tokens,
-            heads_per_page=heads_per_page, chunk_tokens=chunk_tokens,
-        )  # fmt: skip
-        _out.print(render(result, memory_gib))
+        config = read_config(model)
+        computed = weights_dtype(config, "auto" if dtype == "fp8" else _LONG.get(dtype, dtype))
+        weights, missing = _weights(config, computed)
+        found = kv_size(
+            config,
+            context_tokens,
+            dtype="fp8" if "fp8" in (dtype, kv_cache_dtype.value) else _SHORT[computed],
+            retention=kv_retention,
+            page_tokens=page_tokens,
+            heads_per_page=heads_per_page,
+            chunk_tokens=chunk_tokens,
+        )
+        if weights is None and memory_gib is not None:
+            raise ConfigError(f"memory_gib is {memory_gib}, but the weights count, too: {missing}")
+        if as_object:
+            typer.echo(json.dumps(as_json(found, weights, memory_gib), indent=1))
+            return
+        _out.print(render(found, memory_gib, weights))
+        if weights is None:
+            _err.print(f"Of the weights nothing is known: {missing}", highlight=False)
     except TangramError as error:
-        _err.print(f"[red]error:[/red] {error}", highlight=False)
+        _err.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from error
+
+
+def _weights(config: ModelConfig, dtype: str) -> tuple[Weights | None, str]:
+    """Its weights, or why they are not known."""
+    try:
+        return read_weights(config, dtype), ""
+    except ConfigError as error:
+        return None, str(error)

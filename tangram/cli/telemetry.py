@@ -12,11 +12,12 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from tangram.cli.options import exit_code
+from tangram.cli.options import Panel, exit_code, option
 from tangram.errors import TangramError
 
 # Conversion and weight loading have progress bars of their own; requests are in the metrics, and in the log as JSON.
 _QUIET = ("httpx", "transformers", "uvicorn.access")
+_PLAIN = "%(asctime)s %(levelname)s %(message)s"
 _log = logging.getLogger("tangram")
 
 
@@ -33,17 +34,40 @@ class OtherNames(StrEnum):
     vllm = "vllm"
 
 
-LogFormat = Annotated[LogForm, typer.Option(help="json: an object a line on standard output, and one for each request")]
-MetricsAliases = Annotated[OtherNames | None, typer.Option(help="show metrics under vLLM's names, too")]
+LogFormat = Annotated[
+    LogForm, option(Panel.server, "json: an object a line on standard output, and one for each request")
+]
+MetricsAliases = Annotated[
+    OtherNames | None, option(Panel.server, "show metrics under vLLM's names, too", default="only their own")
+]
 OtlpEndpoint = Annotated[
     str | None,
-    typer.Option(
-        help="send traces to this OpenTelemetry collector, http://HOST:4318; or set OTEL_EXPORTER_OTLP_ENDPOINT"
+    option(
+        Panel.server,
+        "send traces to this OpenTelemetry collector, http://HOST:4318",
+        default="OTEL_EXPORTER_OTLP_ENDPOINT, or none",
     ),
 ]
 OverflowEvery = Annotated[
-    int | None, typer.Option(help="of so many sealed chunks, ask one what it would have kept, for the metrics")
+    int | None,
+    option(
+        Panel.expert,
+        "of so many sealed chunks, ask one what it would have kept, for the metrics",
+        default="none",
+    ),
 ]
+
+
+def log_as_text(level: int = logging.INFO) -> None:
+    """Everything that is logged from `level` on, on standard error: in columns in a terminal, else a line each."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        handler: logging.Handler = RichHandler(console=console, show_path=False)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+    else:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter(_PLAIN, "%Y-%m-%d %H:%M:%S"))
+    logging.basicConfig(level=level, handlers=[handler], force=True)
 
 
 @contextmanager
@@ -52,8 +76,7 @@ def logging_as(form: LogForm) -> Iterator[None]:
     for name in _QUIET:
         logging.getLogger(name).setLevel(logging.WARNING)
     if form is LogForm.text:
-        handler = RichHandler(console=Console(stderr=True), show_path=False)
-        logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler], force=True)
+        log_as_text()
         logging.getLogger("tangram.requests").setLevel(logging.WARNING)
         yield
         return

@@ -125,6 +125,7 @@ class Admission:
             kv_bytes_uncompressed=sum(usage.kv_bytes_uncompressed for usage in usages),
             prompt_tokens=counters.prompt_tokens,
             cached_tokens=counters.cached_tokens,
+            computed_prompt_tokens=counters.computed_prompt_tokens,
             generated_tokens=counters.generated_tokens,
             preemptions=counters.preemptions,
             steps=counters.steps,

@@ -180,4 +180,4 @@ class Answers:
             device=self._device, matcher=None if request.grammar is None else request.grammar.begin(),
             end_token_ids=ends,
         )  # fmt: skip
-        return sampler, TextStream(self._codec, stop=sampling.stop, prompt_token_ids=prompt)
+        return sampler, TextStream(self._codec, stop=sampling.stop, prompt_token_ids=prompt, marks=request.marks)

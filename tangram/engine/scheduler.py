@@ -40,6 +40,7 @@ class Counters:
     sealed_chunks: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    computed_prompt_tokens: int = 0
     generated_tokens: int = 0
 
 
@@ -239,6 +240,7 @@ class Scheduler:
             self.cache.seal(cache)
         else:
             self.cache.grow(cache, end - start)
+        self.counters.computed_prompt_tokens += max(0, min(end, sequence.prompt_tokens) - start)
         return self._row(sequence, kind, start, end, sample=sample)
 
     @staticmethod

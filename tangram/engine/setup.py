@@ -20,27 +20,26 @@ from tangram.compress.library import find_profile, shipped_profiles
 from tangram.compress.profile import SINK_TOKENS, Profile, Scope
 from tangram.compress.provenance import ScorerSpec
 from tangram.compress.scorers import Choice, Scorer, choose, make_scorer
-from tangram.config import EngineConfig
+from tangram.config import EngineConfig, cache_folder
 from tangram.engine.admission import Admission
 from tangram.engine.loop import Engine
-from tangram.engine.memory import GIB, cache_dtype, explained, kv_bytes, offload_bytes, table_bytes
+from tangram.engine.memory import cache_dtype, explained, kv_bytes, offload_bytes, table_bytes
 from tangram.engine.observe import score_source
 from tangram.engine.runner import Runner
 from tangram.engine.scheduler import Scheduler
+from tangram.engine.startup import announce, foretell_calibration
 from tangram.errors import ConfigError, ProfileError
 from tangram.kernels.dispatch import pool_kernels
 from tangram.kernels.step import KernelChoice
 from tangram.kernels.threads import use_threads
 from tangram.model.compiled import compile_layers
 from tangram.model.fused import join_projections
-from tangram.model.load import LoadedModel, cache_folder, load_model
+from tangram.model.load import LoadedModel, load_model
 from tangram.model.overflow import Overflow
 from tangram.model.sealing import Retention
-from tangram.pilots import pilot_texts
+from tangram.pilots import QUICK_SAMPLES, pilot_texts
 from tangram.plan.policy import Policy, policy_name
 from tangram.plan.schedule import Schedule
-
-QUICK_SAMPLES = 8  # enough for a usable ranking of heads; `tangram calibrate` takes 50
 
 CACHES: dict[str, type[CacheManager]] = {
     "reserved": CacheManager, "dynamic": DynamicCache, "by-input": ByInputCache,
@@ -95,7 +94,7 @@ def parts_of(
     runner.capture(config.max_num_seqs, partial(in_terminal, description="Capturing decode steps"))
     runner.meters.clear()
     admission = Admission(retentions, pages, str(dtype).removeprefix("torch."), dtype.itemsize, max_model_len)
-    _announce(config, chosen.scope, loaded, admission, cache.host.total)
+    announce(config, chosen.scope, loaded, admission, cache.host.total)
     one_at_a_time = [
         number for number, entry in enumerate(retentions)
         if entry.scorer is not None and ("reconstruction" in entry.scorer.needs or config.reclamation != "reserved")
@@ -145,17 +144,21 @@ def scorer_spec(scorer: Scorer) -> ScorerSpec:
 
 def calibrate_model(
     loaded: LoadedModel, scorer: Scorer, scope: Scope, config: EngineConfig, *, retentions: Sequence[float],
-    texts: Sequence[str], source: str, observe: Observer | None = None,
+    texts: Sequence[str], source: str, observe: Observer | None = None, foretell: bool = False,
 ) -> list[Profile]:  # fmt: skip
     """One profile of `loaded` for each ρ, from the scores of `texts`; draws a progress bar in a terminal.
 
-    `observe` is handed each text's shares, as in `tangram.calibrate.calibrate`.
+    `observe` is handed each text's shares, as in `tangram.calibrate.calibrate`. With `foretell` the log says first how
+    long it takes.
     """
     use_threads(config.threads)
     scorer.check_model(loaded.fingerprint)
-    samples = [loaded.tokenizer.encode(text) for text in texts]
+    samples = [loaded.tokenizer.encode(text)[: loaded.geometry.max_positions] for text in texts]
+    scores = score_source(loaded, scorer, chunk_tokens=config.chunk_tokens)
+    if foretell:
+        foretell_calibration(scores, samples, config.chunk_tokens)
     return calibrate(
-        score_source(loaded, scorer, chunk_tokens=config.chunk_tokens), samples, geometry=loaded.geometry,
+        scores, samples, geometry=loaded.geometry,
         fingerprint=loaded.fingerprint, scorer=scorer_spec(scorer), scope=scope, retentions=retentions,
         chunk_tokens=config.chunk_tokens, source=source, page_tokens=config.page_tokens,
         heads_per_page=config.heads_per_page, track=in_terminal, observe=observe,
@@ -216,14 +219,14 @@ def _profile(config: EngineConfig, loaded: LoadedModel, scorer: Scorer, scope: S
     if profile is not None:
         return profile.with_pages(config.page_tokens, config.heads_per_page)
     _log.warning(
-        "no profile for %s with scorer %s, scope %s, kv_retention %s, chunk_tokens %s: calibrating on %d samples now "
-        "(`tangram calibrate` takes 50 and is more exact)",
+        "no profile for %s with scorer %s, scope %s, kv_retention %s, chunk_tokens %s: calibrating on %d samples now, "
+        "once (`tangram calibrate` takes 50 and is more exact)",
         config.model, scorer.name, scope, config.kv_retention, config.chunk_tokens, QUICK_SAMPLES,
     )  # fmt: skip
     texts = pilot_texts(QUICK_SAMPLES, min_characters=max(8_000, 6 * config.chunk_tokens))
     profile = calibrate_model(
         loaded, scorer, scope, config, retentions=[config.kv_retention], texts=texts,
-        source="built-in pilot texts, quick",
+        source="built-in pilot texts, quick", foretell=True,
     )[0]  # fmt: skip
     path = kept / f"{loaded.fingerprint.weights_sha256}-{profile.file_name}"
     try:
@@ -276,26 +279,3 @@ def _fit_model_len(config: EngineConfig, default: Retention, pages: int, wanted:
         )
     _log.warning("max_model_len is lowered from %d to %d: the KV cache holds no more in one sequence", wanted, fits)
     return fits
-
-
-def _announce(
-    config: EngineConfig, scope: Scope, loaded: LoadedModel, admission: Admission, host_pages: int
-) -> None:  # fmt: skip
-    """Say how many tokens fit, and how many would without compression."""
-    default = admission.retentions[0]
-    compressed = default.layout.tokens_in(admission.total_pages)
-    uncompressed = admission.uncompressed.tokens_in(admission.total_pages)
-    page_gib = default.layout.page_bytes(admission.element_bytes) / GIB
-    method = f"{default.scorer.name}, scope {scope}" if default.scorer else "nothing dropped"
-    _log.info(
-        "%s on %s, %s; KV cache in %s, %.2f GiB = %d pages; %s tokens fit at kv_retention %s (%s), %s would without "
-        "compression; max_model_len %d, chunk %d tokens",
-        config.model, loaded.device, str(loaded.dtype).removeprefix("torch."),
-        admission.cache_dtype, admission.total_pages * page_gib, admission.total_pages, f"{compressed:,}",
-        default.kv_retention, method, f"{uncompressed:,}", admission.max_model_len, default.layout.chunk_tokens,
-    )  # fmt: skip
-    if host_pages:
-        _log.info(
-            "host memory behind it: %.2f GiB = %d pages; %s more tokens fit there at kv_retention %s",
-            host_pages * page_gib, host_pages, f"{default.layout.tokens_in(host_pages):,}", default.kv_retention,
-        )  # fmt: skip

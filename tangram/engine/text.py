@@ -15,9 +15,11 @@ from functools import cache, cached_property
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
-from tangram.engine.tools import TOOL_MARK, tool_format
+from tangram.engine.templates import template_options
+from tangram.engine.thinking import thinking_format
+from tangram.engine.tools import TOOL_MARK, marks, tool_format
 from tangram.errors import RequestError
-from tangram.types import ToolFormat
+from tangram.types import Marks, ThinkingFormat, ToolFormat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,6 +30,7 @@ _PROMPT_TAIL_TOKENS = 8  # enough of the prompt to decide on the first space and
 _MAX_WINDOW_TOKENS = 32
 _MOST_SHRINKING = 4  # a normalizer (NFKC) may make one byte of four
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_NONE = Marks()
 
 
 @dataclass(frozen=True)
@@ -75,17 +78,36 @@ class TextCodec:
         return None if self.tokenizer.chat_template is None else tool_format(self.tokenizer)
 
     @cached_property
+    def thinking_format(self) -> ThinkingFormat | None:
+        """How the model marks what it thinks; None if its template shows no such marks."""
+        return None if self.tokenizer.chat_template is None else thinking_format(self.tokenizer)
+
+    @cached_property
+    def marks(self) -> Marks:
+        """The control tokens that calls and thoughts are told by."""
+        return marks(self.tokenizer, self.tool_format, self.thinking_format)
+
+    @cached_property
+    def template_options(self) -> frozenset[str]:
+        """The variables of the model's chat template that a request may set."""
+        return template_options(self.tokenizer)
+
+    @cached_property
     def control_token_ids(self) -> tuple[int, ...]:
         """Special tokens that do not end a text."""
         return tuple(sorted(self.special_token_ids - self.eos_token_ids))
 
     def chat_prompt(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]:
-        """The tokens of a conversation up to the start of the assistant's answer; `tools` are those of the OpenAI API.
+        """The tokens of a conversation up to the start of the assistant's answer; `tools` are those
+        of the OpenAI API, `options` are among `template_options`.
 
-        Only the template writes control tokens and marks of tool calls: their names inside messages and tools become
-        the tokens of ordinary text.
+        Only the template writes control tokens and marks of tool calls: their names inside
+        messages, tools and options become the tokens of ordinary text.
         Raises `RequestError` (field `messages`) if the model has no chat template or its template rejects the messages.
         """
         if self.tokenizer.chat_template is None:
@@ -93,7 +115,8 @@ class TextCodec:
         if not messages:
             raise RequestError("messages is empty, it must hold at least one message", "messages")
         mark = token_hex(16)  # nobody can guess it, so that no message has it
-        rendered = self._rendered(self._marked(list(messages), mark), self._marked(list(tools), mark))
+        marked = [self._marked(value, mark) for value in (list(messages), list(tools), options or {})]
+        rendered = self._rendered(*marked)
         pieces = (self.tokenizer.encode(piece, add_special_tokens=False) for piece in rendered.split(mark))
         return tuple(token for piece in pieces for token in piece)
 
@@ -105,13 +128,13 @@ class TextCodec:
             return {self._marked(name, mark): self._marked(item, mark) for name, item in value.items()}
         return [self._marked(item, mark) for item in value] if isinstance(value, (list, tuple)) else value
 
-    def _rendered(self, messages: list[dict[str, Any]], tools: list[Any]) -> str:
+    def _rendered(self, messages: list[dict[str, Any]], tools: list[Any], options: dict[str, Any]) -> str:
         from jinja2 import TemplateError
 
         try:
             return str(
                 self.tokenizer.apply_chat_template(
-                    messages, tools=tools or None, add_generation_prompt=True, tokenize=False
+                    messages, tools=tools or None, add_generation_prompt=True, tokenize=False, **options
                 )
             )
         except TemplateError as error:
@@ -160,24 +183,37 @@ class TextStream:
 
     The deltas and `finish` add up to `codec.decode` of the tokens as it reads after `prompt_token_ids` (a leading space
     stays). Known difference: where a byte-fallback vocabulary yields invalid UTF-8, characters sent before stay.
-    Special tokens add no text. Each token costs a bounded amount of work.
+    Of special tokens only `marks` add text, their names; no stop string is looked for across one.
+    Each token costs a bounded amount of work.
     """
 
-    def __init__(self, codec: TextCodec, *, stop: Sequence[str] = (), prompt_token_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self, codec: TextCodec, *, stop: Sequence[str] = (), prompt_token_ids: Sequence[int] = (), marks: Marks = _NONE
+    ) -> None:
         self._detokenizer = _Detokenizer(codec, prompt_token_ids[-_PROMPT_TAIL_TOKENS:])
         self._stop = _StopStrings(stop)
+        self._marks, self._in_head = marks, False
         self._stopped = False
 
     def push(self, token_id: int) -> tuple[str, bool]:
         """The text that is now certain, and whether a stop string ended the completion (push nothing more then)."""
-        text, self._stopped = self._stop.push(self._detokenizer.push(token_id))
+        mark = self._marks.names.get(token_id)
+        text, self._stopped = self._searched(
+            self._detokenizer.push(token_id) if mark is None else self._detokenizer.flush()
+        )
+        if mark is not None and not self._stopped:
+            text += self._stop.flush() + mark
+            self._in_head = token_id in self._marks.heads
         return text, self._stopped
+
+    def _searched(self, text: str) -> tuple[str, bool]:
+        return (text, False) if self._in_head else self._stop.push(text)
 
     def finish(self) -> str:
         """What was still held back, when the completion ends for another reason than a stop string."""
         if self._stopped:
             return ""
-        text, self._stopped = self._stop.push(self._detokenizer.flush())
+        text, self._stopped = self._searched(self._detokenizer.flush())
         return text + self._stop.flush()
 
 

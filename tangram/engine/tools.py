@@ -1,4 +1,4 @@
-"""How a model is shown tools and writes their calls, learnt from what its chat template makes of a made-up tool."""
+"""How a model is shown tools and writes calls, learnt from its chat template and a made-up tool."""
 
 from __future__ import annotations
 
@@ -6,28 +6,58 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
-from tangram.types import ToolFormat
+from tangram.types import CallStyle, Marks, ThinkingFormat, ToolFormat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Text that no conversation should be able to write where the template does, also if its tokens are not called special.
+# Text that no conversation should be able to write where the template does, also if its tokens are
+# not called special.
 TOOL_MARK = re.compile(r"</?tool_\w+>")
 _NAME = "tangram_probe"
 _TOOL = {
     "type": "function",
-    "function": {"name": _NAME, "description": "a", "parameters": {"type": "object", "properties": {}}},
+    "function": {
+        "name": _NAME,
+        "description": "a",
+        "parameters": {"type": "object", "properties": {}},
+    },
 }
 _QUESTION = {"role": "user", "content": "a"}
+_ARGUMENTS = {"key": 1}
 _CALL = {
-    "role": "assistant", "content": "",
-    "tool_calls": [{"id": "call00000", "type": "function", "function": {"name": _NAME, "arguments": {"key": 1}}}],
-}  # fmt: skip
-_WRITTEN = re.compile(r"(<tool_call>\s*)?(\{.*\})(\s*</tool_call>)?")
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {
+            "id": "call00000",
+            "type": "function",
+            "function": {"name": _NAME, "arguments": _ARGUMENTS},
+        }
+    ],
+}
+_OBJECT = re.compile(r"(<tool_call>\s*)?(\{.*\})(\s*</tool_call>)?")
+_LIST = re.compile(rf'\[TOOL_CALLS\]\s?\[\s*\{{"name": "{_NAME}", "arguments": \{{"key": 1\}}')
+_NAMED = re.compile(rf'\[TOOL_CALLS\]{_NAME}(?:\[CALL_ID\]\w+)?\[ARGS\]\{{"key": 1\}}')
+_TAGGED = re.compile(
+    rf"<tool_call>\s*<function={_NAME}>\s*<parameter=key>\s*1\s*</parameter>\s*</function>\s*"
+    "</tool_call>"
+)
+_CHANNEL = re.compile(rf'to=functions\.{_NAME}<\|channel\|>commentary .*<\|message\|>\{{"key": 1\}}')
+_STYLES = {
+    _LIST: ToolFormat("[TOOL_CALLS]", "", "arguments", CallStyle.LIST),
+    _NAMED: ToolFormat("[TOOL_CALLS]", "", "[ARGS]", CallStyle.NAMED),
+    _TAGGED: ToolFormat("<tool_call>\n", "\n</tool_call>", "parameter", CallStyle.TAGGED),
+    _CHANNEL: ToolFormat("to=functions.", "<|call|>", "<|message|>", CallStyle.CHANNEL),
+}
+# Control tokens of these forms, and those of them that begin the head of a message.
+_HEADS = ("<|start|>", "<|channel|>", "<|constrain|>")
+_CHANNEL_MARKS = (*_HEADS, "<|message|>", "<|end|>", "<|call|>", "<|return|>")
+_CALL_MARKS = {CallStyle.NAMED: ("[CALL_ID]",), CallStyle.CHANNEL: _CHANNEL_MARKS}
 
 
 def tool_format(tokenizer: PreTrainedTokenizerBase) -> ToolFormat | None:
-    """How calls are written in the two forms known here: Hermes' (Qwen too) and the JSON of Llama 3.1.
+    """How calls are written, in the forms of Hermes (Qwen too), Llama 3.1, Qwen3-Coder, Mistral's two, and GPT-OSS.
 
     None if the chat template does not show tools, or writes calls in another way.
     """
@@ -38,17 +68,33 @@ def tool_format(tokenizer: PreTrainedTokenizerBase) -> ToolFormat | None:
         return None
     if _NAME not in asked:
         return None
-    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     lines = answered[len(asked) :] if answered.startswith(asked) else answered
-    found = [form for match in _WRITTEN.finditer(lines) if (form := _form(match)) is not None]
-    return found[-1] if found and found[-1].begin.strip() not in special else None
+    styled = [form for pattern, form in _STYLES.items() if pattern.search(lines)]
+    objects = [form for match in _OBJECT.finditer(lines) if (form := _object(match)) is not None]
+    found = styled or objects[-1:]
+    return found[0] if found else None
+
+
+def marks(tokenizer: PreTrainedTokenizerBase, tools: ToolFormat | None, thinking: ThinkingFormat | None) -> Marks:
+    """The control tokens that `tools` and `thinking` are told by."""
+    texts: list[str] = []
+    if tools is not None:
+        texts += [tools.begin, tools.end, tools.arguments, *_CALL_MARKS.get(tools.style, ())]
+    if thinking is not None:
+        texts += [thinking.begin, thinking.end, *(_CHANNEL_MARKS if thinking.channels else ())]
+    names = {
+        number: str(token)
+        for number, token in tokenizer.added_tokens_decoder.items()
+        if token.special and any(str(token) in text for text in texts)
+    }
+    return Marks(names, frozenset(number for number, name in names.items() if name in _HEADS))
 
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> str:
     return str(tokenizer.apply_chat_template(messages, tools=[_TOOL], tokenize=False))
 
 
-def _form(match: re.Match[str]) -> ToolFormat | None:
+def _object(match: re.Match[str]) -> ToolFormat | None:
     begin, call, end = match.groups(default="")
     try:
         data = json.loads(call)
@@ -57,4 +103,4 @@ def _form(match: re.Match[str]) -> ToolFormat | None:
     if bool(begin) != bool(end) or not isinstance(data, dict) or data.get("name") != _NAME:
         return None
     arguments = "arguments" if begin else "parameters"
-    return ToolFormat(begin, end, arguments) if data.get(arguments) == {"key": 1} else None
+    return ToolFormat(begin, end, arguments) if data.get(arguments) == _ARGUMENTS else None

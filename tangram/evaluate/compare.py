@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from tangram.compress.scorers import choose
+from tangram.compress.scorers.keydiff import KeyDiff
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
 from tangram.evaluate.engines import ModelBench
@@ -14,24 +16,30 @@ from tangram.evaluate.passages import SUITE as FIDELITY
 from tangram.evaluate.passages import TAIL_TOKENS, Passages, RealText
 from tangram.evaluate.prompts import Alignment, Questions, SuitePrompts, filler_token
 from tangram.evaluate.results import AnyCell, Results, Setting
-from tangram.evaluate.run import Watch, planned, run
+from tangram.evaluate.run import Planned, Watch, planned, run
 from tangram.model.load import load_model
+
+# Hears what will be measured, of which model.
+Before = Callable[[ModelBench, Sequence[Planned]], None]
 
 
 def compare(
-    base: EngineConfig, grid: Grid, asked: Sequence[Questions | RealText], *, align: bool, calibration_samples: int,
-    output: Path, command: str, watch: Watch, align_tokens: int | None = None,
+    base: EngineConfig, grid: Grid, asked: Sequence[Questions | RealText], *, align: bool,
+    calibration_samples: int | None, output: Path, command: str, watch: Watch, align_tokens: int | None = None,
+    before: Before | None = None,
 ) -> list[AnyCell]:  # fmt: skip
     """The cells of every method of `grid` and every suite `asked`, one model serving all; `output` keeps them.
 
-    Engines are `base` but for what a method changes. With `align` contexts end at a multiple of `align_tokens`, or
-    where the largest chunk does. Cells that `output` has already, of equal settings, are not measured again; an
-    interrupted run loses at most one.
+    Engines are `base` but for what a method changes; a grid that names no scorer has the one that `base` is served
+    with. With `align` contexts end at a multiple of `align_tokens`, or where the largest chunk does.
+    `calibration_samples` None takes the profiles that a server would take. Cells that `output` has already, of equal
+    settings, are not measured again; an interrupted run loses at most one. `before` hears what will be measured.
 
     Raises `ConfigError` before anything is measured if an option is out of range or contradicts another one.
     """
     results = Results.resumed(output, command)
-    methods = list(dict.fromkeys(method for one in asked for method in grid.methods(one.context_tokens)))
+    # Chunks and contexts are the same by any scorer, so what is wrong with them is said before the model is loaded.
+    methods = _methods(grid.served_by(KeyDiff.name), asked)
     unit = aligned_tokens(methods, align=align, unit=align_tokens)
     if any(isinstance(one, RealText) for one in asked):
         _check_tails(methods)
@@ -39,6 +47,7 @@ def compare(
         base = replace(base, chunk_tokens=unit) if unit is not None and unit > TAIL_TOKENS else base
     watch.turns_to("loading the model")
     loaded = load_model(base.model, dtype=base.dtype, device=base.device, load_format=base.load_format)
+    methods = _methods(grid.served_by(choose(base, loaded.fingerprint).scorer), asked)
     bench = ModelBench.of(base, loaded, methods, calibration_samples)
     alignment = None if unit is None else Alignment(unit, filler_token(bench.codec))
     suites = list[tuple[SuitePrompts | Passages, Setting]]()
@@ -49,9 +58,15 @@ def compare(
     bench = bench.for_prompts([prompts for prompts, _ in suites])
     plans = planned(bench, methods, suites)
     missing = [plan for plan in plans if plan.found_in(results) is None]
+    if before is not None:
+        before(bench, missing)
     bench.calibrate(dict.fromkeys(plan.method for plan in missing), watch)
     watch.expect(sum(plan.questions for plan in missing))
     return run(bench, plans, results, output, watch)
+
+
+def _methods(grid: Grid, asked: Sequence[Questions | RealText]) -> list[Method]:
+    return list(dict.fromkeys(method for one in asked for method in grid.methods(one.context_tokens)))
 
 
 def _check_tails(methods: Sequence[Method]) -> None:

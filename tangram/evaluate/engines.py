@@ -18,7 +18,7 @@ from torch import Tensor
 from tangram.calibrate import ScoreSource
 from tangram.compress.provenance import ModelFingerprint
 from tangram.compress.scorers import Scorer, make_scorer
-from tangram.config import EngineConfig
+from tangram.config import EngineConfig, cache_folder
 from tangram.engine.loop import Engine
 from tangram.engine.observe import score_source
 from tangram.engine.setup import engine_of, scorer_spec
@@ -32,7 +32,7 @@ from tangram.evaluate.profiles import Budgets
 from tangram.evaluate.prompts import SamplePrompts, SuitePrompts
 from tangram.evaluate.results import Fidelity
 from tangram.evaluate.run import Ask, Read, Recalls, Reply, Watch
-from tangram.model.load import LoadedModel, cache_folder
+from tangram.model.load import LoadedModel
 from tangram.tune.environment import environment
 from tangram.types import Event, FinishReason, Request, SamplingParams
 
@@ -62,20 +62,22 @@ class ModelBench:
 
     @classmethod
     def of(
-        cls, base: EngineConfig, loaded: LoadedModel, methods: Sequence[Method], calibration_samples: int
+        cls, base: EngineConfig, loaded: LoadedModel, methods: Sequence[Method], calibration_samples: int | None
     ) -> ModelBench:
         """For `methods`, whose profiles are calibrated on `calibration_samples` texts where they are not kept.
 
+        None takes the profiles that a server would take.
+
         Raises `ConfigError` naming a scorer that does not fit the model or a chunk, or a ρ that cannot be met.
         """
-        if calibration_samples < 1:
+        if calibration_samples is not None and calibration_samples < 1:
             raise ConfigError(f"calibration_samples is {calibration_samples}, it must be at least 1")
         scorers = _scorers(base, methods, loaded.fingerprint)
         source = partial(_source, loaded, scorers)
         budgets = Budgets(
             loaded.fingerprint, loaded.geometry, {name: scorer_spec(scorer) for name, scorer in scorers.items()},
             [method.kv_retention for method in methods if method.name == "static"], calibration_samples,
-            cache_folder() / "calibrations", source, loaded.tokenizer.encode, base.page_tokens, base.heads_per_page,
+            cache_folder(), source, loaded.tokenizer.encode, base.page_tokens, base.heads_per_page,
         )  # fmt: skip
         for method in methods:
             if method.scorer is not None and method.chunk_tokens is not None:
@@ -113,7 +115,7 @@ class ModelBench:
         if method.scorer is not None:
             found["scorer_parameters"] = dict(self.budgets.scorers[method.scorer].parameters)
         if method.name == "static":
-            found["calibration_samples"] = self.budgets.samples
+            found |= self.budgets.basis(method)
         return found
 
     def environment(self) -> Mapping[str, Any]:

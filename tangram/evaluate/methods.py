@@ -83,12 +83,13 @@ class Method:
 class Grid:
     """Which methods are compared: every combination, as far as it makes a difference.
 
-    `scopes` None is what each scorer is served with, `window_tokens` None is C / 64. Raises `ConfigError` naming the
-    field that is empty or out of range, or that some of the methods cannot follow.
+    `scorers` None is the one that serves the model (`served_by`), `scopes` None what each scorer is served with,
+    `window_tokens` None is C / 64. Raises `ConfigError` naming the field that is empty or out of range, or that some
+    of the methods cannot follow.
     """
 
     names: Sequence[MethodName]
-    scorers: Sequence[str]
+    scorers: Sequence[str] | None
     retentions: Sequence[float]
     chunk_tokens: Sequence[int] = (EngineConfig.chunk_tokens,)
     alphas: Sequence[float] = (ALPHA,)
@@ -127,8 +128,15 @@ class Grid:
                 limit = f"only {', '.join(sorted(users))} would look at it: add one of these methods, or leave it out"
                 raise ConfigError(f"{field} is {getattr(self, field)}, methods {', '.join(self.names)}: {limit}")
 
+    def served_by(self, scorer: str) -> Grid:
+        """The same, by `scorer` where none is named."""
+        return self if self.scorers is not None else replace(self, scorers=(scorer,))
+
     def methods(self, context_tokens: int) -> list[Method]:
-        """All of them, each once, in the order of the names; `context_tokens` is the chunk of one-shot."""
+        """All of them, each once, in the order of the names; `context_tokens` is the chunk of one-shot.
+
+        Raises `ValueError` where no scorer is named.
+        """
         found = (method for name in self.names for method in self._of(name, context_tokens))
         return list(dict.fromkeys(found))
 
@@ -139,6 +147,8 @@ class Grid:
         chunks = (context_tokens,) if name == "one-shot" else self.chunk_tokens
         alphas = self.alphas if name == "static" else (None,)
         kept = (self.sink_tokens, self.window_tokens) if name in WITH_PROFILE else (None, None)
+        if self.scorers is None:
+            raise ValueError("no scorer is named: say with `served_by` which one serves")
         for scorer, chunk in product(self.scorers, chunks):
             scopes = (None,) if name == "uniform" else self.scopes or (default_scope(scorer),)
             for scope, alpha, retention in product(scopes, alphas, self.retentions):

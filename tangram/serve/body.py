@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from tangram.limits import MAX_SALT_CHARACTERS
+from tangram.serve.unknown import without_unknown
 from tangram.serve.unsupported import NoOps, drop_no_ops
 
 _MAX_FIELDS = 128
+# How tags of alternatives begin, which no field has in its path.
+ALTERNATIVE = "alternative "
+_MAX_LABEL_CHARACTERS = 1024
+MAX_PAIRS, MAX_KEY_CHARACTERS, MAX_VALUE_CHARACTERS = 16, 64, 512
 
 
 def encodable(text: str) -> str:
@@ -28,8 +35,18 @@ Salt = Annotated[
 ]
 
 
+Label = Annotated[str, Field(max_length=_MAX_LABEL_CHARACTERS, description="a label, without effect")]
+Metadata = Annotated[
+    dict[
+        Annotated[str, Field(max_length=MAX_KEY_CHARACTERS)],
+        Annotated[str, Field(max_length=MAX_VALUE_CHARACTERS)],
+    ],
+    Field(max_length=MAX_PAIRS, description="labels, without effect"),
+]
+
+
 class Body(BaseModel):
-    """Strict types, no unknown fields; an explicit null means the default."""
+    """Strict types, no unknown fields unless they are let by; an explicit null means the default."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     refused: ClassVar[NoOps] = {}
@@ -39,10 +56,10 @@ class Body(BaseModel):
     def _null_is_default(cls, body: Any) -> Any:
         if isinstance(body, dict) and len(body) > _MAX_FIELDS:  # each would become an error, with all its data
             raise ValueError(f"there are {len(body)} fields, at most {_MAX_FIELDS} are allowed")
-        body = drop_no_ops(body, cls.refused)
         if not isinstance(body, dict):
             return body
-        known = {field.alias or name for name, field in cls.model_fields.items()}
+        known = {field.alias or name: field for name, field in cls.model_fields.items()}
+        body = drop_no_ops(without_unknown(body, known, cls.refused), cls.refused)
         return {name: value for name, value in body.items() if value is not None or name not in known}
 
 
@@ -58,3 +75,12 @@ def deeper_than(value: Any, levels: int) -> bool:
 
 def _items(container: dict[str, Any] | list[Any]) -> list[Any]:
     return list(container.values()) if isinstance(container, dict) else container
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """All texts in a JSON value, names of fields too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, dict)):
+        for item in chain(value, value.values()) if isinstance(value, dict) else value:
+            yield from texts_in(item)

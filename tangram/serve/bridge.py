@@ -7,7 +7,7 @@ import contextlib
 import math
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,7 +17,16 @@ from tangram.metrics import EngineStats
 from tangram.serve.errors import ApiError
 from tangram.serve.exposition import CompletionMeter, ServerMetrics
 from tangram.serve.record import Generation, Record
-from tangram.types import Event, FinishReason, Grammar, Request, SamplingParams, ToolFormat
+from tangram.types import (
+    Event,
+    FinishReason,
+    Grammar,
+    Marks,
+    Request,
+    SamplingParams,
+    ThinkingFormat,
+    ToolFormat,
+)
 
 HEALTH_CHECK_S = 1.0
 # Of more completions hardly more than these are in one step: the bound on what waits for a client stops growing.
@@ -61,11 +70,26 @@ class Codec(Protocol):
         """How the model writes calls of tools; None if it knows none, or writes them in an unknown way."""
 
     @property
+    def thinking_format(self) -> ThinkingFormat | None:
+        """How the model marks what it thinks; None if it does not, or in an unknown way."""
+
+    @property
+    def marks(self) -> Marks:
+        """The control tokens that calls and thoughts are told by."""
+
+    @property
     def control_token_ids(self) -> Sequence[int]:
         """The tokens that are no text and do not end one."""
 
+    @property
+    def template_options(self) -> frozenset[str]:
+        """The variables of the model's chat template that a request may set."""
+
     def chat_prompt(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]:
         """The tokens of a conversation up to the answer; raises `RequestError` if the template rejects it."""
 
@@ -144,6 +168,7 @@ class Job:
     stream: bool = False
     grammar: Grammar | None = None
     record: Record | None = None
+    marks: Marks = field(default_factory=Marks)
 
     @property
     def choices(self) -> int:
@@ -197,6 +222,7 @@ class EventStream:
             kv_retention=self._job.kv_retention,
             cache_salt=self._job.cache_salt,
             grammar=self._job.grammar,
+            marks=self._job.marks,
         )
 
     def _request_id(self, number: int) -> str:

@@ -7,13 +7,20 @@ an answer that a limit has cut, and Llama's calls, which have no marks, are ever
 from __future__ import annotations
 
 import json
+import re
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from tangram.serve.bridge import Codec
-from tangram.serve.replies import ChatFormat, Choice, Json
-from tangram.types import Event, FinishReason, ToolFormat
+from tangram.serve.tagged import tagged_arguments
+from tangram.types import CallStyle, ToolFormat
+
+# Mistral's templates take no other ids than of nine letters and digits.
+_SHORT_ID = 9
+_SHORT_IDS = (CallStyle.LIST, CallStyle.NAMED)
+_BETWEEN = re.compile(r"[\s;]*")
+_ID_MARK = "[CALL_ID]"
 
 
 @dataclass(frozen=True)
@@ -24,16 +31,22 @@ class Call:
     arguments: str
     id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
 
-    def json(self) -> Json:
+    def json(self) -> dict[str, Any]:
         """The call as an answer has it."""
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
 
 
 class CallReader:
-    """Takes one completion apart as its text comes. `names` are the functions there are."""
+    """Takes one completion apart as its text comes. `names` are the functions there are.
 
-    def __init__(self, form: ToolFormat, names: Collection[str]) -> None:
-        self._form, self._names = form, names
+    `parameters` are their schemas, for forms that do not say whether a value is text.
+    """
+
+    thinking = False
+
+    def __init__(self, form: ToolFormat, names: Collection[str], parameters: Mapping[str, Any] | None = None) -> None:
+        self._form, self._names, self._parameters = form, names, parameters or {}
         self._begin, self._end = form.begin.strip(), form.end.strip()
         self._held, self._inside, self._searched, self._plain = "", False, 0, False
         self.called = False
@@ -44,7 +57,7 @@ class CallReader:
         if not self._begin:
             yield from self._whole_answer()
             return
-        while (found := self._held.find(self._end if self._inside else self._begin, self._searched)) >= 0:
+        while (found := self._held.find(self._mark, self._searched)) >= 0:
             yield from self._close(found) if self._inside else self._open(found)
         self._searched = max(0, len(self._held) - max(len(self._begin), len(self._end)))
         if not self._inside:
@@ -53,11 +66,17 @@ class CallReader:
     def finish(self) -> Iterator[str | Call]:
         """What was still held back, when the completion has ended."""
         held, self._held = self._held, ""
-        call = None if self._begin or self._plain else self._call(held)
-        if call is not None:
-            yield call
+        ends = not self._begin or (self._inside and not self._end)
+        calls = self._calls(held) if ends and not self._plain else []
+        if calls:
+            yield from calls
         elif held.strip() or not self.called:
             yield self._begin + held if self._inside else held
+
+    @property
+    def _mark(self) -> str:
+        """What is looked for next."""
+        return self._end or self._begin if self._inside else self._begin
 
     def _whole_answer(self) -> Iterator[str]:
         self._plain = self._plain or self._held.lstrip()[:1] not in ("", "{")
@@ -72,13 +91,17 @@ class CallReader:
             yield before
 
     def _close(self, found: int) -> Iterator[str | Call]:
-        inside, self._held = self._held[:found], self._held[found + len(self._end) :]
-        self._inside, self._searched = False, 0
-        call = self._call(inside)
-        yield f"{self._begin}{inside}{self._end}" if call is None else call
+        """A call that has no end of its own ends where the next begins."""
+        inside, self._held = self._held[:found], self._held[found + len(self._mark) :]
+        self._inside, self._searched = not self._end, 0
+        if calls := self._calls(inside):
+            yield from calls
+        else:
+            yield f"{self._begin}{inside}{self._end}"
 
     def _free(self, kept: int) -> Iterator[str]:
-        text, self._held = self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]
+        end = len(self._held) - kept
+        text, self._held = self._held[:end], self._held[end:]
         self._searched = 0
         if text:
             yield text
@@ -86,72 +109,98 @@ class CallReader:
     def _undecided(self) -> int:
         """How long the end of what is held is that may belong to a call: spaces, and the beginning of a mark."""
         text = self._held
-        lengths = range(min(len(self._begin) - 1, len(text)), 0, -1)
-        mark = next((length for length in lengths if self._begin.startswith(text[-length:])), 0)
-        before = text[: len(text) - mark]
+        before = text[: len(text) - overlap(text, self._begin)]
         return len(text) - len(before.rstrip())
 
-    def _call(self, text: str) -> Call | None:
-        try:
-            data = json.loads(text, parse_constant=_refused)
-        except (ValueError, RecursionError):
-            return None
-        name = data.get("name") if isinstance(data, dict) else None
+    def _calls(self, text: str) -> list[Call]:
+        """The calls that `text` is; none if any of it is something else."""
+        written = list(_written(text, self._form, self._parameters))
+        calls = [self._call(name, arguments) for name, arguments in written]
+        proper = [call for call in calls if call is not None]
+        if len(proper) != len(calls):
+            return []
+        self.called = self.called or bool(proper)
+        return proper
+
+    def _call(self, name: Any, arguments: Any) -> Call | None:
         if not isinstance(name, str) or name not in self._names:
             return None
-        arguments = data.get(self._form.arguments)
-        if not isinstance(arguments, dict):
+        text = arguments_json(arguments)
+        if text is None:
             return None
-        try:
-            # 1e999 reads as an infinity, and an escape of half a surrogate pair has no bytes: no JSON can hold them.
-            written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-            written.encode()
-        except (ValueError, RecursionError):
-            return None
-        self.called = True
-        return Call(name, written)
+        if self._form.style in _SHORT_IDS:
+            return Call(name, text, uuid.uuid4().hex[:_SHORT_ID])
+        return Call(name, text)
+
+
+def overlap(text: str, mark: str) -> int:
+    """The length of the longest end of `text` with which `mark`, but not all of it, begins."""
+    lengths = range(min(len(mark) - 1, len(text)), 0, -1)
+    return next((length for length in lengths if mark.startswith(text[-length:])), 0)
+
+
+def arguments_json(arguments: Any) -> str | None:
+    """A call's arguments as the text of a JSON object; None if they are none."""
+    if not isinstance(arguments, dict):
+        return None
+    try:
+        # 1e999 reads as an infinity, and an escape of half a surrogate pair has no bytes: no JSON can hold them.
+        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        written.encode()
+    except (ValueError, RecursionError):
+        return None
+    return written
+
+
+def parsed(text: str) -> Any:
+    """The JSON value that `text` is; None if it is none."""
+    try:
+        return json.loads(text, parse_constant=_refused)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _refused(constant: str) -> float:
     raise ValueError(f"{constant} is no JSON")
 
 
-class ToolChatFormat(ChatFormat):
-    """chat.completion and chat.completion.chunk of answers that may call the functions `names`."""
+def _written(text: str, form: ToolFormat, schemas: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """Name and arguments of each call in `text`, None for what is wrong."""
+    if form.style is CallStyle.NAMED:
+        head, _, arguments = text.partition(form.arguments)
+        yield head.partition(_ID_MARK)[0].strip(), parsed(arguments)
+    elif form.style is CallStyle.TAGGED:
+        yield tagged_arguments(text, schemas)
+    elif form.style is CallStyle.LIST:
+        calls = parsed(text)
+        yield from (_named(call, form) for call in (calls if isinstance(calls, list) else [None]))
+    elif form.begin:
+        yield _named(parsed(text), form)
+    else:
+        yield from (_named(call, form) for call in _objects(text))
 
-    def __init__(self, codec: Codec, *, logprobs: bool, form: ToolFormat, names: Collection[str]) -> None:
-        super().__init__(codec, logprobs=logprobs)
-        self._form, self._names = form, names
-        self._readers: dict[int, CallReader] = {}
-        self._calls: dict[int, int] = {}
 
-    def delta(self, index: int, event: Event) -> Json:
-        """Text goes into `delta.content`, a call as a whole into `delta.tool_calls` once its end has come."""
-        reader = self._readers.setdefault(index, CallReader(self._form, self._names))
-        parts = list(reader.push(event.text))
-        if event.finish_reason is not None:
-            parts += reader.finish()
-        delta: Json = {}
-        if text := "".join(part for part in parts if isinstance(part, str)):
-            delta["content"] = text
-        if calls := [part for part in parts if isinstance(part, Call)]:
-            first = self._calls.get(index, 0)
-            self._calls[index] = first + len(calls)
-            delta["tool_calls"] = [{"index": number} | call.json() for number, call in enumerate(calls, first)]
-        return {"index": index, "delta": delta, **self._ending(index, event, reader)}
+def _named(call: Any, form: ToolFormat) -> tuple[Any, Any]:
+    """Models that write one of the names for arguments sometimes write the other."""
+    if not isinstance(call, dict):
+        return None, None
+    names = (form.arguments, "arguments", "parameters")
+    return call.get("name"), next((call[name] for name in names if name in call), None)
 
-    def whole(self, index: int, choice: Choice) -> Json:
-        """Text goes into `message.content`, null where there is none, calls into `message.tool_calls`."""
-        reader = CallReader(self._form, self._names)
-        parts = [*reader.push(choice.text), *reader.finish()]
-        text = "".join(part for part in parts if isinstance(part, str))
-        calls = [part.json() for part in parts if isinstance(part, Call)]
-        message: Json = {"role": "assistant", "content": text or None if calls else text, "refusal": None}
-        if calls:
-            message["tool_calls"] = calls
-        return {"index": index, "message": message, **self._ending(index, choice, reader)}
 
-    def _ending(self, index: int, part: Event | Choice, reader: CallReader) -> Json:
-        end = self._end(index, part)
-        called = reader.called and part.finish_reason is FinishReason.STOP
-        return end | {"finish_reason": "tool_calls"} if called else end
+def _objects(text: str) -> Iterator[Any]:
+    """JSON values one after the other, with semicolons or spaces between; None for what is none."""
+    decoder, at = json.JSONDecoder(parse_constant=_refused), _end_of_gap(text, 0)
+    while at < len(text):
+        try:
+            value, end = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            yield None
+            return
+        yield value
+        at = _end_of_gap(text, end)
+
+
+def _end_of_gap(text: str, at: int) -> int:
+    found = _BETWEEN.match(text, at)
+    return at if found is None else found.end()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from email.message import Message
+from reprlib import repr as shortened
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -12,6 +14,8 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from tangram.errors import EngineError, MachineError, OverloadError, RequestError
+from tangram.serve.body import ALTERNATIVE
+from tangram.serve.unsupported import not_served
 
 _TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error",
@@ -47,6 +51,8 @@ def _field_path(location: Sequence[str | int]) -> str:
     """('messages', 0, 'content') as `messages[0].content`."""
     path = ""
     for part in location:
+        if isinstance(part, str) and part.startswith(ALTERNATIVE):
+            continue
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
     return path
 
@@ -67,6 +73,27 @@ def _describe(error: Mapping[str, Any]) -> ApiError:
     return ApiError(400, f"{param or 'body'}: {message}", param=param, code="invalid_value")
 
 
+def _wrong_content_type(given: str | None) -> ApiError | None:
+    """What a body is that was not read as JSON, because it did not say that it is JSON."""
+    head = Message()
+    head["content-type"] = given or ""
+    kind = head.get_content_subtype()
+    if head.get_content_maintype() == "application" and (kind == "json" or kind.endswith("+json")):
+        return None
+    found = "is missing" if not given else f"is {shortened(given)}"
+    message = f"the header Content-Type {found}: send the body as JSON, with Content-Type: application/json"
+    return ApiError(400, message, code="invalid_content_type")
+
+
+def _nowhere(method: str, path: str) -> ApiError:
+    """There is nothing at `path`; the words say what the client may have meant."""
+    missing = not_served(path)
+    if missing is None:
+        return ApiError(404, f"{method} {path}: Not Found; /docs has what there is")
+    message = f"{method} {path}: this server generates text, {missing} it does not serve; /docs has what there is"
+    return ApiError(404, message, code="endpoint_not_supported")
+
+
 def of_validation(error: ValidationError) -> ApiError:
     """What a schema refused of a body that came some other way than by HTTP."""
     first = error.errors()[0]
@@ -83,7 +110,8 @@ def install_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     def on_validation(request: Request, error: RequestValidationError) -> Response:
-        return _describe(error.errors()[0]).response()
+        wrong = _wrong_content_type(request.headers.get("content-type"))
+        return (wrong or _describe(error.errors()[0])).response()
 
     @app.exception_handler(ApiError)
     def on_api_error(request: Request, error: ApiError) -> Response:
@@ -106,6 +134,8 @@ def install_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     def on_http_exception(request: Request, error: HTTPException) -> Response:
         # `request.url` is made of the Host header too, which may be anything.
+        if error.status_code == 404:
+            return _nowhere(request.method, request.scope["path"]).response(error.headers)
         message = f"{request.method} {request.scope['path']}: {error.detail}"
         return ApiError(error.status_code, message).response(error.headers)
 

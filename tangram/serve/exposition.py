@@ -135,6 +135,9 @@ class ServerMetrics:
         self.completions = Counter(
             "tangram_completions", "Completions ended", ["finish_reason"], registry=self.registry
         )
+        self.ignored_fields = Counter(
+            "tangram_ignored_fields", "Fields of requests that were let by unserved", ["field"], registry=self.registry
+        )
         self.first_token_s = self._seconds("time_to_first_token", "From the request to its first token")
         self.inter_token_s = self._seconds("inter_token_latency", "From one token to the next")
         self.duration_s = self._seconds("completion_duration", "From the request to its last token, or its abort")

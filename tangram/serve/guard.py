@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256
@@ -17,23 +18,33 @@ from tangram.serve.record import record_in
 
 MAX_HEADER_BYTES = 32 * 1024
 OPEN_PATHS = (b"/health", b"/ready")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Protection:
     """Who may ask and how much. Without `api_keys` everybody may; a body has at most `max_body_mb` · 10^6 bytes.
+    Pages of `allowed_origins` may ask from a browser; `*` is every page.
 
-    Raises `ConfigError` if a key is empty or has spaces, or if the bound on bodies is not positive.
+    Raises `ConfigError` if a key is empty or has spaces, if an origin is none, or if the bound on
+    bodies is not positive.
     """
 
     api_keys: tuple[str, ...] = ()
     max_body_mb: float = 16.0
+    allowed_origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for number, key in enumerate(self.api_keys, 1):
             if not key or any(character.isspace() for character in key):
                 raise ConfigError(f"api_key number {number} is empty or has spaces: give one without, or leave it out")
+        for origin in self.allowed_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"allowed_origins has {origin!r}, it must be * or SCHEME://HOST, with :PORT where it is not the "
+                    "scheme's own, in small letters and without a path: give it as browsers send it"
+                )
         if not 0 < self.max_body_mb <= 1024:
             raise ConfigError(f"max_body_mb is {self.max_body_mb}, it must lie in (0, 1024]")
 

@@ -1,42 +1,56 @@
 """The server: OpenAI-compatible endpoints over one engine.
 
-`build_app` makes the ASGI application, `serve_forever` runs it until SIGTERM or SIGINT. The application's lifespan
-starts and stops the engine.
+`build_app` makes the ASGI application, `serve_on` runs it on an open port until SIGTERM or SIGINT, `serve_forever` does
+both. The application's lifespan starts and stops the engine.
 """
 
 from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from importlib.metadata import version as version_of
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.middleware.cors import CORSMiddleware
 
 from tangram.errors import EngineError
+from tangram.serve.activity import tell_activity
 from tangram.serve.bridge import Limits, ServedEngine
+from tangram.serve.docs import PAGE_HEADERS, page
 from tangram.serve.errors import install_handlers
 from tangram.serve.guard import MAX_HEADER_BYTES, BoundRequests, NameRequests, Protection, RequireKeys
+from tangram.serve.listening import Listener
 from tangram.serve.logs import log_request
 from tangram.serve.openapi import document
 from tangram.serve.process import Server, allow_connections
 from tangram.serve.record import RecordRequests, RecordSink
 from tangram.serve.replies import Json
-from tangram.serve.responses import ResponsesRequest, respond
+from tangram.serve.responses import respond
+from tangram.serve.responses_schema import ResponsesRequest
 from tangram.serve.schema import ChatRequest, CompletionRequest
 from tangram.serve.service import Service
 from tangram.serve.tokens import DetokenizeRequest, TokenizeRequest
 from tangram.serve.tracing import Traces
+from tangram.serve.unknown import LetUnknownFieldsBy
 from tangram.serve.vllm_names import VllmNames
 from tangram.serve.wire import MAX_CONNECTIONS, HttpProtocol
+from tangram.version import __version__
 
 _CUT_AFTER_GRACE_S = 10
+# What pages of allowed origins may send and see. Keys travel in a header, so that no cookies are asked for.
+_CORS: dict[str, Any] = {
+    "allow_methods": ("GET", "POST"),
+    "allow_headers": ("*",),
+    "allow_private_network": True,
+    "expose_headers": ("x-request-id", "retry-after"),
+}
 
 
 @dataclass(frozen=True)
@@ -49,14 +63,15 @@ class Telemetry:
 
 def build_app(
     engine: ServedEngine, *, served_model_name: str, protection: Protection | None = None,
-    limits: Limits | None = None, telemetry: Telemetry | None = None,
+    limits: Limits | None = None, telemetry: Telemetry | None = None, let_unknown_by: bool = False,
 ) -> FastAPI:  # fmt: skip
     """The application that serves `engine` as `served_model_name`; its `state.service` is the `Service`.
 
-    With API keys in `protection`, all but /health and /ready ask for one.
+    With API keys in `protection`, all but /health and /ready ask for one. With `let_unknown_by`,
+    fields that are not served are ignored and counted; else they are refused.
     """
     protection, telemetry = protection or Protection(), telemetry or Telemetry()
-    service = Service(engine, served_model_name, limits)
+    service = Service(engine, served_model_name, limits, let_unknown_by)
     sinks: list[RecordSink] = [service.metrics.count_request, log_request]
     if telemetry.vllm_names:
         service.metrics.registry.register(VllmNames(service.metrics, served_model_name))
@@ -66,11 +81,12 @@ def build_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.start()
-        watching = asyncio.create_task(service.watch())
+        watching = [asyncio.create_task(service.watch()), asyncio.create_task(tell_activity(engine.stats))]
         try:
             yield
         finally:
-            watching.cancel()
+            for task in watching:
+                task.cancel()
             await asyncio.to_thread(service.stop)
             if telemetry.traces is not None:
                 await asyncio.to_thread(telemetry.traces.close)
@@ -79,16 +95,25 @@ def build_app(
     app = FastAPI(title="Tangram", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
     install_handlers(app)
+    if service.ignored is not None:
+        app.add_middleware(LetUnknownFieldsBy, ignored=service.ignored)
     app.add_middleware(BoundRequests, max_body_bytes=protection.max_body_bytes)
     if protection.api_keys:
         app.add_middleware(RequireKeys, api_keys=protection.api_keys)
     app.add_middleware(NameRequests)
+    if protection.allowed_origins:
+        app.add_middleware(CORSMiddleware, allow_origins=protection.allowed_origins, **_CORS)
     app.add_middleware(RecordRequests, sinks=sinks)
     _add_completion_routes(app, service)
     _add_other_routes(app, service)
     locked = bool(protection.api_keys)
-    described = partial(document, app, version=version_of("tangram"), model=served_model_name, locked=locked)
+    described = partial(document, app, version=__version__, model=served_model_name, locked=locked)
     app.openapi = cache(described)  # type: ignore[method-assign]
+
+    @app.get("/docs", include_in_schema=False)
+    def docs() -> HTMLResponse:
+        return HTMLResponse(page(app.openapi()), headers=PAGE_HEADERS)
+
     return app
 
 
@@ -141,7 +166,7 @@ def _add_other_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/version")
     async def version() -> Json:
-        return {"version": version_of("tangram")}
+        return {"version": __version__}
 
     @app.get("/metrics", response_model=None)
     def metrics() -> Response:
@@ -177,26 +202,45 @@ def serve_forever(
     protection: Protection | None = None,
     limits: Limits | None = None,
     telemetry: Telemetry | None = None,
+    let_unknown_by: bool = False,
     shutdown_grace_s: float = 5.0,
+) -> None:
+    """`serve_on` a new listener at `host`:`port`, with an application of the other options."""
+    listener = Listener.at(host, port)
+    app = build_app(
+        engine,
+        served_model_name=served_model_name,
+        protection=protection,
+        limits=limits,
+        telemetry=telemetry,
+        let_unknown_by=let_unknown_by,
+    )
+    serve_on(listener, engine, app, shutdown_grace_s=shutdown_grace_s)
+
+
+def serve_on(
+    listener: Listener,
+    engine: ServedEngine,
+    app: FastAPI,
+    *,
+    shutdown_grace_s: float,
+    on_ready: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve until SIGTERM or SIGINT; running answers get `shutdown_grace_s` to end, then they end with an error.
 
-    Call it from the main thread, with an engine that is built but not started. Returns once the engine has stopped.
-    Raises `EngineError` if it stopped by itself. A second signal ends the process at once.
+    Call it from the main thread, with an engine that is built but not started, and the application of that engine.
+    Calls `on_ready` when requests are answered. Returns once the engine has stopped. Raises `EngineError` if it stopped
+    by itself. A second signal ends the process at once.
     """
     allow_connections(MAX_CONNECTIONS)
-    app = build_app(
-        engine, served_model_name=served_model_name, protection=protection, limits=limits, telemetry=telemetry
-    )
     cut_after_s = int(shutdown_grace_s) + _CUT_AFTER_GRACE_S
     # log_config None: what is logged, and where, stays the caller's choice.
-    config = uvicorn.Config(
-        app, host=host, port=port, log_config=None, timeout_graceful_shutdown=cut_after_s, **transport_options()
-    )
+    config = uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=cut_after_s, **transport_options())
     # uvicorn raises the signal again once it has shut down, which would make a clean end look like a crash.
     previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        Server(config, engine, app.state.service, shutdown_grace_s).run()
+        server = Server(config, engine, app.state.service, shutdown_grace_s, on_ready)
+        server.run(list(listener.sockets))
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

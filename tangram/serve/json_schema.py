@@ -34,6 +34,13 @@ _PLAIN = {
     "$ref", "$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated", "readOnly",
     "writeOnly",
 }  # fmt: skip
+# A model that may put any number of spaces somewhere sometimes never ends.
+_STYLE = {"x-guidance": {"whitespace_pattern": r"[ \t\n\r]{1,20}"}}
+
+
+def json_rule(schema: dict[str, Any]) -> str:
+    """JSON that `schema` allows, as a part of a grammar."""
+    return f"%json {json.dumps(_STYLE | schema)}"
 
 
 @dataclass

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from tangram.serve.body import Body, Text, deeper_than
+from tangram.serve.unknown import without_unknown
 from tangram.serve.unsupported import MESSAGE, wrong_field
 
 MAX_MESSAGES = 4096
 _MAX_CALLS = 128
 _MAX_ARGUMENT_LEVELS = 64
+_PART = frozenset({"type", "text"})
 
 
 def text_of_parts(content: Any) -> Any:
@@ -24,36 +26,42 @@ def text_of_parts(content: Any) -> Any:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" and isinstance(kind, str):
             raise ValueError(f"parts of type {kind!r} are not supported: this model reads text parts only")
-        if kind != "text" or part.keys() != {"type", "text"} or not isinstance(part["text"], str):
+        if kind == "text":
+            part = without_unknown(part, _PART, {})
+        if kind != "text" or part.keys() != _PART or not isinstance(part["text"], str):
             raise ValueError('a content part must be {"type": "text", "text": "..."}')
         texts.append(part["text"])
     return "\n".join(texts)
 
 
+def _an_object(arguments: str) -> str:
+    try:
+        data = json.loads(arguments or "{}")
+    except (ValueError, RecursionError) as error:
+        raise ValueError("must be a JSON object, as text") from error
+    if not isinstance(data, dict):
+        raise ValueError("must be a JSON object, as text")
+    if deeper_than(data, _MAX_ARGUMENT_LEVELS):
+        raise ValueError(f"is nested in more than {_MAX_ARGUMENT_LEVELS} levels")
+    return arguments
+
+
+CalledName = Annotated[Text, Field(min_length=1, max_length=64)]
+Arguments = Annotated[Text, AfterValidator(_an_object)]
+CallId = Annotated[Text, Field(max_length=256)]
+
+
 class CalledFunction(Body):
     """A function and the JSON object of its arguments, as text."""
 
-    name: Text = Field(min_length=1, max_length=64)
-    arguments: Text
-
-    @field_validator("arguments")
-    @classmethod
-    def _is_an_object(cls, arguments: str) -> str:
-        try:
-            data = json.loads(arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            raise ValueError("must be a JSON object, as text") from error
-        if not isinstance(data, dict):
-            raise ValueError("must be a JSON object, as text")
-        if deeper_than(data, _MAX_ARGUMENT_LEVELS):
-            raise ValueError(f"is nested in more than {_MAX_ARGUMENT_LEVELS} levels")
-        return arguments
+    name: CalledName
+    arguments: Arguments
 
 
 class CallMessage(Body):
     """One call of a tool, as an answer had it."""
 
-    id: Text = Field(max_length=256)
+    id: CallId
     type: Literal["function"] = "function"
     function: CalledFunction
 
@@ -70,8 +78,9 @@ class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[Text, BeforeValidator(text_of_parts)] = ""
     name: Text | None = None
+    reasoning_content: Text | None = Field(default=None, description="what the model thought before its answer")
     tool_calls: list[CallMessage] = Field(default=[], max_length=_MAX_CALLS, fail_fast=True)
-    tool_call_id: Text | None = Field(default=None, max_length=256)
+    tool_call_id: CallId | None = None
 
     @model_validator(mode="after")
     def _fields_fit_the_role(self) -> Self:
@@ -79,7 +88,11 @@ class ChatMessage(Body):
             raise wrong_field("tool_calls", f"'tool_calls' is allowed in messages of 'assistant', not of {self.role!r}")
         if (self.tool_call_id is None) == (self.role == "tool"):
             raise wrong_field("tool_call_id", "'tool_call_id' is required in messages of 'tool' and allowed there only")
-        if "content" not in self.model_fields_set and not self.tool_calls:
+        if self.reasoning_content is not None and self.role != "assistant":
+            message = f"'reasoning_content' is allowed in messages of 'assistant', not of {self.role!r}"
+            raise wrong_field("reasoning_content", message)
+        said = self.model_fields_set & {"content", "reasoning_content"}
+        if not said and not self.tool_calls:
             raise wrong_field("content", "'content' is required in a message without 'tool_calls'")
         return self
 
@@ -93,5 +106,9 @@ class ChatMessage(Body):
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
-        given = {"name": self.name, "tool_call_id": self.tool_call_id}
+        given = {
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": self.reasoning_content,
+        }
         return message | {field: value for field, value in given.items() if value is not None}

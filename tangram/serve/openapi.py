@@ -19,13 +19,16 @@ from tangram.limits import (
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    TEMPLATE_NAMES,
     Bounds,
 )
-from tangram.serve.body import Body
+from tangram.serve.body import MAX_KEY_CHARACTERS, MAX_PAIRS, MAX_VALUE_CHARACTERS, Body
 from tangram.serve.guard import OPEN_PATHS
+from tangram.serve.items import ITEMS
 from tangram.serve.messages import MAX_MESSAGES
 from tangram.serve.replies import Json
 from tangram.serve.schema import MAX_PROMPTS
+from tangram.serve.template import MOST_OPTIONS
 
 _NULL: Json = {"type": "null"}
 _ERROR = {"$ref": "#/components/schemas/Error"}
@@ -98,6 +101,21 @@ def _parts(*types: str) -> Json:
     return {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}
 
 
+def _reference(name: str) -> Json:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _tool_choice(named: Json) -> Json:
+    """A word, or the function that `named` says."""
+    function = {
+        "type": "object",
+        "required": ["type", *named],
+        "properties": {"type": {"const": "function"}, **named},
+        "additionalProperties": False,
+    }
+    return {"anyOf": [{"enum": ["none", "auto", "required"]}, function]}
+
+
 def _numbers(bounds: Bounds) -> Json:
     return {"exclusiveMinimum" if bounds.open_low else "minimum": bounds.low, "maximum": bounds.high}
 
@@ -112,12 +130,16 @@ _FORMS: dict[str, Json] = {
     },
     "ChatMessage.content": _parts("text"),
     "InputMessage.content": _parts("input_text", "output_text", "text"),
+    "FunctionOutputItem.output": _parts("input_text", "output_text", "text"),
+    "ReasoningItem.content": _parts("reasoning_text", "summary_text", "text"),
+    "ReasoningItem.summary": _parts("reasoning_text", "summary_text", "text"),
     "ResponsesRequest.input": {
         "anyOf": [
             {"type": "string"},
-            _list({"$ref": "#/components/schemas/InputMessage"}, 1, MAX_MESSAGES),
+            _list({"anyOf": [_reference(item.__name__) for item in ITEMS.values()]}, 1, MAX_MESSAGES),
         ]
     },
+    "ResponsesRequest.tool_choice": _tool_choice({"name": {"type": "string"}}),
     "stop": {"anyOf": [_STOP, _list(_STOP, 0, MAX_STOP_STRINGS)]},
     "stop_token_ids": _list(_TOKEN, 0, MAX_STOP_TOKEN_IDS),
     "logit_bias": {
@@ -126,16 +148,20 @@ _FORMS: dict[str, Json] = {
         "additionalProperties": {"type": "number"} | _numbers(BIAS),
         "maxProperties": MAX_BIASES,
     },
-    "tool_choice": {
-        "anyOf": [
-            {"enum": ["none", "auto", "required"]},
-            {
-                "type": "object",
-                "required": ["type", "function"],
-                "properties": {"type": {"const": "function"}, "function": {"$ref": "#/components/schemas/NamedTool"}},
-                "additionalProperties": False,
-            },
-        ]
+    "tool_choice": _tool_choice({"function": _reference("NamedTool")}),
+    "metadata": {
+        "type": "object",
+        "maxProperties": MAX_PAIRS,
+        "propertyNames": {"maxLength": MAX_KEY_CHARACTERS},
+        "additionalProperties": {"type": "string", "maxLength": MAX_VALUE_CHARACTERS},
+    },
+    "chat_template_kwargs": {
+        "type": "object",
+        "maxProperties": MOST_OPTIONS,
+        "propertyNames": {
+            "pattern": "^[A-Za-z_][A-Za-z_0-9]{0,63}$",
+            "not": {"enum": sorted(TEMPLATE_NAMES)},
+        },
     },
     "DetokenizeRequest.tokens": _TOKENS | {"minItems": 0},
 }

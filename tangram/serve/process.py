@@ -7,6 +7,7 @@ import logging
 import os
 import resource
 import time
+from collections.abc import Callable
 from socket import socket
 from types import FrameType
 
@@ -33,13 +34,27 @@ def allow_connections(most: int) -> None:
 class Server(uvicorn.Server):
     """At the first SIGTERM or SIGINT it drains `service`, goes on listening, and ends when nothing runs any more or
     after `grace_s`; what runs then ends with an error. At the second it ends at once. When the engine dies it ends too.
-    Where a step of the engine does not end, the process ends without it, with code 1.
+    Where a step of the engine does not end, the process ends without it, with code 1. Once it answers it calls
+    `on_ready`.
     """
 
-    def __init__(self, config: uvicorn.Config, engine: ServedEngine, service: Service, grace_s: float) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        engine: ServedEngine,
+        service: Service,
+        grace_s: float,
+        on_ready: Callable[[], None],
+    ) -> None:
         super().__init__(config)
         self._engine, self._service, self._grace_s = engine, service, grace_s
         self._ends_s: float | None = None
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket] | None = None) -> None:
+        """Start the engine and take connections, then tell that."""
+        await super().startup(sockets)
+        self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal, or another one."""

@@ -58,19 +58,22 @@ class Choice:
         self.finish_reason = event.finish_reason
 
 
-def usage_json(usages: Sequence[Usage], n: int) -> Json:
+def usage_json(usages: Sequence[Usage], n: int, reasoning_tokens: int | None = None) -> Json:
     """The usage of a whole request, from that of its choices in order.
 
     A prompt counts once however many completions it has; completion tokens and KV bytes count for each.
+    `reasoning_tokens` are those of thoughts, None where they cannot be told.
     """
     prompts = usages[::n]
     prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
     completion_tokens = sum(usage.completion_tokens for usage in usages)
+    thoughts = {"completion_tokens_details": {"reasoning_tokens": reasoning_tokens}}
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in prompts)},
+        **({} if reasoning_tokens is None else thoughts),
         "kv_bytes": sum(usage.kv_bytes for usage in usages),
         "kv_bytes_uncompressed": sum(usage.kv_bytes_uncompressed for usage in usages),
     }
@@ -85,6 +88,14 @@ class Format(ABC):
 
     def __init__(self, codec: Codec, *, logprobs: bool) -> None:
         self._codec, self._wants_logprobs = codec, logprobs
+
+    def choice(self, index: int) -> Choice:
+        """Where completion `index` is gathered for a whole answer."""
+        return Choice()
+
+    def reasoning_tokens(self, indexes: Iterable[int]) -> int | None:
+        """How many tokens of these completions were thoughts; None where that cannot be told."""
+        return None
 
     def opening(self, index: int) -> list[Json]:
         """The chunk choices that come before the first token of completion `index`."""

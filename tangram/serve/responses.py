@@ -1,113 +1,64 @@
-"""POST /v1/responses for text: a conversation in, one answer out, whole or as the events of OpenAI's client.
+"""POST /v1/responses: a conversation in, one answer out, whole or as the events of OpenAI's client.
 
-Nothing is stored: a conversation goes on by sending all of it again, which the prefix cache makes cheap.
+It is the chat endpoint in other words: what it says becomes a `ChatRequest`. Nothing is stored: a
+conversation goes on by sending all of it again, which the prefix cache makes cheap.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator
-from typing import Annotated, Any, Literal
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import BeforeValidator, Field, PositiveInt
+from pydantic import ValidationError
 
 from tangram.errors import RequestError
-from tangram.serve.body import Body, Salt, Text
 from tangram.serve.bridge import EventStream, Job
-from tangram.serve.errors import ApiError
-from tangram.serve.messages import MAX_MESSAGES, text_of_parts
+from tangram.serve.errors import ApiError, of_validation
+from tangram.serve.outputs import Output, Told
 from tangram.serve.preparation import unless_disconnected
+from tangram.serve.reading import ReadChoice
 from tangram.serve.record import record_of
 from tangram.serve.replies import Json
+from tangram.serve.responses_schema import ResponsesRequest
+from tangram.serve.schema import ChatRequest
 from tangram.serve.sending import EventSource
-from tangram.serve.service import Service
-from tangram.serve.unsupported import RESPONSES
-from tangram.types import FinishReason, SamplingParams, Usage
+from tangram.serve.service import Asked, Service
+from tangram.types import Event, FinishReason, Usage
 
-_PART_TYPES = ("input_text", "output_text")
-_OTHER_NAMES = {"max_tokens": "max_output_tokens", "messages": "input", "prompt": "input"}
-
-
-def _content_text(content: Any) -> Any:
-    """Parts of this endpoint, and those of its own answers, as one string; annotations are never there to be lost."""
-    if not isinstance(content, list):
-        return content
-    parts = []
-    for part in content:
-        if isinstance(part, dict) and part.get("type") in _PART_TYPES:
-            kept = {name: value for name, value in part.items() if value not in (None, [])}
-            part = kept | {"type": "text"}
-        parts.append(part)
-    return text_of_parts(parts)
-
-
-class InputMessage(Body):
-    """One message; `id` and `status` are those of an answer that is sent back."""
-
-    refused = {"phase": ()}  # noqa: RUF012 (a ClassVar of the base)
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[Text, BeforeValidator(_content_text)]
-    id: str | None = None
-    status: Literal["completed", "incomplete", "in_progress"] | None = None
-
-    def for_template(self) -> dict[str, str]:
-        """The message as chat templates read it."""
-        return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
-
-
-def _as_messages(value: Any) -> Any:
-    return [{"role": "user", "content": value}] if isinstance(value, str) else value
-
-
-class ResponsesRequest(Body):
-    """The body of POST /v1/responses."""
-
-    refused = RESPONSES
-    model: str
-    input: Annotated[
-        list[InputMessage],
-        Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
-        BeforeValidator(_as_messages),
-    ]
-    instructions: Text | None = Field(default=None, description="a system message before the input")
-    max_output_tokens: PositiveInt | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    stream: bool = False
-    kv_retention: float | None = Field(default=None, description="fraction of the KV cache to keep, (0, 1]")
-    cache_salt: Salt = ""
-    user: str | None = Field(default=None, description="a label, without effect")
-    safety_identifier: str | None = Field(default=None, description="a label, without effect")
-    prompt_cache_key: str | None = Field(default=None, max_length=1024, description="a label, without effect")
-
-    def messages(self) -> list[dict[str, str]]:
-        """The conversation for the chat template."""
-        first = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
-        return [*first, *(message.for_template() for message in self.input)]
-
-    def sampling(self) -> SamplingParams:
-        """Raises `RequestError` naming the first value that is out of range."""
-        return SamplingParams(temperature=self.temperature, top_p=self.top_p, max_tokens=self.max_output_tokens)
+# What the chat endpoint calls differently, by the beginnings of names.
+_OTHER_NAMES = {
+    r"(messages|prompt)\b.*": "input",
+    r"max_(completion_)?tokens": "max_output_tokens",
+    r"tools\[(\d+)\]\.function": r"tools[\1]",
+    r"response_format\.json_schema": "text.format",
+    r"response_format": "text.format",
+    r"reasoning_effort": "reasoning",
+    r"verbosity": "text",
+}
 
 
 async def respond(service: Service, body: ResponsesRequest, request: Request) -> Response:
     """The answer to `body`; raises `RequestError` and `ApiError` with the field names of this endpoint."""
     try:
-        prompt = await service.preparation.of(request, service.chat_prompt, body.messages(), "input")
+        chat = body.chat()
+        asked = await service.preparation.of(request, service.ask, chat, "input")
         identity = f"resp_{uuid.uuid4().hex}"
-        sampling, record = body.sampling(), record_of(request)
-        events = service.open(
-            Job(identity, [prompt], sampling, body.kv_retention, body.cache_salt, body.stream, record=record)
+        job = Job(
+            identity, [asked.prompt], body.sampling(), body.kv_retention, body.cache_salt,
+            body.stream, asked.grammar, record_of(request), asked.marks,
         )  # fmt: skip
+        events = service.open(job)
+    except ValidationError as error:
+        raise _renamed(of_validation(error)) from error
     except RequestError as error:
-        name = _OTHER_NAMES.get(error.field, error.field)
+        name = _name_here(error.field)
         raise RequestError(str(error).replace(error.field, name), name) from error
-    answer = _Answer(body, identity, service.model)
+    answer = _Answer(body, chat, asked, identity, service.model)
     if body.stream:
         return EventSource(_frames(events, answer), events)
     try:
@@ -116,27 +67,45 @@ async def respond(service: Service, body: ResponsesRequest, request: Request) ->
         events.close()
 
 
+def _renamed(error: ApiError) -> ApiError:
+    name = None if error.param is None else _name_here(error.param)
+    message = str(error).replace(error.param or "", name or "") if error.param else str(error)
+    return ApiError(error.status, message, param=name, code=error.code)
+
+
+def _name_here(field: str) -> str:
+    for name, here in _OTHER_NAMES.items():
+        if re.match(name, field):
+            return re.sub(f"^{name}", here, field)
+    return field
+
+
 async def _whole(events: EventStream, answer: _Answer) -> Json:
     async for _, event in events:
-        answer.add(event.text, event.usage, event.finish_reason)
+        for _ in answer.add(event):
+            pass
     return answer.json()
 
 
 class _Answer:
     """One response as far as it has come."""
 
-    def __init__(self, body: ResponsesRequest, identity: str, model: str) -> None:
+    def __init__(self, body: ResponsesRequest, chat: ChatRequest, asked: Asked, identity: str, model: str) -> None:
         self._body, self._id, self._model, self._created_s = body, identity, model, int(time.time())
-        self.item_id = f"msg_{uuid.uuid4().hex}"
-        self.text, self._usage, self._reason = "", None, None
+        reader = asked.form.reader(chat.offered)
+        self._choice = None if reader is None else ReadChoice(reader())
+        self._output = Output()
+        self._usage, self._reason = None, None
 
-    text: str
     _usage: Usage | None
     _reason: FinishReason | None
 
-    def add(self, text: str, usage: Usage, reason: FinishReason | None) -> None:
-        """Append an event."""
-        self.text, self._usage, self._reason = self.text + text, usage, reason
+    def add(self, event: Event) -> list[Told]:
+        """Append an event of the engine: what is to be told of it."""
+        self._usage, self._reason = event.usage, event.finish_reason
+        parts = [event.text] if self._choice is None else self._choice.take(event)
+        told = list(self._output.add(parts))
+        return told if self._reason is None else [*told, *self._output.finish(self.status)]
 
     @property
     def status(self) -> str:
@@ -145,41 +114,48 @@ class _Answer:
             return "in_progress"
         return "incomplete" if self._reason is FinishReason.LENGTH else "completed"
 
-    def part(self) -> Json:
-        """The answer's only part."""
-        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
-
-    def item(self, *, empty: bool = False) -> Json:
-        """The answer's only output."""
-        content = [] if empty else [self.part()]
-        return {"type": "message", "id": self.item_id, "role": "assistant", "status": self.status, "content": content}
-
     def json(self) -> Json:
         """The response object."""
         body, length = self._body, self._reason is FinishReason.LENGTH
+        choice = body.tool_choice
+        named = choice if isinstance(choice, str) else {"type": "function", "name": choice.name}
         return {
             "id": self._id, "object": "response", "created_at": self._created_s, "model": self._model,
             "status": self.status, "error": None, "background": False,
             "incomplete_details": {"reason": "max_output_tokens"} if length else None,
             "instructions": body.instructions, "max_output_tokens": body.max_output_tokens,
-            "output": [] if self._reason is None else [self.item()],
-            "temperature": body.temperature, "top_p": body.top_p, "text": {"format": {"type": "text"}},
-            "tools": [], "tool_choice": "none", "parallel_tool_calls": False, "truncation": "disabled",
-            "previous_response_id": None, "reasoning": None, "metadata": {}, "store": False, "user": body.user,
-            "usage": None if self._reason is None or self._usage is None else _usage_json(self._usage),
+            "output": [] if self._reason is None else self._output.items,
+            "temperature": body.temperature, "top_p": body.top_p, "text": self._text(),
+            "tools": [tool.model_dump() for tool in body.tools],
+            "tool_choice": named if body.tools else "none",
+            "parallel_tool_calls": bool(body.tools) and body.parallel_tool_calls,
+            "truncation": "disabled", "previous_response_id": None,
+            "reasoning": {"effort": body.reasoning.effort, "summary": None},
+            "metadata": {}, "store": False, "user": body.user, "usage": self._usage_json(),
         }  # fmt: skip
 
+    def _text(self) -> Json:
+        text = self._body.text
+        found = None if text.format is None else text.format.model_dump(by_alias=True, exclude_none=True)
+        if found is not None and found["type"] != "json_schema":
+            found = {"type": found["type"]}
+        verbosity = {} if text.verbosity is None else {"verbosity": text.verbosity}
+        return {"format": found or {"type": "text"}, **verbosity}
 
-def _usage_json(usage: Usage) -> Json:
-    return {
-        "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "kv_bytes": usage.kv_bytes,
-        "kv_bytes_uncompressed": usage.kv_bytes_uncompressed,
-    }
+    def _usage_json(self) -> Json | None:
+        usage = self._usage
+        if usage is None or self._reason is None:
+            return None
+        thought = 0 if self._choice is None else self._choice.reasoning_tokens
+        return {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": thought},
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            "kv_bytes": usage.kv_bytes,
+            "kv_bytes_uncompressed": usage.kv_bytes_uncompressed,
+        }
 
 
 async def _frames(events: EventStream, answer: _Answer) -> AsyncIterator[str]:
@@ -191,22 +167,15 @@ async def _frames(events: EventStream, answer: _Answer) -> AsyncIterator[str]:
         number += 1
 
 
-async def _stream(events: EventStream, answer: _Answer) -> AsyncIterator[tuple[str, Json]]:
-    item, part = {"output_index": 0}, {"item_id": answer.item_id, "output_index": 0, "content_index": 0}
+async def _stream(events: EventStream, answer: _Answer) -> AsyncIterator[Told]:
     for kind in ("response.created", "response.in_progress"):
         yield kind, {"response": answer.json()}
-    yield "response.output_item.added", {**item, "item": answer.item(empty=True)}
-    yield "response.content_part.added", {**part, "part": answer.part()}
     try:
         async for _, event in events:
-            answer.add(event.text, event.usage, event.finish_reason)
-            if event.text:
-                yield "response.output_text.delta", {**part, "delta": event.text, "logprobs": []}
+            for told in answer.add(event):
+                yield told
     except ApiError as error:
-        told = error.body()["error"]
-        yield "error", {"code": told["code"], "message": told["message"], "param": told["param"]}
+        said = error.body()["error"]
+        yield "error", {"code": said["code"], "message": said["message"], "param": said["param"]}
         return
-    yield "response.output_text.done", {**part, "text": answer.text, "logprobs": []}
-    yield "response.content_part.done", {**part, "part": answer.part()}
-    yield "response.output_item.done", {**item, "item": answer.item()}
     yield f"response.{answer.status}", {"response": answer.json()}

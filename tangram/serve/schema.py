@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from reprlib import repr as shortened
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PositiveInt, field_validator, model_validator
 
 from tangram.limits import MAX_BIASES, MAX_LOGPROBS
-from tangram.serve.body import Body, Salt, Text, encodable
+from tangram.serve.body import Body, Label, Metadata, Salt, Text, encodable
+from tangram.serve.call_grammar import CallGrammar, answer_grammar
+from tangram.serve.forms import AnswerForm
 from tangram.serve.json_schema import SchemaBounds
 from tangram.serve.messages import MAX_MESSAGES, ChatMessage
 from tangram.serve.structured import (
     MAX_TOOLS,
-    CallGrammar,
     ResponseFormat,
     Tool,
     ToolChoice,
-    answer_grammar,
     check_tools,
 )
+from tangram.serve.template import Effort, TemplateOptions, Verbosity
 from tangram.serve.unsupported import CHAT, COMPLETION, STREAM_OPTIONS, wrong_field
-from tangram.types import SamplingParams, ToolFormat
+from tangram.types import SamplingParams
 
 MAX_PROMPTS = 1024
 MAX_COMPLETIONS = 1024
@@ -76,9 +77,9 @@ class _Sampled(Body):
     min_tokens: int = 0
     kv_retention: float | None = Field(default=None, description="fraction of the KV cache to keep, (0, 1]")
     cache_salt: Salt = ""
-    user: str | None = Field(default=None, description="a label, without effect")
+    user: Label | None = None
     response_format: ResponseFormat | None = None
-    prompt_cache_key: str | None = Field(default=None, max_length=1024, description="a label, without effect")
+    prompt_cache_key: Label | None = None
 
     @field_validator("logit_bias")
     @classmethod
@@ -100,13 +101,13 @@ class _Sampled(Body):
         """Whether the answer cannot be just any text."""
         return self.response_format is not None and self.response_format.type != "text"
 
-    def grammar(self, form: ToolFormat | None, control_token_ids: Sequence[int]) -> tuple[str, str] | None:
-        """The grammar of the answer and the field that asks for it, None for any text; `form` is for calls of tools.
+    def grammar(self, form: AnswerForm) -> tuple[str, str] | None:
+        """The grammar of an answer in `form`, and the field that asks for it; None for any text.
 
         Raises `RequestError` naming the schema that is out of bounds.
         """
         schema = None if self.response_format is None else self.response_format.schema_for(SchemaBounds())
-        return None if schema is None else (answer_grammar(schema), "response_format")
+        return None if schema is None else (answer_grammar(schema, form), "response_format")
 
     @model_validator(mode="after")
     def _a_grammar_says_where_answers_end(self) -> Self:
@@ -145,7 +146,14 @@ class ChatRequest(_Sampled):
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     max_completion_tokens: PositiveInt | None = None
-    safety_identifier: str | None = Field(default=None, description="a label, without effect")
+    safety_identifier: Label | None = None
+    metadata: Metadata = Field(default={})
+    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = Field(
+        default=None, description="there is one tier: the answer says `default`"
+    )
+    chat_template_kwargs: TemplateOptions = Field(default={})
+    reasoning_effort: Effort | None = Field(default=None, description="where the chat template reads it")
+    verbosity: Verbosity | None = Field(default=None, description="where the chat template reads it")
     tools: list[Tool] = Field(default=[], max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
@@ -162,17 +170,17 @@ class ChatRequest(_Sampled):
         """Whether the answer cannot be just any text."""
         return bool(self.offered) or super().shaped
 
-    def grammar(self, form: ToolFormat | None, control_token_ids: Sequence[int]) -> tuple[str, str] | None:
+    def grammar(self, form: AnswerForm) -> tuple[str, str] | None:
         """As for every request; the calls of tools are part of it."""
         bounds = SchemaBounds()
         schema = None if self.response_format is None else self.response_format.schema_for(bounds)
         check_tools(self.tools, bounds)
-        if self.offered and form is not None:
+        if self.offered and form.tools is not None:
             parallel = self.parallel_tool_calls and isinstance(self.tool_choice, str)
             forced = self.tool_choice != "auto"
-            calls = CallGrammar(self.offered, form, forced, parallel, schema, control_token_ids)
+            calls = CallGrammar(self.offered, form.tools, forced, parallel, schema, form.control_token_ids, form)
             return calls.source(), "tools"
-        return None if schema is None else (answer_grammar(schema), "response_format")
+        return None if schema is None else (answer_grammar(schema, form), "response_format")
 
     @model_validator(mode="after")
     def _tools_agree(self) -> Self:

@@ -3,50 +3,71 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from tangram.errors import RequestError
+from tangram.serve.answers import finished, frames
+from tangram.serve.body import texts_in
 from tangram.serve.bridge import EventStream, Job, Limits, ServedEngine
-from tangram.serve.calls import ToolChatFormat
 from tangram.serve.errors import ApiError
 from tangram.serve.exposition import ServerMetrics
+from tangram.serve.forms import AnswerForm
 from tangram.serve.preparation import Preparation, unless_disconnected
+from tangram.serve.reading import ReadChatFormat
 from tangram.serve.record import Record, record_of
-from tangram.serve.replies import ChatFormat, Choice, CompletionFormat, Format, Json, refuse_huge, usage_json
-from tangram.serve.schema import ChatRequest, CompletionRequest, StreamOptions
+from tangram.serve.replies import ChatFormat, CompletionFormat, Format, Json, refuse_huge
+from tangram.serve.schema import ChatRequest, CompletionRequest
 from tangram.serve.sending import EventSource
-from tangram.types import Grammar, Usage
+from tangram.serve.template import FIELD, Template
+from tangram.serve.unknown import IgnoredFields
+from tangram.types import Grammar, Marks
 
 # A step takes seconds at most; the first may compile. Beyond this its device hangs.
 MOST_STEP_S = 600
 # So long is the step under way waited for when the server ends.
 LAST_STEP_S = 30
 _log = logging.getLogger(__name__)
-# What the engine needs of a request: how its answer is written, the prompts, and what an answer must be like.
-_Parts = tuple[Format, list[tuple[int, ...]], Grammar | None]
+# What the engine needs of a request: how its answer is written, the prompts, what an answer must be
+# like, and the control tokens that it is told by.
+_Parts = tuple[Format, list[tuple[int, ...]], Grammar | None, Marks]
 _NO_TOOLS = (
     "the chat template of this model shows it no tools, or has calls written in a form that this server cannot read: "
     "leave them out, or choose another model"
 )
 
 
-class Service:
-    """Answers both completion endpoints for one engine and one model name."""
+@dataclass(frozen=True)
+class Asked:
+    """A conversation as the engine takes it, and the form of its answer."""
 
-    def __init__(self, engine: ServedEngine, served_model_name: str, limits: Limits | None = None) -> None:
+    prompt: tuple[int, ...]
+    grammar: Grammar | None
+    form: AnswerForm
+    marks: Marks
+
+
+class Service:
+    """Answers both completion endpoints for one engine and one model name. With `let_by`, fields that
+    are not served are `ignored`, and counted, instead of refused.
+    """
+
+    def __init__(
+        self, engine: ServedEngine, served_model_name: str, limits: Limits | None = None, let_by: bool = False
+    ) -> None:
         self.model = served_model_name
         self.created_s = int(time.time())
         self.metrics = ServerMetrics(engine.stats)
+        self.ignored = IgnoredFields(self.metrics.ignored_fields) if let_by else None
+        self.template = Template(engine.codec, self.ignored)
         self.draining = False
         self._engine, self._limits, self._started = engine, limits or Limits(), False
         self._hangs = False
@@ -117,61 +138,67 @@ class Service:
         events, style, job, head = self._begin(body, parts, record_of(request))
         if body.stream:
             head |= {"object": style.chunk_object}
-            return EventSource(_frames(events, head, style, job.sampling.n, body.stream_options), events)
+            return EventSource(frames(events, head, style, job.sampling.n, body.stream_options), events)
         try:
-            found = await unless_disconnected(request, _finished(events, style, job, head))
+            found = await unless_disconnected(request, finished(events, style, job, head))
             return await asyncio.to_thread(JSONResponse, found)
         finally:
             events.close()  # also if the work was given up before it began
 
     async def whole(self, body: ChatRequest | CompletionRequest) -> Json:
         """The answer in one piece, for a caller that does not hang up."""
-        return await _finished(*self._begin(body, await self._parts(body)))
+        return await finished(*self._begin(body, await self._parts(body)))
 
     async def _parts(self, body: ChatRequest | CompletionRequest) -> _Parts:
-        style: Format
-        grammar = await self._grammar(body)
         if isinstance(body, ChatRequest):
-            tools = [tool.for_template() for tool in body.tools if body.tool_choice != "none"]
-            messages = [message.for_template() for message in body.messages]
-            prompts = [await self.chat_prompt(messages, "messages", tools)]
-            style = self._chat_format(body)
-        else:
-            prompts = [await self.text_prompt(p) if isinstance(p, str) else tuple(p) for p in body.prompt]
-            if not all(prompts):
-                raise ApiError(400, "prompt holds no tokens: send at least one", param="prompt", code="invalid_value")
-            style = await self._completion_format(body)
-        return style, prompts, grammar
+            asked = await self.ask(body, "messages")
+            return self._chat_format(body, asked.form), [asked.prompt], asked.grammar, asked.marks
+        found = body.grammar(AnswerForm())
+        grammar = None if found is None else await self.preparation.grammar(*found)
+        prompts = [await self.text_prompt(p) if isinstance(p, str) else tuple(p) for p in body.prompt]
+        if not all(prompts):
+            raise ApiError(400, "prompt holds no tokens: send at least one", param="prompt", code="invalid_value")
+        return await self._completion_format(body), prompts, grammar, Marks()
+
+    async def ask(self, body: ChatRequest, field: str) -> Asked:
+        """The prompt of a conversation, and how it is answered. Raises `RequestError`, `field` for the messages."""
+        form = AnswerForm.of(self._engine.codec)
+        if body.tools and form.tools is None:
+            raise RequestError(f"tools: {_NO_TOOLS}", "tools")
+        body.grammar(form)  # what is wrong with a schema is said before anything is made of it
+        tools = [tool.for_template() for tool in body.tools if body.tool_choice != "none"]
+        messages = [message.for_template() for message in body.messages]
+        options = self.template.told(body.chat_template_kwargs, body.reasoning_effort, body.verbosity)
+        prompt = await self.chat_prompt(messages, field, tools, options)
+        form = form.after(self._engine.codec, prompt)
+        found = body.grammar(form)
+        grammar = None if found is None else await self.preparation.grammar(*found)
+        return Asked(prompt, grammar, form, form.shown(body.offered))
 
     def _begin(
         self, body: ChatRequest | CompletionRequest, parts: _Parts, record: Record | None = None
     ) -> tuple[EventStream, Format, Job, Json]:
-        style, prompts, grammar = parts
+        style, prompts, grammar, marks = parts
         identity = f"{style.id_prefix}-{uuid.uuid4().hex}"
         try:
             job = Job(
-                identity, prompts, body.sampling(), body.kv_retention, body.cache_salt, body.stream, grammar, record
-            )
+                identity, prompts, body.sampling(), body.kv_retention, body.cache_salt, body.stream, grammar, record,
+                marks,
+            )  # fmt: skip
             head: Json = {"id": identity, "created": int(time.time()), "model": self.model}
+            if isinstance(body, ChatRequest) and body.service_tier is not None:
+                head["service_tier"] = "default"
             return self.open(job), style, job, head
         except RequestError as error:
             if not isinstance(body, ChatRequest):
                 raise
             raise _as_chat(error, body) from error
 
-    async def _grammar(self, body: ChatRequest | CompletionRequest) -> Grammar | None:
-        """What the answer must be like, compiled on a thread of its own; None if it may be anything."""
-        codec = self._engine.codec
-        if isinstance(body, ChatRequest) and body.tools and codec.tool_format is None:
-            raise RequestError(f"tools: {_NO_TOOLS}", "tools")
-        found = body.grammar(codec.tool_format, codec.control_token_ids)
-        return None if found is None else await self.preparation.grammar(*found)
-
-    def _chat_format(self, body: ChatRequest) -> ChatFormat:
-        codec, names = self._engine.codec, frozenset(tool.function.name for tool in body.offered)
-        if not names or codec.tool_format is None:
+    def _chat_format(self, body: ChatRequest, form: AnswerForm) -> ChatFormat:
+        codec, reader = self._engine.codec, form.reader(body.offered)
+        if reader is None:
             return ChatFormat(codec, logprobs=body.logprobs)
-        return ToolChatFormat(codec, logprobs=body.logprobs, form=codec.tool_format, names=names)
+        return ReadChatFormat(codec, logprobs=body.logprobs, reader=reader, thinks=form.thinking is not None)
 
     async def _completion_format(self, body: CompletionRequest) -> Format:
         echoed = body.prompt if body.echo else []
@@ -203,15 +230,17 @@ class Service:
         return await self.preparation.tokenize(self._engine.codec.verbatim, token_ids, field)
 
     async def chat_prompt(
-        self, messages: Sequence[Mapping[str, Any]], field: str, tools: Sequence[Mapping[str, Any]] = ()
-    ) -> tuple[int, ...]:
+        self, messages: Sequence[Mapping[str, Any]], field: str, tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> tuple[int, ...]:  # fmt: skip
         """The tokens of a conversation up to the answer; raises `RequestError` (`field`) if it could never fit."""
         for at, message in enumerate(messages):
             if (message["role"] == "tool" or "tool_calls" in message) and self._engine.codec.tool_format is None:
                 raise RequestError(f"{field}[{at}] is about tools: {_NO_TOOLS}", f"{field}[{at}].role")
-        self._refuse_endless(_texts(messages), field)
-        self._refuse_endless(_texts(tools), "tools")
-        return await self.preparation.tokenize(self._engine.codec.chat_prompt, messages, tools)
+        self._refuse_endless(texts_in(messages), field)
+        self._refuse_endless(texts_in(tools), "tools")
+        self._refuse_endless(texts_in(options), FIELD)
+        return await self.preparation.tokenize(self._engine.codec.chat_prompt, messages, tools, options)
 
     async def text_prompt(self, text: str) -> tuple[int, ...]:
         """The tokens of a raw prompt; raises `RequestError` (field `prompt`) if it could never fit."""
@@ -230,15 +259,6 @@ class Service:
             )
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """All texts in a JSON value, names of fields too."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (list, dict)):
-        for item in chain(value, value.values()) if isinstance(value, dict) else value:
-            yield from _texts(item)
-
-
 def _as_chat(error: RequestError, body: ChatRequest) -> RequestError:
     """What the engine, which knows of no messages, refused, with the names that the client sent."""
     if error.field == "prompt":
@@ -246,51 +266,3 @@ def _as_chat(error: RequestError, body: ChatRequest) -> RequestError:
     if error.field == "max_tokens" and body.max_tokens is None and body.max_completion_tokens is not None:
         return RequestError(str(error).replace("max_tokens", "max_completion_tokens"), "max_completion_tokens")
     return error
-
-
-async def _finished(events: EventStream, style: Format, job: Job, head: Json) -> Json:
-    """The whole answer; what has not ended when it is given up is aborted."""
-    try:
-        return head | {"object": style.whole_object} | await _whole(events, style, job)
-    finally:
-        events.close()
-
-
-async def _whole(events: EventStream, style: Format, job: Job) -> Json:
-    """The choices and the usage of a whole answer."""
-    choices = [Choice() for _ in range(job.choices)]
-    usages: dict[int, Usage] = {}
-    async for index, event in events:
-        choices[index].add(event)
-        usages[index] = event.usage
-    # With alternatives of many tokens an answer is large, and making one would stall every stream.
-    made = [await asyncio.to_thread(style.whole, index, choice) for index, choice in enumerate(choices)]
-    return {
-        "choices": made,
-        "usage": usage_json([usages[index] for index in sorted(usages)], job.sampling.n),
-    }
-
-
-async def _frames(
-    events: EventStream, head: Json, style: Format, n: int, options: StreamOptions | None
-) -> AsyncIterator[str]:  # fmt: skip
-    """The server-sent events of an answer: openings, deltas, the usage if asked for, [DONE]."""
-    include_usage = options is not None and options.include_usage
-    continuous = options is not None and options.continuous_usage_stats
-    usages: dict[int, Usage] = {}
-    try:
-        async for index, event in events:
-            opening = [] if index in usages else style.opening(index)
-            usages[index] = event.usage
-            tail = {"usage": usage_json([event.usage], 1) if continuous else None} if include_usage else {}
-            for choice in (*opening, style.delta(index, event)):
-                yield _frame(head | {"choices": [choice]} | tail)
-        if include_usage:
-            yield _frame(head | {"choices": [], "usage": usage_json([usages[index] for index in sorted(usages)], n)})
-    except ApiError as error:
-        yield _frame(error.body())
-    yield "data: [DONE]\n\n"
-
-
-def _frame(data: Json) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"

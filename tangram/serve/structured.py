@@ -1,8 +1,7 @@
-"""From `response_format` and `tools` to the grammar of an answer (llguidance's Lark dialect, `engine/grammar.py`)."""
+"""What an answer must be, as requests say it: `response_format`, `tools`, `tool_choice`."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
@@ -13,12 +12,9 @@ from tangram.errors import RequestError
 from tangram.serve.body import Body, Text, encodable
 from tangram.serve.json_schema import SchemaBounds
 from tangram.serve.unsupported import wrong_field
-from tangram.types import ToolFormat
 
 MAX_TOOLS = 128
 _NAME = r"^[a-zA-Z0-9_-]{1,64}$"
-# A model that may put any number of spaces somewhere sometimes never ends.
-_STYLE = {"x-guidance": {"whitespace_pattern": r"[ \t\n\r]{1,20}"}}
 
 
 class JsonSchema(Body):
@@ -109,70 +105,3 @@ def check_tools(tools: Sequence[Tool], bounds: SchemaBounds) -> None:
             message = f"{field}.parameters has a type other than 'object': arguments are a JSON object"
             raise RequestError(message, f"{field}.parameters.type")
         bounds.check(arguments, f"{field}.parameters")
-
-
-def answer_grammar(schema: dict[str, Any]) -> str:
-    """Answers that `schema` allows."""
-    return f"start: {_json(schema)}\n"
-
-
-@dataclass(frozen=True)
-class CallGrammar:
-    """Answers that call `tools`, in the `form` of the model: where `forced` they do nothing else.
-
-    With `parallel` there may be several calls. Who does not call answers as `schema` says; None, in any text, in which
-    `control_token_ids` may be as without a grammar.
-    """
-
-    tools: Sequence[Tool]
-    form: ToolFormat
-    forced: bool
-    parallel: bool
-    schema: dict[str, Any] | None
-    control_token_ids: Sequence[int]
-
-    def source(self) -> str:
-        """The grammar."""
-        return "\n".join(["%llguidance {}", *self._start(), *self._bodies(), ""])
-
-    def _start(self) -> list[str]:
-        form, several = self.form, self.parallel and bool(self.form.begin)
-        call = f"call: {_text(form.begin)} body {_text(form.end)}" if form.begin else "call: body"
-        calls = 'calls: call ("\\n" call)*' if several else "calls: call"
-        if self.forced:
-            return ["start: calls", calls, call]
-        if self.schema is not None:
-            return ["start: calls | answer", calls, call, f"answer: {_json(self.schema)}"]
-        return self._prose(several)
-
-    def _prose(self, several: bool) -> list[str]:
-        """Any text: the beginning of a call in it makes the rest one."""
-        marker = self.form.begin.strip()
-        ids = ",".join(map(str, self.control_token_ids))
-        rules = [f"note: TEXT <[{ids}]>"] if ids else []
-        note = "note" if ids else ""
-        if not marker:
-            rules += ['TEXT: /(.|\\n)*/ & ~/\\{"name": "(.|\\n)*/', "spoken: body"]
-        else:
-            rest = self.form.begin[self.form.begin.index(marker) + len(marker) :]
-            rules += ["TEXT: /(.|\\n)*/", f"head[lazy]: TEXT {_text(marker)}"]
-            rules += [f"spoken: head {_text(rest)} body {_text(self.form.end)}"]
-        start = f"start: (spoken | {note})* TEXT" if ids else "start: spoken* TEXT"
-        alone = f"start: {note}* (spoken | TEXT)" if ids else "start: spoken | TEXT"
-        return [start if several else alone, *rules]
-
-    def _bodies(self) -> list[str]:
-        names = [f"body_{at}" for at in range(len(self.tools))]
-        bodies = [f"body: {' | '.join(names)}"]
-        for name, tool in zip(names, self.tools, strict=True):
-            head = f'{{"name": "{tool.function.name}", "{self.form.arguments}": '
-            bodies.append(f'{name}: {_text(head)} {_json(tool.arguments())} "}}"')
-        return bodies
-
-
-def _json(schema: dict[str, Any]) -> str:
-    return f"%json {json.dumps(_STYLE | schema)}"
-
-
-def _text(literal: str) -> str:
-    return json.dumps(literal) if literal else ""

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from tangram.serve.body import Body, Text
 from tangram.serve.messages import MAX_MESSAGES, ChatMessage
 from tangram.serve.service import Service
+from tangram.serve.template import FIELD, TemplateOptions
 from tangram.serve.unsupported import TOKENIZE, wrong_field
 
 
@@ -19,12 +20,15 @@ class TokenizeRequest(Body):
     model: str | None = None
     prompt: Text | None = None
     messages: list[ChatMessage] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    chat_template_kwargs: TemplateOptions = Field(default={})
     add_special_tokens: bool | None = Field(default=None, description="those around a raw text: always there")
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise wrong_field("prompt", "send either 'prompt' or 'messages'")
+        if self.chat_template_kwargs and self.messages is None:
+            raise wrong_field(FIELD, f"'{FIELD}' goes with 'messages' only: leave it out")
         always = self.messages is None
         if self.add_special_tokens not in (None, always):
             message = f"'add_special_tokens' is always {str(always).lower()} for {'prompts' if always else 'messages'}"
@@ -34,7 +38,9 @@ class TokenizeRequest(Body):
     async def tokens(self, service: Service) -> tuple[int, ...]:
         """What the server would compute for it; raises `RequestError` if that could never fit."""
         if self.messages is not None:
-            return await service.chat_prompt([message.for_template() for message in self.messages], "messages")
+            options = service.template.told(self.chat_template_kwargs)
+            messages = [message.for_template() for message in self.messages]
+            return await service.chat_prompt(messages, "messages", options=options)
         return await service.text_prompt(self.prompt or "")
 
 

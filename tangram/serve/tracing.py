@@ -2,7 +2,7 @@
 
 Names are those of the conventions (opentelemetry.io/docs/specs/semconv/gen-ai, in development there); what they have no
 name for begins with `tangram.`. A span is made when the answer is out, with the times that were noted: nothing is paid
-while it is being written. The SDK is optional: `pip install 'tangram[otel]'`.
+while it is being written. The SDK is optional: `pip install 'tangram-serve[otel]'`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import version as version_of
 from typing import TYPE_CHECKING
 
 from tangram.errors import ConfigError
 from tangram.serve.record import Generation, Record
+from tangram.version import __version__
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -45,9 +45,10 @@ def traces_to(endpoint: str | None, model: str, variables: Mapping[str, str] | N
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         raise ConfigError(
-            f"{asked}, but OpenTelemetry's SDK is not installed: pip install 'tangram[otel]', or ask for no traces"
+            f"{asked}, but OpenTelemetry's SDK is not installed: pip install 'tangram-serve[otel]', "
+            "or ask for no traces"
         ) from error
-    own = Resource({"service.name": "tangram", "service.version": version_of("tangram")})
+    own = Resource({"service.name": "tangram", "service.version": __version__})
     provider = TracerProvider(resource=own.merge(OTELResourceDetector().detect()))
     # The exporter adds /v1/traces to what the environment says, but takes an argument as it is.
     exporter = OTLPSpanExporter() if endpoint is None else OTLPSpanExporter(endpoint.rstrip("/") + "/v1/traces")

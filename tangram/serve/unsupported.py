@@ -26,7 +26,6 @@ COMMON: NoOps = {
     "include_stop_str_in_output": (False,),
     "length_penalty": (1.0,),
     "logits_processors": ([],),
-    "metadata": ({},),
     "priority": (0,),
     "prompt_logprobs": (),
     "return_token_ids": (False,),
@@ -43,7 +42,6 @@ CHAT: NoOps = {
     "add_generation_prompt": (True,),
     "audio": (),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
     "echo": (False,),
@@ -54,14 +52,11 @@ CHAT: NoOps = {
     "prediction": (),
     "prompt_cache_options": (),
     "prompt_cache_retention": (),
-    "reasoning_effort": ("none",),
-    "service_tier": ("auto", "default"),
     "store": (False,),
-    "verbosity": ("medium",),
     "web_search_options": (),
 }
 
-COMPLETION: NoOps = {**COMMON, "best_of": (1,), "suffix": ("",)}
+COMPLETION: NoOps = {**COMMON, "best_of": (1,), "metadata": ({},), "suffix": ("",)}
 
 RESPONSES: NoOps = {
     "background": (False,),
@@ -71,18 +66,13 @@ RESPONSES: NoOps = {
     "max_tool_calls": (),
     "metadata": ({},),
     "moderation": (),
-    "parallel_tool_calls": (True, False),
     "previous_response_id": (),
     "prompt": (),
     "prompt_cache_options": (),
     "prompt_cache_retention": (),
-    "reasoning": ({},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "stream_options": ({}, {"include_obfuscation": False}),
-    "text": ({}, {"format": {"type": "text"}}, {"format": {"type": "text"}, "verbosity": "medium"}),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
@@ -90,7 +80,6 @@ RESPONSES: NoOps = {
 TOKENIZE: NoOps = {
     "add_generation_prompt": (True,),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "return_token_strs": (False,),
     "tools": ([],),
@@ -101,14 +90,50 @@ MESSAGE: NoOps = {
     "audio": (),
     "function_call": (),
     "reasoning": (),
-    "reasoning_content": (),
     "refusal": (),
 }
 
 STREAM_OPTIONS: NoOps = {"include_obfuscation": (False,)}
 
+# Names that may stand in a metric: there is an end of them.
+KNOWN_ELSEWHERE = frozenset(
+    {"cache_control", "chat_template_kwargs", "reasoning_effort", "verbosity"}.union(
+        CHAT, COMPLETION, RESPONSES, TOKENIZE, MESSAGE, STREAM_OPTIONS
+    )
+)
 
-def _asks_for_nothing(value: object, no_ops: tuple[object, ...]) -> bool:
+# What other servers of this API have under /v1, by the first part of the path; some clients ask for them.
+_PATHS: Mapping[str, str] = {
+    "assistants": "assistants",
+    "audio": "speech and transcription",
+    "batches": "stored batches (tangram generate --batch answers files)",
+    "classify": "classification",
+    "conversations": "stored conversations",
+    "embeddings": "embeddings",
+    "files": "files",
+    "fine_tuning": "fine-tuning",
+    "images": "images",
+    "messages": "Anthropic's API",
+    "moderations": "moderation",
+    "pooling": "embeddings",
+    "realtime": "the realtime API",
+    "rerank": "reranking",
+    "score": "scoring",
+    "threads": "assistants",
+    "uploads": "files",
+    "vector_stores": "vector stores",
+    "videos": "videos",
+}
+
+
+def not_served(path: str) -> str | None:
+    """What is asked for at `path` of OpenAI's API that this server has not; None if it is no such path."""
+    version, _, rest = path.removeprefix("/").partition("/")
+    return _PATHS.get(rest.split("/")[0]) if version == "v1" else None
+
+
+def asks_for_nothing(value: object, no_ops: tuple[object, ...]) -> bool:
+    """Whether `value` is null, or one of those that change nothing."""
     # bool is an int in Python: without the type check `False` would pass for 0 and `1` for True.
     same_kind = (no_op for no_op in no_ops if isinstance(no_op, bool) == isinstance(value, bool))
     return value is None or any(value == no_op for no_op in same_kind)
@@ -123,7 +148,7 @@ def drop_no_ops(body: Any, unsupported: NoOps) -> Any:
     if not isinstance(body, dict):
         return body
     for field in unsupported.keys() & body.keys():
-        if not _asks_for_nothing(body[field], unsupported[field]):
+        if not asks_for_nothing(body[field], unsupported[field]):
             raise not_supported(field)
     return {name: value for name, value in body.items() if name not in unsupported}
 

@@ -9,7 +9,8 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from tangram.engine.grammar import GrammarCompiler
-from tangram.serve.structured import CallGrammar, Tool
+from tangram.serve.call_grammar import CallGrammar
+from tangram.serve.structured import Tool
 from tangram.types import ToolFormat
 
 END = 2

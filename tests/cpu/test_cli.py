@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -172,6 +173,12 @@ def test_calibrate_writes_a_profile_that_generate_accepts(tmp_path: Path, monkey
     made = CLI.invoke(app, ["calibrate", "smollm2", "-o", str(profile), "--data", str(data), *options, *shown])
     assert made.exit_code == 0, made.output
     assert Profile.load(profile).calibration.samples == 2
+    said = made.output.splitlines()
+    assert "Texts rank the heads alike by " in " ".join(said) and said[-2] == "Serve with it:"
+    line = shlex.split(said[-1])
+    assert line[:3] == ["tangram", "serve", "smollm2"]
+    served = CLI.invoke(app, ["generate", "-p", "Hello", "--max-tokens", "3", *line[3:]])
+    assert served.exit_code == 0, served.output
     found = json.loads(report.read_text())
     assert list(found["retentions"]) == ["0.6", "0.4"] and found["kinds"] == {"texts": 2}
     assert found["environment"]["commit"] and found["command"] == "tangram calibrate smollm2"

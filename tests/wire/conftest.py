@@ -63,12 +63,20 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 5.0)
 
 @contextmanager
 def run_fake_server(
-    *api_keys: str, max_body_mb: float = 16.0, limits: Limits | None = None, telemetry: Telemetry | None = None
+    *api_keys: str,
+    max_body_mb: float = 16.0,
+    limits: Limits | None = None,
+    telemetry: Telemetry | None = None,
+    allowed_origins: tuple[str, ...] = (),
+    let_unknown_by: bool = False,
 ) -> Iterator[FakeServer]:
     """A real uvicorn on a free port, in a thread."""
     engine = FakeEngine()
-    protection = Protection(api_keys, max_body_mb)
-    app = build_app(engine, served_model_name=MODEL, protection=protection, limits=limits, telemetry=telemetry)
+    protection = Protection(api_keys, max_body_mb, allowed_origins)
+    app = build_app(
+        engine, served_model_name=MODEL, protection=protection, limits=limits, telemetry=telemetry,
+        let_unknown_by=let_unknown_by,
+    )  # fmt: skip
     options = {"port": 0, "log_level": "critical", "timeout_graceful_shutdown": 1}
     server = uvicorn.Server(uvicorn.Config(app, **options, **transport_options()))
     thread = threading.Thread(target=server.run)

@@ -16,7 +16,7 @@ from typing import Any
 from tangram.engine.text import TokenText
 from tangram.errors import RequestError
 from tangram.metrics import EngineStats, GroupOverflow
-from tangram.types import Event, FinishReason, Request, TokenLogprob, ToolFormat, Usage
+from tangram.types import Event, FinishReason, Marks, Request, ThinkingFormat, TokenLogprob, ToolFormat, Usage
 
 CONTEXT_TOKENS = 512
 POOL_PAGES = 1000
@@ -24,18 +24,28 @@ PAGES_PER_REQUEST = 10
 
 
 class FakeCodec:
-    """Token ids are code points."""
+    """Token ids are code points. `told` is what each conversation said to the chat template."""
+
+    def __init__(self) -> None:
+        self.told: list[dict[str, Any]] = []
 
     longest_token_bytes = 4
     tool_format: ToolFormat | None = None
+    thinking_format: ThinkingFormat | None = None
+    marks: Marks = Marks()
     control_token_ids: Sequence[int] = ()
+    template_options: frozenset[str] = frozenset()
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(map(ord, text))
 
     def chat_prompt(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]:
+        self.told.append(dict(options or {}))
         return self.encode("".join(f"<{message['role']}>{message['content']}" for message in messages))
 
     def verbatim(self, token_ids: Sequence[int], field: str) -> str:
@@ -147,7 +157,8 @@ class FakeEngine:
                 running=len(self._running), waiting=queued, pages_total=POOL_PAGES, pages_held=held, pages_cached=7,
                 pages_free=POOL_PAGES - held - 7, capacity_tokens=2000, capacity_uncompressed_tokens=1000,
                 cache_dtype="float32", page_bytes=64, kv_token_bytes=8, kv_bytes_held=80,
-                kv_bytes_uncompressed=160, prompt_tokens=11, cached_tokens=5, generated_tokens=self._generated_tokens,
+                kv_bytes_uncompressed=160, prompt_tokens=11, cached_tokens=5,
+                computed_prompt_tokens=6, generated_tokens=self._generated_tokens,
                 preemptions=3, steps=self.steps, sealed_chunks=2,
                 host_pages_total=50, host_pages_used=20, restored_tokens=4, host_bytes_out=640, host_bytes_in=320,
                 dropped_spans=6, pages_promised=12, slots_held=640, slots_used=600, step_s=4.0, device_s=3.0,

@@ -17,6 +17,7 @@ from .conftest import COMPLETIONS, run_real_server, scrape, wait_until
 OPTIONS = (
     "--kv-cache-gib", "0.05", "--max-model-len", "1100", "--max-num-seqs", "2", "--max-num-batched-tokens", "1024",
     "--kv-offload-gib", "0.025", "--metrics-aliases", "vllm", "--overflow-every", "1",
+    "--unknown-fields", "warn",
 )  # fmt: skip
 
 
@@ -84,6 +85,7 @@ def load(url: str) -> None:
         assert pool.submit(ask, url, prompt(60, 13)).result().status_code == 200
         for each in early:
             each.result()
+    assert ask(url, prompt(9, 5), max_tokens=1, best_of=2).status_code == 200
     for step in (17, 19, 23, 29, 31, 37, 19, 17):
         assert ask(url, prompt(520, step), max_tokens=2).status_code == 200
 

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import jsonschema_rs
 import pytest
+from pydantic import ValidationError
 
 from bench.hammer.fuzz import KEY, check_afterwards, check_log, fuzz, statuses
 from bench.hammer.made_up import MOST_TOKENS, fitting, small
@@ -19,6 +20,21 @@ from tangram.serve.schema import ChatRequest
 from .conftest import CHAT, COMPLETIONS, FakeServer, chat_body, scrape, wait_until
 
 OPEN_S, LOCKED_S = 12, 12
+LABELS: tuple[dict[str, Any], ...] = (
+    {"metadata": {"chat": "7"}, "service_tier": "flex", "store": False, "user": "me"},
+    {"chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "low", "verbosity": "high"},
+)
+WRONG_LABELS: tuple[dict[str, Any], ...] = (
+    {"metadata": {"a": 1}},
+    {"metadata": {"a": "b" * 513}},
+    {"metadata": {"a" * 65: "b"}},
+    {"chat_template_kwargs": {"tools": []}},
+    {"chat_template_kwargs": {"a b": 1}},
+    {"chat_template_kwargs": {f"a{number}": 1 for number in range(17)}},
+    {"service_tier": "golden"},
+    {"store": True},
+    {"user": "a" * 1025},
+)
 
 
 def test_no_request_breaks_an_open_server(server_url: str) -> None:
@@ -80,11 +96,22 @@ def test_the_document_has_the_forms_that_validators_take(document: Any) -> None:
     validator = jsonschema_rs.validator_for(
         {"$ref": "#/components/schemas/ChatRequest", "components": document["components"]}
     )
-    for fields in ({"tool_choice": named}, {"tool_choice": "required"}, {"stop": "a"}, {"stop": ["a"]}, {"seed": None}):
+    for fields in (
+        {"tool_choice": named},
+        {"tool_choice": "required"},
+        {"stop": "a"},
+        {"stop": ["a"]},
+        {"seed": None},
+        *LABELS,
+    ):
         assert validator.is_valid(body | fields), fields
         ChatRequest.model_validate(body | fields)
     for fields in ({"tool_choice": {"name": "weather"}}, {"stop_token_ids": [-1]}, {"cache_salt": "a" * 1025}):
         assert not validator.is_valid(body | fields), fields
+    for fields in WRONG_LABELS:
+        assert not validator.is_valid(body | fields), fields
+        with pytest.raises(ValidationError):
+            ChatRequest.model_validate(body | fields)
 
 
 def test_a_document_without_keys_asks_for_none(shared_server: FakeServer) -> None:

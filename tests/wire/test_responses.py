@@ -84,7 +84,7 @@ def test_an_engine_that_gives_up_ends_the_stream_with_an_error_event(fake_server
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"reasoning": {"effort": "high"}}, "reasoning"),
-        ({"text": {"format": {"type": "json_object"}}}, "text"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
         ({"truncation": "auto"}, "truncation"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"oops": 1}, "oops"),

@@ -1,0 +1,125 @@
+"""One answer, step by step on the caller's thread: its text as it comes, its end when asked for, what it took."""
+
+from __future__ import annotations
+
+import signal
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from tangram.errors import TangramError
+from tangram.types import Event, FinishReason, Request, SamplingParams, Usage
+
+if TYPE_CHECKING:
+    from tangram.engine.loop import Engine
+
+# What would move the cursor or change colours: all control characters but tabs and line breaks.
+_CONTROL = dict.fromkeys(code for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n")
+
+
+def shown(text: str) -> str:
+    """`text` as a terminal may be given it."""
+    return text.translate(_CONTROL)
+
+
+class Interrupts:
+    """A context in which the first Ctrl-C is only noted; the second raises `KeyboardInterrupt`.
+
+    A step of the engine that is broken off leaves nothing cached, so an answer is ended between two steps.
+    """
+
+    def __init__(self) -> None:
+        self.noted = False
+        self._previous: Any = None
+
+    def __enter__(self) -> Interrupts:
+        self._previous = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._previous)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.noted:
+            raise KeyboardInterrupt
+        self.noted = True
+
+
+@dataclass
+class Answer:
+    """What has come of one request so far. Moments are of the clock of `time.perf_counter`."""
+
+    begin_s: float = field(default_factory=time.perf_counter)
+    text: str = ""
+    usage: Usage | None = None
+    reason: FinishReason | None = None
+    first_s: float | None = None
+    last_s: float = 0.0
+
+    def take(self, event: Event) -> None:
+        """Enter an event. Raises `TangramError` if the engine gave the request up."""
+        if event.error is not None:
+            raise TangramError(f"the engine has given up this answer: {event.error}")
+        self.text += event.text
+        self.usage, self.reason = event.usage, event.finish_reason
+        if event.token_ids:
+            self.last_s = time.perf_counter()
+            self.first_s = self.first_s or self.last_s
+
+    @property
+    def speed(self) -> str:
+        """How long the first token took, and how fast the others came."""
+        if self.first_s is None or self.usage is None:
+            return "no token"
+        first = f"first token after {self.first_s - self.begin_s:.1f} s"
+        others, seconds = self.usage.completion_tokens - 1, self.last_s - self.first_s
+        return f"{first}, then {others / seconds:.1f} tokens/s" if others > 0 < seconds else first
+
+
+def answered(
+    engine: Engine, prompt: tuple[int, ...], sampling: SamplingParams, write: Callable[[str], None], *,
+    kv_retention: float | None = None, stopped: Callable[[], bool] = lambda: False,
+) -> Answer:  # fmt: skip
+    """The answer to `prompt`, whose text is handed to `write` as it comes; it ends early once `stopped` says so.
+
+    Raises `RequestError` if the request can never be served, `TangramError` if the engine gives it up.
+    """
+    events, answer = deque[Event](), Answer()
+    request = Request(uuid.uuid4().hex, prompt, sampling, events.append, kv_retention)
+    engine.submit(request)
+    aborted = False
+    while engine.busy:
+        if stopped() and not aborted:
+            engine.abort(request.request_id)
+            aborted = True
+        engine.step()
+        while events:
+            event = events.popleft()
+            answer.take(event)
+            if event.text:
+                write(event.text)
+    return answer
+
+
+def memory_told(usage: Usage, kv_retention: float, chunk_tokens: int) -> str:
+    """What an answer's pages hold, beside what nothing dropped would take, and why that is not the retention ratio.
+
+    Pages hold entries of several heads and tokens, and the last of them are not full: below one chunk, where nothing
+    is dropped yet, they take more than their entries would.
+    """
+    held = f"KV {usage.kv_bytes / 2**20:.1f} MiB"
+    if kv_retention == 1.0:
+        return f"{held}, ρ 1.0 drops nothing"
+    computed = usage.prompt_tokens + usage.completion_tokens - 1
+    chunks, whole = divmod(computed, chunk_tokens)
+    if chunks and not whole and usage.completion_tokens > 1:  # decode has just filled it: it is sealed in the next step
+        chunks, whole = chunks - 1, chunk_tokens
+    if not chunks:
+        return f"{held}, nothing to compress yet (below one chunk of {chunk_tokens} tokens)"
+    share = usage.kv_bytes / usage.kv_bytes_uncompressed
+    beside = f"{share:.0%} of uncompressed" if share < 1 else "no less than uncompressed"
+    return f"{held}, {beside} (ρ {kv_retention:g}{f', the newest {whole} tokens are whole' if whole else ''})"

@@ -1,0 +1,72 @@
+"""The kind of command and group that all of `tangram` is made of: it knows options by other names, too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from typer._click.core import Context
+from typer._click.exceptions import NoSuchOption  # its click has no public name
+from typer.core import TyperCommand, TyperGroup, TyperOption
+
+from tangram.cli.foreign import FOREIGN, explain
+
+
+class Command(TyperCommand):
+    """Takes `--x` where a flag is called `--no-x`, and says of other engines' options what is here instead."""
+
+    def make_parser(self, ctx: Context) -> Any:
+        """Click's, with the positive names of flags that have only the negative one: for what is on by itself."""
+        parser = super().make_parser(ctx)
+        for param in (param for param in self.params if isinstance(param, TyperOption)):
+            for name in _positive(param):
+                parser.add_option(param, [name], param.name, action="store_const", const=False)
+        return parser
+
+    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
+        """Click's, but for what is said of an option that is known elsewhere."""
+        with _explained(args, self.params):
+            return super().parse_args(ctx, args)
+
+
+class Group(TyperGroup):
+    """Says the same of options that stand before a command."""
+
+    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
+        """Click's, but for what is said of an option that is known elsewhere."""
+        with _explained(args, self.params):
+            return super().parse_args(ctx, args)
+
+
+def renamed(**names: str) -> dict[str, Any]:
+    """Context settings under which options also go by names they once had: `old_name="new-name"`."""
+    new = {old.replace("_", "-"): name for old, name in names.items()}
+    return {"token_normalize_func": lambda name: new.get(name, name)}
+
+
+@contextmanager
+def _explained(args: list[str], params: Iterable[Any]) -> Iterator[None]:
+    """Errors inside say of vLLM's and llama.cpp's options what is here instead; others stay as they are."""
+    given = [arg.partition("=")[0] for arg in args]  # click empties the list
+    try:
+        yield
+    except NoSuchOption as error:
+        names = [name for param in params for name in _names(param)]
+        meant = (arg for arg in given if arg in FOREIGN and _is_meant(arg, error.option_name))
+        if (said := explain(next(meant, ""), names)) is not None:
+            error.message, error.possibilities = said, None
+        raise
+
+
+def _names(param: Any) -> list[str]:
+    return [*param.opts, *param.secondary_opts, *_positive(param)]
+
+
+def _positive(param: Any) -> list[str]:
+    return [name.replace("--no-", "--", 1) for name in param.opts if name.startswith("--no-")]
+
+
+def _is_meant(arg: str, option_name: str) -> bool:
+    """Whether click complains of `arg`: of `-ngl` it names the first letter that it does not know."""
+    return arg == option_name or (arg[:1] == "-" != arg[1:2] and option_name[1:] in arg[1:])

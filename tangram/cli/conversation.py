@@ -1,0 +1,133 @@
+"""What has been said in `tangram chat`, and the commands that change it. Knows nothing of terminals."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tangram.errors import RequestError
+
+Message = dict[str, str]
+
+COMMANDS = {
+    "/help": "these lines",
+    "/clear": "forget the conversation; the system text stays",
+    "/system TEXT": "tell the model how to answer; without TEXT take that back",
+    "/file PATH": "put a text file before your next question",
+    "/retention RATIO": "keep this fraction of KV entries from now on, 1.0 drops nothing; without RATIO say which",
+    "/exit": "end, as Ctrl-D does",
+}
+KEYS = (
+    'A line that ends in \\ goes on in the next; """ begins and ends a text of several lines.',
+    "Ctrl-C stops an answer, what has come of it stays; Ctrl-C twice ends.",
+)
+_COMMAND = re.compile(r"(/[a-z]+)(?:\s+(.*))?", re.DOTALL)
+
+
+@dataclass
+class Conversation:
+    """Messages so far, a system text, and documents that wait for the next question.
+
+    `count` says how many tokens a text has, `most_tokens` how many fit and `most_bytes` how long a file may be that has
+    so few; `check` raises `RequestError` for a retention ratio that is not served. `kv_retention` None is the default.
+    """
+
+    count: Callable[[str], int]
+    check: Callable[[float], None]
+    most_tokens: int
+    most_bytes: int
+    default_retention: float
+    kv_retention: float | None = None
+    system: str = ""
+    turns: list[Message] = field(default_factory=list)
+    documents: list[str] = field(default_factory=list)
+
+    @property
+    def retention(self) -> float:
+        """The ratio that the next answer is asked for."""
+        return self.default_retention if self.kv_retention is None else self.kv_retention
+
+    def asked(self, question: str) -> list[Message]:
+        """All messages up to `question`, with the documents that wait before it. Nothing is changed."""
+        head = [{"role": "system", "content": self.system}] if self.system else []
+        content = "\n\n".join([*self.documents, question])
+        return [*head, *self.turns, {"role": "user", "content": content}]
+
+    def enter(self, question: str, answer: str) -> None:
+        """Keep a question and its answer, or what there is of it."""
+        self.turns = [*self.asked(question)[bool(self.system) :], {"role": "assistant", "content": answer}]
+        self.documents = []
+
+    def command(self, line: str) -> str | None:
+        """Do what a line like "/clear" says and return what to tell of it; None if it is no command.
+
+        Raises `RequestError` if it cannot be done; then nothing has changed.
+        """
+        found = _COMMAND.fullmatch(line.strip())
+        if found is None:
+            return None
+        name, argument = found[1], (found[2] or "").strip()
+        known = {usage.split()[0]: usage for usage in COMMANDS}
+        if name not in known:
+            raise RequestError(f"there is no {name}: /help lists what there is", "command")
+        if argument and " " not in known[name]:
+            raise RequestError(f"{name} takes nothing behind it", "command")
+        told: str = getattr(self, f"_{name[1:]}")(argument)
+        return told
+
+    def _help(self, _: str) -> str:
+        width = max(map(len, COMMANDS))
+        return "\n".join([*(f"{usage:{width}}  {what}" for usage, what in COMMANDS.items()), *KEYS])
+
+    def _clear(self, _: str) -> str:
+        self.turns, self.documents = [], []
+        return "the conversation is empty again"
+
+    def _exit(self, _: str) -> str:
+        raise EOFError
+
+    def _system(self, text: str) -> str:
+        self.system = text
+        return "the system text is set" if text else "there is no system text any more"
+
+    def _retention(self, ratio: str) -> str:
+        if ratio:
+            try:
+                wanted = float(ratio)
+            except ValueError as error:
+                message = f"kv_retention is {ratio!r}, it must be a number such as 0.5 or 1.0"
+                raise RequestError(message, "kv_retention") from error
+            self.check(wanted)
+            self.kv_retention = wanted
+        return f"answers are computed at kv_retention {self.retention:g}"
+
+    def _file(self, path: str) -> str:
+        source = Path(path.strip("'\"")).expanduser()
+        text = self._read(source)
+        tokens = self.count(text)
+        if tokens >= self.most_tokens:
+            raise _unusable(source, f"has {tokens:,} tokens, fewer than {self.most_tokens:,} must be left for all")
+        self.documents.append(f"[{source.name}]\n{text.strip()}")
+        return f"{source.name}, {tokens:,} tokens, goes before your next question"
+
+    def _read(self, source: Path) -> str:
+        try:
+            if not source.is_file():
+                raise _unusable(source, "is a folder" if source.is_dir() else "is not there")
+            if (size := source.stat().st_size) > self.most_bytes:
+                most = self.most_tokens
+                raise _unusable(source, f"has {size:,} bytes, the context of {most:,} tokens cannot hold them")
+            text = source.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise _unusable(source, "is no text in UTF-8") from error
+        except OSError as error:
+            raise _unusable(source, f"cannot be read: {error.strerror}") from error
+        if "\0" in text or not text.strip():
+            raise _unusable(source, "is no text" if text.strip() else "is empty")
+        return text
+
+
+def _unusable(source: Path, why: str) -> RequestError:
+    return RequestError(f"file {str(source)!r} {why}", "file")

@@ -1,0 +1,97 @@
+"""The options of `tangram eval`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tangram.cli.options import COMPETE, SERVED_SCORER, STAYS, Panel, option
+
+_COMPRESSION = Panel.compression
+
+Quick = Annotated[
+    bool,
+    typer.Option(
+        "--quick",
+        help="a few minutes: few questions and texts, everything kept against what is served",
+    ),
+]
+Suites = Annotated[
+    str,
+    typer.Option(help="ruler, multiturn, locomo, fidelity, or SUITE/TASK for one task; comma-separated"),
+]
+Methods = Annotated[str, typer.Option(help="full, uniform, dynamic, static, one-shot; comma-separated")]
+Scorers = Annotated[str | None, option(_COMPRESSION, f"{STAYS}; several, comma-separated", default=SERVED_SCORER)]
+Retentions = Annotated[
+    str | None,
+    option(
+        _COMPRESSION,
+        "fraction of KV entries kept; several, comma-separated",
+        default="0.7,0.5,0.3, with --quick 0.5,0.25",
+    ),
+]
+Chunks = Annotated[
+    str,
+    option(_COMPRESSION, "tokens that are computed and sealed in one piece; several, comma-separated"),
+]
+Alphas = Annotated[str, option(_COMPRESSION, "α of static: budgets are mean + α · std; comma-separated")]
+Scopes = Annotated[
+    str | None,
+    option(_COMPRESSION, f"{COMPETE}; both, comma-separated", default="as each scorer is served"),
+]
+Samples = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="contexts of each suite, shared out among its tasks",
+        show_default="52, or what files given hold",
+    ),
+]
+Context = Annotated[int, typer.Option(help="tokens of a context, chat template included")]
+MostQuestions = Annotated[int | None, typer.Option(help="most questions about a context", show_default="all")]
+Locomo = Annotated[Path | None, typer.Option(help="LoCoMo's file, or a folder of such, for suite locomo")]
+Text = Annotated[
+    Path | None,
+    typer.Option(help="a text file for suite fidelity", show_default="sources that come with Python"),
+]
+Sinks = Annotated[
+    int | None,
+    option(
+        _COMPRESSION,
+        "first tokens of a sequence that static and uniform always keep",
+        default="4",
+        min=0,
+    ),
+]
+Window = Annotated[
+    int | None,
+    option(
+        _COMPRESSION,
+        "last tokens of a chunk that static and uniform always keep",
+        default="C / 64",
+        min=0,
+    ),
+]
+Align = Annotated[
+    bool,
+    option(Panel.expert, "fill up contexts to whole chunks; without it the rest of each stays raw"),
+]
+AlignTokens = Annotated[
+    int | None,
+    option(
+        Panel.expert,
+        "fill up contexts to a multiple of this: so other grids ask the same",
+        default="the largest chunk",
+        min=1,
+    ),
+]
+CalibrationSamples = Annotated[int, typer.Option(help="built-in pilot texts to calibrate on")]
+ResultFile = Annotated[
+    Path,
+    typer.Option("--output", "-o", help="keep every reply here; what is there is not repeated"),
+]
+ReportFile = Annotated[Path | None, typer.Option(help="write the tables here (Markdown)")]
+Plot = Annotated[Path | None, typer.Option(help="draw scores against ρ here (PNG)")]
+Seed = Annotated[int, option(Panel.expert, "seed of the samples")]

@@ -1,0 +1,202 @@
+"""Options of vLLM and llama.cpp by the names used there, and what stands for each here, or that nothing does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """What is here instead: an option, or none where `ours` is None; `note` says what one must know of it."""
+
+    ours: str | None
+    note: str
+
+
+# Our option, what to know of it, their names for it.
+_INSTEAD = (
+    ("--max-model-len", "", "-c --ctx-size"),
+    ("--max-num-seqs", "", "-np --parallel"),
+    ("--max-num-batched-tokens", "", "-b --batch-size -ub --ubatch-size"),
+    ("--max-tokens", "a request to a server brings its own max_tokens", "-n --predict --n-predict"),
+    ("--page-tokens", "", "--block-size"),
+    ("--chunk-tokens", "", "--long-prefill-token-threshold"),
+    ("--prompt-patience", "0 is first come, first served", "--scheduling-policy"),
+    ("--kv-cache-gib", "", "--kv-cache-memory-bytes --kv-cache-memory --num-gpu-blocks-override"),
+    ("--kv-offload-gib", "", "--swap-space --kv-offloading-size -cram --cache-ram"),
+    (
+        "--kv-cache-dtype",
+        "keys and values have one dtype",
+        "-ctk --cache-type-k -ctv --cache-type-v",
+    ),
+    (
+        "--scheduling",
+        "continuous is the default, static the other",
+        "-cb --cont-batching -nocb --no-cont-batching",
+    ),
+    ("--enable-prefix-caching", "it is on", "--cache-prompt"),
+    ("--no-enable-prefix-caching", "", "--no-cache-prompt"),
+    ("--device", "choose a GPU with CUDA_VISIBLE_DEVICES", "-dev -mg --main-gpu"),
+    ("--seed", "", "-s"),
+    ("--served-model-name", "", "-a --alias"),
+    ("--request-timeout-s", "", "-to --timeout"),
+    ("--shutdown-grace-s", "", "--shutdown-timeout"),
+    ("--otlp-endpoint", "", "--otlp-traces-endpoint"),
+    (
+        "--log-format",
+        "json logs a line for each request",
+        "--enable-log-requests --log-jsonl --log-config-file",
+    ),
+    ("--api-key", "or set TANGRAM_API_KEY", "--api-key-file"),
+    ("--temperature", "", "--temp"),
+    ("--batch", "", "-i --input-file"),
+    ("--output", "", "--output-file"),
+)
+
+# Why there is none, their names.
+_NONE = (
+    (
+        "The model is the argument without a name: tangram serve MODEL, an id, a folder or a GGUF file",
+        "-m --model -mu --model-url -hf --hf-repo -hff --hf-file",
+    ),
+    ("There is none: what is downloaded lies where HF_HOME says", "--download-dir"),
+    ("There is none: set HF_TOKEN", "-hft --hf-token"),
+    ("There is none: set HF_HUB_OFFLINE=1", "--offline"),
+    ("There is none: give a folder that holds the revision you want", "--revision --code-revision"),
+    (
+        "There is none: the tokenizer is the one that comes with the model",
+        "--tokenizer --tokenizer-mode --tokenizer-revision --skip-tokenizer-init",
+    ),
+    ("There is none: code that comes with a model is never run", "--trust-remote-code"),
+    (
+        "There is none: the model's config.json is taken as it is, so change it there",
+        "--hf-overrides --config-format --override-kv --rope-scaling --rope-theta --rope-scale --rope-freq-base "
+        "--rope-freq-scale --yarn-orig-ctx --yarn-ext-factor --yarn-attn-factor --yarn-beta-slow --yarn-beta-fast",
+    ),
+    (
+        "There is none yet: a server uses one device; start one for each, with CUDA_VISIBLE_DEVICES",
+        "-tp --tensor-parallel-size -pp --pipeline-parallel-size -dp --data-parallel-size --enable-expert-parallel "
+        "--distributed-executor-backend --disable-custom-all-reduce -sm --split-mode -ts --tensor-split --rpc",
+    ),
+    (
+        "There is none: the whole model lies on --device",
+        "-ngl --gpu-layers --n-gpu-layers --cpu-offload-gb -ot --override-tensor -cmoe --cpu-moe -ncmoe --n-cpu-moe",
+    ),
+    (
+        "There is none: KV pages lie on --device, what they have no room for in --kv-offload-gib",
+        "-kvo --kv-offload -nkvo --no-kv-offload",
+    ),
+    (
+        "There is none: weights run in --dtype, a GGUF file's are expanded; --kv-cache-dtype fp8 halves the cache",
+        "-q --quantization",
+    ),
+    (
+        "There is none: prompts are always computed in chunks, of --chunk-tokens",
+        "--enable-chunked-prefill --no-enable-chunked-prefill --max-num-partial-prefills",
+    ),
+    (
+        "There is none: attention runs in kernels of its own, which need no choice",
+        "-fa --flash-attn --attention-backend --disable-sliding-window --swa-full",
+    ),
+    (
+        "There is none: --enforce-eager switches compilation and CUDA graphs off",
+        "-O --compilation-config --cudagraph-capture-sizes --max-seq-len-to-capture",
+    ),
+    (
+        "There is none: the scheduler decides each step anew",
+        "--async-scheduling --num-scheduler-steps --scheduler-delay-factor --preemption-mode",
+    ),
+    (
+        "There is none: the operating system decides where weights lie",
+        "--mlock --mmap --no-mmap --numa -lm",
+    ),
+    (
+        "There is none: LoRA is not supported",
+        "--enable-lora --lora-modules --max-loras --max-lora-rank --lora --lora-scaled",
+    ),
+    (
+        "There is none: speculative decoding is not supported",
+        "--speculative-config --speculative-model --num-speculative-tokens -md --model-draft --draft --draft-max",
+    ),
+    (
+        "There is none: images and sound are not supported",
+        "--limit-mm-per-prompt --mm-processor-kwargs --allowed-local-media-path -mm --mmproj --mmproj-url",
+    ),
+    (
+        "There is none: Tangram generates text, and has no embeddings",
+        "--task --runner --embedding --embeddings --pooling --rerank --reranking",
+    ),
+    (
+        "There is none: the template is the one that comes with the model",
+        "--chat-template --chat-template-file --jinja --no-jinja --chat-template-content-format",
+    ),
+    (
+        "There is none: the model's own form of calls and thoughts is read, there is no parser to choose",
+        "--tool-call-parser --enable-auto-tool-choice --reasoning-parser --enable-reasoning --reasoning-format",
+    ),
+    (
+        "There is none: each request says it, as response_format",
+        "--guided-decoding-backend --structured-outputs-config --grammar --grammar-file -j --json-schema",
+    ),
+    (
+        "There is none: each request to a server says it, under the same name",
+        "--top-k --top-p --min-p --presence-penalty --frequency-penalty --logit-bias --ignore-eos",
+    ),
+    ("There is none: each request to a server says it, as repetition_penalty", "--repeat-penalty"),
+    (
+        "There is none: temperature, top_k, top_p and min_p are what there is",
+        "--mirostat --typical --dry-multiplier --xtc-probability --samplers",
+    ),
+    (
+        "There is none: what a request does not say is as docs/http.md tells",
+        "--generation-config --override-generation-config --max-logprobs",
+    ),
+    (
+        "There is none: put a proxy before the server",
+        "--ssl-keyfile --ssl-certfile --ssl-ca-certs --ssl-key-file --ssl-cert-file --root-path --api-prefix --uds",
+    ),
+    (
+        "There is none: requests are in the metrics, and in the log with --log-format json",
+        "--disable-log-requests --disable-log-stats --max-log-len --uvicorn-log-level --log-disable --log-file -v "
+        "--verbose",
+    ),
+    ("There is none: /metrics is always there", "--metrics --slots --props"),
+    (
+        "There is none: a conversation ends at --max-model-len, nothing of it is shifted out",
+        "--context-shift --no-context-shift --keep --cache-reuse",
+    ),
+    (
+        "There is none: pages are shared within one server, and lie in no file",
+        "--kv-transfer-config --slot-save-path --prompt-cache",
+    ),
+    (
+        "There is none: chat and generate are commands",
+        "-cnv --conversation --interactive -sys --system-prompt",
+    ),
+    (
+        "There is none: the server answers programs, `tangram chat` people",
+        "--webui --no-webui --ui --no-ui",
+    ),
+)
+
+
+def _table() -> Iterator[tuple[str, Foreign]]:
+    for ours, note, names in _INSTEAD:
+        yield from ((name, Foreign(ours, note)) for name in names.split())
+    for note, names in _NONE:
+        yield from ((name, Foreign(None, note)) for name in names.split())
+
+
+FOREIGN = dict(_table())
+
+
+def explain(name: str, options: list[str]) -> str | None:
+    """What to say of `name`, which none of a command's `options` is called; None of a name that is known nowhere."""
+    found = FOREIGN.get(name)
+    if found is None:
+        return None
+    if found.ours is None:
+        return f"No such option: {name}. {found.note}."
+    missing = "" if found.ours in options else ", which this command does not have"
+    return f"No such option: {name}. It is {found.ours} in Tangram{missing}{found.note and f' ({found.note})'}."

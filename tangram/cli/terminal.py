@@ -1,0 +1,77 @@
+"""Lines from whoever types, with their history; several lines make one entry."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+MOST_HISTORY_LINES = 1000
+_QUOTES = '"""'
+
+
+def history_file() -> Path:
+    """Where lines are kept: in the user's folder of state."""
+    home = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(home) / "tangram" / "chat_history"
+
+
+@contextlib.contextmanager
+def history() -> Iterator[None]:
+    """Inside, arrow keys bring back the lines of this conversation and of those before, where somebody types.
+
+    The file is for its owner alone. Where it cannot be read or written there is none.
+    """
+    if not sys.stdin.isatty() or find_spec("readline") is None:
+        yield
+        return
+    import readline
+
+    path = history_file()
+    with contextlib.suppress(OSError):
+        readline.read_history_file(path)
+    readline.set_history_length(MOST_HISTORY_LINES)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch(mode=0o600)
+            readline.write_history_file(path)
+
+
+def typed(prompt: str) -> str:
+    r"""One line from standard input. `prompt` is shown to who types, in bold. Raises `EOFError` at the end.
+
+    \001 and \002 tell readline which characters take no room.
+    """
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return input()
+    return input(prompt if "NO_COLOR" in os.environ else f"\001\033[1m\002{prompt}\001\033[0m\002")
+
+
+def entry(read: Callable[[str], str], prompt: str) -> str:
+    r'''One entry: a line, lines that end in \ with the next one, or all between two """.
+
+    What the end of the input cuts off is an entry too; `EOFError` if there is nothing at all.
+    '''
+    lines = [read(prompt)]
+    goes_on = _prompt_below(prompt)
+    with contextlib.suppress(EOFError):
+        if lines[0].lstrip().startswith(_QUOTES):
+            lines[0] = lines[0].lstrip().removeprefix(_QUOTES)
+            while not lines[-1].rstrip().endswith(_QUOTES):
+                lines.append(read(goes_on))
+            lines[-1] = lines[-1].rstrip().removesuffix(_QUOTES)
+        else:
+            while lines[-1].endswith("\\"):
+                lines[-1] = lines[-1][:-1]
+                lines.append(read(goes_on))
+    return "\n".join(lines).strip()
+
+
+def _prompt_below(prompt: str) -> str:
+    return ".".ljust(len(prompt))

@@ -1,0 +1,132 @@
+"""A model's config.json: from a preset, a folder, a file or the Hugging Face Hub, by the names that most models use."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from tangram.errors import ConfigError
+
+# The names that most families use, and what others call the same.
+_ALIASES = {
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads"),
+    "num_key_value_heads": ("num_kv_heads", "n_head_kv", "multi_query_group_num"),
+    "hidden_size": ("n_embd", "n_embed", "d_model"),
+    "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size", "d_inner"),
+    "max_position_embeddings": ("n_positions",),
+}
+# What published config.json files of these families leave to Transformers' defaults.
+_FAMILY_DEFAULTS: dict[str, dict[str, int]] = {
+    "gemma2": {"head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 2},
+    "gemma3_text": {
+        "head_dim": 256,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+    },
+}
+# Where models that also see or hear keep what their language part is.
+_TEXT_PARTS = ("text_config", "llm_config", "language_config")
+_OUTSIDE = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The language part of a config.json, and the folder that it lies in; None of a preset or of mere content."""
+
+    name: str
+    content: Mapping[str, Any]
+    folder: Path | None = None
+
+    def given(self, field: str) -> bool:
+        """Whether the field says anything."""
+        return self.content.get(field) is not None
+
+    def count(self, field: str, what: str) -> int:
+        """A number of at least 1. Raises `ConfigError` for another or none; `what` depends on it."""
+        value = self.content.get(field)
+        if value is None:
+            raise ConfigError(f"{self.name}: config.json has no {field}, {what} depends on it")
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{self.name}: {field} is {value!r}, it must be a whole number of at least 1")
+        return value
+
+
+def presets() -> dict[str, str]:
+    """The names of the presets and the model each was read from."""
+    return {name: str(entry["source"]) for name, entry in _read_presets().items()}
+
+
+def read_config(model: str | Path | Mapping[str, Any]) -> ModelConfig:
+    """Of a preset's name, a folder, a config.json or its content, or a Hugging Face id, of which only that is fetched.
+
+    Raises `ConfigError` if there is no such thing, or if it holds something else.
+    """
+    if isinstance(model, Mapping):
+        return _of(str(model.get("_name_or_path") or model.get("model_type") or "model"), model, None)
+    known = _read_presets()
+    if str(model) in known:
+        return _of(str(model), known[str(model)]["config"], None)
+    path, name = _place(model, known)
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds a {type(content).__name__}, it must hold a JSON object")
+    return _of(name, content, path.parent)
+
+
+def _place(model: str | Path, known: Mapping[str, object]) -> tuple[Path, str]:
+    """Where the file lies, and what the model is called."""
+    path = Path(model).expanduser()
+    path = path / "config.json" if path.is_dir() else path
+    if path.is_file():
+        return path, path.resolve().parent.name
+    if _HUB_ID.fullmatch(str(model)):
+        return _fetched(str(model)), str(model)
+    raise ConfigError(
+        f"model {str(model)!r} is neither a preset nor a folder with a config.json nor a Hugging Face id; presets: "
+        f"{', '.join(known)}"
+    )
+
+
+def _fetched(model: str) -> Path:
+    """Its config.json alone; a copy that is here already serves, too."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(model, "config.json"))
+    except Exception as error:  # the network has many, and each of them ends here
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")
+        raise ConfigError(
+            f"model {model!r} cannot be fetched from Hugging Face ({reason}): give a folder with its config.json"
+        ) from error
+
+
+def _of(name: str, content: Mapping[str, Any], folder: Path | None) -> ModelConfig:
+    """The language part, whose tied embeddings and dtype may be told of outside it."""
+    part = next((content[part] for part in _TEXT_PARTS if isinstance(content.get(part), Mapping)), None)
+    outer = {} if part is None else {field: content[field] for field in _OUTSIDE if field in content}
+    own = content if part is None else part
+    text = {**_FAMILY_DEFAULTS.get(own.get("model_type", ""), {}), **outer, **own}
+    for field, aliases in _ALIASES.items():
+        if text.get(field) is None:
+            found = next((text[alias] for alias in aliases if text.get(alias) is not None), None)
+            text |= {} if found is None else {field: found}
+    if text.get("multi_query") and not text.get("new_decoder_architecture"):
+        text["num_key_value_heads"] = 1  # Falcon 7B and GPT-BigCode, whatever else they say
+    return ModelConfig(name, text, folder)
+
+
+def _read_presets() -> dict[str, dict[str, Any]]:
+    content: dict[str, dict[str, Any]] = json.loads(files("tangram").joinpath("size_presets.json").read_text("utf-8"))
+    return content

@@ -1,0 +1,62 @@
+"""What the log says at a start: how long a calibration takes and why, and how many tokens fit."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from tangram.calibrate import ScoreSource, check_lengths
+from tangram.compress.profile import Scope
+from tangram.config import EngineConfig
+from tangram.engine.admission import Admission
+from tangram.engine.memory import GIB
+from tangram.model.load import LoadedModel
+
+_log = logging.getLogger("tangram")
+
+
+def foretell_calibration(source: ScoreSource, samples: Sequence[Sequence[int]], chunk_tokens: int) -> None:
+    """Say how long it takes to score `samples` (token ids), from a chunk that `source` scores for that.
+
+    Raises `ConfigError` if a sample is shorter than a chunk.
+    """
+    check_lengths(samples, chunk_tokens)
+    chunks = sum(len(sample) // chunk_tokens for sample in samples)
+    for _ in range(2):  # the first time may compile something
+        begin_s = time.perf_counter()
+        for _ in source(samples[0][:chunk_tokens]):
+            pass
+        chunk_s = time.perf_counter() - begin_s
+    _log.warning(
+        "the calibration takes about %s: %s tokens, of which this machine reads %.0f a second",
+        in_words(chunks * chunk_s), f"{chunks * chunk_tokens:,}", chunk_tokens / chunk_s,
+    )  # fmt: skip
+
+
+def in_words(seconds: float) -> str:
+    """A duration that is known roughly: "5 s", "40 s", "12 minutes"."""
+    return f"{max(5, 5 * round(seconds / 5))} s" if seconds < 90 else f"{round(seconds / 60)} minutes"
+
+
+def announce(
+    config: EngineConfig, scope: Scope, loaded: LoadedModel, admission: Admission, host_pages: int
+) -> None:  # fmt: skip
+    """Say how many tokens fit, and how many would without compression."""
+    default = admission.retentions[0]
+    compressed = default.layout.tokens_in(admission.total_pages)
+    uncompressed = admission.uncompressed.tokens_in(admission.total_pages)
+    page_gib = default.layout.page_bytes(admission.element_bytes) / GIB
+    method = f"{default.scorer.name}, scope {scope}" if default.scorer else "nothing dropped"
+    _log.info(
+        "%s on %s, %s; KV cache in %s, %.2f GiB = %d pages; %s tokens fit at kv_retention %s (%s), %s would without "
+        "compression; max_model_len %d, chunk %d tokens",
+        config.model, loaded.device, str(loaded.dtype).removeprefix("torch."),
+        admission.cache_dtype, admission.total_pages * page_gib, admission.total_pages, f"{compressed:,}",
+        default.kv_retention, method, f"{uncompressed:,}", admission.max_model_len, default.layout.chunk_tokens,
+    )  # fmt: skip
+    if host_pages:
+        _log.info(
+            "host memory behind it: %.2f GiB = %d pages; %s more tokens fit there at kv_retention %s",
+            host_pages * page_gib, host_pages, f"{default.layout.tokens_in(host_pages):,}", default.kv_retention,
+        )  # fmt: skip

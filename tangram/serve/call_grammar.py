@@ -1,0 +1,148 @@
+"""Grammars of answers (llguidance's Lark dialect, `engine/grammar.py`): JSON, calls of tools, thoughts before them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tangram.serve.forms import AnswerForm
+from tangram.serve.json_schema import json_rule
+from tangram.serve.structured import Tool
+from tangram.serve.tagged import BARE_TEXT, tagged_rules
+from tangram.types import CallStyle, ToolFormat
+
+_TEXT = "TEXT: /(.|\\n)*/"
+_NO_FORM = AnswerForm()
+
+
+def answer_grammar(schema: dict[str, Any], form: AnswerForm = _NO_FORM) -> str:
+    """Answers that `schema` allows; models that think may think first."""
+    if form.channels:
+        return _source(_channels(form, f"answer: {json_rule(schema)}", "", forced=False))
+    before, rules = form.thought()
+    head = ["%llguidance {}"] if rules else []
+    return _source([*head, f"start: {before} {json_rule(schema)}" if before else f"start: {json_rule(schema)}", *rules])
+
+
+@dataclass(frozen=True)
+class CallGrammar:
+    """Answers that call `tools`, in the form of the model: where `forced` they do nothing else.
+
+    With `parallel` there may be several calls. Who does not call answers as `schema` says; None, in any text, in which
+    control tokens may be as without a grammar. `answer` says how calls and thoughts are written.
+    """
+
+    tools: Sequence[Tool]
+    form: ToolFormat
+    forced: bool
+    parallel: bool
+    schema: dict[str, Any] | None
+    control_token_ids: Sequence[int] = ()
+    answer: AnswerForm = field(default_factory=AnswerForm)
+
+    def source(self) -> str:
+        """The grammar. Raises `RequestError` where the form cannot express what a tool's schema asks for."""
+        if self.form.style is CallStyle.CHANNEL:
+            answer = "" if self.schema is None else f"answer: {json_rule(self.schema)}"
+            rules = _channels(self.answer, answer, "body", forced=self.forced)
+        else:
+            rules = self._start()
+        return _source(["%llguidance {}", *rules, *self._bodies()])
+
+    def _start(self) -> list[str]:
+        calls = self._calls()
+        before, thought = self.answer.thought()
+        if self.forced:
+            return [f"start: {before} calls", *calls, *thought]
+        if self.schema is not None:
+            answer = f"answer: {json_rule(self.schema)}"
+            return [f"start: {before} (calls | answer)", *calls, answer, *thought]
+        return [*self._prose(), *calls]
+
+    def _calls(self) -> list[str]:
+        form, written = self.form, self.answer.written
+        begin, end = written(form.begin), written(form.end)
+        if form.style is CallStyle.LIST:
+            more = '(", " body)*' if self.parallel else ""
+            return [f'calls: {begin} " "? "[" body {more} "]"']
+        if form.style is CallStyle.NAMED:
+            return [f"calls: call{'+' if self.parallel else ''}", f"call: {begin} body"]
+        several = self.parallel and bool(begin)
+        return ['calls: call ("\\n" call)*' if several else "calls: call", f"call: {begin} body {end}"]
+
+    def _prose(self) -> list[str]:
+        """Any text: the beginning of a call in it makes the rest one."""
+        marker = self.form.begin.strip()
+        controls = [number for number in self.control_token_ids if number not in self.answer.marks.names]
+        ids = ",".join(map(str, controls))
+        rules = [f"note: TEXT <[{ids}]>"] if ids else []
+        notes = "note* " if ids else ""
+        if marker in self.answer.marks.names.values():
+            return [f"start: {notes}TEXT calls?", _TEXT, *rules]
+        if not marker:
+            return self._unmarked(notes, rules)
+        rest = self.form.begin[self.form.begin.index(marker) + len(marker) :]
+        rules += [_TEXT, f"head[lazy]: TEXT {_quoted(marker)}"]
+        rules += [f"spoken: head {_quoted(rest)} body {_quoted(self.form.end)}"]
+        if self.parallel:
+            return [f"start: (spoken{' | note' if ids else ''})* TEXT", *rules]
+        return [f"start: {notes}(spoken | TEXT)", *rules]
+
+    def _unmarked(self, notes: str, rules: list[str]) -> list[str]:
+        """Calls only at the beginning, or behind a thought that the prompt has begun."""
+        before, thought = self.answer.thought() if self.answer.opened else ("", [])
+        rules = [*rules, 'TEXT: /(.|\\n)*/ & ~/\\{"name": "(.|\\n)*/', "spoken: body", *thought]
+        return [f"start: {before} {notes}(spoken | TEXT)", *rules]
+
+    def _bodies(self) -> Iterator[str]:
+        yield f"body: {' | '.join(f'body_{at}' for at in range(len(self.tools)))}"
+        for at, tool in enumerate(self.tools):
+            yield from self._body(f"body_{at}", tool, f"tools[{at}].function.parameters")
+        if self.form.style is CallStyle.TAGGED:
+            yield from BARE_TEXT
+
+    def _body(self, rule: str, tool: Tool, field: str) -> Iterator[str]:
+        name, arguments = tool.function.name, tool.arguments()
+        style, written = self.form.style, self.answer.written
+        if style is CallStyle.TAGGED:
+            letter = self.forced or tool.function.strict
+            yield from tagged_rules(rule, name, arguments, field, to_the_letter=letter)
+        elif style is CallStyle.NAMED:
+            yield f"{rule}: {_quoted(name)} {written(self.form.arguments)} {json_rule(arguments)}"
+        elif style is CallStyle.CHANNEL:
+            channel, message = written("<|channel|>"), written("<|message|>")
+            to = _quoted(f" to=functions.{name}")
+            yield f"{rule}: ({channel} STAGE {to} kind? | {to} {channel} STAGE kind?) {message} {json_rule(arguments)}"
+        else:
+            head = f'{{"name": "{name}", "{self.form.arguments}": '
+            yield f'{rule}: {_quoted(head)} {json_rule(arguments)} "}}"'
+
+
+def _channels(form: AnswerForm, answer: str, body: str, *, forced: bool) -> list[str]:
+    """Messages of GPT-OSS: any number of thoughts and notes, then the call, the `answer`, or any text."""
+    written = form.written
+    channel, message, constrain = written("<|channel|>"), written("<|message|>"), written("<|constrain|>")
+    final = f'final: {channel} "final" kind? {message} {"answer" if answer else "TEXT"}'
+    stage = '"analysis"' if forced or answer else '("analysis" | "commentary")'
+    last = ["call" if body else "", "" if forced else "final", "" if forced or answer else "note"]
+    rules = [
+        f"start: turn* ({' | '.join(filter(None, last))})",
+        f"turn: note {written('<|end|><|start|>assistant')}",
+        f"note: {channel} {stage} {message} TEXT",
+        f'kind: " "? {constrain}? /[A-Za-z]{{1,16}}/',
+        'STAGE: "commentary" | "analysis"',
+        _TEXT,
+        final,
+        answer,
+    ]
+    return [*rules, f"call: {body}"] if body else rules
+
+
+def _source(rules: Sequence[str]) -> str:
+    return "\n".join([*filter(None, rules), ""])
+
+
+def _quoted(literal: str) -> str:
+    return json.dumps(literal) if literal else ""

@@ -1,0 +1,88 @@
+"""How the served model writes its answers: what it thinks, what it calls, what it says."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Self
+
+from tangram.serve.bridge import Codec
+from tangram.serve.calls import CallReader
+from tangram.serve.structured import Tool
+from tangram.serve.thoughts import ChannelReader, Reader, ThoughtReader
+from tangram.types import Marks, ThinkingFormat, ToolFormat
+
+# More than the mark that opens a thought, and the line that may follow it.
+_TAIL_TOKENS = 24
+# What may stand between a thought and what follows it.
+_GAP = r"/\n{0,2}/"
+
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """How calls and thoughts are written; `opened` where the prompt ends inside a thought.
+
+    `marks` are the control tokens among their marks, `control_token_ids` all of the model's.
+    """
+
+    tools: ToolFormat | None = None
+    thinking: ThinkingFormat | None = None
+    marks: Marks = field(default_factory=Marks)
+    control_token_ids: Sequence[int] = ()
+    opened: bool = False
+
+    @classmethod
+    def of(cls, codec: Codec) -> Self:
+        """The form of the model behind `codec`."""
+        marks, controls = codec.marks, codec.control_token_ids
+        return cls(codec.tool_format, codec.thinking_format, marks, controls)
+
+    def after(self, codec: Codec, prompt: Sequence[int]) -> AnswerForm:
+        """The form of the answer to `prompt`: its template may have begun the thought."""
+        if self.thinking is None or self.thinking.channels:
+            return self
+        tail = codec.verbatim(prompt[-_TAIL_TOKENS:], "messages")
+        return replace(self, opened=tail.rstrip().endswith(self.thinking.begin))
+
+    @property
+    def channels(self) -> bool:
+        """Whether all that the model writes is messages of channels."""
+        return self.thinking is not None and self.thinking.channels
+
+    def reader(self, tools: Sequence[Tool]) -> Callable[[], Reader] | None:
+        """What makes a reader for an answer that may call `tools`; None where all of it is text."""
+        schemas = {tool.function.name: tool.arguments() for tool in tools}
+        if self.thinking is not None and self.thinking.channels:
+            return partial(ChannelReader, frozenset(schemas))
+        calls = None
+        if self.tools is not None and schemas:
+            calls = partial(CallReader, self.tools, frozenset(schemas), schemas)
+        if self.thinking is None:
+            return calls
+        return partial(ThoughtReader, self.thinking, opened=self.opened, rest=calls)
+
+    def shown(self, tools: Sequence[Tool]) -> Marks:
+        """The control tokens to show in the text of an answer that may call `tools`."""
+        return self.marks if tools or self.thinking is not None else Marks()
+
+    def written(self, text: str) -> str:
+        """`text` as a part of a grammar, its control tokens as such; empty for none."""
+        ids = {name: number for number, name in self.marks.names.items()}
+        split = re.split(f"({'|'.join(map(re.escape, ids))})", text) if ids else [text]
+        return " ".join(f"<[{ids[part]}]>" if part in ids else json.dumps(part) for part in split if part)
+
+    def thought(self) -> tuple[str, list[str]]:
+        """What comes before an answer that must be of a form, and the rules for it.
+
+        Only where thoughts stand between marks: messages of channels have a grammar of their own.
+        """
+        if self.thinking is None or self.channels:
+            return "", []
+        begin, end = self.written(self.thinking.begin), self.written(self.thinking.end)
+        closed = ["THOUGHT: /(.|\\n)*/", f"GAP: {_GAP}"]
+        lazy = "thought[lazy]" if '"' in end else "thought"
+        rules = [*closed, f"{lazy}: THOUGHT {end}"]
+        return ("thought GAP" if self.opened else f"({begin} thought GAP)?"), rules

@@ -1,0 +1,156 @@
+"""The items of POST /v1/responses: messages, thoughts, calls of functions and what came of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Tag
+
+from tangram.serve.body import ALTERNATIVE, Body, Text
+from tangram.serve.messages import Arguments, CalledName, CallId, text_of_parts
+
+Status = Literal["completed", "incomplete", "in_progress"]
+_PART_TYPES = ("input_text", "output_text")
+_THOUGHT_TYPES = ("reasoning_text", "summary_text")
+
+
+def _texts(*types: str) -> BeforeValidator:
+    """Parts of these types, and those of this endpoint's own answers, as one string."""
+
+    def joined(content: Any) -> Any:
+        if not isinstance(content, list):
+            return content
+        parts = []
+        for part in content:
+            if isinstance(part, dict) and part.get("type") in types:
+                # Annotations are never there to be lost.
+                kept = {name: value for name, value in part.items() if value not in (None, [])}
+                part = kept | {"type": "text"}
+            parts.append(part)
+        return text_of_parts(parts)
+
+    return BeforeValidator(joined)
+
+
+class InputMessage(Body):
+    """One message; `id` and `status` are those of an answer that is sent back."""
+
+    refused = {"phase": ()}  # noqa: RUF012 (a ClassVar of the base)
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[Text, _texts(*_PART_TYPES)]
+    id: str | None = None
+    status: Status | None = None
+
+
+class ReasoningItem(Body):
+    """What the model thought, as an answer had it."""
+
+    refused = {"encrypted_content": ()}  # noqa: RUF012
+    type: Literal["reasoning"]
+    content: Annotated[Text, _texts(*_THOUGHT_TYPES)] = ""
+    summary: Annotated[Text, _texts(*_THOUGHT_TYPES)] = ""
+    id: str | None = None
+    status: Status | None = None
+
+
+class FunctionCallItem(Body):
+    """A call of a function, as an answer had it."""
+
+    refused = {"async": (False,), "async_": (), "caller": (), "namespace": ()}  # noqa: RUF012
+    type: Literal["function_call"]
+    call_id: CallId
+    name: CalledName
+    arguments: Arguments
+    id: str | None = None
+    status: Status | None = None
+
+    def call(self) -> dict[str, Any]:
+        """The call as a chat message has it."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.call_id, "type": "function", "function": function}
+
+
+class FunctionOutputItem(Body):
+    """What came of a call."""
+
+    refused = {"caller": (), "name": (), "namespace": ()}  # noqa: RUF012
+    type: Literal["function_call_output"]
+    call_id: CallId
+    output: Annotated[Text, _texts(*_PART_TYPES)]
+    id: str | None = None
+    status: Status | None = None
+
+
+ITEMS = {
+    "message": InputMessage,
+    "reasoning": ReasoningItem,
+    "function_call": FunctionCallItem,
+    "function_call_output": FunctionOutputItem,
+}
+
+
+def _kind(item: Any) -> str:
+    """What has a role is a message, whatever it says it is."""
+    kind = "message"
+    if isinstance(item, dict) and "role" not in item and item.get("type") in ITEMS:
+        kind = item["type"]
+    return f"{ALTERNATIVE}{getattr(item, 'type', kind)}"
+
+
+Item = Annotated[
+    Annotated[InputMessage, Tag(f"{ALTERNATIVE}message")]
+    | Annotated[ReasoningItem, Tag(f"{ALTERNATIVE}reasoning")]
+    | Annotated[FunctionCallItem, Tag(f"{ALTERNATIVE}function_call")]
+    | Annotated[FunctionOutputItem, Tag(f"{ALTERNATIVE}function_call_output")],
+    Discriminator(_kind),
+]
+
+
+def conversation(items: Iterable[Item]) -> Iterator[dict[str, Any]]:
+    """The items as messages of a chat: a thought, a text and calls that follow each other are one."""
+    turn: dict[str, Any] = {}
+    for item in items:
+        part = _of_assistant(item)
+        if turn and (part is None or _goes_on(turn, part)):
+            yield _message(turn)
+            turn = {}
+        if part is None:
+            yield _of_others(item)
+        elif "tool_calls" in part:
+            turn["tool_calls"] = [*turn.get("tool_calls", []), *part["tool_calls"]]
+        else:
+            turn |= part
+    if turn:
+        yield _message(turn)
+
+
+def _of_assistant(item: Item) -> dict[str, Any] | None:
+    """What an item adds to a turn of the assistant; None for items of others."""
+    if isinstance(item, ReasoningItem):
+        return {"reasoning_content": item.content or item.summary}
+    if isinstance(item, FunctionCallItem):
+        return {"tool_calls": [item.call()]}
+    if isinstance(item, InputMessage) and item.role == "assistant":
+        return {"content": item.content}
+    return None
+
+
+def _goes_on(turn: dict[str, Any], part: dict[str, Any]) -> bool:
+    """Whether `part` begins a turn of its own: in one, thoughts come first, then text, then calls."""
+    order = ("reasoning_content", "content", "tool_calls")
+    last = max(order.index(name) for name in turn)
+    first = order.index(next(iter(part)))
+    return first < last or (first == last and "tool_calls" not in part)
+
+
+def _message(turn: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "assistant", "content": ""} | turn
+
+
+def _of_others(item: Item) -> dict[str, Any]:
+    if isinstance(item, FunctionOutputItem):
+        return {"role": "tool", "tool_call_id": item.call_id, "content": item.output}
+    assert isinstance(item, InputMessage)
+    return {"role": item.role, "content": item.content}

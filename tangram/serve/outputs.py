@@ -1,0 +1,117 @@
+"""An answer as the output items of POST /v1/responses, and the events in which they come."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Iterator
+
+from tangram.serve.calls import Call
+from tangram.serve.replies import Json
+from tangram.serve.thoughts import Part, Thought
+
+Told = tuple[str, Json]
+_TEXT, _THOUGHT = "output_text", "reasoning_text"
+
+
+class Output:
+    """The items so far: thoughts, texts and calls, each made when its first part comes."""
+
+    def __init__(self) -> None:
+        self.items: list[Json] = []
+        self._open = ""  # the type of the part that the last item is being given
+
+    def add(self, parts: Iterable[Part]) -> Iterator[Told]:
+        """The events that `parts` make."""
+        for part in parts:
+            if isinstance(part, Call):
+                yield from self._close("completed")
+                yield from self._call(part)
+            elif isinstance(part, Thought):
+                yield from self._grow(_THOUGHT, part.text)
+            else:
+                yield from self._grow(_TEXT, part)
+
+    def finish(self, status: str) -> Iterator[Told]:
+        """The events of the end; an answer of nothing has an empty message."""
+        if not self.items:
+            yield from self._begin(_TEXT)
+        yield from self._close(status)
+
+    def _grow(self, kind: str, text: str) -> Iterator[Told]:
+        if not text:
+            return
+        if self._open != kind:
+            yield from self._close("completed")
+            yield from self._begin(kind)
+        self._part["text"] += text
+        logprobs: Json = {"logprobs": []} if kind == _TEXT else {}
+        yield f"response.{kind}.delta", {**self._place, "delta": text, **logprobs}
+
+    def _begin(self, kind: str) -> Iterator[Told]:
+        self._open = kind
+        self.items.append(_message() if kind == _TEXT else _reasoning())
+        yield "response.output_item.added", self._item()
+        notes: Json = {"annotations": [], "logprobs": []} if kind == _TEXT else {}
+        self.items[-1]["content"].append({"type": kind, "text": "", **notes})
+        yield "response.content_part.added", {**self._place, "part": dict(self._part)}
+
+    def _close(self, status: str) -> Iterator[Told]:
+        kind, self._open = self._open, ""
+        if not kind:
+            return
+        logprobs: Json = {"logprobs": []} if kind == _TEXT else {}
+        yield f"response.{kind}.done", {**self._place, "text": self._part["text"], **logprobs}
+        yield "response.content_part.done", {**self._place, "part": dict(self._part)}
+        self.items[-1]["status"] = status
+        yield "response.output_item.done", self._item()
+
+    def _call(self, call: Call) -> Iterator[Told]:
+        item: Json = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "call_id": call.id}
+        item |= {"name": call.name, "arguments": "", "status": "in_progress"}
+        self.items.append(item)
+        yield "response.output_item.added", self._item()
+        place = {"item_id": item["id"], "output_index": len(self.items) - 1}
+        yield "response.function_call_arguments.delta", {**place, "delta": call.arguments}
+        said = {"name": call.name, "arguments": call.arguments}
+        yield "response.function_call_arguments.done", {**place, **said}
+        item |= {"arguments": call.arguments, "status": "completed"}
+        yield "response.output_item.done", self._item()
+
+    @property
+    def _part(self) -> Json:
+        part: Json = self.items[-1]["content"][0]
+        return part
+
+    @property
+    def _place(self) -> Json:
+        item = self.items[-1]["id"]
+        return {"item_id": item, "output_index": len(self.items) - 1, "content_index": 0}
+
+    def _item(self) -> Json:
+        """The last item, as it is now."""
+        item = dict(self.items[-1])
+        if "content" in item:
+            item["content"] = [dict(part) for part in item["content"]]
+        return {"output_index": len(self.items) - 1, "item": item}
+
+
+def _message() -> Json:
+    identity = f"msg_{uuid.uuid4().hex}"
+    return {
+        "type": "message",
+        "id": identity,
+        "role": "assistant",
+        "status": "in_progress",
+        "content": [],
+    }
+
+
+def _reasoning() -> Json:
+    identity = f"rs_{uuid.uuid4().hex}"
+    return {
+        "type": "reasoning",
+        "id": identity,
+        "summary": [],
+        "content": [],
+        "status": "in_progress",
+    }

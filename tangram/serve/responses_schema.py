@@ -1,0 +1,126 @@
+"""The body of POST /v1/responses, and the same as a body of the chat endpoint."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PositiveInt
+
+from tangram.serve.body import Body, Label, Salt, Text, encodable
+from tangram.serve.items import Item, conversation
+from tangram.serve.messages import MAX_MESSAGES
+from tangram.serve.replies import Json
+from tangram.serve.schema import ChatRequest
+from tangram.serve.structured import MAX_TOOLS, Function, JsonSchema, NamedTool
+from tangram.serve.template import Effort, Verbosity
+from tangram.serve.unsupported import RESPONSES
+from tangram.types import SamplingParams
+
+
+def _as_items(value: Any) -> Any:
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+class FunctionTool(Function):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+
+
+def _only_functions(tools: Any) -> Any:
+    for at, tool in enumerate(tools if isinstance(tools, list) else []):
+        kind = tool.get("type", "function") if isinstance(tool, dict) else "function"
+        if kind != "function":
+            raise ValueError(f"item {at} is of type {kind!r}, only functions are supported")
+    return tools
+
+
+def _choice(value: Any) -> Any:
+    if value in ("none", "auto", "required") or isinstance(value, NamedTool):
+        return value
+    match value:
+        case {"type": "function", "name": str(name)} if len(value) == 2:
+            return NamedTool(encodable(name))
+    choices = '\'none\', \'auto\', \'required\' or {"type": "function", "name": "..."}'
+    raise ValueError(f"must be {choices}")
+
+
+class TextFormat(JsonSchema):
+    """What an answer must be: any text, any JSON object, or JSON that a schema allows."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: Text = "answer"
+
+    def for_chat(self) -> Json:
+        """The format as the chat endpoint takes it."""
+        if self.type != "json_schema":
+            return {"type": self.type}
+        return {"type": self.type, "json_schema": {"name": self.name, "schema": self.schema_}}
+
+
+class TextOptions(Body):
+    """How the text of an answer is to be."""
+
+    format: TextFormat | None = None
+    verbosity: Verbosity | None = None
+
+
+class Reasoning(Body):
+    """How hard the model thinks, where its chat template reads that. Thoughts come as they are, no summaries."""
+
+    refused = {"generate_summary": ("auto",), "summary": ("auto",)}  # noqa: RUF012
+    effort: Effort | None = None
+
+
+class ResponsesRequest(Body):
+    """The body of POST /v1/responses."""
+
+    refused = RESPONSES
+    model: str
+    input: Annotated[
+        list[Item],
+        Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+        BeforeValidator(_as_items),
+    ]
+    instructions: Text | None = Field(default=None, description="a system message before the input")
+    max_output_tokens: PositiveInt | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stream: bool = False
+    tools: Annotated[
+        list[FunctionTool],
+        Field(max_length=MAX_TOOLS, fail_fast=True),
+        BeforeValidator(_only_functions),
+    ] = []  # noqa: RUF012 (pydantic copies it)
+    tool_choice: Annotated[Literal["none", "auto", "required"] | NamedTool, BeforeValidator(_choice)] = "auto"
+    parallel_tool_calls: bool = True
+    text: TextOptions = TextOptions()
+    reasoning: Reasoning = Reasoning()
+    kv_retention: float | None = Field(default=None, description="fraction of the KV cache to keep, (0, 1]")
+    cache_salt: Salt = ""
+    user: Label | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
+
+    def chat(self) -> ChatRequest:
+        """The same as a chat. Raises `ValidationError`."""
+        first = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        tools = [
+            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+            for tool in self.tools
+        ]
+        fields = {
+            "model": self.model,
+            "messages": [*first, *conversation(self.input)],
+            "tools": tools,
+            "tool_choice": self.tool_choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "response_format": None if self.text.format is None else self.text.format.for_chat(),
+            "reasoning_effort": self.reasoning.effort,
+            "verbosity": self.text.verbosity,
+        }
+        return ChatRequest.model_validate(fields)
+
+    def sampling(self) -> SamplingParams:
+        """Raises `RequestError` naming the first value that is out of range."""
+        return SamplingParams(temperature=self.temperature, top_p=self.top_p, max_tokens=self.max_output_tokens)

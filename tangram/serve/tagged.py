@@ -1,0 +1,155 @@
+"""Calls as Qwen3-Coder and Qwen3.5 write them: a tag for the function, in it a tag for each argument, values bare.
+
+    <function=look>
+    <parameter=city>
+    Rome
+    </parameter>
+    </function>
+
+Text is not quoted, so only the function's schema says whether `3` is a number or a text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tangram.errors import RequestError
+from tangram.serve.json_schema import json_rule
+
+_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
+_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
+_PYTHON = {"True": True, "False": False, "None": None}
+_NAMES = re.compile(r"[^<>\n]+")
+# What does not change which texts a schema allows.
+_NOTES = {"type", "title", "description", "default", "examples", "deprecated", "enum", "const"}
+_KINDS = {str: "string", bool: "boolean", int: "integer", type(None): "null"}
+_KINDS |= {float: "number", list: "array", dict: "object"}
+_DEFINITIONS = ("$defs", "definitions")
+_REFERENCE = re.compile(r"#/(\$defs|definitions)/([^/]+)")
+_MOST_REFERENCES = 8
+
+
+def tagged_arguments(text: str, schemas: Mapping[str, Any]) -> tuple[str | None, dict[str, Any] | None]:
+    """The function that `text` calls and its arguments; None for what is wrong."""
+    found = _FUNCTION.fullmatch(text)
+    if found is None:
+        return None, None
+    name, inside = found[1].strip(), found[2]
+    schema = schemas.get(name, {})
+    properties = {key: resolved(value, schema) for key, value in schema.get("properties", {}).items()}
+    arguments: dict[str, Any] = {}
+    at = 0
+    while at < len(inside.rstrip()):
+        parameter = _PARAMETER.match(inside, at)
+        if parameter is None:
+            return name, None
+        key = parameter[1].strip()
+        arguments[key] = _value(parameter[2], properties.get(key, {}))
+        at = parameter.end()
+    return name, arguments
+
+
+def _value(text: str, schema: Any) -> Any:
+    """What `text` stands for: a value of a type that the schema allows, else the text."""
+    allowed = _types(schema)
+    if allowed == {"string"}:
+        return text
+    try:
+        value = _PYTHON[text.strip()] if text.strip() in _PYTHON else json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    kind = _KINDS[type(value)]
+    fits = not allowed or kind in allowed or (kind == "integer" and "number" in allowed)
+    return value if fits else text
+
+
+def _types(schema: Any) -> set[str]:
+    """The types that a schema names; empty for any."""
+    if not isinstance(schema, dict):
+        return set()
+    if "enum" in schema or "const" in schema:
+        return {_KINDS[type(value)] for value in _listed(schema)}
+    if "type" in schema:
+        named = schema["type"]
+        return set(named) if isinstance(named, list) else {named}
+    either = [_types(part) for part in (*schema.get("anyOf", ()), *schema.get("oneOf", ()))]
+    return set().union(*either) if all(either) else set()
+
+
+def _listed(schema: Mapping[str, Any]) -> list[Any]:
+    return [schema["const"]] if "const" in schema else list(schema["enum"])
+
+
+def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
+    """`schema`, or what it refers to among the definitions of `root`."""
+    for _ in range(_MOST_REFERENCES):
+        place = schema.get("$ref") if isinstance(schema, dict) else None
+        found = _REFERENCE.fullmatch(place) if isinstance(place, str) else None
+        if found is None:
+            break
+        schema = root.get(found[1], {}).get(found[2])
+    return schema
+
+
+def tagged_rules(rule: str, name: str, schema: Mapping[str, Any], field: str, *, to_the_letter: bool) -> Iterator[str]:
+    """The grammar rules of a call of `name`, of which the last, `rule`, is the whole.
+
+    Raises `RequestError` (`field` and on) where texts cannot be held `to_the_letter` to what the
+    schema says of them; without it such texts are free.
+    """
+    parts = []
+    required = schema.get("required", ())
+    for number, (key, value) in enumerate(schema.get("properties", {}).items()):
+        place = f"{field}.properties.{key}"
+        if not _NAMES.fullmatch(key):
+            message = "this model writes parameters whose names have no '<', '>' and lines: rename it"
+            raise RequestError(f"{place}: {message}", place)
+        inside = f"{rule}_{number}"
+        tag = json.dumps(f"<parameter={key}>\n")
+        yield f"{inside}: {tag} ({_choices(value, schema, place, to_the_letter)})"
+        parts.append(inside if key in required else f"{inside}?")
+    head = json.dumps(f"<function={name}>\n")
+    yield f'{rule}: {head} {" ".join(parts)} "</function>"'
+
+
+BARE_TEXT = ["BARE: /(.|\\n)*/", 'bare[lazy]: BARE "\\n</parameter>\\n"']
+_END = json.dumps("\n</parameter>\n")
+
+
+def _choices(schema: Any, root: Mapping[str, Any], place: str, to_the_letter: bool) -> str:
+    """The alternatives of a value, each with the tag that ends it."""
+    choices = []
+    for part in _parts(schema, root):
+        said = sorted(part.keys() - _NOTES)
+        if "string" not in (_types(part) or {"string"}):
+            shared = {key: root[key] for key in _DEFINITIONS if key in root}
+            choices.append(f"{json_rule(shared | part)} {_END}")
+        elif "enum" in part or "const" in part:
+            choices += [f"{json.dumps(_spelled(value))} {_END}" for value in _listed(part)]
+        elif said and to_the_letter:
+            message = f"this model writes texts bare, which cannot be held to {said[0]!r}"
+            raise RequestError(f"{place}: {message}: leave it out", f"{place}.{said[0]}")
+        else:
+            choices.append("bare")
+    return " | ".join(dict.fromkeys(choices))
+
+
+def _parts(schema: Any, root: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Schemas that allow what `schema` does, of one type each where it names them."""
+    schema = resolved(schema, root)
+    if not isinstance(schema, dict):
+        return [{}]
+    for keyword in ("anyOf", "oneOf"):
+        if keyword in schema:
+            return [part for inner in schema[keyword] for part in _parts(inner, root)]
+    types = schema.get("type")
+    if isinstance(types, list) and "enum" not in schema:
+        return [schema | {"type": kind} for kind in types]
+    return [schema]
+
+
+def _spelled(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

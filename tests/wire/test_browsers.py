@@ -1,0 +1,226 @@
+"""What a browser needs, and what a client hears that asks in the wrong way or for something else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from typing import Any
+
+import openai
+import pytest
+from typer.testing import CliRunner
+
+from tangram.cli import app
+from tangram.errors import ConfigError, OverloadError
+from tangram.serve.guard import MAX_HEADER_BYTES, Protection
+
+from .conftest import CHAT, MODEL, FakeServer, chat_body, run_fake_server
+
+PAGE = "https://chat.example"
+PREFLIGHT = {
+    "Origin": PAGE,
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization,content-type,x-stainless-lang",
+}
+ALLOWED = "access-control-allow-origin"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeServer]:
+    """A server with a key, to which one page may talk."""
+    with run_fake_server("sesame", allowed_origins=(PAGE, "http://localhost:3000")) as server:
+        yield server
+
+
+def test_a_page_may_ask_with_its_key(server: FakeServer) -> None:
+    with server.http() as client:
+        before = client.options(CHAT, headers=PREFLIGHT)
+        assert before.status_code == 200
+        assert before.headers[ALLOWED] == PAGE
+        allowed = before.headers["access-control-allow-headers"]
+        assert {"authorization", "content-type", "x-stainless-lang"} <= set(re.split(", ?", allowed.lower()))
+        assert "POST" in before.headers["access-control-allow-methods"]
+        headers = {"Origin": PAGE, "Authorization": "Bearer sesame"}
+        answer = client.post(CHAT, json=chat_body(), headers=headers)
+        with client.stream("POST", CHAT, json=chat_body(stream=True), headers=headers) as stream:
+            assert stream.headers[ALLOWED] == PAGE
+            assert "[DONE]" in stream.read().decode()
+    assert answer.status_code == 200
+    assert answer.headers[ALLOWED] == PAGE
+    assert "x-request-id" in answer.headers["access-control-expose-headers"]
+    assert "access-control-allow-credentials" not in answer.headers
+
+
+def test_a_page_can_read_every_error(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    key, origin = {"Authorization": "Bearer sesame"}, {"Origin": PAGE}
+    statuses = []
+    with server.http() as client:
+        for headers, body in (({}, chat_body()), (key, chat_body(temprature=1)), (key, chat_body(model="other"))):
+            answer = client.post(CHAT, json=body, headers={**headers, **origin})
+            statuses.append(answer.status_code)
+            assert answer.headers[ALLOWED] == PAGE and answer.json()["error"]["message"]
+        large = client.get("/health", headers={**origin, "X-Long": "a" * (MAX_HEADER_BYTES - 50)})
+        assert (large.status_code, large.headers[ALLOWED]) == (431, PAGE)
+        monkeypatch.setattr(server.engine, "submit", lambda *_: 1 / 0)
+        bug = client.post(CHAT, json=chat_body(), headers={**key, **origin})
+        assert (bug.status_code, bug.headers[ALLOWED]) == (500, PAGE)
+    assert statuses == [401, 400, 404]
+
+
+def test_a_full_queue_is_told_to_pages_too() -> None:
+    def full(*_: object) -> None:
+        raise OverloadError("full", 7)
+
+    with run_fake_server(allowed_origins=("*",)) as server, server.http() as client:
+        server.engine.submit = full  # type: ignore[method-assign]
+        answer = client.post(CHAT, json=chat_body(), headers={"Origin": "https://anywhere.example"})
+    assert (answer.status_code, answer.headers[ALLOWED], answer.headers["retry-after"]) == (429, "*", "7")
+    assert "retry-after" in answer.headers["access-control-expose-headers"]
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", f"{PAGE}.evil.example", "http://localhost:3001"])
+def test_another_page_may_not(server: FakeServer, origin: str) -> None:
+    with server.http() as client:
+        before = client.options(CHAT, headers=PREFLIGHT | {"Origin": origin})
+        answer = client.get("/health", headers={"Origin": origin})
+    assert before.status_code == 400
+    assert ALLOWED not in before.headers and ALLOWED not in answer.headers
+
+
+def test_a_preflight_opens_nothing_else(server: FakeServer) -> None:
+    """Only a true preflight goes without a key."""
+    with server.http() as client:
+        assert client.options(CHAT, headers={"Origin": PAGE}).status_code == 401
+        assert client.options(CHAT).status_code == 401
+
+
+def test_without_the_option_no_page_may_ask(fake_server: FakeServer) -> None:
+    with fake_server.http() as client:
+        assert client.options(CHAT, headers=PREFLIGHT).status_code == 405
+        assert ALLOWED not in client.get("/health", headers={"Origin": PAGE}).headers
+
+
+@pytest.mark.parametrize("origin", ["chat.example", "https://chat.example/", "HTTPS://chat.example", "", "http://a b"])
+def test_what_is_no_origin_is_refused_at_start(origin: str) -> None:
+    with pytest.raises(ConfigError, match="allowed_origins"):
+        Protection(allowed_origins=("https://fine.example:8443", "http://[::1]:80", origin))
+
+
+class Page(HTMLParser):
+    """The addresses that a page names, its tags and its words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.links: set[str] = set()
+        self.tags: set[str] = set()
+        self.ids: set[str] = set()
+        self.words = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.links |= {value or "" for name, value in attrs if name in ("href", "src", "action")}
+        self.ids |= {value or "" for name, value in attrs if name == "id"}
+
+    def handle_data(self, data: str) -> None:
+        self.words += data
+
+
+def read_page(server: FakeServer, **headers: str) -> tuple[Page, Any]:
+    with server.http() as client:
+        answer, document = client.get("/docs", headers=headers), client.get("/openapi.json", headers=headers)
+    assert answer.headers["content-type"].startswith("text/html")
+    assert answer.headers["content-security-policy"].startswith("default-src 'none'")
+    page = Page()
+    page.feed(answer.text)
+    return page, document.json()
+
+
+def test_the_page_has_every_endpoint_and_field_and_asks_no_other_host(shared_server: FakeServer) -> None:
+    page, document = read_page(shared_server)
+    assert not page.tags & {"script", "link", "img", "iframe", "form"}
+    assert {link for link in page.links if not link.startswith("#")} == {"openapi.json"}
+    assert {link[1:] for link in page.links if link.startswith("#")} <= page.ids
+    for path, methods in document["paths"].items():
+        assert all(f"{method.upper()} {path}" in page.words for method in methods)
+    for name in ("ChatRequest", "CompletionRequest", "ResponsesRequest"):
+        for field in document["components"]["schemas"][name]["properties"]:
+            assert field in page.words
+    assert "API key" not in page.words
+
+
+def test_the_page_is_behind_the_key_and_says_so(locked_server: FakeServer) -> None:
+    with locked_server.http() as client:
+        assert client.get("/docs").status_code == 401
+    page, _ = read_page(locked_server, Authorization="Bearer sesame")
+    assert "Authorization: Bearer" in page.words
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (None, "is missing"),
+        ("", "is missing"),
+        ("text/plain", "'text/plain'"),
+        ("application/x-www-form-urlencoded", "urlencoded'"),
+        ("x" * 9000, "xxx...xxx"),
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/responses", "/tokenize"])
+def test_a_body_that_is_not_called_json_is_told_so(
+    shared_server: FakeServer, path: str, kind: str | None, words: str
+) -> None:
+    headers = {} if kind is None else {"Content-Type": kind}
+    with shared_server.http() as client:
+        answer = client.post(path, content=b'{"model": "a"}', headers=headers)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_content_type", None)
+    assert words in error["message"] and "Content-Type: application/json" in error["message"]
+
+
+@pytest.mark.parametrize("kind", ["application/json", "application/json; charset=utf-8", "application/ld+json"])
+def test_json_by_any_name_is_read(shared_server: FakeServer, kind: str) -> None:
+    with shared_server.http() as client:
+        assert client.post("/tokenize", content=b'{"prompt": "a"}', headers={"Content-Type": kind}).status_code == 200
+        wrong = client.post("/tokenize", content=b"{", headers={"Content-Type": kind})
+    assert wrong.json()["error"]["code"] == "json_invalid"
+
+
+@pytest.mark.parametrize(
+    ("path", "word"),
+    [
+        ("/v1/embeddings", "embeddings"),
+        ("/v1/moderations", "moderation"),
+        ("/v1/images/generations", "images"),
+        ("/v1/audio/speech", "speech"),
+        ("/v1/audio/transcriptions", "transcription"),
+        ("/v1/files", "files"),
+        ("/v1/batches", "--batch"),
+        ("/v1/rerank", "reranking"),
+    ],
+)
+def test_an_endpoint_of_others_is_refused_by_name(shared_server: FakeServer, path: str, word: str) -> None:
+    with shared_server.http() as client:
+        for answer in (client.post(path, json={"model": MODEL, "input": "a"}), client.get(path)):
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"]) == (404, "endpoint_not_supported")
+            assert word in error["message"] and path in error["message"]
+            assert set(error) == {"message", "type", "param", "code"}
+
+
+def test_the_official_client_says_what_is_not_served(shared_server: FakeServer) -> None:
+    with pytest.raises(openai.NotFoundError, match="embeddings"):
+        shared_server.openai().embeddings.create(model=MODEL, input="a")
+
+
+def test_a_path_that_nobody_has_is_not_found(shared_server: FakeServer) -> None:
+    with shared_server.http() as client:
+        for path in ("/v2/embeddings", "/embeddings", "/v1/x", "/v1", "/"):
+            answer = client.get(path)
+            assert answer.status_code == 404 and answer.json()["error"]["code"] is None
+
+
+def test_the_command_line_refuses_what_is_no_origin_before_it_loads_a_model() -> None:
+    ended = CliRunner().invoke(app, ["serve", "no-such-model", "--allowed-origins", "*", "--allowed-origins", "here"])
+    assert ended.exit_code == 2
+    assert "allowed_origins has 'here'" in ended.output

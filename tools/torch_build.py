@@ -1,0 +1,44 @@
+"""Says which build of PyTorch pip is about to take, and how much room it needs, before anything of it is fetched.
+
+`python tools/torch_build.py REQUIREMENT [PIP OPTIONS]` asks pip itself, so it sees what pip sees: the public index, an
+index that is named, a wheel in a folder that pip's configuration names. It needs no package but pip.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import PurePosixPath
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+# On x86-64 Linux, of PyTorch 2.13 with all that it requires.
+_CUDA_GB, _CPU_GB = (2.9, 4.8), (0.2, 0.7)
+_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+
+
+def described(wheel: dict[str, Any]) -> str:
+    """What there is to say of `wheel`, the entry of PyTorch in pip's report."""
+    required = wheel["metadata"].get("requires_dist", [])
+    cuda = sys.platform == "linux" and any(name.startswith(("cuda", "nvidia")) for name in required)
+    fetched, kept = _CUDA_GB if cuda else _CPU_GB
+    url = urlsplit(wheel["download_info"]["url"])
+    place = url.netloc or unquote(str(PurePosixPath(url.path).parent))
+    build = f"PyTorch {wheel['metadata']['version']}, the {'CUDA' if cuda else 'CPU'} build, from {place}"
+    said = f"{build}: with what it requires {fetched} GB to fetch, {kept} GB on disk."
+    if cuda:
+        said += f"\nWithout a GPU {_CPU_GB[0]} and {_CPU_GB[1]} GB will do: make TORCH_INDEX={_CPU_INDEX}"
+    return said
+
+
+def main() -> None:
+    """Ask pip, which fetches metadata alone."""
+    asked = ["install", "--dry-run", "--no-deps", "--quiet", "--report", "-", *sys.argv[1:]]
+    report = subprocess.run([sys.executable, "-m", "pip", *asked], stdout=subprocess.PIPE, check=True).stdout
+    chosen = json.loads(report)["install"]
+    print(described(chosen[0]) if chosen else "PyTorch stays as it is: for another build, make clean first", flush=True)
+
+
+if __name__ == "__main__":
+    main()
