@@ -14,9 +14,7 @@ from numba.core.caching import FunctionCache
 _log = logging.getLogger(__name__)
 
 
-def compiled(
-    *, notice: str | None = None, **options: Any
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def compiled(*, notice: str | None = None, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Compile the function below by `numba.njit(**options)`, and keep the code where Numba looks for it.
 
     `notice` is logged as a warning before it is compiled, which says why a start takes long.
@@ -27,7 +25,7 @@ def compiled(
         dispatcher: Any = njit(**options)(function)
         try:
             # What `cache=True` does, but for what becomes of an error.
-            dispatcher._cache = _ForgivingCache(function, notice)  # type: ignore[no-untyped-call]
+            dispatcher._cache = _ForgivingCache(function, notice)
         except RuntimeError:
             _warn("there is no folder to write it to, set NUMBA_CACHE_DIR to one")
         return dispatcher  # type: ignore[no-any-return]

@@ -1,8 +1,8 @@
 """How long idle OpenMP threads spin for the next piece of work: long on idle cores, briefly where others want them.
 
-A layer is some ten parallel regions of microseconds. To sleep between them costs a third of the speed, so libgomp spins,
-for milliseconds. Where another program runs on one of the cores, that is the worst: threads that spin use up their
-share of the core, the one with work to do waits for a whole time slice of the other program, and so in each region.
+A layer is some ten parallel regions of microseconds. To sleep between them costs a third of the speed,
+so libgomp spins, for milliseconds. Beside another program that is the worst: threads that spin use up
+their share of the core. The one with work to do then waits for the other program, in each region anew.
 
 libgomp spins 300 times more briefly while a process has more OpenMP threads than cores (GOMP_SPINCOUNT in its manual).
 That is the only switch that works at run time and leaves the number of threads alone, and with it each bit of a result.
@@ -81,7 +81,7 @@ def _waited_s(tasks: Path) -> dict[str, float]:
 
 
 def _more_threads_than_cores() -> Callable[[], None]:
-    """Begin teams of OpenMP threads that sleep, until libgomp counts more threads than cores; returns what ends them."""
+    """Begin OpenMP teams that sleep, so that libgomp counts more threads than cores; returns what ends them."""
     threads, cores, done = torch.get_num_threads(), len(os.sched_getaffinity(0)), threading.Event()
     teams = max(1, -(-(cores - threads + 1) // (threads - 1))) if threads > 1 else 0
 
