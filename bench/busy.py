@@ -1,8 +1,8 @@
 """Speed beside a program that burns a core, and beside a second engine: `python -m bench.busy [decode|prefill]`.
 
-Engines are processes of their own with one request at a time. "libgomp's own" is an engine whose threads wait as libgomp
-lets them by itself, which is how they waited before `tangram/kernels/waiting.py`. Each measurement begins with some
-seconds that are not counted. A repeat measures all cases, one after the other.
+Engines are processes of their own with one request at a time. "libgomp's own" is an engine whose threads
+wait as libgomp lets them by itself, as before `tangram/kernels/waiting.py`. Each measurement begins with
+some seconds that are not counted. A repeat measures all cases, one after the other.
 """
 
 from __future__ import annotations
