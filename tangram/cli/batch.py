@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -14,7 +15,10 @@ from tangram.errors import ConfigError
 
 
 def answer_batch(config: EngineConfig, source: Path, target: Path | None, others: Mapping[str, object]) -> None:
-    """Answer the requests of `source` into `target`. Raises `ConfigError` if one of the `others` is set too."""
+    """Answer the requests of `source` into `target`; exit code 1 if a line got an error.
+
+    Raises `ConfigError` if one of the `others` is set too.
+    """
     for name, value in others.items():
         if value is not None:
             raise ConfigError(f"{name} is {value!r}, with --batch each line says it by itself: leave it out")
@@ -38,3 +42,5 @@ def answer_batch(config: EngineConfig, source: Path, target: Path | None, others
         failed = answer_all(service, files, at_once=2 * config.max_num_seqs, on_line=lambda: progress.advance(task))
     answered = files.total - files.skipped - failed
     console.print(f"{target}: {answered} answered, {failed} with errors, {files.skipped} were there already")
+    if failed:
+        raise typer.Exit(1)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,10 +12,10 @@ from rich.console import Console
 from tangram.cli.answering import Answer, Interrupts, answered, memory_told, shown
 from tangram.cli.conversation import Conversation
 from tangram.cli.options import with_config
-from tangram.cli.telemetry import log_as_text
+from tangram.cli.telemetry import warnings_as_text
 from tangram.cli.terminal import entry, history, typed
 from tangram.config import EngineConfig
-from tangram.errors import RequestError
+from tangram.errors import TangramError
 from tangram.types import FinishReason, Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -33,8 +32,7 @@ def chat(
 ) -> None:
     """Talk to MODEL in the terminal. /help lists commands, Ctrl-C stops an answer, Ctrl-D ends."""
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature)
-    log_as_text(logging.WARNING)
-    with history():
+    with warnings_as_text(), history():
         _grey(f"loading {config.model}")
         from tangram.engine.setup import build_engine
 
@@ -59,23 +57,27 @@ class Talk:
 
     def run(self) -> None:
         """Until the input ends, or Ctrl-C comes twice with nothing typed between."""
+        with suppress(KeyboardInterrupt):  # the second one may come before the prompt is back
+            self._take_turns()
+        _grey("")
+
+    def _take_turns(self) -> None:
         interrupted = False
         while True:
             try:
                 line = entry(typed, _PROMPT)
             except EOFError:
-                break
+                return
             except KeyboardInterrupt:
                 if interrupted:
-                    break
+                    return
                 interrupted = True
                 _grey("\nCtrl-C again ends, /help lists commands")
                 continue
             try:
                 interrupted = self._turn(line)
-            except (EOFError, KeyboardInterrupt):
+            except EOFError:
                 return
-        _grey("")
 
     def _turn(self, line: str) -> bool:
         """Do what an entry says. True if Ctrl-C stopped its answer."""
@@ -87,7 +89,7 @@ class Talk:
                 return self._answer(line)
             else:
                 _grey("Ctrl-D ends, /help lists commands")
-        except RequestError as error:
+        except TangramError as error:
             Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
         return False
 

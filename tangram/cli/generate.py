@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +12,7 @@ from rich.console import Console
 from tangram.cli.answering import answered, memory_told, shown
 from tangram.cli.batch import answer_batch
 from tangram.cli.options import with_config
-from tangram.cli.telemetry import log_as_text
+from tangram.cli.telemetry import warnings_as_text
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
 from tangram.types import SamplingParams
@@ -44,13 +43,15 @@ def generate(
         answer_batch(config, batch, output, {"prompt": prompt, "max_tokens": max_tokens, "temperature": temperature})
         return
     if output is not None:
-        raise ConfigError(f"output is {str(output)!r}, it is for the answers to --batch: leave it out, or give --batch")
+        raise ConfigError(
+            "prompt is not set or output is without batch: give -p TEXT, or --batch IN.jsonl -o OUT.jsonl"
+        )
     text = _piped() if prompt == _STANDARD_INPUT or (prompt is None and not sys.stdin.isatty()) else prompt
     if text is None:
         raise ConfigError("prompt is not set: give -p TEXT, a text on standard input, or --batch IN.jsonl -o OUT.jsonl")
     sampling = SamplingParams(max_tokens=128 if max_tokens is None else max_tokens, temperature=temperature or 0.0)
-    log_as_text(logging.WARNING)
-    _complete(config, text, sampling)
+    with warnings_as_text():
+        _complete(config, text, sampling)
 
 
 def _piped() -> str:

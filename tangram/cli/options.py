@@ -133,9 +133,7 @@ CacheDtype = Annotated[CacheType, option(_MEMORY, "dtype of the KV cache: that o
 Weights = Annotated[LoadFormat, option(_MODEL, "dummy: random weights of the model's config.json, to measure with")]
 Eager = Annotated[bool, option(_EXPERT, "on a GPU, no compilation and no CUDA graphs", "--enforce-eager")]
 Device = Annotated[str, option(_MODEL, "auto, cpu or cuda: the first GPU of CUDA_VISIBLE_DEVICES")]
-Threads = Annotated[
-    int | None, option(_EXPERT, "threads that compute on the CPU", default="one for each core")
-]
+Threads = Annotated[int | None, option(_EXPERT, "threads that compute on the CPU", default="one for each core")]
 Seed = Annotated[int, option(_EXPERT, "seed of requests that bring none")]
 
 CalibratedScorer = Annotated[str | None, option(_COMPRESSION, STAYS, default=SERVED_SCORER)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import os
 import shlex
 import time
 from dataclasses import replace
@@ -16,8 +17,10 @@ from rich.console import Console
 from tangram.cli.options import Panel, option, served_name, with_config
 from tangram.cli.telemetry import LogForm, LogFormat, MetricsAliases, OtlpEndpoint, OverflowEvery, logging_as
 from tangram.config import EngineConfig
+from tangram.errors import ConfigError
 from tangram.serve.listening import Listener
 
+KEY_VARIABLE = "TANGRAM_API_KEY"
 _log = logging.getLogger(__name__)
 
 
@@ -41,7 +44,7 @@ def serve(
         option(
             Panel.server,
             "a key that requests may carry, again for more; in the variable with spaces between",
-            envvar="TANGRAM_API_KEY",
+            envvar=KEY_VARIABLE,
         ),
     ] = None,
     allowed_origins: Annotated[
@@ -53,7 +56,7 @@ def serve(
     ] = None,
     unknown_fields: Annotated[
         UnknownFields,
-        option(Panel.server, "refuse requests with fields that are not served, or warn: log and count them"),
+        option(Panel.server, "refuse requests with fields that are not served; warn logs and counts them"),
     ] = UnknownFields.refuse,
     max_body_mb: Annotated[float, option(Panel.server, "most megabytes of a request's body")] = 16.0,
     max_queue: Annotated[
@@ -70,7 +73,9 @@ def serve(
 ) -> None:
     """Serve MODEL over an OpenAI-compatible HTTP API."""
     begin_s = time.monotonic()
-    name = served_model_name or served_name(config)
+    if not api_key and KEY_VARIABLE in os.environ:
+        raise ConfigError(f"{KEY_VARIABLE} is set and holds no key: unset it to serve everybody, or put a key in it")
+    name = served_name(config) if served_model_name is None else served_model_name
     listener = Listener.at(host, port)
     with logging_as(log_format):
         _log.info("listening at %s; loading PyTorch, then %s", listener.url, config.model)

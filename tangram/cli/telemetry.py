@@ -58,8 +58,8 @@ OverflowEvery = Annotated[
 ]
 
 
-def log_as_text(level: int = logging.INFO) -> None:
-    """Everything that is logged from `level` on, on standard error: in columns in a terminal, else a line each."""
+def _text_handler() -> logging.Handler:
+    """Writes to standard error: in columns in a terminal, else a line each."""
     console = Console(stderr=True)
     if console.is_terminal:
         handler: logging.Handler = RichHandler(console=console, show_path=False)
@@ -67,7 +67,18 @@ def log_as_text(level: int = logging.INFO) -> None:
     else:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter(_PLAIN, "%Y-%m-%d %H:%M:%S"))
-    logging.basicConfig(level=level, handlers=[handler], force=True)
+    return handler
+
+
+@contextmanager
+def warnings_as_text() -> Iterator[None]:
+    """Inside, what is logged from WARNING on goes to standard error."""
+    handler = _text_handler()
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
 
 
 @contextmanager
@@ -76,7 +87,7 @@ def logging_as(form: LogForm) -> Iterator[None]:
     for name in _QUIET:
         logging.getLogger(name).setLevel(logging.WARNING)
     if form is LogForm.text:
-        log_as_text()
+        logging.basicConfig(level=logging.INFO, handlers=[_text_handler()], force=True)
         logging.getLogger("tangram.requests").setLevel(logging.WARNING)
         yield
         return

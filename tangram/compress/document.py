@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tangram.errors import ProfileError
+from tangram.foreign_files import parse_json, read_text
 
 
 def canonical(value: object) -> str:
@@ -28,7 +29,7 @@ def read_object(path: str | Path, version: int) -> dict[str, Any]:
     Raises `ProfileError` naming the file and what is wrong with it.
     """
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = parse_json(read_text(path))
     except OSError as error:
         raise ProfileError(f"profile {path}: cannot be read: {error.strerror}") from error
     except ValueError as error:

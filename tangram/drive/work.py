@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from tangram.errors import ConfigError
+from tangram.foreign_files import parse_json, read_text
 
 TRACE_BLOCK = 512  # tokens that one hash of a Mooncake trace stands for
 _FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
@@ -65,13 +65,13 @@ def traced(path: Path, *, seconds: float, speed: float, vocab_size: int) -> list
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_text(path).splitlines()
+    except (OSError, ValueError) as error:
         raise ConfigError(f"trace {path}: cannot be read: {error}") from error
     for number, line in enumerate(lines, 1):
         try:
-            entry = json.loads(line)
-        except json.JSONDecodeError as error:
+            entry = parse_json(line)
+        except ValueError as error:
             raise ConfigError(f"{path}:{number}: not JSON: {error}") from error
         if missing := [name for name in _FIELDS if not isinstance(entry, dict) or name not in entry]:
             raise ConfigError(f"{path}:{number}: {', '.join(missing)} missing; every line needs {', '.join(_FIELDS)}")

@@ -4,16 +4,15 @@ Meaning and order are vLLM's (V1 sampler): grammar mask → logit bias → ends 
 frequency and presence penalties → greedy choice, or temperature → min-p → top-k → top-p (`filters.py`) → draw.
 Log-probabilities are those of the model's own logits, over the tokens that the row's grammar allows, before the rest.
 
-Random rows go through integer weights, so a row's token is the same alone or in any batch, and a filtered token
-(weight 0) can never be drawn. The draw inverts the cumulative weights at one uniform number hashed from (seed, sample
-index, step).
+Random rows go through integer weights, whose sums do not depend on their order, and a filtered token
+(weight 0) can never be drawn. Each token draws with a number of its own, hashed from (seed, sample
+index, step, token) (`draw.py`). So a row's token depends on its logits alone, and on their last
+bits only where two tokens are that near to each other.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
-import struct
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from reprlib import repr as shortened
@@ -22,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tangram.engine.draw import draw, row_key
 from tangram.engine.filters import on_device, pick, weights_of
 from tangram.errors import ModelError, RequestError
 from tangram.kernels.transfer import Fetched, placed
@@ -164,8 +164,9 @@ def choose(logits: Tensor, rows: Sequence[SampleRow]) -> Choice:
     tokens = changed.argmax(dim=-1)
     random = [index for index, row in enumerate(rows) if not row.greedy]
     if random:
-        drawn = _draw(weights_of(pick(changed, random), [rows[i].params for i in random]), [rows[i] for i in random])
-        tokens.index_copy_(0, on_device(raw.device, random), drawn)
+        weights = weights_of(pick(changed, random), [rows[i].params for i in random])
+        keys = [row_key(rows[i].seed, rows[i].sample_index, rows[i].step) for i in random]
+        tokens.index_copy_(0, on_device(raw.device, random), draw(weights, keys))
     normaliser = raw.logsumexp(dim=-1)
     logprobs = raw.gather(1, tokens[:, None])[:, 0] - normaliser
     return Choice(tokens, Fetched(tokens, logprobs, normaliser), _best(raw, normaliser, rows))
@@ -190,12 +191,6 @@ def check_tokens(params: SamplingParams, vocab_size: int) -> None:
             if not 0 <= token < vocab_size:
                 message = f"{field} names token {shortened(token)}, it must lie in [0, {vocab_size - 1}]"
                 raise RequestError(message, field)
-
-
-def uniform(seed: int, sample_index: int, step: int, draw: int = 0) -> float:
-    """A number in [0, 1) that depends on the arguments alone; `draw` numbers the several that one step may need."""
-    digest = hashlib.blake2b(struct.pack("<4q", seed, sample_index, step, draw), digest_size=8).digest()
-    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
 def _penalises(params: SamplingParams) -> bool:
@@ -231,16 +226,6 @@ def _change(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     for index in touched:
         rows[index].change_logits(changed[index])
     return changed
-
-
-def _draw(weights: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """[R] int64: token i with probability weights[i] / sum."""
-    numbers = [uniform(row.seed, row.sample_index, row.step) for row in rows]
-    cumulative = weights.cumsum(dim=-1)
-    total = cumulative[:, -1:]
-    target = torch.minimum((on_device(weights.device, numbers)[:, None] * total).long(), total - 1)
-    # The clamp matters for NaN logits only, whose token `tokens_on_host` leaves out.
-    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=weights.shape[1] - 1)
 
 
 def _best(raw: Tensor, normaliser: Tensor, rows: Sequence[SampleRow]) -> list[tuple[Sequence[int], Fetched]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, TypeAdapter, ValidationError
 
 from tangram.errors import ConfigError
+from tangram.foreign_files import parse_json, read_text
 
 # The dataset writes years as numbers.
 Text = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, int | float) else value)]
@@ -84,7 +84,7 @@ def read_conversations(path: Path) -> list[Conversation]:
 
 def _of_file(file: Path) -> list[Conversation]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parse_json(read_text(file))
     except OSError as error:
         raise ConfigError(f"path: {file} cannot be read ({error.strerror}): name a LoCoMo file") from error
     except ValueError as error:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tangram.errors import ConfigError
 from tangram.evaluate.methods import Method
+from tangram.foreign_files import read_text
 
 _STRICT = ConfigDict(extra="forbid", frozen=True)
 
@@ -207,7 +208,7 @@ class Results(BaseModel):
     def load(cls, path: Path) -> Results:
         """Read a file. Raises `ConfigError` naming it and what is wrong with it."""
         try:
-            return cls.model_validate_json(path.read_text(encoding="utf-8"))
+            return cls.model_validate_json(read_text(path))
         except (OSError, ValidationError, ValueError) as error:
             reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
             raise ConfigError(

@@ -1,4 +1,7 @@
-"""Three instructions that Numba does not offer on the CPU: atomic add, bit cast and prefetch."""
+"""Three instructions that Numba does not offer on the CPU: atomic add, bit cast and prefetch.
+
+`cpu_portable.py` does without them.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +14,24 @@ from numba.extending import intrinsic
 
 
 @intrinsic
-def fetch_add(typingctx: Any, counter: Any, amount: Any) -> Any:
-    """Atomically add `amount` to counter[0] (int64, contiguous) and return the value before."""
+def next_task(typingctx: Any, counters: Any, worker: Any, workers: Any) -> Any:
+    """Whoever comes first: atomically add 1 to counters[0] (int64, contiguous) and return the value before."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         array = context.make_array(signature.args[0])(context, builder, args[0])
-        return builder.atomic_rmw("add", array.data, args[1], "monotonic")
+        return builder.atomic_rmw("add", array.data, ir.Constant(ir.IntType(64), 1), "monotonic")
 
-    return types.int64(counter, types.int64), codegen
+    return types.int64(counters, worker, workers), codegen
 
 
 @intrinsic
-def float_from_bits(typingctx: Any, bits: Any) -> Any:
-    """The float32 whose bits are the int32 `bits`."""
+def power_of_two(typingctx: Any, n: Any) -> Any:
+    """2 to the power of int32 n, -126 to 127, as float32."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], context.get_value_type(types.float32))
+        bias, place = (ir.Constant(ir.IntType(32), value) for value in (127, 23))
+        bits = builder.shl(builder.add(args[0], bias), place)
+        return builder.bitcast(bits, context.get_value_type(types.float32))
 
     return types.float32(types.int32), codegen
 

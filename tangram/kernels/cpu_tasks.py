@@ -8,13 +8,22 @@ A task walks its range in stretches of `STRETCH` entries: scores for all query h
 
 from __future__ import annotations
 
+import platform
 from typing import Any
 
 import numpy as np
 from numba import prange
 
-from tangram.kernels.cpu_intrinsics import fetch_add, float_from_bits, prefetch
 from tangram.kernels.numba_cache import compiled
+
+if platform.machine() in ("x86_64", "AMD64"):
+    from tangram.kernels.cpu_intrinsics import next_task, power_of_two, prefetch
+else:
+    from tangram.kernels.cpu_portable import (  # type: ignore[assignment]
+        next_task,
+        power_of_two,
+        prefetch,
+    )
 
 STRETCH = 128
 # KV elements of a layer below which waking a second thread costs more than it saves.
@@ -45,7 +54,7 @@ def exp_negative(x: Any) -> Any:
     p = p * r + np.float32(1.6666665459e-1)
     p = p * r + np.float32(5.0000001201e-1)
     p = p * r * r + r + np.float32(1.0)
-    scaled = p * float_from_bits((np.int32(n) + np.int32(127)) << np.int32(23))  # type: ignore[call-arg]
+    scaled = p * power_of_two(np.int32(n))  # type: ignore[call-arg]
     return scaled if x > np.float32(-87.0) else np.float32(0.0)
 
 
@@ -230,12 +239,12 @@ def merge(parts, partial_out, partial_lse, sinks, out):  # type: ignore[no-untyp
 @compiled()
 def _work(  # type: ignore[no-untyped-def]
     queries, blocks, heads_per_page, tables, lengths, tasks, entries, task_end, tile, scaling, softcap,
-    sinks, partial_out, partial_lse, outs, counter,
+    sinks, partial_out, partial_lse, outs, counters, worker, workers,
 ):  # fmt: skip
     """One thread's share: take the next task until none is left."""
     group, head_dim = queries.shape[2], queries.shape[3]
     while True:
-        task = fetch_add(counter, 1)  # type: ignore[call-arg,var-annotated]
+        task = next_task(counters, worker, workers)  # type: ignore[call-arg,var-annotated]
         if task >= task_end:
             break
         table, length_index, column, head, kind, a, b, row_begin, row_end = tasks[task]
@@ -269,17 +278,17 @@ def step(  # type: ignore[no-untyped-def]
     sink = sinks.reshape((heads, group))
     append_rows(k, v, blocks, heads_per_page, tables, lengths, address)
     partial_out, partial_lse = np.empty((slots, group, head_dim), np.float32), np.empty((slots, group), np.float32)
-    counter = np.full(1, task_begin, np.int64)
+    counters = np.arange(task_begin, task_begin + workers)
     if useful_threads(tasks, task_begin, task_end, lengths, tile, head_dim, workers) == 1:
         _work(
             queries, blocks, heads_per_page, tables, lengths, tasks, entries, task_end, tile, scaling, softcap,
-            sink, partial_out, partial_lse, outs, counter,
+            sink, partial_out, partial_lse, outs, counters, 0, 1,
         )  # fmt: skip
     else:
-        for _ in prange(workers):
+        for worker in prange(workers):
             _work(
                 queries, blocks, heads_per_page, tables, lengths, tasks, entries, task_end, tile, scaling, softcap,
-                sink, partial_out, partial_lse, outs, counter,
+                sink, partial_out, partial_lse, outs, counters, worker, workers,
             )  # fmt: skip
     for segment in range(segment_begin, segment_end):
         row, head, begin, end = segments[segment]

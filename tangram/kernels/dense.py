@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from tangram.kernels.card import HOPPER, Card
 from tangram.kernels.step import PrefillRows
 
 LEAST_TOKENS = 2048  # of a run; for shorter ones the other kernels are as fast (H200)
@@ -53,10 +54,9 @@ def _follows(rows: PrefillRows, run: Run, number: int) -> bool:
     return bool(together and one_sequence and end - begin == first[1] - first[0])  # no tails: of these there are many
 
 
-def serves(pool: Tensor) -> bool:
-    """Whether there is such attention for entries of this pool."""
-    able = pool.is_cuda and torch.cuda.get_device_capability(pool.device) >= (9, 0)
-    return able and pool.dtype in DTYPES and pool.shape[-1] in (64, 128)
+def serves(pool: Tensor, card: Card) -> bool:
+    """Whether there is such attention for entries of this pool, and it is known to be the fastest."""
+    return pool.is_cuda and card.capability >= HOPPER and pool.dtype in DTYPES and pool.shape[-1] in (64, 128)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor, run: Run, *, scaling: float) -> None:

@@ -17,14 +17,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tangram.kernels.card import Card
 from tangram.kernels.step import MOST_BYTES, PrefillRows
 from tangram.kernels.tiles import LOG2E, multiply
+from tangram.kernels.tiling import Operands, Tile, fitted
 from tangram.types import Int32, Int64
 
 LEAST_TOKENS = 256  # of a row; what is read a few times only is not worth a copy
 DTYPES = (torch.float16, torch.bfloat16)
 TILE = 64  # entries, and queries; segments of the copy begin at multiples of it
-_WARPS, _STAGES = 4, 3
+_TILE = Tile(TILE, TILE, stages=3)
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,10 +153,9 @@ def _tiled(entries: Int64) -> Int64:
     return -(-entries // TILE) * TILE
 
 
-def serves(pool: Tensor) -> bool:
-    """Whether entries of this pool are gathered: for that the device needs tensor memory access."""
-    able = not pool.is_cuda or torch.cuda.get_device_capability(pool.device) >= (9, 0)
-    return able and pool.dtype in DTYPES and pool.shape[-1] in (64, 128)
+def serves(pool: Tensor, card: Card) -> bool:
+    """Whether entries of this pool are gathered: for that the card needs tensor memory access."""
+    return card.copies_tiles and pool.dtype in DTYPES and pool.shape[-1] in (64, 128)
 
 
 @triton.jit(do_not_specialize_on_alignment=["tables", "address", "sources", "offsets"])
@@ -259,6 +260,11 @@ def attend_segments(
         tl.store(place, (acc / total[:, None]).to(out.dtype.element_ty), mask=wanted)
 
 
+def tile_of(dim: int, element_bytes: int, card: Card) -> Tile:
+    """What a program computes at a time on `card`: as many entries as segments are multiples of."""
+    return fitted(_TILE, Operands(dim, element_bytes, hops=1), card, TILE)
+
+
 def room(part: Part, layer: int, dim: int) -> int:
     """Elements that the gathered keys, or values, of one layer take."""
     return int(part.total[layer]) * dim
@@ -267,7 +273,7 @@ def room(part: Part, layer: int, dim: int) -> int:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, pool: Tensor, tables: Tensor, address: Tensor, spans: Tensor, order: Tensor,
     offsets: Tensor, sources: Tensor, gathered: Sequence[Tensor], part: Part, out: Tensor, *, layer: int,
-    scaling: float,
+    scaling: float, card: Card | None = None,
 ) -> None:  # fmt: skip
     """Attention of the cells `order` of a part: q [T, Q, D], k, v [T', H, D] → out [T, Q, D], those rows of it.
 
@@ -286,7 +292,8 @@ def attend(
         k, v, spans, order, offsets, *buffers, *k.stride()[:2], *v.stride()[:2], H=heads, D=dim, TILE=TILE, num_warps=4
     )
     keys, values = (TensorDescriptor(buffer, [total, dim], [dim, 1], [TILE, dim]) for buffer in buffers)
+    tile = tile_of(dim, q.element_size(), card or Card.of(pool.device))
     attend_segments[(triton.cdiv(part.queries, TILE), len(order) * group)](
         q, keys, values, address, spans, order, offsets, out, scaling, *q.stride()[:2],
-        H=heads, G=group, D=dim, TILE=TILE, num_warps=_WARPS, num_stages=_STAGES,
+        H=heads, G=group, D=dim, TILE=TILE, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -16,9 +16,12 @@ import triton
 from torch import Tensor
 
 from tangram.errors import ConfigError
+from tangram.kernels.card import Card
 from tangram.kernels.decode import decode_tasks
+from tangram.kernels.e4m3 import addressed
 from tangram.kernels.merge import merge_segments
 from tangram.kernels.packed import Capacity, DecodeOptions, Packed, pack
+from tangram.kernels.tiling import Operands, Tile, fitted
 from tangram.plan.form import WorkPlan
 from tangram.types import Int32
 
@@ -30,16 +33,17 @@ class GpuDecode:
 
     `plans`, at the flat host `lengths`, size the buffers, together with `room`, up to the next powers of two where
     there is to be `slack`. `group` is G. An FP8 pool needs `scales`, float32 [L, H, 2]: what stored keys and values are
-    multiplied with. Raises `ConfigError` if a plan does not fit.
+    multiplied with. `card` None is the one that the pool lies on. Raises `ConfigError` if a plan does not fit.
     """
 
     def __init__(
         self, plans: Sequence[WorkPlan], *, group: int, head_dim: int, pool: Tensor, lengths: Int32 | None = None,
         options: DecodeOptions | None = None, scales: Tensor | None = None, room: Capacity | None = None,
-        slack: bool = False,
+        slack: bool = False, card: Card | None = None,
     ) -> None:  # fmt: skip
-        self._options = options or DecodeOptions()
-        self._group, self._head_dim, self._pool, self._scales = group, head_dim, pool, scales
+        self._options, self._card = options or DecodeOptions(), card or Card.of(pool.device)
+        self._group, self._head_dim, self._scales = group, head_dim, scales
+        self._pool = addressed(pool, self._card)
         self._kv_heads, self._tile_tokens = plans[0].kv_heads, plans[0].tile_tokens
         packed = [pack(plan, group, self._options, lengths) for plan in plans]
         size = Capacity.of(plans, packed) if room is None else Capacity.of(plans, packed).joined(room)
@@ -56,7 +60,8 @@ class GpuDecode:
         # Large tiles start first: they take longest, and small tasks fit beside them.
         self._kinds = [kind for kind, count in reversed(list(enumerate(size.tasks))) if count]
         self._merges = size.segments > 0 and self._options.merge != "atomic"
-        self._chained = pool.is_cuda and self._options.chained
+        self._tiles = dict[torch.dtype, list[Tile]]()
+        self._chained = self._card.chains and self._options.chained
         self._upload(packed[0])
 
     def _views(self, whole: Tensor) -> dict[str, Tensor]:
@@ -112,7 +117,7 @@ class GpuDecode:
         lengths: Tensor, scaling: float, softcap: float | None, sinks: Tensor | None,
     ) -> None:  # fmt: skip
         options, pool, plan = self._options, self._pool, self._plan
-        tile = options.kinds[kind]
+        block_dim, tile = triton.next_power_of_2(self._head_dim), self._tiles_for(q)[kind]
         decode_tasks[(min(self.capacity.tasks[kind], options.programs),)](
             q, pool, tables, lengths, plan["tasks"], plan["task_indptr"], plan["entries"], plan["part_indptr"],
             plan["merge_indptr"], self._arrivals, self._scales if self._scales is not None else self._part_lse,
@@ -120,12 +125,18 @@ class GpuDecode:
             softcap or 1.0, q.stride(0), q.stride(1), tables.numel(), KIND=kind, KINDS=len(options.kinds),
             H=self._kv_heads, G=self._group, D=self._head_dim, HP=pool.shape[1], P=pool.shape[3],
             TILE=self._tile_tokens, BLOCK_M=tile.queries, BLOCK_N=tile.entries,
-            BLOCK_D=triton.next_power_of_2(self._head_dim),
-            SOFTCAP=softcap is not None, SINKS=sinks is not None, SCALED=self._scales is not None,
+            BLOCK_D=block_dim, SOFTCAP=softcap is not None, SINKS=sinks is not None, SCALED=self._scales is not None,
             ATOMIC=options.merge == "atomic", SHORT=kind == 0, FINISH=self.capacity.finishes[kind],
             CHAINED=self._chained, num_warps=tile.warps, num_stages=tile.stages,
             **self._launch_options,
         )  # fmt: skip
+
+    def _tiles_for(self, q: Tensor) -> list[Tile]:
+        """How tasks of each kind run on this card, found out once."""
+        if q.dtype not in self._tiles:
+            operands = Operands(triton.next_power_of_2(self._head_dim), q.element_size(), hops=2)
+            self._tiles[q.dtype] = [fitted(tile, operands, self._card) for tile in self._options.kinds]
+        return self._tiles[q.dtype]
 
     def _launch_merge(self, layer: int, out: Tensor, sinks: Tensor | None) -> None:
         """Few parts: one program a segment. Many: one a query head, all of its parts at once."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from tangram.errors import ConfigError
 from tangram.kernels.sorted_tasks import find_finishers, sort_by_kind, write_entries, write_tasks
+from tangram.kernels.tiling import Tile
 from tangram.plan.form import Bool, RangeKind, WorkPlan
 from tangram.plan.schedule import TILE_NUMBERS, Schedule
 from tangram.types import Int32, Int64
@@ -21,17 +22,7 @@ ENTRY_FIELDS = 5  # row, direct, slot, segment, parts to finish; the tasks' last
 MergeBy = Literal["tails", "kernel", "atomic"]
 
 
-@dataclass(frozen=True)
-class Tile:
-    """How tasks of up to `queries` query rows (rows x G) run: the tile of entries, warps and pipeline stages."""
-
-    queries: int
-    entries: int = 64
-    warps: int = 4
-    stages: int = 2
-
-
-# Chosen by trial on an H100: a tile of 8 rows takes half the registers of one of 16.
+# Chosen by trial on an H100: a tile of 8 rows takes half the registers of one of 16. Queries are rows x G.
 TILES = (Tile(8), Tile(16, warps=2), Tile(32, warps=2), Tile(64, stages=3), Tile(128, entries=32, stages=3))
 SHORT_TILE = Tile(8, entries=16, warps=1, stages=1)
 SHORT_TOKENS = 64

@@ -11,7 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tangram.kernels.card import Card
+from tangram.kernels.e4m3 import widened
 from tangram.kernels.tiles import LOG2E, multiply, soft_cap
+from tangram.kernels.tiling import Operands, Tile, fitted
+
+TILE, WIDE_TILE = Tile(64), Tile(64, entries=32)  # chosen by trial on Hopper; wide are heads of more than 128
 
 
 @triton.jit
@@ -102,8 +107,8 @@ def prefill_tiles(
                 keys = _taken(place, d, D, BLOCK_D)
                 values = _taken(place + P * D, d, D, BLOCK_D)
                 if SCALED:
-                    keys = (keys.to(tl.float32) * k_scale).to(query.dtype)
-                    values = (values.to(tl.float32) * v_scale).to(query.dtype)
+                    keys = (widened(keys, tl.float32) * k_scale).to(query.dtype)
+                    values = (widened(values, tl.float32) * v_scale).to(query.dtype)
                 acc, peak, total = _absorb(acc, peak, total, query, keys, values, 0, scaling, softcap, False, SOFTCAP)
         for at in range(begin, past, BLOCK_N):
             n = at + tl.arange(0, BLOCK_N)
@@ -116,8 +121,8 @@ def prefill_tiles(
             keys = tl.load(place, mask=here, other=0.0)
             values = tl.load(place + P * D, mask=here, other=0.0)
             if SCALED:
-                keys = (keys.to(tl.float32) * k_scale).to(query.dtype)
-                values = (values.to(tl.float32) * v_scale).to(query.dtype)
+                keys = (widened(keys, tl.float32) * k_scale).to(query.dtype)
+                values = (widened(values, tl.float32) * v_scale).to(query.dtype)
             acc, peak, total = _absorb(acc, peak, total, query, keys, values, hidden, scaling, softcap, True, SOFTCAP)
         own_end = tl.minimum(lead + first + BLOCK_M, k_end - k_begin)
         own_k = k + head * stride_k_head + k_begin.to(tl.int64) * stride_k
@@ -149,31 +154,39 @@ def prefill_tiles(
         tl.store(place, result.to(out.dtype.element_ty), mask=wanted)
 
 
+def tile_of(operands: Operands, card: Card) -> Tile:
+    """What a program computes at a time on `card`."""
+    return fitted(TILE if operands.head_dim <= 128 else WIDE_TILE, operands, card)
+
+
 def prefill(
     q: Tensor, k: Tensor, v: Tensor, pool: Tensor, tables: Tensor, address: Tensor, spans: Tensor, order: Tensor, *,
     layer: int, longest: int, scaling: float, window: int | None = None, softcap: float | None = None,
-    sinks: Tensor | None = None, scales: Tensor | None = None, out: Tensor | None = None,
+    sinks: Tensor | None = None, scales: Tensor | None = None, out: Tensor | None = None, card: Card | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of the new tokens of several requests: q [T, Q, D], k, v [T', H, D] → [T, Q, D], in q's dtype.
 
     `spans` int32 [rows, 5]: the requests' queries [begin, end) in q, keys [begin, end) in k, and the position of their
     first key; `address` int32 [rows, H, 3]: each head's table offset, column and past length in the pool. `longest` is
     the most queries of a row, `order` int32 [cells] those cells row · H + head that are computed, as they start.
-    Otherwise the contract of `reference.prefill`; what no span or cell covers stays in `out`.
+    Otherwise the contract of `reference.prefill`; what no span or cell covers stays in `out`. `card` None is the one
+    that the pool lies on.
     """
     tokens, query_heads, dim = q.shape
     heads = k.shape[1]
     out = torch.empty(tokens, query_heads, dim, dtype=q.dtype, device=q.device) if out is None else out
     block_dim = triton.next_power_of_2(dim)
-    # By the head dim alone, so that a row is computed alike in any batch. Chosen by trial on Hopper.
-    block_m, block_n, warps = (64, 64, 4) if block_dim <= 128 else (64, 32, 4)
-    grid = (triton.cdiv(longest, block_m), query_heads // heads * len(order))
+    # By head dim and card alone, so that a row is computed alike in any batch.
+    operands = Operands(block_dim, q.element_size(), hops=1, widens=scales is not None)
+    tile = tile_of(operands, card or Card.of(pool.device))
+    grid = (triton.cdiv(longest, tile.queries), query_heads // heads * len(order))
     prefill_tiles[grid](
         q, k, v, pool, tables, address, spans, order, scales if scales is not None else k,
         sinks if sinks is not None else q, out, layer, scaling, softcap or 1.0, window or 0, *q.stride()[:2],
         *k.stride()[:2], *v.stride()[:2],
-        H=heads, G=query_heads // heads, D=dim, HP=pool.shape[1], P=pool.shape[3], BLOCK_M=block_m, BLOCK_N=block_n,
-        BLOCK_D=block_dim, WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None,
-        SCALED=scales is not None, num_warps=warps, num_stages=2,
+        H=heads, G=query_heads // heads, D=dim, HP=pool.shape[1], P=pool.shape[3], BLOCK_M=tile.queries,
+        BLOCK_N=tile.entries, BLOCK_D=block_dim,
+        WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None,
+        SCALED=scales is not None, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out

@@ -6,15 +6,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tangram.kernels.e4m3 import to_e4m3
 from tangram.kernels.reference import FP8_MAX
 
 
 @triton.jit
-def _stored(x, scale, LIMIT: tl.constexpr, SCALED: tl.constexpr):
-    """`x` as the pool stores it: over its scale and within what the pool's dtype can hold."""
+def _stored(x, scale, dtype: tl.constexpr, LIMIT: tl.constexpr, SCALED: tl.constexpr):
+    """`x` as a pool of `dtype` stores it: over its scale and within what the pool can hold."""
     if SCALED:
         x = tl.minimum(tl.maximum(x.to(tl.float32) / scale, -LIMIT), LIMIT)
-    return x
+        if dtype == tl.uint8:
+            x = to_e4m3(x)
+    return x.to(dtype)
 
 
 @triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["tables", "lengths", "address"])
@@ -39,8 +42,8 @@ def append_entries(
         v_scale = tl.load(scales + (layer * H + head) * 2 + 1)
     key = tl.load(k + row * stride_k + head * stride_k_head + d, mask=here)
     value = tl.load(v + row * stride_v + head * stride_v_head + d, mask=here)
-    tl.store(place, _stored(key, k_scale, LIMIT, SCALED).to(pool.dtype.element_ty), mask=here)
-    tl.store(place + P * D, _stored(value, v_scale, LIMIT, SCALED).to(pool.dtype.element_ty), mask=here)
+    tl.store(place, _stored(key, k_scale, pool.dtype.element_ty, LIMIT, SCALED), mask=here)
+    tl.store(place + P * D, _stored(value, v_scale, pool.dtype.element_ty, LIMIT, SCALED), mask=here)
 
 
 @triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["tables", "address", "spans", "kept"])
@@ -74,8 +77,8 @@ def store_rows(
         if SCALED:
             k_scale = tl.load(scales + (layer * H + head) * 2)
             v_scale = tl.load(scales + (layer * H + head) * 2 + 1)
-        tl.store(target, _stored(keys, k_scale, LIMIT, SCALED).to(pool.dtype.element_ty), mask=here)
-        tl.store(target + P * D, _stored(values, v_scale, LIMIT, SCALED).to(pool.dtype.element_ty), mask=here)
+        tl.store(target, _stored(keys, k_scale, pool.dtype.element_ty, LIMIT, SCALED), mask=here)
+        tl.store(target + P * D, _stored(values, v_scale, pool.dtype.element_ty, LIMIT, SCALED), mask=here)
 
 
 @triton.jit
@@ -154,9 +157,9 @@ def seal_chunk(
         v_scale = tl.load(scales + (layer * H + head) * 2 + 1)
     source = (chunk * C + own).to(tl.int64)[:, None]
     keys = tl.load(k + source * stride_k + head * stride_k_head + d[None, :], mask=here, other=0.0)
-    tl.store(target, _stored(keys, k_scale, LIMIT, SCALED).to(pool.dtype.element_ty), mask=here)
+    tl.store(target, _stored(keys, k_scale, pool.dtype.element_ty, LIMIT, SCALED), mask=here)
     values = tl.load(v + source * stride_v + head * stride_v_head + d[None, :], mask=here, other=0.0)
-    tl.store(target + P * D, _stored(values, v_scale, LIMIT, SCALED).to(pool.dtype.element_ty), mask=here)
+    tl.store(target + P * D, _stored(values, v_scale, pool.dtype.element_ty, LIMIT, SCALED), mask=here)
 
 
 def append(

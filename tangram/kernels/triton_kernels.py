@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from tangram.kernels import dense, gathered, keydiff, prefill, reference, store
+from tangram.kernels.card import Card
+from tangram.kernels.e4m3 import addressed
 from tangram.kernels.gpu import FEW_PARTS, MANY_PARTS, GpuDecode
 from tangram.kernels.packed import Capacity, DecodeOptions, pack
 from tangram.kernels.padded import RowBuffers
@@ -32,7 +34,7 @@ class TritonKernels:
 
     `schedule` is that of every batch; without one `policy` chooses, and without that all have the same too. What a
     step's kernels read is uploaded by `begin`, once; layers only launch. An FP8 pool's scales are all 1, as in vLLM
-    without calibration.
+    without calibration. `card` None is the one that the pool lies on.
     """
 
     fused_scores = FUSED_SCORES
@@ -46,18 +48,19 @@ class TritonKernels:
     _begun: GpuDecode | RowBuffers | None
 
     def __init__(
-        self, pool: Tensor, group: int, policy: Policy | None = None, schedule: Schedule | None = None
+        self, pool: Tensor, group: int, policy: Policy | None = None, schedule: Schedule | None = None,
+        card: Card | None = None,
     ) -> None:  # fmt: skip
-        self._pool, self._group, self._policy, self._decode_rows = pool, group, policy, 0
-        self._fixed = schedule
+        self._card = card or Card.of(pool.device)
+        self._pool, self._dtype = addressed(pool, self._card), pool.dtype
+        self._group, self._policy, self._decode_rows, self._fixed = group, policy, 0, schedule
         device = pool.device
-        self._processors = torch.cuda.get_device_properties(device).multi_processor_count if pool.is_cuda else 1
         self._cost = CostModel() if policy is None else policy.cost
         self._decoders: dict[tuple[int, DecodeOptions], GpuDecode] = {}
         self._addresses: dict[int, Tensor] = {}
         self._rooms: dict[Hashable, RowBuffers] = {}
         self._scales: Tensor | None = None
-        self._gathers, self._fuses = gathered.serves(pool), dense.serves(pool)
+        self._gathers, self._fuses = gathered.serves(pool, self._card), dense.serves(pool, self._card)
         self._copies = [torch.empty(0, dtype=pool.dtype, device=device) for _ in range(2)]
 
     def width(self, rows: int) -> int:
@@ -74,7 +77,7 @@ class TritonKernels:
         """See `PoolKernels`. The plan goes where the last one of this width lay, if it fits."""
         self._scale(*batch.rows.table.shape[1:])
         schedule = self._schedule(batch)
-        plan, options = schedule.plan(batch, self._processors, self._cost), DecodeOptions.of(schedule)
+        plan, options = schedule.plan(batch, self._card.processors, self._cost), DecodeOptions.of(schedule)
         known = self._decoders.get((width, options))
         if known is None or not known.takes(plan, batch.lengths):
             room = None if known is None else known.capacity
@@ -86,7 +89,7 @@ class TritonKernels:
         """See `PoolKernels`."""
         self._scale(*batch.rows.table.shape[1:])
         schedule = self._schedule(batch)
-        plan, options = schedule.plan(batch, self._processors, self._cost), DecodeOptions.of(schedule)
+        plan, options = schedule.plan(batch, self._card.processors, self._cost), DecodeOptions.of(schedule)
         apart = replace(options, merge="kernel")
         self._decode_address = self._addressed(batch.rows, len(batch.lengths), width)
         for one, parts in ((options, FEW_PARTS[0]), *((apart, parts) for parts in (*FEW_PARTS[1:], MANY_PARTS))):
@@ -97,7 +100,7 @@ class TritonKernels:
     def _executing(self, plan: WorkPlan, batch: Decoding, options: DecodeOptions, room: Capacity | None) -> GpuDecode:
         return GpuDecode(
             [plan], group=self._group, head_dim=self._pool.shape[-1], pool=self._pool, lengths=batch.lengths,
-            options=options, scales=self._scales, room=room, slack=True,
+            options=options, scales=self._scales, room=room, slack=True, card=self._card,
         )  # fmt: skip
 
     def _addressed(self, rows: DecodeRows, nowhere: int, width: int) -> Tensor:
@@ -193,14 +196,14 @@ class TritonKernels:
             gathered.attend(
                 q, k, v, self._pool, self._tables, address, spans, self._order[layer, part.cells],
                 self._offsets[layer], self._sources[part.sources], self._room(part, layer), part, out, layer=layer,
-                scaling=scaling,
+                scaling=scaling, card=self._card,
             )  # fmt: skip
         paged = self._cells.paged if plain else slice(0, self._order.shape[1])
         if paged.stop > paged.start:
             prefill.prefill(
                 q, k, v, self._pool, self._tables, address, spans, self._order[layer, paged], layer=layer,
                 longest=rows.longest, scaling=scaling, window=window, softcap=softcap, sinks=sinks,
-                scales=self._scales, out=out,
+                scales=self._scales, out=out, card=self._card,
             )  # fmt: skip
 
     def _room(self, part: gathered.Part, layer: int) -> list[Tensor]:
@@ -222,4 +225,4 @@ class TritonKernels:
     def first_keys(self, layer: int, row: int, count: int) -> Tensor:
         """See `PoolKernels`."""
         table, column, _ = self._address[layer, row].T
-        return reference.first_keys(self._pool, self._tables, table, column, count)
+        return reference.first_keys(self._pool, self._tables, table, column, count).view(self._dtype)

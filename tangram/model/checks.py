@@ -10,6 +10,15 @@ from transformers import PretrainedConfig, PreTrainedModel
 from tangram.errors import ModelError
 from tangram.types import Geometry
 
+_COUNTS = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 # These change their frequencies with the longest sequence of the batch: one request would alter another's keys.
 _ROPE_TYPES_REFUSED = {"dynamic", "longrope"}
@@ -19,6 +28,10 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
     """Raise `ModelError` naming the config field if the attention is of a kind that we would compute silently wrong."""
     text = config.get_text_config()
     name = getattr(config, "model_type", "?")
+    for field in _COUNTS:
+        value = getattr(text, field, None)
+        if value is not None and not (isinstance(value, int) and value >= 1):
+            raise ModelError(f"{name}: {field} is {value!r}, it must be at least 1: fetch config.json again")
     layer_types = set(getattr(text, "layer_types", None) or ())
     if unknown := sorted(layer_types - _LAYER_TYPES):
         raise ModelError(f"{name}: layer_types has {', '.join(unknown)}; only full and sliding attention are served")

@@ -10,12 +10,13 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
+
+from tangram.model.convert import read_tokenizer
 
 SEED = 0
 
@@ -35,8 +36,7 @@ def random_model(
 def tokenizer_or_numbers(source: str, vocab_size: int) -> PreTrainedTokenizerBase:
     """The tokenizer that lies beside the config; without one, token 17 reads "17"."""
     if any(Path(source).glob("*token*")):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
-        return tokenizer
+        return read_tokenizer(source)
     numbers = Tokenizer(WordLevel({str(token): token for token in range(vocab_size)}, unk_token="0"))
     numbers.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=numbers)  # type: ignore[no-untyped-call]

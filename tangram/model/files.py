@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 import struct
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import BinaryIO
 
 from gguf import GGUFReader
@@ -15,6 +18,7 @@ _GGUF_MAGIC = b"GGUF"
 # Of a GGUF header's values, by number; arrays are of these, or of texts.
 _BYTES_OF_KIND = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _TEXT, _ARRAY = 8, 9
+_SHARD = re.compile(r"[^/\\\0]+\.safetensors")
 # A parser that is led astray by garbage fails in many ways.
 _ASTRAY = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, TypeError, ValueError)
 
@@ -30,10 +34,16 @@ def check_gguf(path: Path) -> None:
         raise ModelError(f"model {str(path)!r} is no GGUF file: it begins with {magic!r}, not with {_GGUF_MAGIC!r}")
     try:
         with path.open("rb") as file:
-            _Header(file, path.stat().st_size).walk()
+            _Header(file, path.stat().st_size).tensor_names()
         GGUFReader(path)
     except _ASTRAY as error:
         raise _damaged(path) from error
+
+
+def gguf_tensor_names(path: Path) -> list[str]:
+    """The tensors that a GGUF file lists. For a file that `check_gguf` has let through."""
+    with path.open("rb") as file:
+        return _Header(file, path.stat().st_size).tensor_names()
 
 
 class _Header:
@@ -45,7 +55,7 @@ class _Header:
     def __init__(self, file: BinaryIO, size: int) -> None:
         self._file, self._left, self._order = file, size, "<"
 
-    def walk(self) -> None:
+    def tensor_names(self) -> list[str]:
         """Raise `ValueError` at the first length that leads out of the file, or at a kind that no header has."""
         self._skip(len(_GGUF_MAGIC))
         # The version is a small number: if its lower half is empty, its bytes are the other way round.
@@ -55,10 +65,12 @@ class _Header:
         for _ in range(pairs):
             self._text()
             self._value(self._number("I"))
+        names = []
         for _ in range(tensors):
-            self._text()
+            names.append(self._read(self._number("Q")).decode())
             dimensions = self._number("I")
             self._skip(8 * dimensions + struct.calcsize("<IQ"))
+        return names
 
     def _value(self, kind: int) -> None:
         if kind == _ARRAY:
@@ -77,10 +89,12 @@ class _Header:
         self._skip(self._number("Q"))
 
     def _number(self, form: str) -> int:
-        size = struct.calcsize(f"<{form}")
-        self._take(size)
-        (number,) = struct.unpack(self._order + form, self._file.read(size))
+        (number,) = struct.unpack(self._order + form, self._read(struct.calcsize(f"<{form}")))
         return int(number)
+
+    def _read(self, count: int) -> bytes:
+        self._take(count)
+        return self._file.read(count)
 
     def _skip(self, count: int) -> None:
         self._take(count)
@@ -90,6 +104,23 @@ class _Header:
         if count > self._left:
             raise ValueError(f"{count} bytes are promised, {self._left} are left")
         self._left -= count
+
+
+def check_index(path: Path) -> None:
+    """Raise `ModelError` unless the index maps tensors to safetensors files beside it.
+
+    Anything else would be read as a pickle, which can run anything, or from another folder.
+    """
+    try:
+        files = json.loads(path.read_bytes())["weight_map"].values()
+        strange = next((name for name in files if not _SHARD.fullmatch(name)), None)
+    except (*_ASTRAY, RecursionError) as error:
+        raise _damaged(path) from error
+    if strange is not None:
+        raise ModelError(
+            f"model index {str(path)!r} names the file {shortened(strange)}: "
+            "only *.safetensors files of its own folder are read"
+        )
 
 
 def check_safetensors(folder: Path) -> None:

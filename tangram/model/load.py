@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import atexit
 import hashlib
-import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+from transformers.utils.hub import cached_file
 
 from tangram.compress.profile import ModelFingerprint
-from tangram.config import cache_folder
-from tangram.errors import ConfigError, ModelError
+from tangram.errors import ModelError
 from tangram.model.attention import IMPLEMENTATION, keep_hidden
 from tangram.model.checks import probe_geometry, refuse_unsupported
+from tangram.model.convert import UNREADABLE, convert_gguf, read_tokenizer, refuse_difference
 from tangram.model.dummy import random_model, tokenizer_or_numbers
-from tangram.model.files import check_gguf, check_safetensors
+from tangram.model.files import check_index, check_safetensors
+from tangram.model.place import find_device
 from tangram.model.source import gguf_file, is_gguf
 from tangram.types import Geometry
 
-# What Transformers raises for configs, weights and tokenizers that are not what they should be.
-_UNREADABLE = (
-    OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError, StrictDataclassError,
-)  # fmt: skip
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -69,10 +62,10 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto", load_for
     engine would compute wrongly.
     """
     source = _resolve(name)
-    place = _place(device)
+    place = find_device(device)
     try:
         config = AutoConfig.from_pretrained(source)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise ModelError(f"model {name!r} cannot be read: {error}") from error
     refuse_unsupported(config)
     own = None if is_gguf(name) else config.dtype
@@ -83,8 +76,8 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto", load_for
             tokenizer = tokenizer_or_numbers(source, config.get_text_config().vocab_size)
         else:
             model = _weights(source, chosen, place)
-            tokenizer = AutoTokenizer.from_pretrained(source)
-    except _UNREADABLE as error:
+            tokenizer = read_tokenizer(source)
+    except UNREADABLE as error:
         if memory_ran_out(error):
             raise
         raise ModelError(f"model {name!r} cannot be loaded: {error}") from error
@@ -92,18 +85,22 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto", load_for
 
 
 def _weights(source: str, dtype: torch.dtype, place: torch.device) -> PreTrainedModel:
+    index = cached_file(source, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
+    if index is not None:
+        check_index(Path(index))
     if Path(source).is_dir():
         check_safetensors(Path(source))
     loaded: Any = AutoModelForCausalLM.from_pretrained(
-        source, dtype=dtype, attn_implementation=IMPLEMENTATION, output_loading_info=True,
+        source,
+        dtype=dtype,
+        attn_implementation=IMPLEMENTATION,
+        output_loading_info=True,
         use_safetensors=True,  # other formats are pickles, which can run anything
         device_map=None if place.type == "cpu" else place,  # straight to the device
-    )  # fmt: skip
+    )
     model: PreTrainedModel
     model, report = loaded
-    if missing := sorted(report["missing_keys"]):
-        # Transformers would make them up.
-        raise ModelError(f"model {source!r} lacks {len(missing)} tensors, {missing[0]!r} the first: fetch it again")
+    refuse_difference(source, report["missing_keys"], report["unexpected_keys"])
     return model
 
 
@@ -130,8 +127,7 @@ def adopt(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """The tokenizer of `name` alone."""
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(_resolve(name))
-    return tokenizer
+    return read_tokenizer(_resolve(name))
 
 
 def fingerprint(model: PreTrainedModel, geometry: Geometry, name: str) -> ModelFingerprint:
@@ -156,90 +152,19 @@ def fingerprint(model: PreTrainedModel, geometry: Geometry, name: str) -> ModelF
     )
 
 
-def _place(device: str) -> torch.device:
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        place = torch.device(device)
-    except RuntimeError as error:
-        raise ConfigError(f"device is {device!r}, it must be auto, cpu or cuda") from error
-    if place.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device is {device!r}, kernels exist for cpu and cuda: choose one of them")
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device is {device!r}, but PyTorch {torch.__version__} sees no GPU here: use cpu")
-    if place.index:
-        # Triton launches on the current device of a thread, and an engine has threads of its own.
-        raise ConfigError(
-            f"device is {device!r}, an engine takes the first GPU it sees: set "
-            f"CUDA_VISIBLE_DEVICES={place.index} and use cuda"
-        )
-    return place
-
-
 def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     generation = getattr(model, "generation_config", None)
     listed = getattr(generation, "eos_token_id", None)
-    ids = set(listed if isinstance(listed, list) else [listed]) | {tokenizer.eos_token_id}
-    return tuple(sorted(token for token in ids if token is not None))
+    named = [*(listed if isinstance(listed, list) else [listed]), tokenizer.eos_token_id]
+    ids = [token for token in named if token is not None]
+    if strange := [token for token in ids if type(token) is not int or not 0 <= token < 2**31]:
+        raise ModelError(f"eos_token_id has {strange[0]!r}, it must be a token id or a list of them")
+    return tuple(sorted(set(ids)))
 
 
 def _resolve(name: str) -> str:
     """A folder or hub id that Transformers loads without conversion."""
     if is_gguf(name):
-        return str(_converted(gguf_file(name)))
+        return str(convert_gguf(gguf_file(name)))
     path = Path(name).expanduser()
     return str(path) if path.is_dir() else name
-
-
-def _converted(gguf: Path) -> Path:
-    """The safetensors twin of a GGUF file, made on first use (Transformers reads GGUF, but takes ~17 s each time).
-
-    Where the cache folder cannot be written it lives as long as the process.
-    """
-    status = gguf.stat()
-    identity = hashlib.sha256(f"{gguf.name}:{status.st_size}".encode())
-    with gguf.open("rb") as file:
-        identity.update(file.read(1 << 20))
-    target = cache_folder() / "models" / f"{gguf.stem}-{identity.hexdigest()[:16]}"
-    try:
-        if not (target / "config.json").is_file():
-            _convert(gguf, target)
-        return target
-    except OSError as error:
-        log = transformers_logging.get_logger("tangram")
-        log.warning("what %s is converted to cannot be kept: %s", gguf.name, error)
-    folder = tempfile.mkdtemp(prefix="tangram-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    try:
-        _convert(gguf, Path(folder) / target.name)
-    except OSError as error:
-        raise ModelError(f"{gguf} cannot be converted, set TANGRAM_CACHE to a folder with room: {error}") from error
-    return Path(folder) / target.name
-
-
-def _convert(gguf: Path, target: Path) -> None:
-    """Raises `OSError` if `target` cannot be written, `ModelError` if the file cannot be read."""
-    transformers_logging.get_logger("tangram").warning("converting %s once, this takes some 20 s", gguf.name)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    check_gguf(gguf)
-    work = Path(tempfile.mkdtemp(dir=target.parent))
-    try:
-        options: dict[str, Any] = {"gguf_file": gguf.name}
-        model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **options)
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **options)
-    except _UNREADABLE as error:
-        shutil.rmtree(work, ignore_errors=True)
-        raise ModelError(f"{gguf} cannot be converted: {error}") from error
-    # The weights are plain floats now; Transformers refuses to save what it still takes for quantised.
-    vars(model).update(hf_quantizer=None, is_quantized=False)
-    del model.config.quantization_config
-    try:
-        model.save_pretrained(work)
-        tokenizer.save_pretrained(work)
-        # A rename is atomic: whoever comes second finds the folder whole and throws its own copy away.
-        if not target.exists():
-            work.rename(target)
-    except SafetensorError as error:  # that of a full disk
-        raise OSError(str(error)) from error
-    finally:
-        shutil.rmtree(work, ignore_errors=True)

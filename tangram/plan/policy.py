@@ -26,6 +26,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from tangram.errors import ConfigError
+from tangram.foreign_files import read_text
 from tangram.plan.cost import CostModel
 from tangram.plan.profit import Prefixes
 from tangram.plan.schedule import Decoding
@@ -154,9 +155,9 @@ class Policy:
     def load(cls, path: Path) -> Policy:
         """Read what `save` wrote. Raises `ConfigError` naming what is missing or wrong."""
         try:
-            return TypeAdapter(cls).validate_json(path.read_text())
-        except OSError as error:
-            raise ConfigError(f"policy {path}: cannot be read: {error.strerror}") from error
+            return TypeAdapter(cls).validate_json(read_text(path))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"policy {path}: cannot be read: {error}") from error
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))

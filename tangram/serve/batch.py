@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ _BODIES: dict[str, type[ChatRequest] | type[CompletionRequest]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
 }
+_BEGIN = b'{"id": "line-'  # of every line of the output
 _log = logging.getLogger(__name__)
 
 
@@ -60,9 +62,11 @@ class Task:
 
 @dataclass
 class BatchFiles:
-    """What is to be answered, and what of it was before. Raises `ConfigError` if a file cannot be read.
+    """What is to be answered, and what of it was before.
 
-    A last line of the output that was cut short, by a crash say, is taken off and answered again.
+    A last answer in the output that was cut short, by a crash say, is taken off and answered again.
+    Raises `ConfigError` if a file cannot be read, if both are the same, or if the output holds
+    anything but answers: then it stays as it is.
     """
 
     source: Path
@@ -71,6 +75,8 @@ class BatchFiles:
     total: int = field(init=False)
 
     def __post_init__(self) -> None:
+        if self.source.resolve() == self.target.resolve() or _are_same(self.source, self.target):
+            raise ConfigError(f"output is {str(self.target)!r}, the file of the requests: choose another file")
         try:
             tasks = list(_tasks(self.source))
             done = _done(self.target)
@@ -87,7 +93,7 @@ class BatchFiles:
 
 def _tasks(source: Path) -> Iterator[Task]:
     first_lines: dict[str, int] = {}
-    for number, text in enumerate(source.read_text(encoding="utf-8").split("\n"), 1):
+    for number, text in enumerate(source.read_text(encoding="utf-8-sig").split("\n"), 1):
         if not text.strip():
             continue
         task = _task(number, text)
@@ -110,26 +116,49 @@ def _task(number: int, text: str) -> Task:
         return Task(number, custom_id, None, of_validation(error))
 
 
+def _are_same(source: Path, target: Path) -> bool:
+    return target.exists() and source.exists() and source.samefile(target)
+
+
 def _done(target: Path) -> set[str]:
-    """The keys of the lines that are in `target`, which is cut after its last whole line."""
+    """The keys of the answers in `target`; of a last line without an end, what a crash left is cut off."""
     if not target.exists():
         return set()
-    content = target.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    keys = set()
-    for number, line in enumerate(whole.splitlines(), 1):
-        try:
-            record = json.loads(line)
-            custom_id = record["custom_id"]
-            keys.add(record["id"] if custom_id is None else f"custom {custom_id}")
-        except (ValueError, LookupError, TypeError) as error:  # also bytes that are no text
-            raise ConfigError(
-                f"output is {str(target)!r}, its line {number} is no answer to a batch: choose another file"
-            ) from error
-    if len(whole) < len(content):
-        with target.open("r+b") as file:
-            file.truncate(len(whole))
+    *lines, rest = target.read_bytes().split(b"\n")
+    keys = {_answered_key(target, number, line) for number, line in enumerate(lines, 1)}
+    if not rest:
+        return keys
+    with target.open("r+b") as file:
+        if not _is_cut_short(rest):
+            keys.add(_answered_key(target, len(lines) + 1, rest))
+            file.seek(0, os.SEEK_END)
+            file.write(b"\n")
+        else:
+            file.truncate(file.seek(-len(rest), os.SEEK_END))
     return keys
+
+
+def _answered_key(target: Path, number: int, line: bytes) -> str:
+    try:
+        record = json.loads(line)
+        answer = record["response"] or record["error"]
+        key = record["id"] if record["custom_id"] is None else f"custom {record['custom_id']}"
+        if isinstance(answer, dict) and isinstance(key, str):
+            return key
+    except (ValueError, LookupError, TypeError, RecursionError):  # also bytes that are no text
+        pass
+    raise ConfigError(f"output is {str(target)!r}, its line {number} is no answer to a batch: choose another file")
+
+
+def _is_cut_short(rest: bytes) -> bool:
+    """Whether these bytes begin as `_record`'s lines do and end before they are whole."""
+    if not (rest.startswith(_BEGIN) or _BEGIN.startswith(rest)):
+        return False
+    try:
+        json.loads(rest)
+    except (ValueError, RecursionError):
+        return True
+    return False
 
 
 def answer_all(service: Service, files: BatchFiles, *, at_once: int, on_line: Callable[[], None]) -> int:

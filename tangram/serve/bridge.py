@@ -17,16 +17,7 @@ from tangram.metrics import EngineStats
 from tangram.serve.errors import ApiError
 from tangram.serve.exposition import CompletionMeter, ServerMetrics
 from tangram.serve.record import Generation, Record
-from tangram.types import (
-    Event,
-    FinishReason,
-    Grammar,
-    Marks,
-    Request,
-    SamplingParams,
-    ThinkingFormat,
-    ToolFormat,
-)
+from tangram.types import Event, FinishReason, Grammar, Marks, Request, SamplingParams, ThinkingFormat, ToolFormat
 
 HEALTH_CHECK_S = 1.0
 # Of more completions hardly more than these are in one step: the bound on what waits for a client stops growing.

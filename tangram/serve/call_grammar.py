@@ -14,6 +14,7 @@ from tangram.serve.tagged import BARE_TEXT, tagged_rules
 from tangram.types import CallStyle, ToolFormat
 
 _TEXT = "TEXT: /(.|\\n)*/"
+_STAGES = '("analysis" | "commentary")'
 _NO_FORM = AnswerForm()
 
 
@@ -112,9 +113,9 @@ class CallGrammar:
         elif style is CallStyle.NAMED:
             yield f"{rule}: {_quoted(name)} {written(self.form.arguments)} {json_rule(arguments)}"
         elif style is CallStyle.CHANNEL:
-            channel, message = written("<|channel|>"), written("<|message|>")
-            to = _quoted(f" to=functions.{name}")
-            yield f"{rule}: ({channel} STAGE {to} kind? | {to} {channel} STAGE kind?) {message} {json_rule(arguments)}"
+            channel = f"{written('<|channel|>')} {_STAGES}"
+            to, message = _quoted(f" to=functions.{name}"), written("<|message|>")
+            yield f"{rule}: ({channel} {to} | {to} {channel}) kind? {message} {json_rule(arguments)}"
         else:
             head = f'{{"name": "{name}", "{self.form.arguments}": '
             yield f'{rule}: {_quoted(head)} {json_rule(arguments)} "}}"'
@@ -125,14 +126,13 @@ def _channels(form: AnswerForm, answer: str, body: str, *, forced: bool) -> list
     written = form.written
     channel, message, constrain = written("<|channel|>"), written("<|message|>"), written("<|constrain|>")
     final = f'final: {channel} "final" kind? {message} {"answer" if answer else "TEXT"}'
-    stage = '"analysis"' if forced or answer else '("analysis" | "commentary")'
+    stage = '"analysis"' if forced or answer else _STAGES
     last = ["call" if body else "", "" if forced else "final", "" if forced or answer else "note"]
     rules = [
         f"start: turn* ({' | '.join(filter(None, last))})",
         f"turn: note {written('<|end|><|start|>assistant')}",
         f"note: {channel} {stage} {message} TEXT",
-        f'kind: " "? {constrain}? /[A-Za-z]{{1,16}}/',
-        'STAGE: "commentary" | "analysis"',
+        f'kind: (" " | {constrain} | " " {constrain}) /[A-Za-z]{{1,16}}/',
         _TEXT,
         final,
         answer,

@@ -7,8 +7,9 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
+from tangram.errors import RequestError
 from tangram.serve.bridge import Codec
 from tangram.serve.calls import CallReader
 from tangram.serve.structured import Tool
@@ -63,6 +64,25 @@ class AnswerForm:
         if self.thinking is None:
             return calls
         return partial(ThoughtReader, self.thinking, opened=self.opened, rest=calls)
+
+    def told(self, message: dict[str, Any], field: str) -> dict[str, Any]:
+        """`message` as the template takes it. That of GPT-OSS has room for one text, and one call.
+
+        Raises `RequestError` (`field`) for more calls, which it would leave out.
+        """
+        calls = message.get("tool_calls", ())
+        if not (self.channels and calls):
+            return message
+        if len(calls) > 1:
+            raise RequestError(
+                f"{field} has {len(calls)} calls, this model's template shows one a message: "
+                "send a message for each, with its result behind it",
+                f"{field}.tool_calls",
+            )
+        texts = [message.get("reasoning_content"), message["content"]]
+        if not all(texts):
+            return message
+        return message | {"reasoning_content": "\n".join(map(str, texts)), "content": ""}
 
     def shown(self, tools: Sequence[Tool]) -> Marks:
         """The control tokens to show in the text of an answer that may call `tools`."""

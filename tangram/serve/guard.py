@@ -39,6 +39,8 @@ class Protection:
         for number, key in enumerate(self.api_keys, 1):
             if not key or any(character.isspace() for character in key):
                 raise ConfigError(f"api_key number {number} is empty or has spaces: give one without, or leave it out")
+            if not is_text(key):
+                raise ConfigError(f"api_key number {number} has bytes that are not UTF-8: choose another key")
         for origin in self.allowed_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ConfigError(
@@ -52,6 +54,11 @@ class Protection:
     def max_body_bytes(self) -> int:
         """The most bytes of a body."""
         return int(self.max_body_mb * 1_000_000)
+
+
+def is_text(value: str) -> bool:
+    """Whether it can be written as UTF-8; bytes of a command line that are none become halves of characters."""
+    return value.encode(errors="ignore").decode() == value
 
 
 class RequireKeys:

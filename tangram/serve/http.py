@@ -20,16 +20,16 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
 
-from tangram.errors import EngineError
+from tangram.errors import ConfigError, EngineError
 from tangram.serve.activity import tell_activity
 from tangram.serve.bridge import Limits, ServedEngine
 from tangram.serve.docs import PAGE_HEADERS, page
 from tangram.serve.errors import install_handlers
-from tangram.serve.guard import MAX_HEADER_BYTES, BoundRequests, NameRequests, Protection, RequireKeys
+from tangram.serve.guard import MAX_HEADER_BYTES, BoundRequests, NameRequests, Protection, RequireKeys, is_text
 from tangram.serve.listening import Listener
 from tangram.serve.logs import log_request
 from tangram.serve.openapi import document
-from tangram.serve.process import Server, allow_connections
+from tangram.serve.process import ConnectionLimits, Server
 from tangram.serve.record import RecordRequests, RecordSink
 from tangram.serve.replies import Json
 from tangram.serve.responses import respond
@@ -40,7 +40,7 @@ from tangram.serve.tokens import DetokenizeRequest, TokenizeRequest
 from tangram.serve.tracing import Traces
 from tangram.serve.unknown import LetUnknownFieldsBy
 from tangram.serve.vllm_names import VllmNames
-from tangram.serve.wire import MAX_CONNECTIONS, HttpProtocol
+from tangram.serve.wire import MAX_CONNECTIONS, HttpProtocol, http_protocol
 from tangram.version import __version__
 
 _CUT_AFTER_GRACE_S = 10
@@ -71,6 +71,8 @@ def build_app(
     fields that are not served are ignored and counted; else they are refused.
     """
     protection, telemetry = protection or Protection(), telemetry or Telemetry()
+    if not served_model_name.strip() or not is_text(served_model_name):
+        raise ConfigError(f"served_model_name is {served_model_name!r}, it must be a text that is not empty")
     service = Service(engine, served_model_name, limits, let_unknown_by)
     sinks: list[RecordSink] = [service.metrics.count_request, log_request]
     if telemetry.vllm_names:
@@ -183,10 +185,10 @@ def _model_card(service: Service) -> Json:
     }
 
 
-def transport_options() -> Json:
+def transport_options(protocol: type[HttpProtocol] = HttpProtocol) -> Json:
     """The options of `uvicorn.Config` that bound what a client can send before the application sees it."""
     return {
-        "http": HttpProtocol,
+        "http": protocol,
         "ws": "none",
         "h11_max_incomplete_event_size": MAX_HEADER_BYTES,
         "server_header": False,
@@ -202,7 +204,6 @@ def serve_forever(
     protection: Protection | None = None,
     limits: Limits | None = None,
     telemetry: Telemetry | None = None,
-    let_unknown_by: bool = False,
     shutdown_grace_s: float = 5.0,
 ) -> None:
     """`serve_on` a new listener at `host`:`port`, with an application of the other options."""
@@ -213,7 +214,6 @@ def serve_forever(
         protection=protection,
         limits=limits,
         telemetry=telemetry,
-        let_unknown_by=let_unknown_by,
     )
     serve_on(listener, engine, app, shutdown_grace_s=shutdown_grace_s)
 
@@ -232,10 +232,17 @@ def serve_on(
     Calls `on_ready` when requests are answered. Returns once the engine has stopped. Raises `EngineError` if it stopped
     by itself. A second signal ends the process at once.
     """
-    allow_connections(MAX_CONNECTIONS)
+    granted = ConnectionLimits.granted(MAX_CONNECTIONS)
     cut_after_s = int(shutdown_grace_s) + _CUT_AFTER_GRACE_S
     # log_config None: what is logged, and where, stays the caller's choice.
-    config = uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=cut_after_s, **transport_options())
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        lifespan="on",
+        backlog=granted.backlog,
+        timeout_graceful_shutdown=cut_after_s,
+        **transport_options(http_protocol(granted.connections)),
+    )
     # uvicorn raises the signal again once it has shut down, which would make a clean end look like a crash.
     previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

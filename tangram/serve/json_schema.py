@@ -17,6 +17,7 @@ from typing import Any
 
 from tangram.errors import RequestError
 from tangram.serve.body import deeper_than
+from tangram.serve.schema_ends import can_end
 
 MAX_SCHEMA_BYTES = 65_536
 MAX_SCHEMA_LEVELS = 64
@@ -68,6 +69,9 @@ class SchemaBounds:
         while places:
             found, place = places.pop()
             places += self._parts(found, place)
+        if not can_end(schema):
+            message = f"{field} can never be finished: each value it allows needs another one inside, without end"
+            raise RequestError(f"{message}; let a required property be null, or leave it out of 'required'", field)
 
     def _parts(self, schema: Any, place: str) -> Iterator[tuple[Any, str]]:
         """The schemas directly inside `schema`, which is checked itself."""

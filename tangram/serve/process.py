@@ -8,27 +8,54 @@ import os
 import resource
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from socket import socket
 from types import FrameType
 
 import uvicorn
 
+from tangram.errors import ConfigError
 from tangram.serve.bridge import ServedEngine
 from tangram.serve.service import Service
+from tangram.serve.wire import HttpProtocol
 
 _log = logging.getLogger(__name__)
 # Long enough for running answers to end with an error, and for whoever watches /health to see why.
 LAST_WORDS_S = 2.0
-# Besides connections: weights, libraries, logs.
-_OTHER_FILES = 1024
+# Besides connections and what is open already: libraries, logs, the trials of grammars.
+_OTHER_FILES = 128
+_BACKLOG = 2048  # so many connections asyncio may accept before one of them is looked at
 
 
-def allow_connections(most: int) -> None:
-    """Let this process have as many open files as `most` connections need, as far as its hard limit goes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = most + _OTHER_FILES if hard == resource.RLIM_INFINITY else min(most + _OTHER_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """How many connections there may be, and how many may wait to be accepted. Each takes an open file."""
+
+    connections: int
+    backlog: int
+
+    @classmethod
+    def granted(cls, most: int) -> ConnectionLimits:
+        """Raise this process's limit of open files for `most` connections; what its hard limit leaves of them.
+
+        Raises `ConfigError` where that is not even one.
+        """
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        taken = len(list(Path("/dev/fd").iterdir())) + _OTHER_FILES
+        wanted = most + _BACKLOG + taken
+        allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        if soft != resource.RLIM_INFINITY and soft < allowed:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+        room = allowed - taken
+        backlog = min(_BACKLOG, room // 4)
+        if backlog < 1:
+            raise ConfigError(
+                f"the process may open {hard} files, {taken} are needed besides connections: raise `ulimit -n`"
+            )
+        if room < wanted - taken:
+            _log.warning("the limit of open files (%d) leaves room for %d connections", hard, room - backlog)
+        return cls(room - backlog, backlog)
 
 
 class Server(uvicorn.Server):
@@ -77,6 +104,9 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
         """Answers that still run when the time is over end with an error, not with a cut connection."""
+        for connection in list(self.server_state.connections):
+            if isinstance(connection, HttpProtocol):
+                connection.refuse_rest()
         ending = asyncio.create_task(self._end_engine())
         await super().shutdown(sockets)
         ending.cancel()

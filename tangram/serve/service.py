@@ -167,7 +167,7 @@ class Service:
             raise RequestError(f"tools: {_NO_TOOLS}", "tools")
         body.grammar(form)  # what is wrong with a schema is said before anything is made of it
         tools = [tool.for_template() for tool in body.tools if body.tool_choice != "none"]
-        messages = [message.for_template() for message in body.messages]
+        messages = [form.told(message.for_template(), f"{field}[{at}]") for at, message in enumerate(body.messages)]
         options = self.template.told(body.chat_template_kwargs, body.reasoning_effort, body.verbosity)
         prompt = await self.chat_prompt(messages, field, tools, options)
         form = form.after(self._engine.codec, prompt)

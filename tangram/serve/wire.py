@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
+from typing import ClassVar
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -20,11 +21,17 @@ HEAD_S, BODY_S = 20, 60
 MAX_CONNECTIONS = 8192
 
 
+def http_protocol(connections: int) -> type[HttpProtocol]:
+    """The protocol of a server that holds at most so many connections."""
+    return type("BoundedHttpProtocol", (HttpProtocol,), {"max_connections": connections})
+
+
 class HttpProtocol(H11Protocol):
     """Answers bytes that are no HTTP request with 400, a head that does not end with 431, one that takes too long with
     408. A client that sends more while it is being answered is still seen to hang up.
     """
 
+    max_connections: ClassVar[int] = MAX_CONNECTIONS
     _deadline: asyncio.TimerHandle | None = None
     _awaited: tuple[object, object] | None = None
 
@@ -34,7 +41,7 @@ class HttpProtocol(H11Protocol):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALLED_CLIENT_S * 1000)
         super().connection_made(transport)
         self._set_deadline()
-        if len(self.connections) > MAX_CONNECTIONS:
+        if len(self.connections) > self.max_connections:
             self._make_room()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -87,7 +94,12 @@ class HttpProtocol(H11Protocol):
         if idle:
             min(idle, key=idle.__getitem__).transport.close()
         else:
-            self._refuse(503, f"{MAX_CONNECTIONS} connections are being answered: try again in a while")
+            self._refuse(503, f"{self.max_connections} connections are being answered: try again in a while")
+
+    def refuse_rest(self) -> None:
+        """Where a request's body is still on its way: it comes too late, the server ends."""
+        if self.conn.their_state is h11.SEND_BODY:
+            self._refuse(503, "the server is shutting down, the rest of the body was not waited for: try again")
 
     def idle_until_s(self) -> float | None:
         """When the connection ends by itself, on the loop's clock, if no request comes; None in the middle of one."""

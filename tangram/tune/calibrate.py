@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tangram.kernels import flashinfer
+from tangram.kernels.card import Card
 from tangram.plan.cost import CostModel
 from tangram.plan.policy import FLASHINFER, Policy, StepLoad
 from tangram.plan.schedule import Schedule
@@ -46,7 +47,7 @@ class Bench:
 
     def __init__(self, geometry: Geometry, dtype: torch.dtype, device: torch.device, cost: CostModel) -> None:
         self._geometry, self._dtype, self._device, self._cost = geometry, dtype, device, cost
-        self._processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._processors = Card.of(device).processors
         self._cold = ColdCache(device)
         self._library = flashinfer.installed()
         workspace_bytes = flashinfer.WORKSPACE_BYTES if self._library else 0

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from tangram.kernels.card import Card
 from tangram.plan.cost import CostModel
 from tangram.plan.schedule import CTAS, Schedule
 from tangram.tune.case import Case, Geometry, own_case, tree_case
@@ -25,7 +26,7 @@ Run = Callable[[Case, str], tuple[float, Counters]]
 
 def measured_cost(geometry: Geometry, dtype: torch.dtype, device: torch.device) -> CostModel:
     """The model of this device for one geometry and dtype; takes some seconds, most of them in compiling."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    processors = Card.of(device).processors
     start = CostModel(workers=processors * CTAS, head_dim=geometry.head_dim, element_bytes=dtype.itemsize)
     cold = ColdCache(device)
 

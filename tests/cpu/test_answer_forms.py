@@ -104,6 +104,17 @@ def test_past_thoughts_go_where_templates_want_them(gptoss: TextCodec) -> None:
     assert "Hm." not in codec.verbatim(codec.chat_prompt(past), "messages")
 
 
+def test_what_the_template_of_gpt_oss_has_no_room_for(gptoss: TextCodec) -> None:
+    call = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {}}}
+    turn = {"role": "assistant", "content": "I look.", "reasoning_content": "Hm.", "tool_calls": [call]}
+    form = AnswerForm.of(gptoss)
+    shown = gptoss.verbatim(gptoss.chat_prompt([USER, form.told(turn, "messages[1]")]), "messages")
+    assert f"{CHANNELS}Hm.\nI look.<|end|>" in shown
+    with pytest.raises(RequestError, match="one a message") as caught:
+        form.told(turn | {"tool_calls": [call, call]}, "messages[1]")
+    assert caught.value.field == "messages[1].tool_calls"
+
+
 def test_marks_stand_in_the_text_and_stop_strings_are_not_looked_for_in_heads(gptoss: TextCodec) -> None:
     said = "<|channel|>final<|message|>The final word.<|end|>"
     tokens = gptoss.tokenizer.encode(said, add_special_tokens=False)

@@ -20,7 +20,7 @@ from tangram.engine.loop import Engine
 from tangram.engine.sampling import SampleRow, probabilities, sample
 from tangram.errors import RequestError
 from tangram.model.load import LoadedModel
-from tangram.serve.structured import answer_grammar
+from tangram.serve.call_grammar import answer_grammar
 from tangram.types import Event, Grammar, Request, SamplingParams
 from tests.support import drain, small_engine
 

@@ -11,7 +11,7 @@ from tangram.engine.llm import LLM
 from tangram.engine.loop import Engine
 from tangram.errors import MachineError, RequestError
 from tangram.model.load import LoadedModel
-from tangram.serve.structured import answer_grammar
+from tangram.serve.call_grammar import answer_grammar
 from tests.cpu.test_grammar import PERSON, engine, tiny
 from tests.support import small_engine
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import pickle
 import struct
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from gguf import GGUFWriter
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tangram.errors import ModelError
 from tangram.model.files import check_gguf, check_safetensors
@@ -82,6 +84,17 @@ def test_a_config_that_is_none(copy: Path, content: str) -> None:
         load_model(str(copy))
 
 
+@pytest.mark.parametrize(
+    "field",
+    ["num_attention_heads", "num_key_value_heads", "num_hidden_layers", "head_dim", "vocab_size", "hidden_size"],
+)
+def test_a_model_of_nothing_is_named(copy: Path, field: str) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {field: 0}))
+    with pytest.raises(ModelError, match=f"{field} is 0, it must be at least 1|cannot be read"):
+        load_model(str(copy), load_format="dummy")
+
+
 def test_weights_of_another_shape_than_the_config_says(copy: Path) -> None:
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"intermediate_size": 48}))
@@ -99,6 +112,129 @@ def test_pickled_weights_are_never_opened(copy: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="cannot be loaded"):
         load_model(str(copy))
     assert not (tmp_path / "owned").exists()
+
+
+@pytest.mark.parametrize("target", ["a.bin", "../outside.safetensors", "/etc/model.safetensors", ".safetensors", 7])
+def test_an_index_leads_nowhere_but_to_safetensors_beside_it(copy: Path, target: object) -> None:
+    (copy / "model.safetensors").rename(copy / "shard.safetensors")
+    index = copy / "model.safetensors.index.json"
+    names = [f"model.{name}" for name in ("embed_tokens.weight", "norm.weight")]
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "shard.safetensors") | {names[1]: target}}))
+    with pytest.raises(ModelError, match=r"names the file|is damaged"):
+        load_model(str(copy))
+
+
+def test_tensors_that_the_config_has_no_place_for_are_not_left_out(copy: Path) -> None:
+    config = LlamaConfig.from_pretrained(copy)
+    config.num_hidden_layers = 2
+    LlamaForCausalLM(config).save_pretrained(copy)
+    (copy / "config.json").write_text(
+        json.dumps(json.loads((copy / "config.json").read_text()) | {"num_hidden_layers": 1})
+    )
+    with pytest.raises(ModelError, match=r"has 9 tensors that its config has no place for, 'model\.layers\.1\."):
+        load_model(str(copy))
+
+
+def write_llama(path: Path, layers: int = 1, leave_out: str = "", also: tuple[str, ...] = ()) -> Path:
+    """A GGUF file of a tiny Llama with a byte-level tokenizer, which Transformers can read."""
+    hidden, writer = 32, GGUFWriter(path, "llama")
+    for name, number in {
+        "block_count": layers, "context_length": 64, "embedding_length": hidden, "feed_forward_length": hidden,
+        "attention.head_count": 2, "attention.head_count_kv": 1, "rope.dimension_count": 16, "vocab_size": 260,
+    }.items():  # fmt: skip
+        writer.add_uint32(f"llama.{name}", number)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+    writer.add_float32("llama.rope.freq_base", 10_000.0)
+    writer.add_tokenizer_model("gpt2")
+    tokens = [*bytes_to_unicode().values(), "<s>", "</s>", "<unk>", "ab"]
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * 256 + [3] * 3 + [1])
+    writer.add_token_merges(["a b"])
+    for name, token in (("bos", 256), ("eos", 257), ("unknown", 258), ("padding", 257)):
+        writer.add_uint32(f"tokenizer.ggml.{name}_token_id", token)
+    block = {
+        "attn_q": (hidden, hidden), "attn_k": (16, hidden), "attn_v": (16, hidden), "attn_output": (hidden, hidden),
+        "ffn_gate": (hidden, hidden), "ffn_up": (hidden, hidden), "ffn_down": (hidden, hidden),
+        "attn_norm": (hidden,), "ffn_norm": (hidden,),
+    }  # fmt: skip
+    tensors = {"token_embd.weight": (260, hidden), "output_norm.weight": (hidden,)} | dict.fromkeys(also, (hidden,))
+    tensors |= {f"blk.{layer}.{name}.weight": shape for layer in range(layers) for name, shape in block.items()}
+    generator = np.random.default_rng(0)
+    for name, shape in tensors.items():
+        if name != leave_out:
+            writer.add_tensor(name, generator.normal(size=shape).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where converted weights are kept during the test."""
+    monkeypatch.setenv("TANGRAM_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "models"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"leave_out": "blk.0.ffn_up.weight"}, r"lacks 1 tensors, 'model\.layers\.0\.mlp\.up_proj\.weight'"),
+        ({"also": ("blk.1.attn_norm.weight",)}, r"1 tensors that its config has no place for, 'blk\.1"),
+        ({"also": ("blk.0.attn_q.bias",)}, r"1 tensors that its config has no place for, 'blk\.0\.attn_q\.bias'"),
+        ({"also": ("rope_freqs.weight",)}, r"no place for, 'rope_freqs\.weight'"),
+    ],
+)
+def test_a_gguf_file_with_other_tensors_than_its_model_is_not_served(
+    change: dict[str, object], words: str, kept: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=words):
+        load_model(str(write_llama(tmp_path / "model.gguf", **change)))  # type: ignore[arg-type]
+    assert list(kept.iterdir()) == []
+
+
+def test_a_damaged_conversion_is_set_aside_and_made_anew(
+    kept: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = str(write_llama(tmp_path / "model.gguf"))
+    first = load_model(path).fingerprint
+    (made,) = kept.iterdir()
+    weights = made / "model.safetensors"
+    damages: list[Callable[[], object]] = [
+        (made / "config.json").unlink,
+        lambda: weights.write_bytes(weights.read_bytes()[:-9]),
+        weights.unlink,
+        (made / "tokenizer.json").unlink,
+    ]
+    for number, damage in enumerate(damages, 1):
+        damage()
+        assert load_model(path).fingerprint == first
+        assert len(list(kept.glob("*.damaged-*"))) == number
+        assert "converting again" in caplog.text
+        caplog.clear()
+        load_model(path)
+        assert not caplog.records, "it is whole again"
+
+
+def test_what_killed_conversions_left_goes_with_the_next_one(kept: Path, tmp_path: Path) -> None:
+    running = kept / "converting-running"
+    for folder in (kept / "converting-killed", running):
+        folder.mkdir(parents=True)
+        (folder / "lock").touch()
+    with (running / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        load_model(str(write_llama(tmp_path / "model.gguf")))
+    assert running.exists() and len(list(kept.iterdir())) == 2
+
+
+@pytest.mark.parametrize("ends", [["a"], [2, -1], 2**40, [True]])
+def test_ends_that_are_no_tokens_are_named(ends: object, kept: Path, tmp_path: Path) -> None:
+    load_model(str(write_llama(tmp_path / "model.gguf")))
+    (folder,) = kept.iterdir()
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    with pytest.raises(ModelError, match="eos_token_id has"):
+        load_model(str(folder))
 
 
 @pytest.fixture(scope="module")

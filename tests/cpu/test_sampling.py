@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -19,8 +20,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from tangram.engine.draw import exponentials, row_key
 from tangram.engine.filters import halved, sorted_through
-from tangram.engine.sampling import SampleRow, probabilities, sample, uniform
+from tangram.engine.sampling import SampleRow, probabilities, sample
 from tangram.errors import ModelError, RequestError
 from tangram.types import SamplingParams
 
@@ -156,12 +158,15 @@ def test_a_token_is_drawn_as_often_as_its_probability_says() -> None:
     assert stats.chisquare(counts[kept], expected[kept] * draws).pvalue > 1e-3
 
 
-@pytest.mark.parametrize("number", [0.0, 1.0 - 2.0**-53])
-def test_the_outermost_draws_stay_within_the_filter(number: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tangram.engine.sampling.uniform", lambda *_: number)
+@pytest.mark.parametrize("kept", [1, 3])
+def test_the_outermost_draws_stay_within_the_filter(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    smallest, largest = 2.0**-32, 32 * math.log(2)
+    numbers = torch.full((1, 5), smallest)
+    numbers[0, 4 - kept] = largest
+    monkeypatch.setattr("tangram.engine.draw.exponentials", lambda *_: numbers)
     logits = torch.tensor([[0.0, 3.0, 0.0, 3.0, 0.0]])
     token = sample(logits, [row_of(SamplingParams(top_k=2), vocab=5)])[0].token_id
-    assert token == (1 if number == 0.0 else 3)
+    assert token == kept
 
 
 def test_the_draws_of_one_seed_are_independent_over_steps_and_samples() -> None:
@@ -217,10 +222,39 @@ def test_a_seed_reproduces_a_completion_and_another_seed_changes_it() -> None:
     assert len({tuple(completion(seed, index)) for seed in (42, 43, 2**63 - 1) for index in (0, 1)}) == 6
 
 
-def test_uniform_numbers_are_uniform_and_each_argument_counts() -> None:
-    numbers = np.array([uniform(seed, 0, step) for seed in range(50) for step in range(100)])
-    assert stats.kstest(numbers, "uniform").pvalue > 1e-3
-    assert len({uniform(1, 2, 3), uniform(2, 1, 3), uniform(1, 3, 2), uniform(1, 2, 3, draw=1)}) == 4
+def test_numbers_are_exponential_over_tokens_and_over_keys_and_each_argument_counts() -> None:
+    keys = torch.tensor([row_key(seed, 0, step) for seed in range(50) for step in range(100)])
+    over_tokens, over_keys = exponentials(keys[:1], 50_000)[0], exponentials(keys, 3)
+    for numbers in (over_tokens, *over_keys.T):
+        assert stats.kstest(numbers.numpy(), "expon").pvalue > 1e-4
+    assert stats.kstest((over_keys[:, 0] / over_keys.sum(dim=-1)).numpy(), stats.beta(1, 2).cdf).pvalue > 1e-4
+    assert len({row_key(1, 2, 3), row_key(2, 1, 3), row_key(1, 3, 2)}) == 3
+    one, other = exponentials(keys[:2], 50_000)
+    assert abs(np.corrcoef(one, other)[0, 1]) < 0.03 and abs(np.corrcoef(one[1:], one[:-1])[0, 1]) < 0.03
+
+
+def test_numbers_match_the_same_hash_in_plain_integers() -> None:
+    key = row_key(7, 1, 5)
+    low, high = key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF
+    expected = []
+    for token in range(1, 200):
+        number = (token * 0x9E3779B9 + low) & 0xFFFFFFFF
+        for added in (0, high):
+            number = (number + added) & 0xFFFFFFFF
+            number = ((number ^ (number >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
+            number = ((number ^ (number >> 15)) * 0x846CA68B) & 0xFFFFFFFF
+            number ^= number >> 16
+        expected.append(-math.log1p(-((number >> 1) + 0.5) / 2**31))
+    assert exponentials(torch.tensor([key]), 199)[0].tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_last_bit_moves_a_token_only_between_two_that_are_near() -> None:
+    """Inverting a cumulative sum over 49,152 tokens would move hundreds of these."""
+    logits = random_logits(11, rows=256, vocab=49152)
+    shaken = logits * (1 + 1e-6 * torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)))
+    rows = [row_of(SamplingParams(temperature=2.0), vocab=49152, seed=seed) for seed in range(256)]
+    pairs = zip(sample(logits, rows), sample(shaken, rows), strict=True)
+    assert sum(one.token_id != other.token_id for one, other in pairs) <= 1
 
 
 def test_logprobs_are_those_of_the_raw_logits() -> None:

@@ -14,7 +14,7 @@ from tangram.config import EngineConfig
 from tangram.engine import memory, setup
 from tangram.engine.setup import build_engine
 from tangram.errors import ConfigError
-from tangram.model import load
+from tangram.model import convert, load
 
 
 def config(folder: Path, **options: float | str) -> EngineConfig:
@@ -95,11 +95,11 @@ def test_weights_that_cannot_be_kept_are_converted_all_the_same(
     gguf.write_bytes(b"GGUF")
     made = list[Path]()
 
-    def convert(source: Path, target: Path) -> None:
+    def converted(source: Path, target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.mkdir()
         made.append(target)
 
-    monkeypatch.setattr(load, "_convert", convert)
-    assert load._converted(gguf) == made[0] and made[0].is_dir()
+    monkeypatch.setattr(convert, "_convert", converted)
+    assert convert.convert_gguf(gguf) == made[0] and made[0].is_dir()
     shutil.rmtree(made[0].parent)

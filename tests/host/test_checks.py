@@ -86,7 +86,8 @@ def test_every_command_that_loads_a_model_asks_first(command: tuple[str, ...], t
 def test_a_cache_folder_that_cannot_be_read_is_told_and_costs_only_the_cache(tmp_path: Path) -> None:
     """The error that ends the command comes later: it has gone on."""
     (tmp_path / "file").touch()
-    outcome = tangram(tmp_path, "generate", TANGRAM_CACHE=str(tmp_path / "file"))
+    (tmp_path / "config.json").touch()
+    outcome = tangram(tmp_path, "generate", ".", TANGRAM_CACHE=str(tmp_path / "file"))
     assert not outcome.torch and outcome.cpu_s < MOST_CPU_S
     warning, error = outcome.said
     assert warning.startswith(f"warning: cache folder {tmp_path}/file/models cannot be read (Not a directory)")
@@ -94,7 +95,8 @@ def test_a_cache_folder_that_cannot_be_read_is_told_and_costs_only_the_cache(tmp
 
 
 def test_a_cache_folder_that_is_not_there_yet_is_no_matter(tmp_path: Path) -> None:
-    outcome = tangram(tmp_path, "generate", TANGRAM_CACHE=str(tmp_path / "new"))
+    (tmp_path / "config.json").touch()
+    outcome = tangram(tmp_path, "generate", ".", TANGRAM_CACHE=str(tmp_path / "new"))
     assert len(outcome.said) == 1 and not (tmp_path / "new").exists()
 
 

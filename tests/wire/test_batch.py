@@ -118,11 +118,57 @@ def test_a_machine_without_room_costs_no_line_its_answer(tmp_path: Path, monkeyp
     assert ({record["custom_id"] for record in records}, failed) == ({"a", "b"}, 0)
 
 
-def test_a_file_that_is_no_output_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "out.jsonl").write_text("my thesis\n")
-    with pytest.raises(ConfigError, match="line 1"):
+ANSWER = '{"id": "line-1", "custom_id": "a", "response": {"status_code": 200}, "error": null}'
+
+
+@pytest.mark.parametrize(
+    ("content", "number"),
+    [
+        ("my thesis\n", 1),
+        ("my thesis, without an end", 1),
+        (f"{ANSWER}\nmy thesis", 2),
+        ('{"custom_id": "a"}\n', 1),
+        ('{"custom_id": "a", "response": null, "error": null}\n', 1),
+        ('{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}', 1),
+        (f"{ANSWER}\n\n{ANSWER}\n", 2),
+        ('{"id": "somebody else\'s', 1),
+        ("[" * 100_000, 1),
+    ],
+)
+def test_a_file_that_is_no_output_is_left_alone(content: str, number: int, tmp_path: Path) -> None:
+    (tmp_path / "out.jsonl").write_text(content)
+    with pytest.raises(ConfigError, match=f"its line {number} is no answer"):
         run(tmp_path, [line("a")])
-    assert (tmp_path / "out.jsonl").read_text() == "my thesis\n"
+    assert (tmp_path / "out.jsonl").read_text() == content
+
+
+@pytest.mark.parametrize("link", ["same", "symbolic", "hard"])
+def test_the_requests_are_never_overwritten(link: str, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / ("in.jsonl" if link == "same" else "out.jsonl")
+    source.write_text(requests := line("a") + "\n" + line("b"))
+    if link != "same":
+        target.symlink_to(source) if link == "symbolic" else target.hardlink_to(source)
+    with pytest.raises(ConfigError, match="the file of the requests"):
+        BatchFiles(source, target)
+    assert source.read_text() == requests
+
+
+@pytest.mark.parametrize("cut", [1, 5, 13, 30, len(ANSWER) - 1])
+def test_a_crash_costs_one_answer_at_most(cut: int, tmp_path: Path) -> None:
+    (tmp_path / "out.jsonl").write_text(f"{ANSWER}\n{ANSWER.replace('line-1', 'line-2')[:cut]}")
+    records, failed = run(tmp_path, [line("a"), line("b")], engine := FakeEngine())
+    assert ([record["custom_id"] for record in records], failed, len(engine.submitted)) == (["a", "b"], 0, 1)
+
+
+def test_a_last_answer_without_a_line_end_counts(tmp_path: Path) -> None:
+    (tmp_path / "out.jsonl").write_text(ANSWER)
+    records, _ = run(tmp_path, [line("a"), line("b")])
+    assert [record["custom_id"] for record in records] == ["a", "b"]
+
+
+def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
+    records, failed = run(tmp_path, ["\ufeff" + line("a")])
+    assert (records[0]["custom_id"], failed) == ("a", 0)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +199,7 @@ def test_a_model_from_a_folder_goes_by_the_name_that_a_server_gives_it(tmp_path:
     source.write_text("\n".join([line("name", model="a.model", **prompt), line("path", model=str(folder), **prompt)]))
     options = ["--load-format", "dummy", "--kv-retention", "1.0", "--kv-cache-gib", "0.02"]
     result = CliRunner().invoke(app, ["generate", str(folder), "--batch", str(source), "-o", str(target), *options])
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 1, result.output
     found = {r["custom_id"]: r["response"] for r in map(json.loads, target.read_text().splitlines())}
     assert {name: response["status_code"] for name, response in found.items()} == {"name": 200, "path": 404}
     assert found["name"]["body"]["model"] == "a.model"
@@ -164,7 +210,7 @@ def test_a_real_model_answers_a_file(tmp_path: Path) -> None:
     lines = [line(str(number), CHAT, model="smollm2", max_tokens=3, temperature=0) for number in range(3)]
     source.write_text("\n".join([*lines, line("x", model="gpt-4")]))
     result = CliRunner().invoke(app, ["generate", "smollm2", "--batch", str(source), "-o", str(target)])
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 1, "a line that failed"
     assert "3 answered, 1 with errors, 0 were there already" in " ".join(result.output.split())
     records = [json.loads(record) for record in target.read_text().splitlines()]
     answers = {r["response"]["body"]["choices"][0]["message"]["content"] for r in records if r["error"] is None}

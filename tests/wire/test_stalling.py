@@ -156,7 +156,7 @@ def test_neither_a_long_answer_nor_an_idle_connection_is_a_slow_request(
 def test_beyond_the_bound_who_asks_for_nothing_leaves_first(
     fake_server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wire, "MAX_CONNECTIONS", 3)
+    monkeypatch.setattr(wire.HttpProtocol, "max_connections", 3)
     working = [connected(fake_server) for _ in range(2)]
     for number, connection in enumerate(working, 1):
         connection.sendall(request(ENDLESS))

@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,67 @@ def test_a_second_sigterm_ends_the_process_at_once() -> None:
             server.send_signal(signal.SIGTERM)
             list(lines)
         assert server.wait(timeout=2) == 128 + signal.SIGTERM
+
+
+def test_half_a_body_does_not_put_off_the_end() -> None:
+    with fake(1) as (url, server), closing(half_a_request(url)) as connection:
+        time.sleep(0.3)
+        begin_s = time.monotonic()
+        server.send_signal(signal.SIGTERM)
+        answer = connection.makefile("rb").read()
+        assert server.wait(timeout=20) == 0
+        assert time.monotonic() - begin_s < 4, "the grace is one second"
+        assert answer.startswith(b"HTTP/1.1 503 ") and b"shutting down" in answer
+        assert "Traceback" not in log_of(server)
+
+
+def half_a_request(url: str) -> socket.socket:
+    host, port = url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)))
+    connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode())
+    return connection
+
+
+def test_idle_connections_beyond_the_limit_of_files_cost_nobody_anything() -> None:
+    limited = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (400, 400))\n" + FAKE
+    with process("-c", limited, "PORT", "1") as (url, server), ExitStack() as stack:
+        host, port = url.removeprefix("http://").split(":")
+        for number in range(600):
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=5))
+            if number % 100 == 99:
+                assert status_of(url, "/health") == 200
+        server.terminate()
+        assert server.wait(timeout=20) == 0
+        log = log_of(server)
+        assert "leaves room for" in log and "Traceback" not in log
+
+
+def test_a_limit_of_files_that_is_too_low_is_said() -> None:
+    limited = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))\n" + FAKE
+    done = subprocess.run(
+        [sys.executable, "-c", limited, "1", "1"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert "raise `ulimit -n`" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "words"),
+    [
+        ([], {"TANGRAM_API_KEY": ""}, "TANGRAM_API_KEY is set and holds no key"),
+        ([], {"TANGRAM_API_KEY": "  "}, "TANGRAM_API_KEY is set and holds no key"),
+        (["--api-key", b"\xff"], {}, "not UTF-8"),
+        (["--served-model-name", b"\xff"], {}, "served_model_name is"),
+        (["--served-model-name", ""], {}, "served_model_name is ''"),
+    ],
+)
+def test_keys_and_names_that_would_open_or_break_the_server(
+    folder: Path, arguments: list[str | bytes], variables: dict[str, str], words: str
+) -> None:
+    command = [sys.executable, "-m", "tangram", *options(folder, name=None), *arguments]
+    command[command.index("PORT")] = str(free_port())
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | variables, capture_output=True, timeout=60)
+    assert done.returncode == 2
+    assert words in " ".join(done.stderr.decode().split())
 
 
 @pytest.fixture(scope="module")

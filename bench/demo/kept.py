@@ -1,0 +1,65 @@
+"""Which tokens each KV head kept, as the engine's kernels were told while they stored them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tangram.kernels.step import PoolKernels, Ranking
+from tangram.kernels.torch_kernels import TorchKernels
+from tangram.types import Int32
+
+
+class Kept:
+    """Looks on while an engine seals chunks; give `kernels` to `engine_of`.
+
+    `places[layer, start]` are the positions in the sequence, int64 [kept] for each head, of the
+    chunk that was sealed last at position `start`.
+    """
+
+    def __init__(self) -> None:
+        self.places: dict[tuple[int, int], list[Tensor]] = {}
+
+    def kernels(self, pool: Tensor, group_size: int) -> PoolKernels:
+        """The kernels that serve a CPU, watched. What they compute does not change."""
+        return _Watched(pool, self)
+
+    def shares(self, begin: int, end: int) -> list[float]:
+        """The share of all KV heads that hold each token of [begin, end), of sealed chunks."""
+        counts, heads = torch.zeros(end, dtype=torch.int64), dict[int, int]()
+        for (layer, _), places in self.places.items():
+            heads[layer] = len(places)
+            for own in places:
+                counts[own[own < end]] += 1
+        return (counts[begin:] / sum(heads.values())).tolist()
+
+
+class _Watched(TorchKernels):
+    def __init__(self, pool: Tensor, kept: Kept) -> None:
+        super().__init__(pool)
+        self._kept = kept
+
+    def seal(self, layer: int, rows: slice, ranking: Ranking, k: Tensor, v: Tensor) -> None:
+        note = partial(self._note, layer)
+        noted = _NotedRanking(ranking.scores, ranking.sinks, ranking.window, ranking, note)
+        super().seal(layer, rows, noted, k, v)
+
+    def _note(self, layer: int, start: int, best: list[Tensor]) -> None:
+        self._kept.places[layer, start] = [start + own for own in best]
+
+
+@dataclass(frozen=True, eq=False)
+class _NotedRanking(Ranking):
+    """`asked`, which tells `note` what it has answered."""
+
+    asked: Ranking
+    note: Callable[[int, list[Tensor]], None]
+
+    def best(self, chunk: int, start: int, counts: Sequence[int] | Int32) -> list[Tensor]:
+        places = self.asked.best(chunk, start, counts)
+        self.note(start, places)
+        return places

@@ -1,0 +1,159 @@
+"""The conversation: one engine, one document, the same questions at ρ 1.0 and at a smaller one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.demo.kept import Kept
+from tangram.cache.layout import Layout
+from tangram.config import EngineConfig
+from tangram.engine.loop import Engine
+from tangram.engine.setup import engine_of
+from tangram.errors import TangramError
+from tangram.model.load import load_model
+from tangram.types import Event, FinishReason, Request, SamplingParams, Usage
+
+MODEL = "smollm2"
+FULL, SMALL = 1.0, 0.25
+DOCUMENT = Path(__file__).parents[1] / "demo_document.md"
+# A model of 135 M parameters answers well in one sentence and loses itself in the second.
+ANSWER = SamplingParams(temperature=0.0, max_tokens=32, stop=(". ", "\n"))
+ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1)
+
+# Called after each step of the engine with the tokens of the chunks that were sealed in it.
+Advance = Callable[[int], object]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked; an answer that has the words `expected` is right."""
+
+    text: str
+    expected: str
+
+
+# The model answers all of them at ρ 1.0.
+QUESTIONS = (
+    Question("Who is the head keeper?", "Ingrid Solheim"),
+    Question("How high is the hill?", "640"),
+    Question("Who drove the sledge?", "Nils Aker"),
+    Question("Who built the observatory?", "Elias Brandt"),
+    Question("How often does the comet come back?", "eighty-four years"),
+    Question("What is the name of the second telescope?", "Young Margaret"),
+)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer at ρ `kv_retention`, and what the engine said about it."""
+
+    question: Question
+    kv_retention: float
+    text: str
+    usage: Usage
+    first_token_s: float
+    decode_s: float
+
+    @property
+    def right(self) -> bool:
+        """Whether it has the words that were expected."""
+        return self.question.expected.casefold() in self.text.casefold()
+
+    @property
+    def held_tokens(self) -> int:
+        """The tokens that the cache stood for at the end: the last one generated is not in it."""
+        return self.usage.prompt_tokens + self.usage.completion_tokens - 1
+
+
+Pair = tuple[Answer, Answer]  # to one question, at ρ FULL and at ρ SMALL
+
+
+def _nobody(tokens: int) -> None:
+    pass
+
+
+class Talk:
+    """One engine that serves both ratios with one set of weights, and the document asked about.
+
+    Raises the errors of `tangram.errors` where the engine cannot be had.
+    """
+
+    def __init__(self, model: str = MODEL) -> None:
+        loaded = load_model(model, dtype="auto", device="cpu", load_format="auto")
+        # A chunk a step, so that a progress bar moves.
+        config = EngineConfig(
+            model=model,
+            kv_retention=SMALL,
+            device="cpu",
+            max_num_seqs=1,
+            max_num_batched_tokens=544,
+        )
+        self.kept = Kept()
+        self.engine: Engine = engine_of(config, loaded, self.kept.kernels)
+        self.document = DOCUMENT.read_text()
+
+    def prompt(self, question: Question) -> tuple[int, ...]:
+        """The tokens of the document and `question`."""
+        content = f"{self.document}\n\n{question.text}"
+        return self.engine.codec.chat_prompt([{"role": "user", "content": content}])
+
+    def layout(self, kv_retention: float) -> Layout:
+        """Where the entries lie at one of the two ratios."""
+        served, config = self.engine.layout, self.engine.config
+        if kv_retention == config.kv_retention:
+            return served
+        return Layout.uncompressed(
+            served.geometry,
+            chunk_tokens=served.chunk_tokens,
+            page_tokens=served.page_tokens,
+            heads_per_page=served.heads_per_page,
+            max_tokens=served.max_tokens,
+        )
+
+    def pieces(self, question: Question) -> list[str]:
+        """The text of each token of `prompt`."""
+        return [self.engine.codec.verbatim([token], "prompt") for token in self.prompt(question)]
+
+    def tokens_per_s(self) -> float:
+        """How fast prompts are computed here, by a chunk of the document that nobody reuses."""
+        prompt = self.prompt(QUESTIONS[0])[: self.engine.layout.chunk_tokens]
+        for salt in ("warm-up", "trial"):
+            events = self._run(prompt, ONE_TOKEN, SMALL, salt=salt)
+        self.engine.clear_cache()
+        return len(prompt) / events[0][0]
+
+    def ask(self, question: Question, kv_retention: float, advance: Advance = _nobody) -> Answer:
+        """Ask `question` about the document; what is cached of the prompt is not computed."""
+        timed = self._run(self.prompt(question), ANSWER, kv_retention, advance=advance)
+        (first_s, _), (last_s, last) = timed[0], timed[-1]
+        text = "".join(event.text for _, event in timed).strip().removesuffix(".") + "."
+        return Answer(question, kv_retention, text, last.usage, first_s, last_s - first_s)
+
+    def _run(
+        self,
+        prompt: tuple[int, ...],
+        sampling: SamplingParams,
+        kv_retention: float,
+        *,
+        salt: str = "",
+        advance: Advance = _nobody,
+    ) -> list[tuple[float, Event]]:
+        """The events of a request, each with the seconds from its submission."""
+        timed: list[tuple[float, Event]] = []
+        start_s = time.perf_counter()
+
+        def note(event: Event) -> None:
+            timed.append((time.perf_counter() - start_s, event))
+
+        self.engine.submit(Request("demo", prompt, sampling, note, kv_retention, salt))
+        sealed = self.engine.stats().sealed_chunks
+        while self.engine.busy:
+            self.engine.step()
+            before, sealed = sealed, self.engine.stats().sealed_chunks
+            advance((sealed - before) * self.engine.layout.chunk_tokens)
+        if timed[-1][1].finish_reason is FinishReason.ABORT:
+            raise TangramError(f"the engine ended a request: {timed[-1][1].error}")
+        return timed

@@ -1,0 +1,27 @@
+"""Files that users bring, read without surprises: regular files, UTF-8, JSON of bounded nesting."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+
+def read_text(path: str | Path) -> str:
+    """The UTF-8 text of a file, without its byte-order mark.
+
+    Raises `OSError` if it cannot be read or is no regular file: a pipe would let us wait for ever.
+    Raises `ValueError` if it is no UTF-8.
+    """
+    if Path(path).exists() and not stat.S_ISREG(Path(path).stat().st_mode):
+        raise OSError(0, "it is not a regular file")
+    return Path(path).read_text(encoding="utf-8-sig")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What `text` says. Raises `ValueError` if that is no JSON, or nested too deeply for Python."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error

@@ -1,0 +1,28 @@
+"""What `cpu_intrinsics.py` offers, in plain Numba: for arm64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tangram.kernels.numba_cache import compiled
+
+
+@compiled()
+def next_task(counters: Any, worker: int, workers: int) -> Any:
+    """The next task of `worker`: every `workers`-th, from counters[worker] on."""
+    task = counters[worker]
+    counters[worker] += workers
+    return task
+
+
+@compiled(inline="always")
+def power_of_two(n: Any) -> Any:
+    """2 to the power of int32 n, -126 to 127, as float32."""
+    return np.int32((n + np.int32(127)) << np.int32(23)).view(np.float32)
+
+
+@compiled(inline="always")
+def prefetch(array: Any, offset: int) -> None:
+    """Nothing: memory is asked for what it is needed for."""

@@ -1,0 +1,77 @@
+"""How much of a product one program computes at a time, as the card's shared memory allows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+
+from tangram.errors import ConfigError
+from tangram.kernels.card import Card
+
+LEAST_ENTRIES = 16  # of a tile: what the instructions that multiply take
+_BESIDE = 1 << 10  # barriers, and sums between warps
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How up to `queries` query rows run: the tile of entries, warps and pipeline stages."""
+
+    queries: int
+    entries: int = 64
+    warps: int = 4
+    stages: int = 2
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What a program multiplies: `head_dim` rounded up as it is loaded, `element_bytes` of queries.
+
+    `hops` are the loads that wait for one another before a product: 2 where the loop looks up the
+    place of entries. `widens`: entries are stored in FP8 and scaled before they are multiplied.
+    """
+
+    head_dim: int
+    element_bytes: int
+    hops: int
+    widens: bool = False
+
+
+def shared_bytes(tile: Tile, operands: Operands, card: Card) -> int:
+    """The shared memory that Triton takes for a program, or a little more (`tests/gpu/test_cards.py`).
+
+    Queries, weights, and keys and values as often as the pipeline runs ahead.
+    """
+    size, dim = operands.element_bytes, operands.head_dim
+    ahead = max(1, tile.stages - operands.hops) + (card.multiplies_shared and tile.queries >= 64)
+    if size == 4:
+        ahead = 1  # multiplied without tensor cores, and not pipelined
+    rows = 2 * ahead * tile.entries + tile.queries
+    taken = rows * dim * size + tile.queries * tile.entries * size + _BESIDE
+    if operands.widens:
+        taken += 2 * tile.entries * dim * (ahead + size)
+    return taken
+
+
+@cache
+def fitted(tile: Tile, operands: Operands, card: Card, least: int = LEAST_ENTRIES) -> Tile:
+    """`tile`, or the nearest that fits: fewer stages, then half the entries, down to `least`.
+
+    Raises `ConfigError` if nothing fits.
+    """
+    for smaller in _smaller(tile, least):
+        if shared_bytes(smaller, operands, card) <= card.shared_bytes:
+            return smaller
+    raise ConfigError(
+        f"heads of {operands.head_dim} dimensions in {8 * operands.element_bytes} bits do not fit "
+        f"into the {card.shared_bytes >> 10} KiB of shared memory that a block of this GPU has: "
+        "take --dtype bfloat16"
+    )
+
+
+def _smaller(tile: Tile, least: int) -> Iterator[Tile]:
+    entries = tile.entries
+    while entries >= min(least, tile.entries):
+        for stages in range(tile.stages, min(1, tile.stages - 1), -1):
+            yield replace(tile, entries=entries, stages=stages)
+        entries //= 2

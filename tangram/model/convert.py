@@ -1,0 +1,183 @@
+"""GGUF files as safetensors, made once and kept; tensors that are missing or left over are refused."""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import logging
+import shutil
+import tempfile
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_gguf_pytorch_utils import (
+    TENSOR_PROCESSORS,
+    TensorProcessor,
+    get_gguf_hf_weights_map,
+)
+
+from tangram.config import cache_folder
+from tangram.errors import ModelError
+from tangram.model.files import check_gguf, check_safetensors, gguf_tensor_names
+
+# What Transformers raises for configs, weights and tokenizers that are not what they should be.
+UNREADABLE = (
+    ArithmeticError,
+    LookupError,
+    OSError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    SafetensorError,
+    StrictDataclassError,
+)
+_WORK, _LOCK = "converting-", "lock"
+_STALE_S = 3600  # a folder of work without a lock is that of a process that died before it took one
+_log = logging.getLogger("tangram")
+
+
+def convert_gguf(gguf: Path) -> Path:
+    """The folder of safetensors that holds what `gguf` does, made on first use.
+
+    Transformers reads GGUF files too, but takes some 17 s each time. A kept folder that is damaged
+    is set aside and made anew. Where the cache folder cannot be written, the result lives as long
+    as the process. Raises `ModelError` if the file cannot be converted.
+    """
+    status = gguf.stat()
+    identity = sha256(f"{gguf.name}:{status.st_size}".encode())
+    with gguf.open("rb") as file:
+        identity.update(file.read(1 << 20))
+    target = cache_folder() / "models" / f"{gguf.stem}-{identity.hexdigest()[:16]}"
+    try:
+        if not _is_whole(target):
+            _convert(gguf, target)
+        return target
+    except OSError as error:
+        _log.warning("what %s is converted to cannot be kept: %s", gguf.name, error)
+    folder = tempfile.mkdtemp(prefix="tangram-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    try:
+        _convert(gguf, Path(folder) / target.name)
+    except OSError as error:
+        raise ModelError(f"{gguf} cannot be converted, set TANGRAM_CACHE to a folder with room: {error}") from error
+    return Path(folder) / target.name
+
+
+def refuse_difference(source: str, missing: Collection[str], surplus: Collection[str]) -> None:
+    """Raise `ModelError` unless the tensors of `source` are exactly those that its config describes.
+
+    Transformers would make up what is missing and leave out what is too much.
+    """
+    if missing:
+        raise ModelError(f"model {source!r} lacks {len(missing)} tensors, {min(missing)!r} the first: fetch it again")
+    if surplus:
+        raise ModelError(
+            f"model {source!r} has {len(surplus)} tensors that its config has no place for, "
+            f"{min(surplus)!r} the first: fetch config and weights again, of one version"
+        )
+
+
+def read_tokenizer(source: str | Path, **options: Any) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or hub id. Raises `ValueError` if its files do not make one."""
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **options)
+    except Exception as error:  # the Rust library behind it raises bare ones
+        if type(error) is not Exception:
+            raise
+        raise ValueError(str(error)) from error
+    return tokenizer
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether a kept conversion can be used; one that is damaged is renamed and reported."""
+    if not folder.exists():
+        return False
+    try:
+        check_safetensors(folder)
+        wanted = ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors*")
+        if all(any(folder.glob(name)) for name in wanted):
+            return True
+    except ModelError:
+        pass
+    aside = Path(tempfile.mkdtemp(prefix=f"{folder.name}.damaged-", dir=folder.parent))
+    _log.warning("converted weights in %s are damaged: moved to %s, converting again", folder, aside)
+    with suppress(FileNotFoundError):  # another process moved it first
+        folder.rename(aside)
+    return False
+
+
+@contextmanager
+def _work_folder(parent: Path) -> Iterator[Path]:
+    """A folder beside the target, removed at the end; those of processes that were killed go too."""
+    for old in parent.glob(f"{_WORK}*"):
+        if _is_abandoned(old):
+            shutil.rmtree(old, ignore_errors=True)
+    work = Path(tempfile.mkdtemp(prefix=_WORK, dir=parent))
+    try:
+        with (work / _LOCK).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the system lets go of it however the process ends
+            yield work
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _is_abandoned(work: Path) -> bool:
+    try:
+        with (work / _LOCK).open("r") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+    except BlockingIOError:
+        return False
+    except OSError:
+        return work.exists() and time.time() - work.stat().st_mtime > _STALE_S
+
+
+def _convert(gguf: Path, target: Path) -> None:
+    """Raises `OSError` if `target` cannot be written, `ModelError` if the file cannot be read."""
+    _log.warning("converting %s once, this takes some 20 s", gguf.name)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    check_gguf(gguf)
+    with _work_folder(target.parent) as work:
+        try:
+            options: dict[str, Any] = {"gguf_file": gguf.name}
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                gguf.parent, dtype=torch.float32, output_loading_info=True, **options
+            )
+            model, report = loaded
+            refuse_difference(str(gguf), report["missing_keys"], report["unexpected_keys"])
+            refuse_difference(str(gguf), (), _unread(gguf, model))
+            tokenizer = read_tokenizer(gguf.parent, **options)
+        except UNREADABLE as error:
+            raise ModelError(f"{gguf} cannot be converted: {error}") from error
+        # The weights are plain floats now; Transformers refuses to save what it takes for quantised.
+        vars(model).update(hf_quantizer=None, is_quantized=False)
+        del model.config.quantization_config
+        made = work / target.name
+        try:
+            model.save_pretrained(made)
+            tokenizer.save_pretrained(made)
+        except SafetensorError as error:  # that of a full disk
+            raise OSError(str(error)) from error
+        # A rename is atomic: whoever comes second finds the folder whole and drops its own.
+        if not target.exists():
+            made.rename(target)
+
+
+def _unread(gguf: Path, model: PreTrainedModel) -> set[str]:
+    """The tensors of the file that Transformers has no place for and leaves out without a word."""
+    config = model.config
+    kind = str(config.model_type).replace("_", "")
+    processor: Any = TENSOR_PROCESSORS.get(kind, TENSOR_PROCESSORS.get(config.model_type, TensorProcessor))
+    # transformers <6: its own map of names, the one that it loads by.
+    read: Any = get_gguf_hf_weights_map
+    known = set(read(model, processor(config=config.to_dict())))
+    return {name for name in gguf_tensor_names(gguf) if name not in known and name.rpartition(".")[0] not in known}

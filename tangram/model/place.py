@@ -1,0 +1,50 @@
+"""On which device a model runs."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from tangram.errors import ConfigError
+from tangram.kernels.card import unserved
+
+_log = logging.getLogger("tangram")
+
+
+def find_device(device: str) -> torch.device:
+    """The device of that name; auto is the GPU if the kernels run on it, and else the CPU.
+
+    Raises `ConfigError` for a device that there is not, or that the kernels do not run on.
+    """
+    if device == "auto":
+        return _found()
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device is {device!r}, it must be auto, cpu or cuda") from error
+    if place.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device is {device!r}, kernels exist for cpu and cuda: choose one")
+    if place.type == "cuda" and not torch.cuda.is_available():
+        seen = f"PyTorch {torch.__version__} sees no GPU here"
+        raise ConfigError(f"device is {device!r}, but {seen}: use cpu")
+    if place.index:
+        # Triton launches on the current device of a thread, and an engine has threads of its own.
+        raise ConfigError(
+            f"device is {device!r}, an engine takes the first GPU it sees: set "
+            f"CUDA_VISIBLE_DEVICES={place.index} and use cuda"
+        )
+    if place.type == "cuda" and (why := unserved()) is not None:
+        raise ConfigError(f"device is {device!r}, but {why}: use cpu")
+    return place
+
+
+def _found() -> torch.device:
+    if torch.cuda.is_available():
+        why = unserved()
+        if why is None:
+            return torch.device("cuda")
+        _log.warning("%s: running on the CPU", why)
+    elif torch.backends.mps.is_available():
+        _log.warning("there are no kernels for Apple's GPU: running on the CPU")
+    return torch.device("cpu")

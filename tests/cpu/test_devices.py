@@ -1,0 +1,68 @@
+"""Accelerators without kernels: one line says so, and the CPU serves."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tangram.errors import ConfigError
+from tangram.kernels import card
+from tangram.model.place import find_device
+
+
+@pytest.fixture
+def turing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine with a T4."""
+    properties = SimpleNamespace(
+        major=7,
+        minor=5,
+        shared_memory_per_block_optin=64 << 10,
+        multi_processor_count=40,
+        L2_cache_size=4 << 20,
+    )
+    card._asked.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    yield
+    card._asked.cache_clear()
+
+
+def test_an_old_gpu_is_left_alone_and_named(turing: None, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "tangram"):
+        assert find_device("auto") == torch.device("cpu")
+    (line,) = caplog.messages
+    assert "compute capability 7.5" in line and "8.0 (Ampere)" in line
+    assert line.endswith("running on the CPU")
+    with pytest.raises(ConfigError, match=r"device is 'cuda', but this GPU has .* 7\.5.*: use cpu"):
+        find_device("cuda")
+
+
+def test_an_amd_gpu_is_left_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    with caplog.at_level(logging.WARNING, "tangram"):
+        assert find_device("auto") == torch.device("cpu")
+    (line,) = caplog.messages
+    assert "AMD GPU (ROCm 7.1)" in line and line.endswith("running on the CPU")
+
+
+def test_apples_gpu_is_left_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    with caplog.at_level(logging.WARNING, "tangram"):
+        assert find_device("auto") == torch.device("cpu")
+    (line,) = caplog.messages
+    assert "Apple" in line and line.endswith("running on the CPU")
+
+
+def test_a_gpu_that_the_kernels_run_on_is_taken_in_silence(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, turing: None
+) -> None:
+    properties = torch.cuda.get_device_properties(0)
+    properties.major, properties.minor = 8, 6
+    assert find_device("auto") == torch.device("cuda") == find_device("cuda")
+    assert not caplog.messages

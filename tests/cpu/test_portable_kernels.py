@@ -1,0 +1,33 @@
+"""Compiled decode on a machine that is no x86: without intrinsics, and as right."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+ON_ARM = """
+import platform, sys
+import numba, pytest, torch  # they may ask for themselves
+platform.machine = lambda: "arm64"
+from tangram.kernels import cpu_tasks
+code = pytest.main(["-vv", "tests/cpu/test_kernels.py", "-k", "equals_the_specification"])
+assert cpu_tasks.next_task.__module__ == "tangram.kernels.cpu_portable"
+assert "tangram.kernels.cpu_intrinsics" not in sys.modules
+sys.exit(code)
+"""
+
+
+def test_the_portable_form_passes_the_tests_of_the_kernel(tmp_path: Path) -> None:
+    """A cache of its own: compiled code does not know which of the two it was made of."""
+    done = subprocess.run(
+        [sys.executable, "-c", ON_ARM],
+        cwd=ROOT,
+        env=os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout

@@ -1,0 +1,254 @@
+"""What engines launch on each card, compiled for it on a CPU.
+
+`python -m tests.gpu.compiled short FILE`, or `… long FILE 86 90`. A tiny engine rehearses with its
+real launchers. Triton's hook takes down what it would compile, and nothing is run; then Triton and
+its ptxas compile it. In a process of its own, where the interpreter is off.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Gemma2Config, GptOssConfig, LlamaConfig, PretrainedConfig
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from tangram.kernels import gathered, pages
+from tangram.kernels.card import Card
+from tangram.kernels.offload import words
+from tangram.kernels.triton_kernels import TritonKernels
+from tangram.model.load import load_tokenizer
+from tangram.plan.schedule import Schedule
+from tests.gpu.cards import CARDS
+from tests.support import profile_file, small_engine, tiny_model
+
+CHUNK = 64
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 20}
+FAMILIES: dict[str, Any] = {
+    "plain": (LlamaConfig, {}),
+    "windows and sinks": (
+        GptOssConfig,
+        {**SLIDING, "num_local_experts": 2, "num_experts_per_tok": 1, "rope_parameters": None},
+    ),
+    "windows and softcap": (
+        Gemma2Config,
+        {**SLIDING, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A model and a cache: what launches depend on."""
+
+    head_dim: int
+    dtype: str = "bfloat16"
+    fp8: bool = False
+    group: int = 4
+    family: str = "plain"
+    schedule: str | None = None
+
+    def config(self) -> PretrainedConfig:
+        made, own = FAMILIES[self.family]
+        return made(
+            vocab_size=96,
+            hidden_size=16 * self.group,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_key_value_heads=2,
+            num_attention_heads=2 * self.group,
+            head_dim=self.head_dim,
+            max_position_embeddings=512,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            **own,
+        )
+
+
+# Of each card one, together every family, and shapes that come near its limits.
+SHORT = {
+    80: Variant(128, fp8=True, group=4),
+    86: Variant(256, family="windows and softcap", group=2),
+    89: Variant(128, "float16", fp8=True, group=1),
+    90: Variant(64, family="windows and sinks", group=8),
+    100: Variant(128, group=7),
+    120: Variant(128, "float16", group=3),
+}
+LONG = [
+    *(
+        Variant(dim, dtype, fp8, group)
+        for (dim, group) in ((64, 8), (80, 1), (96, 3), (128, 4), (256, 2))
+        for dtype in ("bfloat16", "float16")
+        for fp8 in (False, True)
+    ),
+    *(
+        Variant(dim, family=family, fp8=fp8, group=group)
+        for family in list(FAMILIES)[1:]
+        for dim, group in ((64, 8), (128, 5), (256, 2))
+        for fp8 in (False, True)
+    ),
+    *(Variant(dim, schedule="packing:naive+atomic") for dim in (64, 128, 256)),
+    *(Variant(dim, "float32", fp8) for dim in (64, 128) for fp8 in (False, True)),
+]
+
+
+ATTENTION = ("decode_tasks", "merge_segments", "prefill_tiles", "attend_segments")
+
+
+class Absent:
+    """Triton's driver of a card that is not here."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return self._target.arch
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@dataclass
+class Launch:
+    """One specialisation of a kernel, as Triton writes it down."""
+
+    kernel: Any
+    name: str
+    data: str
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What Triton and ptxas say of a kernel; `spilled_bytes` of one thread."""
+
+    card: int
+    kernel: str
+    head_dim: int
+    dtype: str
+    variant: str
+    shared_bytes: int
+    registers: int
+    warps: int
+    spilled_bytes: int
+
+
+def recorded(capability: int, variant: Variant, folder: Path) -> list[Launch]:
+    """What an engine of `variant` launches on that card in its rehearsal."""
+    driver.set_active(Absent(capability))
+    found: dict[tuple[str, str], Launch] = {}
+
+    def note(**about: Any) -> bool:
+        name, data = about["fn"].name, about["compile"]["specialization_data"]
+        found.setdefault((name, data), Launch(about["fn"].jit_function, name, data))
+        return True  # do not compile
+
+    knobs.runtime.jit_cache_hook = note
+    try:
+        _rehearse(CARDS[capability], variant, folder)
+    finally:
+        knobs.runtime.jit_cache_hook = None
+    return list(found.values())
+
+
+def _rehearse(card: Card, variant: Variant, folder: Path) -> None:
+    cpu, tokenizer = torch.device("cpu"), load_tokenizer("smollm2")
+    schedule = Schedule.parse(variant.schedule) if variant.schedule else None
+    loaded = tiny_model(variant.config(), tokenizer, cpu, getattr(torch, variant.dtype))
+    profile = profile_file(loaded, folder, chunk_tokens=CHUNK)
+    engine = small_engine(
+        loaded,
+        lambda pool, group: TritonKernels(pool, group, schedule=schedule, card=card),
+        kv_retention=0.5,
+        profile=(profile,),
+        chunk_tokens=CHUNK,
+        page_tokens=16,
+        max_num_seqs=8,
+        max_num_batched_tokens=140,
+        max_model_len=300,
+        kv_cache_gib=2e-2,
+        kv_cache_dtype="fp8" if variant.fp8 else "auto",
+    )
+    runner = engine._runner
+    runner.rehearse(8, 140)
+    pool, place = words(runner.pool), torch.zeros(1, dtype=torch.int32)
+    pages.copy(pool, place, torch.empty_like(pool[:1]), place, programs=1)
+
+
+def compiled(capability: int, variant: Variant, launch: Launch) -> Compiled:
+    """Compile one launch; Triton's errors pass."""
+    driver.set_active(Absent(capability))
+    log = io.StringIO()
+    with redirect_stdout(log):
+        kernel = launch.kernel.preload(launch.data)
+    told = log.getvalue()
+    registers, spilled = (
+        int(found[1]) if (found := re.search(pattern, told)) else -1
+        for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores")
+    )
+    return Compiled(
+        capability,
+        launch.name.rpartition(".")[2],
+        variant.head_dim,
+        variant.dtype,
+        str(variant),
+        kernel.metadata.shared,
+        registers,
+        kernel.metadata.num_warps,
+        spilled,
+    )
+
+
+def short(folder: Path) -> Iterator[tuple[int, Variant, Launch]]:
+    """Each kernel for some cards, attention for each: another of its launches every time."""
+    names: list[str] = []
+    for number, (capability, variant) in enumerate(SHORT.items()):
+        launches: dict[str, list[Launch]] = {}
+        for launch in recorded(capability, variant, folder):
+            launches.setdefault(launch.name, []).append(launch)
+        names += [name for name in sorted(launches) if name not in names]
+        for name, own in launches.items():
+            if name.endswith(ATTENTION) or (names.index(name) + number) % 3 == 0:
+                yield capability, variant, own[number % len(own)]
+
+
+def long(folder: Path, cards: Iterable[int]) -> Iterator[tuple[int, Variant, Launch]]:
+    """All launches of all variants for `cards`, each once."""
+    seen: set[tuple[int, str, str]] = set()
+    for capability in cards:
+        for variant in LONG:
+            for launch in recorded(capability, variant, folder):
+                key = capability, launch.name, launch.data
+                if key not in seen:
+                    yield capability, variant, launch
+                seen.add(key)
+
+
+def main(form: str, target: str, *cards: str) -> None:
+    """Write a line of JSON for each kernel to `target`; the long form takes cards."""
+    gathered.LEAST_TOKENS = CHUNK
+    knobs.nvidia.dump_ptxas_log = True
+    with tempfile.TemporaryDirectory() as folder, Path(target).open("w") as file:
+        wanted = short(Path(folder)) if form == "short" else long(Path(folder), map(int, cards))
+        for capability, variant, launch in wanted:
+            line = asdict(compiled(capability, variant, launch))
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
