@@ -1,6 +1,6 @@
 """How long idle OpenMP threads spin for the next piece of work: long on idle cores, briefly where others want them.
 
-A layer is some ten parallel regions of microseconds. To sleep between them costs a third of the speed,
+A layer is some ten parallel regions of microseconds. To sleep and wake costs more than the wait,
 so libgomp spins, for milliseconds. Beside another program that is the worst: threads that spin use up
 their share of the core. The one with work to do then waits for the other program, in each region anew.
 
