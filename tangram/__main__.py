@@ -1,5 +1,26 @@
-"""`python -m tangram` is the `tangram` command."""
+"""`python -m tangram` and the `tangram` command, which end at Ctrl-C with one line, whatever they are at."""
 
-from tangram.cli import main
+from __future__ import annotations
 
-main()
+import signal
+import sys
+
+_INTERRUPTED = 128 + signal.SIGINT
+
+
+def main() -> None:
+    """The entry point of the `tangram` command."""
+    try:
+        from tangram.cli import main as command
+
+        command()
+    except (KeyboardInterrupt, SystemExit) as end:
+        if isinstance(end, SystemExit) and end.code != _INTERRUPTED:
+            raise
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would disturb the end
+        print("interrupted", file=sys.stderr)
+        sys.exit(_INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

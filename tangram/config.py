@@ -37,6 +37,8 @@ class EngineConfig:
     takes them all.
     `kv_cache_dtype` auto is the model's own dtype; fp8 is E4M3, half of bfloat16, with all scales 1.
     `load_format` dummy makes random weights of the model's config.json alone, to measure with.
+    `threads` compute on the CPU, in torch and in the compiled kernels, for the whole process; None leaves what torch
+    has, to begin with as many as there are cores.
     `enforce_eager` runs a GPU's model operation by operation, without compilation and CUDA graphs.
     `overflow_every`: of every so many sealed chunks, one is asked what its own scores would have kept, for the metrics;
     None asks none.
@@ -75,6 +77,7 @@ class EngineConfig:
     load_format: Literal["auto", "dummy"] = "auto"
     enforce_eager: bool = False
     device: str = "auto"
+    threads: int | None = None
     seed: int = 0
     overflow_every: int | None = None
     head_groups: Literal["clustered", "adjacent", "monolithic"] = "clustered"
@@ -127,6 +130,8 @@ class EngineConfig:
             raise ConfigError(
                 f"prompt_patience is {self.prompt_patience}, it must be at least 0: first come, first served"
             )
+        if self.threads is not None and self.threads < 1:
+            raise ConfigError(f"threads is {self.threads}, it must be at least 1, or None to take as many as torch")
         if self.max_queue is not None and self.max_queue < 1:
             raise ConfigError(f"max_queue is {self.max_queue}, it must be at least 1, or None to let everybody wait")
         if self.overflow_every is not None and self.overflow_every < 1:

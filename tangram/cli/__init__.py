@@ -44,5 +44,5 @@ def options(
 
 
 def main() -> None:
-    """The entry point of the `tangram` command."""
+    """The commands; `tangram.__main__` adds how they end at Ctrl-C."""
     app()

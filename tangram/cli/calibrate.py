@@ -71,7 +71,7 @@ def _refuse_ignored(
         raise ConfigError(f"seed is {config.seed}, with --data there are no pilot texts to draw: leave it out")
     if import_from is not None and train_gate is None:
         texts = {name: value for name, value in (("calibration_samples", samples), ("data", data)) if value is not None}
-        for name, value in (texts | changed(config, "dtype", "load_format", "device", "seed")).items():
+        for name, value in (texts | changed(config, "dtype", "load_format", "device", "threads", "seed")).items():
             raise ConfigError(f"{name} is {value}, with --import no text is read and no model loaded: leave it out")
 
 

@@ -53,6 +53,7 @@ from tangram.cli.options import (
     MaxSeqs,
     Model,
     Page,
+    Threads,
     Utilization,
     Weights,
     WeightType,
@@ -97,6 +98,7 @@ def evaluate(
     dtype: Dtype = WeightType.auto,
     load_format: Weights = LoadFormat.auto,
     device: Device = "auto",
+    threads: Threads = None,
     kv_cache_gib: CacheGib = None,
     gpu_memory_utilization: Utilization = 0.9,
     kv_cache_dtype: CacheDtype = CacheType.auto,
@@ -145,6 +147,7 @@ def evaluate(
             max_num_batched_tokens=max_num_batched_tokens, dtype=dtype.value,
             kv_cache_dtype=kv_cache_dtype.value, load_format=load_format.value, enforce_eager=enforce_eager,
             device=device,
+            threads=threads,
         )  # fmt: skip
         _check_files(report, plot)
         check_start(base)

@@ -32,9 +32,11 @@ def train_and_report(config: EngineConfig, path: Path, texts: Sequence[str], sou
     from tangram.compress.scorers.gate import check_path, save_gate
     from tangram.distil import Recipe
     from tangram.engine.teacher import agreements, distil_gate
+    from tangram.kernels.threads import use_threads
     from tangram.model.load import load_model
 
     check_path(path)
+    use_threads(config.threads)
     loaded = load_model(config.model, dtype=config.dtype, device=config.device, load_format=config.load_format)
     recipe = Recipe(seed=config.seed)
     gate, unseen = distil_gate(loaded, texts, chunk_tokens=config.chunk_tokens, source=source, recipe=recipe)

@@ -133,6 +133,7 @@ CacheDtype = Annotated[CacheType, option(_MEMORY, "dtype of the KV cache: that o
 Weights = Annotated[LoadFormat, option(_MODEL, "dummy: random weights of the model's config.json, to measure with")]
 Eager = Annotated[bool, option(_EXPERT, "on a GPU, no compilation and no CUDA graphs", "--enforce-eager")]
 Device = Annotated[str, option(_MODEL, "auto, cpu or cuda: the first GPU of CUDA_VISIBLE_DEVICES")]
+Threads = Annotated[int | None, option(_EXPERT, "threads that compute on the CPU", default="one for each core")]
 Seed = Annotated[int, option(_EXPERT, "seed of requests that bring none")]
 
 CalibratedScorer = Annotated[str | None, option(_COMPRESSION, STAYS, default=SERVED_SCORER)]
@@ -150,7 +151,7 @@ def _config(
     no_enable_prefix_caching: NoPrefix = False, scheduling: Batching = Scheduling.continuous,
     dtype: Dtype = WeightType.auto, kv_cache_dtype: CacheDtype = CacheType.auto,
     load_format: Weights = LoadFormat.auto, enforce_eager: Eager = False, device: Device = "auto",
-    seed: Seed = 0,
+    threads: Threads = None, seed: Seed = 0,
 ) -> EngineConfig:  # fmt: skip
     return EngineConfig(
         model=model, kv_retention=kv_retention, scorer=scorer, scope=None if scope is None else scope.value,
@@ -162,7 +163,8 @@ def _config(
         max_model_len=max_model_len, prompt_patience=prompt_patience,
         enable_prefix_caching=not no_enable_prefix_caching, scheduling=scheduling.value,
         dtype=dtype.value, kv_cache_dtype=kv_cache_dtype.value,
-        load_format=load_format.value, enforce_eager=enforce_eager, device=device, seed=seed,
+        load_format=load_format.value, enforce_eager=enforce_eager, device=device,
+        threads=threads, seed=seed,
     )  # fmt: skip
 
 
@@ -170,7 +172,7 @@ def calibration_config(
     model: Model = "smollm2", kv_retention: Retention = 0.5, scorer: CalibratedScorer = None,
     scope: CalibratedScope = None, chunk_tokens: Chunk = 512, page_tokens: Page = 16, heads_per_page: Heads = 4,
     gate: Gate = None, dtype: Dtype = WeightType.auto, load_format: Weights = LoadFormat.auto,
-    device: Device = "auto", seed: PilotSeed = 0,
+    device: Device = "auto", threads: Threads = None, seed: PilotSeed = 0,
 ) -> EngineConfig:  # fmt: skip
     """What a calibration looks at, for `configured_by`; no engine is built, so the rest is as by default."""
     # A config must have room for a chunk in one step, whether or not there are any steps.
@@ -178,7 +180,7 @@ def calibration_config(
     return _config(
         model=model, kv_retention=kv_retention, scorer=scorer, scope=scope, chunk_tokens=chunk_tokens,
         page_tokens=page_tokens, heads_per_page=heads_per_page, gate=gate, max_num_batched_tokens=step_tokens,
-        dtype=dtype, load_format=load_format, device=device, seed=seed,
+        dtype=dtype, load_format=load_format, device=device, threads=threads, seed=seed,
     )  # fmt: skip
 
 

@@ -114,7 +114,10 @@ def serve(
                     markup=False,
                 )
 
-        serve_on(listener, engine, app, shutdown_grace_s=shutdown_grace_s, on_ready=tell)
+        try:
+            serve_on(listener, engine, app, shutdown_grace_s=shutdown_grace_s, on_ready=tell)
+        finally:
+            gc.unfreeze()  # what is frozen is not freed at the end, and Triton's bindings report it as leaked
 
 
 def first_request(url: str, model: str, *, chats: bool, locked: bool) -> str:

@@ -75,6 +75,7 @@ class LLM:
         load_format: Literal["auto", "dummy"] = "auto",
         enforce_eager: bool = False,
         device: str = "auto",
+        threads: int | None = None,
         seed: int = 0,
     ) -> None:
         config = EngineConfig(
@@ -86,7 +87,7 @@ class LLM:
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len,
             prompt_patience=prompt_patience, enable_prefix_caching=enable_prefix_caching, scheduling=scheduling,
             dtype=dtype, kv_cache_dtype=kv_cache_dtype, load_format=load_format, enforce_eager=enforce_eager,
-            device=device, seed=seed,
+            device=device, threads=threads, seed=seed,
         )  # fmt: skip
         self._open(config)
 

@@ -31,6 +31,7 @@ from tangram.engine.startup import announce, foretell_calibration
 from tangram.errors import ConfigError, ProfileError
 from tangram.kernels.dispatch import pool_kernels
 from tangram.kernels.step import KernelChoice
+from tangram.kernels.threads import use_threads
 from tangram.model.compiled import compile_layers
 from tangram.model.fused import join_projections
 from tangram.model.load import LoadedModel, load_model
@@ -64,6 +65,7 @@ def parts_of(
     config: EngineConfig, loaded: LoadedModel, kernels: KernelChoice | None = None
 ) -> tuple[Admission, Scheduler, Runner]:
     """What an engine is made of: who may come in, who runs next, and what computes it. As for `engine_of`."""
+    use_threads(config.threads)
     limit = loaded.geometry.max_positions
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(f"max_model_len is {config.max_model_len}, the model was made for at most {limit} positions")
@@ -149,6 +151,7 @@ def calibrate_model(
     `observe` is handed each text's shares, as in `tangram.calibrate.calibrate`. With `foretell` the log says first how
     long it takes.
     """
+    use_threads(config.threads)
     scorer.check_model(loaded.fingerprint)
     samples = [loaded.tokenizer.encode(text)[: loaded.geometry.max_positions] for text in texts]
     scores = score_source(loaded, scorer, chunk_tokens=config.chunk_tokens)

@@ -30,6 +30,7 @@ STRETCH = 128
 SERIAL_ELEMENTS = 1 << 17
 # Sums may be reordered and fused, which vectorises them; infinities and NaN keep their meaning.
 FAST = {"reassoc", "contract", "nsz", "arcp"}
+NOTICE = "compiling the CPU kernels, once on this machine: takes about 20 s"
 KIND_ABS, KIND_OPEN, KIND_FRAC = 0, 1, 2
 
 
@@ -263,7 +264,7 @@ def _work(  # type: ignore[no-untyped-def]
                 partial_out[slot], partial_lse[slot] = part, part_lse
 
 
-@compiled(parallel=True)
+@compiled(parallel=True, notice=NOTICE)
 def step(  # type: ignore[no-untyped-def]
     q, k, v, pool, tables, lengths, address, tasks, entries, segments, part_slot, task_begin, task_end, segment_begin,
     segment_end, slots, tile, scaling, softcap, sinks, out, workers,

@@ -14,9 +14,10 @@ from numba.core.caching import FunctionCache
 _log = logging.getLogger(__name__)
 
 
-def compiled(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def compiled(*, notice: str | None = None, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Compile the function below by `numba.njit(**options)`, and keep the code where Numba looks for it.
 
+    `notice` is logged as a warning before it is compiled, which says why a start takes long.
     No folder to write to, a full disk or a damaged file cost a warning and the time to compile again, nothing else.
     """
 
@@ -24,7 +25,7 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any
         dispatcher: Any = njit(**options)(function)
         try:
             # What `cache=True` does, but for what becomes of an error.
-            dispatcher._cache = _ForgivingCache(function)  # type: ignore[no-untyped-call]
+            dispatcher._cache = _ForgivingCache(function, notice)
         except RuntimeError:
             _warn("there is no folder to write it to, set NUMBA_CACHE_DIR to one")
         return dispatcher  # type: ignore[no-any-return]
@@ -35,13 +36,20 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any
 class _ForgivingCache(FunctionCache):
     """Numba's cache of one function, whose errors are those of a file and not of the function."""
 
+    def __init__(self, function: Callable[..., Any], notice: str | None) -> None:
+        super().__init__(function)  # type: ignore[no-untyped-call]
+        self._notice = notice
+
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """The code for arguments of types `sig`; None where there is none that can be read."""
+        kept = None
         try:
-            return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+            kept = super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
         except (OSError, EOFError, UnpicklingError) as error:
             self._warn(error)
-            return None
+        if kept is None and self._notice is not None:
+            _log.warning(self._notice)
+        return kept
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Keep the code `data` for arguments of types `sig`."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from tangram.errors import ConfigError
 from tangram.kernels import cpu, reference
 from tangram.kernels.step import PrefillRows, Ranking, Room
+from tangram.kernels.waiting import WaitPolicy
 from tangram.plan.cost import CostModel
 from tangram.plan.schedule import PLANNERS, Decoding, Schedule
 from tangram.types import Int32
@@ -33,7 +34,7 @@ class TorchKernels:
     _lengths: Tensor
 
     def __init__(self, pool: Tensor, schedule: Schedule | None = None) -> None:
-        self._pool, self._decode_rows = pool, 0
+        self._pool, self._decode_rows, self._waiting = pool, 0, WaitPolicy()
         self._schedule = Schedule.parse(BY_BUDGETS) if schedule is None else schedule
         if foreign := sorted({*self._schedule.flags, *self._schedule.numbers} - {*PLANNERS[self._schedule.planner]}):
             raise ConfigError(
@@ -59,6 +60,7 @@ class TorchKernels:
 
     def begin(self, tables: Tensor, lengths: Int32, decode_rows: int, prefill: PrefillRows) -> None:
         """See `PoolKernels`."""
+        self._waiting.adjust()
         self._tables, self._decode_rows, self._rows = tables, decode_rows, prefill
         self._lengths = torch.from_numpy(lengths.reshape(-1)).to(self._pool.device)
 
