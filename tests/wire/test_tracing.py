@@ -205,7 +205,7 @@ def test_without_the_sdk_asking_is_an_error_that_says_what_to_install(
         return real(name, *arguments, **options)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(ConfigError, match=r"pip install 'tangram\[otel\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'tangram-serve\[otel\]'"):
         traces_to(endpoint, MODEL, {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://127.0.0.1:4318/v1/traces"})
 
 
