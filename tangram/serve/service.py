@@ -167,6 +167,9 @@ class Service:
             raise RequestError(f"tools: {_NO_TOOLS}", "tools")
         body.grammar(form)  # what is wrong with a schema is said before anything is made of it
         tools = [tool.for_template() for tool in body.tools if body.tool_choice != "none"]
+        if form.channels:  # the template of GPT-OSS takes no tool without one
+            for tool in tools:
+                tool["function"].setdefault("description", "")
         messages = [form.told(message.for_template(), f"{field}[{at}]") for at, message in enumerate(body.messages)]
         options = self.template.told(body.chat_template_kwargs, body.reasoning_effort, body.verbosity)
         prompt = await self.chat_prompt(messages, field, tools, options)
