@@ -169,7 +169,7 @@ def evaluate(
 
 
 _QUICK = (
-    "16 questions about 8 contexts and 5 passages of real text, with everything kept and as served at ρ {kept}. "
+    "12 questions about 8 contexts and 5 passages of real text, with everything kept and as served at ρ {kept}. "
     "With 135 M parameters on two CPU cores that takes less than six minutes; how long here is said when MODEL is "
     "loaded."
 )

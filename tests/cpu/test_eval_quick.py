@@ -54,7 +54,7 @@ def test_it_asks_what_a_server_of_the_model_would_answer(monkeypatch: pytest.Mon
     for plan in static:
         name = f"smollm2.fastkvzip.model.c512.r{plan.method.kv_retention:g}.json"
         assert plan.basis["profile"] == Profile.load(shipped_profiles() / name).fingerprint()
-    assert [plan.questions for plan in seen] == [16, 5] * 3
+    assert [plan.questions for plan in seen] == [12, 5] * 3
 
 
 def test_it_says_how_long_beforehand_and_what_it_costs_at_the_end(
