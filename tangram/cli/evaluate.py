@@ -98,7 +98,6 @@ def evaluate(
     dtype: Dtype = WeightType.auto,
     load_format: Weights = LoadFormat.auto,
     device: Device = "auto",
-    threads: Threads = None,
     kv_cache_gib: CacheGib = None,
     gpu_memory_utilization: Utilization = 0.9,
     kv_cache_dtype: CacheDtype = CacheType.auto,
@@ -117,6 +116,7 @@ def evaluate(
     page_tokens: Page = 16,
     heads_per_page: Heads = 4,
     enforce_eager: Eager = False,
+    threads: Threads = None,
     seed: Seed = 0,
 ) -> None:
     """Ask MODEL the questions of suites under each way of keeping KV entries, and grade its replies."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from typing import Annotated
@@ -84,13 +84,32 @@ def warnings_as_text() -> Iterator[None]:
 @contextmanager
 def logging_as(form: LogForm) -> Iterator[None]:
     """Log in this form while inside. An error that ends the command is a line of the log where that is JSON."""
-    for name in _QUIET:
-        logging.getLogger(name).setLevel(logging.WARNING)
-    if form is LogForm.text:
-        logging.basicConfig(level=logging.INFO, handlers=[_text_handler()], force=True)
-        logging.getLogger("tangram.requests").setLevel(logging.WARNING)
+    quiet = (*_QUIET, "tangram.requests") if form is LogForm.text else _QUIET
+    with _quieted(quiet):
+        if form is LogForm.text:
+            logging.basicConfig(level=logging.INFO, handlers=[_text_handler()], force=True)
+            yield
+        else:
+            with _as_json():
+                yield
+
+
+@contextmanager
+def _quieted(names: Iterable[str]) -> Iterator[None]:
+    """Of these loggers only warnings and worse while inside."""
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
+    try:
         yield
-        return
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+@contextmanager
+def _as_json() -> Iterator[None]:
     from tangram.serve.logs import log_as_json
 
     log_as_json()

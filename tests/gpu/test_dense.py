@@ -86,7 +86,7 @@ def test_engines_answer_the_same_with_it(
         taken.append(arguments[4].tokens.stop - arguments[4].tokens.start)
         attend(*arguments, **options)
 
-    monkeypatch.setattr(dense, "serves", lambda pool: True)
+    monkeypatch.setattr(dense, "serves", lambda pool, card: True)
     monkeypatch.setattr(dense, "attend", counted)
     # On a GPU so few chunks would be passes of their own, which graphs replay (test_rows_apart.py).
     monkeypatch.setattr(Batcher, "apart", lambda batcher, rows: not rows)

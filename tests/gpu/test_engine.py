@@ -161,7 +161,7 @@ def test_chunks_are_gathered_where_nothing_else_is_asked_of_a_layer(
 
     monkeypatch.setattr(gathered, "attend", counted)
     monkeypatch.setattr(gathered, "LEAST_TOKENS", CHUNK)
-    monkeypatch.setattr(gathered, "serves", lambda pool: True)
+    monkeypatch.setattr(gathered, "serves", lambda pool, card: True)
     loaded = models[id(CASES[case][0])]
     options = options_of(case, loaded, tmp_path)
     in_step(both(loaded, options), PROMPTS)

@@ -44,7 +44,7 @@ def test_rows_that_are_taken_apart_leave_what_torch_leaves(
         if torch.cuda.is_available():
             pytest.skip("tiny models are in float32, which is not gathered")
         monkeypatch.setattr(gathered, "LEAST_TOKENS", CHUNK)
-        monkeypatch.setattr(gathered, "serves", lambda pool: True)
+        monkeypatch.setattr(gathered, "serves", lambda pool, card: True)
     loaded = models[id(CASES[case][0])]
     engines = both(loaded, options_of(case, loaded, tmp_path))
     had_room = apart(engines[1], monkeypatch)
@@ -74,7 +74,7 @@ def test_a_row_for_which_there_is_no_room_is_computed_all_the_same(
     if torch.cuda.is_available():
         pytest.skip("tiny models are in float32, which is not gathered")
     monkeypatch.setattr(gathered, "LEAST_TOKENS", CHUNK)
-    monkeypatch.setattr(gathered, "serves", lambda pool: True)
+    monkeypatch.setattr(gathered, "serves", lambda pool, card: True)
     monkeypatch.setattr(triton_kernels, "MOST_BYTES", 1 << 14)
     loaded = models[id(CASES["llama"][0])]
     engines = both(loaded, options_of("llama", loaded, tmp_path))

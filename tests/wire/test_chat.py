@@ -13,7 +13,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -38,6 +38,17 @@ class Typed:
 
     def enter(self, line: str) -> None:
         os.write(self._terminal, line.encode() + b"\n")
+
+    def interrupt(self, heard: Callable[[], bool]) -> None:
+        """Press Ctrl-C until it is heard: one between a prompt and readline's waiting is noted at the next key."""
+        for _ in range(20):
+            self.process.send_signal(signal.SIGINT)
+            deadline_s = time.monotonic() + 2
+            while time.monotonic() < deadline_s:
+                if heard():
+                    return
+                self._read(0.1)
+        pytest.fail(f"Ctrl-C is not heard: {self.said[self._seen :]!r}")
 
     def expect(self, pattern: str, timeout_s: float = ANSWER_S) -> str:
         """Read on until `pattern` comes behind what was expected before."""
@@ -103,9 +114,8 @@ def test_somebody_talks_stops_an_answer_and_ends(tmp_path: Path) -> None:
         talk.enter("the cable? One word.")
         talk.expect(r"reused .* · KV .* MiB, \d+% of uncompressed \(ρ 0.5, the newest \d+ tokens are whole\)")
         talk.expect("you  ")
-        talk.process.send_signal(signal.SIGINT)
-        talk.expect("Ctrl-C again ends")
-        talk.process.send_signal(signal.SIGINT)
+        talk.interrupt(lambda: "Ctrl-C again ends" in talk.said)
+        talk.interrupt(lambda: talk.process.poll() is not None)
         assert talk.process.wait(timeout=30) == 0
         assert "Traceback" not in talk.said
     kept = tmp_path / "tangram" / "chat_history"
