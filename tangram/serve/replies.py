@@ -193,8 +193,13 @@ class CompletionFormat(Format):
         return self._echoes[index // self._n] if self._echoes else ""
 
     def _by_text(self, top: Iterable[tuple[int, float]], sampled: TokenLogprob) -> dict[str, float]:
-        """The alternatives by their text, with the sampled token always among them; of equal texts the best stays."""
-        best: dict[str, float] = {}
-        for token_id, logprob in [*top, (sampled.token_id, sampled.logprob)]:
-            best.setdefault(self._codec.token_text(token_id).text, max(logprob, LOWEST_LOGPROB))
-        return best
+        """The alternatives by their text, with the sampled token always among them.
+
+        Of tokens with the same text, parts of characters above all, the likeliest goes by it, and the others
+        as "token_id:7": the name that vLLM's `return_tokens_as_token_ids` gives them.
+        """
+        named: dict[str, float] = {}
+        for token_id, logprob in dict([*top, (sampled.token_id, sampled.logprob)]).items():
+            text = self._codec.token_text(token_id).text
+            named[f"token_id:{token_id}" if text in named else text] = max(logprob, LOWEST_LOGPROB)
+        return named

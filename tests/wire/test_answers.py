@@ -8,6 +8,10 @@ from typing import Any
 import openai
 import pytest
 
+from tangram.engine.text import TokenText
+from tangram.serve.replies import CompletionFormat
+from tangram.types import Event, TokenLogprob, Usage
+
 from .conftest import CHAT, MODEL, USER, FakeServer, chat_body, scrape, stream_data
 
 
@@ -191,3 +195,16 @@ def test_two_servers_in_one_process_have_their_own_metrics(fake_server: FakeServ
     with locked_server.http() as client:
         client.headers["Authorization"] = "Bearer sesame"
         assert ("tangram_completions_total", "stop") not in scrape(client)
+
+
+def test_alternatives_of_equal_text_all_have_their_place() -> None:
+    class Codec:
+        def token_text(self, token_id: int) -> TokenText:
+            return TokenText("\ufffd" if token_id < 5 else chr(token_id), bytes([token_id]))
+
+    answer = CompletionFormat(Codec(), logprobs=True)  # type: ignore[arg-type]
+    top = ((1, -0.1), (65, -0.5), (2, -1.0), (3, -2.0))
+    event = Event("r", 0, (4,), "\ufffd", (TokenLogprob(4, -9.0, top),), Usage(1, 0, 1, 0, 0))
+    found = answer.delta(0, event)["logprobs"]["top_logprobs"]
+    expected = {"\ufffd": -0.1, "A": -0.5, "token_id:2": -1.0, "token_id:3": -2.0, "token_id:4": -9.0}
+    assert found == [expected]
