@@ -96,15 +96,16 @@ def logging_as(form: LogForm) -> Iterator[None]:
 
 @contextmanager
 def _quieted(names: Iterable[str]) -> Iterator[None]:
-    """Of these loggers only warnings and worse while inside."""
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [logger.level for logger in loggers]
+    """Of these loggers only warnings and worse while inside; afterwards all of logging is as before."""
+    root, loggers = logging.getLogger(), [logging.getLogger(name) for name in names]
+    handlers, levels = root.handlers[:], [logger.level for logger in (root, *loggers)]
     for logger in loggers:
         logger.setLevel(logging.WARNING)
     try:
         yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
+        root.handlers[:] = handlers
+        for logger, level in zip((root, *loggers), levels, strict=True):
             logger.setLevel(level)
 
 
