@@ -8,6 +8,7 @@ import logging
 import os
 import shlex
 import time
+from contextlib import closing
 from dataclasses import replace
 from enum import StrEnum
 from typing import Annotated
@@ -76,8 +77,7 @@ def serve(
     if not api_key and KEY_VARIABLE in os.environ:
         raise ConfigError(f"{KEY_VARIABLE} is set and holds no key: unset it to serve everybody, or put a key in it")
     name = served_name(config) if served_model_name is None else served_model_name
-    listener = Listener.at(host, port)
-    with logging_as(log_format):
+    with closing(Listener.at(host, port)) as listener, logging_as(log_format):
         _log.info("listening at %s; loading PyTorch, then %s", listener.url, config.model)
         # Imports and weights live as long as the process: to collect among them costs half a second.
         gc.disable()

@@ -37,11 +37,17 @@ class Listener:
                 opened.append(socket.create_server(address, family=family, backlog=_BACKLOG))
             except OSError as error:
                 if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                    cls(tuple(opened)).close()
                     raise _refused(host, port, error) from error
                 failure = error  # localhost may have an IPv6 address where there is no IPv6
         if not opened:
             raise _refused(host, port, failure or OSError()) from failure
         return cls(tuple(opened))
+
+    def close(self) -> None:
+        """Listen no more."""
+        for opened in self.sockets:
+            opened.close()
 
     @property
     def url(self) -> str:
