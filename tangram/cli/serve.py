@@ -81,26 +81,28 @@ def serve(
         _log.info("listening at %s; loading PyTorch, then %s", listener.url, config.model)
         # Imports and weights live as long as the process: to collect among them costs half a second.
         gc.disable()
-        from tangram.engine.setup import build_engine
-        from tangram.serve.bridge import Limits
-        from tangram.serve.guard import Protection
-        from tangram.serve.http import Telemetry, build_app, serve_on
-        from tangram.serve.tracing import traces_to
+        try:
+            from tangram.engine.setup import build_engine
+            from tangram.serve.bridge import Limits
+            from tangram.serve.guard import Protection
+            from tangram.serve.http import Telemetry, build_app, serve_on
+            from tangram.serve.tracing import traces_to
 
-        protection = Protection(tuple(api_key or ()), max_body_mb, tuple(allowed_origins or ()))
-        limits = Limits(request_timeout_s, max_queue=max_queue)
-        telemetry = Telemetry(metrics_aliases is not None, traces_to(otlp_endpoint, name))
-        engine = build_engine(replace(config, max_queue=max_queue, overflow_every=overflow_every))
-        app = build_app(
-            engine,
-            served_model_name=name,
-            protection=protection,
-            limits=limits,
-            telemetry=telemetry,
-            let_unknown_by=unknown_fields is UnknownFields.warn,
-        )
-        gc.freeze()
-        gc.enable()
+            protection = Protection(tuple(api_key or ()), max_body_mb, tuple(allowed_origins or ()))
+            limits = Limits(request_timeout_s, max_queue=max_queue)
+            telemetry = Telemetry(metrics_aliases is not None, traces_to(otlp_endpoint, name))
+            engine = build_engine(replace(config, max_queue=max_queue, overflow_every=overflow_every))
+            app = build_app(
+                engine,
+                served_model_name=name,
+                protection=protection,
+                limits=limits,
+                telemetry=telemetry,
+                let_unknown_by=unknown_fields is UnknownFields.warn,
+            )
+            gc.freeze()
+        finally:
+            gc.enable()
 
         def tell() -> None:
             seconds, url = time.monotonic() - begin_s, f"{listener.url}/v1"
