@@ -24,7 +24,7 @@ TASKS = Path("/proc/self/task")
 WINDOW_S = 0.25
 # Threads that waited for a core, in seconds for each second: above the first others want it, below the second nobody.
 CROWDED, FREE = 0.10, 0.03
-FREE_WINDOWS = 4
+FREE_S = 1.0  # so long must nobody want the cores
 _OWN_CHOICE = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 # Elements of which torch gives each thread a share.
 _SHARED_ELEMENTS = 1 << 20
@@ -45,7 +45,7 @@ class WaitPolicy:
         self._tasks, self._clock_s = tasks, clock_s
         self._chosen = any(name in environment for name in _OWN_CHOICE)
         self._since_s, self._waited = clock_s(), _waited_s(tasks)
-        self._free_windows = 0
+        self._free_s = 0.0
         self._release: weakref.finalize[[], WaitPolicy] | None = None
 
     @property
@@ -62,10 +62,10 @@ class WaitPolicy:
         share = sum(max(0.0, now - before.get(task, now)) for task, now in self._waited.items())
         share /= seconds
         self._since_s += seconds
-        self._free_windows = self._free_windows + 1 if share < FREE else 0
+        self._free_s = self._free_s + seconds if share < FREE else 0.0
         if self._release is None and share > CROWDED:
             self._release = weakref.finalize(self, _more_threads_than_cores())
-        elif self._release is not None and self._free_windows >= FREE_WINDOWS:
+        elif self._release is not None and self._free_s >= FREE_S:
             self._release()
             self._release = None
 

@@ -15,7 +15,7 @@ import torch
 
 from tangram.engine.llm import LLM
 from tangram.errors import ConfigError
-from tangram.kernels.waiting import FREE_WINDOWS, WINDOW_S, WaitPolicy
+from tangram.kernels.waiting import FREE_S, WINDOW_S, WaitPolicy
 
 # How much processor time a process takes that hardly computes, with threads that wait long and with such that do not.
 COST = """
@@ -100,9 +100,9 @@ def test_brief_while_others_want_the_cores_and_long_when_they_have_gone(tmp_path
     assert not machine.window(0.0)
     assert machine.window(0.5)
     assert teams() > before
-    assert all(machine.window(0.0) for _ in range(FREE_WINDOWS - 1))
+    assert all(machine.window(0.0) for _ in range(int(FREE_S / WINDOW_S) - 1))
     assert machine.window(0.05), "somebody still takes a little"
-    assert all(machine.window(0.0) for _ in range(FREE_WINDOWS - 1))
+    assert all(machine.window(0.0) for _ in range(int(FREE_S / WINDOW_S) - 1))
     assert not machine.window(0.0)
     assert eventually(before)
 
