@@ -32,10 +32,10 @@ BURN = "while True: pass"
 
 def serve_measurements() -> None:
     """The process of one engine: for each line on standard input, "decode" or "prefill", a line with tokens/s."""
+    from tangram.calibrate.texts import pilot_texts
     from tangram.config import EngineConfig
+    from tangram.engine.build import build_engine
     from tangram.engine.loop import Engine
-    from tangram.engine.setup import build_engine
-    from tangram.pilots import pilot_texts
     from tangram.types import Event, Request, SamplingParams
 
     def speed(engine: Engine, prompt: tuple[int, ...], what: str, seconds: float) -> float:
@@ -132,7 +132,7 @@ def measure(what: str, repeats: int) -> dict[str, list[float]]:
 
 def report(speeds: dict[str, list[float]], what: str) -> None:
     """Print the table and keep the raw figures beside those of the other kind of work."""
-    from tangram.tune.environment import environment
+    from tangram.lab.environment import environment
 
     idle = statistics.median(speeds["idle, libgomp's own"])
     table = Table(title=f"{what}, {CONTEXT_TOKENS} tokens of context, one request")

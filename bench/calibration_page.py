@@ -13,8 +13,8 @@ from typing import Any
 
 from bench.kernels.family import RESULTS
 from bench.kernels.page import replaced
-from tangram.calibrate.report import agreement_rows, budget_name, matrix_rows, samples_rows, table
-from tangram.evaluate.report import machine
+from tangram.lab.accuracy.report import machine
+from tangram.lab.calibration.report import agreement_rows, budget_name, matrix_rows, samples_rows, table
 
 PAGE = Path(__file__).parents[1] / "docs" / "calibration.md"
 CLOSELY = "keydiff", "0.5"  # the scorer and ρ that are looked at closely

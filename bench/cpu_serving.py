@@ -24,12 +24,12 @@ from rich.console import Console
 from rich.table import Table
 from transformers import DynamicCache
 
+from tangram.calibrate.texts import pilot_texts
 from tangram.config import EngineConfig
+from tangram.engine.build import engine_of
 from tangram.engine.loop import Engine
-from tangram.engine.setup import engine_of
+from tangram.lab.environment import environment
 from tangram.model.load import LoadedModel, load_model
-from tangram.pilots import pilot_texts
-from tangram.tune.environment import environment
 from tangram.types import Event, Request, SamplingParams
 
 RESULTS = Path(__file__).parent / "results"

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from tangram.cli.evaluate import Bar
 from tangram.config import EngineConfig
-from tangram.evaluate.compare import compare
-from tangram.evaluate.methods import Grid, Method
-from tangram.evaluate.quick import NEEDLES, TEXT
-from tangram.evaluate.report import report
-from tangram.evaluate.results import AnyCell, FidelityCell
+from tangram.lab.accuracy.compare import compare
+from tangram.lab.accuracy.methods import Grid, Method
+from tangram.lab.accuracy.quick import NEEDLES, TEXT
+from tangram.lab.accuracy.report import report
+from tangram.lab.accuracy.results import AnyCell, FidelityCell
 
 BOUNDS = Path(__file__).with_name("eval_quick_bounds.json")
 # The default scorer of this model, with the method that its budgets stand in for; and that of all other models.

@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from tangram.calibrate.texts import pilot_texts
 from tangram.compress.scorers import make_scorer
 from tangram.config import EngineConfig
-from tangram.engine.setup import calibrate_model
+from tangram.engine.profiles import calibrate_model
 from tangram.model.load import load_model
-from tangram.pilots import pilot_texts
 
 RETENTIONS = (0.25, 0.5, 0.75)
 

@@ -43,13 +43,6 @@ class EngineConfig:
     `overflow_every`: of every so many sealed chunks, one is asked what its own scores would have kept, for the metrics;
     None asks none.
     `decode_policy` is a file of `tangram bench calibrate-policy`; None takes the one kept for this GPU, if any.
-
-    Three fields are there to measure what the engine's parts are worth; nothing serves with them. `head_groups` says
-    which heads share a page table: those of like budgets, neighbours, or all of a layer (in pages of a layer's heads);
-    what each head is promised stays the same. `decode_schedule` (`plan/schedule.py`) plans every decode step.
-    `reclamation` dynamic allocates a chunk whole and gives back what it did not keep, after the forward pass; by-input
-    lets each chunk's own scores decide how much each head keeps, as the methods do that budgets stand in for: every
-    head has pages for everything, and no prefix is shared.
     """
 
     model: str = "smollm2"
@@ -80,9 +73,6 @@ class EngineConfig:
     threads: int | None = None
     seed: int = 0
     overflow_every: int | None = None
-    head_groups: Literal["clustered", "adjacent", "monolithic"] = "clustered"
-    decode_schedule: str | None = None
-    reclamation: Literal["reserved", "dynamic", "by-input"] = "reserved"
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.kv_retention) and 0.0 < self.kv_retention <= 1.0):
@@ -97,20 +87,6 @@ class EngineConfig:
             raise ConfigError(f"kv_cache_dtype is {self.kv_cache_dtype!r}, it must be 'auto' or 'fp8'")
         if self.load_format not in ("auto", "dummy"):
             raise ConfigError(f"load_format is {self.load_format!r}, it must be 'auto' or 'dummy'")
-        if self.head_groups not in ("clustered", "adjacent", "monolithic"):
-            raise ConfigError(f"head_groups is {self.head_groups!r}, it must be clustered, adjacent or monolithic")
-        if self.reclamation not in ("reserved", "dynamic", "by-input"):
-            raise ConfigError(f"reclamation is {self.reclamation!r}, it must be reserved, dynamic or by-input")
-        if self.reclamation == "by-input" and (self.enable_prefix_caching or self.profile or self.kv_retention == 1.0):
-            raise ConfigError(
-                f"reclamation is 'by-input' with enable_prefix_caching {self.enable_prefix_caching}, profile "
-                f"{self.profile} and kv_retention {self.kv_retention}: it needs False, no profile and less than 1.0"
-            )
-        if self.decode_schedule is not None and self.decode_policy is not None:
-            raise ConfigError(
-                f"decode_schedule is {self.decode_schedule!r} and decode_policy {self.decode_policy!r}: give one of "
-                f"them, a policy chooses a schedule for each batch"
-            )
         for name in ("page_tokens", "heads_per_page", "chunk_tokens", "max_num_seqs"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least 1")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, StrEnum
+from enum import StrEnum
 from typing import Protocol
 
 import numpy as np
@@ -222,38 +222,6 @@ class Request:
     marks: Marks = field(default_factory=Marks)
 
 
-class RowKind(Enum):
-    """What one row of a step does.
-
-    DECODE one token against the row's cache · TAIL the rest of a prompt that does not fill its chunk, kept raw ·
-    SEAL one whole chunk, computed in one piece and packed into its final pages.
-    """
-
-    DECODE = "decode"
-    TAIL = "tail"
-    SEAL = "seal"
-
-
-@dataclass(frozen=True)
-class Row:
-    """One request's share of a step. `start` is the position of `tokens[0]`; `tokens` is int64 [n].
-
-    `preceding` are the few tokens before them, for scorers that name the place. `slot` is the row of the block tables;
-    `layout` indexes the engine's layouts (one per retention ratio). With `pending` the last of `tokens` is what the
-    step before samples, and only the device knows it yet.
-    """
-
-    request_id: str
-    slot: int
-    layout: int
-    kind: RowKind
-    start: int
-    tokens: Int64
-    preceding: Int64
-    sample: bool
-    pending: bool = False
-
-
 @dataclass(frozen=True, eq=False)
 class PageMove:
     """Whole pages between the pool and host memory: `pages` int32 [n] of the pool, `slots` int32 [n] of host memory.
@@ -264,23 +232,3 @@ class PageMove:
     pages: Int32
     slots: Int32
     inward: bool
-
-
-@dataclass(frozen=True)
-class Step:
-    """One forward pass: DECODE rows first, then SEAL and TAIL rows. `epoch` changes when the DECODE membership does.
-
-    A sequence may have several SEAL rows and a TAIL row, in the order of its tokens; each attends to what those before
-    it have left. `moves` are made before it, in their order; unless they are `awaited`, no row touches a page that they
-    fill, so the step may run beside them. Later steps find them done.
-    """
-
-    rows: tuple[Row, ...]
-    epoch: int
-    moves: tuple[PageMove, ...] = ()
-    awaited: bool = False
-
-    @property
-    def decode_rows(self) -> int:
-        """The number of DECODE rows; they come first."""
-        return sum(row.kind is RowKind.DECODE for row in self.rows)

@@ -17,8 +17,10 @@ from tangram.compress.scorers import make_scorer
 from tangram.config import EngineConfig
 from tangram.engine.loop import Engine
 from tangram.engine.observe import score_source
-from tangram.engine.setup import engine_of, scorer_spec
+from tangram.engine.profiles import scorer_spec
 from tangram.kernels.step import KernelChoice
+from tangram.lab.baselines.build import engine_of
+from tangram.lab.baselines.config import ComparisonConfig
 from tangram.model.load import LoadedModel, adopt
 from tangram.types import Event, Request, SamplingParams
 
@@ -66,7 +68,9 @@ def small_engine(loaded: LoadedModel, kernels: KernelChoice | None = None, **opt
         "kv_retention": 1.0, "chunk_tokens": 32, "page_tokens": 8, "heads_per_page": 2, "max_num_seqs": 8,
         "max_num_batched_tokens": 96, "kv_cache_gib": 0.01, "scorer": "keydiff",
     }  # fmt: skip
-    return engine_of(EngineConfig(**(defaults | options)), loaded, kernels)
+    compared = {"head_groups", "decode_schedule", "reclamation"} & options.keys()
+    config = ComparisonConfig if compared else EngineConfig
+    return engine_of(config(**(defaults | options)), loaded, kernels)
 
 
 def profile_file(

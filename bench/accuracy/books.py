@@ -9,9 +9,9 @@ from statistics import fmean
 
 from tangram.compress.profile import ALPHA, SINK_TOKENS, default_scope
 from tangram.config import EngineConfig
-from tangram.evaluate.methods import WITH_PROFILE, Method, MethodName
-from tangram.evaluate.report import difference, percent
-from tangram.evaluate.results import AnyCell, Cell, Score, Setting
+from tangram.lab.accuracy.methods import WITH_PROFILE, Method, MethodName
+from tangram.lab.accuracy.report import difference, percent
+from tangram.lab.accuracy.results import AnyCell, Cell, Score, Setting
 
 AVERAGED = ("ruler", "multiturn")
 NONE = "–"

@@ -24,11 +24,11 @@ from bench.accuracy.grid import EMBEDDED, SCORERS
 from tangram.cli.evaluate import Bar
 from tangram.config import EngineConfig
 from tangram.errors import TangramError
-from tangram.evaluate.engines import ModelBench
-from tangram.evaluate.locomo import SUITE
-from tangram.evaluate.methods import Grid, Method
-from tangram.evaluate.prompts import Alignment, Questions, SuitePrompts, filler_token
-from tangram.evaluate.results import Score, mean_recall
+from tangram.lab.accuracy.engines import ModelBench
+from tangram.lab.accuracy.locomo import SUITE
+from tangram.lab.accuracy.methods import Grid, Method
+from tangram.lab.accuracy.prompts import Alignment, Questions, SuitePrompts, filler_token
+from tangram.lab.accuracy.results import Score, mean_recall
 from tangram.model.load import LoadedModel, load_model
 
 

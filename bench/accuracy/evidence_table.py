@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from tangram.evaluate.report import machine, percent
-from tangram.evaluate.results import Score
+from tangram.lab.accuracy.report import machine, percent
+from tangram.lab.accuracy.results import Score
 
 METHODS = ("uniform", "static", "dynamic")
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tangram.engine.text import TextCodec
-from tangram.evaluate.prompts import Alignment, Questions, SamplePrompts, filler_token, parse_suites
+from tangram.lab.accuracy.prompts import Alignment, Questions, SamplePrompts, filler_token, parse_suites
 from tangram.model.load import load_model
 
 

@@ -11,11 +11,11 @@ from pydantic import BaseModel, ConfigDict
 
 from bench.accuracy.books import NONE, Books, table
 from tangram.compress.profile import Scope
-from tangram.evaluate.grading import score
-from tangram.evaluate.methods import Method, MethodName
-from tangram.evaluate.report import percent
-from tangram.evaluate.results import AnyCell, Cell, Score
-from tangram.evaluate.sample import Question
+from tangram.lab.accuracy.grading import score
+from tangram.lab.accuracy.methods import Method, MethodName
+from tangram.lab.accuracy.report import percent
+from tangram.lab.accuracy.results import AnyCell, Cell, Score
+from tangram.lab.accuracy.sample import Question
 
 # Presses that are no Ada-KV of the scorer of their name: what to call them, the scorer, and our scope that is theirs.
 _PRESSES: dict[str, tuple[str, str, Scope]] = {

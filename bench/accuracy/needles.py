@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from bench.accuracy.books import AVERAGED, Books, table
 from tangram.compress.profile import Scope
-from tangram.evaluate.methods import Method, MethodName
-from tangram.evaluate.results import AnyCell, Cell
+from tangram.lab.accuracy.methods import Method, MethodName
+from tangram.lab.accuracy.results import AnyCell, Cell
 
 # Tasks that hide several needles and are asked on their own, by suite: in the same few lines again and again, in prose.
 NEEDLES = {

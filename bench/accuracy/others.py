@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 
 from bench.accuracy.books import AVERAGED, NONE, Books, columns, table
-from tangram.evaluate.locomo import CATEGORIES
-from tangram.evaluate.methods import Method, MethodName
-from tangram.evaluate.report import difference, percent, plain
-from tangram.evaluate.results import AnyCell, Cell, FidelityCell, Score
+from tangram.lab.accuracy.locomo import CATEGORIES
+from tangram.lab.accuracy.methods import Method, MethodName
+from tangram.lab.accuracy.report import difference, percent, plain
+from tangram.lab.accuracy.results import AnyCell, Cell, FidelityCell, Score
 
 _NAMES: tuple[MethodName, ...] = ("uniform", "static", "dynamic")
 _TASKS_AT = 0.5

@@ -21,8 +21,8 @@ from bench.accuracy.tables import tables
 from bench.accuracy.thin import Thin
 from bench.kernels.family import RESULTS
 from bench.kernels.page import replaced
-from tangram.evaluate.report import where
-from tangram.evaluate.results import Results
+from tangram.lab.accuracy.report import where
+from tangram.lab.accuracy.results import Results
 
 PAGE = Path(__file__).parents[2] / "docs" / "accuracy.md"
 KEPT, CONTROL = RESULTS / "accuracy.json", "accuracy_kvpress.json"  # the control is kept beside

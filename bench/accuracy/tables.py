@@ -9,8 +9,8 @@ from statistics import fmean
 from bench.accuracy.books import AVERAGED, NONE, Books, columns, table
 from bench.accuracy.needles import needles, sealed, whole_suites
 from bench.accuracy.others import conversations, fidelity, tasks
-from tangram.evaluate.methods import Method, MethodName
-from tangram.evaluate.results import AnyCell, Cell
+from tangram.lab.accuracy.methods import Method, MethodName
+from tangram.lab.accuracy.results import AnyCell, Cell
 
 
 def tables(cells: Sequence[AnyCell]) -> str:

@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from tangram.evaluate.methods import Method
-from tangram.evaluate.results import (
+from tangram.lab.accuracy.methods import Method
+from tangram.lab.accuracy.results import (
     Answer,
     AnsweredSample,
     AnyCell,
@@ -104,7 +104,7 @@ class Thin(BaseModel):
         )
 
     def whole(self) -> list[AnyCell]:
-        """The cells as `tangram.evaluate.report` reads them; one answer a sample where there are no categories."""
+        """The cells as `tangram.lab.accuracy.report` reads them; one answer a sample where there are no categories."""
         return [self._whole(cell) for cell in self.cells]
 
     def _whole(self, cell: ThinCell) -> AnyCell:

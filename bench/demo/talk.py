@@ -10,8 +10,8 @@ from pathlib import Path
 from bench.demo.kept import Kept
 from tangram.cache.layout import Layout
 from tangram.config import EngineConfig
+from tangram.engine.build import engine_of
 from tangram.engine.loop import Engine
-from tangram.engine.setup import engine_of
 from tangram.errors import TangramError
 from tangram.model.load import load_model
 from tangram.types import Event, FinishReason, Request, SamplingParams, Usage

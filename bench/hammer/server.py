@@ -19,7 +19,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.hammer.heap import EVERY_BYTE, in_use_mb
-from tangram.tune.environment import environment
+from tangram.lab.environment import environment
 
 MODEL = "smollm2"
 START_TIMEOUT_S = 300.0

@@ -13,8 +13,8 @@ from functools import partial
 
 from bench.kernels import dense, pat
 from bench.kernels.family import Entry, execute, parser
-from tangram.tune.case import Case, Geometry
-from tangram.tune.tree import Tree
+from tangram.lab.kernel_benchmarks.case import Case, Geometry
+from tangram.lab.kernel_benchmarks.tree import Tree
 
 WHOLE = "packing:measured"
 VARIANTS = (WHOLE, *(f"{WHOLE}+{flag}" for flag in ("apart", "atomic", "onetile", "serial")))

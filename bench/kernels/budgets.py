@@ -13,8 +13,8 @@ from tangram.compress.provenance import ScorerSpec
 from tangram.engine.batch import GROWTH_TOKENS
 from tangram.errors import ConfigError
 from tangram.import_profiles import import_published
+from tangram.lab.kernel_benchmarks.case import Case, Geometry, scattered
 from tangram.plan.form import DecodeRows
-from tangram.tune.case import Case, Geometry, scattered
 from tangram.types import Int64
 
 SHIPPED = (

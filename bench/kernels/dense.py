@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 
 from bench.kernels.family import Entry, execute, parser
-from tangram.tune.case import Case, Geometry, own_case
+from tangram.lab.kernel_benchmarks.case import Case, Geometry, own_case
 
 PLANNERS = ("workqueue", "aot", "workqueue+atomic", "plain")
 PEERS = ("decode", "decode-static", "batch", "sdpa")

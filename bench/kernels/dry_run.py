@@ -15,12 +15,13 @@ from torch import Tensor
 
 from bench.kernels.family import Entry
 from tangram.kernels import reference
+from tangram.lab.baselines.uniform import parse_schedule
+from tangram.lab.kernel_benchmarks.contenders import Ours
+from tangram.lab.kernel_benchmarks.timing import LARGEST_ERROR, WrongAnswer, relative_error
+from tangram.lab.kernel_benchmarks.workloads import Workload, expected
 from tangram.plan.cost import CostModel
 from tangram.plan.form import WorkPlan
 from tangram.plan.schedule import Schedule
-from tangram.tune.contenders import Ours
-from tangram.tune.timing import LARGEST_ERROR, WrongAnswer, relative_error
-from tangram.tune.workloads import Workload, expected
 
 MULTIPROCESSORS = 3
 
@@ -33,7 +34,7 @@ def dry_run(name: str, options: argparse.Namespace, entries: Iterable[Entry]) ->
     for entry in entries:
         workload = Workload.build(entry.make(True), getattr(torch, options.dtype), torch.device("cpu"))
         answer = expected(workload)
-        for schedule in (Schedule.parse(text) for text in entry.only or options.planners):
+        for schedule in (parse_schedule(text) for text in entry.only or options.planners):
             where = f"{entry.name}, {schedule.text}"
             plan = schedule.plan(workload.case.decoding, MULTIPROCESSORS, cost)
             plan.check(workload.case.rows, workload.case.lengths, workload.case.tables)

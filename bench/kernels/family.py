@@ -18,9 +18,10 @@ from typing import Any
 import torch
 
 from tangram.errors import TangramError
+from tangram.lab.baselines.uniform import parse_schedule
+from tangram.lab.kernel_benchmarks.case import Case
 from tangram.plan.cost import CostModel
 from tangram.plan.schedule import Schedule
-from tangram.tune.case import Case
 
 RESULTS = Path(__file__).parent.parent / "results"
 PEERS = ("decode", "decode-static", "batch", "cascade", "cascade-fa3", "sdpa")
@@ -91,7 +92,7 @@ def execute(
         print(NO_DEVICE, file=sys.stderr)
         raise SystemExit(2)
     from bench.kernels import report
-    from tangram.tune.timing import Ceilings
+    from tangram.lab.kernel_benchmarks.timing import Ceilings
 
     run = Run(name, options)
     device, dtype = torch.device("cuda"), getattr(torch, options.dtype)
@@ -110,8 +111,8 @@ def execute(
 def _measure_entry(run: Run, entry: Entry, device: torch.device, dtype: torch.dtype) -> None:
     """Append the entry's row, or say why there is none."""
     from bench.kernels import report
-    from tangram.tune.timing import ColdCache
-    from tangram.tune.workloads import Workload, expected
+    from tangram.lab.kernel_benchmarks.timing import ColdCache
+    from tangram.lab.kernel_benchmarks.workloads import Workload, expected
 
     started = time.monotonic()
     try:
@@ -139,7 +140,7 @@ def _measure_entry(run: Run, entry: Entry, device: torch.device, dtype: torch.dt
 
 
 def _timed(run: Run, build: Callable[[], Any], answer: Any, cold: Any) -> dict[str, Any]:
-    from tangram.tune.timing import measure
+    from tangram.lab.kernel_benchmarks.timing import measure
 
     contender = build()
     result = measure(contender, answer, cold, replays=run.options.replays, wall=not run.options.no_wall)
@@ -150,8 +151,8 @@ def _timed(run: Run, build: Callable[[], Any], answer: Any, cold: Any) -> dict[s
 def _contenders(run: Run, entry: Entry, workload: Any) -> list[tuple[str, Callable[[], Any]]]:
     """Ours by variant, then the peers asked for, each built when its turn comes."""
     from bench.kernels.peers import peer
-    from tangram.kernels.flashinfer import WORKSPACE_BYTES
-    from tangram.tune.contenders import Ours
+    from tangram.lab.kernel_benchmarks.contenders import Ours
+    from tangram.lab.kernel_benchmarks.flashinfer import WORKSPACE_BYTES
 
     options = run.options
     multiprocessors = torch.cuda.get_device_properties(workload.device).multi_processor_count
@@ -164,6 +165,6 @@ def _contenders(run: Run, entry: Entry, workload: Any) -> list[tuple[str, Callab
     def theirs(name: str) -> Callable[[], Any]:
         return lambda: peer(name, workload, workspace)
 
-    schedules = [Schedule.parse(text) for text in (options.planners if entry.only is None else entry.only)]
+    schedules = [parse_schedule(text) for text in (options.planners if entry.only is None else entry.only)]
     peers = options.peers if entry.only is None else ()
     return [(schedule.text, ours(schedule)) for schedule in schedules] + [(name, theirs(name)) for name in peers]

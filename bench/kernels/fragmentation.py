@@ -24,7 +24,7 @@ from bench.kernels.budgets import SHIPPED, load
 from bench.kernels.family import RESULTS
 from tangram.compress.groups import cluster, group_budgets
 from tangram.compress.profile import Profile
-from tangram.tune.environment import environment
+from tangram.lab.environment import environment
 from tangram.types import Float64
 
 HEADS_PER_PAGE = (1, 2, 4, 8)

@@ -28,20 +28,20 @@ from rich.table import Table
 
 from bench.kernels.budgets import load
 from bench.kernels.tables import Books
+from tangram.cache.step import Row, RowKind, Step
 from tangram.engine.batch import Batcher, DeviceTables
 from tangram.engine.meters import Meters
 from tangram.kernels.stopwatch import Stopwatch
-from tangram.model.sealing import Retention
+from tangram.lab.baselines.uniform import plan_uniform_splits
+from tangram.lab.environment import environment
 from tangram.plan.aot import plan_aot
 from tangram.plan.cost import CostModel
 from tangram.plan.forest import Forest, build_forest, units_of
 from tangram.plan.form import DecodeRows, WorkPlan
 from tangram.plan.packing import plan_packing
 from tangram.plan.plain import plan_plain
-from tangram.plan.uniform import plan_uniform_splits
 from tangram.plan.workqueue import plan_workqueue
-from tangram.tune.environment import environment
-from tangram.types import Int32, Int64, Row, RowKind, Step
+from tangram.types import Int32, Int64
 
 RESULT = Path(__file__).parents[1] / "results" / "kernels_host_cost.json"
 PAGE, CHUNK, WORKERS, GROUP = 32, 2048, 264, 4
@@ -152,16 +152,14 @@ def step_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
     profile = load("qwen3-4b-instruct-2507.keydiff.layer.c2048.r0.25", None, page_tokens=PAGE, heads_per_page=None)
     books = Books(profile, options.rows, options.tokens)
     books.fill(options.tokens)
-    layout, cache = books.layout, books.cache
+    cache = books.cache
     pool = torch.empty(1, profile.heads_per_page, 2, PAGE, profile.model.head_dim, dtype=torch.float16)
     tables = DeviceTables(cache, pool.device)
     kernels = TritonKernels(pool, profile.model.query_heads // profile.model.kv_heads)
-    batcher = Batcher(
-        [Retention(profile.kv_retention, layout, "")], kernels, cache, tables, None, Meters(Stopwatch(pool.device))
-    )
+    batcher = Batcher([books.retention], None, kernels, cache, tables, None, Meters(Stopwatch(pool.device)))
     token = np.zeros(1, np.int64)
     rows = tuple(
-        Row(str(seq.slot), seq.slot, 0, RowKind.DECODE, options.tokens, token, token[:0], True)
+        Row(str(seq.slot), seq.slot, books.retention, RowKind.DECODE, options.tokens, token, token[:0], True)
         for seq in books.sequences
     )
     epochs = count()

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from bench.kernels.family import Entry, execute, parser
-from tangram.tune.case import Case, Geometry, tree_case
-from tangram.tune.tree import CONFIGS, HEADS, PAGE_TOKENS, QUICK_CONFIGS, Tree
+from tangram.lab.kernel_benchmarks.case import Case, Geometry, tree_case
+from tangram.lab.kernel_benchmarks.tree import CONFIGS, HEADS, PAGE_TOKENS, QUICK_CONFIGS, Tree
 
 PLANNERS = ("packing:measured", "packing:naive", "packing:paper", "packing:off")
 PEERS = ("decode", "decode-static", "batch", "cascade")

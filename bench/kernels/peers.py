@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from bench.kernels.sdpa import TorchAttention
-from tangram.kernels.flashinfer import on_host
-from tangram.tune.library import Library, layers_of
-from tangram.tune.timing import Contender, NotApplicable
-from tangram.tune.workloads import Workload
+from tangram.lab.kernel_benchmarks.flashinfer import on_host
+from tangram.lab.kernel_benchmarks.library import Library, layers_of
+from tangram.lab.kernel_benchmarks.timing import Contender, NotApplicable
+from tangram.lab.kernel_benchmarks.workloads import Workload
 from tangram.types import Int32
 
 PEERS = ("decode", "decode-static", "batch", "cascade", "cascade-fa3", "sdpa")

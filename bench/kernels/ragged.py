@@ -21,7 +21,7 @@ from bench.kernels.budgets import SHIPPED, chosen_layers, even_case, load, ragge
 from bench.kernels.family import Entry, Run, execute, parser
 from bench.kernels.summary import BEST, Row, device_us, names
 from tangram.compress.profile import Profile
-from tangram.tune.case import Case
+from tangram.lab.kernel_benchmarks.case import Case
 
 PLANNERS = ("aot", "uniform", "workqueue")
 PEERS = ("decode", "batch")

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tangram.tune.timing import NotApplicable
-from tangram.tune.workloads import Workload, gathered
+from tangram.lab.kernel_benchmarks.timing import NotApplicable
+from tangram.lab.kernel_benchmarks.workloads import Workload, gathered
 
 SDPA_LIMIT_BYTES = 12 << 30
 

@@ -24,11 +24,13 @@ from rich.table import Table
 from bench.kernels.budgets import SHIPPED, load
 from bench.kernels.family import RESULTS
 from bench.kernels.fragmentation import HEADS_PER_PAGE
+from tangram.cache.keys import ChunkKeys
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
+from tangram.cache.retention import Retention
 from tangram.cache.sequence import SequenceCache
 from tangram.compress.profile import Profile
-from tangram.tune.environment import environment
+from tangram.lab.environment import environment
 from tangram.types import Geometry, Int64
 
 PAGE_TOKENS = 16
@@ -44,24 +46,32 @@ class Books:
         geometry = Geometry(
             len(windows), model.kv_heads, model.query_heads, model.head_dim, 50_000, limit, windows
         )  # fmt: skip
-        self.layout = Layout.build(
+        layout = Layout.build(
             geometry, chunk_tokens=profile.chunk_tokens, page_tokens=profile.page_tokens,
             heads_per_page=profile.heads_per_page, max_tokens=limit, groups=profile.groups,
             sealed_pages=profile.sealed_pages,
         )  # fmt: skip
-        pages = rows * self.layout.most_pages(limit)
+        self.retention = Retention(profile.kv_retention, layout, "profile")
         self.cache = CacheManager(
-            [("profile", self.layout)], total_pages=pages, max_sequences=rows, prefix_caching=True
+            [self.retention],
+            total_pages=rows * layout.most_pages(limit),
+            max_sequences=rows,
+            prefix_caching=True,
         )
         draw = np.random.default_rng(0)
         self.tokens = [draw.integers(0, 50_000, limit) for _ in range(rows)]
         self.limit, self.sequences = limit, list[SequenceCache]()
 
+    @property
+    def layout(self) -> Layout:
+        return self.retention.layout
+
     def fill(self, tokens: int) -> list[float]:
         """Take in every row's prompt; milliseconds of each sealed chunk."""
         times = []
         for own in self.tokens:
-            seq = self.cache.admit(0, "", own[:tokens], self.limit)
+            keys = ChunkKeys(self.retention, "")
+            seq = self.cache.admit(keys, own[:tokens], self.limit)
             if seq is None:
                 raise SystemExit("the pool is too small: nothing is reported")
             self.sequences.append(seq)

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.serving.engines import Served, Tangram, Vllm, vocab_size
-from tangram.drive.clock import NO_LIMITS, Answer, GivenUpError, Limits, Patience, Summary
-from tangram.drive.work import Ask, alike, arriving, made_up, next_turn, traced
-from tangram.tune.environment import environment
+from tangram.lab.environment import environment
+from tangram.lab.load.clock import NO_LIMITS, Answer, GivenUpError, Limits, Patience, Summary
+from tangram.lab.load.work import Ask, alike, arriving, made_up, next_turn, traced
 
 # A case gives its parts one by one, as they are measured.
 Case = Callable[[Served], Iterator[tuple[str, list[Answer]]]]

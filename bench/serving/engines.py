@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from tangram.drive.clock import Answer, Patience, answered
-from tangram.drive.work import Ask
+from tangram.lab.load.clock import Answer, Patience, answered
+from tangram.lab.load.work import Ask
 
 MODEL = Path(__file__).parents[1] / "models" / "qwen3-4b"
 MOST_REQUESTS = 256
@@ -26,7 +26,7 @@ class Served(Protocol):
         ...
 
     def answered(self, asks: Sequence[Ask], patience: Patience | None = None) -> list[Answer]:
-        """As `tangram.drive.clock.answered`: all of `asks`, each at its time, greedily and to the last token."""
+        """As `tangram.lab.load.clock.answered`: all of `asks`, each at its time, greedily and to the last token."""
         ...
 
 
@@ -38,7 +38,7 @@ class Tangram:
         cache_dtype: Literal["auto", "fp8"] = "auto",
     ) -> None:  # fmt: skip
         from tangram.config import EngineConfig
-        from tangram.engine.setup import build_engine
+        from tangram.engine.build import build_engine
 
         self.options = {
             "load_format": "dummy", "dtype": "bfloat16", "kv_retention": kv_retention, "scorer": "keydiff",

@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from tangram.cache.host import HostTier
+from tangram.cache.keys import ChunkKeys, raw_key, window_key
 from tangram.cache.layout import Layout
 from tangram.cache.pages import Ledger
-from tangram.cache.prefix import Chain, Link, Node, PrefixCache, chunk_key, raw_key, root_key, window_key
+from tangram.cache.prefix import Chain, Link, Node, PrefixCache
+from tangram.cache.retention import Retention
 from tangram.cache.sequence import SequenceCache
 from tangram.errors import IntegrityError
 from tangram.types import Int32, Int64, PageMove
@@ -29,17 +31,21 @@ class CacheManager:
     """
 
     def __init__(
-        self, layouts: Sequence[tuple[str, Layout]], *, total_pages: int, max_sequences: int, prefix_caching: bool,
+        self,
+        retentions: Sequence[Retention],
+        *,
+        total_pages: int,
+        max_sequences: int,
+        prefix_caching: bool,
         host_pages: int = 0,
-    ) -> None:  # fmt: skip
-        self.fingerprints = [fingerprint for fingerprint, _ in layouts]
-        self.layouts = [layout for _, layout in layouts]
+    ) -> None:
+        layouts = [retention.layout for retention in retentions]
         self.ledger = Ledger(total_pages)
         self.host = HostTier(host_pages, total_pages)
         self.prefix = PrefixCache(self.ledger, self.host)
         self.prefix_caching = prefix_caching
-        width = max(int(layout.group_offset[-1]) for layout in self.layouts)
-        groups = max(len(layout.groups) for layout in self.layouts)
+        width = max(int(layout.group_offset[-1]) for layout in layouts)
+        groups = max(len(layout.groups) for layout in layouts)
         self.tables: Int32 = np.zeros((max_sequences, width), np.int32)
         self.follower: Callable[[int, Int64], None] | None = None
         self.lengths: Int32 = np.zeros((max_sequences, groups), np.int32)
@@ -62,15 +68,14 @@ class CacheManager:
         seq.promised_pages = max(wanted, seq.formula_pages)
         return True
 
-    def new_tokens(self, layout_index: int, salt: str, tokens: Int64) -> int:
-        """How many of `tokens` are not in cached chunks now, so that they would have to be computed."""
-        cached = len(self._chain(layout_index, salt, tokens).chunks)
-        return len(tokens) - cached * self.layouts[layout_index].chunk_tokens
+    def new_tokens(self, keys: ChunkKeys, tokens: Int64) -> int:
+        """How many of a sequence's `tokens` are not in cached chunks now, so that they would have to be computed."""
+        return len(tokens) - len(self._chain(keys, tokens).chunks) * keys.retention.layout.chunk_tokens
 
     # -- a sequence's life ----------------------------------------------------------------------------------------
 
-    def admit(self, layout_index: int, salt: str, tokens: Int64, limit: int) -> SequenceCache | None:
-        """Take in a sequence that knows `tokens` and may grow to `limit` tokens; None if there is no room now.
+    def admit(self, keys: ChunkKeys, tokens: Int64, limit: int) -> SequenceCache | None:
+        """Take in the sequence of `keys`, which knows `tokens` and may grow to `limit` tokens; None if no room now.
 
         What the prefix cache has of it, on the device or in host memory, is attached: `cached_tokens` says how much. At
         least one token is always left to compute, and a chunk that the tokens fill is either wholly cached or wholly
@@ -78,7 +83,7 @@ class CacheManager:
         """
         if not self._slots:
             return None
-        layout, chain = self.layouts[layout_index], self._chain(layout_index, salt, tokens)
+        layout, chain = keys.retention.layout, self._chain(keys, tokens)
         here = [node for key in chain.keys if (node := self.prefix.find(key)) is not None]
         for node in here:
             self.prefix.acquire(node)
@@ -88,15 +93,14 @@ class CacheManager:
             for node in reversed(here):
                 self.prefix.release(node)
             return None
-        seq = SequenceCache(self._slots.pop(), layout_index, layout, [chain.root], promised_pages=promise)
+        seq = SequenceCache(self._slots.pop(), keys, promised_pages=promise)
         self.sequences[seq.slot] = seq
         if here:
             self.ledger.share(np.concatenate([node.pages for node in here]))
         with self.host.holding(chain.keys):
             self._attach(seq, chain)
-        rest = tokens[seq.computed_tokens :]
-        if self.prefix_caching and len(rest) < layout.chunk_tokens:
-            self._attach_raw(seq, rest)
+        if self.prefix_caching and len(tokens) - seq.computed_tokens < layout.chunk_tokens:
+            self._attach_raw(seq, tokens)
         seq.cached_tokens = seq.computed_tokens
         self._write_lengths(seq)
         return seq
@@ -147,10 +151,8 @@ class CacheManager:
             return
         while len(seq.chunk_nodes) < seq.sealed_chunks:
             self._publish_chunk(seq, tokens)
-        start = seq.sealed_chunks * layout.chunk_tokens
         for page in range(len(seq.raw_nodes), seq.raw_tokens // layout.page_tokens):
-            begin = start + page * layout.page_tokens
-            self._publish_raw(seq, tokens[begin : begin + layout.page_tokens], page)
+            self._publish_raw(seq, tokens, page)
 
     def close(self, seq: SequenceCache) -> None:
         """Give back everything `seq` holds; what it published stays cached until evicted."""
@@ -165,18 +167,16 @@ class CacheManager:
         self._slots.append(seq.slot)
 
     def next_key(self, seq: SequenceCache, tokens: Int64) -> bytes | None:
-        """The prefix key of the chunk that `seq`, all committed, seals next; None if not full or for nobody else."""
-        begin = seq.sealed_chunks * seq.layout.chunk_tokens
-        chunk = tokens[begin : begin + seq.layout.chunk_tokens]
-        if not self.prefix_caching or len(chunk) < seq.layout.chunk_tokens:
+        """The prefix key of the chunk of `tokens` that `seq` seals next; None if not full or for nobody else."""
+        filled = seq.sealed_chunks + 1
+        if not self.prefix_caching or len(tokens) < filled * seq.layout.chunk_tokens:
             return None
-        return chunk_key(seq.keys[-1], chunk)
+        return seq.keys.after(filled, tokens)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _chain(self, layout_index: int, salt: str, tokens: Int64) -> Chain:
-        root = root_key(self.fingerprints[layout_index], salt)
-        return self.prefix.longest(self.layouts[layout_index], root, tokens if self.prefix_caching else tokens[:0])
+    def _chain(self, keys: ChunkKeys, tokens: Int64) -> Chain:
+        return self.prefix.longest(keys, tokens if self.prefix_caching else tokens[:0])
 
     def _take_span(self, seq: SequenceCache) -> Int32:
         return self._take(seq.layout.span_pages)
@@ -230,7 +230,6 @@ class CacheManager:
             seq.chunk_nodes.append(self._reached(key, seq.chunk_nodes[-1] if chunk else None, Link.CHUNK, full))
         for chunk, key in windows:
             seq.window_nodes.append(self._reached(key, seq.chunk_nodes[chunk], Link.WINDOW, layout.window_span_pages))
-        seq.keys += chain.chunks
         seq.spans, seq.window_spans = ([node.pages for node in nodes] for nodes in (seq.chunk_nodes, seq.window_nodes))
         chunks = np.arange(len(chain.chunks))
         self._enter_all(seq, layout.span_entries(chunks)[:, :full], seq.spans)
@@ -247,10 +246,10 @@ class CacheManager:
         self.prefix.acquire(node)
         return node
 
-    def _attach_raw(self, seq: SequenceCache, tail: Int64) -> None:
-        layout, key = seq.layout, seq.keys[-1]
-        for begin in range(0, len(tail) - layout.page_tokens, layout.page_tokens):
-            key = raw_key(key, tail[begin : begin + layout.page_tokens])
+    def _attach_raw(self, seq: SequenceCache, tokens: Int64) -> None:
+        layout, key = seq.layout, seq.keys.after(seq.sealed_chunks, tokens)
+        for begin in range(seq.computed_tokens, len(tokens) - layout.page_tokens, layout.page_tokens):
+            key = raw_key(key, tokens[begin : begin + layout.page_tokens])
             node = self.prefix.find(key)
             if node is None:
                 break
@@ -265,8 +264,7 @@ class CacheManager:
     def _publish_chunk(self, seq: SequenceCache, tokens: Int64) -> None:
         layout, chunk = seq.layout, len(seq.chunk_nodes)
         parent = seq.chunk_nodes[-1] if seq.chunk_nodes else None
-        key = chunk_key(seq.keys[-1], tokens[chunk * layout.chunk_tokens : (chunk + 1) * layout.chunk_tokens])
-        seq.keys.append(key)
+        key = seq.keys.after(chunk + 1, tokens)
         entries, full = layout.span_entries(chunk), layout.full_span_pages
         node = self._adopt(seq, entries[:full], key, parent, seq.spans[chunk], Link.CHUNK)
         seq.spans[chunk] = node.pages
@@ -277,9 +275,12 @@ class CacheManager:
             seq.window_nodes.append(newest)
 
     def _publish_raw(self, seq: SequenceCache, tokens: Int64, page: int) -> None:
-        parent = seq.raw_nodes[-1] if seq.raw_nodes else (seq.chunk_nodes[-1] if seq.chunk_nodes else None)
-        key = raw_key(seq.raw_nodes[-1].key if seq.raw_nodes else seq.keys[-1], tokens)
-        entries = seq.layout.raw_entries(seq.sealed_chunks, page)
+        layout, before = seq.layout, seq.raw_nodes or seq.chunk_nodes
+        parent = before[-1] if before else None
+        begin = seq.sealed_chunks * layout.chunk_tokens + page * layout.page_tokens
+        parent_key = seq.raw_nodes[-1].key if seq.raw_nodes else seq.keys.after(seq.sealed_chunks, tokens)
+        key = raw_key(parent_key, tokens[begin : begin + layout.page_tokens])
+        entries = layout.raw_entries(seq.sealed_chunks, page)
         node = self._adopt(seq, entries, key, parent, seq.raw_pages[page], Link.RAW)
         seq.raw_pages[page] = node.pages
         seq.raw_nodes.append(node)

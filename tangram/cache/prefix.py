@@ -1,44 +1,21 @@
 """The prefix cache: tokens → pages that already hold their KV entries.
 
-A chain of keys, each SHA-256 over its parent's key and its own tokens, starts from (profile fingerprint, salt). Links
-are sealed chunks (`C` tokens) and, below the last sealed chunk, raw pages (`P` tokens). The pages of sliding-window
-groups of a chunk hang below it as a leaf of their own, so that they can go while the chunk stays. By the purity law
-equal keys mean equal contents, whoever computed them. What nobody uses is evicted least recently used first, leaves
-before parents; sealed chunks go to host memory, if there is some.
+Links have the keys of `keys.py`. They are sealed chunks (`C` tokens) and, below the last sealed
+chunk, raw pages (`P` tokens). The pages of sliding-window groups of a chunk hang below it as a leaf
+of their own, so that they can go while the chunk stays. What nobody uses is evicted least recently
+used first, leaves before parents. Sealed chunks go to host memory, if there is some.
 """
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 from dataclasses import dataclass, field
 from enum import Enum
 
 from tangram.cache.host import HostTier
-from tangram.cache.layout import Layout
+from tangram.cache.keys import ChunkKeys, window_key
 from tangram.cache.pages import Ledger
 from tangram.types import Int32, Int64
-
-
-def root_key(fingerprint: str, salt: str) -> bytes:
-    """The start of a chain: sequences with another profile or another salt share nothing."""
-    # A salt is any string a client sends, lone surrogates included.
-    return hashlib.sha256(f"{len(fingerprint)}:{fingerprint}:{salt}".encode(errors="surrogatepass")).digest()
-
-
-def chunk_key(parent: bytes, tokens: Int64) -> bytes:
-    """The key of the sealed chunk of `tokens` (int64) after the chain that ends in `parent`."""
-    return hashlib.sha256(parent + tokens.tobytes()).digest()
-
-
-def raw_key(parent: bytes, tokens: Int64) -> bytes:
-    """The key of the raw page of `tokens` (int64) after the chain in `parent`; also with C = P no chunk's."""
-    return hashlib.sha256(parent + tokens.tobytes() + b"raw").digest()
-
-
-def window_key(chunk: bytes) -> bytes:
-    """The key of the sliding-window part of a sealed chunk."""
-    return hashlib.sha256(chunk + b"window").digest()
 
 
 class Link(Enum):
@@ -69,9 +46,8 @@ class Node:
 
 @dataclass(frozen=True)
 class Chain:
-    """Keys of sealed chunks that follow on each other after `root`, and of the window parts of the newest of them."""
+    """Keys of a sequence's first sealed chunks, and of the window parts of the newest of them."""
 
-    root: bytes
     chunks: list[bytes]
     windows: list[bytes]
 
@@ -99,23 +75,23 @@ class PrefixCache:
         """The link with this key, if it is still here."""
         return self.nodes.get(key)
 
-    def longest(self, layout: Layout, root: bytes, tokens: Int64) -> Chain:
-        """What the device or host memory has of `tokens` after `root`, so that one of them at least is left to compute.
+    def longest(self, keys: ChunkKeys, tokens: Int64) -> Chain:
+        """What the device or host memory has of `tokens`, a sequence's, of which it leaves one to compute.
 
         The next query must find in its windows what it sees, so chunks without these parts are left out.
         """
-        key, chunks = root, list[bytes]()
-        for begin in range(0, len(tokens) - layout.chunk_tokens, layout.chunk_tokens):
-            key = chunk_key(key, tokens[begin : begin + layout.chunk_tokens])
+        layout, chunks = keys.retention.layout, list[bytes]()
+        for number in range(1, (len(tokens) - 1) // layout.chunk_tokens + 1):
+            key = keys.after(number, tokens)
             if not self._known(key):
                 break
             chunks.append(key)
         while chunks:
             windows = [window_key(key) for key in chunks[max(0, len(chunks) - layout.window_chunks) :]]
             if all(map(self._known, windows)):
-                return Chain(root, chunks, windows)
+                return Chain(chunks, windows)
             chunks.pop()
-        return Chain(root, [], [])
+        return Chain([], [])
 
     def _known(self, key: bytes) -> bool:
         return key in self.nodes or key in self.host.links

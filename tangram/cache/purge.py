@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tangram.cache.keys import ChunkKeys, raw_key
 from tangram.cache.manager import CacheManager
-from tangram.cache.prefix import Node, chunk_key, raw_key, root_key
+from tangram.cache.prefix import Node
 from tangram.types import Int32, Int64
 
 
@@ -33,21 +34,23 @@ class Suspects:
         return np.unique(np.concatenate(held)) if held else np.zeros(0, np.int32)
 
 
-def suspects(cache: CacheManager, layout_index: int, salt: str, tokens: Int64) -> Suspects:
-    """Everything that begins as `tokens` do and may have come of the same state; tokens alone name it."""
-    layout, root = cache.layouts[layout_index], root_key(cache.fingerprints[layout_index], salt)
-    keys = {chunk_key(root, tokens[: layout.chunk_tokens]), raw_key(root, tokens[: layout.page_tokens])}
+def suspects(cache: CacheManager, keys: ChunkKeys, tokens: Int64) -> Suspects:
+    """All that begins as the sequence of `keys` and `tokens` does and may have come of its state."""
+    layout = keys.retention.layout
+    found = {raw_key(keys.after(0, tokens), tokens[: layout.page_tokens])}
+    if len(tokens) >= layout.chunk_tokens:
+        found.add(keys.after(1, tokens))
     nodes = []
     for node in cache.prefix.nodes.values():  # parents come before children
-        if node.key in keys or (node.parent is not None and node.parent.key in keys):
-            keys.add(node.key)
+        if node.key in found or (node.parent is not None and node.parent.key in found):
+            found.add(node.key)
             nodes.append(node)
     slots = [
         seq.slot
         for seq in cache.sequences.values()
-        if any(links and links[0].key in keys for links in (seq.chunk_nodes, seq.raw_nodes))
+        if any(links and links[0].key in found for links in (seq.chunk_nodes, seq.raw_nodes))
     ]
-    return Suspects(keys, nodes, slots)
+    return Suspects(found, nodes, slots)
 
 
 def purge(cache: CacheManager, found: Suspects) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from tangram.cache.keys import ChunkKeys
 from tangram.cache.layout import Layout
 from tangram.cache.prefix import Node
 from tangram.types import Int32
@@ -14,15 +15,13 @@ class SequenceCache:
     """The pages of one sequence and its place in the block tables (`slot`).
 
     `spans[c]` are the pages of sealed chunk c over the full-attention groups, `window_spans` those of the newest chunks
-    over the sliding-window groups (oldest first), `raw_pages` the tail. `keys[c]` is the prefix key before chunk c.
+    over the sliding-window groups (oldest first), `raw_pages` the tail. `keys` are those of the sequence.
     The node lists name the prefix-cache links it stands on. `promised_pages` is what it may grow to without asking.
     `arriving` says that its tables name pages which the moves before the next step fill.
     """
 
     slot: int
-    layout_index: int
-    layout: Layout
-    keys: list[bytes]
+    keys: ChunkKeys
     spans: list[Int32] = field(default_factory=list)
     window_spans: list[Int32] = field(default_factory=list)
     raw_pages: list[Int32] = field(default_factory=list)
@@ -33,6 +32,11 @@ class SequenceCache:
     promised_pages: int = 0
     cached_tokens: int = 0
     arriving: bool = False
+
+    @property
+    def layout(self) -> Layout:
+        """Where its entries lie."""
+        return self.keys.retention.layout
 
     @property
     def sealed_chunks(self) -> int:

@@ -19,8 +19,8 @@ from tangram.config import EngineConfig
 from tangram.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tangram.drive.ablation import Rung
     from tangram.engine.loop import Engine
+    from tangram.lab.load.ablation import Rung
 
 Figures = Mapping[str, dict[str, Any]]  # by rung
 _out, _err = Console(), Console(stderr=True)
@@ -47,9 +47,9 @@ def ablation(
 
     Decode seals a chunk only where --output-tokens fill one.
     """
-    from tangram.drive.ablation import at_rate, breakdowns, chosen_rungs, described, for_each
-    from tangram.drive.clock import Limits
-    from tangram.drive.work import alike
+    from tangram.lab.load.ablation import at_rate, breakdowns, chosen_rungs, described, for_each
+    from tangram.lab.load.clock import Limits
+    from tangram.lab.load.work import alike
 
     chosen, per_second = chosen_rungs(rungs), [positive("rates", text) for text in rates.split(",")]
     limits, figures = Limits(ttft_limit_s, tpot_limit_ms), dict[str, dict[str, Any]]()

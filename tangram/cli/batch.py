@@ -28,7 +28,7 @@ def answer_batch(config: EngineConfig, source: Path, target: Path | None, others
         raise ConfigError(f"batch is {str(source)!r}, there is no such file")
     if not target.absolute().parent.is_dir():
         raise ConfigError(f"output is {str(target)!r}, there is no folder {str(target.parent)!r}")
-    from tangram.engine.setup import build_engine
+    from tangram.engine.build import build_engine
     from tangram.serve.batch import BatchFiles, answer_all
     from tangram.serve.service import Service
 

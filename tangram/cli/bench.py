@@ -22,8 +22,8 @@ from tangram.errors import ConfigError, TangramError
 from tangram.plan.policy import FLASHINFER, Policy, policy_name
 
 if TYPE_CHECKING:
-    from tangram.tune.calibrate import Verdict
-    from tangram.tune.suites import Named
+    from tangram.lab.kernel_benchmarks.calibrate import Verdict
+    from tangram.lab.kernel_benchmarks.suites import Named
 
 commands = typer.Typer(cls=Group, help="Measure this machine.", no_args_is_help=True)
 _out, _err = Console(), Console(stderr=True)
@@ -68,9 +68,9 @@ def calibrate_policy(
     """Time every decode schedule on this GPU and write down which suits which step. Takes a few minutes."""
     import torch
 
-    from tangram.tune.calibrate import calibrate_policy
-    from tangram.tune.case import Geometry
-    from tangram.tune.suites import calibration
+    from tangram.lab.kernel_benchmarks.calibrate import calibrate_policy
+    from tangram.lab.kernel_benchmarks.case import Geometry
+    from tangram.lab.kernel_benchmarks.suites import calibration
 
     device = _gpu()
     geometry = Geometry.of_heads(heads, page_tokens, heads_per_page, head_dim)
@@ -93,10 +93,10 @@ def check_policy(
     """Time the policy's choices on held-out traces, beside every single schedule and FlashInfer where installed."""
     import torch
 
-    from tangram.tune.calibrate import best_single, judge, regret
-    from tangram.tune.case import Geometry
-    from tangram.tune.environment import environment
-    from tangram.tune.suites import held_out
+    from tangram.lab.environment import environment
+    from tangram.lab.kernel_benchmarks.calibrate import best_single, judge, regret
+    from tangram.lab.kernel_benchmarks.case import Geometry
+    from tangram.lab.kernel_benchmarks.suites import held_out
 
     policy, device = Policy.load(policy_file), _gpu()
     policy.check(torch.cuda.get_device_name(device), {})
@@ -131,7 +131,7 @@ def _shown(cases: Sequence[Named], title: str) -> Any:
 
 def _show(verdicts: Sequence[Verdict], single: str) -> None:
     """A line per family: how many times faster than the best single schedule and than FlashInfer."""
-    from tangram.tune.calibrate import regret
+    from tangram.lab.kernel_benchmarks.calibrate import regret
 
     table = Table(title="the policy on held-out traces: geometric means")
     for column in ("family", "cases", f"× {single}", "× FlashInfer, device", "wall", "chosen"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -77,10 +76,10 @@ def _refuse_ignored(
 
 def _import(config: EngineConfig, path: Path) -> Profile:
     from tangram.compress.scorers import choose, make_scorer
-    from tangram.engine.setup import scorer_spec
+    from tangram.engine.profiles import scorer_spec
     from tangram.import_profiles import import_published
 
-    chosen = choose(config, None)
+    chosen = choose(config, None, {})
     scorer = make_scorer(chosen.scorer, gate=Path(config.gate) if config.gate else None)
     return import_published(
         path, config.model, scorer_spec(scorer), chosen.scope, config.kv_retention,
@@ -90,19 +89,17 @@ def _import(config: EngineConfig, path: Path) -> Profile:
 
 def _measure(config: EngineConfig, samples: int, data: Path | None, study: calibration.Study) -> Profile:
     from tangram.calibrate import read_kinds
-    from tangram.compress.scorers import choose, make_scorer
-    from tangram.engine.setup import calibrate_model
+    from tangram.calibrate.texts import pilot_kinds
+    from tangram.engine.profiles import Compression, calibrate_model
     from tangram.model.load import load_model
-    from tangram.pilots import pilot_kinds
 
     texts, source = _texts(config, samples, data), _source(config, data)
     study.check(texts)
     loaded = load_model(config.model, dtype=config.dtype, device=config.device, load_format=config.load_format)
-    config = replace(config, **(chosen := choose(config, loaded.fingerprint))._asdict())
-    gate = Path(config.gate) if config.gate else None
-    scorer = make_scorer(chosen.scorer, gate=gate, model=loaded.fingerprint)
+    compression = Compression.of(config, loaded.fingerprint)
+    config, scorer = compression.config, compression.make_scorer(loaded.fingerprint)
     profiles = calibrate_model(
-        loaded, scorer, chosen.scope, config, retentions=study.retentions(config.kv_retention), texts=texts,
+        loaded, scorer, compression.choice.scope, config, retentions=study.retentions(config.kv_retention), texts=texts,
         source=source, observe=study.observe,
     )  # fmt: skip
     study.publish(profiles, read_kinds(data) if data else pilot_kinds(samples), source, config)
@@ -111,7 +108,7 @@ def _measure(config: EngineConfig, samples: int, data: Path | None, study: calib
 
 def _texts(config: EngineConfig, samples: int, data: Path | None) -> list[str]:
     from tangram.calibrate import read_texts
-    from tangram.pilots import pilot_texts
+    from tangram.calibrate.texts import pilot_texts
 
     if data:
         return read_texts(data)

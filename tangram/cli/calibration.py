@@ -118,8 +118,8 @@ class Study:
             self._write(self.report, evidence, title, config)
 
     def _write(self, path: Path, evidence: Sequence[Evidence], title: str, config: EngineConfig) -> None:
-        from tangram.calibrate.report import markdown, report
-        from tangram.tune.environment import environment
+        from tangram.lab.calibration.report import markdown, report
+        from tangram.lab.environment import environment
 
         with Console(stderr=True).status(f"Reckoning what is worth how much, for {path}"):  # half a minute for each ρ
             found = report(evidence)

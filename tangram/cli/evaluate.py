@@ -63,11 +63,11 @@ from tangram.config import EngineConfig
 from tangram.errors import ConfigError, TangramError
 
 if TYPE_CHECKING:
-    from tangram.evaluate.engines import ModelBench
-    from tangram.evaluate.passages import RealText
-    from tangram.evaluate.prompts import Questions
-    from tangram.evaluate.results import AnyCell
-    from tangram.evaluate.run import Planned
+    from tangram.lab.accuracy.engines import ModelBench
+    from tangram.lab.accuracy.passages import RealText
+    from tangram.lab.accuracy.prompts import Questions
+    from tangram.lab.accuracy.results import AnyCell
+    from tangram.lab.accuracy.run import Planned
 
 Number = TypeVar("Number", int, float)
 _out, _err = Console(), Console(stderr=True)
@@ -120,8 +120,8 @@ def evaluate(
     seed: Seed = 0,
 ) -> None:
     """Ask MODEL the questions of suites under each way of keeping KV entries, and grade its replies."""
-    from tangram.evaluate.methods import Grid
-    from tangram.evaluate.quick import NEEDLES, RETENTIONS, TEXT
+    from tangram.lab.accuracy.methods import Grid
+    from tangram.lab.accuracy.quick import NEEDLES, RETENTIONS, TEXT
 
     try:
         scorers = None if scorer is None else _words(scorer)
@@ -151,7 +151,7 @@ def evaluate(
         )  # fmt: skip
         _check_files(report, plot)
         check_start(base)
-        from tangram.evaluate.compare import compare
+        from tangram.lab.accuracy.compare import compare
 
         command = shlex.join(["tangram", *sys.argv[1:]])
         if quick:
@@ -176,7 +176,7 @@ _QUICK = (
 
 
 def _say_how_long(bench: ModelBench, plans: Sequence[Planned]) -> None:
-    from tangram.evaluate.pace import minutes
+    from tangram.lab.accuracy.pace import minutes
 
     if plans:
         _err.print(f"About {minutes(bench, plans):.1f} minutes from here.", highlight=False)
@@ -195,8 +195,8 @@ def _asked(
     files: dict[str, Path | None],
 ) -> list[Questions | RealText]:  # fmt: skip
     """By suite. Raises `ConfigError` for one that is not known, and for what none of them looks at."""
-    from tangram.evaluate.passages import SUITE, RealText
-    from tangram.evaluate.prompts import Questions, parse_suites
+    from tangram.lab.accuracy.passages import SUITE, RealText
+    from tangram.lab.accuracy.prompts import Questions, parse_suites
 
     found = parse_suites(suites, undivided=(SUITE,))
     for option, suite in (("locomo", "locomo"), ("text", SUITE)):
@@ -217,7 +217,7 @@ def _asked(
 
 
 class Bar:
-    """A `tangram.evaluate.run.Watch` in the terminal; where standard error is none, a line for each thing done."""
+    """A `tangram.lab.accuracy.run.Watch` in the terminal; where standard error is none, a line for each thing done."""
 
     def __init__(self) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -248,7 +248,7 @@ class Bar:
 
 def _check_files(report: Path | None, plot: Path | None) -> None:
     """Raise `ConfigError` if one of them could not be written."""
-    from tangram.evaluate.plot import check_plot
+    from tangram.lab.accuracy.plot import check_plot
 
     if report is not None and not report.parent.is_dir():
         raise ConfigError(f"report is {report}, but there is no folder {report.parent}: make it first")
@@ -258,9 +258,9 @@ def _check_files(report: Path | None, plot: Path | None) -> None:
 
 def _publish(cells: Sequence[AnyCell], report: Path | None, plot: Path | None) -> None:
     """The tables in the terminal, and in the files that were asked for."""
-    from tangram.evaluate.plot import draw
-    from tangram.evaluate.report import report as tables
-    from tangram.evaluate.verdict import verdict
+    from tangram.lab.accuracy.plot import draw
+    from tangram.lab.accuracy.report import report as tables
+    from tangram.lab.accuracy.verdict import verdict
 
     text = tables(cells)
     _out.print(Markdown(text))

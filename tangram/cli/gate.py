@@ -30,8 +30,8 @@ def refuse_with_gate(config: EngineConfig, options: Mapping[str, Path | str | No
 def train_and_report(config: EngineConfig, path: Path, texts: Sequence[str], source: str) -> None:
     """Train a gate on `texts`, write it to `path`, and print how far it agrees with KVzip on texts it has not seen."""
     from tangram.compress.scorers.gate import check_path, save_gate
-    from tangram.distil import Recipe
-    from tangram.engine.teacher import agreements, distil_gate
+    from tangram.gate_training.fit import Recipe
+    from tangram.gate_training.teacher import agreements, distil_gate
     from tangram.kernels.threads import use_threads
     from tangram.model.load import load_model
 

@@ -68,7 +68,7 @@ def _piped() -> str:
 
 def _complete(config: EngineConfig, text: str, sampling: SamplingParams) -> None:
     """Write the completion of `text` to standard output as it comes, and what it took to standard error."""
-    from tangram.engine.setup import build_engine
+    from tangram.engine.build import build_engine
 
     engine = build_engine(config)
     clean = shown if sys.stdout.isatty() else str

@@ -82,7 +82,7 @@ def serve(
         # Imports and weights live as long as the process: to collect among them costs half a second.
         gc.disable()
         try:
-            from tangram.engine.setup import build_engine
+            from tangram.engine.build import build_engine
             from tangram.serve.bridge import Limits
             from tangram.serve.guard import Protection
             from tangram.serve.http import Telemetry, build_app, serve_on

@@ -22,9 +22,9 @@ from tangram.config import EngineConfig
 from tangram.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tangram.drive.clock import Answer, Limits, Patience, Summary
-    from tangram.drive.work import Ask
     from tangram.engine.loop import Engine
+    from tangram.lab.load.clock import Answer, Limits, Patience, Summary
+    from tangram.lab.load.work import Ask
 
 commands = typer.Typer(cls=Group, help="An engine under load, in this process.", no_args_is_help=True)
 _out, _err = Console(), Console(stderr=True)
@@ -47,7 +47,7 @@ def throughput(
     output: Output = None,
 ) -> None:
     """Equal requests, all at once."""
-    from tangram.drive.work import alike
+    from tangram.lab.load.work import alike
 
     engine = _engine(config)
     asks = alike(
@@ -69,7 +69,7 @@ def multi_turn(
     output: Output = None,
 ) -> None:
     """Conversations that go on: every turn brings the whole history again, and few new tokens."""
-    from tangram.drive.work import made_up, next_turn
+    from tangram.lab.load.work import made_up, next_turn
 
     engine, parts = _engine(config), []
     vocabulary = engine.geometry.vocab_size
@@ -98,8 +98,8 @@ def trace(
     output: Output = None,
 ) -> None:
     """Requests as they once came: lengths, times and shared prefixes of a recorded trace."""
-    from tangram.drive.clock import GivenUpError, Limits, Patience
-    from tangram.drive.work import traced
+    from tangram.lab.load.clock import GivenUpError, Limits, Patience
+    from tangram.lab.load.work import traced
 
     speeds, limits = [positive("speed", text) for text in speed.split(",")], Limits(ttft_limit_s, tpot_limit_ms)
     patience = None if hold_ttft_s is None else Patience(hold_ttft_s)
@@ -128,9 +128,9 @@ def positive(name: str, text: str) -> float:
 
 def _engine(config: EngineConfig) -> Engine:
     """An engine that has answered once: kernels are compiled."""
-    from tangram.drive.clock import answered
-    from tangram.drive.work import alike
-    from tangram.engine.setup import build_engine
+    from tangram.engine.build import build_engine
+    from tangram.lab.load.clock import answered
+    from tangram.lab.load.work import alike
 
     engine = build_engine(config)
     size = min(engine.max_model_len - 8, 2 * config.chunk_tokens + 8)
@@ -146,7 +146,7 @@ def _fresh(engine: Engine, asks: Sequence[Ask], patience: Patience | None = None
 
 
 def _answered(engine: Engine, asks: Sequence[Ask], patience: Patience | None = None) -> list[Answer]:
-    from tangram.drive.clock import answered
+    from tangram.lab.load.clock import answered
 
     with Progress(console=_err, disable=not _err.is_terminal) as progress:
         task = progress.add_task("requests", total=len(asks))
@@ -158,7 +158,7 @@ def _report(
     limits: Limits | None = None, told: Mapping[str, str] = MappingProxyType({}),
 ) -> None:  # fmt: skip
     """A line a part, and the JSON, in which `told` stands too."""
-    from tangram.drive.clock import NO_LIMITS, Summary
+    from tangram.lab.load.clock import NO_LIMITS, Summary
 
     summaries = {name: Summary.of(answers, limits or NO_LIMITS) for name, answers in parts}
     columns = _COLUMNS if limits in (None, NO_LIMITS) else _COLUMNS | _GOODPUT
@@ -178,7 +178,7 @@ def _report(
 
 def keep(output: Path | None, load: str, config: EngineConfig, figures: dict[str, Any]) -> None:
     """Write `figures`, and what they were measured with, as JSON; nothing without an `output`."""
-    from tangram.tune.environment import environment
+    from tangram.lab.environment import environment
 
     if output is not None:
         content = {

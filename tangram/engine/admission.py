@@ -8,18 +8,18 @@ from reprlib import repr as shortened
 
 from tangram.cache.books import PageStates
 from tangram.cache.layout import Layout
+from tangram.cache.retention import Retention
 from tangram.engine.meters import Meters
 from tangram.engine.scheduler import Scheduler
-from tangram.engine.sequence import Sequence as TokenSequence
+from tangram.engine.sequence import TokenSequence
 from tangram.errors import RequestError
 from tangram.metrics import EngineStats
-from tangram.model.sealing import Retention
 from tangram.types import Request, Usage
 
 
 @dataclass(frozen=True)
 class Admission:
-    """Layouts by retention ratio (the first is the default) over a pool of `total_pages` pages.
+    """The ways to keep KV entries that are served (the first is the default) over a pool of `total_pages` pages.
 
     `cache_dtype` is the name of the KV cache's dtype, `element_bytes` the size of one of its elements.
     """
@@ -30,20 +30,21 @@ class Admission:
     element_bytes: int
     max_model_len: int
 
-    def layout_for(self, request: Request) -> int:
-        """The index of the layout that serves `request`. Raises `RequestError` if its ρ has no profile here."""
+    def retention_for(self, request: Request) -> Retention:
+        """What serves `request`. Raises `RequestError` if its ρ has no profile here."""
         if request.kv_retention is None:
-            return 0
-        served = [entry.kv_retention for entry in self.retentions]
-        if request.kv_retention not in served:
-            raise RequestError(
-                f"kv_retention is {request.kv_retention}, this server has profiles for "
-                f"{', '.join(map(str, sorted(set(served))))}: choose one, or have it started with another",
-                "kv_retention",
-            )
-        return served.index(request.kv_retention)
+            return self.retentions[0]
+        for retention in self.retentions:
+            if retention.kv_retention == request.kv_retention:
+                return retention
+        served = sorted({retention.kv_retention for retention in self.retentions})
+        raise RequestError(
+            f"kv_retention is {request.kv_retention}, this server has profiles for "
+            f"{', '.join(map(str, served))}: choose one, or have it started with another",
+            "kv_retention",
+        )
 
-    def max_tokens_for(self, request: Request, layout: int) -> int:
+    def max_tokens_for(self, request: Request, retention: Retention) -> int:
         """How many tokens `request` may generate. Raises `RequestError` if it is malformed or can never fit."""
         prompt = request.prompt_token_ids
         if not prompt:
@@ -67,12 +68,11 @@ class Admission:
                 f"{self.max_model_len} are left: lower max_tokens or shorten the prompt",
                 "max_tokens",
             )
-        chosen = self.retentions[layout].layout
         granted = room if wanted is None else wanted
-        needed = chosen.most_pages(len(prompt) + granted - 1)
+        needed = retention.layout.most_pages(len(prompt) + granted - 1)
         if needed > self.total_pages:
             raise RequestError(
-                f"the request needs up to {needed} KV pages at kv_retention {self.retentions[layout].kv_retention}, "
+                f"the request needs up to {needed} KV pages at kv_retention {retention.kv_retention}, "
                 f"the pool has {self.total_pages}: shorten the prompt, lower max_tokens, or raise kv_cache_gib",
                 "max_tokens",
             )
@@ -80,7 +80,7 @@ class Admission:
 
     def usage(self, sequence: TokenSequence, completion_tokens: int) -> Usage:
         """The accounts of one sequence now; of one that was preempted, what it held when it was last computed."""
-        cache, layout = sequence.cache, self.retentions[sequence.layout].layout
+        cache, layout = sequence.cache, sequence.retention.layout
         if cache is not None:
             held, computed = cache.held_pages, cache.computed_tokens
         else:

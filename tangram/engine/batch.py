@@ -11,19 +11,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tangram.cache.dynamic import LateCache
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
+from tangram.cache.retention import Retention
+from tangram.cache.step import Row, RowKind, Step
+from tangram.compress.scorers import Scorer
 from tangram.engine.meters import Meters
+from tangram.errors import IntegrityError
 from tangram.kernels.step import PoolKernels, PrefillRows, Room
 from tangram.kernels.transfer import placed
 from tangram.model.attention import RepeatAttention, StepAttention
 from tangram.model.rotary import Rotary
-from tangram.model.sealing import ChunkSealer, FusedSealer, Retention, ScoreObserver, Wishes
+from tangram.model.sealing import ChunkSealer, FusedSealer, ScoreObserver, Wishes
 from tangram.plan.forest import Forest, build_forest, units_of
 from tangram.plan.form import DecodeRows
 from tangram.plan.schedule import Decoding
-from tangram.types import Int32, Int64, Row, RowKind, Step
+from tangram.types import Int32, Int64
 
 WHOLE_ROW = 16  # a block table of which this part was written is copied as a whole
 GROWTH_TOKENS = 128  # what a row grows by in the first half of a plan's life, as far as planning knows
@@ -74,10 +77,12 @@ class DeviceTables:
 class Batcher:
     """Builds the attention of each step for the kernels of one pool.
 
-    The decode plan is made when the decode membership changes (`Step.epoch`) and survives growing lengths.
+    `scorer` scores the chunks of the retentions that are `scored`. The decode plan is made when the
+    decode membership changes (`Step.epoch`) and survives growing lengths.
     """
 
     retentions: Sequence[Retention]
+    scorer: Scorer | None
     kernels: PoolKernels
     cache: CacheManager
     tables: DeviceTables
@@ -91,11 +96,6 @@ class Batcher:
     def windows(self) -> tuple[int | None, ...]:
         """Per layer, the sliding window in tokens."""
         return self.retentions[0].layout.geometry.windows
-
-    @property
-    def _reclaims(self) -> bool:
-        """Whether chunks are stored whole and selected from after the forward pass."""
-        return isinstance(self.cache, LateCache)
 
     def attention(self, step: Step) -> StepAttention:
         """The attention of `step`, whose pages the scheduler has taken."""
@@ -116,7 +116,7 @@ class Batcher:
         if not rows:
             return True
         few = len(rows) <= MOST_APART and sum(len(row.tokens) for row in rows) <= MOST_TOKENS_APART
-        if not few or self._reclaims or self.meters.overflow is not None:
+        if not few or self.meters.overflow is not None:
             return False
         return all(isinstance(sealer, FusedSealer) for sealer in self._sealers(rows))
 
@@ -126,16 +126,17 @@ class Batcher:
         sizes = [1 << bits for bits in range(LEAST_ROOM.bit_length() - 1, (chunk - 1).bit_length() + 1)]
         tails = sorted({min(size, chunk - 1) for size in sizes})
         for kind, size in ((RowKind.SEAL, chunk), *((RowKind.TAIL, size) for size in tails)):
-            row = Row("", 0, 0, kind, chunk, np.zeros(size, np.int64), nothing, sample=True)
+            tokens = np.zeros(size, np.int64)
+            row = Row("", 0, self.retentions[0], kind, chunk, tokens, nothing, sample=True)
             if size and self.apart((row,)):
                 yield row
 
     def alone(self, row: Row) -> StepAttention:
         """The attention of a pass of the prefill `row` alone, with room if the kernels can."""
-        layout, prefill = self.retentions[row.layout].layout, self._prefill_rows((row,), 0)
+        layout, prefill = row.retention.layout, self._prefill_rows((row,), 0)
         tokens = max(LEAST_ROOM, 1 << (len(row.tokens) - 1).bit_length()) if row.kind is RowKind.TAIL else 0
         past = int(layout.lengths(*divmod(layout.max_tokens - 1, layout.chunk_tokens)).max())
-        room = Room(max(tokens, len(row.tokens)), past, (row.layout, row.kind))
+        room = Room(max(tokens, len(row.tokens)), past, (row.retention, row.kind))
         padded = self._begin(0, prefill, room)
         sealers = list(self._sealers((row,)))
         return StepAttention(
@@ -155,9 +156,10 @@ class Batcher:
 
     def _made_up(self, positions: Int64) -> Decoding:
         """Rows at `positions` that share nothing; sets the width of the passes that decode them."""
-        layout, nothing, rows = self.retentions[0].layout, np.zeros(0, np.int64), len(positions)
+        default, nothing, rows = self.retentions[0], np.zeros(0, np.int64), len(positions)
+        layout = default.layout
         made_up = [
-            Row("", slot, 0, RowKind.DECODE, int(position), nothing, nothing, sample=True)
+            Row("", slot, default, RowKind.DECODE, int(position), nothing, nothing, sample=True)
             for slot, position in enumerate(positions)
         ]
         lengths = np.zeros_like(self.cache.lengths)
@@ -186,13 +188,13 @@ class Batcher:
 
     def _address(self, row: Row) -> Int64:
         """[L, H, 2]: table offset and column of the row's heads."""
-        layout = self.retentions[row.layout].layout
+        layout = row.retention.layout
         table = row.slot * self.cache.tables.shape[1] + layout.group_offset[layout.head_group]
         return np.stack([table, layout.head_column], axis=-1)
 
     def _decoding(self, rows: Sequence[Row], tables: Int32, lengths: Int32) -> Decoding:
         """`rows` over block `tables` and `lengths`, one line of each a slot."""
-        layouts = [self.retentions[row.layout].layout for row in rows]
+        layouts = [row.retention.layout for row in rows]
         kept = np.stack([layout.head_kept_tokens for layout in layouts]).astype(np.int64)
         group = layouts[0].geometry.group_size
         decode = self._decode_rows(rows)
@@ -200,13 +202,14 @@ class Batcher:
         return Decoding(decode, lengths.reshape(-1), group, kept, prefixes)
 
     def _decode_rows(self, rows: Sequence[Row]) -> DecodeRows:
-        slots, start, numbers = (np.array([getattr(row, x) for row in rows]) for x in ("slot", "start", "layout"))
+        slots, start = (np.array([getattr(row, name) for row in rows]) for name in ("slot", "start"))
         first = self.retentions[0].layout
         shape = (len(rows), *first.head_group.shape)
         table, column, index = (np.empty(shape, np.int64) for _ in range(3))
         budget = np.empty(shape)
-        for number in np.unique(numbers):
-            own, layout = numbers == number, self.retentions[number].layout
+        for retention in dict.fromkeys(row.retention for row in rows):
+            own = np.array([row.retention is retention for row in rows])
+            layout = retention.layout
             slot = slots[own, None, None]
             table[own] = slot * self.cache.tables.shape[1] + layout.group_offset[layout.head_group]
             column[own] = layout.head_column
@@ -220,38 +223,53 @@ class Batcher:
         address = np.empty((geometry.layers, len(rows), geometry.kv_heads, 3), np.int32)
         spans, kept = np.empty((len(rows), 5), np.int32), np.empty(address.shape[:3], np.int32)
         for number, row in enumerate(rows):
-            layout = self.retentions[row.layout].layout
+            layout = row.retention.layout
             past = self.cache.past_lengths(row.slot, layout, row.start)
             address[:, number, :, :2] = self._address(row)
             address[:, number, :, 2] = past[layout.head_group]
             spans[number] = first, first + len(row.tokens), first, first + len(row.tokens), row.start
-            selects = row.kind is RowKind.SEAL and not self._reclaims
-            kept[:, number] = layout.head_kept_tokens if selects else len(row.tokens)
+            kept[:, number] = self._stored_tokens(row)
             first += len(row.tokens)
         return PrefillRows(address, spans, kept, slice(0, len(rows)))
 
+    def _stored_tokens(self, row: Row) -> Int32 | int:
+        """How many entries of a prefill row the pass stores: [L, H], or the same of every head."""
+        return row.retention.layout.head_kept_tokens if row.kind is RowKind.SEAL else len(row.tokens)
+
     def _sealers(self, rows: Sequence[Row]) -> Iterator[ChunkSealer | FusedSealer]:
         """Who seals `rows`; those that follow on each other together, where the kernels can."""
-        for (layout, kind), group in groupby(range(len(rows)), lambda at: (rows[at].layout, rows[at].kind)):
-            retention, numbers = self.retentions[layout], list(group)
-            if kind is not RowKind.SEAL or (scorer := retention.scorer) is None:
-                continue
-            fused = self.kernels.fused_scores.get(scorer.name)
-            apart = self.observer is not None or self._reclaims or retention.layout.keeps_everything
-            sampled = [self._wishes(rows[at]) for at in numbers]
-            if fused is not None and not apart:
-                wishes = {chunk: wish for chunk, wish in enumerate(sampled) if wish is not None}
-                yield FusedSealer(retention, self.kernels, fused, slice(numbers[0], numbers[-1] + 1), wishes)
-            else:
-                for at, wish in zip(numbers, sampled, strict=True):
-                    yield ChunkSealer(
-                        retention, scorer, self.kernels, rows[at], at, self.rotary, self.observer, self._reclaims,
-                        wish,
-                    )  # fmt: skip
+        for (retention, kind), group in groupby(range(len(rows)), lambda at: (rows[at].retention, rows[at].kind)):
+            if kind is RowKind.SEAL and retention.scored:
+                yield from self._sealers_of(retention, rows, list(group))
+
+    def _sealers_of(
+        self, retention: Retention, rows: Sequence[Row], numbers: Sequence[int]
+    ) -> Iterator[ChunkSealer | FusedSealer]:
+        """Who seals the chunks `numbers` of `rows`, which lie end to end and keep entries alike."""
+        scorer = self._scorer
+        fused = self.kernels.fused_scores.get(scorer.name)
+        apart = self.observer is not None or retention.layout.keeps_everything
+        wishes = {at: self._wishes(rows[at]) for at in numbers}
+        if fused is None or apart:
+            for at in numbers:
+                yield self._chunk_sealer(scorer, rows[at], at, wishes[at])
+            return
+        asked = {at - numbers[0]: wish for at, wish in wishes.items() if wish is not None}
+        span = slice(numbers[0], numbers[-1] + 1)
+        yield FusedSealer(retention, self.kernels, fused, span, asked)
+
+    @property
+    def _scorer(self) -> Scorer:
+        if self.scorer is None:
+            raise IntegrityError("a chunk is to be scored, and there is no scorer")
+        return self.scorer
+
+    def _chunk_sealer(self, scorer: Scorer, row: Row, number: int, wishes: Wishes | None) -> ChunkSealer:
+        return ChunkSealer(scorer, self.kernels, row, number, self.rotary, self.observer, wishes)
 
     def _wishes(self, row: Row) -> Wishes | None:
         overflow = self.meters.overflow
-        return None if overflow is None else overflow.sample(row.layout, row.start)
+        return None if overflow is None else overflow.sample(row.retention, row.start)
 
 
 def _prefixes(rows: Sequence[Row], layouts: Sequence[Layout], table: Int64, tables: Int32) -> Forest:

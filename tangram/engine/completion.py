@@ -11,10 +11,12 @@ from functools import cached_property, partial
 import numpy as np
 import torch
 
+from tangram.cache.retention import Retention
+from tangram.cache.step import Step
 from tangram.engine.sampling import Choice, SampleRow
-from tangram.engine.sequence import Sequence, sequence_of
+from tangram.engine.sequence import TokenSequence, sequence_of
 from tangram.engine.text import TextCodec, TextStream
-from tangram.types import Event, FinishReason, Request, SamplingParams, Step, TokenLogprob, Usage
+from tangram.types import Event, FinishReason, Request, SamplingParams, TokenLogprob, Usage
 
 _log = logging.getLogger("tangram")
 
@@ -29,7 +31,7 @@ class Completion:
 
     request: Request
     index: int
-    sequence: Sequence
+    sequence: TokenSequence
     end_token_ids: frozenset[int]
     begin: Callable[[], tuple[SampleRow, TextStream]]
     text: TextStream = field(init=False)
@@ -126,7 +128,7 @@ class Answers:
         """The requests that have not ended, each once."""
         return list(dict.fromkeys(request_id for request_id, _ in self._all))
 
-    def begin(self, request: Request, layout: int, max_tokens: int) -> Completion:
+    def begin(self, request: Request, retention: Retention, max_tokens: int) -> Completion:
         """The first completion of a new request; `siblings` has the others. Where it fails nothing is entered."""
         sampling, request_id = request.sampling, request.request_id
         seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
@@ -137,7 +139,7 @@ class Answers:
             Completion(
                 request,
                 index,
-                sequence_of(request_id, self._arrivals + index, layout, request.cache_salt, prompt, limit),
+                sequence_of(request_id, self._arrivals + index, retention, request.cache_salt, prompt, limit),
                 ends,
                 partial(self._begin, request, index, seed, ends),
             )

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from tangram.config import EngineConfig
+from tangram.engine.build import build_engine
 from tangram.engine.loop import Engine
-from tangram.engine.setup import build_engine
 from tangram.errors import ConfigError, RequestError, TangramError
 from tangram.types import Event, FinishReason, Request, SamplingParams, TokenLogprob, Usage
 

@@ -17,6 +17,7 @@ import torch
 
 from tangram.cache.books import check_books
 from tangram.cache.layout import Layout
+from tangram.cache.retention import Retention
 from tangram.config import EngineConfig
 from tangram.engine.admission import Admission
 from tangram.engine.completion import Answers, Completion, Flight, refused
@@ -37,7 +38,7 @@ _log = logging.getLogger("tangram")
 class Engine:
     """Serves requests one step at a time: call `step` yourself, or `start` a thread that does.
 
-    `submit`, `abort` and `stats` may be called from any thread. Build it with `tangram.engine.setup.build_engine`.
+    `submit`, `abort` and `stats` may be called from any thread. Build it with `tangram.engine.build.build_engine`.
     With `ahead` a step is launched before the tokens of the one before are read.
     """
 
@@ -99,11 +100,11 @@ class Engine:
             self._intake.take(waiting, coming, "n" if len(requests) == 1 else "prompt")
             self._post(*jobs)
 
-    def check(self, request: Request) -> tuple[int, int]:
-        """What `submit` checks: the layout that would serve `request`, and the tokens it may generate."""
-        layout = self._admission.layout_for(request)
+    def check(self, request: Request) -> tuple[Retention, int]:
+        """What `submit` checks: how `request` would keep KV entries, and the tokens it may generate."""
+        retention = self._admission.retention_for(request)
         check_tokens(request.sampling, self.geometry.vocab_size)
-        return layout, self._admission.max_tokens_for(request, layout)
+        return retention, self._admission.max_tokens_for(request, retention)
 
     def abort(self, request_id: str) -> None:
         """End every completion of a request and free its pages; unknown ids are ignored."""
@@ -243,10 +244,10 @@ class Engine:
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
-    def _accept(self, request: Request, layout: int, max_tokens: int) -> None:
+    def _accept(self, request: Request, retention: Retention, max_tokens: int) -> None:
         self._intake.entering -= request.sampling.n
         try:
-            self._scheduler.add(self._answers.begin(request, layout, max_tokens).sequence)
+            self._scheduler.add(self._answers.begin(request, retention, max_tokens).sequence)
         except Exception:
             request_id, error = request.request_id, "the engine could not take in this request: the log has the reason"
             _log.exception("request %s could not be taken in", request_id, extra={"request_id": request_id})

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
+from tangram.cache.retention import Retention
 from tangram.compress.profile import SINK_TOKENS
 from tangram.compress.scorers import ChunkView, Scorer
 from tangram.config import EngineConfig
@@ -17,7 +18,7 @@ from tangram.engine.runner import Runner
 from tangram.engine.scheduler import Scheduler
 from tangram.engine.sequence import sequence_of
 from tangram.model.load import LoadedModel
-from tangram.model.sealing import Retention, ScoreObserver
+from tangram.model.sealing import ScoreObserver
 
 Scores = npt.NDArray[np.float32]
 
@@ -59,18 +60,25 @@ def chunk_source(
         max_tokens=geometry.max_positions,
     )
     pages = layout.most_pages(geometry.max_positions)
-    cache = CacheManager([("", layout)], total_pages=pages, max_sequences=1, prefix_caching=False)
+    retention = Retention(
+        1.0,
+        layout,
+        "",
+        scored=True,
+        sink_tokens=SINK_TOKENS,
+        one_chunk_a_step="reconstruction" in scorer.needs,
+    )
+    cache = CacheManager([retention], total_pages=pages, max_sequences=1, prefix_caching=False)
     config = EngineConfig(
         kv_retention=1.0, chunk_tokens=chunk_tokens, page_tokens=chunk_tokens, max_num_seqs=1,
         max_num_batched_tokens=chunk_tokens + 1,
     )  # fmt: skip
-    retention = Retention(1.0, layout, "", scorer, sink_tokens=SINK_TOKENS)
-    runner = Runner(loaded, [retention], pages=pages, cache=cache, observer=observer)
+    runner = Runner(loaded, [retention], scorer, pages=pages, cache=cache, observer=observer)
 
     def chunks_of(tokens: Sequence[int]) -> Iterator[int]:
         scheduler = Scheduler(config, cache)
         whole = len(tokens) // chunk_tokens * chunk_tokens
-        sequence = sequence_of("sample", 0, 0, "", tuple(tokens[:whole]), whole)
+        sequence = sequence_of("sample", 0, retention, "", tuple(tokens[:whole]), whole)
         scheduler.add(sequence)
         for start in range(0, whole, chunk_tokens):
             step = scheduler.schedule()

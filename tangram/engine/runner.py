@@ -11,15 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tangram.cache.dynamic import LateCache
-from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
+from tangram.cache.retention import Retention
+from tangram.cache.step import Row, RowKind, Step
+from tangram.compress.scorers import Scorer
 from tangram.compress.scorers.kvzip import repeat_tokens
-from tangram.compress.select import Scope
 from tangram.engine.batch import Batcher, DeviceTables
 from tangram.engine.graphs import Carry, PassGraphs
 from tangram.engine.meters import Meters
-from tangram.engine.reclaim import Reclaimer
 from tangram.engine.sampling import Choice, SampleRow, choose
 from tangram.kernels.dispatch import host_memory, pool_kernels
 from tangram.kernels.step import KernelChoice
@@ -29,41 +28,51 @@ from tangram.model.attention import AttentionContext, StepAttention
 from tangram.model.load import LoadedModel
 from tangram.model.overflow import Overflow
 from tangram.model.rotary import model_rotary
-from tangram.model.sealing import ChunkSealer, Retention, ScoreObserver
-from tangram.types import Int32, Int64, Row, RowKind, Step
+from tangram.model.sealing import ChunkSealer, ScoreObserver
+from tangram.types import Int32, Int64
 
 
 class Runner:
     """Runs steps of one model over one pool, [pages, Hp, 2, P, D] of `cache_dtype`, whose pages `cache` manages, and
     over what host memory it has.
 
-    With `competing`, the scope they compete in, heads keep of each chunk what its scores give them. `graphs` runs
-    passes that only decode, and those of few prefill rows, as CUDA graphs. `cache_dtype` None is the model's own.
-    `meters` measure; with `overflow`, that too.
+    `scorer` scores what retentions want scored. `graphs` runs passes that only decode, and those of
+    few prefill rows, as CUDA graphs. `cache_dtype` None is the model's own. `meters` measure; with
+    `overflow`, that too.
     """
 
+    batcher_type: type[Batcher] = Batcher
+
     def __init__(
-        self, loaded: LoadedModel, retentions: Sequence[Retention], *, pages: int, cache: CacheManager,
-        observer: ScoreObserver | None = None, kernels: KernelChoice = pool_kernels,
-        graphs: bool = False, cache_dtype: torch.dtype | None = None, competing: Scope | None = None,
+        self,
+        loaded: LoadedModel,
+        retentions: Sequence[Retention],
+        scorer: Scorer | None,
+        *,
+        pages: int,
+        cache: CacheManager,
+        observer: ScoreObserver | None = None,
+        kernels: KernelChoice = pool_kernels,
+        graphs: bool = False,
+        cache_dtype: torch.dtype | None = None,
         overflow: Overflow | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._loaded = loaded
         self.meters = Meters(Stopwatch(loaded.device), overflow)
         layout = retentions[0].layout
         shape = (pages, layout.heads_per_page, 2, layout.page_tokens, layout.geometry.head_dim)
         self.pool = torch.empty(shape, dtype=cache_dtype or loaded.dtype, device=loaded.device)
-        needs = {need for entry in retentions if entry.scorer is not None for need in entry.scorer.needs}
-        rotary = model_rotary(loaded.model, layout.geometry.head_dim) if "rotary" in needs else None
+        needs_rotary = scorer is not None and "rotary" in scorer.needs
+        rotary = model_rotary(loaded.model, layout.geometry.head_dim) if needs_rotary else None
         serving = kernels(self.pool, layout.geometry.group_size)
         block_tables = DeviceTables(cache, loaded.device)
         self._host = host_memory(self.pool, cache.host.total)
-        self._batcher = Batcher(retentions, serving, cache, block_tables, rotary, self.meters, observer)
-        self._reclaimer: Reclaimer | None = None
-        if isinstance(cache, LateCache):
-            self._reclaimer = Reclaimer(cache, self.pool, block_tables, competing)
+        self._batcher = self.batcher_type(
+            retentions, scorer, serving, cache, block_tables, rotary, self.meters, observer
+        )
         self._graphs = PassGraphs(self._forward, loaded.device) if graphs else None
-        self._chosen = dict[int, int](), torch.empty(0, dtype=torch.int64, device=loaded.device)
+        nothing = torch.empty(0, dtype=torch.int64, device=loaded.device)
+        self._chosen = dict[int, int](), nothing
 
     @torch.inference_mode()
     def run(
@@ -151,9 +160,6 @@ class Runner:
     def _finish(self, attention: StepAttention) -> None:
         """What is left to do for sealed chunks when the model is through."""
         self._reconstruct(attention)
-        if self._reclaimer is not None:
-            alone = [sealer for sealer in attention.sealers if isinstance(sealer, ChunkSealer)]
-            self._reclaimer.reclaim(alone, attention.prefill)
 
     @torch.inference_mode()
     def rehearse(self, decode_rows: int, tokens: int) -> None:
@@ -161,14 +167,16 @@ class Runner:
 
         The longest first: Inductor sizes the blocks of a kernel by the first tensors that it sees.
         """
-        if self._reclaimer is None:
-            for number, entry in enumerate(self._batcher.retentions):
-                for rows in _runs_of_chunks(number, entry.layout, tokens):
-                    self.run(Step(rows, epoch=0), [])
-                self.run(Step((_made_up(RowKind.TAIL, number, 0, 2),), epoch=0), [])
+        self._rehearse_prefill(tokens)
         for attention in self._batcher.rehearsals(decode_rows):
             nothing = np.zeros(attention.width, np.int64)
             self._forward(attention, *self._uploaded(nothing, nothing, np.arange(attention.width)))
+
+    def _rehearse_prefill(self, tokens: int) -> None:
+        for retention in self._batcher.retentions:
+            for rows in _runs_of_chunks(retention, tokens):
+                self.run(Step(rows, epoch=0), [])
+            self.run(Step((_made_up(RowKind.TAIL, retention, 0, 2),), epoch=0), [])
 
     @torch.inference_mode()
     def capture(self, rows: int, track: Callable[[Sequence[int]], Iterable[int]]) -> None:
@@ -228,10 +236,11 @@ class Runner:
         return np.asarray(repeat_tokens(encode, row.tokens.tolist(), preceding, encode("\n")), np.int64)
 
 
-def _runs_of_chunks(number: int, layout: Layout, tokens: int) -> Iterator[tuple[Row, ...]]:
+def _runs_of_chunks(retention: Retention, tokens: int) -> Iterator[tuple[Row, ...]]:
     """All chunks of a step and one alone, one behind another; what a prompt may begin with where nothing is dropped."""
+    layout = retention.layout
     chunk, most = layout.chunk_tokens, layout.max_tokens // layout.chunk_tokens
-    rows = tuple(_made_up(RowKind.SEAL, number, at * chunk, chunk) for at in range(most))
+    rows = tuple(_made_up(RowKind.SEAL, retention, at * chunk, chunk) for at in range(most))
     longest = min(max(1, tokens // chunk), most)
     any_length = layout.keeps_everything and not layout.window_chunks
     yield from (rows[:count] for count in range(longest, 0, -1) if any_length or count in (longest, 1))
@@ -239,8 +248,9 @@ def _runs_of_chunks(number: int, layout: Layout, tokens: int) -> Iterator[tuple[
         yield rows[1:2]
 
 
-def _made_up(kind: RowKind, layout: int, start: int, tokens: int) -> Row:
-    return Row("", 0, layout, kind, start, np.zeros(tokens, np.int64), np.zeros(0, np.int64), sample=False)
+def _made_up(kind: RowKind, retention: Retention, start: int, tokens: int) -> Row:
+    nothing = np.zeros(0, np.int64)
+    return Row("", 0, retention, kind, start, np.zeros(tokens, np.int64), nothing, sample=False)
 
 
 def _flattened(rows: Sequence[Row], width: int) -> tuple[Int64, Int64, Int64]:

@@ -22,10 +22,12 @@ from dataclasses import dataclass, field
 
 from tangram.cache.manager import CacheManager
 from tangram.cache.purge import purge, suspects
+from tangram.cache.retention import Retention
 from tangram.cache.sequence import SequenceCache
+from tangram.cache.step import Row, RowKind, Step
 from tangram.config import EngineConfig
-from tangram.engine.sequence import Sequence
-from tangram.types import Int32, Row, RowKind, Step
+from tangram.engine.sequence import TokenSequence
+from tangram.types import Int32
 
 PRECEDING_TOKENS = 16
 
@@ -46,19 +48,15 @@ class Counters:
 
 @dataclass
 class Scheduler:
-    """Two queues in order of rank, `waiting` and `running`, over one cache manager.
-
-    Of sequences of the layouts `one_at_a_time` a step takes one chunk: they seal it in a second pass.
-    """
+    """Two queues in order of rank, `waiting` and `running`, over one cache manager."""
 
     config: EngineConfig
     cache: CacheManager
-    waiting: list[Sequence] = field(default_factory=list)
-    running: list[Sequence] = field(default_factory=list)
+    waiting: list[TokenSequence] = field(default_factory=list)
+    running: list[TokenSequence] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
-    one_at_a_time: frozenset[int] = frozenset()
     _sealing: set[bytes] = field(default_factory=set)
-    _members: tuple[tuple[int, int], ...] = ()
+    _members: tuple[tuple[int, Retention], ...] = ()
     _epoch: int = 0
 
     def queued(self, entering: int) -> int:
@@ -66,13 +64,13 @@ class Scheduler:
         fresh = sum(sequence.cached_tokens is None for sequence in self.waiting)
         return max(0, fresh + entering - (self.config.max_num_seqs - len(self.running)))
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: TokenSequence) -> None:
         """Queue a sequence; its most pages (`Layout.most_pages`) must not exceed the pool."""
-        new_tokens = self.cache.new_tokens(sequence.layout, sequence.salt, sequence.known_tokens)
+        new_tokens = self.cache.new_tokens(sequence.keys, sequence.known_tokens)
         sequence.due = self.counters.computed_tokens + self.config.prompt_patience * new_tokens
         self._queue(sequence)
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: TokenSequence) -> None:
         """Forget a sequence, ended or aborted, and free its pages. Unknown ones are ignored."""
         if sequence in self.running:
             self.running.remove(sequence)
@@ -82,14 +80,14 @@ class Scheduler:
             self.cache.close(sequence.cache)
             sequence.cache = None
 
-    def quarantine(self, sequence: Sequence) -> Int32:
+    def quarantine(self, sequence: TokenSequence) -> Int32:
         """Forget a sequence whose state is not sound, and every cached link that may share in that (`cache/purge.py`).
 
         Whoever stands on these gives its pages back and is computed anew from its tokens. Returns the pages [n], which
         nobody holds any more, that must be cleared: a kernel may read a page beyond its entries with weight zero, and
         zero times NaN is NaN.
         """
-        found = suspects(self.cache, sequence.layout, sequence.salt, sequence.known_tokens)
+        found = suspects(self.cache, sequence.keys, sequence.settled_tokens)
         if sequence.cache is not None and sequence.cache.slot not in found.slots:
             found.slots.append(sequence.cache.slot)
         pages = found.pages(self.cache)
@@ -142,16 +140,18 @@ class Scheduler:
                     break
                 self._preempt(self.running[-1])
 
-    def _queue(self, sequence: Sequence) -> None:
+    def _queue(self, sequence: TokenSequence) -> None:
         insort(self.waiting, sequence, key=lambda entry: entry.rank)
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: TokenSequence) -> None:
         self.remove(sequence)
         sequence.preemptions += 1
         self.counters.preemptions += 1
         self._queue(sequence)
 
-    def _in_turn(self, unfinished: Iterable[Sequence], admissions: Iterator[Sequence]) -> Iterator[Sequence]:
+    def _in_turn(
+        self, unfinished: Iterable[TokenSequence], admissions: Iterator[TokenSequence]
+    ) -> Iterator[TokenSequence]:
         """Both by rank; who waits is admitted when its turn comes, and those that run go on if it cannot be."""
         for sequence in unfinished:
             while self.waiting and self.waiting[0].rank < sequence.rank:
@@ -162,13 +162,13 @@ class Scheduler:
             yield sequence
         yield from admissions
 
-    def _admissions(self, fresh_batch: bool) -> Iterator[Sequence]:
+    def _admissions(self, fresh_batch: bool) -> Iterator[TokenSequence]:
         """Waiting sequences as they are admitted; static batching admits a whole batch at once, when none runs."""
         if self.config.scheduling == "continuous":
             return self._admit_in_order()
         return iter(list(self._admit_in_order()) if fresh_batch else ())
 
-    def _admit_in_order(self) -> Iterator[Sequence]:
+    def _admit_in_order(self) -> Iterator[TokenSequence]:
         """Stops at the first that does not fit: nobody of a later rank overtakes it."""
         while self.waiting and len(self.running) < self.config.max_num_seqs and self._admit(self.waiting[0]):
             sequence = self.waiting.pop(0)
@@ -179,10 +179,10 @@ class Scheduler:
             if sum(arriving) >= self.config.max_num_batched_tokens:
                 return
 
-    def _admit(self, sequence: Sequence) -> bool:
+    def _admit(self, sequence: TokenSequence) -> bool:
         if sequence.pending:  # preempted a moment ago; its tokens name what the cache may have
             return False
-        sequence.cache = self.cache.admit(sequence.layout, sequence.salt, sequence.known_tokens, sequence.limit)
+        sequence.cache = self.cache.admit(sequence.keys, sequence.known_tokens, sequence.limit)
         if sequence.cache is None:
             return False
         if self.cache.next_key(sequence.cache, sequence.known_tokens) in self._sealing:
@@ -195,13 +195,13 @@ class Scheduler:
             self.counters.cached_tokens += sequence.cached_tokens
         return True
 
-    def _decode_row(self, sequence: Sequence) -> Row:
+    def _decode_row(self, sequence: TokenSequence) -> Row:
         cache = _held(sequence)
         start = cache.computed_tokens
         self.cache.grow(cache, 1)
         return self._row(sequence, RowKind.DECODE, start, start + 1, sample=True)
 
-    def _prefill(self, candidates: Iterable[Sequence], budget: int) -> list[Row]:
+    def _prefill(self, candidates: Iterable[TokenSequence], budget: int) -> list[Row]:
         """All rows that the first may have, then those of the second, …, until the next one does not fit."""
         rows: list[Row] = []
         for sequence in candidates:
@@ -215,13 +215,13 @@ class Scheduler:
                 goes_on = self._goes_on(sequence, row)
         return rows
 
-    def _goes_on(self, sequence: Sequence, row: Row) -> bool:
+    def _goes_on(self, sequence: TokenSequence, row: Row) -> bool:
         """Whether the step that seals a chunk may compute more of the sequence; a single token is left to decode."""
-        if row.kind is not RowKind.SEAL or sequence.layout in self.one_at_a_time:
+        if row.kind is not RowKind.SEAL or sequence.retention.one_chunk_a_step:
             return False
         return not _held(sequence).layout.window_chunks and sequence.known - row.start - len(row.tokens) > 1
 
-    def _prefill_row(self, sequence: Sequence, budget: int) -> Row | None:
+    def _prefill_row(self, sequence: TokenSequence, budget: int) -> Row | None:
         cache = _held(sequence)
         chunk_tokens = cache.layout.chunk_tokens
         begin = cache.sealed_chunks * chunk_tokens
@@ -234,8 +234,8 @@ class Scheduler:
         # A chunk that decode completed has given its sample already, one that ends the known tokens has not.
         sample = end == sequence.known and cache.raw_tokens < chunk_tokens
         if kind is RowKind.SEAL:
-            committed = len(cache.keys) == cache.sealed_chunks + 1  # a later round follows on a chunk that is noted
-            if committed and (key := self.cache.next_key(cache, sequence.known_tokens)) is not None:
+            key = self.cache.next_key(cache, sequence.settled_tokens)
+            if key is not None:
                 self._sealing.add(key)
             self.cache.seal(cache)
         else:
@@ -244,33 +244,33 @@ class Scheduler:
         return self._row(sequence, kind, start, end, sample=sample)
 
     @staticmethod
-    def _row(sequence: Sequence, kind: RowKind, start: int, end: int, *, sample: bool) -> Row:
+    def _row(sequence: TokenSequence, kind: RowKind, start: int, end: int, *, sample: bool) -> Row:
         tokens, preceding = sequence.tokens[start:end], sequence.tokens[max(0, start - PRECEDING_TOKENS) : start]
         slot = _held(sequence).slot
         pending = sequence.pending and end == sequence.known
-        return Row(sequence.request_id, slot, sequence.layout, kind, start, tokens, preceding, sample, pending)
+        return Row(sequence.request_id, slot, sequence.retention, kind, start, tokens, preceding, sample, pending)
 
     def _epoch_of(self, decode: list[Row]) -> int:
-        members = tuple((row.slot, row.layout) for row in decode)
+        members = tuple((row.slot, row.retention) for row in decode)
         if members != self._members:
             self._members = members
             self._epoch += 1
         return self._epoch
 
 
-def _held(sequence: Sequence) -> SequenceCache:
+def _held(sequence: TokenSequence) -> SequenceCache:
     if sequence.cache is None:
         raise RuntimeError(f"{sequence.request_id} runs without pages")
     return sequence.cache
 
 
-def _decodes(sequence: Sequence) -> bool:
+def _decodes(sequence: TokenSequence) -> bool:
     """True when exactly its newest token is to be computed, within the current chunk."""
     cache = _held(sequence)
     return sequence.known - cache.computed_tokens == 1 and cache.raw_tokens < cache.layout.chunk_tokens
 
 
-def _at_chunk_start(sequence: Sequence) -> bool:
+def _at_chunk_start(sequence: TokenSequence) -> bool:
     cache = _held(sequence)
     rest = sequence.known - cache.computed_tokens
     # With chunks of one token the newest token fills its chunk and is decoded all the same.

@@ -6,24 +6,26 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tangram.cache.keys import ChunkKeys
+from tangram.cache.retention import Retention
 from tangram.cache.sequence import SequenceCache
 from tangram.types import Int64
 
 
 @dataclass(eq=False)
-class Sequence:
+class TokenSequence:
     """One completion on its way: `tokens[: known]` are its prompt and what was sampled so far.
 
     With `pending` the last of them is still on the device: it counts, but its value is not here. Room for the sampled
     ones is made with the first: those of one request share its prompt until then.
+    `keys` name its chunks in the prefix cache.
     `limit` is the most tokens whose KV state it may ever need. `arrival` is never reused; `due`, in computed tokens, is
     set when the sequence is queued first, `admitted_s`, of the monotonic clock, when it first leaves the queue.
     """
 
     request_id: str
     arrival: int
-    layout: int
-    salt: str
+    keys: ChunkKeys
     tokens: Int64
     known: int
     prompt_tokens: int
@@ -34,6 +36,11 @@ class Sequence:
     admitted_s: float | None = None
     preemptions: int = 0
     pending: bool = False
+
+    @property
+    def retention(self) -> Retention:
+        """How it keeps its KV entries."""
+        return self.keys.retention
 
     @property
     def complete(self) -> bool:
@@ -55,6 +62,11 @@ class Sequence:
         """int64 [known]: prompt and sampled tokens."""
         return self.tokens[: self.known]
 
+    @property
+    def settled_tokens(self) -> Int64:
+        """int64 [n]: those of the known tokens whose values are on the host."""
+        return self.tokens[: self.known - self.pending]
+
     def expect(self) -> None:
         """One more token is sampled."""
         if self.known == len(self.tokens):
@@ -70,8 +82,9 @@ class Sequence:
 
 
 def sequence_of(
-    request_id: str, arrival: int, layout: int, salt: str, prompt: tuple[int, ...] | Int64, limit: int
-) -> Sequence:
+    request_id: str, arrival: int, retention: Retention, salt: str, prompt: tuple[int, ...] | Int64, limit: int
+) -> TokenSequence:
     """A fresh sequence that knows `prompt`; an array is not copied."""
     tokens = np.asarray(prompt, np.int64)
-    return Sequence(request_id, arrival, layout, salt, tokens, len(prompt), len(prompt), limit)
+    keys = ChunkKeys(retention, salt)
+    return TokenSequence(request_id, arrival, keys, tokens, len(prompt), len(prompt), limit)

@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 
 from tangram.calibrate import ScoreSource, check_lengths
-from tangram.compress.profile import Scope
 from tangram.config import EngineConfig
 from tangram.engine.admission import Admission
 from tangram.engine.memory import GIB
@@ -41,13 +40,13 @@ def in_words(seconds: float) -> str:
     return f"{max(5, 5 * round(seconds / 5))} s" if seconds < 90 else f"{round(seconds / 60)} minutes"
 
 
-def announce(config: EngineConfig, scope: Scope, loaded: LoadedModel, admission: Admission, host_pages: int) -> None:
-    """Say how many tokens fit, and how many would without compression."""
+def announce(config: EngineConfig, loaded: LoadedModel, admission: Admission, host_pages: int) -> None:
+    """Say how many tokens fit, and how many would without compression. `config` names scorer and scope."""
     default = admission.retentions[0]
     compressed = default.layout.tokens_in(admission.total_pages)
     uncompressed = admission.uncompressed.tokens_in(admission.total_pages)
     page_gib = default.layout.page_bytes(admission.element_bytes) / GIB
-    method = f"{default.scorer.name}, scope {scope}" if default.scorer else "nothing dropped"
+    method = f"{config.scorer}, scope {config.scope}" if default.scored else "nothing dropped"
     _log.info(
         "%s on %s, %s; KV cache in %s, %.2f GiB = %d pages; %s tokens fit at kv_retention %s (%s), %s would without "
         "compression; max_model_len %d, chunk %d tokens",

@@ -46,26 +46,6 @@ def first_keys(pool: Tensor, tables: Tensor, table_off: Indices, column: Indices
     return blocks(pool)[block, 0].flatten(1, 2)[:, :count]
 
 
-def compact(
-    pool: Tensor, tables: Tensor, table_off: Indices, column: Indices, first: Indices, kept: Tensor, count: int
-) -> None:  # fmt: skip
-    """Of each head's C entries from index `first` [H] on, move those `kept` to the front, in order.
-
-    `kept` is bool [H, C], with `count` entries set.
-    """
-    offset, col, begin = (torch.as_tensor(x, device=pool.device).long() for x in (table_off, column, first))
-    head, source = torch.nonzero_static(kept, size=count).unbind(1)
-    target = kept.cumsum(1)[head, source] - 1
-    # Bits are moved, not numbers: torch indexes no FP8.
-    entries = blocks(pool.view(torch.uint8) if pool.dtype.itemsize == 1 else pool)
-    page_tokens = pool.shape[3]
-    where = []
-    for index in (begin[head] + source, begin[head] + target):
-        block = tables[offset[head] + index // page_tokens].long() * pool.shape[1] + col[head]
-        where.append((block, slice(None), index % page_tokens))
-    entries[where[1]] = entries[where[0]]
-
-
 def softmax_part(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scaling: float, softcap: float | None) -> Part:
     """Attention of q [..., n, D] over k, v [..., m, D] as a mergeable part: out [..., n, D], log-sum-exp [..., n].
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tangram.plan.form import Bool
 from tangram.plan.schedule import Decoding
-from tangram.types import Int32, RowKind
+from tangram.types import Int32
 
 MOST_BYTES = 1 << 29  # of keys and values that prefill copies at a time, unless one row needs more
 
@@ -56,12 +56,12 @@ class PrefillRows:
 class Room:
     """For one prefill row whose pass is padded: `tokens` of them, and pasts of up to `past` entries a head.
 
-    Rows of one `kind`, a layout's number among the engine's and what is done with the row, launch the same.
+    Rows of one `kind`, how their entries are kept and what is done with the row, launch the same.
     """
 
     tokens: int
     past: int
-    kind: tuple[int, RowKind]
+    kind: Hashable
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from tangram.kernels import cpu, reference
 from tangram.kernels.step import PrefillRows, Ranking, Room
 from tangram.kernels.waiting import WaitPolicy
 from tangram.plan.cost import CostModel
-from tangram.plan.schedule import PLANNERS, Decoding, Schedule
+from tangram.plan.schedule import Decoding, Schedule
 from tangram.types import Int32
 
 BY_BUDGETS = "aot+ctas=1+tasks=4+min=1+tile=128"
@@ -36,7 +36,8 @@ class TorchKernels:
     def __init__(self, pool: Tensor, schedule: Schedule | None = None) -> None:
         self._pool, self._decode_rows, self._waiting = pool, 0, WaitPolicy()
         self._schedule = Schedule.parse(BY_BUDGETS) if schedule is None else schedule
-        if foreign := sorted({*self._schedule.flags, *self._schedule.numbers} - {*PLANNERS[self._schedule.planner]}):
+        told = {*self._schedule.flags, *self._schedule.numbers}
+        if foreign := sorted(told - {*self._schedule.planner.numbers}):
             raise ConfigError(
                 f"decode_schedule is {self._schedule.text!r}: +{foreign[0]} tells the GPU's kernels how to run, leave "
                 f"it out on {pool.device.type}"

@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tangram.cache.retention import Retention
 from tangram.compress.select import Scope, dynamic_choice
 from tangram.kernels.transfer import Fetched
 from tangram.metrics import GroupOverflow
-from tangram.model.sealing import Retention, Wishes
+from tangram.model.sealing import Wishes
 from tangram.types import Int64
 
 
@@ -27,7 +28,6 @@ from tangram.types import Int64
 class _Tally:
     """Of one retention, by group: entries wished, entries of these without room, and heads that lack some."""
 
-    retention: Retention
     figures: Int64  # [3, groups of full-attention layers]
     chunks: int = 0
 
@@ -35,14 +35,14 @@ class _Tally:
 class _ChunkScores:
     """The scores of one chunk as they come."""
 
-    def __init__(self, overflow: Overflow, number: int, start: int) -> None:
-        self._overflow, self._number, self._start = overflow, number, start
+    def __init__(self, overflow: Overflow, retention: Retention, start: int) -> None:
+        self._overflow, self._retention, self._start = overflow, retention, start
         self._scores: list[Tensor] = []
 
     def __call__(self, scores: Tensor) -> None:
         self._scores.append(scores)
-        if len(self._scores) == len(self._overflow.retentions[self._number].layout.geometry.full_layers):
-            self._overflow.enter(self._number, torch.stack(self._scores), self._start)
+        if len(self._scores) == len(self._retention.layout.geometry.full_layers):
+            self._overflow.enter(self._retention, torch.stack(self._scores), self._start)
 
 
 class Overflow:
@@ -53,43 +53,49 @@ class Overflow:
     """
 
     def __init__(self, retentions: Sequence[Retention], scope: Scope, every: int) -> None:
-        self.retentions, self._scope, self._every = retentions, scope, every
-        self._coming: deque[tuple[int, Fetched]] = deque()
+        self._retentions, self._scope, self._every = retentions, scope, every
+        self._coming: deque[tuple[Retention, Fetched]] = deque()
         self.clear()
 
     def clear(self) -> None:
         """Forget what was seen so far."""
         self._coming.clear()
-        self._seen, served = 0, [entry.kv_retention for entry in self.retentions]
+        self._seen, served = 0, dict[float, Retention]()
+        for retention in self._retentions:
+            served.setdefault(retention.kv_retention, retention)  # the first of a ρ serves it
         self._tallies = {
-            number: _Tally(entry, np.zeros((3, entry.layout.full_groups), np.int64))
-            for number, entry in enumerate(self.retentions)
-            if not entry.layout.keeps_everything and served.index(entry.kv_retention) == number  # the first serves it
+            retention: _Tally(np.zeros((3, retention.layout.full_groups), np.int64))
+            for retention in served.values()
+            if not retention.layout.keeps_everything
         }
 
-    def sample(self, number: int, start: int) -> Wishes | None:
-        """Who wants the scores of the chunk at position `start`, of retention `number`; None for most chunks."""
-        if number not in self._tallies:
+    def sample(self, retention: Retention, start: int) -> Wishes | None:
+        """Who wants the scores of the chunk at position `start`; None for most chunks."""
+        if retention not in self._tallies:
             return None
         self._seen += 1
-        return _ChunkScores(self, number, start) if self._seen % self._every == 0 else None
+        return _ChunkScores(self, retention, start) if self._seen % self._every == 0 else None
 
-    def enter(self, number: int, scores: Tensor, start: int) -> None:
+    def enter(self, retention: Retention, scores: Tensor, start: int) -> None:
         """Compute the wishes of a chunk from its `scores` [L, H, C], of the full-attention layers."""
-        entry = self.retentions[number]
         choice = dynamic_choice(
-            scores, entry.kv_retention, self._scope, entry.sink_tokens, entry.window_tokens, start
-        )  # fmt: skip
-        self._coming.append((number, Fetched(choice.sum(dim=-1))))
+            scores,
+            retention.kv_retention,
+            self._scope,
+            retention.sink_tokens,
+            retention.window_tokens,
+            start,
+        )
+        self._coming.append((retention, Fetched(choice.sum(dim=-1))))
 
     def collect(self) -> None:
         """Enter the wishes that have arrived; the device is not waited for."""
         while self._coming and self._coming[0][1].arrived:
-            number, fetched = self._coming.popleft()
-            self._count(self._tallies[number], fetched.get()[0].numpy())
+            retention, fetched = self._coming.popleft()
+            self._count(retention, fetched.get()[0].numpy())
 
-    def _count(self, tally: _Tally, wishes: Int64) -> None:
-        layout = tally.retention.layout
+    def _count(self, retention: Retention, wishes: Int64) -> None:
+        layout, tally = retention.layout, self._tallies[retention]
         full = list(layout.geometry.full_layers)
         lost = np.maximum(wishes - layout.head_kept_tokens[full], 0)
         for place, values in enumerate((wishes, lost, lost > 0)):
@@ -100,7 +106,7 @@ class Overflow:
     def figures(self) -> tuple[GroupOverflow, ...]:
         """Since the start, group by group."""
         return tuple(
-            GroupOverflow(tally.retention.kv_retention, group, tally.chunks, *map(int, column))
-            for tally in self._tallies.values()
+            GroupOverflow(retention.kv_retention, group, tally.chunks, *map(int, column))
+            for retention, tally in self._tallies.items()
             for group, column in enumerate(tally.figures.T)
         )

@@ -8,29 +8,18 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from tangram.cache.layout import Layout
+from tangram.cache.retention import Retention
+from tangram.cache.step import Row
 from tangram.compress.scorers import ChunkView, Reconstruction, Scorer
 from tangram.compress.select import keep, protect
 from tangram.kernels.step import PoolKernels, Ranking
 from tangram.model.rotary import Rotary
-from tangram.types import Int32, Row
+from tangram.types import Int32
 
 # (the chunk in one layer, its scores [H, C]) as they come: calibration and inspection look on here.
 ScoreObserver = Callable[[ChunkView, Tensor], None]
 # The scores [H, C] of one chunk, full-attention layer after layer: who counts what a chunk would have wished.
 Wishes = Callable[[Tensor], None]
-
-
-@dataclass(frozen=True)
-class Retention:
-    """One way to keep KV entries: ρ, where they lie, and who decides which. `scorer` None keeps all without scoring."""
-
-    kv_retention: float
-    layout: Layout
-    fingerprint: str
-    scorer: Scorer | None = None
-    sink_tokens: int = 0
-    window_tokens: int = 0
 
 
 class ChunkRanking(Ranking):
@@ -72,22 +61,23 @@ class ChunkSealer:
 
     `number` is the row's number among the prefill rows of the step that `kernels` have begun. With a scorer that needs
     a reconstruction the chunk waits in `pending` until the second pass brings the queries of its repetition; `chunk_kv`
-    keeps its k and v [C, H, D] of every layer for that pass. `defers` only keeps the scores [H, C] of every layer in
-    `deferred`: the chunk is stored whole, and selected from when the step is done. `wishes` want the scores, too.
+    keeps its k and v [C, H, D] of every layer for that pass. `wishes` want the scores, too.
     """
 
-    retention: Retention
     scorer: Scorer
     kernels: PoolKernels
     row: Row
     number: int
     rotary: Rotary | None
     observer: ScoreObserver | None = None
-    defers: bool = False
     wishes: Wishes | None = None
-    deferred: dict[int, Tensor] = field(default_factory=dict)
     pending: dict[int, ChunkView] = field(default_factory=dict)
     chunk_kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @property
+    def retention(self) -> Retention:
+        """How its sequence keeps KV entries."""
+        return self.row.retention
 
     @property
     def rows(self) -> slice:
@@ -121,15 +111,17 @@ class ChunkSealer:
         self._select(replace(self.pending.pop(layer), reconstruction=repeat))
 
     def _select(self, chunk: ChunkView) -> None:
-        retention, fused = self.retention, self.kernels.fused_scores.get(self.scorer.name)
+        fused = self.kernels.fused_scores.get(self.scorer.name)
         scores = self.scorer.score(chunk) if fused is None else fused(chunk.keys[None])[0]
         if self.observer is not None:
             self.observer(chunk, scores)
         if self.wishes is not None:
             self.wishes(scores)
-        if self.defers:
-            self.deferred[chunk.layer] = scores
-            return
+        self.store(chunk, scores)
+
+    def store(self, chunk: ChunkView, scores: Tensor) -> None:
+        """Bring the entries of one layer that stay, by their `scores` [H, C], into their final pages."""
+        retention = self.retention
         if retention.layout.keeps_everything:
             return  # it is stored already
         ranking = ChunkRanking(scores[None], retention.sink_tokens, retention.window_tokens)

@@ -1,19 +1,20 @@
 """A schedule by name: a planner, its rule, how finely it cuts, and what the kernels are told.
 
-    plain | aot | workqueue | uniform | packing:{off,naive,paper,measured,thrifty} | buckets:{exact,padded}
+    plain | aot | workqueue | packing:{off,naive,paper,measured,thrifty}
 
-followed by any of `+ctas=3 +tasks=4 +min=256 +tile=128 +queries=128` (planner) and `+apart +atomic +serial +onetile
-+replan +entries=64 +stages=3 +warps=4` (execution; entries, stages and warps apply to every tile). `ctas` is how many
-programs a multiprocessor runs at once, `replan` plans every layer by itself at every step. Partial results are merged
-by a kernel of their own with `apart`, by whichever task comes last with `atomic`: `packing:paper+queries=128+ctas=2`.
+followed by any of `+ctas=3 +tasks=4 +min=256 +tile=128 +queries=128` (planner) and `+apart +atomic
++serial +onetile +replan +entries=64 +stages=3 +warps=4` (execution). Entries, stages and warps apply
+to every tile. `ctas` is how many programs a multiprocessor runs at once. `replan` plans every layer by
+itself at every step. Partial results are merged by a kernel of their own with `apart`, and by
+whichever task comes last with `atomic`: `packing:paper+queries=128+ctas=2`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any, get_args
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import get_args
 
 from tangram.errors import ConfigError
 from tangram.plan.aot import plan_aot
@@ -23,21 +24,15 @@ from tangram.plan.form import DecodeRows, WorkPlan
 from tangram.plan.packing import plan_packing
 from tangram.plan.plain import plan_plain
 from tangram.plan.profit import PackingRule
-from tangram.plan.uniform import plan_buckets, plan_uniform_splits
 from tangram.plan.workqueue import plan_workqueue
 from tangram.types import Int32, Int64
 
-# The numbers that each planner takes, and their names there.
-PLANNERS: dict[str, tuple[str, ...]] = {
-    "plain": (),
-    "aot": ("ctas", "tasks", "min", "tile"),
-    "workqueue": ("ctas", "tasks", "min", "tile"),
-    "uniform": ("ctas", "tile"),
-    "packing": ("ctas", "tasks", "min", "tile", "queries"),
-    "buckets": ("ctas", "tile"),
+ARGUMENTS = {
+    "tasks": "tasks_per_worker",
+    "min": "min_tokens",
+    "tile": "tile_tokens",
+    "queries": "max_query_rows",
 }
-ARGUMENTS = {"tasks": "tasks_per_worker", "min": "min_tokens", "tile": "tile_tokens", "queries": "max_query_rows"}
-RULES: dict[str, tuple[str, ...]] = {"packing": get_args(PackingRule), "buckets": ("exact", "padded")}
 FLAGS = ("apart", "atomic", "serial", "onetile", "replan")
 TILE_NUMBERS = ("entries", "stages", "warps")
 CTAS = 3  # what an H100 was fastest with; `tangram bench calibrate-policy` tries others
@@ -73,71 +68,110 @@ class Decoding:
 
 
 @dataclass(frozen=True)
+class Planner:
+    """Makes plans; `make` is told the batch, the number of workers, the cost model, the rule and numbers.
+
+    `numbers` are those it takes, `rules` its rules, if it has any. `each_step` planners plan every step anew.
+    """
+
+    make: Callable[..., WorkPlan]
+    numbers: tuple[str, ...] = ()
+    rules: tuple[str, ...] = ("",)
+    defaults: Mapping[str, int] = field(default_factory=dict)
+    each_step: bool = False
+
+
+def _plain(batch: Decoding, workers: int, cost: CostModel, rule: str) -> WorkPlan:
+    return plan_plain(batch.rows)
+
+
+def _aot(batch: Decoding, workers: int, cost: CostModel, rule: str, **numbers: int) -> WorkPlan:
+    return plan_aot(batch.rows, workers, **numbers)
+
+
+def _workqueue(batch: Decoding, workers: int, cost: CostModel, rule: str, **numbers: int) -> WorkPlan:
+    return plan_workqueue(batch.rows, batch.lengths, workers, **numbers)
+
+
+def _packing(batch: Decoding, workers: int, cost: CostModel, rule: PackingRule, **numbers: int) -> WorkPlan:
+    return plan_packing(
+        batch.rows,
+        batch.lengths,
+        batch.forest,
+        batch.kept_tokens,
+        workers,
+        group=batch.group,
+        cost=cost,
+        rule=rule,
+        **numbers,
+    )
+
+
+# Those that serve. The lab knows more, to compare with.
+PLANNERS: Mapping[str, Planner] = {
+    "plain": Planner(_plain),
+    "aot": Planner(
+        _aot,
+        ("ctas", "tasks", "min", "tile"),
+        defaults={"tasks": 1, "min": MIN_TOKENS, "tile": TILE_TOKENS},
+    ),
+    "workqueue": Planner(_workqueue, ("ctas", "tasks", "min", "tile"), defaults={"tile": TILE_TOKENS}),
+    "packing": Planner(
+        _packing,
+        ("ctas", "tasks", "min", "tile", "queries"),
+        get_args(PackingRule),
+        defaults={"tile": TILE_TOKENS},
+    ),
+}
+
+
+@dataclass(frozen=True)
 class Schedule:
     """How to plan and run a decode step, parsed from its written form (see the module)."""
 
     text: str
-    planner: str
+    name: str
+    planner: Planner
     rule: str
     flags: frozenset[str]
-    numbers: dict[str, int]
+    numbers: Mapping[str, int]
 
     @classmethod
-    def parse(cls, text: str) -> Schedule:
-        """Raises `ConfigError` naming the part that is not known."""
+    def parse(cls, text: str, planners: Mapping[str, Planner] = PLANNERS) -> Schedule:
+        """Raises `ConfigError` naming the part that `planners` do not know."""
         head, *extras = text.split("+")
-        planner, _, rule = head.partition(":")
-        if planner not in PLANNERS:
-            raise ConfigError(f"planner is {planner!r}, known are {', '.join(PLANNERS)}")
-        if rule not in RULES.get(planner, ("",)):
-            raise ConfigError(f"rule of {text!r} is {rule!r}, known are {', '.join(RULES.get(planner, ('none',)))}")
-        flags, numbers, known = set(), {}, (*PLANNERS[planner], *TILE_NUMBERS)
+        name, _, rule = head.partition(":")
+        if name not in planners:
+            raise ConfigError(f"planner is {name!r}, known are {', '.join(planners)}")
+        planner = planners[name]
+        if rule not in planner.rules:
+            known_rules = ", ".join(known or "none" for known in planner.rules)
+            raise ConfigError(f"rule of {text!r} is {rule!r}, known are {known_rules}")
+        flags, numbers, known = set(), {}, (*planner.numbers, *TILE_NUMBERS)
         for extra in extras:
-            name, equals, value = extra.partition("=")
-            if name not in (known if equals else FLAGS) or (equals and not value.isdecimal()):
+            option, equals, value = extra.partition("=")
+            if option not in (known if equals else FLAGS) or (equals and not value.isdecimal()):
                 listed = ", ".join([*FLAGS, *(f"{number}=N" for number in known)])
-                raise ConfigError(f"option {extra!r} of {text!r} is not known: {planner} knows {listed}")
+                raise ConfigError(f"option {extra!r} of {text!r} is not known: {name} knows {listed}")
             if equals:
-                numbers[name] = int(value)
+                numbers[option] = int(value)
             else:
-                flags.add(name)
-        return cls(text, planner, rule, frozenset(flags), numbers)
+                flags.add(option)
+        return cls(text, name, planner, rule, frozenset(flags), numbers)
 
     @property
     def kind(self) -> str:
         """The planner and its rule, without numbers and flags."""
-        return f"{self.planner}:{self.rule}" if self.rule else self.planner
+        return f"{self.name}:{self.rule}" if self.rule else self.name
 
     @property
     def each_step(self) -> bool:
         """Whether the plan must be made again at every step."""
-        return self.planner in ("uniform", "buckets") or "replan" in self.flags
+        return self.planner.each_step or "replan" in self.flags
 
     def plan(self, batch: Decoding, multiprocessors: int, cost: CostModel) -> WorkPlan:
         """The host work of making a plan. Raises `ConfigError` naming the argument that is out of range."""
         workers = multiprocessors * self.numbers.get("ctas", CTAS)
-        return self._planner(batch, workers, cost)(**self._arguments())
-
-    def _planner(self, batch: Decoding, workers: int, cost: CostModel) -> Callable[..., WorkPlan]:
-        rows, lengths = batch.rows, batch.lengths
-        rule: Any = self.rule
-        match self.planner:
-            case "plain":
-                return partial(plan_plain, rows)
-            case "aot":
-                return partial(plan_aot, rows, workers)
-            case "workqueue":
-                return partial(plan_workqueue, rows, lengths, workers)
-            case "uniform":
-                return partial(plan_uniform_splits, rows, lengths, workers)
-            case "buckets":
-                return partial(plan_buckets, rows, lengths, workers, kind=rule)
-        return partial(
-            plan_packing, rows, lengths, batch.forest, batch.kept_tokens, workers, group=batch.group, cost=cost,
-            rule=rule,
-        )  # fmt: skip
-
-    def _arguments(self) -> dict[str, int]:
-        defaults = {"tile": TILE_TOKENS} | ({"tasks": 1, "min": MIN_TOKENS} if self.planner == "aot" else {})
-        taken = {name: value for name, value in (defaults | self.numbers).items() if name in PLANNERS[self.planner]}
-        return {ARGUMENTS[name]: value for name, value in taken.items() if name in ARGUMENTS}
+        taken = {**self.planner.defaults, **self.numbers}
+        numbers = {ARGUMENTS[name]: value for name, value in taken.items() if name in ARGUMENTS}
+        return self.planner.make(batch, workers, cost, self.rule, **numbers)

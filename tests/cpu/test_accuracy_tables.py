@@ -19,9 +19,9 @@ from bench.accuracy.thin import Thin
 from bench.kernels.page import replaced
 from tangram.cli.evaluate import evaluate
 from tangram.compress.profile import ALPHA
-from tangram.evaluate.methods import Grid, Method, aligned_tokens
-from tangram.evaluate.report import difference
-from tangram.evaluate.results import AnsweredSample, AnyCell, Cell, Fidelity, FidelityCell, Results, Score, Setting
+from tangram.lab.accuracy.methods import Grid, Method, aligned_tokens
+from tangram.lab.accuracy.report import difference
+from tangram.lab.accuracy.results import AnsweredSample, AnyCell, Cell, Fidelity, FidelityCell, Results, Score, Setting
 
 TASKS = ("niah_multikey_1", "vt")
 
@@ -196,7 +196,7 @@ def test_every_task_of_the_grid_is_one_that_tangram_eval_takes(monkeypatch: pyte
         asked.append((grid, asked_of, aligned_tokens(grid.methods(4096), align=align, unit=align_tokens)))
         return []
 
-    monkeypatch.setattr("tangram.evaluate.compare.compare", compare)
+    monkeypatch.setattr("tangram.lab.accuracy.compare.compare", compare)
     app = Typer()
     app.command()(evaluate)
     tasks = list(grid.tasks(grid.SCORERS, list(grid.PARTS), None, None))

@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 from tangram.cli import app
 from tangram.compress.library import shipped_profiles
 from tangram.compress.profile import Profile
-from tangram.compress.scorers import SCORERS, choose
+from tangram.compress.scorers import SCORERS, choose, read_profiles
 from tangram.compress.scorers.gate import shipped_gates
 from tangram.config import EngineConfig
 from tangram.engine import setup
+from tangram.engine.build import build_engine, engine_of
 from tangram.engine.loop import Engine
-from tangram.engine.setup import build_engine, engine_of
 from tangram.errors import ProfileError
 from tangram.model.load import LoadedModel
 
@@ -73,8 +73,8 @@ def test_a_scorer_that_is_named_is_taken(loaded: LoadedModel) -> None:
 
 
 def test_a_gate_that_is_given_is_used(loaded: LoadedModel) -> None:
-    assert choose(EngineConfig(gate=GATE), None).scorer == "fastkvzip"
-    assert choose(EngineConfig(), None).scorer == "keydiff"
+    assert choose(EngineConfig(gate=GATE), None, {}).scorer == "fastkvzip"
+    assert choose(EngineConfig(), None, {}).scorer == "keydiff"
 
 
 def test_profiles_of_several_scorers_are_refused_by_name(loaded: LoadedModel) -> None:
@@ -84,18 +84,19 @@ def test_profiles_of_several_scorers_are_refused_by_name(loaded: LoadedModel) ->
 
 
 def test_heads_of_the_whole_model_compete_unless_scores_mean_nothing_across_layers() -> None:
-    scopes = {name: choose(EngineConfig(scorer=name), None).scope for name in SCORERS}
+    scopes = {name: choose(EngineConfig(scorer=name), None, {}).scope for name in SCORERS}
     assert scopes.pop("tova") == "layer"
     assert set(scopes.values()) == {"model"}
-    assert choose(EngineConfig(scorer="tova", scope="model"), None).scope == "model"
+    assert choose(EngineConfig(scorer="tova", scope="model"), None, {}).scope == "model"
 
 
 def test_a_profile_says_which_heads_compete() -> None:
     published = [f"llama-3.1-8b-instruct.keydiff.{scope}.c512.r0.5.json" for scope in ("layer", "model")]
     files = tuple(str(shipped_profiles() / name) for name in published)
-    assert choose(EngineConfig(profile=files[:1]), None) == ("keydiff", "layer")
+    one, both = EngineConfig(profile=files[:1]), EngineConfig(profile=files)
+    assert choose(one, None, read_profiles(one)) == ("keydiff", "layer")
     with pytest.raises(ProfileError, match=r"several scopes \(.*for layer, .*for model\)"):
-        choose(EngineConfig(profile=files), None)
+        choose(both, None, read_profiles(both))
 
 
 def test_a_calibration_is_for_the_scorer_that_will_serve(folder: Path, tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ import torch
 from typer.testing import CliRunner
 
 from tangram.cli import app
-from tangram.drive.clock import Answer, GivenUpError, Limits, Patience, Summary, answered
-from tangram.drive.work import Ask, alike, arriving, made_up, next_turn, traced
 from tangram.engine.llm import LLM
 from tangram.engine.sampling import Choice
 from tangram.errors import ConfigError, ModelError, RequestError
+from tangram.lab.load.clock import Answer, GivenUpError, Limits, Patience, Summary, answered
+from tangram.lab.load.work import Ask, alike, arriving, made_up, next_turn, traced
 from tangram.types import Event, FinishReason, Request, SamplingParams, TokenLogprob
 
 

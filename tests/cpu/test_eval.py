@@ -17,12 +17,12 @@ from tangram.compress.profile import Profile
 from tangram.config import EngineConfig
 from tangram.engine.llm import LLM
 from tangram.errors import ConfigError
-from tangram.evaluate import engines
-from tangram.evaluate.engines import ModelBench, asked
-from tangram.evaluate.methods import Method
-from tangram.evaluate.prompts import Alignment, Questions, filler_token
-from tangram.evaluate.report import plain
-from tangram.evaluate.results import FidelityCell, Results
+from tangram.lab.accuracy import engines
+from tangram.lab.accuracy.engines import ModelBench, asked
+from tangram.lab.accuracy.methods import Method
+from tangram.lab.accuracy.prompts import Alignment, Questions, filler_token
+from tangram.lab.accuracy.report import plain
+from tangram.lab.accuracy.results import FidelityCell, Results
 from tangram.model.load import LoadedModel
 from tangram.types import SamplingParams
 
@@ -125,7 +125,7 @@ def test_calibrations_are_kept_and_serve_every_alpha(loaded: LoadedModel, monkey
     def fail(*arguments: Any, **options: Any) -> None:
         raise AssertionError("calibrated again")
 
-    monkeypatch.setattr("tangram.evaluate.profiles.calibrate", fail)
+    monkeypatch.setattr("tangram.lab.accuracy.profiles.calibrate", fail)
     again, _ = bench_of(loaded)
     assert again.budgets.profile(METHODS[2]) == wide
     more = ModelBench.of(BASE, loaded, METHODS, calibration_samples=3)
@@ -257,7 +257,7 @@ def test_what_cannot_be_run_is_refused_in_a_line(options: list[str], said: str, 
 
 
 def test_who_cannot_draw_hears_it_first(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tangram.evaluate.plot.find_spec", lambda name: None)
+    monkeypatch.setattr("tangram.lab.accuracy.plot.find_spec", lambda name: None)
     options = [*FLAGS, "-o", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]
     result = CliRunner().invoke(app, ["eval", str(model), *options])
     assert result.exit_code == 2 and "pip install matplotlib" in " ".join(result.output.split())

@@ -15,9 +15,9 @@ from tangram.compress.profile import Profile
 from tangram.config import EngineConfig
 from tangram.engine.llm import LLM
 from tangram.errors import ConfigError
-from tangram.evaluate.engines import ModelBench
-from tangram.evaluate.results import Results
-from tangram.evaluate.run import Planned
+from tangram.lab.accuracy.engines import ModelBench
+from tangram.lab.accuracy.results import Results
+from tangram.lab.accuracy.run import Planned
 
 CLI = CliRunner()
 
@@ -47,7 +47,7 @@ def test_it_asks_what_a_server_of_the_model_would_answer(monkeypatch: pytest.Mon
         seen.extend(plans)
         raise ConfigError("seen")
 
-    monkeypatch.setattr("tangram.evaluate.pace.minutes", before)
+    monkeypatch.setattr("tangram.lab.accuracy.pace.minutes", before)
     assert "seen" in CLI.invoke(app, ["eval", "--quick", "-o", str(tmp_path / "r.json")]).output
     static = [plan for plan in seen if plan.method.name == "static"]
     assert {plan.method.scorer for plan in static} == {"fastkvzip"}
@@ -75,12 +75,12 @@ def test_it_says_how_long_beforehand_and_what_it_costs_at_the_end(
     # What it had to calibrate is what a first start would have, and is kept for it.
     (profile,) = (tmp_path / "cache" / "profiles").iterdir()
     assert cells[-1].basis["profile"] == Profile.load(profile).fingerprint()
-    monkeypatch.setattr("tangram.engine.setup.calibrate_model", None)
+    monkeypatch.setattr("tangram.engine.profiles.calibrate_model", None)
     LLM(str(model), load_format="dummy", kv_cache_gib=0.1, kv_retention=EngineConfig.kv_retention)
 
 
 @pytest.mark.parametrize("given", [["--samples", "9"], ["--methods", "full"], ["--no-align"], ["--scopes", "layer"]])
 def test_what_it_settles_is_refused_beside_it(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tangram.evaluate.compare.load_model", None)
+    monkeypatch.setattr("tangram.lab.accuracy.compare.load_model", None)
     result = CLI.invoke(app, ["eval", "--quick", *given])
     assert result.exit_code == 2 and "with --quick that is settled" in " ".join(result.output.split())

@@ -12,9 +12,9 @@ from bench import eval_quick
 from bench.accuracy.kvpress_table import Control, control_tables
 from tangram.compress.profile import ALPHA, SINK_TOKENS
 from tangram.config import EngineConfig
-from tangram.evaluate.methods import Method, MethodName
-from tangram.evaluate.prompts import SuitePrompts
-from tangram.evaluate.results import AnyCell, Fidelity, FidelityCell, Score
+from tangram.lab.accuracy.methods import Method, MethodName
+from tangram.lab.accuracy.prompts import SuitePrompts
+from tangram.lab.accuracy.results import AnyCell, Fidelity, FidelityCell, Score
 from tests.host.test_eval_run import SUITES, StubBench, measure
 
 

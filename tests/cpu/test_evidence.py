@@ -24,11 +24,11 @@ from tangram.compress.profile import Profile
 from tangram.compress.scorers import make_scorer
 from tangram.engine.observe import score_source
 from tangram.engine.text import TextCodec
-from tangram.evaluate.engines import ModelBench
-from tangram.evaluate.evidence import budgeted, competing, everything, kept_shares, recall
-from tangram.evaluate.methods import Method
-from tangram.evaluate.prompts import Alignment, Questions, evidence_tokens, filler_token
-from tangram.evaluate.results import Cell, Results
+from tangram.lab.accuracy.engines import ModelBench
+from tangram.lab.accuracy.evidence import budgeted, competing, everything, kept_shares, recall
+from tangram.lab.accuracy.methods import Method
+from tangram.lab.accuracy.prompts import Alignment, Questions, evidence_tokens, filler_token
+from tangram.lab.accuracy.results import Cell, Results
 from tangram.model.load import LoadedModel, load_model
 from tangram.types import Request
 from tests.cpu.test_eval import BASE, LLAMA

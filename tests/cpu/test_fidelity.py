@@ -12,12 +12,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig
 
 from tangram.config import EngineConfig
-from tangram.engine.forced import ForcedText
 from tangram.errors import ConfigError
-from tangram.evaluate.fidelity import expected, fidelity
-from tangram.evaluate.passages import TAIL_TOKENS, RealText, passages
-from tangram.evaluate.prompts import Alignment
-from tangram.evaluate.suites import SAMPLES
+from tangram.lab.accuracy.fidelity import expected, fidelity
+from tangram.lab.accuracy.forced import ForcedText
+from tangram.lab.accuracy.passages import TAIL_TOKENS, RealText, passages
+from tangram.lab.accuracy.prompts import Alignment
+from tangram.lab.accuracy.suites import SAMPLES
 from tangram.model.load import LoadedModel
 from tests.support import profile_file
 

@@ -11,12 +11,12 @@ import torch
 
 from bench.kernels import ablations, dense, family, pat, persistent, ragged
 from tangram.kernels import reference
+from tangram.lab.kernel_benchmarks import workloads as workloads_room
+from tangram.lab.kernel_benchmarks.case import Geometry, own_case, tree_case
+from tangram.lab.kernel_benchmarks.tree import Tree
+from tangram.lab.kernel_benchmarks.workloads import Workload, expected
 from tangram.plan.form import WorkPlan
 from tangram.plan.plain import plan_plain
-from tangram.tune import workloads as workloads_room
-from tangram.tune.case import Geometry, own_case, tree_case
-from tangram.tune.tree import Tree
-from tangram.tune.workloads import Workload, expected
 
 Main = Callable[[Sequence[str]], None]
 FAMILIES: dict[str, tuple[Main, list[str]]] = {

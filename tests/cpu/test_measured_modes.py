@@ -17,9 +17,10 @@ from tangram.compress.profile import Profile
 from tangram.compress.provenance import Calibration
 from tangram.compress.scorers import make_scorer
 from tangram.engine.loop import Engine
-from tangram.engine.setup import scorer_spec
+from tangram.engine.profiles import scorer_spec
 from tangram.errors import ConfigError
 from tangram.kernels import reference
+from tangram.lab.baselines.reclaim import compact
 from tangram.model.load import LoadedModel
 from tangram.types import Event, Request, SamplingParams
 from tests.support import drain, run, small_engine
@@ -172,7 +173,7 @@ def test_compacting_moves_what_is_kept_to_the_front(dtype: torch.dtype) -> None:
         for table, column, first in zip(*(values.tolist() for values in place), strict=True)
     ]
     before = [torch.stack(reference.gather(pool.float(), tables, *span)) for span in spans]
-    reference.compact(pool, tables, *place, kept, 8)
+    compact(pool, tables, *place, kept, 8)
     for head, span in enumerate(spans):
         after = torch.stack(reference.gather(pool.float(), tables, *span))
         assert torch.equal(after[:, :4], before[head][:, kept[head]])

@@ -11,8 +11,8 @@ import torch
 from tangram.compress.library import shipped_profiles
 from tangram.compress.profile import Profile
 from tangram.config import EngineConfig
+from tangram.engine.build import engine_of
 from tangram.engine.loop import Engine
-from tangram.engine.setup import engine_of
 from tangram.model.load import LoadedModel
 from tangram.types import Event, Request, SamplingParams
 from tests.support import run

@@ -14,9 +14,9 @@ from bench.kernels.family import RESULTS
 from bench.kernels.page import replaced
 from bench.serving import compare
 from bench.serving.page import ABLATIONS, PAGE, found, halved, parted, traced, written
-from tangram.drive.clock import Answer, Patience, answered
-from tangram.drive.work import Ask
 from tangram.engine.llm import LLM
+from tangram.lab.load.clock import Answer, Patience, answered
+from tangram.lab.load.work import Ask
 
 SERVING, TRACE = found(RESULTS), found(RESULTS, "trace")
 MEASURED = [result for series in (*SERVING, *TRACE) for result in series.values()]

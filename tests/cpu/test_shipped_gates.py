@@ -19,10 +19,12 @@ from tangram.compress.scorers import make_scorer
 from tangram.compress.scorers.fastkvzip import FastKVzip
 from tangram.compress.scorers.gate import find_gate, load_gate, shipped_gates
 from tangram.config import EngineConfig
-from tangram.engine.setup import engine_of, scorer_spec
+from tangram.engine.profiles import scorer_spec
 from tangram.errors import ConfigError
-from tangram.evaluate.engines import ModelBench
-from tangram.evaluate.methods import Method
+from tangram.lab.accuracy.engines import ModelBench
+from tangram.lab.accuracy.methods import Method
+from tangram.lab.baselines.build import engine_of
+from tangram.lab.baselines.config import ComparisonConfig
 from tangram.model.load import LoadedModel
 from tests.support import GREEDY, run, small_engine
 
@@ -85,7 +87,7 @@ def test_the_engine_takes_the_shipped_gate_where_none_is_named(loaded: LoadedMod
 
 
 def test_a_needle_is_found_in_half_the_entries(loaded: LoadedModel) -> None:
-    config = EngineConfig(
+    config = ComparisonConfig(
         scorer="fastkvzip", kv_retention=0.5, kv_cache_gib=0.5, reclamation="by-input", enable_prefix_caching=False
     )
     engine = engine_of(config, loaded)

@@ -12,7 +12,7 @@ import torch
 
 from tangram.config import EngineConfig
 from tangram.engine import memory, setup
-from tangram.engine.setup import build_engine
+from tangram.engine.build import build_engine
 from tangram.errors import ConfigError
 from tangram.model import convert, load
 

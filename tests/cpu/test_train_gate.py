@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 from tangram.cli import app
 from tangram.compress.scorers.fastkvzip import FastKVzip
 from tangram.compress.scorers.gate import Gate, GateShape, load_gate, save_gate
-from tangram.distil import Examples, Recipe, new_weights, overlap, train_gate
-from tangram.engine.teacher import agreements, distil_gate
 from tangram.errors import ConfigError
+from tangram.gate_training.fit import Examples, Recipe, new_weights, overlap, train_gate
+from tangram.gate_training.teacher import agreements, distil_gate
 from tangram.model.load import LoadedModel
 from tests.support import GREEDY, profile_file, run, small_engine
 

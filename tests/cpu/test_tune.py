@@ -14,15 +14,15 @@ import torch
 from typer.testing import CliRunner
 
 from tangram.cli import app
+from tangram.lab.kernel_benchmarks import calibrate, suites
+from tangram.lab.kernel_benchmarks.calibrate import best_single, calibrate_policy, judge, regret
+from tangram.lab.kernel_benchmarks.case import Case, Geometry
+from tangram.lab.kernel_benchmarks.suites import Named
+from tangram.lab.kernel_benchmarks.timing import Measurement
+from tangram.lab.kernel_benchmarks.traces import Trace
+from tangram.lab.kernel_benchmarks.tree import Tree
 from tangram.plan.cost import CostModel
 from tangram.plan.policy import FLASHINFER, Policy
-from tangram.tune import calibrate, suites
-from tangram.tune.calibrate import best_single, calibrate_policy, judge, regret
-from tangram.tune.case import Case, Geometry
-from tangram.tune.suites import Named
-from tangram.tune.timing import Measurement
-from tangram.tune.traces import Trace
-from tangram.tune.tree import Tree
 
 GEOMETRY = Geometry(kv_heads=2, group=2, head_dim=16, page_tokens=16, heads_per_page=2)
 CPU = torch.device("cpu")

@@ -28,8 +28,8 @@ from tangram.kernels import gathered, pages
 from tangram.kernels.card import Card
 from tangram.kernels.offload import words
 from tangram.kernels.triton_kernels import TritonKernels
+from tangram.lab.baselines.uniform import parse_schedule
 from tangram.model.load import load_tokenizer
-from tangram.plan.schedule import Schedule
 from tests.gpu.cards import CARDS
 from tests.support import profile_file, small_engine, tiny_model
 
@@ -167,7 +167,7 @@ def recorded(capability: int, variant: Variant, folder: Path) -> list[Launch]:
 
 def _rehearse(card: Card, variant: Variant, folder: Path) -> None:
     cpu, tokenizer = torch.device("cpu"), load_tokenizer("smollm2")
-    schedule = Schedule.parse(variant.schedule) if variant.schedule else None
+    schedule = parse_schedule(variant.schedule) if variant.schedule else None
     loaded = tiny_model(variant.config(), tokenizer, cpu, getattr(torch, variant.dtype))
     profile = profile_file(loaded, folder, chunk_tokens=CHUNK)
     engine = small_engine(

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from tangram.errors import ConfigError
+from tangram.lab.baselines.uniform import plan_uniform_splits
 from tangram.plan.aot import plan_aot
 from tangram.plan.form import DecodeRows, TaskList, WorkPlan, assemble
 from tangram.plan.plain import plan_plain
-from tangram.plan.uniform import plan_uniform_splits
 from tangram.plan.workqueue import plan_workqueue
 from tests.paged import SCALING, Batch, dense_decode, make_batch
 

@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 from transformers import Gemma2Config, Gemma3TextConfig, GptOssConfig, LlamaConfig, PretrainedConfig
 
+from tangram.cache.keys import ChunkKeys
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
+from tangram.cache.retention import Retention
 from tangram.engine.batch import DeviceTables
 from tangram.engine.loop import Engine
 from tangram.kernels.step import KernelChoice, PoolKernels
 from tangram.kernels.torch_kernels import TorchKernels
+from tangram.lab.baselines.uniform import parse_schedule
 from tangram.model.load import LoadedModel, load_tokenizer
 from tangram.plan.cost import CostModel
 from tangram.plan.form import WorkPlan
@@ -215,11 +218,12 @@ def test_an_fp8_cache_holds_what_the_specification_holds(
 
 def test_tables_on_the_device_follow_what_is_written(device: torch.device) -> None:
     """Pages are taken, sealed chunks replace raw tails in the same places, and a cached prefix is entered."""
-    cache = CacheManager([("full", LAYOUT)], total_pages=200, max_sequences=2, prefix_caching=True)
-    on_device = DeviceTables(cache, device)
+    full = Retention(1.0, LAYOUT, "full")
+    cache = CacheManager([full], total_pages=200, max_sequences=2, prefix_caching=True)
+    on_device, keys = DeviceTables(cache, device), ChunkKeys(full, "")
     tokens = np.arange(40)
     for _ in range(2):
-        seq = cache.admit(0, "", tokens, 60)
+        seq = cache.admit(keys, tokens, 60)
         assert seq is not None
         while seq.computed_tokens < 32:
             cache.grow(seq, CHUNK - 1)
@@ -278,7 +282,7 @@ def test_chunks_that_are_stored_whole_and_compacted_later_answer_the_same(
     """On the Triton kernels, under a schedule for all batches."""
     loaded = models[id(LLAMA)]
     options = options_of("llama", loaded, tmp_path)
-    uniform = Schedule.parse("uniform+ctas=16+tile=16")
+    uniform = parse_schedule("uniform+ctas=16+tile=16")
 
     def triton(pool: Tensor, group: int) -> PoolKernels:
         from tangram.kernels.triton_kernels import TritonKernels

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from tangram.evaluate import multiturn, ruler
-from tangram.evaluate.budget import Budget
-from tangram.evaluate.sample import Sample, write_sample
+from tangram.lab.accuracy import multiturn, ruler
+from tangram.lab.accuracy.budget import Budget
+from tangram.lab.accuracy.sample import Sample, write_sample
 
 TASKS = [("ruler", task) for task in ruler.TASKS] + [("multiturn", task) for task in multiturn.TASKS]
 

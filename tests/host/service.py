@@ -7,12 +7,11 @@ from dataclasses import replace
 
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
+from tangram.cache.step import Row, RowKind, Step
 from tangram.config import EngineConfig
 from tangram.engine.scheduler import PRECEDING_TOKENS, Scheduler
-from tangram.engine.sequence import Sequence as TokenSequence
-from tangram.engine.sequence import sequence_of
-from tangram.types import Row, RowKind, Step
-from tests.host.support import Device
+from tangram.engine.sequence import TokenSequence, sequence_of
+from tests.host.support import Device, retentions
 
 MAX_TOKENS = 48
 
@@ -24,22 +23,23 @@ class Service:
 
     def __init__(
         self, layouts: Sequence[Layout], *, slack_pages: int, max_num_seqs: int, slack_tokens: int = 0,
-        scheduling: str = "continuous", caching: bool = True, one_at_a_time: frozenset[int] = frozenset(),
+        scheduling: str = "continuous", caching: bool = True, one_chunk_a_step: frozenset[int] = frozenset(),
         ahead: bool = False, host_pages: int = 0, patience: int = 16,
     ) -> None:  # fmt: skip
-        self.layouts, self.ahead = layouts, ahead
+        self.retentions = retentions(*layouts, one_chunk_a_step=one_chunk_a_step)
+        self.ahead = ahead
         chunk, page = layouts[0].chunk_tokens, layouts[0].page_tokens
         self.config = EngineConfig(
             chunk_tokens=chunk, page_tokens=page, max_num_seqs=max_num_seqs, scheduling=scheduling,  # type: ignore[arg-type]
             max_num_batched_tokens=chunk + max_num_seqs + slack_tokens, prompt_patience=patience,
         )  # fmt: skip
         self.manager = CacheManager(
-            [(f"profile {index}", entry) for index, entry in enumerate(layouts)],
+            self.retentions,
             total_pages=max(entry.most_pages(MAX_TOKENS - 1) for entry in layouts) + slack_pages,
             max_sequences=max_num_seqs, prefix_caching=caching, host_pages=host_pages,
         )  # fmt: skip
-        self.scheduler = Scheduler(self.config, self.manager, one_at_a_time=one_at_a_time)
-        self.device = Device(self.manager)
+        self.scheduler = Scheduler(self.config, self.manager)
+        self.device = Device(self.manager, page)
         self.tastes: dict[TokenSequence, int] = {}
         self.ended: list[TokenSequence] = []
         self.decoders: dict[int, list[TokenSequence]] = {}
@@ -58,7 +58,7 @@ class Service:
         if arrival is None:
             arrival = self.arrivals = self.arrivals + 2
         limit = min(len(prompt) + max_new - 1, MAX_TOKENS - 1)
-        sequence = sequence_of(str(arrival), arrival, layout, salt, tuple(prompt), limit)
+        sequence = sequence_of(str(arrival), arrival, self.retentions[layout], salt, tuple(prompt), limit)
         self.tastes[sequence] = taste
         self.scheduler.add(sequence)
         return sequence
@@ -72,7 +72,7 @@ class Service:
         pages = self.scheduler.quarantine(sequence)
         self.ended.append(sequence)
         assert not self.manager.ledger.references[pages].any()
-        assert self.manager.new_tokens(sequence.layout, sequence.salt, sequence.known_tokens) == sequence.known
+        assert self.manager.new_tokens(sequence.keys, sequence.known_tokens) == sequence.known
 
     def step(self) -> Step | None:
         before, preemptions = list(self.scheduler.running), {entry: entry.preemptions for entry in self.alive}
@@ -146,7 +146,7 @@ class Service:
         assert working in served or passing, "the first stands still"
         for row in step.rows:
             sequence, end = by_slot[row.slot], row.start + len(row.tokens)
-            assert row.request_id == sequence.request_id and row.layout == sequence.layout
+            assert row.request_id == sequence.request_id and row.retention is sequence.retention
             assert row.tokens.tolist() == sequence.tokens[row.start : end].tolist()
             assert row.preceding.tolist() == sequence.tokens[max(0, row.start - PRECEDING_TOKENS) : row.start].tolist()
             assert row.start // size == (end - 1) // size, "a row leaves its chunk"
@@ -172,8 +172,8 @@ class Service:
             if before is not None:
                 assert before.kind is RowKind.SEAL and row.start == before.start + len(before.tokens)
                 assert row.kind is not RowKind.DECODE
-                assert row.layout not in self.scheduler.one_at_a_time
-                assert self.layouts[row.layout].window_chunks == 0
+                assert not row.retention.one_chunk_a_step
+                assert row.retention.layout.window_chunks == 0
             last[row.slot] = row
 
     def _check_work_conserved(self, step: Step, by_slot: dict[int, TokenSequence]) -> None:
@@ -187,7 +187,7 @@ class Service:
         if any(self._spent(step, row, by_slot[row.slot]) for row in {row.slot: row for row in step.rows}.values()):
             return
         if len({row.slot for row in step.rows}) == len([entry for entry in running if not entry.complete]):
-            full = self.layouts[head.layout].promised_pages(head.known, head.limit) > self.manager.spare_pages
+            full = head.retention.layout.promised_pages(head.known, head.limit) > self.manager.spare_pages
             assert full or head.pending or any(self._begins_like(head, row, by_slot[row.slot]) for row in step.rows)
 
     def _spent(self, step: Step, last: Row, sequence: TokenSequence) -> bool:
@@ -201,6 +201,6 @@ class Service:
         end = row.start + len(row.tokens)
         return (
             row.kind is RowKind.SEAL and self.manager.prefix_caching
-            and (head.layout, head.salt) == (other.layout, other.salt)
+            and (head.retention, head.keys.salt) == (other.retention, other.keys.salt)
             and head.known_tokens[:end].tolist() == other.known_tokens[:end].tolist()
         )  # fmt: skip

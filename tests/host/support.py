@@ -13,10 +13,14 @@ from typing import Any
 from hypothesis import strategies as st
 
 from tangram.cache.books import check_books
+from tangram.cache.keys import ChunkKeys
 from tangram.cache.layout import Layout, adjacent_groups
 from tangram.cache.manager import CacheManager
-from tangram.engine.sequence import Sequence as TokenSequence
-from tangram.types import Geometry, PageMove, Row, RowKind, Step
+from tangram.cache.retention import Retention
+from tangram.cache.sequence import SequenceCache
+from tangram.cache.step import Row, RowKind, Step
+from tangram.engine.sequence import TokenSequence
+from tangram.types import Geometry, Int64, PageMove
 
 Label = tuple[Any, ...]
 
@@ -34,6 +38,25 @@ def layout(sealed_pages: int = 1, *, model: Geometry | None = None, chunk: int =
         model, chunk_tokens=chunk, page_tokens=page, heads_per_page=2, max_tokens=96,
         groups=groups, sealed_pages=[sealed_pages] * len(groups),
     )  # fmt: skip
+
+
+def retentions(*layouts: Layout, one_chunk_a_step: frozenset[int] = frozenset()) -> list[Retention]:
+    """One for each of `layouts`, under names of their own."""
+    return [
+        Retention(1.0, entry, f"profile {number}", one_chunk_a_step=number in one_chunk_a_step)
+        for number, entry in enumerate(layouts)
+    ]
+
+
+class NumberedCache(CacheManager):
+    """A cache manager whose tests name retentions by their number."""
+
+    def __init__(self, retentions: Sequence[Retention], **options: Any) -> None:
+        super().__init__(retentions, **options)
+        self.retentions = retentions
+
+    def enter(self, which: int, salt: str, tokens: Int64, limit: int) -> SequenceCache | None:
+        return self.admit(ChunkKeys(self.retentions[which], salt), tokens, limit)
 
 
 @st.composite
@@ -63,9 +86,8 @@ Work = tuple[Row, dict[int, Label], dict[int, Label]]
 class Device:
     """The pool as labels: an entry's label names everything that its KV state may depend on, and nothing else."""
 
-    def __init__(self, manager: CacheManager) -> None:
-        self.manager = manager
-        self.page_tokens = manager.layouts[0].page_tokens
+    def __init__(self, manager: CacheManager, page_tokens: int) -> None:
+        self.manager, self.page_tokens = manager, page_tokens
         self.entries: list[Label | None] = [None] * (manager.ledger.total * self.page_tokens)
         self.host: list[Label | None] = [None] * (manager.host.total * self.page_tokens)
 
@@ -115,9 +137,9 @@ class Device:
         assert not writers.keys() & published, "a row writes to a page of the prefix cache"
 
     def _work(self, row: Row, sequence: TokenSequence) -> tuple[dict[int, Label], dict[int, Label]]:
-        layout = self.manager.layouts[row.layout]
+        layout = row.retention.layout
         tokens, size = sequence.tokens[: row.start + len(row.tokens)].tolist(), layout.chunk_tokens
-        owner = (row.layout, sequence.salt)
+        owner = (row.retention, sequence.keys.salt)
         sealed = row.start // size
         reads, writes = dict[int, Label](), dict[int, Label]()
         for group, members in enumerate(layout.groups):
@@ -146,7 +168,7 @@ class Device:
         return reads, writes
 
     def _check_length(self, row: Row) -> None:
-        layout = self.manager.layouts[row.layout]
+        layout = row.retention.layout
         chunks, raw = divmod(row.start + len(row.tokens), layout.chunk_tokens)
         if row.kind is not RowKind.SEAL and raw == 0:  # a chunk that is full and not yet sealed
             chunks, raw = chunks - 1, layout.chunk_tokens
@@ -154,7 +176,7 @@ class Device:
             assert self.manager.lengths[row.slot, group] == chunks * pages * layout.page_tokens + raw
 
     def _at(self, row: Row, group: int, entry: int) -> int:
-        layout = self.manager.layouts[row.layout]
+        layout = row.retention.layout
         page = self.manager.tables[row.slot, int(layout.group_offset[group]) + entry // self.page_tokens]
         return int(page) * self.page_tokens + entry % self.page_tokens
 

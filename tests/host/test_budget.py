@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tangram.errors import ConfigError
-from tangram.evaluate.budget import Budget, Stock
+from tangram.lab.accuracy.budget import Budget, Stock
 
 
 def count_words(text: str) -> int:

@@ -11,33 +11,39 @@ from hypothesis import strategies as st
 
 from tangram.cache.books import check_books
 from tangram.cache.layout import Layout
-from tangram.cache.manager import CacheManager
 from tangram.cache.pages import Ledger
 from tangram.cache.sequence import SequenceCache
 from tangram.errors import IntegrityError
 from tangram.types import Int64
-from tests.host.support import geometry, held_by_group, layout, layout_sets, recount
+from tests.host.support import (
+    NumberedCache,
+    geometry,
+    held_by_group,
+    layout,
+    layout_sets,
+    recount,
+    retentions,
+)
 
 FEW = settings(max_examples=50, deadline=None)
 WINDOWED = geometry(3, 2, (None, 11, None))
 
 
-def manager(*layouts: Layout, pages: int = 1000, caching: bool = True) -> CacheManager:
-    named = [(f"profile {index}", entry) for index, entry in enumerate(layouts)]
-    return CacheManager(named, total_pages=pages, max_sequences=8, prefix_caching=caching)
+def manager(*layouts: Layout, pages: int = 1000, caching: bool = True) -> NumberedCache:
+    return NumberedCache(retentions(*layouts), total_pages=pages, max_sequences=8, prefix_caching=caching)
 
 
 def tokens_of(count: int, seed: int = 0) -> Int64:
     return np.random.default_rng(seed).integers(0, 50, count)
 
 
-def admit(cache: CacheManager, tokens: Int64, *, layout: int = 0, salt: str = "", limit: int = 96) -> SequenceCache:
-    seq = cache.admit(layout, salt, tokens, limit)
+def admit(cache: NumberedCache, tokens: Int64, *, layout: int = 0, salt: str = "", limit: int = 96) -> SequenceCache:
+    seq = cache.enter(layout, salt, tokens, limit)
     assert seq is not None
     return seq
 
 
-def compute(cache: CacheManager, seq: SequenceCache, tokens: Int64) -> None:
+def compute(cache: NumberedCache, seq: SequenceCache, tokens: Int64) -> None:
     """Steps that compute `tokens`: whole chunks are sealed, the rest comes in one piece."""
     size = seq.layout.chunk_tokens
     while seq.computed_tokens < len(tokens):
@@ -50,7 +56,7 @@ def compute(cache: CacheManager, seq: SequenceCache, tokens: Int64) -> None:
         recount(cache)
 
 
-def decode(cache: CacheManager, seq: SequenceCache, tokens: Int64) -> None:
+def decode(cache: NumberedCache, seq: SequenceCache, tokens: Int64) -> None:
     """Steps that compute `tokens` one by one; full chunks are sealed."""
     for count in range(seq.computed_tokens + 1, len(tokens) + 1):
         if not seq.raw_tokens:
@@ -64,7 +70,7 @@ def decode(cache: CacheManager, seq: SequenceCache, tokens: Int64) -> None:
             recount(cache)
 
 
-def pages_of(cache: CacheManager, seq: SequenceCache) -> set[int]:
+def pages_of(cache: NumberedCache, seq: SequenceCache) -> set[int]:
     return {page for pages in held_by_group(cache, seq.slot) for page in pages}
 
 
@@ -133,7 +139,7 @@ def test_room_for_the_promise_admits_and_one_page_less_does_not(
 ) -> None:
     limit = known + more
     needed = layouts[which].promised_pages(known, limit)
-    assert manager(*layouts, pages=needed - 1).admit(which, "", tokens_of(known), limit) is None
+    assert manager(*layouts, pages=needed - 1).enter(which, "", tokens_of(known), limit) is None
     cache = manager(*layouts, pages=needed)
     seq = admit(cache, tokens_of(known), layout=which, limit=limit)
     compute(cache, seq, tokens_of(known))
@@ -162,13 +168,13 @@ def test_who_finds_no_room_or_no_seat_leaves_no_trace() -> None:
     first = admit(cache, tokens, limit=24)
     compute(cache, first, tokens)
     before = (cache.spare_pages, cache.ledger.free, cache.ledger.references.copy())
-    assert cache.admit(0, "", np.concatenate([tokens, tokens_of(70, 1)]), 96) is None
+    assert cache.enter(0, "", np.concatenate([tokens, tokens_of(70, 1)]), 96) is None
     recount(cache)
     assert (cache.spare_pages, cache.ledger.free) == before[:2] and (cache.ledger.references == before[2]).all()
     cache = manager(layout(2))
     for seed in range(8):
         admit(cache, tokens_of(4, seed))
-    assert cache.admit(0, "", tokens_of(4, 9), 96) is None
+    assert cache.enter(0, "", tokens_of(4, 9), 96) is None
 
 
 def test_growing_over_the_end_of_a_chunk_is_refused() -> None:

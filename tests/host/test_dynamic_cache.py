@@ -8,22 +8,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tangram.cache.books import check_books
-from tangram.cache.dynamic import DynamicCache
 from tangram.cache.layout import Layout
 from tangram.errors import IntegrityError
+from tangram.lab.baselines.caches import DynamicCache
 from tangram.types import Int64
-from tests.host.support import layout, layout_sets
+from tests.host.support import NumberedCache, layout, layout_sets, retentions
+
+
+class NumberedDynamicCache(NumberedCache, DynamicCache):
+    """A dynamic cache whose tests name retentions by their number."""
 
 
 def kept(entry: Layout) -> Int64:
     return entry.head_kept_tokens[list(entry.geometry.full_layers)].ravel().astype(np.int64)
 
 
-def dynamic(entry: Layout, pages: int) -> DynamicCache:
-    return DynamicCache([("profile", entry)], total_pages=pages, max_sequences=8, prefix_caching=True)
+def dynamic(entry: Layout, pages: int) -> NumberedDynamicCache:
+    return NumberedDynamicCache(retentions(entry), total_pages=pages, max_sequences=8, prefix_caching=True)
 
 
-def free(cache: DynamicCache) -> int:
+def free(cache: NumberedDynamicCache) -> int:
     """Pages that nobody holds, cached ones included."""
     return cache.ledger.free + cache.prefix.idle_pages
 
@@ -33,7 +37,7 @@ def free(cache: DynamicCache) -> int:
 def test_a_pool_that_holds_the_promise_holds_every_chunk_whole(layouts: list[Layout], length: int) -> None:
     entry, tokens = layouts[0], np.arange(length)
     cache = dynamic(entry, entry.most_pages(length))
-    seq = cache.admit(0, "", tokens, length)
+    seq = cache.enter(0, "", tokens, length)
     assert seq is not None
     for _ in range(length // entry.chunk_tokens):
         room, spare = free(cache), cache.spare_pages
@@ -52,7 +56,7 @@ def test_a_pool_that_holds_the_promise_holds_every_chunk_whole(layouts: list[Lay
 def test_counts_that_no_layout_promised_are_refused() -> None:
     entry = layout(1)
     cache = dynamic(entry, 100)
-    seq = cache.admit(0, "", np.arange(20), 20)
+    seq = cache.enter(0, "", np.arange(20), 20)
     assert seq is not None
     cache.seal(seq)
     with pytest.raises(IntegrityError, match="kept other counts than its layout says"):
@@ -61,7 +65,7 @@ def test_counts_that_no_layout_promised_are_refused() -> None:
 
 def test_what_is_not_given_back_is_missed() -> None:
     cache = dynamic(layout(1), 100)
-    seq = cache.admit(0, "", np.arange(20), 20)
+    seq = cache.enter(0, "", np.arange(20), 20)
     assert seq is not None
     cache.seal(seq)
     with pytest.raises(IntegrityError, match="pages are miscounted"):

@@ -8,7 +8,7 @@ import pytest
 
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
-from tangram.evaluate.methods import NAMES, Grid, Method, aligned_tokens
+from tangram.lab.accuracy.methods import NAMES, Grid, Method, aligned_tokens
 
 
 def grid(**changes: Any) -> Grid:

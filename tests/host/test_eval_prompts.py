@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tangram.errors import ConfigError
-from tangram.evaluate.prompts import Alignment, Questions, filler_token, parse_suites, prompts_of
+from tangram.lab.accuracy.prompts import Alignment, Questions, filler_token, parse_suites, prompts_of
 from tests.host.asking import sample
 from tests.host.test_locomo import asked, document
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from tangram.errors import ConfigError
-from tangram.evaluate.methods import Method
-from tangram.evaluate.prompts import SamplePrompts, SuitePrompts, prompts_of
-from tangram.evaluate.report import difference, label, report
-from tangram.evaluate.results import Cell, Results, Score, Setting
-from tangram.evaluate.run import Ask, Planned, Recalls, Reply, planned, run
+from tangram.lab.accuracy.methods import Method
+from tangram.lab.accuracy.prompts import SamplePrompts, SuitePrompts, prompts_of
+from tangram.lab.accuracy.report import difference, label, report
+from tangram.lab.accuracy.results import Cell, Results, Score, Setting
+from tangram.lab.accuracy.run import Ask, Planned, Recalls, Reply, planned, run
 from tests.host.asking import sample
 from tests.host.test_eval_prompts import CODEC
 

@@ -10,10 +10,10 @@ import pytest
 
 from tangram.calibrate import read_texts
 from tangram.compress.profile import Profile
-from tangram.drive.work import traced
 from tangram.errors import TangramError
-from tangram.evaluate.conversation import read_conversations
-from tangram.evaluate.results import Results
+from tangram.lab.accuracy.conversation import read_conversations
+from tangram.lab.accuracy.results import Results
+from tangram.lab.load.work import traced
 from tangram.plan.policy import Policy
 
 READERS: list[Callable[[Path], object]] = [

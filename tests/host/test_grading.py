@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tangram.evaluate.grading import RULES, occurs, score, token_f1
-from tangram.evaluate.sample import Grade, Question
+from tangram.lab.accuracy.grading import RULES, occurs, score, token_f1
+from tangram.lab.accuracy.sample import Grade, Question
 
 WORD = st.text(alphabet="bcdfghjklm", min_size=2, max_size=8)
 PHRASE = st.lists(WORD, min_size=1, max_size=4).map(" ".join)

@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from tangram.cache.host import HostTier
+from tangram.cache.keys import chunk_key, root_key, window_key
 from tangram.cache.layout import Layout
-from tangram.cache.manager import CacheManager
-from tangram.cache.prefix import chunk_key, root_key, window_key
 from tangram.cache.sequence import SequenceCache
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError, IntegrityError
 from tangram.types import Int32, Int64
-from tests.host.support import geometry, layout, layout_sets, recount
+from tests.host.support import NumberedCache, geometry, layout, layout_sets, recount, retentions
 
 LIMIT = 40
 
@@ -32,8 +31,9 @@ class Copies(RuleBasedStateMachine):
     @initialize(layouts=layout_sets(max_tokens=LIMIT), slack=st.integers(0, 40), host=st.sampled_from([400, 60, 20]))
     def build(self, layouts: list[Layout], slack: int, host: int) -> None:
         pages = max(entry.most_pages(LIMIT) for entry in layouts) + slack
-        named = [(f"profile {number}", entry) for number, entry in enumerate(layouts)]
-        self.manager = CacheManager(named, total_pages=pages, max_sequences=3, prefix_caching=True, host_pages=host)
+        self.manager = NumberedCache(
+            retentions(*layouts), total_pages=pages, max_sequences=3, prefix_caching=True, host_pages=host
+        )
         self.pool: dict[int, Any] = {}
         self.host: dict[int, Any] = {}
         self.tokens: dict[int, Int64] = {}
@@ -54,7 +54,7 @@ class Copies(RuleBasedStateMachine):
     def come(self, stem: int, length: int, which: int) -> SequenceCache | None:
         tokens = np.arange(length) * (stem + 1) % 7
         before = self.manager.host.restored_tokens
-        seq = self.manager.admit(which, "", tokens, LIMIT)
+        seq = self.manager.enter(which, "", tokens, LIMIT)
         if seq is not None:
             self.tokens[seq.slot] = tokens
             assert 0 <= self.manager.host.restored_tokens - before <= seq.cached_tokens
@@ -149,9 +149,9 @@ TestCopies.settings = settings(
 )  # fmt: skip
 
 
-def visit(cache: CacheManager, tokens: Int64) -> int:
+def visit(cache: NumberedCache, tokens: Int64) -> int:
     """A sequence comes, is computed and goes; how much of it was cached."""
-    seq = cache.admit(0, "", tokens, len(tokens))
+    seq = cache.enter(0, "", tokens, len(tokens))
     assert seq is not None
     while len(tokens) - seq.computed_tokens >= seq.layout.chunk_tokens:
         cache.seal(seq)
@@ -161,10 +161,10 @@ def visit(cache: CacheManager, tokens: Int64) -> int:
     return seq.cached_tokens
 
 
-def small(host_pages: int, *, windows: tuple[int | None, ...] = (None, None)) -> CacheManager:
+def small(host_pages: int, *, windows: tuple[int | None, ...] = (None, None)) -> NumberedCache:
     """Chunks of 8 tokens and, without windows, 8 pages; room for three of them on the device."""
-    pages = [("", layout(4, model=geometry(2, 2, windows)))]
-    return CacheManager(pages, total_pages=27, max_sequences=2, prefix_caching=True, host_pages=host_pages)
+    (only,) = retentions(layout(4, model=geometry(2, 2, windows)))
+    return NumberedCache([only], total_pages=27, max_sequences=2, prefix_caching=True, host_pages=host_pages)
 
 
 def test_a_copy_stays_when_its_chunk_comes_back_and_so_costs_nothing_the_second_time() -> None:
@@ -180,7 +180,7 @@ def test_clearing_the_cache_leaves_alone_what_a_sequence_waits_for() -> None:
     cache = small(100)
     for start in (0, 100):
         visit(cache, np.arange(25) + start)
-    seq = cache.admit(0, "", np.arange(25), 25)
+    seq = cache.enter(0, "", np.arange(25), 25)
     assert seq is not None and seq.cached_tokens == 24
     cache.prefix.clear()
     brought = [page for move in cache.take_moves(())[0] if move.inward for page in move.pages.tolist()]
@@ -219,9 +219,9 @@ def test_no_room_is_found_before_anything_is_copied() -> None:
     for start in (0, 100):
         visit(cache, np.arange(25) + start)
     cache.take_moves(())
-    busy = cache.admit(0, "", np.arange(9) + 200, 9)
+    busy = cache.enter(0, "", np.arange(9) + 200, 9)
     assert busy is not None
-    assert cache.admit(0, "", np.arange(25), 25) is None
+    assert cache.enter(0, "", np.arange(25), 25) is None
     assert not cache.take_moves(())[0] and cache.host.pages_in == 0
 
 
@@ -231,7 +231,7 @@ def test_windows_come_back_with_their_chunks_and_only_the_newest() -> None:
         visit(cache, np.arange(17) + start)
     cache.prefix.evict(27)
     cache.take_moves(())
-    seq = cache.admit(0, "", np.arange(17), 17)
+    seq = cache.enter(0, "", np.arange(17), 17)
     assert seq is not None and seq.cached_tokens == 16 and seq.arriving
     moves, awaited = cache.take_moves([seq.slot])
     assert awaited and not seq.arriving
@@ -247,14 +247,14 @@ def test_nothing_is_kept_without_host_pages_and_what_was_dropped_is_counted() ->
 
 
 def test_another_layout_and_another_salt_find_nothing() -> None:
-    both = [(name, layout(4)) for name in ("one", "other")]
-    cache = CacheManager(both, total_pages=27, max_sequences=2, prefix_caching=True, host_pages=100)
+    both = retentions(layout(4), layout(4))
+    cache = NumberedCache(both, total_pages=27, max_sequences=2, prefix_caching=True, host_pages=100)
     for start in (0, 100):
         visit(cache, np.arange(25) + start)
-    root = root_key("one", "")
+    root = root_key("profile 0", "")
     assert chunk_key(root, np.arange(8)) in cache.host.links
     for which, salt in ((1, ""), (0, "salt")):
-        seq = cache.admit(which, salt, np.arange(25), 25)
+        seq = cache.enter(which, salt, np.arange(25), 25)
         assert seq is not None and seq.cached_tokens == 0
         cache.close(seq)
 

@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tangram.errors import ConfigError
-from tangram.evaluate import locomo
-from tangram.evaluate.budget import Budget
-from tangram.evaluate.grading import score
-from tangram.evaluate.sample import Question, Sample
-from tangram.evaluate.suites import SUITES
+from tangram.lab.accuracy import locomo
+from tangram.lab.accuracy.budget import Budget
+from tangram.lab.accuracy.grading import score
+from tangram.lab.accuracy.sample import Question, Sample
+from tangram.lab.accuracy.suites import SUITES
 
 SESSIONS = 6
 LONG = " ".join(["and we talked about the weather"] * 10)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tangram.errors import ConfigError
-from tangram.evaluate import code_lookup
-from tangram.evaluate.grading import score
+from tangram.lab.accuracy import code_lookup
+from tangram.lab.accuracy.grading import score
 from tests.host.asking import sample
 
 CASES = [(context_tokens, number) for context_tokens in (512, 3_000) for number in range(3)]

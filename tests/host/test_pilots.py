@@ -9,8 +9,8 @@ from collections import Counter
 
 import pytest
 
+from tangram.calibrate.texts import KINDS, pilot_kinds, pilot_texts
 from tangram.errors import ConfigError
-from tangram.pilots import KINDS, pilot_kinds, pilot_texts
 
 
 def test_fifty_texts_of_the_promised_length_all_different() -> None:
@@ -28,7 +28,9 @@ def test_lengths_follow_the_minimum(min_characters: int) -> None:
 
 def test_another_process_writes_the_same_texts_and_another_seed_others() -> None:
     """Text seeds must not depend on Python's per-process string hashing."""
-    program = "import sys; from tangram.pilots import pilot_texts; sys.stdout.write(chr(0).join(pilot_texts(9, 7)))"
+    program = (
+        "import sys; from tangram.calibrate.texts import pilot_texts; sys.stdout.write(chr(0).join(pilot_texts(9, 7)))"
+    )
     other = subprocess.run(
         [sys.executable, "-X", "utf8", "-c", program], capture_output=True, check=True, encoding="utf-8"
     )

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tangram.errors import ConfigError, IntegrityError
+from tangram.lab.baselines.uniform import plan_buckets, plan_uniform_splits
 from tangram.plan.aot import plan_aot
 from tangram.plan.form import DecodeRows, RangeKind, TaskList, WorkPlan, assemble
 from tangram.plan.plain import plan_plain
-from tangram.plan.uniform import plan_buckets, plan_uniform_splits
 from tangram.plan.workqueue import plan_workqueue
 from tangram.types import Int32
 

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tangram.errors import ConfigError
+from tangram.lab.kernel_benchmarks.case import Geometry, own_case, tree_case, unique_entries
+from tangram.lab.kernel_benchmarks.suites import budgets, calibration, held_out, random_tree
+from tangram.lab.kernel_benchmarks.tree import CONFIGS, Tree
 from tangram.plan.cost import CostModel
 from tangram.plan.policy import FLASHINFER, Policy, StepLoad
-from tangram.tune.case import Geometry, own_case, tree_case, unique_entries
-from tangram.tune.suites import budgets, calibration, held_out, random_tree
-from tangram.tune.tree import CONFIGS, Tree
 
 GEOMETRY = Geometry(kv_heads=2, group=2, head_dim=4, page_tokens=4, heads_per_page=2)
 SMALL, LARGE = StepLoad(8, 1024, 1.0, 1.0), StepLoad(2048, 1024, 1.0, 1.0)

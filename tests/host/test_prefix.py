@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tangram.cache.host import HostTier
+from tangram.cache.keys import chunk_key, raw_key, root_key, window_key
 from tangram.cache.pages import Ledger
-from tangram.cache.prefix import Link, Node, PrefixCache, chunk_key, raw_key, root_key, window_key
+from tangram.cache.prefix import Link, Node, PrefixCache
 
 PAGES = 40
 

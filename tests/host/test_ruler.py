@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from tangram.evaluate.needles import NEEDLES
-from tangram.evaluate.sample import Sample
+from tangram.lab.accuracy.needles import NEEDLES
+from tangram.lab.accuracy.sample import Sample
 from tests.host.asking import sample
 
 CASES = [(context_tokens, number) for context_tokens in (512, 3_000) for number in range(3)]

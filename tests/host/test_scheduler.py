@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tangram.types import Row
+from tangram.cache.step import Row
+from tangram.engine.sequence import TokenSequence
 from tests.host.service import MAX_TOKENS, Service
 from tests.host.support import geometry, layout, layout_sets, recount
 
@@ -33,11 +34,14 @@ class Traffic(RuleBasedStateMachine):
             max_num_seqs=data.draw(st.integers(1, 4)), slack_tokens=data.draw(st.integers(0, 20)),
             scheduling=data.draw(st.sampled_from(["continuous", "continuous", "static"])),
             caching=data.draw(st.sampled_from([True, True, True, False])),
-            one_at_a_time=data.draw(st.sampled_from([frozenset(), frozenset(), frozenset([0])])),
+            one_chunk_a_step=data.draw(st.sampled_from([frozenset(), frozenset(), frozenset([0])])),
             ahead=data.draw(st.booleans()),
             host_pages=data.draw(st.sampled_from([0, 5, 30, 1000])),
             patience=data.draw(st.sampled_from([0, 1, 16])),
         )  # fmt: skip
+
+    def number(self, sequence: TokenSequence) -> int:
+        return self.service.retentions.index(sequence.retention)
 
     @rule(prompt=PROMPTS, max_new=st.integers(1, 16), layout=st.integers(0, 1), salt=st.sampled_from(["", "", "s"]),
           taste=st.integers(0, 1))  # fmt: skip
@@ -49,7 +53,7 @@ class Traffic(RuleBasedStateMachine):
     def follow(self, which: int, more: list[int], max_new: int) -> None:
         last = self.service.ended[which % len(self.service.ended)]
         prompt = [*last.known_tokens.tolist(), *more][: MAX_TOKENS - 2]
-        self.service.submit(prompt, max_new, layout=last.layout, salt=last.salt)
+        self.service.submit(prompt, max_new, layout=self.number(last), salt=last.keys.salt)
 
     @precondition(lambda self: self.service.scheduler.running)
     @rule(which=st.integers(0, 99), taste=st.integers(0, 2), max_new=st.integers(1, 16))
@@ -57,7 +61,7 @@ class Traffic(RuleBasedStateMachine):
         running = self.service.scheduler.running
         one = running[which % len(running)]
         prompt = one.known_tokens[: MAX_TOKENS - 2].tolist()
-        self.service.submit(prompt, max_new, layout=one.layout, salt=one.salt, taste=taste)
+        self.service.submit(prompt, max_new, layout=self.number(one), salt=one.keys.salt, taste=taste)
 
     @precondition(lambda self: self.service.scheduler.running)
     @rule(which=st.integers(0, 99), taste=st.integers(0, 2), max_new=st.integers(1, 16))
@@ -67,9 +71,13 @@ class Traffic(RuleBasedStateMachine):
         one = running[which % len(running)]
         if one.arrival + 1 not in {entry.arrival for entry in self.service.alive} and one.arrival % 2 == 0:
             self.service.submit(
-                one.tokens[: one.prompt_tokens].tolist(), max_new, layout=one.layout, salt=one.salt, taste=taste,
+                one.tokens[: one.prompt_tokens].tolist(),
+                max_new,
+                layout=self.number(one),
+                salt=one.keys.salt,
+                taste=taste,
                 arrival=one.arrival + 1,
-            )  # fmt: skip
+            )
 
     @rule(count=st.integers(1, 12))
     def steps(self, count: int) -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from tangram.errors import ConfigError
-from tangram.evaluate.grading import occurs, score
-from tangram.evaluate.sample import Question, Sample
-from tangram.evaluate.suites import MIN_CONTEXT_TOKENS, SUITES
+from tangram.lab.accuracy.grading import occurs, score
+from tangram.lab.accuracy.sample import Question, Sample
+from tangram.lab.accuracy.suites import MIN_CONTEXT_TOKENS, SUITES
 from tests.host.asking import TASKS, count_tokens, sample
 
 MADE_UP = [name for name in SUITES if name != "locomo"]
@@ -86,7 +86,7 @@ def test_a_reply_may_be_as_long_as_the_answer(suite: str, task: str) -> None:
 
 def test_another_process_writes_the_same_samples() -> None:
     program = (
-        "import hashlib, sys; from tangram.evaluate.suites import SUITES\n"
+        "import hashlib, sys; from tangram.lab.accuracy.suites import SUITES\n"
         "made = [SUITES[name](len, 3000, 18, 7) for name in ('ruler', 'multiturn')]\n"
         "sys.stdout.write(hashlib.sha256(repr(made).encode()).hexdigest())"
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tangram.types import RowKind
+from tangram.cache.step import RowKind
 from tests.host.service import Service
 from tests.host.support import geometry, layout
 
@@ -72,7 +72,7 @@ def test_a_step_goes_to_one_prompt_after_the_other() -> None:
         *whole,
     ]
     assert first_step(slack_tokens=6) == whole[:2]
-    assert first_step(slack_tokens=40, one_at_a_time=frozenset([0])) == one_chunk
+    assert first_step(slack_tokens=40, one_chunk_a_step=frozenset([0])) == one_chunk
     sliding = geometry(2, 2, (None, 11))
     assert first_step(slack_tokens=40, layout={"model": sliding}) == one_chunk
 

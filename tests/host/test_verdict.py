@@ -11,9 +11,9 @@ from tangram.cli.calibration import meaning, serve_line
 from tangram.compress.profile import Profile
 from tangram.compress.provenance import RankStability
 from tangram.config import EngineConfig
-from tangram.evaluate.methods import Method
-from tangram.evaluate.results import AnyCell, Cell, Fidelity, FidelityCell, Score
-from tangram.evaluate.verdict import verdict
+from tangram.lab.accuracy.methods import Method
+from tangram.lab.accuracy.results import AnyCell, Cell, Fidelity, FidelityCell, Score
+from tangram.lab.accuracy.verdict import verdict
 from tests.host.test_eval_run import STATIC, StubBench, measure
 
 SHIPPED = Path(__file__).parents[2] / "tangram" / "profiles" / "smollm2.fastkvzip.model.c512.r0.5.json"

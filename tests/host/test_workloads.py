@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from bench.kernels.budgets import SHIPPED, chosen_layers, even_case, load, ragged_case
 from bench.kernels.fragmentation import GROUPINGS, reclaimed, scaled
 from tangram.errors import ConfigError
+from tangram.lab.baselines.uniform import parse_schedule
+from tangram.lab.kernel_benchmarks.case import Case, Geometry, own_case, tree_case, unique_entries
+from tangram.lab.kernel_benchmarks.counters import Counters
+from tangram.lab.kernel_benchmarks.traces import CALIBRATION_SEEDS, HELD_OUT_SEEDS, TRACES, Trace
+from tangram.lab.kernel_benchmarks.tree import CONFIGS, HEADS, PAGE_TOKENS, Tree
 from tangram.plan.cost import CostModel
-from tangram.plan.schedule import Schedule
-from tangram.tune.case import Case, Geometry, own_case, tree_case, unique_entries
-from tangram.tune.counters import Counters
-from tangram.tune.traces import CALIBRATION_SEEDS, HELD_OUT_SEEDS, TRACES, Trace
-from tangram.tune.tree import CONFIGS, HEADS, PAGE_TOKENS, Tree
 
 SMALL = Geometry(kv_heads=2, group=2, head_dim=4, page_tokens=4, heads_per_page=2)
 
@@ -147,13 +147,13 @@ def test_the_even_twin_has_the_same_entries_spread_evenly() -> None:
 )
 def test_an_unknown_schedule_is_refused_by_name(text: str) -> None:
     with pytest.raises(ConfigError, match="known"):
-        Schedule.parse(text)
+        parse_schedule(text)
 
 
 @pytest.mark.parametrize("rule", ["off", "naive", "paper", "measured"])
 def test_packing_reads_shared_nodes_once_and_counters_say_so(rule: str) -> None:
     case = tree_case(Tree((1, 4), (4096, 512)), Geometry.of_heads("8/2", 32), seed=0)
-    plan = Schedule.parse(f"packing:{rule}+ctas=4+tasks=2").plan(case.decoding, 4, CostModel())
+    plan = parse_schedule(f"packing:{rule}+ctas=4+tasks=2").plan(case.decoding, 4, CostModel())
     plan.check(case.rows, case.lengths, case.tables)
     counters = Counters.of([plan], case, 4)
     assert counters.task_kv_bytes == (case.read_bytes if rule == "off" else case.unique_bytes)

@@ -20,7 +20,9 @@ from typer.testing import CliRunner
 from bench.demo import __main__ as demo
 from bench.demo import paint, show
 from bench.demo.talk import FULL, QUESTIONS, SMALL, Answer, Question, Talk
+from tangram.cache.keys import ChunkKeys
 from tangram.cache.manager import CacheManager
+from tangram.cache.retention import Retention
 from tangram.cli import app
 from tangram.kernels.reference import gather
 from tangram.types import Request, SamplingParams, Usage
@@ -109,10 +111,11 @@ def test_as_many_conversations_fit_as_the_bars_say(shown: Shown) -> None:
     assert said[SMALL] > 2 * said[FULL]
     for rho, count in said.items():
         pages = talk.engine.stats().pages_total
-        layouts = [("", talk.layout(rho))]
-        cache = CacheManager(layouts, total_pages=pages, max_sequences=500, prefix_caching=False)
+        retention = Retention(rho, talk.layout(rho), "")
+        cache = CacheManager([retention], total_pages=pages, max_sequences=500, prefix_caching=False)
         admitted = 0
-        while cache.admit(0, "", np.zeros(tokens, np.int64), tokens) is not None:
+        keys = ChunkKeys(retention, "")
+        while cache.admit(keys, np.zeros(tokens, np.int64), tokens) is not None:
             admitted += 1
         assert admitted == count
         assert any(

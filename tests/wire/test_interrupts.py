@@ -37,8 +37,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("where", "arguments"),
     [
         ("tangram.model.load load_model", "calibrate FOLDER -o profile.json"),
-        ("tangram.engine.setup load_model", "generate FOLDER -p hello"),
-        ("tangram.engine.setup calibrate_model", "serve FOLDER --load-format dummy --port 0"),
+        ("tangram.engine.build load_model", "generate FOLDER -p hello"),
+        ("tangram.engine.profiles calibrate_model", "serve FOLDER --load-format dummy --port 0"),
         ("tangram.kernels.cpu warm_up", "chat FOLDER --load-format dummy --kv-retention 1.0 --kv-cache-gib 0.02"),
     ],
 )

@@ -16,8 +16,8 @@ import httpx
 import pytest
 import torch
 
+from tangram.cache.step import Step
 from tangram.serve.bridge import Limits
-from tangram.types import Step
 
 from .conftest import stream_data, wait_until
 from .tiny import CHUNK, COMPLETIONS, TinyServer, body, numbers, run_tiny_server, tiny_folder

@@ -15,8 +15,8 @@ import uvicorn
 from transformers import LlamaConfig
 
 from tangram.config import EngineConfig
+from tangram.engine.build import engine_of
 from tangram.engine.loop import Engine
-from tangram.engine.setup import engine_of
 from tangram.model.load import LoadedModel, load_model
 from tangram.serve.bridge import Limits
 from tangram.serve.http import build_app, transport_options

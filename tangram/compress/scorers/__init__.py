@@ -20,7 +20,7 @@ from tangram.compress.scorers.tova import TOVA
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError, ProfileError
 
-__all__ = ["SCORERS", "Choice", "ChunkView", "Reconstruction", "Scorer", "choose", "make_scorer"]
+__all__ = ["SCORERS", "Choice", "ChunkView", "Reconstruction", "Scorer", "choose", "make_scorer", "read_profiles"]
 
 Recorded = TypeVar("Recorded", bound=str)
 
@@ -36,14 +36,16 @@ class Choice(NamedTuple):
     scope: Scope
 
 
-def choose(config: EngineConfig, model: ModelFingerprint | None) -> Choice:
-    """What `config` asks for; or else what its profiles record; or else the defaults for its gate, `model` and scorer.
+def read_profiles(config: EngineConfig) -> dict[str, Profile]:
+    """The profiles that `config` names, by path. Raises `ProfileError` for one that cannot be read."""
+    return {path: Profile.load(path) for path in config.profile}
 
-    Raises `ProfileError` if the profiles that are to say it cannot be read or do not agree.
+
+def choose(config: EngineConfig, model: ModelFingerprint | None, profiles: Mapping[str, Profile]) -> Choice:
+    """What `config` asks for; or else what `profiles`, its own, record; or else the defaults.
+
+    Those are for its gate, `model` and scorer. Raises `ProfileError` if profiles that are to say it do not agree.
     """
-    if config.scorer is not None and config.scope is not None:
-        return Choice(config.scorer, config.scope)
-    profiles = {path: Profile.load(path) for path in config.profile}
     scorer, scope = config.scorer, config.scope
     if scorer is None:
         scorer = _agreed("scorers", {path: profile.scorer.name for path, profile in profiles.items()})

@@ -1,0 +1,59 @@
+"""Prefix keys: what names the KV state of a token prefix.
+
+A chain of keys starts from (profile fingerprint, salt). Each is SHA-256 over its parent's key and
+its own tokens. By the purity law equal keys mean equal contents, whoever computed them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+from tangram.cache.retention import Retention
+from tangram.types import Int64
+
+
+def root_key(fingerprint: str, salt: str) -> bytes:
+    """The start of a chain: sequences with another profile or another salt share nothing."""
+    # A salt is any string a client sends, lone surrogates included.
+    text = f"{len(fingerprint)}:{fingerprint}:{salt}"
+    return hashlib.sha256(text.encode(errors="surrogatepass")).digest()
+
+
+def chunk_key(parent: bytes, tokens: Int64) -> bytes:
+    """The key of the sealed chunk of `tokens` (int64) after the chain that ends in `parent`."""
+    return hashlib.sha256(parent + tokens.tobytes()).digest()
+
+
+def raw_key(parent: bytes, tokens: Int64) -> bytes:
+    """The key of the raw page of `tokens` (int64) after `parent`; also with C = P no chunk's."""
+    return hashlib.sha256(parent + tokens.tobytes() + b"raw").digest()
+
+
+def window_key(chunk: bytes) -> bytes:
+    """The key of the sliding-window part of a sealed chunk."""
+    return hashlib.sha256(chunk + b"window").digest()
+
+
+@dataclass(eq=False)
+class ChunkKeys:
+    """The keys of one sequence's chunks, each computed once, when it is first asked for."""
+
+    retention: Retention
+    salt: str
+    _keys: list[bytes] = field(default_factory=list)
+
+    def after(self, chunks: int, tokens: Int64) -> bytes:
+        """The key of the chain of the first `chunks` chunks of the sequence, which begins with `tokens`.
+
+        Raises `ValueError` if `tokens` are fewer than that.
+        """
+        size = self.retention.layout.chunk_tokens
+        if chunks * size > len(tokens):
+            raise ValueError(f"{len(tokens)} tokens do not fill {chunks} chunks of {size}")
+        if not self._keys:
+            self._keys.append(root_key(self.retention.fingerprint, self.salt))
+        while (known := len(self._keys) - 1) < chunks:
+            chunk = tokens[known * size : (known + 1) * size]
+            self._keys.append(chunk_key(self._keys[-1], chunk))
+        return self._keys[chunks]

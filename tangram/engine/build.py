@@ -1,0 +1,252 @@
+"""From an `EngineConfig` to a running engine: model, layouts, pool, scheduler, runner."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tangram.cache.layout import Layout
+from tangram.cache.manager import CacheManager
+from tangram.cache.retention import Retention
+from tangram.calibrate import in_terminal
+from tangram.compress.profile import Profile
+from tangram.compress.scorers import Scorer
+from tangram.config import EngineConfig, cache_folder
+from tangram.engine.admission import Admission
+from tangram.engine.loop import Engine
+from tangram.engine.memory import cache_dtype, explained, kv_bytes, offload_bytes, table_bytes
+from tangram.engine.profiles import Compression
+from tangram.engine.runner import Runner
+from tangram.engine.scheduler import Scheduler
+from tangram.engine.startup import announce
+from tangram.errors import ConfigError
+from tangram.kernels.dispatch import pool_kernels
+from tangram.kernels.step import KernelChoice
+from tangram.kernels.threads import use_threads
+from tangram.model.compiled import compile_layers
+from tangram.model.fused import join_projections
+from tangram.model.load import LoadedModel, load_model
+from tangram.model.overflow import Overflow
+from tangram.plan.policy import Policy, policy_name
+
+Parts = tuple[Admission, Scheduler, Runner]
+
+_log = logging.getLogger("tangram")
+
+
+def build_engine(config: EngineConfig) -> Engine:
+    """Everything `config` asks for, ready to `submit` to. Raises the errors of `tangram.errors` with what to change."""
+    with explained(config):
+        loaded = load_model(config.model, dtype=config.dtype, device=config.device, load_format=config.load_format)
+        return engine_of(config, loaded)
+
+
+def engine_of(config: EngineConfig, loaded: LoadedModel, kernels: KernelChoice | None = None) -> Engine:
+    """`build_engine` for a model that is loaded already; `kernels`, if given, chooses what serves its pool."""
+    return EngineBuilder(config, loaded, kernels).engine()
+
+
+class EngineBuilder:
+    """Builds the parts of an engine of `config`, each in a method of its own.
+
+    The config it goes by names scorer and scope. Raises as `build_engine`.
+    """
+
+    def __init__(self, config: EngineConfig, loaded: LoadedModel, kernels: KernelChoice | None = None) -> None:
+        use_threads(config.threads)
+        limit = loaded.geometry.max_positions
+        if config.max_model_len is not None and config.max_model_len > limit:
+            raise ConfigError(
+                f"max_model_len is {config.max_model_len}, the model was made for at most {limit} positions"
+            )
+        self.loaded = loaded
+        self.compression = Compression.of(config, loaded.fingerprint)
+        self.config = self.compression.config
+        self.most_tokens = config.max_model_len or limit
+        self._given_kernels = kernels
+
+    def engine(self) -> Engine:
+        """The engine."""
+        return Engine(self.config, self.loaded, *self.parts())
+
+    def parts(self) -> Parts:
+        """Who may come in, who runs next, and what computes it."""
+        config, loaded = self.config, self.loaded
+        scorer, retentions = self.retentions()
+        default, layouts = retentions[0], [retention.layout for retention in retentions]
+        dtype = cache_dtype(config, loaded)
+        page_bytes = default.layout.page_bytes(dtype.itemsize)
+        pages = kv_bytes(config, loaded, table_bytes(config, layouts)) // page_bytes
+        max_model_len = _fit_model_len(config, default, pages, self.most_tokens)
+        span_bytes = default.layout.span_pages * page_bytes
+        cache = self.cache(retentions, pages, offload_bytes(config, span_bytes) // page_bytes)
+        runner = self._ready_runner(retentions, scorer, pages, cache, dtype)
+        admission = Admission(retentions, pages, str(dtype).removeprefix("torch."), dtype.itemsize, max_model_len)
+        announce(config, loaded, admission, cache.host.total)
+        return admission, Scheduler(config, cache), runner
+
+    def retentions(self) -> tuple[Scorer | None, list[Retention]]:
+        """The scorer, if one is needed; the default ρ first, then 1.0, then those of other profiles.
+
+        All are in pages of one shape.
+        """
+        config = self.config
+        full = Retention(1.0, self.uncompressed(), self._full_fingerprint())
+        if not self.loaded.geometry.full_layers:
+            _log.warning("%s has sliding-window layers only: there is nothing to compress", config.model)
+            return None, [full]
+        if config.kv_retention == 1.0 and not config.profile:
+            return None, [full]
+        scorer = self.compression.make_scorer(self.loaded.fingerprint)
+        profiles = self.compression.served_profiles(self.loaded, scorer)
+        found = [self.retention(profile, scorer) for profile in profiles]
+        defaults = [entry for entry in found if entry.kv_retention == config.kv_retention]
+        default = defaults[0] if defaults else full
+        return scorer, [default, *(entry for entry in (full, *found) if entry is not default)]
+
+    def _full_fingerprint(self) -> str:
+        """ρ = 1.0 depends on the model alone: its weights stand in for the profile's fingerprint."""
+        return f"full:{self.loaded.fingerprint.weights_sha256}:{self.config.chunk_tokens}"
+
+    def uncompressed(self) -> Layout:
+        """Where entries lie if none is dropped."""
+        return Layout.uncompressed(
+            self.loaded.geometry,
+            chunk_tokens=self.config.chunk_tokens,
+            page_tokens=self.config.page_tokens,
+            heads_per_page=self.page_heads,
+            max_tokens=self.most_tokens,
+        )
+
+    def retention(self, profile: Profile, scorer: Scorer) -> Retention:
+        """How `profile` keeps KV entries."""
+        return self.budgeted(profile, scorer, profile.groups, profile.sealed_pages, profile.fingerprint())
+
+    def budgeted(
+        self,
+        profile: Profile,
+        scorer: Scorer,
+        groups: Sequence[Sequence[tuple[int, int]]],
+        sealed_pages: Sequence[int],
+        fingerprint: str,
+    ) -> Retention:
+        """What `profile` keeps, with the heads of each of `groups` in one page table."""
+        layout = Layout.build(
+            self.loaded.geometry,
+            chunk_tokens=profile.chunk_tokens,
+            page_tokens=profile.page_tokens,
+            heads_per_page=self.page_heads,
+            max_tokens=self.most_tokens,
+            groups=groups,
+            sealed_pages=sealed_pages,
+        )
+        return Retention(
+            profile.kv_retention,
+            layout,
+            fingerprint,
+            scored=True,
+            sink_tokens=profile.sink_tokens,
+            window_tokens=profile.window_tokens,
+            one_chunk_a_step="reconstruction" in scorer.needs,
+        )
+
+    @property
+    def page_heads(self) -> int:
+        """Hp, the KV heads that share a page."""
+        return self.config.heads_per_page
+
+    def cache(self, retentions: Sequence[Retention], pages: int, host_pages: int) -> CacheManager:
+        """The owner of `pages` pages and of `host_pages` behind them."""
+        return CacheManager(
+            retentions,
+            total_pages=pages,
+            max_sequences=self.config.max_num_seqs,
+            prefix_caching=self.config.enable_prefix_caching,
+            host_pages=host_pages,
+        )
+
+    def runner(
+        self,
+        retentions: Sequence[Retention],
+        scorer: Scorer | None,
+        *,
+        cache: CacheManager,
+        **options: Any,
+    ) -> Runner:
+        """What computes steps; `options` are those of `Runner`."""
+        return Runner(self.loaded, retentions, scorer, cache=cache, **options)
+
+    def kernels(self) -> KernelChoice:
+        """What the device has, told how to decode."""
+        return partial(pool_kernels, policy=self._decode_policy())
+
+    def _ready_runner(
+        self,
+        retentions: Sequence[Retention],
+        scorer: Scorer | None,
+        pages: int,
+        cache: CacheManager,
+        dtype: torch.dtype,
+    ) -> Runner:
+        """A runner whose kernels are compiled and whose graphs are captured."""
+        config, loaded = self.config, self.loaded
+        fast = loaded.device.type == "cuda" and not config.enforce_eager
+        if fast:
+            join_projections(loaded.model)
+            compile_layers(loaded.model)
+        every, scope = config.overflow_every, self.compression.choice.scope
+        runner = self.runner(
+            retentions,
+            scorer,
+            cache=cache,
+            pages=pages,
+            kernels=self._given_kernels or self.kernels(),
+            graphs=fast,
+            cache_dtype=dtype,
+            overflow=None if every is None else Overflow(retentions, scope, every),
+        )
+        if loaded.device.type == "cuda":
+            runner.rehearse(config.max_num_seqs, config.max_num_batched_tokens)
+        show_progress = partial(in_terminal, description="Capturing decode steps")
+        runner.capture(config.max_num_seqs, show_progress)
+        runner.meters.clear()
+        return runner
+
+    def _decode_policy(self) -> Policy | None:
+        """The policy asked for, or the one that was kept for this GPU and geometry."""
+        config, loaded, shape = self.config, self.loaded, self.loaded.geometry
+        fits: dict[str, Any] = {
+            "kv_heads": shape.kv_heads, "group": shape.group_size, "head_dim": shape.head_dim,
+            "dtype": str(cache_dtype(config, loaded)).removeprefix("torch."),
+        }  # fmt: skip
+        device = torch.cuda.get_device_name(loaded.device) if loaded.device.type == "cuda" else str(loaded.device)
+        if config.decode_policy is not None:
+            policy = Policy.load(Path(config.decode_policy))
+            policy.check(device, fits)
+            return policy
+        kept = cache_folder() / "policies" / policy_name(device, **fits)
+        try:
+            return Policy.load(kept) if kept.exists() else None
+        except OSError as error:
+            _log.warning("the decode policy kept for this GPU cannot be read: %s", error)
+            return None
+
+
+def _fit_model_len(config: EngineConfig, default: Retention, pages: int, wanted: int) -> int:
+    """`wanted`, or as many tokens as the pool can hold in one sequence if nobody insists on more."""
+    layout = default.layout
+    if layout.most_pages(wanted) <= pages:
+        return wanted
+    fits = max((n for n in range(0, wanted, layout.page_tokens) if layout.most_pages(n) <= pages), default=0)
+    if config.max_model_len is not None or fits == 0:
+        raise ConfigError(
+            f"max_model_len {wanted} needs {layout.most_pages(wanted)} KV pages in one sequence, kv_cache_gib gives "
+            f"{pages}, which hold {fits} tokens: raise kv_cache_gib or lower max_model_len"
+        )
+    _log.warning("max_model_len is lowered from %d to %d: the KV cache holds no more in one sequence", wanted, fits)
+    return fits

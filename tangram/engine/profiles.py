@@ -1,0 +1,137 @@
+"""Which profile an engine serves with: those named, one that ships or is kept, or a calibration now."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tangram.calibrate import Observer, calibrate, in_terminal
+from tangram.calibrate.texts import QUICK_SAMPLES, pilot_texts
+from tangram.compress.library import find_profile, shipped_profiles
+from tangram.compress.profile import Profile, Scope
+from tangram.compress.provenance import ModelFingerprint, ScorerSpec
+from tangram.compress.scorers import Choice, Scorer, choose, make_scorer, read_profiles
+from tangram.config import EngineConfig, cache_folder
+from tangram.engine.observe import score_source
+from tangram.engine.startup import foretell_calibration
+from tangram.errors import ProfileError
+from tangram.kernels.threads import use_threads
+from tangram.model.load import LoadedModel
+
+_log = logging.getLogger("tangram")
+
+
+@dataclass(frozen=True)
+class Compression:
+    """What `config` asks for, with each file read once: scorer and scope by name, and its profiles.
+
+    `config` names the scorer and the scope.
+    """
+
+    config: EngineConfig
+    choice: Choice
+    named: Sequence[Profile]
+
+    @classmethod
+    def of(cls, config: EngineConfig, model: ModelFingerprint) -> Compression:
+        """Raises `ProfileError` or `ConfigError` for profiles that cannot be read or do not agree."""
+        profiles = read_profiles(config)
+        choice = choose(config, model, profiles)
+        return cls(replace(config, **choice._asdict()), choice, list(profiles.values()))
+
+    def make_scorer(self, model: ModelFingerprint) -> Scorer:
+        """The scorer. Raises `ConfigError` if it does not fit the model or the chunk."""
+        gate = Path(self.config.gate) if self.config.gate else None
+        scorer = make_scorer(self.choice.scorer, gate=gate, model=model)
+        scorer.check_tokens(self.config.chunk_tokens)
+        scorer.check_model(model)
+        return scorer
+
+    def served_profiles(self, loaded: LoadedModel, scorer: Scorer) -> list[Profile]:
+        """The profiles that are served beside ρ = 1.0, cut to pages.
+
+        Where none is named and ρ is less, one is found or made. Raises `ProfileError` if those named
+        have no such ρ.
+        """
+        config = self.config
+        profiles = [self._checked(profile, loaded, scorer) for profile in self.named]
+        if config.kv_retention in (1.0, *(profile.kv_retention for profile in profiles)):
+            return profiles
+        if profiles:
+            raise ProfileError(
+                f"kv_retention is {config.kv_retention}, the profiles given are for "
+                f"{', '.join(str(profile.kv_retention) for profile in profiles)}: set kv_retention "
+                "to one of them"
+            )
+        return [find_or_make_profile(config, loaded, scorer, self.choice.scope)]
+
+    def _checked(self, profile: Profile, loaded: LoadedModel, scorer: Scorer) -> Profile:
+        config = self.config
+        profile.check_model(loaded.fingerprint)
+        profile.check_options(
+            scorer=scorer.name,
+            scope=self.choice.scope,
+            kv_retention=profile.kv_retention,
+            chunk_tokens=config.chunk_tokens,
+            parameters=scorer.parameters(),
+        )
+        return profile.with_pages(config.page_tokens, config.heads_per_page)
+
+
+def find_or_make_profile(config: EngineConfig, loaded: LoadedModel, scorer: Scorer, scope: Scope) -> Profile:
+    """A shipped or kept profile that fits, or a short calibration, which is kept."""
+    kept = cache_folder() / "profiles"
+    profile = find_profile(
+        [shipped_profiles(), kept], loaded.fingerprint, scorer=scorer.name, scope=scope,
+        kv_retention=config.kv_retention, chunk_tokens=config.chunk_tokens, parameters=scorer.parameters(),
+    )  # fmt: skip
+    if profile is not None:
+        return profile.with_pages(config.page_tokens, config.heads_per_page)
+    _log.warning(
+        "no profile for %s with scorer %s, scope %s, kv_retention %s, chunk_tokens %s: calibrating on %d samples now, "
+        "once (`tangram calibrate` takes 50 and is more exact)",
+        config.model, scorer.name, scope, config.kv_retention, config.chunk_tokens, QUICK_SAMPLES,
+    )  # fmt: skip
+    texts = pilot_texts(QUICK_SAMPLES, min_characters=max(8_000, 6 * config.chunk_tokens))
+    profile = calibrate_model(
+        loaded, scorer, scope, config, retentions=[config.kv_retention], texts=texts,
+        source="built-in pilot texts, quick", foretell=True,
+    )[0]  # fmt: skip
+    path = kept / f"{loaded.fingerprint.weights_sha256}-{profile.file_name}"
+    try:
+        kept.mkdir(parents=True, exist_ok=True)
+        profile.save(path)
+        _log.warning("the profile is kept as %s", path)
+    except OSError as error:
+        _log.warning("the profile could not be kept: %s", error)
+    return profile
+
+
+def scorer_spec(scorer: Scorer) -> ScorerSpec:
+    """How a profile names `scorer`."""
+    return ScorerSpec(scorer.name, scorer.parameters())
+
+
+def calibrate_model(
+    loaded: LoadedModel, scorer: Scorer, scope: Scope, config: EngineConfig, *, retentions: Sequence[float],
+    texts: Sequence[str], source: str, observe: Observer | None = None, foretell: bool = False,
+) -> list[Profile]:  # fmt: skip
+    """One profile of `loaded` for each ρ, from the scores of `texts`; draws a progress bar in a terminal.
+
+    `observe` is handed each text's shares, as in `tangram.calibrate.calibrate`. With `foretell` the log says first how
+    long it takes.
+    """
+    use_threads(config.threads)
+    scorer.check_model(loaded.fingerprint)
+    samples = [loaded.tokenizer.encode(text)[: loaded.geometry.max_positions] for text in texts]
+    scores = score_source(loaded, scorer, chunk_tokens=config.chunk_tokens)
+    if foretell:
+        foretell_calibration(scores, samples, config.chunk_tokens)
+    return calibrate(
+        scores, samples, geometry=loaded.geometry,
+        fingerprint=loaded.fingerprint, scorer=scorer_spec(scorer), scope=scope, retentions=retentions,
+        chunk_tokens=config.chunk_tokens, source=source, page_tokens=config.page_tokens,
+        heads_per_page=config.heads_per_page, track=in_terminal, observe=observe,
+    )  # fmt: skip

@@ -1,0 +1,110 @@
+"""A gate for one model: KVzip scores text in the engine's own prefill, a gate learns to, and both are compared."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tangram.calibrate import check_lengths, in_terminal
+from tangram.compress.provenance import GateTraining, ScorerSpec
+from tangram.compress.scorers import ChunkView
+from tangram.compress.scorers.base import needed
+from tangram.compress.scorers.gate import Gate
+from tangram.compress.scorers.keydiff import KeyDiff
+from tangram.compress.scorers.kvzip import KVzip
+from tangram.compress.select import Scope
+from tangram.engine.observe import chunk_source
+from tangram.errors import ConfigError
+from tangram.gate_training.fit import LOSS, Examples, Recipe, overlap, train_gate
+from tangram.model.load import LoadedModel
+
+RETENTIONS = (0.3, 0.5)
+HELD_OUT = 8  # one text of so many, and at least one
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The share of what KVzip would keep at ρ = `retention` that the gate keeps too, and that KeyDiff does.
+
+    What competes are the entries of the model, or of each head alone (`scope` None). Means over chunks.
+    """
+
+    retention: float
+    scope: Scope | None
+    gate: float
+    keydiff: float
+
+
+def distil_gate(
+    loaded: LoadedModel, texts: Sequence[str], *, chunk_tokens: int, source: str, recipe: Recipe,
+) -> tuple[Gate, list[list[int]]]:  # fmt: skip
+    """A gate that was trained on KVzip's scores of `texts`, and the samples (token ids) that it has not seen.
+
+    One text of eight is held out. `source` says in words where they are from. Draws progress bars in a terminal.
+    Raises `ConfigError`, before the model runs, if nothing in `loaded` is compressed, if there are fewer than two
+    texts, if one does not fill a chunk, or if all of them do not fill a batch.
+    """
+    if not loaded.geometry.full_layers:
+        raise ConfigError(f"model is {loaded.name!r}, it has sliding-window layers only: there is nothing to compress")
+    if len(texts) < 2:
+        raise ConfigError(f"there are {len(texts)} texts, a gate needs at least 2: one is held out to test it")
+    limit = loaded.geometry.max_positions
+    samples = [loaded.tokenizer.encode(text)[:limit] for text in texts]
+    check_lengths(samples, chunk_tokens)
+    random.Random(recipe.seed).shuffle(samples)
+    held_out = max(len(samples) // HELD_OUT, 1)
+    examples = _gathered(loaded, samples[held_out:], chunk_tokens, recipe)
+    teacher = KVzip()
+    training = GateTraining(
+        model=loaded.fingerprint, teacher=ScorerSpec(teacher.name, teacher.parameters()), chunk_tokens=chunk_tokens,
+        samples=len(samples) - held_out, tokens=examples.tokens, source=source, seed=recipe.seed, loss=LOSS,
+    )  # fmt: skip
+    gate = train_gate(examples, loaded.geometry, loaded.device, in_terminal)
+    return replace(gate, training=training), samples[:held_out]
+
+
+def _gathered(
+    loaded: LoadedModel, samples: Sequence[Sequence[int]], chunk_tokens: int, recipe: Recipe
+) -> Examples:  # fmt: skip
+    """Hidden states and KVzip's scores of `samples`, which are as they are served: chunk by chunk."""
+    teacher = KVzip()
+    examples = Examples(sum(len(sample) // chunk_tokens for sample in samples), chunk_tokens, recipe)
+    done = 0
+
+    def observe(chunk: ChunkView, scores: Tensor) -> None:
+        examples.take(done, chunk, scores, teacher)
+
+    chunks = chunk_source(loaded, teacher, observe, chunk_tokens=chunk_tokens)
+    for sample in in_terminal(samples, "Scoring by KVzip"):
+        for _ in chunks(sample):
+            done += 1
+    return examples
+
+
+def agreements(
+    loaded: LoadedModel, gate: Gate, samples: Sequence[Sequence[int]], *, chunk_tokens: int
+) -> list[Agreement]:  # fmt: skip
+    """How far `gate`, and KeyDiff beside it, keeps what KVzip would keep of `samples`, for ρ 0.3 and 0.5."""
+    teacher, baseline, gate = KVzip(), KeyDiff(), gate.to(loaded.device)
+    seen: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def observe(chunk: ChunkView, scores: Tensor) -> None:
+        hidden = needed(chunk.hidden, "hidden", teacher)
+        seen.append((scores, gate.score(chunk.layer, hidden), baseline.score(chunk)))
+
+    chunks = chunk_source(loaded, teacher, observe, chunk_tokens=chunk_tokens)
+    cases: list[tuple[float, Scope | None]] = [
+        (retention, scope) for scope in ("model", None) for retention in RETENTIONS
+    ]
+    shares = []
+    for sample in in_terminal(samples, "Comparing with KVzip"):
+        for _ in chunks(sample):
+            theirs, gates, keydiffs = (torch.stack(scores) for scores in zip(*seen, strict=True))
+            seen.clear()
+            shares.append([[overlap(ours, theirs, *case) for ours in (gates, keydiffs)] for case in cases])
+    means = torch.tensor(shares, dtype=torch.float64).mean(dim=0).tolist()
+    return [Agreement(*case, *mean) for case, mean in zip(cases, means, strict=True)]

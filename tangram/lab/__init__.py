@@ -1,0 +1,1 @@
+"""What measures the engine or compares it with others. Nothing that serves imports this package."""

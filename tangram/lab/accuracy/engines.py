@@ -1,0 +1,277 @@
+"""One model behind every method: an engine for each, and the questions asked of it."""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tangram.calibrate import ScoreSource
+from tangram.compress.provenance import ModelFingerprint
+from tangram.compress.scorers import Scorer, make_scorer
+from tangram.config import EngineConfig, cache_folder
+from tangram.engine.loop import Engine
+from tangram.engine.observe import score_source
+from tangram.engine.profiles import scorer_spec
+from tangram.engine.text import TextCodec
+from tangram.errors import ConfigError, TangramError
+from tangram.lab.accuracy.evidence import Contexts, Rule, budgeted, competing, everything, kept_shares, recall
+from tangram.lab.accuracy.fidelity import expected, fidelity
+from tangram.lab.accuracy.methods import GATED, WITH_PROFILE, Method
+from tangram.lab.accuracy.passages import Passages
+from tangram.lab.accuracy.profiles import Budgets
+from tangram.lab.accuracy.prompts import SamplePrompts, SuitePrompts
+from tangram.lab.accuracy.results import Fidelity
+from tangram.lab.accuracy.run import Ask, Read, Recalls, Reply, Watch
+from tangram.lab.baselines.build import engine_of
+from tangram.lab.baselines.config import ComparisonConfig
+from tangram.lab.environment import environment
+from tangram.model.load import LoadedModel
+from tangram.types import Event, FinishReason, Request, SamplingParams
+
+
+class Long(Protocol):
+    """Prompts or passages."""
+
+    @property
+    def longest_tokens(self) -> int:
+        """The longest sequence that comes of them."""
+        ...
+
+
+@dataclass(frozen=True)
+class ModelBench:
+    """A `Bench` of one loaded model, whose engines are `base` but for what a method changes.
+
+    Build it with `of`, which refuses what no engine could do before anything is measured. What the full cache expects
+    of passages is computed once and kept in host memory (4 · V bytes a token looked at).
+    """
+
+    base: EngineConfig
+    loaded: LoadedModel
+    budgets: Budgets
+    references: dict[str, list[Tensor]] = field(default_factory=dict)
+    contexts: Contexts = field(default_factory=Contexts)
+
+    @classmethod
+    def of(
+        cls, base: EngineConfig, loaded: LoadedModel, methods: Sequence[Method], calibration_samples: int | None
+    ) -> ModelBench:
+        """For `methods`, whose profiles are calibrated on `calibration_samples` texts where they are not kept.
+
+        None takes the profiles that a server would take.
+
+        Raises `ConfigError` naming a scorer that does not fit the model or a chunk, or a ρ that cannot be met.
+        """
+        if calibration_samples is not None and calibration_samples < 1:
+            raise ConfigError(f"calibration_samples is {calibration_samples}, it must be at least 1")
+        scorers = _scorers(base, methods, loaded.fingerprint)
+        source = partial(_source, loaded, scorers)
+        budgets = Budgets(
+            loaded.fingerprint, loaded.geometry, {name: scorer_spec(scorer) for name, scorer in scorers.items()},
+            [method.kv_retention for method in methods if method.name == "static"], calibration_samples,
+            cache_folder(), source, loaded.tokenizer.encode, base.page_tokens, base.heads_per_page,
+        )  # fmt: skip
+        for method in methods:
+            if method.scorer is not None and method.chunk_tokens is not None:
+                scorers[method.scorer].check_tokens(method.chunk_tokens)
+                scorers[method.scorer].check_model(loaded.fingerprint)
+            if method.name in WITH_PROFILE:
+                budgets.equal(method)
+            method.config(base)
+        return cls(base, loaded, budgets)
+
+    @property
+    def codec(self) -> TextCodec:
+        """The tokenizer as engines use it."""
+        return TextCodec(self.loaded.tokenizer)
+
+    def for_prompts(self, prompts: Sequence[Long]) -> ModelBench:
+        """The same, for sequences as long as these. Raises `ConfigError` if the model was made for shorter ones."""
+        longest, limit = max(one.longest_tokens for one in prompts), self.loaded.geometry.max_positions
+        if longest > limit:
+            raise ConfigError(
+                f"context_tokens is too large: the longest prompt has {longest} tokens with its reply, the model was "
+                f"made for {limit}"
+            )
+        return replace(self, base=replace(self.base, max_model_len=longest))
+
+    def calibrate(self, methods: Iterable[Method], watch: Watch) -> None:
+        """Measure what the profiles of `methods` lack: now, since engines may leave the model compiled."""
+        for method in (method for method in methods if method.name == "static"):
+            watch.turns_to(f"budgets of {method.title}")
+            self.budgets.profile(method)
+
+    def basis(self, method: Method) -> Mapping[str, Any]:
+        """See `Bench`."""
+        found: dict[str, Any] = {}
+        if method.scorer is not None:
+            found["scorer_parameters"] = dict(self.budgets.scorers[method.scorer].parameters)
+        if method.name == "static":
+            found |= self.budgets.basis(method)
+        return found
+
+    def environment(self) -> Mapping[str, Any]:
+        """See `Bench`."""
+        return environment()
+
+    @contextmanager
+    def opened(self, methods: Sequence[Method]) -> Iterator[Ask]:
+        """See `Bench`."""
+        engines = [self._engine(*methods)]  # whoever keeps the function does not keep the engine
+        try:
+            yield lambda method, samples, told: asked(engines[0], samples, told, method.kv_retention)
+        finally:
+            engines.clear()
+            self._cleared()
+
+    @contextmanager
+    def reading(self, method: Method) -> Iterator[Read]:
+        """See `Bench`."""
+
+        def read(passages: Passages, told: Callable[[int], None]) -> tuple[Fidelity, ...]:
+            if passages.sha256 not in self.references:
+                self.references[passages.sha256] = list(self._expected(Method("full"), passages))
+                self._cleared()
+            found, reference = list[Fidelity](), self.references[passages.sha256]
+            kept = reference if method.name == "full" else self._expected(method, passages)
+            for tokens, full, logits in zip(passages.pieces, reference, kept, strict=True):
+                found.append(fidelity(full, logits, tokens))
+                told(1)
+            return tuple(found)
+
+        yield read
+        self._cleared()
+
+    def recall(self, method: Method, prompts: SuitePrompts) -> Recalls:
+        """See `Bench`. Contexts are scored once for all methods of one scorer and chunk size that come in a row."""
+        seen = self.contexts.scored(method, prompts, self.budgets.source_of)
+        self._cleared()
+        found, rule = list[tuple[float | None, ...]](), self._rule(method)
+        places = self.contexts.evidence(prompts, self.codec)
+        for sample, scores, questions in zip(prompts.samples, seen, places, strict=True):
+            shares = kept_shares(scores, rule, sample.shared_tokens)
+            found.append(tuple(recall(shares, pieces) for pieces in questions))
+        return tuple(found)
+
+    def _rule(self, method: Method) -> Rule:
+        if method.name in WITH_PROFILE:
+            return budgeted(self.budgets.profile(method), self.loaded.geometry)
+        return everything if method.name == "full" else competing(method)
+
+    def _expected(self, method: Method, passages: Passages) -> Iterator[Tensor]:
+        """Logits on the host, passage by passage."""
+        with self._config(method) as config:
+            yield from (logits.cpu() for logits in expected(config, self.loaded, passages.pieces))
+
+    def _cleared(self) -> None:
+        gc.collect()
+        if self.loaded.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _engine(self, *methods: Method) -> Engine:
+        with self._config(*methods) as config:
+            return engine_of(config, self.loaded)
+
+    @contextmanager
+    def _config(self, *methods: Method) -> Iterator[EngineConfig]:
+        """That of `methods` of one company; their profiles are files while this is open."""
+        with TemporaryDirectory() as folder:
+            paths = list[str]()
+            for method in (method for method in methods if method.name in WITH_PROFILE):
+                paths.append(str(Path(folder) / f"{method.kv_retention:g}.json"))
+                self.budgets.profile(method).save(Path(paths[-1]))
+            # The engine reckons what fits at its own ρ: the one that takes most.
+            most = max(methods, key=lambda method: method.kv_retention)
+            yield most.config(self.base, *paths)
+
+
+def asked(
+    engine: Engine, samples: Sequence[SamplePrompts], told: Callable[[int], None], kv_retention: float
+) -> list[tuple[Reply, ...]]:  # fmt: skip
+    """Greedy replies to all questions at ρ, by sample and question; `told` hears how many more there are.
+
+    The scheduler lets the questions of a sample wait until one of them has computed the context. No more samples run at
+    once than fit, so that it is still there. Raises `RequestError` if a prompt can never
+    fit, and `TangramError` if the engine gives one up.
+    """
+    longest = max(sample.longest_tokens for sample in samples)
+    at_once = max(1, min(engine.config.max_num_seqs, engine.stats().capacity_tokens // longest))
+    sittings = [_Sitting(engine, number, sample, kv_retention) for number, sample in enumerate(samples)]
+    waiting, running = deque(sittings), list[_Sitting]()
+    while waiting or running:
+        while waiting and len(running) < at_once:
+            running.append(waiting.popleft())
+            running[-1].ask()
+        engine.step()
+        told(sum(sitting.newly_answered() for sitting in running))
+        running = [sitting for sitting in running if not sitting.done]
+    return [sitting.replies() for sitting in sittings]
+
+
+@dataclass(eq=False)
+class _Sitting:
+    """The questions about one context on their way."""
+
+    engine: Engine
+    number: int
+    sample: SamplePrompts
+    kv_retention: float
+    events: list[list[Event]] = field(default_factory=list)
+    told: int = 0
+
+    def ask(self) -> None:
+        """Submit all of them."""
+        for index, (prompt, question) in enumerate(zip(self.sample.prompts, self.sample.sample.questions, strict=True)):
+            self.events.append([])
+            sampling = SamplingParams(temperature=0.0, max_tokens=question.max_tokens)
+            heard, name = self.events[index].append, f"{self.number}/{index}"
+            self.engine.submit(Request(name, prompt, sampling, heard, kv_retention=self.kv_retention))
+
+    @property
+    def done(self) -> bool:
+        return self._answered == len(self.sample.prompts)
+
+    @property
+    def _answered(self) -> int:
+        return sum(bool(own) and own[-1].finish_reason is not None for own in self.events)
+
+    def newly_answered(self) -> int:
+        """How many ended since this was last asked."""
+        before, self.told = self.told, self._answered
+        return self.told - before
+
+    def replies(self) -> tuple[Reply, ...]:
+        config = self.engine.config
+        whole = isinstance(config, ComparisonConfig) and config.reclamation == "by-input"
+        return tuple(_reply(own, whole) for own in self.events)
+
+
+def _reply(events: Sequence[Event], holds_everything: bool) -> Reply:
+    last = events[-1]
+    if last.finish_reason is FinishReason.ABORT:
+        raise TangramError(f"request {last.request_id} was ended by the engine: {last.error}")
+    held = None if holds_everything else last.usage.kv_bytes
+    text = "".join(event.text for event in events)
+    return Reply(text, last.usage.completion_tokens, held, last.usage.kv_bytes_uncompressed)
+
+
+def _scorers(base: EngineConfig, methods: Sequence[Method], model: ModelFingerprint) -> dict[str, Scorer]:
+    names = dict.fromkeys(method.scorer for method in methods if method.scorer is not None)
+    if base.gate is not None and GATED not in names:
+        raise ConfigError(f"gate is {base.gate!r}, but no method scores by {GATED}: leave it out or name that scorer")
+    gates = {GATED: Path(base.gate)} if base.gate is not None else {}
+    return {name: make_scorer(name, gate=gates.get(name), model=model) for name in names}
+
+
+def _source(loaded: LoadedModel, scorers: Mapping[str, Scorer], name: str, chunk_tokens: int) -> ScoreSource:
+    return score_source(loaded, scorers[name], chunk_tokens=chunk_tokens)

@@ -1,0 +1,115 @@
+"""Recall of evidence: the share of KV entries that a method keeps of what an answer follows from.
+
+It is reckoned from scores alone; nothing is answered. Every chunk sees its past uncompressed, as in calibration, so
+from the second chunk on it is not quite what an engine keeps. A token has an entry for each full-attention layer and KV
+head; layers with a window keep what they see anyway. Shape letters: `L` full-attention layers · `H` KV heads · `C`
+tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tangram.cache.layout import Layout
+from tangram.calibrate import Scores, ScoreSource
+from tangram.compress.profile import SINK_TOKENS, Profile, default_scope
+from tangram.compress.select import chosen, dynamic_choice, protect
+from tangram.lab.accuracy.methods import Method
+from tangram.lab.accuracy.prompts import ChatCodec, SuitePrompts, evidence_tokens
+from tangram.types import Float64, Geometry
+
+# Of scores float32 [L, H, C] of the chunk that starts at a position: bool [L, H, C], what stays.
+Rule = Callable[[Tensor, int], Tensor]
+
+
+def everything(scores: Tensor, start: int) -> Tensor:
+    """The `Rule` of method full."""
+    return torch.ones_like(scores, dtype=torch.bool)
+
+
+def budgeted(profile: Profile, geometry: Geometry) -> Rule:
+    """Every head keeps its count of each chunk, pages rounded as an engine with `profile` has them."""
+    layout = Layout.build(
+        geometry, chunk_tokens=profile.chunk_tokens, page_tokens=profile.page_tokens,
+        heads_per_page=profile.heads_per_page, max_tokens=geometry.max_positions, groups=profile.groups,
+        sealed_pages=profile.sealed_pages,
+    )  # fmt: skip
+    counts = torch.from_numpy(layout.head_kept_tokens[list(geometry.full_layers)].ravel())
+
+    def rule(scores: Tensor, start: int) -> Tensor:
+        forced = protect(scores.flatten(0, 1), start, profile.sink_tokens, profile.window_tokens)
+        return chosen(forced, counts).reshape(scores.shape)
+
+    return rule
+
+
+def competing(method: Method) -> Rule:
+    """Heads share out ρ of each chunk in the scope of `method`, dynamic or one-shot.
+
+    Raises `ValueError` for a method that has no scorer.
+    """
+    if method.scorer is None or method.chunk_tokens is None:
+        raise ValueError(f"method {method.title} has no scores")
+    scope, window = method.scope or default_scope(method.scorer), method.chunk_tokens // 64
+
+    def rule(scores: Tensor, start: int) -> Tensor:
+        return dynamic_choice(scores, method.kv_retention, scope, SINK_TOKENS, window, start)
+
+    return rule
+
+
+def kept_shares(chunks: Iterable[Scores], rule: Rule, tokens: int) -> Float64:
+    """[tokens]: the share of the L · H entries of each token that `rule` keeps.
+
+    `chunks` are the scores [L, H, C] of a text's full chunks, first chunk first. What fills no chunk stays raw: 1.
+    """
+    shares, start = np.ones(tokens), 0
+    for scores in chunks:
+        end = start + scores.shape[-1]
+        shares[start:end] = rule(torch.from_numpy(scores), start).double().mean(dim=(0, 1)).numpy()
+        start = end
+    return shares
+
+
+def recall(shares: Float64, pieces: Sequence[range]) -> float | None:
+    """The mean of `shares` over the tokens of all `pieces`, each token once; None without any piece."""
+    tokens = sorted({token for piece in pieces for token in piece})
+    return float(shares[tokens].mean()) if tokens else None
+
+
+@dataclass
+class Contexts:
+    """The contexts of suites as a scorer saw them, and where their evidence lies.
+
+    Of scores only the latest are kept, in host memory: 4 · L · H bytes a token, 1.5 MB a context of 4,096 tokens of the
+    embedded model. They are those of one scorer, chunk size and digest of the prompts.
+    """
+
+    latest: tuple[str, int, str] | None = None
+    scores: Sequence[Sequence[Scores]] = ()
+    places: dict[str, list[tuple[tuple[range, ...], ...]]] = field(default_factory=dict)
+
+    def scored(
+        self, method: Method, prompts: SuitePrompts, source_of: Callable[[str, int], ScoreSource]
+    ) -> Sequence[Sequence[Scores]]:
+        """By sample, the scores [L, H, C] of its context's full chunks; none for a method that looks at none."""
+        if method.scorer is None or method.chunk_tokens is None:
+            return [()] * len(prompts.samples)
+        wanted = (method.scorer, method.chunk_tokens, prompts.sha256)
+        if wanted != self.latest:
+            self.latest, self.scores = None, ()
+            source = source_of(method.scorer, method.chunk_tokens)
+            self.scores = [list(source(one.prompts[0][: one.shared_tokens])) for one in prompts.samples]
+            self.latest = wanted
+        return self.scores
+
+    def evidence(self, prompts: SuitePrompts, codec: ChatCodec) -> list[tuple[tuple[range, ...], ...]]:
+        """By sample and question, the tokens of each piece; looked for once."""
+        if prompts.sha256 not in self.places:
+            self.places[prompts.sha256] = [evidence_tokens(sample, codec) for sample in prompts.samples]
+        return self.places[prompts.sha256]

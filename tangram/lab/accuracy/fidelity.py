@@ -1,0 +1,43 @@
+"""How far what a model expects of real text changes with the cache: no questions, no grading, every token counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from tangram.config import EngineConfig
+from tangram.errors import ConfigError
+from tangram.lab.accuracy.forced import ForcedText
+from tangram.lab.accuracy.passages import TAIL_TOKENS
+from tangram.lab.accuracy.results import Fidelity
+from tangram.model.load import LoadedModel
+
+
+def fidelity(full: Tensor, found: Tensor, tokens: Sequence[int]) -> Fidelity:
+    """Of logits [n, V] behind each of the last n of `tokens`, with everything in the cache and as found."""
+    full, found = full.float().log_softmax(-1), found.float().log_softmax(-1)
+    following = torch.as_tensor(tokens[len(tokens) - len(full) + 1 :], device=full.device)[:, None]
+    return Fidelity(
+        divergence=float((full.exp() * (full - found)).sum(-1).mean()),
+        agreement=float((full.argmax(-1) == found.argmax(-1)).float().mean()),
+        surprise=-float(found[:-1].gather(1, following).mean()),
+        full_surprise=-float(full[:-1].gather(1, following).mean()),
+    )
+
+
+def expected(config: EngineConfig, loaded: LoadedModel, pieces: Iterable[Sequence[int]]) -> Iterator[Tensor]:
+    """By passage, the logits float32 [`TAIL_TOKENS`, V] behind each token of its tail, its context sealed.
+
+    The context must be whole chunks, and the tail less than one.
+    """
+    forced = ForcedText(config, loaded)
+    for tokens in pieces:
+        logits = forced.logits(tokens)
+        if len(logits) != TAIL_TOKENS:
+            raise ConfigError(
+                f"context_tokens leaves {len(logits)} tokens unsealed with chunk_tokens {config.chunk_tokens}, it must "
+                f"leave {TAIL_TOKENS}: make it a multiple of chunk_tokens, and those more than {TAIL_TOKENS}"
+            )
+        yield logits

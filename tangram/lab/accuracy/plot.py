@@ -1,0 +1,60 @@
+"""The picture of a run: scores against ρ, a line a method, a panel a scorer and suite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from tangram.errors import ConfigError
+from tangram.lab.accuracy.passages import SUITE as FIDELITY
+from tangram.lab.accuracy.report import rows
+from tangram.lab.accuracy.results import AnyCell, FidelityCell, Score
+
+_PANEL_INCHES = (4.5, 3.5)
+
+
+def check_plot(path: Path) -> None:
+    """Raise `ConfigError` if `path` could not be drawn."""
+    if find_spec("matplotlib") is None:
+        raise ConfigError(f"plot is {path}, drawing needs matplotlib: pip install matplotlib")
+    if not path.parent.is_dir():
+        raise ConfigError(f"plot is {path}, but there is no folder {path.parent}: make it first")
+
+
+def draw(cells: Sequence[AnyCell], path: Path) -> None:
+    """Draw the cells, with standard errors, as a PNG: scores, and of fidelity divergence; `full` is a line across.
+
+    Raises `ConfigError` if no cell has a scorer.
+    """
+    from matplotlib.figure import Figure
+
+    settings = list(dict.fromkeys(cell.setting for cell in cells))
+    scorers = list(dict.fromkeys(cell.method.scorer for cell in cells if cell.method.scorer is not None))
+    if not scorers:
+        raise ConfigError(f"plot is {path}, but no method compresses: there is nothing to draw against ρ")
+    width, height = _PANEL_INCHES
+    picture = Figure(figsize=(width * len(scorers), height * len(settings)), layout="constrained")
+    panels = picture.subplots(len(settings), len(scorers), sharey="row", squeeze=False)
+    for line, setting in zip(panels, settings, strict=True):
+        for axes, scorer in zip(line, scorers, strict=True):
+            for (name, of_scorer), own in rows(cell for cell in cells if cell.setting == setting).items():
+                if of_scorer == "":
+                    axes.axhline(_height(own[1.0]).mean, color="black", linestyle="--", label=name)
+                elif of_scorer == scorer:
+                    means = [_height(cell).mean for cell in own.values()]
+                    errors = [_height(cell).stderr or 0.0 for cell in own.values()]
+                    axes.errorbar(list(own), means, errors, marker="o", capsize=3, label=name)
+            what = "KL from full, nats" if setting.suite == FIDELITY else "score, %"
+            axes.set(xlabel="ρ", ylabel=what, title=f"{setting.suite}, {setting.context_tokens:,}: {scorer}")
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize=8)
+    picture.savefig(path, dpi=130)
+
+
+def _height(cell: AnyCell) -> Score:
+    """What is drawn: percent, or nats."""
+    if isinstance(cell, FidelityCell):
+        return cell.divergence
+    error = None if cell.score.stderr is None else 100 * cell.score.stderr
+    return Score(mean=100 * cell.score.mean, stderr=error, samples=cell.score.samples)

@@ -1,0 +1,160 @@
+"""The profiles that methods need: equal budgets, or those calibrated once for a model and kept."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tangram.calibrate import ScoreSource, calibrate, in_terminal
+from tangram.calibrate.texts import QUICK_SAMPLES, pilot_texts
+from tangram.compress.library import find_profile, shipped_profiles
+from tangram.compress.profile import ALPHA, Profile, Scope
+from tangram.compress.provenance import Calibration, ModelFingerprint, Parameter, ScorerSpec
+from tangram.errors import ProfileError
+from tangram.lab.accuracy.methods import Method
+from tangram.types import Geometry
+
+_log = logging.getLogger("tangram")
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Which μ and σ a method needs: those of a scorer over chunks of C tokens, of which some are always kept."""
+
+    scorer: str
+    chunk_tokens: int
+    scope: Scope
+    sink_tokens: int
+    window_tokens: int
+
+    @classmethod
+    def of(cls, method: Method) -> Statistics:
+        """Of a uniform or static method."""
+        if method.scorer is None or method.chunk_tokens is None or method.sink_tokens is None:
+            raise ValueError(f"method {method.title} has no profile")
+        window = method.chunk_tokens // 64 if method.window_tokens is None else method.window_tokens
+        return cls(method.scorer, method.chunk_tokens, method.scope or "model", method.sink_tokens, window)
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """The profiles of one model, in pages of P tokens and Hp heads.
+
+    `scorers` are their specifications by name. `retentions` is every ρ that may be asked for: one pass over the
+    `samples` pilot texts serves them all. `samples` None are the profiles that a server takes: one that ships or that
+    it has kept, or else the short calibration of a first start. `source_of` gives scores by scorer and C, `encode`
+    token ids of a text. Calibrations are kept in `folder`; any α and any shape of pages follow from one.
+    """
+
+    fingerprint: ModelFingerprint
+    geometry: Geometry
+    scorers: Mapping[str, ScorerSpec]
+    retentions: Sequence[float]
+    samples: int | None
+    folder: Path
+    source_of: Callable[[str, int], ScoreSource]
+    encode: Callable[[str], Sequence[int]]
+    page_tokens: int
+    heads_per_page: int
+
+    def profile(self, method: Method) -> Profile:
+        """That of a uniform or static method. Raises `ConfigError` if ρ cannot be met."""
+        if method.name == "uniform":
+            return self.equal(method)
+        if self.samples is None:
+            return self._served(method)
+        measured = self._kept(Statistics.of(method), method.kv_retention) or self._calibrated(method, self.samples)
+        return self._derived(method, measured.mean, measured.std, measured.calibration)
+
+    def basis(self, method: Method) -> Mapping[str, object]:
+        """What the budgets of a static method come from, as JSON. Where a server's are taken, they must be there."""
+        if self.samples is not None:
+            return {"calibration_samples": self.samples}
+        profile = self._served(method)
+        return {"calibration_samples": profile.calibration.samples, "profile": profile.fingerprint()}
+
+    def _served(self, method: Method) -> Profile:
+        """What a server would take, which is also kept for it if it must be measured first."""
+        wanted = Statistics.of(method)
+        found = find_profile(
+            [shipped_profiles(), self.folder / "profiles"], self.fingerprint, wanted.scorer, wanted.scope,
+            method.kv_retention, wanted.chunk_tokens, self.scorers[wanted.scorer].parameters,
+        )  # fmt: skip
+        if found is not None:
+            return found.with_pages(self.page_tokens, self.heads_per_page)
+        kept, profiles = self.folder / "profiles", self._measured(wanted, sorted(set(self.retentions)), QUICK_SAMPLES)
+        kept.mkdir(parents=True, exist_ok=True)
+        for profile in profiles:
+            profile.save(kept / f"{self.fingerprint.weights_sha256}-{profile.file_name}")
+        return next(profile for profile in profiles if profile.kv_retention == method.kv_retention)
+
+    def equal(self, method: Method) -> Profile:
+        """Every head keeps as much as any other, up to a page."""
+        shape = (len(self.geometry.full_layers), self.geometry.kv_heads)
+        mean, std = np.full(shape, method.kv_retention), np.zeros(shape)
+        return self._derived(method, mean, std, Calibration(1, "equal budgets, nothing was measured"))
+
+    def _derived(self, method: Method, mean: object, std: object, calibration: Calibration) -> Profile:
+        wanted = Statistics.of(method)
+        return Profile.from_statistics(
+            np.asarray(mean), np.asarray(std), model=self.fingerprint, layers=self.geometry.full_layers,
+            scorer=self.scorers[wanted.scorer], scope=wanted.scope, kv_retention=method.kv_retention,
+            chunk_tokens=wanted.chunk_tokens, calibration=calibration, page_tokens=self.page_tokens,
+            heads_per_page=self.heads_per_page, alpha=method.alpha or 0.0, sink_tokens=wanted.sink_tokens,
+            window_tokens=wanted.window_tokens,
+        )  # fmt: skip
+
+    @property
+    def _calibrations(self) -> Path:
+        return self.folder / "calibrations"
+
+    def _kept(self, wanted: Statistics, retention: float) -> Profile | None:
+        """A calibration on as many samples that ships or was kept."""
+        name = f"*.{wanted.scorer}.{wanted.scope}.c{wanted.chunk_tokens}.r{retention:g}.json"  # Profile.file_name
+        return next((one for one in self._at_hand(name) if self._fits(one, wanted, retention)), None)
+
+    def _at_hand(self, name: str) -> Iterator[Profile]:
+        for path in (path for folder in (self._calibrations, shipped_profiles()) for path in sorted(folder.glob(name))):
+            try:
+                yield Profile.load(path)
+            except ProfileError as error:
+                _log.warning("passed over: %s", error)
+
+    def _fits(self, profile: Profile, wanted: Statistics, retention: float) -> bool:
+        parameters: Mapping[str, Parameter] = self.scorers[wanted.scorer].parameters
+        try:
+            profile.check_model(self.fingerprint)
+            profile.check_options(
+                scorer=wanted.scorer, scope=wanted.scope, kv_retention=retention, chunk_tokens=wanted.chunk_tokens,
+                parameters=parameters,
+            )  # fmt: skip
+        except ProfileError:
+            return False
+        always = (profile.sink_tokens, profile.window_tokens) == (wanted.sink_tokens, wanted.window_tokens)
+        return always and profile.model.weights_sha256 is not None and profile.calibration.samples == self.samples
+
+    def _calibrated(self, method: Method, samples: int) -> Profile:
+        """Measure at every ρ that is not there yet, keep the profiles, and return that of the method."""
+        wanted, kept = Statistics.of(method), self._calibrations
+        missing = [value for value in sorted(set(self.retentions)) if self._kept(wanted, value) is None]
+        profiles = self._measured(wanted, missing, samples)
+        kept.mkdir(parents=True, exist_ok=True)
+        stem = f"{self.fingerprint.weights_sha256}.n{samples}.s{wanted.sink_tokens}.w{wanted.window_tokens}"
+        for profile in profiles:
+            profile.save(kept / f"{stem}.{profile.file_name}")
+        return next(profile for profile in profiles if profile.kv_retention == method.kv_retention)
+
+    def _measured(self, wanted: Statistics, retentions: Sequence[float], samples: int) -> list[Profile]:
+        texts = pilot_texts(samples, min_characters=max(8_000, 6 * wanted.chunk_tokens))
+        return calibrate(
+            self.source_of(wanted.scorer, wanted.chunk_tokens), [self.encode(text) for text in texts],
+            geometry=self.geometry, fingerprint=self.fingerprint, scorer=self.scorers[wanted.scorer],
+            scope=wanted.scope, retentions=retentions, chunk_tokens=wanted.chunk_tokens, alpha=ALPHA,
+            source=f"built-in pilot texts, {samples} samples, seed 0", page_tokens=self.page_tokens,
+            heads_per_page=self.heads_per_page, sink_tokens=wanted.sink_tokens, window_tokens=wanted.window_tokens,
+            track=in_terminal,
+        )  # fmt: skip

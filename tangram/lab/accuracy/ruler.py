@@ -1,0 +1,21 @@
+"""RULER's thirteen tasks on texts of our own (Hsieh et al., arXiv 2404.06654, Table 2 and Appendix B).
+
+Where one context serves several questions of a kind, several are asked, RULER's own first. Left out are the worked
+examples that RULER puts before variable tracking and common words.
+"""
+
+from __future__ import annotations
+
+from tangram.lab.accuracy.documents import multi_hop, single_hop
+from tangram.lab.accuracy.needles import NEEDLES
+from tangram.lab.accuracy.sample import Task
+from tangram.lab.accuracy.tracking import common_words, frequent_words, variable_tracking
+
+TASKS: dict[str, Task] = {
+    **NEEDLES,
+    "vt": variable_tracking,
+    "cwe": common_words,
+    "fwe": frequent_words,
+    "qa_1": single_hop,
+    "qa_2": multi_hop,
+}

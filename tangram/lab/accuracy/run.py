@@ -1,0 +1,216 @@
+"""Runs a grid: every method answers every suite, and each cell is kept as soon as it is there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Protocol
+
+from tangram.lab.accuracy.grading import score
+from tangram.lab.accuracy.locomo import SUITE as LOCOMO
+from tangram.lab.accuracy.methods import Method
+from tangram.lab.accuracy.passages import Passages
+from tangram.lab.accuracy.prompts import SamplePrompts, SuitePrompts
+from tangram.lab.accuracy.results import (
+    Answer,
+    AnsweredSample,
+    AnyCell,
+    Cell,
+    Fidelity,
+    FidelityCell,
+    Results,
+    Score,
+    Setting,
+)
+
+_REPLY_CHARACTERS = 240  # of each reply in the file
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One reply and what its KV pages held when it ended; `held_bytes` is None where that says nothing."""
+
+    text: str
+    tokens: int
+    held_bytes: int | None
+    uncompressed_bytes: int
+
+
+# Asks all questions of the samples, entries kept as the method says, and hears after each how many more are answered;
+# replies by sample and question.
+Ask = Callable[[Method, Sequence[SamplePrompts], Callable[[int], None]], list[tuple[Reply, ...]]]
+
+# Reads passages as they are and hears after each; what it finds, by passage.
+Read = Callable[[Passages, Callable[[int], None]], tuple[Fidelity, ...]]
+
+# The recall of evidence of each question, by sample; None of questions whose answer follows from all of the context.
+Recalls = tuple[tuple[float | None, ...], ...]
+
+
+class Bench(Protocol):
+    """A model under whichever method is asked for."""
+
+    def basis(self, method: Method) -> Mapping[str, Any]:
+        """What the answers rest on besides method and setting, as JSON."""
+        ...
+
+    def environment(self) -> Mapping[str, Any]:
+        """Machine, versions and commit."""
+        ...
+
+    def opened(self, methods: Sequence[Method]) -> AbstractContextManager[Ask]:
+        """Load an engine that keeps entries as `methods` of one company say; it is gone when the context ends."""
+        ...
+
+    def reading(self, method: Method) -> AbstractContextManager[Read]:
+        """The same, for texts that are given and compared with what a full cache expects."""
+        ...
+
+    def recall(self, method: Method, prompts: SuitePrompts) -> Recalls:
+        """How much `method` keeps of the evidence of each question. No engine may be open."""
+        ...
+
+
+class Watch(Protocol):
+    """Whoever looks on."""
+
+    def expect(self, questions: int) -> None:
+        """So many questions will be asked."""
+        ...
+
+    def turns_to(self, what: str) -> None:
+        """This is being done now."""
+        ...
+
+    def advance(self, questions: int) -> None:
+        """So many more questions are answered."""
+        ...
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A cell to be: `method` answers or reads `prompts`; what is written down with it says what it is compared by."""
+
+    method: Method
+    prompts: SuitePrompts | Passages
+    setting: Setting
+    basis: Mapping[str, Any]
+
+    @property
+    def questions(self) -> int:
+        """How many are asked, or passages read."""
+        return self.prompts.count
+
+    def found_in(self, results: Results) -> AnyCell | None:
+        """The cell, if it is there already."""
+        return next((cell for cell in results.cells if cell.same(self.method, self.setting, self.basis)), None)
+
+
+def planned(
+    bench: Bench, methods: Sequence[Method], suites: Sequence[tuple[SuitePrompts | Passages, Setting]]
+) -> list[Planned]:  # fmt: skip
+    """Every method with every suite, all suites of a method one after the other."""
+    return [Planned(method, *suite, bench.basis(method)) for method in methods for suite in suites]
+
+
+def run(bench: Bench, grid: Sequence[Planned], results: Results, path: Path, watch: Watch) -> list[AnyCell]:
+    """The cells of `grid`, in its order: those that `results` has are taken from there, the others are measured.
+
+    `path` is written anew after each cell, so whoever interrupts it loses that one cell, and the next run goes on.
+    Recall of evidence comes before all of them, since a pass over the contexts serves many methods.
+    """
+    missing = [plan for plan in grid if plan.found_in(results) is None]
+    recalls = _recalls(bench, missing, watch)
+    for _, plans in groupby(missing, key=lambda plan: plan.method.company):
+        for cell in _cells(bench, list(plans), recalls, watch):
+            results.cells.append(cell)
+            results.save(path)
+    found = [plan.found_in(results) for plan in grid]
+    return [cell for cell in found if cell is not None]
+
+
+def _recalls(bench: Bench, plans: Sequence[Planned], watch: Watch) -> Mapping[tuple[Method, str], Recalls]:
+    """By method and digest of the prompts, of LoCoMo's questions; methods that look at equal scores come in a row."""
+    asked = [(one.method, one.prompts) for one in plans if isinstance(one.prompts, SuitePrompts)]
+    rows = [(method, prompts) for method, prompts in asked if prompts.suite == LOCOMO]
+    found = dict[tuple[Method, str], Recalls]()
+    for method, prompts in sorted(rows, key=lambda row: (row[1].sha256, row[0].scorer or "", row[0].chunk_tokens or 0)):
+        watch.turns_to(f"{method.title}: recall of evidence")
+        found[method, prompts.sha256] = bench.recall(method, prompts)
+    return found
+
+
+def _cells(
+    bench: Bench, plans: Sequence[Planned], recalls: Mapping[tuple[Method, str], Recalls], watch: Watch
+) -> Iterator[AnyCell]:  # fmt: skip
+    """Those of one company: questions first, then texts, each with what it needs open and nothing else."""
+    asked = [(plan, plan.prompts) for plan in plans if isinstance(plan.prompts, SuitePrompts)]
+    given = [(plan, plan.prompts) for plan in plans if isinstance(plan.prompts, Passages)]
+    if asked:
+        methods = list(dict.fromkeys(plan.method for plan, _ in asked))
+        watch.turns_to(f"preparing {'; '.join(method.title for method in methods)}")
+        with bench.opened(methods) as ask:
+            for plan, prompts in asked:
+                watch.turns_to(f"{plan.method.title}: {prompts.suite}")
+                begin = time.perf_counter()
+                replies = ask(plan.method, prompts.samples, watch.advance)
+                seconds, known = time.perf_counter() - begin, recalls.get((plan.method, prompts.sha256))
+                samples = _graded(prompts.samples, replies, known)
+                yield _cell(plan, prompts.samples, samples, _footprint(replies), seconds, bench.environment())
+    for plan, passages in given:
+        with bench.reading(plan.method) as read:
+            watch.turns_to(f"{plan.method.title}: {passages.suite}")
+            begin = time.perf_counter()
+            found = read(passages, watch.advance)
+            yield FidelityCell(
+                method=plan.method, setting=plan.setting, basis=dict(plan.basis), passages=found,
+                seconds=time.perf_counter() - begin, environment=dict(bench.environment()),
+            )  # fmt: skip
+
+
+def _cell(
+    plan: Planned, prompts: Sequence[SamplePrompts], samples: tuple[AnsweredSample, ...], footprint: float | None,
+    seconds: float, environment: Mapping[str, Any],
+) -> Cell:  # fmt: skip
+    tasks = dict.fromkeys(sample.task for sample in samples)
+    of_task = {task: [sample.score for sample in samples if sample.task == task] for task in tasks}
+    return Cell(
+        method=plan.method, setting=plan.setting, basis=dict(plan.basis),
+        score=Score.of([sample.score for sample in samples]),
+        by_task={task: Score.of(scores) for task, scores in of_task.items()},
+        footprint=footprint,
+        filler_tokens=sum(asked.filler_tokens for asked in prompts) / len(prompts),
+        seconds=seconds, environment=dict(environment), samples=samples,
+    )  # fmt: skip
+
+
+def _graded(
+    prompts: Sequence[SamplePrompts], replies: Sequence[Sequence[Reply]], recalls: Recalls | None
+) -> tuple[AnsweredSample, ...]:  # fmt: skip
+    known = recalls or tuple((None,) * len(own) for own in replies)
+    return tuple(_answered(*one) for one in zip(prompts, replies, known, strict=True))
+
+
+def _answered(asked: SamplePrompts, replies: Sequence[Reply], recalls: Sequence[float | None]) -> AnsweredSample:
+    answers = tuple(
+        Answer(
+            score=score(question, reply.text), reply=reply.text[:_REPLY_CHARACTERS], prompt_tokens=len(prompt),
+            reply_tokens=reply.tokens, category=question.category, evidence_recall=recall,
+        )
+        for question, prompt, reply, recall in zip(
+            asked.sample.questions, asked.prompts, replies, recalls, strict=True
+        )
+    )  # fmt: skip
+    return AnsweredSample(task=asked.sample.task, number=asked.sample.number, answers=answers)
+
+
+def _footprint(by_sample: Sequence[Sequence[Reply]]) -> float | None:
+    replies = [reply for own in by_sample for reply in own]
+    held = [reply.held_bytes for reply in replies if reply.held_bytes is not None]
+    if len(held) < len(replies):
+        return None
+    return sum(held) / sum(reply.uncompressed_bytes for reply in replies)

@@ -1,0 +1,135 @@
+"""The suites by name: what `tangram eval` asks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from tangram.errors import ConfigError
+from tangram.lab.accuracy import locomo, multiturn, ruler
+from tangram.lab.accuracy.budget import Budget
+from tangram.lab.accuracy.sample import Sample, Task, write_sample
+
+MIN_CONTEXT_TOKENS = 512
+SAMPLES = 52  # four of each of RULER's tasks
+
+
+class Suite(Protocol):
+    """Makes samples; equal arguments give equal samples, and fewer samples are the first of more.
+
+    `context_tokens` bounds every context as `count_tokens` counts it; those made up come within 5 % of it or within one
+    piece of their text, those read from files within one session. `samples` None are `SAMPLES` of those made up, and of
+    those read from files all that there are. `tasks`: which of the suite's, all without it.
+    `max_questions`: how many are asked about a context at most, all without it. `path`: for suites that are read from
+    files, and only for those. Raises `ConfigError`, which names the argument, its value, and the limit.
+    """
+
+    def __call__(
+        self,
+        count_tokens: Callable[[str], int],
+        context_tokens: int,
+        samples: int | None = None,
+        seed: int = 0,
+        *,
+        tasks: Sequence[str] | None = None,
+        max_questions: int | None = None,
+        path: Path | None = None,
+    ) -> list[Sample]:
+        """The samples."""
+        ...
+
+
+def _generated(suite: str, known: Mapping[str, Task]) -> Suite:
+    """Tasks take turns, so that each has as many samples as any other, or one more."""
+
+    def make(
+        count_tokens: Callable[[str], int],
+        context_tokens: int,
+        samples: int | None = None,
+        seed: int = 0,
+        *,
+        tasks: Sequence[str] | None = None,
+        max_questions: int | None = None,
+        path: Path | None = None,
+    ) -> list[Sample]:
+        if path is not None:
+            raise ConfigError(f"path is {path}, but suite {suite} makes its own texts: leave it out")
+        _check(context_tokens, samples, max_questions)
+        chosen = _chosen(suite, tasks, known)
+        budget = Budget(count_tokens, context_tokens)
+        count = SAMPLES if samples is None else samples
+        turns = (divmod(index, len(chosen)) for index in range(count))
+        made = [write_sample(suite, chosen[task], known[chosen[task]], budget, seed, number) for number, task in turns]
+        return [_with_questions(sample, max_questions) for sample in made]
+
+    return make
+
+
+def _locomo(
+    count_tokens: Callable[[str], int],
+    context_tokens: int,
+    samples: int | None = None,
+    seed: int = 0,
+    *,
+    tasks: Sequence[str] | None = None,
+    max_questions: int | None = None,
+    path: Path | None = None,
+) -> list[Sample]:
+    """Windows of conversations in a random order; `tasks` are categories of questions."""
+    if path is None:
+        raise ConfigError(f"path is missing: suite {locomo.SUITE} is read from LoCoMo's files, name one or a folder")
+    _check(context_tokens, samples, max_questions)
+    categories = _chosen(locomo.SUITE, tasks, locomo.CATEGORIES.values())
+    found = locomo.read_samples(path, Budget(count_tokens, context_tokens), seed)
+    of_categories = [
+        replace(sample, questions=questions)
+        for sample in found
+        if (questions := tuple(one for one in sample.questions if one.category in categories))
+    ]
+    if not of_categories:
+        raise ConfigError(
+            f"tasks is {', '.join(categories)}, of which the conversations of {path} ask nothing in contexts of "
+            f"at most {context_tokens} tokens: name others, or raise context_tokens"
+        )
+    if samples is not None and samples > len(of_categories):
+        raise ConfigError(
+            f"samples is {samples}, the conversations of {path} give {len(of_categories)} contexts of at most "
+            f"{context_tokens} tokens: ask for {len(of_categories)} or fewer, or for shorter contexts, name more "
+            f"files, or leave samples out for all of them"
+        )
+    random.Random(f"{locomo.SUITE}/{seed}").shuffle(of_categories)
+    return [_with_questions(sample, max_questions) for sample in of_categories[:samples]]
+
+
+def _check(context_tokens: int, samples: int | None, max_questions: int | None) -> None:
+    if context_tokens < MIN_CONTEXT_TOKENS:
+        raise ConfigError(f"context_tokens is {context_tokens}, it must be at least {MIN_CONTEXT_TOKENS}")
+    if samples is not None and samples < 1:
+        raise ConfigError(f"samples is {samples}, it must be at least 1")
+    if max_questions is not None and max_questions < 1:
+        raise ConfigError(f"max_questions is {max_questions}, it must be at least 1")
+
+
+def _chosen(suite: str, tasks: Sequence[str] | None, known: Collection[str]) -> list[str]:
+    if tasks is None:
+        return list(known)
+    if not tasks:
+        raise ConfigError(f"tasks is empty, it must name some of suite {suite}: {', '.join(known)}")
+    for task in tasks:
+        if task not in known:
+            raise ConfigError(f"tasks has {task!r}, suite {suite} has {', '.join(known)}: name one of these")
+    return list(dict.fromkeys(tasks))
+
+
+def _with_questions(sample: Sample, most: int | None) -> Sample:
+    return replace(sample, questions=sample.questions[:most])
+
+
+SUITES: dict[str, Suite] = {
+    "ruler": _generated("ruler", ruler.TASKS),
+    "multiturn": _generated("multiturn", multiturn.TASKS),
+    locomo.SUITE: _locomo,
+}

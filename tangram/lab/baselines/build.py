@@ -1,0 +1,123 @@
+"""Builds the engines that are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from tangram.cache.manager import CacheManager
+from tangram.cache.retention import Retention
+from tangram.compress.groups import adjacent
+from tangram.compress.profile import SINK_TOKENS, Profile
+from tangram.compress.scorers import Scorer
+from tangram.config import EngineConfig
+from tangram.engine.build import EngineBuilder
+from tangram.engine.loop import Engine
+from tangram.engine.runner import Runner
+from tangram.errors import ConfigError
+from tangram.kernels.dispatch import pool_kernels
+from tangram.kernels.step import KernelChoice
+from tangram.lab.baselines.caches import ByInputCache, DynamicCache, LateCache
+from tangram.lab.baselines.config import ComparisonConfig
+from tangram.lab.baselines.reclaim import ReclaimingRunner
+from tangram.lab.baselines.uniform import parse_schedule
+from tangram.model.load import LoadedModel
+
+LATE_CACHES: dict[str, type[LateCache]] = {"dynamic": DynamicCache, "by-input": ByInputCache}
+
+
+def builder_of(config: EngineConfig, loaded: LoadedModel, kernels: KernelChoice | None = None) -> EngineBuilder:
+    """What builds an engine of `config`, the serving one or one to compare with."""
+    if isinstance(config, ComparisonConfig):
+        return ComparisonBuilder(config, loaded, kernels)
+    return EngineBuilder(config, loaded, kernels)
+
+
+def engine_of(config: EngineConfig, loaded: LoadedModel, kernels: KernelChoice | None = None) -> Engine:
+    """`tangram.engine.build.engine_of` that also knows a `ComparisonConfig`."""
+    return builder_of(config, loaded, kernels).engine()
+
+
+class ComparisonBuilder(EngineBuilder):
+    """Builds the engine of a `ComparisonConfig`."""
+
+    config: ComparisonConfig
+
+    def retentions(self) -> tuple[Scorer | None, list[Retention]]:
+        """See `EngineBuilder`; by input there is one, which drops nothing before it is scored."""
+        if self.config.reclamation != "by-input":
+            return super().retentions()
+        scorer = self.compression.make_scorer(self.loaded.fingerprint)
+        by_input = Retention(
+            self.config.kv_retention,
+            self.uncompressed(),
+            "by input",
+            scored=True,
+            sink_tokens=SINK_TOKENS,
+            window_tokens=self.config.chunk_tokens // 64,
+            one_chunk_a_step=True,
+        )
+        return scorer, [by_input]
+
+    def retention(self, profile: Profile, scorer: Scorer) -> Retention:
+        """See `EngineBuilder`."""
+        if self.config.head_groups == "clustered":
+            found = super().retention(profile, scorer)
+        else:
+            groups, pages = adjacent(profile.groups, profile.sealed_pages, self.page_heads)
+            fingerprint = f"{self.config.head_groups}:{profile.fingerprint()}"
+            found = self.budgeted(profile, scorer, groups, pages, fingerprint)
+        late = self.config.reclamation != "reserved"
+        return replace(found, one_chunk_a_step=True) if late else found
+
+    @property
+    def page_heads(self) -> int:
+        """A monolithic page holds a whole layer's heads; heads that go their own ways have pages of their own."""
+        if self.config.reclamation == "by-input":
+            return 1
+        if self.config.head_groups == "monolithic":
+            return self.loaded.geometry.kv_heads
+        return super().page_heads
+
+    def cache(self, retentions: Sequence[Retention], pages: int, host_pages: int) -> CacheManager:
+        """See `EngineBuilder`."""
+        if self.config.reclamation == "reserved":
+            return super().cache(retentions, pages, host_pages)
+        return LATE_CACHES[self.config.reclamation](
+            retentions,
+            total_pages=pages,
+            max_sequences=self.config.max_num_seqs,
+            prefix_caching=self.config.enable_prefix_caching,
+            host_pages=host_pages,
+        )
+
+    def runner(
+        self,
+        retentions: Sequence[Retention],
+        scorer: Scorer | None,
+        *,
+        cache: CacheManager,
+        **options: Any,
+    ) -> Runner:
+        """See `EngineBuilder`."""
+        if not isinstance(cache, LateCache):
+            return super().runner(retentions, scorer, cache=cache, **options)
+        by_input = self.config.reclamation == "by-input"
+        scope = self.compression.choice.scope if by_input else None
+        return ReclaimingRunner(self.loaded, retentions, scorer, cache=cache, competing=scope, **options)
+
+    def kernels(self) -> KernelChoice:
+        """See `EngineBuilder`."""
+        if self.config.decode_schedule is None:
+            return super().kernels()
+        try:
+            schedule = parse_schedule(self.config.decode_schedule)
+        except ConfigError as error:
+            raise ConfigError(f"decode_schedule: {error}") from error
+        if "replan" in schedule.flags:
+            raise ConfigError(
+                f"decode_schedule is {schedule.text!r}: an engine plans when the batch changes, leave out +replan"
+            )
+        return partial(pool_kernels, schedule=schedule)

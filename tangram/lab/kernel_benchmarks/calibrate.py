@@ -1,0 +1,134 @@
+"""Times every schedule on every case, and makes, or judges, a policy (PersistentKV, calibrated adaptive policy)."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from tangram.kernels.card import Card
+from tangram.lab.baselines.uniform import parse_schedule
+from tangram.lab.kernel_benchmarks import flashinfer
+from tangram.lab.kernel_benchmarks.case import Geometry
+from tangram.lab.kernel_benchmarks.contenders import Ours
+from tangram.lab.kernel_benchmarks.cost import measured_cost
+from tangram.lab.kernel_benchmarks.library import Library
+from tangram.lab.kernel_benchmarks.suites import Named
+from tangram.lab.kernel_benchmarks.timing import ColdCache, Contender, Measurement, measure
+from tangram.lab.kernel_benchmarks.workloads import Workload, expected
+from tangram.plan.cost import CostModel
+from tangram.plan.policy import FLASHINFER, Policy, StepLoad
+
+# One for each way that a step can be bound: by balance, by one row's latency, by reading a prefix again and again.
+SCHEDULES = (
+    "aot", "workqueue", "workqueue+ctas=2+warps=4", "workqueue+ctas=2", "packing:measured",
+    "packing:measured+queries=128", "packing:measured+onetile",
+)  # fmt: skip
+REPLAYS = 20
+Cases = Iterable[Named]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One case: its load, and the measurement of each schedule by name."""
+
+    case: Named
+    load: StepLoad
+    times: dict[str, Measurement]
+
+
+class Bench:
+    """Schedules of one geometry on one device. FlashInfer is one of them where it is installed."""
+
+    def __init__(self, geometry: Geometry, dtype: torch.dtype, device: torch.device, cost: CostModel) -> None:
+        self._geometry, self._dtype, self._device, self._cost = geometry, dtype, device, cost
+        self._processors = Card.of(device).processors
+        self._cold = ColdCache(device)
+        self._library = flashinfer.installed()
+        workspace_bytes = flashinfer.WORKSPACE_BYTES if self._library else 0
+        self._workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
+
+    def time(self, case: Named, schedules: Sequence[str]) -> Timed:
+        """Measure each schedule; every answer is checked against float32 before the clock runs."""
+        workload = Workload.build(case.make(), self._dtype, self._device)
+        answer, load = expected(workload), StepLoad.of(workload.case.decoding)
+        builds: dict[str, Callable[[], Contender]] = {
+            text: partial(Ours, parse_schedule(text), workload, self._processors, self._cost) for text in schedules
+        }
+        if self._library:
+            builds[FLASHINFER] = partial(Library, workload, self._workspace)
+        times = {name: measure(build(), answer, self._cold, replays=REPLAYS) for name, build in builds.items()}
+        del workload, answer, builds
+        torch.cuda.empty_cache()
+        return Timed(case, load, times)
+
+
+def geometry_of(geometry: Geometry, dtype: torch.dtype) -> dict[str, Any]:
+    """What a policy's measurements hold for."""
+    return asdict(geometry) | {"dtype": str(dtype).removeprefix("torch.")}
+
+
+def calibrate_policy(
+    geometry: Geometry, dtype: torch.dtype, device: torch.device, cases: Cases, schedules: Sequence[str] = SCHEDULES
+) -> Policy:
+    """Measure the cost model, then every schedule on every case. `cases` may show its progress."""
+    cost = measured_cost(geometry, dtype, device)
+    bench = Bench(geometry, dtype, device, cost)
+    timed = [bench.time(case, schedules) for case in cases]
+    return Policy.fitted(
+        torch.cuda.get_device_name(device), geometry_of(geometry, dtype), cost, list(timed[0].times),
+        [one.load for one in timed], [[step_us(m) for m in one.times.values()] for one in timed],
+    )  # fmt: skip
+
+
+def step_us(measurement: Measurement) -> float:
+    """What a step costs: the device, and planning where every step plans."""
+    return measurement.median_us + (measurement.plan_us if measurement.each_step else 0.0)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One held-out case: what was chosen, and times in microseconds, of a step and on the device alone."""
+
+    name: str
+    family: str
+    load: dict[str, float]
+    chosen: str
+    choosing_us: float
+    step_us: dict[str, float]
+    device_us: dict[str, float]
+    wall_us: dict[str, float]
+
+
+def judge(policy: Policy, dtype: torch.dtype, geometry: Geometry, device: torch.device, cases: Cases) -> list[Verdict]:
+    """Measure every schedule on every case, and ask the policy."""
+    bench = Bench(geometry, dtype, device, policy.cost)
+    ours = [name for name in policy.schedules if name != FLASHINFER]
+    return [_verdict(policy, bench.time(case, ours)) for case in cases]
+
+
+def _verdict(policy: Policy, timed: Timed) -> Verdict:
+    began = time.perf_counter()
+    chosen = policy.choose(timed.load, library=FLASHINFER in timed.times)
+    choosing_us = (time.perf_counter() - began) * 1e6
+    wall = {name: (m.wall_us if m.each_step else m.wall_kept_us) or 0.0 for name, m in timed.times.items()}
+    return Verdict(
+        timed.case.name, timed.case.family, asdict(timed.load), chosen, choosing_us,
+        {name: step_us(m) for name, m in timed.times.items()}, {n: m.median_us for n, m in timed.times.items()}, wall,
+    )  # fmt: skip
+
+
+def best_single(verdicts: Sequence[Verdict]) -> str:
+    """The one schedule that is fastest over all cases together, by geometric mean."""
+    names = verdicts[0].step_us
+    return min(names, key=lambda name: statistics.geometric_mean([v.step_us[name] for v in verdicts]))
+
+
+def regret(verdict: Verdict, single: str) -> float:
+    """How much slower the choice is than that schedule: 0.03 is 3 %, below 0 it is faster."""
+    return verdict.step_us[verdict.chosen] / verdict.step_us[single] - 1.0

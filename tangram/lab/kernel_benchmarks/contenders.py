@@ -1,0 +1,68 @@
+"""Our kernels under any schedule, as contenders."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from tangram.lab.kernel_benchmarks.counters import Counters
+from tangram.lab.kernel_benchmarks.workloads import Workload
+from tangram.plan.cost import CostModel
+from tangram.plan.form import WorkPlan
+from tangram.plan.schedule import Decoding, Schedule
+
+if TYPE_CHECKING:
+    from tangram.kernels.gpu import GpuDecode
+
+
+class Ours:
+    """Plans by a schedule and runs our kernels over the workload's pool. Every first plan passes `check`.
+
+    A schedule that re-plans layer by layer has a plan, and buffers, for each layer.
+    """
+
+    replans = True
+
+    def __init__(self, schedule: Schedule, workload: Workload, multiprocessors: int, cost: CostModel) -> None:
+        self.name, self.each_step = schedule.text, schedule.each_step
+        self._schedule, self._workload, self._cost = schedule, workload, cost
+        self._multiprocessors = multiprocessors
+        plans, batches = self._planned(), self._batches()
+        for plan, batch in zip(plans, batches, strict=True):
+            plan.check(batch.rows, batch.lengths, workload.case.tables)
+        self.counters = Counters.of(plans, workload.case, multiprocessors)
+        self._decoders = [self._decoder(plan) for plan in plans]
+        layers = [range(batch.rows.table.shape[1]) for batch in batches]
+        self._places = [(d, layer) for d, own in zip(self._decoders, layers, strict=True) for layer in own]
+
+    def _batches(self) -> list[Decoding]:
+        """New ones at every plan: what a batch has found out of itself is part of planning it."""
+        batch = self._workload.case.decoding
+        return batch.layers() if "replan" in self._schedule.flags else [batch]
+
+    def _planned(self) -> list[WorkPlan]:
+        return [self._schedule.plan(batch, self._multiprocessors, self._cost) for batch in self._batches()]
+
+    def _decoder(self, plan: WorkPlan) -> GpuDecode:
+        from tangram.kernels.gpu import GpuDecode
+        from tangram.kernels.packed import DecodeOptions
+
+        case = self._workload.case
+        return GpuDecode(
+            [plan], group=case.geometry.group, head_dim=case.geometry.head_dim, pool=self._workload.pool,
+            lengths=case.lengths, options=DecodeOptions.of(self._schedule),
+        )  # fmt: skip
+
+    def plan(self) -> None:
+        """Make the plan from tables and lengths, and upload it."""
+        for decoder, plan in zip(self._decoders, self._planned(), strict=True):
+            decoder.load(plan, self._workload.case.lengths)
+
+    def run(self) -> list[Tensor]:
+        """All layers, one after the other as a model runs them."""
+        work = self._workload
+        return [
+            decoder.attend(layer, q, work.tables, work.lengths, scaling=work.scaling)
+            for (decoder, layer), q in zip(self._places, work.q, strict=True)
+        ]

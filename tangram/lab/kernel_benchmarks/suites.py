@@ -1,0 +1,86 @@
+"""Cases that a policy learns from, and others that it is judged by; the two never meet.
+
+Both hold rows of uneven lengths (`traces.py`), heads of uneven budgets, and shared prefixes. Calibration draws its
+lengths, budgets and trees by seeds of its own; the held-out trees are those of PAT's kernel evaluation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from tangram.lab.kernel_benchmarks.case import Case, Geometry, own_case, tree_case
+from tangram.lab.kernel_benchmarks.traces import CALIBRATION_SEEDS, HELD_OUT_SEEDS, TRACES, K, Trace
+from tangram.lab.kernel_benchmarks.tree import CONFIGS, PAGE_TOKENS, Tree
+
+# Batches between those of the held-out traces, so that the votes have something to interpolate.
+MORE_TRACES = (
+    Trace("bucketed", 2, 16 * K), Trace("homogeneous", 2), Trace("homogeneous", 16), Trace("bimodal", 16),
+    Trace("bucketed", 16, 4 * K), Trace("bucketed", 64, 4 * K), Trace("bucketed", 64, K), Trace("uniform", 4),
+    Trace("zipf", 32),
+)  # fmt: skip
+RAGGED = tuple(Trace("bucketed", batch, size * K) for size, batch in ((8, 1), (32, 1), (8, 8), (32, 8), (8, 32)))
+RETENTION = 0.25  # of the mean head
+CALIBRATION_TREES = 12
+
+
+@dataclass(frozen=True)
+class Named:
+    """A case to be made: `family` is what results are averaged over."""
+
+    name: str
+    family: str
+    make: Callable[[], Case]
+
+
+def calibration(geometry: Geometry) -> list[Named]:
+    """What a policy learns from."""
+    first = CALIBRATION_SEEDS[0]
+    own = [_own(trace, geometry, seed) for trace in TRACES for seed in CALIBRATION_SEEDS[:2]]
+    own += [_own(trace, geometry, first) for trace in MORE_TRACES]
+    ragged = [_ragged(trace, geometry, seed) for trace in RAGGED for seed in CALIBRATION_SEEDS[:2]]
+    return own + ragged + [_tree(random_tree(first + number), geometry) for number in range(CALIBRATION_TREES)]
+
+
+def held_out(geometry: Geometry) -> list[Named]:
+    """What a policy is judged by."""
+    own = [_own(trace, geometry, seed) for trace in TRACES for seed in HELD_OUT_SEEDS]
+    ragged = [_ragged(trace, geometry, seed) for trace in RAGGED for seed in HELD_OUT_SEEDS[:2]]
+    return own + ragged + [_tree(Tree.parse(text), geometry) for text in CONFIGS]
+
+
+def random_tree(seed: int) -> Tree:
+    """One to four shared levels over 16 to 1024 requests, nodes of 32 to 2048 tokens."""
+    draw = np.random.default_rng(seed)
+    levels = int(draw.integers(1, 5))
+    leaves = int(2 ** draw.integers(4, 11))
+    inner = np.sort(2 ** draw.integers(0, int(np.log2(leaves)), levels))
+    tokens = PAGE_TOKENS * 2 ** draw.integers(0, 7, levels + 1)
+    tokens[-1] = min(int(tokens[-1]), 512)
+    return Tree((*map(int, inner), leaves), tuple(map(int, tokens)))
+
+
+def budgets(heads: int, seed: int) -> np.ndarray:
+    """[H]: kept fractions of a layer's heads, a few of them wide awake, `RETENTION` on average."""
+    share = np.random.default_rng((seed, heads)).lognormal(0.0, 0.8, heads)
+    return np.asarray(np.minimum(share / share.mean() * RETENTION, 1.0))
+
+
+def _own(trace: Trace, geometry: Geometry, seed: int) -> Named:
+    name = f"{trace.name} seed {seed}"
+    return Named(name, trace.name, partial(own_case, name, trace.lengths(seed), geometry, seed))
+
+
+def _ragged(trace: Trace, geometry: Geometry, seed: int) -> Named:
+    """Every head in pages of its own, as `Hp` 1 keeps it."""
+    name = f"ragged {trace.name} seed {seed}"
+    lengths = np.outer(trace.lengths(seed), budgets(geometry.kv_heads, seed)).astype(np.int64) + 1
+    return Named(name, "ragged", partial(own_case, name, lengths, replace(geometry, heads_per_page=1), seed))
+
+
+def _tree(tree: Tree, geometry: Geometry) -> Named:
+    family = "shared prefixes" if tree.shared else "unshared trees"
+    return Named(str(tree), family, partial(tree_case, tree, geometry, 0))

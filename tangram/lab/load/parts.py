@@ -1,0 +1,145 @@
+"""Where an engine's time goes: its parts by name, each without the parts inside it.
+
+Boundaries are methods of the engine, known by name and wrapped while somebody measures, so that nothing is paid
+otherwise. At each boundary the host's clock is read and, on a GPU, an event is put on the stream: a part lasts from one
+event to the next. What the device does is thus counted where it was asked for, and so is what it waits for; host work
+that goes on beside it costs nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+
+from tangram.engine.batch import Batcher
+from tangram.engine.graphs import PassGraphs
+from tangram.engine.loop import Engine
+from tangram.engine.runner import Runner
+from tangram.engine.scheduler import Scheduler
+from tangram.kernels.stopwatch import Stopwatch, Taken
+from tangram.lab.baselines.caches import DynamicCache
+from tangram.lab.baselines.reclaim import Reclaimer
+from tangram.model.attention import RepeatAttention, StepAttention
+from tangram.model.sealing import ChunkSealer, FusedSealer
+
+# A graph is one piece: its attention counts as model.
+PARTS: dict[str, tuple[tuple[type, str], ...]] = {
+    "model": ((Runner, "_forward"), (PassGraphs, "logits")),
+    "attention": ((StepAttention, "attend"), (RepeatAttention, "attend")),
+    "scoring and sealing": ((FusedSealer, "take"), (ChunkSealer, "take"), (ChunkSealer, "reconstruct")),
+    "reclamation": ((Reclaimer, "reclaim"),),
+    "reclamation, books": ((DynamicCache, "reclaim"),),
+    "scheduling and reservation": ((Scheduler, "schedule"),),
+    "tables": ((Batcher, "_begin"), (Batcher, "_prefill_rows")),
+    "planning": ((Batcher, "attention"),),
+    "prefix cache": ((Scheduler, "commit"),),
+    "sampling and text": ((Engine, "step"),),
+}
+FORWARD = ("model", "attention", "scoring and sealing")
+UPKEEP = ("scoring and sealing", "scheduling and reservation", "tables")
+RECLAMATION = ("reclamation", "reclamation, books")
+HOW = {
+    "cpu": "host clock at the boundaries of parts; a part without the parts inside it",
+    "cuda": "CUDA events on the stream at the boundaries of parts, waiting for the host included; a part without the "
+    "parts inside it; a graph is all model, but for what it scores and seals, which events inside it time",
+}
+
+
+@dataclass(frozen=True)
+class Split:
+    """Seconds of each part: `seconds` by the device's clock, `host_s` by the host's; the same on a CPU."""
+
+    seconds: dict[str, float]
+    host_s: dict[str, float]
+    steps: int
+
+    @property
+    def total_s(self) -> float:
+        """All parts."""
+        return sum(self.seconds.values())
+
+    def share(self, *parts: str) -> float:
+        """Of the total."""
+        return sum(self.seconds[part] for part in parts) / self.total_s if self.total_s else 0.0
+
+
+class PartClock:
+    """Splits the time of whatever engines do inside `watching`; `reset` forgets what has been so far."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._within = device, list[str]()
+        self._marks: list[tuple[str | None, float, Any]] = []
+        self._replays = Counter[Taken]()
+
+    @contextmanager
+    def watching(self) -> Iterator[PartClock]:
+        """While inside, the parts are timed."""
+        with ExitStack() as undo:
+            for part, methods in PARTS.items():
+                for owner, name in methods:
+                    method = vars(owner)[name]
+                    setattr(owner, name, self._timed(part, method))
+                    undo.callback(setattr, owner, name, method)
+            undo.callback(setattr, Stopwatch, "replayed", Stopwatch.replayed)
+            Stopwatch.replayed = self._counted(Stopwatch.replayed)  # type: ignore[method-assign,assignment]
+            yield self
+
+    def reset(self) -> None:
+        """Begin anew, in whichever part it is now."""
+        self._marks.clear()
+        self._replays.clear()
+        self._mark()
+
+    def split(self) -> Split:
+        """What there was since the last `reset`."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        seconds, host = (dict.fromkeys(PARTS, 0.0) for _ in range(2))
+        for (part, host_from, event_from), (_, host_to, event_to) in zip(self._marks, self._marks[1:], strict=False):
+            if part is not None:
+                host[part] += host_to - host_from
+                seconds[part] += host_to - host_from if event_to is None else event_from.elapsed_time(event_to) / 1e3
+        for blocks, times in self._replays.items():  # as long as in the last replay
+            inside = times * blocks.seconds
+            seconds["scoring and sealing"] += inside
+            seconds["model"] -= inside
+        return Split(seconds, host, sum(before[0] is None for before in self._marks[:-1]))
+
+    def _counted(self, replayed: Callable[[Stopwatch, Taken], None]) -> Callable[[Stopwatch, Taken], None]:
+        def run(watch: Stopwatch, blocks: Taken) -> None:
+            self._replays[blocks] += 1
+            replayed(watch, blocks)
+
+        return run
+
+    def _timed(self, part: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def run(*args: Any, **options: Any) -> Any:
+            if self._capturing():
+                return method(*args, **options)
+            self._within.append(part)
+            self._mark()
+            try:
+                return method(*args, **options)
+            finally:
+                self._within.pop()
+                self._mark()
+
+        return run
+
+    def _mark(self) -> None:
+        event: Any = None
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self._device))
+        self._marks.append((self._within[-1] if self._within else None, time.perf_counter(), event))
+
+    def _capturing(self) -> bool:
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
