@@ -18,12 +18,12 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.progress import track as rich_track
 
+from tangram.calibrate.agreement import rank_stability
 from tangram.compress.groups import Grouping
 from tangram.compress.profile import ALPHA, SINK_TOKENS, Profile, Scope
 from tangram.compress.provenance import Calibration, ModelFingerprint, ScorerSpec
 from tangram.errors import ConfigError, ProfileError
 from tangram.foreign_files import parse_json, read_text
-from tangram.lab.calibration.agreement import rank_stability
 from tangram.types import Float64, Geometry
 
 Scores = npt.NDArray[np.float32]

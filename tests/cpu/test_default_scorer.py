@@ -16,7 +16,7 @@ from tangram.compress.profile import Profile
 from tangram.compress.scorers import SCORERS, choose, read_profiles
 from tangram.compress.scorers.gate import shipped_gates
 from tangram.config import EngineConfig
-from tangram.engine import setup
+from tangram.engine import profiles
 from tangram.engine.build import build_engine, engine_of
 from tangram.engine.loop import Engine
 from tangram.errors import ProfileError
@@ -41,7 +41,7 @@ def served(loaded: LoadedModel, **options: object) -> Engine:
 def test_the_embedded_model_is_served_by_its_gate_and_never_calibrated(
     loaded: LoadedModel, retention: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(setup, "calibrate_model", None)
+    monkeypatch.setattr(profiles, "calibrate_model", None)
     engine = served(loaded, kv_retention=retention)
     profile = Profile.load(shipped_profiles() / f"smollm2.fastkvzip.model.c512.r{retention:g}.json")
     assert engine.config.scorer == "fastkvzip"

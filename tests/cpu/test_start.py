@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tangram.config import EngineConfig
-from tangram.engine import memory, setup
+from tangram.engine import build, memory
 from tangram.engine.build import build_engine
 from tangram.errors import ConfigError
 from tangram.model import convert, load
@@ -65,7 +65,7 @@ def test_block_tables_that_kernels_cannot_address_are_refused(folder: Path) -> N
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("CUDA out of memory."), MemoryError(), RuntimeError("can't allocate memory: 12")]
 )
-@pytest.mark.parametrize(("where", "name"), [(setup, "Runner"), (load, "random_model")])
+@pytest.mark.parametrize(("where", "name"), [(build, "Runner"), (load, "random_model")])
 def test_memory_that_runs_out_says_what_to_lower(
     folder: Path, error: Exception, where: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,7 +81,7 @@ def test_other_errors_of_the_start_stay_what_they_are(folder: Path, monkeypatch:
     def broken(*args: object, **options: object) -> None:
         raise RuntimeError("an illegal memory access")
 
-    monkeypatch.setattr(setup, "Runner", broken)
+    monkeypatch.setattr(build, "Runner", broken)
     with pytest.raises(RuntimeError, match="illegal"):
         build_engine(config(folder, kv_cache_gib=0.01))
 

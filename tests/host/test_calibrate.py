@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
 from tangram.calibrate import Scores, calibrate, in_terminal, kept_fractions, read_kinds, read_texts
+from tangram.calibrate.agreement import rank_stability
 from tangram.compress.profile import ModelFingerprint, Profile, Scope, ScorerSpec
 from tangram.errors import ConfigError, ProfileError
-from tangram.lab.calibration.agreement import rank_stability
 from tangram.types import Geometry
 
 CHUNK = 64

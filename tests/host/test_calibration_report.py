@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tangram.calibrate import Scores, calibrate
+from tangram.calibrate.agreement import agreement, kind_correlations
 from tangram.calibrate.evidence import Evidence, reserved
 from tangram.compress.profile import ModelFingerprint, ScorerSpec
 from tangram.errors import ConfigError
-from tangram.lab.calibration.agreement import agreement, kind_correlations
 from tangram.lab.calibration.enough import samples_needed
 from tangram.lab.calibration.overflow import held_out_overflow, overflow, transfer
 from tangram.lab.calibration.report import markdown, report

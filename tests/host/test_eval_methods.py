@@ -9,6 +9,7 @@ import pytest
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
 from tangram.lab.accuracy.methods import NAMES, Grid, Method, aligned_tokens
+from tangram.lab.baselines.config import ComparisonConfig
 
 
 def grid(**changes: Any) -> Grid:
@@ -34,7 +35,7 @@ def test_one_shot_takes_the_context_in_one_piece_as_dynamic_takes_chunks() -> No
 def test_full_drops_nothing_and_budgets_come_from_a_file() -> None:
     base = EngineConfig(gate="gate.safetensors", heads_per_page=2)
     full = Method("full").config(base)
-    assert full.kv_retention == 1.0 and full.profile == () and full.reclamation == "reserved"
+    assert full.kv_retention == 1.0 and full.profile == () and not isinstance(full, ComparisonConfig)
     static = Method("static", 0.3, "snapkv", 256, "layer", 1.0, 4).config(base, "profile.json")
     assert (static.scorer, static.scope, static.chunk_tokens, static.kv_retention) == ("snapkv", "layer", 256, 0.3)
     assert static.profile == ("profile.json",) and static.heads_per_page == 2

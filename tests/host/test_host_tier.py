@@ -135,7 +135,7 @@ class Copies(RuleBasedStateMachine):
                 assert [self.pool[page] for page in pages.tolist()] == [(key, at) for at in range(len(pages))]
 
     def spans(self, seq: SequenceCache, chunk: int) -> list[tuple[Int32, bytes]]:
-        key, size = seq.keys[0], seq.layout.chunk_tokens
+        key, size = root_key(seq.keys.retention.fingerprint, ""), seq.layout.chunk_tokens
         for begin in range(0, (chunk + 1) * size, size):
             key = chunk_key(key, self.tokens[seq.slot][begin : begin + size])
         windows = seq.window_spans[max(0, chunk - seq.sealed_chunks + len(seq.window_spans)) :]

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tangram.calibrate.agreement import rank_correlations
 from tangram.calibrate.evidence import Evidence, reserved
-from tangram.lab.calibration.agreement import rank_correlations
 from tangram.lab.calibration.overflow import overflow
 from tangram.types import Float64
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from tangram.calibrate.agreement import agreement, kind_correlations
 from tangram.calibrate.evidence import Evidence
 from tangram.compress.profile import PAPER_ALPHA
-from tangram.lab.calibration.agreement import agreement, kind_correlations
 from tangram.lab.calibration.enough import samples_needed
 from tangram.lab.calibration.overflow import held_out_overflow, transfer
 
