@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
+import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 
 import torch
@@ -23,14 +24,16 @@ from tangram.engine.admission import Admission
 from tangram.engine.completion import Answers, Completion, Flight, refused
 from tangram.engine.grammar import GrammarCompiler
 from tangram.engine.intake import Intake
+from tangram.engine.mailbox import Job, Mailbox
 from tangram.engine.runner import Runner
 from tangram.engine.sampling import BROKEN_LOGITS, check_tokens
 from tangram.engine.scheduler import Scheduler
 from tangram.engine.text import TextCodec
-from tangram.errors import EngineError
 from tangram.metrics import EngineStats
 from tangram.model.load import LoadedModel
 from tangram.types import FinishReason, Geometry, Request, TokenLogprob, Usage
+
+STATS_EVERY_S = 0.05
 
 _log = logging.getLogger("tangram")
 
@@ -38,7 +41,9 @@ _log = logging.getLogger("tangram")
 class Engine:
     """Serves requests one step at a time: call `step` yourself, or `start` a thread that does.
 
-    `submit`, `abort` and `stats` may be called from any thread. Build it with `tangram.engine.build.build_engine`.
+    `submit`, `abort`, `stats` and `waiting` may be called from any thread, and wait for no step: they
+    leave jobs for whoever steps, and read what that one has published. Build it with
+    `tangram.engine.build.build_engine`.
     With `ahead` a step is launched before the tokens of the one before are read.
     """
 
@@ -55,11 +60,10 @@ class Engine:
             self.codec, vocab_size=self.geometry.vocab_size, device=loaded.device, seed=config.seed
         )  # fmt: skip
         self._flight: Flight | None = None
-        self._inbox: deque[Callable[[], None]] = deque()
-        self._intake = Intake(config.max_queue, config.max_num_seqs)
-        self._wake = threading.Condition()
+        self._mail = Mailbox(Intake(config.max_queue, config.max_num_seqs), config.max_num_seqs)
+        self._stats = admission.stats(scheduler, runner.meters)
+        self._stats_s = -STATS_EVERY_S
         self._thread: threading.Thread | None = None
-        self._stopping = self._ended = False
         self._checked = False
 
     @property
@@ -91,14 +95,9 @@ class Engine:
         run and wait; `OverloadError` if `max_queue` completions wait. Then nothing is queued. Raises `EngineError` once
         the engine's thread has ended.
         """
-        jobs = [partial(self._accept, request, *self.check(request)) for request in requests]
+        jobs: list[Job] = [partial(self._accept, entry, *self.check(entry)) for entry in requests]
         coming = sum(request.sampling.n for request in requests)
-        with self._wake:
-            if self._ended:
-                raise EngineError("the engine has stopped: the log has the reason, start it again")
-            waiting = self._scheduler.queued(self._intake.entering + self._answers.held_back)
-            self._intake.take(waiting, coming, "n" if len(requests) == 1 else "prompt")
-            self._post(*jobs)
+        self._mail.submit(jobs, coming, "n" if len(requests) == 1 else "prompt")
 
     def check(self, request: Request) -> tuple[Retention, int]:
         """What `submit` checks: how `request` would keep KV entries, and the tokens it may generate."""
@@ -108,12 +107,21 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """End every completion of a request and free its pages; unknown ids are ignored."""
-        self._post(lambda: self._drop(request_id))
+        self._mail.post(lambda: self._drop(request_id))
+
+    @property
+    def waiting(self) -> int:
+        """How many completions there is no place for in the batch now."""
+        return self._mail.waiting
 
     def stats(self) -> EngineStats:
-        """One reading of the books."""
-        with self._wake:
-            return self._admission.stats(self._scheduler, self._runner.meters)
+        """One reading of the books: while a thread steps, the last that it published.
+
+        That is no older than the last end of an answer, and than `STATS_EVERY_S` and a step.
+        """
+        if self._thread is None:
+            self._publish_stats()
+        return self._stats
 
     def start(self) -> None:
         """Run steps on a thread of its own until `stop`."""
@@ -122,9 +130,7 @@ class Engine:
 
     def stop(self) -> None:
         """End the thread after its current step; what is in flight is aborted."""
-        with self._wake:
-            self._stopping = True
-            self._wake.notify()
+        self._mail.stop()
         if self._thread is not None:
             self._thread.join()
 
@@ -133,7 +139,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """True while anything is queued or running."""
-        return bool(self._inbox or self._answers)
+        return bool(self._mail or self._answers)
 
     def step(self) -> bool:
         """One step: schedule, plan, run, commit, emit. False if there was nothing to do.
@@ -147,27 +153,27 @@ class Engine:
             raise
 
     def _step(self) -> bool:
-        with self._wake:
-            while self._inbox:
-                self._inbox.popleft()()
-            step = self._scheduler.schedule()
+        changed = self._do_jobs() or self._checked
+        step = self._scheduler.schedule()
+        self._publish_queue()
         if step is None:
             if self._land():
                 return True
             self._runner.meters.collect()
             self._check_once()
             return False
+        if changed or time.monotonic() - self._stats_s > STATS_EVERY_S:
+            self._publish_stats()
         self._checked = False
         sampled = self._answers.of(step)
         samplers, constrained = [entry.sampler for entry in sampled], any(entry.constrained for entry in sampled)
         # What a grammar allows next depends on the token before, which is read while the device computes this step.
         choice = self._runner.run(step, samplers, self._land if constrained else lambda: None)
         self._land()
-        with self._wake:
-            self._runner.meters.collect()
-            self._scheduler.commit(step)
-            for completion in sampled:
-                completion.sequence.expect()
+        self._runner.meters.collect()
+        self._scheduler.commit(step)
+        for completion in sampled:
+            completion.sequence.expect()
         self._flight = None if choice is None else Flight(sampled, choice)
         if not self.ahead:
             self._land()
@@ -180,15 +186,29 @@ class Engine:
             return False
         with self._runner.meters.waiting():
             tokens = flight.choice.tokens_on_host()
-        with self._wake:
-            for completion, token in zip(flight.completions, tokens, strict=True):
-                if completion.ended:
-                    continue
-                if token is None:
-                    self._fail(completion)
-                else:
-                    self._take(completion, token)
+        for completion, token in zip(flight.completions, tokens, strict=True):
+            if completion.ended:
+                continue
+            if token is None:
+                self._fail(completion)
+            else:
+                self._take(completion, token)
+        self._publish_queue()
         return True
+
+    def _do_jobs(self) -> bool:
+        """What other threads have asked for; False if nothing."""
+        found = bool(self._mail)
+        while (job := self._mail.take()) is not None:
+            job()
+        return found
+
+    def _publish_queue(self) -> None:
+        self._mail.publish(self._scheduler.excess(self._answers.held_back))
+
+    def _publish_stats(self) -> None:
+        self._stats = self._admission.stats(self._scheduler, self._runner.meters)
+        self._stats_s = time.monotonic()
 
     def _fail(self, completion: Completion) -> None:
         """End a request whose logits say that its state is not sound, and leave none of that state to others."""
@@ -199,53 +219,59 @@ class Engine:
 
     def _abandon(self, error: str) -> None:
         self._flight = None
-        with self._wake:
-            while self._answers:
-                request_id = self._answers.request_ids[0]
-                try:
-                    self._drop(request_id, error)
-                except Exception:
-                    _log.exception("request %s could not be told that %s", request_id, error)
-            self._scheduler.cache.prefix.clear()
+        while self._answers:
+            request_id = self._answers.request_ids[0]
+            try:
+                self._drop(request_id, error)
+            except Exception:
+                _log.exception("request %s could not be told that %s", request_id, error)
+        self._scheduler.cache.prefix.clear()
 
     def clear_cache(self) -> None:
         """Forget every cached prefix that nobody uses."""
-        with self._wake:
-            self._scheduler.cache.prefix.clear()
+        self._between_steps(self._scheduler.cache.prefix.clear)
 
     def check_books(self) -> None:
         """Raise `IntegrityError` unless every page is accounted for and every footprint is what the formula says."""
-        with self._wake:
-            check_books(self._scheduler.cache)
+        self._between_steps(partial(check_books, self._scheduler.cache))
+
+    def _between_steps(self, work: Callable[[], None]) -> None:
+        """Do `work`, where a thread steps between two of its steps; raises what it raises."""
+        if self._thread in (None, threading.current_thread()) or self._mail.closed:
+            work()
+            return
+        done = Future[None]()
+
+        def job() -> None:
+            try:
+                work()
+                done.set_result(None)
+            except Exception as error:
+                done.set_exception(error)
+
+        self._mail.post(job)
+        done.result()
 
     def _run(self) -> None:
         try:
             while True:
                 worked = self.step()
-                with self._wake:
-                    if self._stopping:
-                        break
-                    if not worked and not self._inbox:
-                        self._wake.wait()
+                if self._mail.stopping or not (worked or self._mail.wait()):
+                    break
         except BaseException:  # whatever it was, nobody serves any more
             self.healthy = False
             _log.exception("the engine has stopped")
-        with self._wake:
-            self._ended = True
-            while self._inbox:  # who has just come is told, too
-                self._inbox.popleft()()
-            for request_id in self._answers.request_ids:
-                self._drop(request_id, "the engine has stopped")
-
-    def _post(self, *jobs: Callable[[], None]) -> None:
-        with self._wake:
-            self._inbox.extend(jobs)
-            self._wake.notify()
+        self._mail.close()
+        self._do_jobs()  # who has just come is told, too
+        for request_id in self._answers.request_ids:
+            self._drop(request_id, "the engine has stopped")
+        self._publish_queue()
+        self._publish_stats()
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def _accept(self, request: Request, retention: Retention, max_tokens: int) -> None:
-        self._intake.entering -= request.sampling.n
+        self._mail.arrive(request.sampling.n)
         try:
             self._scheduler.add(self._answers.begin(request, retention, max_tokens).sequence)
         except Exception:
@@ -259,7 +285,7 @@ class Engine:
 
     def _started(self, completion: Completion) -> None:
         """It has its first token: the others of its request, of which the first computes the prompt, may go on."""
-        self._intake.started()
+        self._mail.start()
         for sibling in self._answers.siblings(completion.request.request_id):
             self._scheduler.add(sibling.sequence)
 
@@ -269,6 +295,7 @@ class Engine:
             self._answers.remove(completion)
             usage = self._usage(completion)
             self._end(completion)
+            self._publish_stats()  # who is told that it has ended finds no trace of it
             completion.request.on_event(completion.event(usage, None, "", FinishReason.ABORT, error, field))
 
     # -- emit -------------------------------------------------------------------------------------------------------
@@ -285,6 +312,7 @@ class Engine:
         if reason is not None:
             self._answers.remove(completion)
             self._end(completion)
+            self._publish_stats()
         completion.request.on_event(completion.event(usage, token, text, reason))
 
     def _end(self, completion: Completion) -> None:
@@ -297,5 +325,6 @@ class Engine:
     def _check_once(self) -> None:
         """With nothing to do, go over the books; a mistake shows here and not under load."""
         if not self._checked:
-            self.check_books()
+            check_books(self._scheduler.cache)
             self._checked = True
+            self._publish_stats()

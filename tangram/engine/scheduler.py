@@ -59,10 +59,13 @@ class Scheduler:
     _members: tuple[tuple[int, Retention], ...] = ()
     _epoch: int = 0
 
-    def queued(self, entering: int) -> int:
-        """Sequences that never ran yet and for which the batch has no place, when `entering` more are to come."""
+    def excess(self, entering: int) -> int:
+        """Sequences that never ran yet, `entering` more with them, less the free places of the batch.
+
+        Above 0 so many wait; below 0 so many may come.
+        """
         fresh = sum(sequence.cached_tokens is None for sequence in self.waiting)
-        return max(0, fresh + entering - (self.config.max_num_seqs - len(self.running)))
+        return fresh + entering - (self.config.max_num_seqs - len(self.running))
 
     def add(self, sequence: TokenSequence) -> None:
         """Queue a sequence; its most pages (`Layout.most_pages`) must not exceed the pool."""

@@ -123,6 +123,10 @@ class ServedEngine(Protocol):
         """The most tokens, prompt and answer, of one sequence."""
 
     @property
+    def waiting(self) -> int:
+        """How many completions wait for a place; asking takes no time."""
+
+    @property
     def healthy(self) -> bool:
         """False once its thread has died."""
 

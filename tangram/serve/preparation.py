@@ -59,7 +59,7 @@ class Preparation:
         """
         most, limit_s = self._limits.max_queue, self._limits.request_timeout_s
         here = self._here - self._awaiting
-        if most is not None and here > 0 and here + self._engine.stats().waiting >= most:
+        if most is not None and here > 0 and here + self._engine.waiting >= most:
             raise OverloadError(f"{most} requests wait or are prepared (max_queue): try again later", _RETRY_AFTER_S)
         self._here += 1
         try:

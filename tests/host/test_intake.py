@@ -62,7 +62,7 @@ def test_a_queue_that_stands_still_sends_people_away_for_longer() -> None:
 
 
 def waiting(scheduler: Scheduler) -> list[int]:
-    return [scheduler.queued(entering) for entering in (0, 1, 5)]
+    return [max(0, scheduler.excess(entering)) for entering in (0, 1, 5)]
 
 
 def test_only_those_without_a_place_wait() -> None:
@@ -83,7 +83,7 @@ def test_a_preempted_request_does_not_count_as_waiting() -> None:
         service.submit([start] * 7, 30)
     while not service.scheduler.counters.preemptions:
         service.step()
-    assert len(service.scheduler.waiting) == 1 and service.scheduler.queued(1) == 0
+    assert len(service.scheduler.waiting) == 1 and service.scheduler.excess(1) <= 0
 
 
 def test_a_queue_for_nobody_is_refused() -> None:
