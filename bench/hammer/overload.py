@@ -64,11 +64,13 @@ def refused(outcome: Outcome) -> bool:
 def figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """What is published of one crowd; gaps are from one piece of an answer to the next, over all answers."""
     gaps_s = [gap for outcome in outcomes if outcome.kind == "answered" for gap in outcome.gaps_s]
+    refused_s = [outcome.ended_s - outcome.asked_s for outcome in outcomes if refused(outcome)]
     return {
         "answered": sum(outcome.kind == "answered" for outcome in outcomes),
         "refused": sum(refused(outcome) for outcome in outcomes),
         "ttft_s": latencies(outcomes),
         "gap_s": {f"p{share}": float(np.percentile(gaps_s, share)) for share in (50, 90, 99)} if gaps_s else {},
+        "refusal_s": {f"p{share}": float(np.percentile(refused_s, share)) for share in (50, 90, 99)} if refused_s else {},
     }
 
 
