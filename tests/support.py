@@ -18,7 +18,7 @@ from tangram.config import EngineConfig
 from tangram.engine.loop import Engine
 from tangram.engine.observe import score_source
 from tangram.engine.profiles import scorer_spec
-from tangram.kernels.step import KernelChoice
+from tangram.kernels.interface import KernelChoice
 from tangram.lab.baselines.build import engine_of
 from tangram.lab.baselines.config import ComparisonConfig
 from tangram.model.load import LoadedModel, adopt

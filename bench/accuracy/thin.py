@@ -10,12 +10,12 @@ from pydantic import BaseModel, ConfigDict
 
 from tangram.lab.accuracy.methods import Method
 from tangram.lab.accuracy.results import (
-    Answer,
     AnsweredSample,
     AnyCell,
     Cell,
     Fidelity,
     FidelityCell,
+    GradedAnswer,
     Results,
     Score,
     Setting,
@@ -144,8 +144,8 @@ class Thin(BaseModel):
         return self.model_copy(update={"cells": []}).model_dump_json(include={name})[len(name) + 4 : -1]
 
 
-def _answer(score: float, category: str | None) -> Answer:
-    return Answer(score=score, reply="", prompt_tokens=0, reply_tokens=0, category=category)
+def _answer(score: float, category: str | None) -> GradedAnswer:
+    return GradedAnswer(score=score, reply="", prompt_tokens=0, reply_tokens=0, category=category)
 
 
 def _categories(cell: AnyCell) -> list[list[str | None]]:

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tangram.kernels.step import PoolKernels, Ranking
+from tangram.kernels.interface import PoolKernels, Ranking
 from tangram.kernels.torch_kernels import TorchKernels
 from tangram.types import Int32
 

@@ -70,7 +70,9 @@ def figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "refused": sum(refused(outcome) for outcome in outcomes),
         "ttft_s": latencies(outcomes),
         "gap_s": {f"p{share}": float(np.percentile(gaps_s, share)) for share in (50, 90, 99)} if gaps_s else {},
-        "refusal_s": {f"p{share}": float(np.percentile(refused_s, share)) for share in (50, 90, 99)} if refused_s else {},
+        "refusal_s": {f"p{share}": float(np.percentile(refused_s, share)) for share in (50, 90, 99)}
+        if refused_s
+        else {},
     }
 
 

@@ -13,7 +13,7 @@ from functools import partial
 
 from bench.kernels import dense, pat
 from bench.kernels.family import Entry, execute, parser
-from tangram.lab.kernel_benchmarks.case import Case, Geometry
+from tangram.lab.kernel_benchmarks.case import BatchGeometry, Case
 from tangram.lab.kernel_benchmarks.tree import Tree
 
 WHOLE = "packing:measured"
@@ -24,12 +24,12 @@ PAGE_TOKENS, HEADS_PER_PAGE = (16, 32, 64), (1, 2, 4, 8)
 PAGE = 32  # the page of the whole
 
 
-def _makers() -> dict[str, Callable[[Geometry, bool], Case]]:
+def _makers() -> dict[str, Callable[[BatchGeometry, bool], Case]]:
     trees = {text: partial(_tree, Tree.parse(text)) for text in TREES}
     return {**trees, ROWS: lambda geometry, tiny: dense.make(ROWS, dense.LENGTHS[ROWS], geometry, 0, tiny)}
 
 
-def _tree(tree: Tree, geometry: Geometry, tiny: bool) -> Case:
+def _tree(tree: Tree, geometry: BatchGeometry, tiny: bool) -> Case:
     return pat.make(tree, geometry, str(tree), tiny)
 
 
@@ -37,7 +37,9 @@ def _fits(name: str, page_tokens: int) -> bool:
     return name == ROWS or not any(tokens % page_tokens for tokens in Tree.parse(name).tokens)
 
 
-def _entry(name: str, make: Callable[[Geometry, bool], Case], geometry: Geometry, variants: Sequence[str]) -> Entry:
+def _entry(
+    name: str, make: Callable[[BatchGeometry, bool], Case], geometry: BatchGeometry, variants: Sequence[str]
+) -> Entry:
     shape = {"page_tokens": geometry.page_tokens, "heads_per_page": geometry.heads_per_page}
     title = f"{name}, pages of {geometry.page_tokens} × {geometry.heads_per_page} heads"
     return Entry(title, name, partial(make, geometry), {"case": name, **shape}, only=tuple(variants))
@@ -50,12 +52,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = options_of.parse_args(arguments)
     entries = []
     for name, make in _makers().items():
-        whole = Geometry.of_heads(options.heads, PAGE, None)
+        whole = BatchGeometry.of_heads(options.heads, PAGE, None)
         entries.append(_entry(name, make, whole, options.planners))
         sizes = [size for size in PAGE_TOKENS if size != PAGE and _fits(name, size)]
         shapes = [(size, whole.heads_per_page) for size in sizes]
         shapes += [(PAGE, heads) for heads in HEADS_PER_PAGE if heads < whole.kv_heads]
-        entries += [_entry(name, make, Geometry.of_heads(options.heads, *shape), (WHOLE,)) for shape in shapes]
+        entries += [_entry(name, make, BatchGeometry.of_heads(options.heads, *shape), (WHOLE,)) for shape in shapes]
     execute("ablations", options, entries)
 
 

@@ -13,7 +13,7 @@ from tangram.compress.provenance import ScorerSpec
 from tangram.engine.batch import GROWTH_TOKENS
 from tangram.errors import ConfigError
 from tangram.import_profiles import import_published
-from tangram.lab.kernel_benchmarks.case import Case, Geometry, scattered
+from tangram.lab.kernel_benchmarks.case import BatchGeometry, Case, scattered
 from tangram.plan.form import DecodeRows
 from tangram.types import Int64
 
@@ -105,9 +105,9 @@ def even_case(ragged: Case, seed: int, name: str) -> Case:
     return Case(name, geometry, rows, ids, mean.astype(np.int32), total)
 
 
-def _geometry(profile: Profile) -> Geometry:
+def _geometry(profile: Profile) -> BatchGeometry:
     model = profile.model
-    return Geometry(
+    return BatchGeometry(
         model.kv_heads, model.query_heads // model.kv_heads, model.head_dim, profile.page_tokens,
         profile.heads_per_page,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 
 from bench.kernels.family import Entry, execute, parser
-from tangram.lab.kernel_benchmarks.case import Case, Geometry, own_case
+from tangram.lab.kernel_benchmarks.case import BatchGeometry, Case, own_case
 
 PLANNERS = ("workqueue", "aot", "workqueue+atomic", "plain")
 PEERS = ("decode", "decode-static", "batch", "sdpa")
@@ -31,7 +31,7 @@ LENGTHS: dict[str, tuple[int, ...]] = {
 TINY_DIVISOR = 256
 
 
-def make(name: str, lengths: Sequence[int], geometry: Geometry, seed: int, tiny: bool) -> Case:
+def make(name: str, lengths: Sequence[int], geometry: BatchGeometry, seed: int, tiny: bool) -> Case:
     """The case of such lengths; tiny: a 256th of them and a few entries, at most 8 rows."""
     if tiny:
         lengths = [length // TINY_DIVISOR + 5 * row + 1 for row, length in enumerate(lengths[:8])]
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         Entry(
             f"{heads} {name}",
             heads,
-            partial(make, name, lengths, Geometry.of_heads(heads, options.page_tokens, options.heads_per_page), 0),
+            partial(make, name, lengths, BatchGeometry.of_heads(heads, options.page_tokens, options.heads_per_page), 0),
             {"heads": heads, "batch": len(lengths), "longest": max(lengths)},
         )
         for heads in options.heads.split(",")

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from functools import partial
 
 from bench.kernels.family import Entry, execute, parser
-from tangram.lab.kernel_benchmarks.case import Case, Geometry, tree_case
+from tangram.lab.kernel_benchmarks.case import BatchGeometry, Case, tree_case
 from tangram.lab.kernel_benchmarks.tree import CONFIGS, HEADS, PAGE_TOKENS, QUICK_CONFIGS, Tree
 
 PLANNERS = ("packing:measured", "packing:naive", "packing:paper", "packing:off")
 PEERS = ("decode", "decode-static", "batch", "cascade")
 
 
-def make(tree: Tree, geometry: Geometry, name: str, tiny: bool) -> Case:
+def make(tree: Tree, geometry: BatchGeometry, name: str, tiny: bool) -> Case:
     """The case of a tree; tiny: as many levels, at most 8 nodes and two pages each."""
     small = tree.shrunk(leaves=8, tokens=2 * geometry.page_tokens) if tiny else tree
     return tree_case(small, geometry, seed=0, name=name)
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     heads = options.heads.split(",") if options.heads else (("32/8",) if options.quick else HEADS)
     entries = []
     for setting in heads:
-        geometry = Geometry.of_heads(setting, options.page_tokens, options.heads_per_page)
+        geometry = BatchGeometry.of_heads(setting, options.page_tokens, options.heads_per_page)
         for config in configs:
             tree, name = Tree.parse(config), f"{setting} {config}"
             labels = {"config": config, "heads": setting, "shared": tree.shared}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bench.kernels.sdpa import TorchAttention
 from tangram.lab.kernel_benchmarks.flashinfer import on_host
-from tangram.lab.kernel_benchmarks.library import Library, layers_of
+from tangram.lab.kernel_benchmarks.flashinfer_contender import Library, layers_of
 from tangram.lab.kernel_benchmarks.timing import Contender, NotApplicable
 from tangram.lab.kernel_benchmarks.workloads import Workload
 from tangram.types import Int32

@@ -17,7 +17,7 @@ from rich.table import Table
 from bench.kernels import report
 from bench.kernels.family import Entry, Run, execute, parser
 from bench.kernels.summary import BEST, by_group, device_us, names, ratios
-from tangram.lab.kernel_benchmarks.case import Case, Geometry, own_case
+from tangram.lab.kernel_benchmarks.case import BatchGeometry, Case, own_case
 from tangram.lab.kernel_benchmarks.traces import HELD_OUT_SEEDS, QUICK_TRACES, TRACES, Trace
 
 PLANNERS = ("workqueue", "aot", "uniform", "buckets:exact", "buckets:padded")
@@ -25,7 +25,7 @@ PEERS = ("decode", "batch")
 TINY_DIVISOR = 256
 
 
-def make(trace: Trace, geometry: Geometry, seed: int, tiny: bool) -> Case:
+def make(trace: Trace, geometry: BatchGeometry, seed: int, tiny: bool) -> Case:
     """The trace's batch; tiny: a 256th of its lengths."""
     lengths = trace.lengths(seed)
     if tiny:
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = options_of.parse_args(arguments)
     held_out = list(HELD_OUT_SEEDS[:2] if options.quick else HELD_OUT_SEEDS)
     seeds = [int(seed) for seed in options.seeds.split(",")] if options.seeds else held_out
-    geometry = Geometry.of_heads(options.heads, options.page_tokens, options.heads_per_page)
+    geometry = BatchGeometry.of_heads(options.heads, options.page_tokens, options.heads_per_page)
     entries = [
         Entry(
             f"{trace.name} seed {seed}",

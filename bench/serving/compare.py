@@ -21,11 +21,11 @@ from typing import Any
 
 from bench.serving.engines import Served, Tangram, Vllm, vocab_size
 from tangram.lab.environment import environment
-from tangram.lab.load.clock import NO_LIMITS, Answer, GivenUpError, Limits, Patience, Summary
-from tangram.lab.load.work import Ask, alike, arriving, made_up, next_turn, traced
+from tangram.lab.load.asks import Ask, alike, arriving, made_up, next_turn, traced
+from tangram.lab.load.clock import NO_LIMITS, GivenUpError, LatencyLimits, Patience, Summary, TimedAnswer
 
 # A case gives its parts one by one, as they are measured.
-Case = Callable[[Served], Iterator[tuple[str, list[Answer]]]]
+Case = Callable[[Served], Iterator[tuple[str, list[TimedAnswer]]]]
 
 
 def requests(
@@ -33,7 +33,7 @@ def requests(
 ) -> Case:  # fmt: skip
     """`count` requests at once, as often as it says, each time with an empty cache."""
 
-    def run(engine: Served) -> Iterator[tuple[str, list[Answer]]]:
+    def run(engine: Served) -> Iterator[tuple[str, list[TimedAnswer]]]:
         asks = alike(count, input_tokens, output_tokens, shared_tokens=shared_tokens, vocab_size=vocab_size())
         for number in range(repeats):
             engine.clear_cache()
@@ -45,7 +45,7 @@ def requests(
 def sessions(count: int, history_tokens: int, turns: int = 3, user_tokens: int = 128, output_tokens: int = 128) -> Case:
     """`count` conversations; all take their turns together, each with its whole history."""
 
-    def run(engine: Served) -> Iterator[tuple[str, list[Answer]]]:
+    def run(engine: Served) -> Iterator[tuple[str, list[TimedAnswer]]]:
         engine.clear_cache()
         histories = [made_up(history_tokens, vocab_size(), 4, number) for number in range(count)]
         for turn in range(1, turns + 1):
@@ -62,7 +62,7 @@ def short_turns(
 ) -> Case:  # fmt: skip
     """`count` conversations, whose turns arrive at random, `rate` a second, while others are answered."""
 
-    def run(engine: Served) -> Iterator[tuple[str, list[Answer]]]:
+    def run(engine: Served) -> Iterator[tuple[str, list[TimedAnswer]]]:
         engine.clear_cache()
         histories = [made_up(history_tokens, vocab_size(), 6, number) for number in range(count)]
         yield "histories", _complete(engine, [Ask(history, 1) for history in histories])
@@ -78,7 +78,7 @@ def short_turns(
 def replayed(options: argparse.Namespace) -> Case:
     """The first minutes of a recorded trace, at each speed; ends with the first that is too fast."""
 
-    def run(engine: Served) -> Iterator[tuple[str, list[Answer]]]:
+    def run(engine: Served) -> Iterator[tuple[str, list[TimedAnswer]]]:
         for speed in map(float, options.speeds.split(",")):
             engine.clear_cache()
             asks = traced(options.trace, seconds=options.seconds, speed=speed, vocab_size=vocab_size())
@@ -90,7 +90,7 @@ def replayed(options: argparse.Namespace) -> Case:
     return run
 
 
-def _complete(engine: Served, asks: Sequence[Ask]) -> list[Answer]:
+def _complete(engine: Served, asks: Sequence[Ask]) -> list[TimedAnswer]:
     answers = engine.answered(asks)
     for number, (ask, answer) in enumerate(zip(asks, answers, strict=True)):
         if len(answer.token_ids) != ask.output_tokens:
@@ -111,7 +111,7 @@ CASES: dict[str, Case] = {
 
 
 def measured(
-    engine: Served, cases: Mapping[str, Case], keep: Callable[[dict[str, Any]], None], limits: Limits = NO_LIMITS
+    engine: Served, cases: Mapping[str, Case], keep: Callable[[dict[str, Any]], None], limits: LatencyLimits = NO_LIMITS
 ) -> None:  # fmt: skip
     """Run `cases`; `keep` is given all results so far after every part. `limits` say what of a trace is goodput."""
     results: dict[str, Any] = {}
@@ -188,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }  # fmt: skip
     warm(engine)
     cases = {case: known[case] for case in options.cases.split(",")}
-    limits = Limits(ttft_s=options.hold_ttft_s)
+    limits = LatencyLimits(ttft_s=options.hold_ttft_s)
     measured(engine, cases, partial(_keep, options.output, options.series, name, written), limits)
 
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from tangram.lab.load.clock import Answer, Patience, answered
-from tangram.lab.load.work import Ask
+from tangram.lab.load.asks import Ask
+from tangram.lab.load.clock import Patience, TimedAnswer, answered
 
 MODEL = Path(__file__).parents[1] / "models" / "qwen3-4b"
 MOST_REQUESTS = 256
@@ -25,7 +25,7 @@ class Served(Protocol):
         """Forget every prefix."""
         ...
 
-    def answered(self, asks: Sequence[Ask], patience: Patience | None = None) -> list[Answer]:
+    def answered(self, asks: Sequence[Ask], patience: Patience | None = None) -> list[TimedAnswer]:
         """As `tangram.lab.load.clock.answered`: all of `asks`, each at its time, greedily and to the last token."""
         ...
 
@@ -58,7 +58,7 @@ class Tangram:
         """See `Served`."""
         self._engine.clear_cache()
 
-    def answered(self, asks: Sequence[Ask], patience: Patience | None = None) -> list[Answer]:
+    def answered(self, asks: Sequence[Ask], patience: Patience | None = None) -> list[TimedAnswer]:
         """See `Served`."""
         return answered(self._engine, asks, patience=patience)
 
@@ -87,14 +87,14 @@ class Vllm:
         """See `Served`."""
         self._llm.reset_prefix_cache()
 
-    def answered(self, asks: Sequence[Ask], patience: Patience | None = None) -> list[Answer]:
+    def answered(self, asks: Sequence[Ask], patience: Patience | None = None) -> list[TimedAnswer]:
         """See `Served`."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         engine, begin, look_s = self._llm.llm_engine, time.perf_counter(), 0.0
-        answers = [Answer(ask.at_s, len(ask.tokens)) for ask in asks]
-        by_id: dict[str, Answer] = {}
+        answers = [TimedAnswer(ask.at_s, len(ask.tokens)) for ask in asks]
+        by_id: dict[str, TimedAnswer] = {}
         waiting = sorted(range(len(asks)), key=lambda number: asks[number].at_s, reverse=True)
         while waiting or engine.has_unfinished_requests():
             now = time.perf_counter() - begin

@@ -48,11 +48,11 @@ def ablation(
     Decode seals a chunk only where --output-tokens fill one.
     """
     from tangram.lab.load.ablation import at_rate, breakdowns, chosen_rungs, described, for_each
-    from tangram.lab.load.clock import Limits
-    from tangram.lab.load.work import alike
+    from tangram.lab.load.asks import alike
+    from tangram.lab.load.clock import LatencyLimits
 
     chosen, per_second = chosen_rungs(rungs), [positive("rates", text) for text in rates.split(",")]
-    limits, figures = Limits(ttft_limit_s, tpot_limit_ms), dict[str, dict[str, Any]]()
+    limits, figures = LatencyLimits(ttft_limit_s, tpot_limit_ms), dict[str, dict[str, Any]]()
     if plot is not None and find_spec("matplotlib") is None:
         raise ConfigError(f"plot is {plot}, drawing needs matplotlib: pip install matplotlib")
     load = f"{input_tokens} in, {output_tokens} out; batch of {batch_requests}; {requests} at {rates} requests/s"

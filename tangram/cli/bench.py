@@ -22,8 +22,8 @@ from tangram.errors import ConfigError, TangramError
 from tangram.plan.policy import FLASHINFER, Policy, policy_name
 
 if TYPE_CHECKING:
-    from tangram.lab.kernel_benchmarks.calibrate import Verdict
-    from tangram.lab.kernel_benchmarks.suites import Named
+    from tangram.lab.kernel_benchmarks.cases import Named
+    from tangram.lab.kernel_benchmarks.policy_calibration import Verdict
 
 commands = typer.Typer(cls=Group, help="Measure this machine.", no_args_is_help=True)
 _out, _err = Console(), Console(stderr=True)
@@ -68,12 +68,12 @@ def calibrate_policy(
     """Time every decode schedule on this GPU and write down which suits which step. Takes a few minutes."""
     import torch
 
-    from tangram.lab.kernel_benchmarks.calibrate import calibrate_policy
-    from tangram.lab.kernel_benchmarks.case import Geometry
-    from tangram.lab.kernel_benchmarks.suites import calibration
+    from tangram.lab.kernel_benchmarks.case import BatchGeometry
+    from tangram.lab.kernel_benchmarks.cases import calibration
+    from tangram.lab.kernel_benchmarks.policy_calibration import calibrate_policy
 
     device = _gpu()
-    geometry = Geometry.of_heads(heads, page_tokens, heads_per_page, head_dim)
+    geometry = BatchGeometry.of_heads(heads, page_tokens, heads_per_page, head_dim)
     cases = _shown(calibration(geometry), "calibrating")
     policy = calibrate_policy(geometry, getattr(torch, dtype.value), device, cases)
     name = policy_name(
@@ -94,15 +94,15 @@ def check_policy(
     import torch
 
     from tangram.lab.environment import environment
-    from tangram.lab.kernel_benchmarks.calibrate import best_single, judge, regret
-    from tangram.lab.kernel_benchmarks.case import Geometry
-    from tangram.lab.kernel_benchmarks.suites import held_out
+    from tangram.lab.kernel_benchmarks.case import BatchGeometry
+    from tangram.lab.kernel_benchmarks.cases import held_out
+    from tangram.lab.kernel_benchmarks.policy_calibration import best_single, judge, regret
 
     policy, device = Policy.load(policy_file), _gpu()
     policy.check(torch.cuda.get_device_name(device), {})
     shape = dict(policy.geometry)
     dtype = getattr(torch, shape.pop("dtype"))
-    geometry = Geometry(**shape)
+    geometry = BatchGeometry(**shape)
     verdicts = judge(policy, dtype, geometry, device, _shown(held_out(geometry), "held-out traces"))
     single = best_single(verdicts)
     worst = max(verdicts, key=lambda verdict: regret(verdict, single))
@@ -131,7 +131,7 @@ def _shown(cases: Sequence[Named], title: str) -> Any:
 
 def _show(verdicts: Sequence[Verdict], single: str) -> None:
     """A line per family: how many times faster than the best single schedule and than FlashInfer."""
-    from tangram.lab.kernel_benchmarks.calibrate import regret
+    from tangram.lab.kernel_benchmarks.policy_calibration import regret
 
     table = Table(title="the policy on held-out traces: geometric means")
     for column in ("family", "cases", f"× {single}", "× FlashInfer, device", "wall", "chosen"):

@@ -23,8 +23,8 @@ from tangram.errors import ConfigError
 
 if TYPE_CHECKING:
     from tangram.engine.loop import Engine
-    from tangram.lab.load.clock import Answer, Limits, Patience, Summary
-    from tangram.lab.load.work import Ask
+    from tangram.lab.load.asks import Ask
+    from tangram.lab.load.clock import LatencyLimits, Patience, Summary, TimedAnswer
 
 commands = typer.Typer(cls=Group, help="An engine under load, in this process.", no_args_is_help=True)
 _out, _err = Console(), Console(stderr=True)
@@ -47,7 +47,7 @@ def throughput(
     output: Output = None,
 ) -> None:
     """Equal requests, all at once."""
-    from tangram.lab.load.work import alike
+    from tangram.lab.load.asks import alike
 
     engine = _engine(config)
     asks = alike(
@@ -69,7 +69,7 @@ def multi_turn(
     output: Output = None,
 ) -> None:
     """Conversations that go on: every turn brings the whole history again, and few new tokens."""
-    from tangram.lab.load.work import made_up, next_turn
+    from tangram.lab.load.asks import made_up, next_turn
 
     engine, parts = _engine(config), []
     vocabulary = engine.geometry.vocab_size
@@ -98,10 +98,10 @@ def trace(
     output: Output = None,
 ) -> None:
     """Requests as they once came: lengths, times and shared prefixes of a recorded trace."""
-    from tangram.lab.load.clock import GivenUpError, Limits, Patience
-    from tangram.lab.load.work import traced
+    from tangram.lab.load.asks import traced
+    from tangram.lab.load.clock import GivenUpError, LatencyLimits, Patience
 
-    speeds, limits = [positive("speed", text) for text in speed.split(",")], Limits(ttft_limit_s, tpot_limit_ms)
+    speeds, limits = [positive("speed", text) for text in speed.split(",")], LatencyLimits(ttft_limit_s, tpot_limit_ms)
     patience = None if hold_ttft_s is None else Patience(hold_ttft_s)
     engine, parts, given_up = _engine(config), [], {}
     for factor in speeds:
@@ -129,8 +129,8 @@ def positive(name: str, text: str) -> float:
 def _engine(config: EngineConfig) -> Engine:
     """An engine that has answered once: kernels are compiled."""
     from tangram.engine.build import build_engine
+    from tangram.lab.load.asks import alike
     from tangram.lab.load.clock import answered
-    from tangram.lab.load.work import alike
 
     engine = build_engine(config)
     size = min(engine.max_model_len - 8, 2 * config.chunk_tokens + 8)
@@ -140,12 +140,12 @@ def _engine(config: EngineConfig) -> Engine:
     return engine
 
 
-def _fresh(engine: Engine, asks: Sequence[Ask], patience: Patience | None = None) -> list[Answer]:
+def _fresh(engine: Engine, asks: Sequence[Ask], patience: Patience | None = None) -> list[TimedAnswer]:
     engine.clear_cache()
     return _answered(engine, asks, patience)
 
 
-def _answered(engine: Engine, asks: Sequence[Ask], patience: Patience | None = None) -> list[Answer]:
+def _answered(engine: Engine, asks: Sequence[Ask], patience: Patience | None = None) -> list[TimedAnswer]:
     from tangram.lab.load.clock import answered
 
     with Progress(console=_err, disable=not _err.is_terminal) as progress:
@@ -154,8 +154,8 @@ def _answered(engine: Engine, asks: Sequence[Ask], patience: Patience | None = N
 
 
 def _report(
-    title: str, engine: Engine, parts: Sequence[tuple[str, list[Answer]]], output: Path | None,
-    limits: Limits | None = None, told: Mapping[str, str] = MappingProxyType({}),
+    title: str, engine: Engine, parts: Sequence[tuple[str, list[TimedAnswer]]], output: Path | None,
+    limits: LatencyLimits | None = None, told: Mapping[str, str] = MappingProxyType({}),
 ) -> None:  # fmt: skip
     """A line a part, and the JSON, in which `told` stands too."""
     from tangram.lab.load.clock import NO_LIMITS, Summary

@@ -18,7 +18,7 @@ from tangram.cache.step import Row, RowKind, Step
 from tangram.compress.scorers import Scorer
 from tangram.engine.meters import Meters
 from tangram.errors import IntegrityError
-from tangram.kernels.step import PoolKernels, PrefillRows, Room
+from tangram.kernels.interface import PoolKernels, PrefillRows, Room
 from tangram.kernels.transfer import placed
 from tangram.model.attention import RepeatAttention, StepAttention
 from tangram.model.rotary import Rotary

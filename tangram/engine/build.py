@@ -26,7 +26,7 @@ from tangram.engine.scheduler import Scheduler
 from tangram.engine.startup import announce
 from tangram.errors import ConfigError
 from tangram.kernels.dispatch import pool_kernels
-from tangram.kernels.step import KernelChoice
+from tangram.kernels.interface import KernelChoice
 from tangram.kernels.threads import use_threads
 from tangram.model.compiled import compile_layers
 from tangram.model.fused import join_projections

@@ -13,7 +13,7 @@ import torch
 
 from tangram.cache.retention import Retention
 from tangram.cache.step import Step
-from tangram.engine.sampling import Choice, SampleRow
+from tangram.engine.sampling import SampledTokens, SampleRow
 from tangram.engine.sequence import TokenSequence, sequence_of
 from tangram.engine.text import TextCodec, TextStream
 from tangram.types import Event, FinishReason, Request, SamplingParams, TokenLogprob, Usage
@@ -101,7 +101,7 @@ class Flight:
     """What a step was launched for: a token of each of `completions`."""
 
     completions: list[Completion]
-    choice: Choice
+    choice: SampledTokens
 
 
 def refused(request: Request, index: int, error: str) -> Event:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from tangram.cache.layout import Layout
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
+from tangram.kernels.interface import MOST_BYTES
 from tangram.kernels.offload import STAGING_BYTES
-from tangram.kernels.step import MOST_BYTES
 from tangram.model.load import LoadedModel, memory_ran_out
 
 GIB = 1 << 30

@@ -12,7 +12,7 @@ from tangram.calibrate.texts import QUICK_SAMPLES, pilot_texts
 from tangram.compress.library import find_profile, shipped_profiles
 from tangram.compress.profile import Profile, Scope
 from tangram.compress.provenance import ModelFingerprint, ScorerSpec
-from tangram.compress.scorers import Choice, Scorer, choose, make_scorer, read_profiles
+from tangram.compress.scorers import Scorer, ScorerChoice, choose, make_scorer, read_profiles
 from tangram.config import EngineConfig, cache_folder
 from tangram.engine.observe import score_source
 from tangram.engine.startup import foretell_calibration
@@ -31,7 +31,7 @@ class Compression:
     """
 
     config: EngineConfig
-    choice: Choice
+    choice: ScorerChoice
     named: Sequence[Profile]
 
     @classmethod

@@ -19,9 +19,9 @@ from tangram.compress.scorers.kvzip import repeat_tokens
 from tangram.engine.batch import Batcher, DeviceTables
 from tangram.engine.graphs import Carry, PassGraphs
 from tangram.engine.meters import Meters
-from tangram.engine.sampling import Choice, SampleRow, choose
+from tangram.engine.sampling import SampledTokens, SampleRow, choose
 from tangram.kernels.dispatch import host_memory, pool_kernels
-from tangram.kernels.step import KernelChoice
+from tangram.kernels.interface import KernelChoice
 from tangram.kernels.stopwatch import Stopwatch
 from tangram.kernels.transfer import placed
 from tangram.model.attention import AttentionContext, StepAttention
@@ -77,7 +77,7 @@ class Runner:
     @torch.inference_mode()
     def run(
         self, step: Step, sample_rows: Sequence[SampleRow], before_choosing: Callable[[], object] = lambda: None
-    ) -> Choice | None:
+    ) -> SampledTokens | None:
         """Compute `step` and choose a token for each of its rows with `sample`; `sample_rows` are theirs, in order.
 
         A GPU goes on with it while the host does something else. What is `pending` in a row comes from the last step.

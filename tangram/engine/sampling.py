@@ -114,7 +114,7 @@ class _History:
 
 
 @dataclass(frozen=True, eq=False)
-class Choice:
+class SampledTokens:
     """What was chosen: `tokens` int64 [R] on the device. The rest is on its way to the host.
 
     `figures` are the tokens, their log-probabilities and the logsumexp of their rows, `best` the most likely tokens and
@@ -154,7 +154,7 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[TokenLogprob]:
     return found
 
 
-def choose(logits: Tensor, rows: Sequence[SampleRow]) -> Choice:
+def choose(logits: Tensor, rows: Sequence[SampleRow]) -> SampledTokens:
     """Choose one token per row. `logits` [R, V], any float dtype, left unchanged; `rows` are not advanced.
 
     Greedy rows take the first of equal maxima.
@@ -169,7 +169,7 @@ def choose(logits: Tensor, rows: Sequence[SampleRow]) -> Choice:
         tokens.index_copy_(0, on_device(raw.device, random), draw(weights, keys))
     normaliser = raw.logsumexp(dim=-1)
     logprobs = raw.gather(1, tokens[:, None])[:, 0] - normaliser
-    return Choice(tokens, Fetched(tokens, logprobs, normaliser), _best(raw, normaliser, rows))
+    return SampledTokens(tokens, Fetched(tokens, logprobs, normaliser), _best(raw, normaliser, rows))
 
 
 def probabilities(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
@@ -229,7 +229,7 @@ def _change(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
 
 
 def _best(raw: Tensor, normaliser: Tensor, rows: Sequence[SampleRow]) -> list[tuple[Sequence[int], Fetched]]:
-    """The best alternatives of the rows that ask for some, best first; see `Choice.best`."""
+    """The best alternatives of the rows that ask for some, best first; see `SampledTokens.best`."""
     wanted: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
         if row.params.logprobs:

@@ -33,7 +33,7 @@ PRECEDING_TOKENS = 16
 
 
 @dataclass
-class Counters:
+class SchedulerCounters:
     """What happened since the start."""
 
     steps: int = 0
@@ -54,7 +54,7 @@ class Scheduler:
     cache: CacheManager
     waiting: list[TokenSequence] = field(default_factory=list)
     running: list[TokenSequence] = field(default_factory=list)
-    counters: Counters = field(default_factory=Counters)
+    counters: SchedulerCounters = field(default_factory=SchedulerCounters)
     _sealing: set[bytes] = field(default_factory=set)
     _members: tuple[tuple[int, Retention], ...] = ()
     _epoch: int = 0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from tangram.kernels.interface import PoolKernels
 from tangram.kernels.offload import HostMemory, PlainHostMemory
-from tangram.kernels.step import PoolKernels
 from tangram.kernels.torch_kernels import TorchKernels
 from tangram.plan.policy import Policy
 from tangram.plan.schedule import Schedule

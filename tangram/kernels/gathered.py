@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tangram.kernels.card import Card
-from tangram.kernels.step import MOST_BYTES, PrefillRows
+from tangram.kernels.interface import MOST_BYTES, PrefillRows
 from tangram.kernels.tiles import LOG2E, multiply
 from tangram.kernels.tiling import Operands, Tile, fitted
 from tangram.types import Int32, Int64

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tangram.errors import ConfigError
 from tangram.kernels.offload import STAGING_BYTES, page_words, words
-from tangram.kernels.pages import copy
+from tangram.kernels.page_copies import copy
 from tangram.kernels.transfer import upload
 from tangram.types import PageMove
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tangram.kernels.gathered import PrefillOrder
-from tangram.kernels.step import PrefillRows, Room
+from tangram.kernels.interface import PrefillRows, Room
 from tangram.kernels.transfer import staged, views
 from tangram.types import Int32
 

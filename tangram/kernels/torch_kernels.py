@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tangram.errors import ConfigError
 from tangram.kernels import cpu, reference
-from tangram.kernels.step import PrefillRows, Ranking, Room
+from tangram.kernels.interface import PrefillRows, Ranking, Room
 from tangram.kernels.waiting import WaitPolicy
 from tangram.plan.cost import CostModel
 from tangram.plan.schedule import Decoding, Schedule

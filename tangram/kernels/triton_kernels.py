@@ -14,9 +14,9 @@ from tangram.kernels import dense, gathered, keydiff, prefill, reference, store
 from tangram.kernels.card import Card
 from tangram.kernels.e4m3 import addressed
 from tangram.kernels.gpu import FEW_PARTS, MANY_PARTS, GpuDecode
+from tangram.kernels.interface import MOST_BYTES, PrefillRows, Ranking, Room
 from tangram.kernels.packed import Capacity, DecodeOptions, pack
 from tangram.kernels.padded import RowBuffers
-from tangram.kernels.step import MOST_BYTES, PrefillRows, Ranking, Room
 from tangram.kernels.transfer import staged, upload
 from tangram.plan.cost import CostModel
 from tangram.plan.form import DecodeRows, WorkPlan
@@ -43,7 +43,7 @@ class TritonKernels:
     _lengths: Tensor
     _rows: PrefillRows
     _cells: gathered.PrefillOrder
-    _runs: list[dense.Run]
+    _runs: list[dense.DenseRun]
     _tables: Tensor
     _begun: GpuDecode | RowBuffers | None
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from tangram.kernels.step import PoolKernels, PrefillRows
+from tangram.kernels.interface import PoolKernels, PrefillRows
 from tangram.kernels.stopwatch import Stopwatch
 from tangram.model.sealing import ChunkSealer, FusedSealer
 

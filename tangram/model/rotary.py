@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tangram.compress.scorers.rotary import rotate
+from tangram.compress.scorers.rotation import rotate
 from tangram.errors import ModelError
 
 # int64 positions [n] → (cos, sin), each float32 [n, D_rot]; see `ChunkView.rotary`.

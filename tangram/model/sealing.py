@@ -12,7 +12,7 @@ from tangram.cache.retention import Retention
 from tangram.cache.step import Row
 from tangram.compress.scorers import ChunkView, Reconstruction, Scorer
 from tangram.compress.select import keep, protect
-from tangram.kernels.step import PoolKernels, Ranking
+from tangram.kernels.interface import PoolKernels, Ranking
 from tangram.model.rotary import Rotary
 from tangram.types import Int32
 

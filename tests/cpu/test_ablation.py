@@ -15,8 +15,8 @@ from tangram.engine.llm import LLM
 from tangram.engine.loop import Engine
 from tangram.errors import ConfigError
 from tangram.lab.load.ablation import RUNGS, breakdowns, chosen_rungs
+from tangram.lab.load.asks import alike
 from tangram.lab.load.parts import PARTS, PartClock
-from tangram.lab.load.work import alike
 
 SMALL = {
     "load_format": "dummy", "chunk_tokens": 32, "page_tokens": 4, "heads_per_page": 2, "kv_cache_gib": 0.01,

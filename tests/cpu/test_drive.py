@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 from tangram.cli import app
 from tangram.engine.llm import LLM
-from tangram.engine.sampling import Choice
+from tangram.engine.sampling import SampledTokens
 from tangram.errors import ConfigError, ModelError, RequestError
-from tangram.lab.load.clock import Answer, GivenUpError, Limits, Patience, Summary, answered
-from tangram.lab.load.work import Ask, alike, arriving, made_up, next_turn, traced
+from tangram.lab.load.asks import Ask, alike, arriving, made_up, next_turn, traced
+from tangram.lab.load.clock import GivenUpError, LatencyLimits, Patience, Summary, TimedAnswer, answered
 from tangram.types import Event, FinishReason, Request, SamplingParams, TokenLogprob
 
 
@@ -87,7 +87,7 @@ def test_a_request_that_never_fits_stops_all(small_llm: LLM) -> None:
 
 
 def test_a_summary_adds_up() -> None:
-    answers = [Answer(0.0, 10, [1.0, 1.5, 2.0], [7, 8, 9], 4), Answer(1.0, 30, [4.0], [7], 0)]
+    answers = [TimedAnswer(0.0, 10, [1.0, 1.5, 2.0], [7, 8, 9], 4), TimedAnswer(1.0, 30, [4.0], [7], 0)]
     summary = Summary.of(answers)
     assert (summary.requests, summary.seconds, summary.prompt_tokens, summary.output_tokens) == (2, 4.0, 40, 4)
     assert summary.requests_per_s == 0.5 and summary.tokens_per_s == 11.0 and summary.cached_share == 0.1
@@ -97,22 +97,27 @@ def test_a_summary_adds_up() -> None:
 @pytest.mark.parametrize(
     ("limits", "met"),
     [
-        (Limits(), 3), (Limits(ttft_s=1.0), 2), (Limits(tpot_ms=500.0), 2), (Limits(ttft_s=3.0, tpot_ms=499.0), 1),
-        (Limits(ttft_s=0.5), 0),
+        (LatencyLimits(), 3),
+        (LatencyLimits(ttft_s=1.0), 2),
+        (LatencyLimits(tpot_ms=500.0), 2),
+        (LatencyLimits(ttft_s=3.0, tpot_ms=499.0), 1),
+        (LatencyLimits(ttft_s=0.5), 0),
     ],
-)  # fmt: skip
-def test_goodput_counts_what_came_in_time(limits: Limits, met: int) -> None:
+)
+def test_goodput_counts_what_came_in_time(limits: LatencyLimits, met: int) -> None:
     """An answer of one token has no time per token to miss."""
     answers = [
-        Answer(0.0, 10, [1.0, 1.5, 2.0], [7, 8, 9]), Answer(1.0, 30, [4.0], [7]), Answer(2.0, 5, [3.0, 5.0], [7, 8]),
-    ]  # fmt: skip
+        TimedAnswer(0.0, 10, [1.0, 1.5, 2.0], [7, 8, 9]),
+        TimedAnswer(1.0, 30, [4.0], [7]),
+        TimedAnswer(2.0, 5, [3.0, 5.0], [7, 8]),
+    ]
     summary = Summary.of(answers, limits)
     assert summary.goodput_per_s == met / 5.0 and summary.limits == limits
 
 
 def test_a_limit_that_nothing_can_meet_is_refused() -> None:
     with pytest.raises(ConfigError, match="limit of tpot_ms is 0"):
-        Limits(tpot_ms=0.0)
+        LatencyLimits(tpot_ms=0.0)
 
 
 def test_arrivals_have_the_rate_that_is_asked_for_and_the_same_order() -> None:
@@ -208,7 +213,7 @@ def test_a_run_that_is_too_slow_is_given_up_and_leaves_nothing_behind(small_llm:
         answered(engine, asks, patience=Patience(1e-9, every_s=0.0))
     assert not engine.busy and engine.stats().pages_held == 0
     assert len(answered(engine, asks, patience=Patience(600.0))) == 6
-    late = [Answer(0.0, 5, times_s=[first]) for first in (1.0, 2.0, 9.0)] + [Answer(8.0, 5)]
+    late = [TimedAnswer(0.0, 5, times_s=[first]) for first in (1.0, 2.0, 9.0)] + [TimedAnswer(8.0, 5)]
     assert Patience(5.0, share=0.2).ends(late, 10.0) and not Patience(5.0, share=0.3).ends(late, 10.0)
     assert Patience(5.0, share=0.3).ends(late, 14.0), "who asked at 8 waits since"
 
@@ -240,15 +245,15 @@ def test_after_a_step_that_failed_the_engine_answers_as_before(
     engine.clear_cache()
     expected = [answer.token_ids for answer in answered(engine, asks)]
     monkeypatch.setattr(engine, "ahead", ahead)
-    read, reads = Choice.tokens_on_host, list[int]()
+    read, reads = SampledTokens.tokens_on_host, list[int]()
 
-    def broken(choice: Choice) -> list[TokenLogprob]:
+    def broken(choice: SampledTokens) -> list[TokenLogprob]:
         reads.append(1)
         if len(reads) == 3:
             raise ModelError("the logits are NaN")
         return read(choice)
 
-    monkeypatch.setattr(Choice, "tokens_on_host", broken)
+    monkeypatch.setattr(SampledTokens, "tokens_on_host", broken)
     events = list[Event]()
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     engine.submit(Request("lost", asks[0].tokens, params, events.append))

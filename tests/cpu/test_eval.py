@@ -125,7 +125,7 @@ def test_calibrations_are_kept_and_serve_every_alpha(loaded: LoadedModel, monkey
     def fail(*arguments: Any, **options: Any) -> None:
         raise AssertionError("calibrated again")
 
-    monkeypatch.setattr("tangram.lab.accuracy.profiles.calibrate", fail)
+    monkeypatch.setattr("tangram.lab.accuracy.method_profiles.calibrate", fail)
     again, _ = bench_of(loaded)
     assert again.budgets.profile(METHODS[2]) == wide
     more = ModelBench.of(BASE, loaded, METHODS, calibration_samples=3)

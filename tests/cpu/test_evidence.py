@@ -25,9 +25,9 @@ from tangram.compress.scorers import make_scorer
 from tangram.engine.observe import score_source
 from tangram.engine.text import TextCodec
 from tangram.lab.accuracy.engines import ModelBench
-from tangram.lab.accuracy.evidence import budgeted, competing, everything, kept_shares, recall
 from tangram.lab.accuracy.methods import Method
 from tangram.lab.accuracy.prompts import Alignment, Questions, evidence_tokens, filler_token
+from tangram.lab.accuracy.recall import budgeted, competing, everything, kept_shares, recall
 from tangram.lab.accuracy.results import Cell, Results
 from tangram.model.load import LoadedModel, load_model
 from tangram.types import Request

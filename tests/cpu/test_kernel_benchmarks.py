@@ -12,7 +12,7 @@ import torch
 from bench.kernels import ablations, dense, family, pat, persistent, ragged
 from tangram.kernels import reference
 from tangram.lab.kernel_benchmarks import workloads as workloads_room
-from tangram.lab.kernel_benchmarks.case import Geometry, own_case, tree_case
+from tangram.lab.kernel_benchmarks.case import BatchGeometry, own_case, tree_case
 from tangram.lab.kernel_benchmarks.tree import Tree
 from tangram.lab.kernel_benchmarks.workloads import Workload, expected
 from tangram.plan.form import WorkPlan
@@ -67,7 +67,7 @@ def test_without_a_gpu_a_benchmark_says_so_in_one_line(capsys: pytest.CaptureFix
 @pytest.mark.parametrize("chunk_bytes", [1, 4096, 1 << 30])
 def test_the_benchmarks_answer_is_the_specifications(chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workloads_room, "REFERENCE_BYTES", chunk_bytes)
-    geometry = Geometry(kv_heads=2, group=2, head_dim=16, page_tokens=4, heads_per_page=1)
+    geometry = BatchGeometry(kv_heads=2, group=2, head_dim=16, page_tokens=4, heads_per_page=1)
     for case in (own_case("", [3, 50, 1, 17], geometry, 0), tree_case(Tree((1, 3), (8, 4)), geometry, 0)):
         workload = Workload.build(case, torch.float32, torch.device("cpu"))
         plan: WorkPlan = plan_plain(case.rows)

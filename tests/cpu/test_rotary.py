@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cohere2Config, Glm4Config, PretrainedConfig
 
-from tangram.compress.scorers.rotary import unrotate
+from tangram.compress.scorers.rotation import unrotate
 from tangram.errors import ModelError
 from tangram.model.load import LoadedModel
 from tangram.model.rotary import model_rotary

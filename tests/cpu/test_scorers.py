@@ -21,7 +21,7 @@ from tangram.compress.scorers.expected_attention import ExpectedAttention
 from tangram.compress.scorers.fastkvzip import FastKVzip
 from tangram.compress.scorers.keydiff import KeyDiff
 from tangram.compress.scorers.kvzip import KVzip, repeat_tokens
-from tangram.compress.scorers.rotary import rotate, unrotate
+from tangram.compress.scorers.rotation import rotate, unrotate
 from tangram.compress.scorers.snapkv import SnapKV
 from tangram.compress.scorers.streaming_llm import StreamingLLM
 from tangram.compress.scorers.tova import TOVA

@@ -15,8 +15,8 @@ from bench.kernels.page import replaced
 from bench.serving import compare
 from bench.serving.page import ABLATIONS, PAGE, found, halved, parted, traced, written
 from tangram.engine.llm import LLM
-from tangram.lab.load.clock import Answer, Patience, answered
-from tangram.lab.load.work import Ask
+from tangram.lab.load.asks import Ask
+from tangram.lab.load.clock import Patience, TimedAnswer, answered
 
 SERVING, TRACE = found(RESULTS), found(RESULTS, "trace")
 MEASURED = [result for series in (*SERVING, *TRACE) for result in series.values()]
@@ -112,7 +112,7 @@ def test_the_comparison_keeps_what_it_measures_and_where_it_stopped(
         def clear_cache(self) -> None:
             small_llm.engine.clear_cache()
 
-        def answered(self, asks: Sequence[Ask], patience: Patience | None = None) -> list[Answer]:
+        def answered(self, asks: Sequence[Ask], patience: Patience | None = None) -> list[TimedAnswer]:
             return answered(small_llm.engine, asks, patience=patience)
 
     kept: dict[str, Any] = {}

@@ -14,17 +14,17 @@ import torch
 from typer.testing import CliRunner
 
 from tangram.cli import app
-from tangram.lab.kernel_benchmarks import calibrate, suites
-from tangram.lab.kernel_benchmarks.calibrate import best_single, calibrate_policy, judge, regret
-from tangram.lab.kernel_benchmarks.case import Case, Geometry
-from tangram.lab.kernel_benchmarks.suites import Named
+from tangram.lab.kernel_benchmarks import cases, policy_calibration
+from tangram.lab.kernel_benchmarks.case import BatchGeometry, Case
+from tangram.lab.kernel_benchmarks.cases import Named
+from tangram.lab.kernel_benchmarks.policy_calibration import best_single, calibrate_policy, judge, regret
 from tangram.lab.kernel_benchmarks.timing import Measurement
 from tangram.lab.kernel_benchmarks.traces import Trace
 from tangram.lab.kernel_benchmarks.tree import Tree
 from tangram.plan.cost import CostModel
 from tangram.plan.policy import FLASHINFER, Policy
 
-GEOMETRY = Geometry(kv_heads=2, group=2, head_dim=16, page_tokens=16, heads_per_page=2)
+GEOMETRY = BatchGeometry(kv_heads=2, group=2, head_dim=16, page_tokens=16, heads_per_page=2)
 CPU = torch.device("cpu")
 SCHEDULES = ("workqueue", "packing:measured")
 
@@ -52,14 +52,16 @@ def told_measure(contender: Told, *rest: Any, **options: Any) -> Measurement:
 
 @pytest.fixture(autouse=True)
 def told_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrate, "measure", told_measure)
-    monkeypatch.setattr(calibrate, "expected", lambda workload: [])
-    monkeypatch.setattr(calibrate, "ColdCache", lambda device: None)
-    monkeypatch.setattr(calibrate, "measured_cost", lambda *rest: CostModel(task_us=0.25))
-    monkeypatch.setattr(calibrate, "Ours", lambda schedule, workload, *rest: Told(schedule.text, workload.case))
-    monkeypatch.setattr(calibrate, "Library", lambda workload, *rest: Told(FLASHINFER, workload.case))
-    monkeypatch.setattr(calibrate.flashinfer, "installed", lambda: True)
-    monkeypatch.setattr(calibrate.flashinfer, "WORKSPACE_BYTES", 1)
+    monkeypatch.setattr(policy_calibration, "measure", told_measure)
+    monkeypatch.setattr(policy_calibration, "expected", lambda workload: [])
+    monkeypatch.setattr(policy_calibration, "ColdCache", lambda device: None)
+    monkeypatch.setattr(policy_calibration, "measured_cost", lambda *rest: CostModel(task_us=0.25))
+    monkeypatch.setattr(
+        policy_calibration, "Ours", lambda schedule, workload, *rest: Told(schedule.text, workload.case)
+    )
+    monkeypatch.setattr(policy_calibration, "Library", lambda workload, *rest: Told(FLASHINFER, workload.case))
+    monkeypatch.setattr(policy_calibration.flashinfer, "installed", lambda: True)
+    monkeypatch.setattr(policy_calibration.flashinfer, "WORKSPACE_BYTES", 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=4))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
     # A 256th of the real lengths: the cases are built, so that their loads are real.
@@ -74,13 +76,13 @@ def small(cases: Sequence[Named]) -> list[Named]:
 
 
 def test_a_policy_takes_what_the_clock_says_is_fastest_and_is_judged_by_it() -> None:
-    policy = calibrate_policy(GEOMETRY, torch.float16, CPU, small(suites.calibration(GEOMETRY)), SCHEDULES)
+    policy = calibrate_policy(GEOMETRY, torch.float16, CPU, small(cases.calibration(GEOMETRY)), SCHEDULES)
     assert policy.schedules == (*SCHEDULES, FLASHINFER)
     assert policy.device == "a GPU" and policy.cost.task_us == 0.25
     assert policy.geometry == {
         "kv_heads": 2, "group": 2, "head_dim": 16, "page_tokens": 16, "heads_per_page": 2, "dtype": "float16",
     }  # fmt: skip
-    verdicts = judge(policy, torch.float16, GEOMETRY, CPU, small(suites.held_out(GEOMETRY)))
+    verdicts = judge(policy, torch.float16, GEOMETRY, CPU, small(cases.held_out(GEOMETRY)))
     chosen = {verdict.family: verdict.chosen for verdict in verdicts}
     assert chosen["shared prefixes"] == "packing:measured" and chosen["ragged"] == "workqueue"
     single = best_single(verdicts)
@@ -90,17 +92,17 @@ def test_a_policy_takes_what_the_clock_says_is_fastest_and_is_judged_by_it() -> 
 
 
 def test_planning_at_every_step_counts() -> None:
-    measured = told_measure(Told(FLASHINFER, suites.held_out(GEOMETRY)[0].make()))
-    assert calibrate.step_us(measured) == 125.0
-    assert calibrate.step_us(replace(measured, each_step=False)) == 105.0
+    measured = told_measure(Told(FLASHINFER, cases.held_out(GEOMETRY)[0].make()))
+    assert policy_calibration.step_us(measured) == 125.0
+    assert policy_calibration.step_us(replace(measured, each_step=False)) == 105.0
 
 
 def test_the_command_judges_a_policy_and_keeps_every_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = calibrate_policy(GEOMETRY, torch.float16, CPU, small(suites.calibration(GEOMETRY)), SCHEDULES)
+    policy = calibrate_policy(GEOMETRY, torch.float16, CPU, small(cases.calibration(GEOMETRY)), SCHEDULES)
     policy.save(tmp_path / "policy.json")
     monkeypatch.setattr("tangram.cli.bench._gpu", lambda: CPU)
-    held_out = small(suites.held_out(GEOMETRY))
-    monkeypatch.setattr(suites, "held_out", lambda geometry: held_out)
+    held_out = small(cases.held_out(GEOMETRY))
+    monkeypatch.setattr(cases, "held_out", lambda geometry: held_out)
     kept = tmp_path / "kernels_policy.json"
     result = CliRunner().invoke(app, ["bench", "check-policy", str(tmp_path / "policy.json"), "-o", str(kept)])
     assert result.exit_code == 0, result.output
@@ -115,8 +117,8 @@ def test_the_command_keeps_a_policy_where_an_engine_looks_for_it(
 ) -> None:
     monkeypatch.setenv("TANGRAM_CACHE", str(tmp_path))
     monkeypatch.setattr("tangram.cli.bench._gpu", lambda: CPU)
-    cases = small(suites.calibration(GEOMETRY))
-    monkeypatch.setattr(suites, "calibration", lambda geometry: cases)
+    few = small(cases.calibration(GEOMETRY))
+    monkeypatch.setattr(cases, "calibration", lambda geometry: few)
     result = CliRunner().invoke(
         app, ["bench", "calibrate-policy", "--heads", "4/2", "--head-dim", "16", "--dtype", "float16"]
     )

@@ -24,7 +24,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from tangram.kernels import gathered, pages
+from tangram.kernels import gathered, page_copies
 from tangram.kernels.card import Card
 from tangram.kernels.offload import words
 from tangram.kernels.triton_kernels import TritonKernels
@@ -186,7 +186,7 @@ def _rehearse(card: Card, variant: Variant, folder: Path) -> None:
     runner = engine._runner
     runner.rehearse(8, 140)
     pool, place = words(runner.pool), torch.zeros(1, dtype=torch.int32)
-    pages.copy(pool, place, torch.empty_like(pool[:1]), place, programs=1)
+    page_copies.copy(pool, place, torch.empty_like(pool[:1]), place, programs=1)
 
 
 def compiled(capability: int, variant: Variant, launch: Launch) -> Compiled:

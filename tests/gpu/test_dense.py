@@ -11,7 +11,7 @@ import torch
 
 from tangram.engine.batch import Batcher
 from tangram.kernels import dense
-from tangram.kernels.step import PrefillRows
+from tangram.kernels.interface import PrefillRows
 from tangram.model.load import load_tokenizer
 from tests.gpu.test_engine import CASES, CHUNK, PROMPTS, both, in_step, options_of
 from tests.gpu.test_engine import pytestmark as pytestmark

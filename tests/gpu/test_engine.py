@@ -19,7 +19,7 @@ from tangram.cache.manager import CacheManager
 from tangram.cache.retention import Retention
 from tangram.engine.batch import DeviceTables
 from tangram.engine.loop import Engine
-from tangram.kernels.step import KernelChoice, PoolKernels
+from tangram.kernels.interface import KernelChoice, PoolKernels
 from tangram.kernels.torch_kernels import TorchKernels
 from tangram.lab.baselines.uniform import parse_schedule
 from tangram.model.load import LoadedModel, load_tokenizer

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tangram.kernels import reference
-from tangram.kernels.step import PrefillRows
+from tangram.kernels.interface import PrefillRows
 from tangram.types import Int32
 
 HEADS, GROUP, DIM, PAGE = 3, 2, 64, 8

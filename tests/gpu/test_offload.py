@@ -26,7 +26,7 @@ def pool_of(pages: int, dtype: torch.dtype, device: torch.device, shape: tuple[i
 def test_pages_go_where_they_are_told_and_nowhere_else(
     dtype: torch.dtype, programs: int, count: int, device: torch.device
 ) -> None:
-    from tangram.kernels.pages import copy
+    from tangram.kernels.page_copies import copy
 
     source, target = (words(pool_of(pages, dtype, device)) for pages in (9, 12))
     read = torch.tensor([8, 0, 3, 3, 5, 1, 2], dtype=torch.int32, device=device)[:count]
@@ -38,7 +38,7 @@ def test_pages_go_where_they_are_told_and_nowhere_else(
 
 
 def test_pages_larger_than_a_block_are_copied_whole(device: torch.device) -> None:
-    from tangram.kernels.pages import copy
+    from tangram.kernels.page_copies import copy
 
     source, target = (words(pool_of(3, torch.float32, device, (2, 2, 16, 70))) for _ in range(2))
     target.zero_()

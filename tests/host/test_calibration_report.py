@@ -18,7 +18,7 @@ from tangram.calibrate.evidence import Evidence, reserved
 from tangram.compress.profile import ModelFingerprint, ScorerSpec
 from tangram.errors import ConfigError
 from tangram.lab.calibration.enough import samples_needed
-from tangram.lab.calibration.overflow import held_out_overflow, overflow, transfer
+from tangram.lab.calibration.lost_entries import held_out_overflow, overflow, transfer
 from tangram.lab.calibration.report import markdown, report
 from tangram.types import Geometry
 

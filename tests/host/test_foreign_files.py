@@ -13,7 +13,7 @@ from tangram.compress.profile import Profile
 from tangram.errors import TangramError
 from tangram.lab.accuracy.conversation import read_conversations
 from tangram.lab.accuracy.results import Results
-from tangram.lab.load.work import traced
+from tangram.lab.load.asks import traced
 from tangram.plan.policy import Policy
 
 READERS: list[Callable[[Path], object]] = [

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tangram.errors import ConfigError
-from tangram.lab.kernel_benchmarks.case import Geometry, own_case, tree_case, unique_entries
-from tangram.lab.kernel_benchmarks.suites import budgets, calibration, held_out, random_tree
+from tangram.lab.kernel_benchmarks.case import BatchGeometry, own_case, tree_case, unique_entries
+from tangram.lab.kernel_benchmarks.cases import budgets, calibration, held_out, random_tree
 from tangram.lab.kernel_benchmarks.tree import CONFIGS, Tree
 from tangram.plan.cost import CostModel
 from tangram.plan.policy import FLASHINFER, Policy, StepLoad
 
-GEOMETRY = Geometry(kv_heads=2, group=2, head_dim=4, page_tokens=4, heads_per_page=2)
+GEOMETRY = BatchGeometry(kv_heads=2, group=2, head_dim=4, page_tokens=4, heads_per_page=2)
 SMALL, LARGE = StepLoad(8, 1024, 1.0, 1.0), StepLoad(2048, 1024, 1.0, 1.0)
 SCHEDULES = ("workqueue", "aot", FLASHINFER)
 
@@ -120,7 +120,7 @@ def test_uneven_rows_are_seen_as_such() -> None:
 
 
 def test_what_a_policy_learns_from_is_not_what_it_is_judged_by() -> None:
-    geometry = Geometry.of_heads("32/8", 16)
+    geometry = BatchGeometry.of_heads("32/8", 16)
     learnt, judged = ({case.name for case in suite(geometry)} for suite in (calibration, held_out))
     assert not learnt & judged and len(learnt) == len(calibration(geometry))
     assert {case.family for case in held_out(geometry)} >= {"ragged", "shared prefixes", "bimodal B8"}

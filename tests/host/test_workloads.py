@@ -11,13 +11,13 @@ from bench.kernels.budgets import SHIPPED, chosen_layers, even_case, load, ragge
 from bench.kernels.fragmentation import GROUPINGS, reclaimed, scaled
 from tangram.errors import ConfigError
 from tangram.lab.baselines.uniform import parse_schedule
-from tangram.lab.kernel_benchmarks.case import Case, Geometry, own_case, tree_case, unique_entries
-from tangram.lab.kernel_benchmarks.counters import Counters
+from tangram.lab.kernel_benchmarks.case import BatchGeometry, Case, own_case, tree_case, unique_entries
+from tangram.lab.kernel_benchmarks.counters import WorkCounters
 from tangram.lab.kernel_benchmarks.traces import CALIBRATION_SEEDS, HELD_OUT_SEEDS, TRACES, Trace
 from tangram.lab.kernel_benchmarks.tree import CONFIGS, HEADS, PAGE_TOKENS, Tree
 from tangram.plan.cost import CostModel
 
-SMALL = Geometry(kv_heads=2, group=2, head_dim=4, page_tokens=4, heads_per_page=2)
+SMALL = BatchGeometry(kv_heads=2, group=2, head_dim=4, page_tokens=4, heads_per_page=2)
 
 
 @st.composite
@@ -55,12 +55,12 @@ def test_the_published_configurations_fill_pages_and_parse() -> None:
     assert len(CONFIGS) == 20 and sum(Tree.parse(text).shared for text in CONFIGS) == 18
     assert all(str(Tree.parse(text)) == text for text in CONFIGS)
     assert all(tokens % PAGE_TOKENS == 0 for text in CONFIGS for tokens in Tree.parse(text).tokens)
-    assert [Geometry.of_heads(heads, PAGE_TOKENS).group for heads in HEADS] == [8, 4, 2, 1]
+    assert [BatchGeometry.of_heads(heads, PAGE_TOKENS).group for heads in HEADS] == [8, 4, 2, 1]
 
 
 @given(trees(), st.sampled_from([1, 2]))
 def test_rows_share_exactly_the_pages_of_the_nodes_they_have_in_common(tree: Tree, heads_per_page: int) -> None:
-    case = tree_case(tree, Geometry(2, 2, 4, 4, heads_per_page), seed=3)
+    case = tree_case(tree, BatchGeometry(2, 2, 4, 4, heads_per_page), seed=3)
     assert case.shape == (tree.leaves, 1, 2)
     for head in (0, 1):
         for row in range(tree.leaves):
@@ -152,10 +152,10 @@ def test_an_unknown_schedule_is_refused_by_name(text: str) -> None:
 
 @pytest.mark.parametrize("rule", ["off", "naive", "paper", "measured"])
 def test_packing_reads_shared_nodes_once_and_counters_say_so(rule: str) -> None:
-    case = tree_case(Tree((1, 4), (4096, 512)), Geometry.of_heads("8/2", 32), seed=0)
+    case = tree_case(Tree((1, 4), (4096, 512)), BatchGeometry.of_heads("8/2", 32), seed=0)
     plan = parse_schedule(f"packing:{rule}+ctas=4+tasks=2").plan(case.decoding, 4, CostModel())
     plan.check(case.rows, case.lengths, case.tables)
-    counters = Counters.of([plan], case, 4)
+    counters = WorkCounters.of([plan], case, 4)
     assert counters.task_kv_bytes == (case.read_bytes if rule == "off" else case.unique_bytes)
     assert counters.tasks > 16
 

@@ -29,7 +29,7 @@ SCORERS: dict[str, type[Scorer]] = {
 }
 
 
-class Choice(NamedTuple):
+class ScorerChoice(NamedTuple):
     """What decides which entries stay: a scorer, by its name, and which heads compete by its scores."""
 
     scorer: str
@@ -41,7 +41,7 @@ def read_profiles(config: EngineConfig) -> dict[str, Profile]:
     return {path: Profile.load(path) for path in config.profile}
 
 
-def choose(config: EngineConfig, model: ModelFingerprint | None, profiles: Mapping[str, Profile]) -> Choice:
+def choose(config: EngineConfig, model: ModelFingerprint | None, profiles: Mapping[str, Profile]) -> ScorerChoice:
     """What `config` asks for; or else what `profiles`, its own, record; or else the defaults.
 
     Those are for its gate, `model` and scorer. Raises `ProfileError` if profiles that are to say it do not agree.
@@ -54,7 +54,7 @@ def choose(config: EngineConfig, model: ModelFingerprint | None, profiles: Mappi
         scorer = FastKVzip.name if gated else KeyDiff.name
     if scope is None:
         scope = _agreed("scopes", {path: profile.scope for path, profile in profiles.items()})
-    return Choice(scorer, default_scope(scorer) if scope is None else scope)
+    return ScorerChoice(scorer, default_scope(scorer) if scope is None else scope)
 
 
 def _agreed(what: str, recorded: Mapping[str, Recorded]) -> Recorded | None:

@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tangram.compress.scorers.attention import group_queries
+from tangram.compress.scorers.attention_weights import group_queries
 from tangram.compress.scorers.base import ChunkView, Scorer, needed
-from tangram.compress.scorers.rotary import rotate, unrotate
+from tangram.compress.scorers.rotation import rotate, unrotate
 from tangram.errors import ConfigError
 
 

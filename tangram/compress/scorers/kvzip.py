@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tangram.compress.scorers.attention import causal_softmax, grouped_logits
+from tangram.compress.scorers.attention_weights import causal_softmax, grouped_logits
 from tangram.compress.scorers.base import ChunkView, Reconstruction, Scorer, needed
 from tangram.errors import ConfigError
 

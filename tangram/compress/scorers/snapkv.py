@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 from torch.nn import functional
 
-from tangram.compress.scorers.attention import append_forced, trailing_attention
+from tangram.compress.scorers.attention_weights import append_forced, trailing_attention
 from tangram.compress.scorers.base import ChunkView, Scorer
 from tangram.errors import ConfigError
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from tangram.compress.scorers.attention import append_forced, trailing_attention
+from tangram.compress.scorers.attention_weights import append_forced, trailing_attention
 from tangram.compress.scorers.base import ChunkView, Scorer
 
 

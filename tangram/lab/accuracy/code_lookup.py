@@ -32,7 +32,7 @@ _ASKS = {
 
 
 @dataclass(frozen=True)
-class Function:
+class SourceFunction:
     """A function or method as its file has it, moved to the left margin; `answers` by what can be asked about it."""
 
     name: str
@@ -41,7 +41,7 @@ class Function:
 
 
 # A line of the context, and the function that it ends.
-Line = tuple[str, Function | None]
+Line = tuple[str, SourceFunction | None]
 
 
 def code_lookup(rng: random.Random, budget: Budget) -> Draft:
@@ -66,7 +66,7 @@ def code_lookup(rng: random.Random, budget: Budget) -> Draft:
     return Draft(text, tuple(_question(asking, function) for function in asked))
 
 
-def _question(rng: random.Random, function: Function) -> Question:
+def _question(rng: random.Random, function: SourceFunction) -> Question:
     kind = rng.choice(sorted(function.answers))
     ask = _ASKS[kind].format(name=function.name)
     return Question(ask, (function.answers[kind],), "code", _REPLY_TOKENS, (function.source,))
@@ -96,7 +96,7 @@ def _padding(rng: random.Random) -> Iterator[Line]:
     return ((f"# {line}", None) for page in topics(rng) for line in page.splitlines())
 
 
-def _functions(path: Path) -> Iterator[Function]:
+def _functions(path: Path) -> Iterator[SourceFunction]:
     """The module's functions, and its classes' methods, that are short and that something can be asked about."""
     text = path.read_text(encoding="utf-8", errors="replace")
     rows = text.split("\n")
@@ -105,7 +105,7 @@ def _functions(path: Path) -> Iterator[Function]:
         source = textwrap.dedent("\n".join(own)).expandtabs(4)
         answers = {kind: answer for kind, answer in _answers(node) if _can_be_asked(answer, source)}
         if answers and len(own) in _LINES and len(source) <= _SOURCE_CHARACTERS:
-            yield Function(node.name, source, answers)
+            yield SourceFunction(node.name, source, answers)
 
 
 def _definitions(module: ast.Module) -> Iterator[ast.FunctionDef]:

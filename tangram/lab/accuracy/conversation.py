@@ -33,7 +33,7 @@ class Turn(BaseModel):
         return f'{self.speaker} said, "{self.text}"{photo}'
 
 
-class Asked(BaseModel):
+class AskedQuestion(BaseModel):
     """A question of the dataset. Categories: 1 multi-hop, 2 temporal, 3 open-domain, 4 single-hop, 5 adversarial."""
 
     question: str
@@ -67,7 +67,7 @@ class Conversation:
     name: str
     speakers: tuple[str, str]
     sessions: tuple[Session, ...]
-    asked: tuple[Asked, ...]
+    asked: tuple[AskedQuestion, ...]
 
 
 def read_conversations(path: Path) -> list[Conversation]:
@@ -110,5 +110,5 @@ def _conversation(stem: str, number: int, document: dict[str, Any]) -> Conversat
             for one in numbers
             if told[f"session_{one}"]
         ),
-        asked=TypeAdapter(tuple[Asked, ...]).validate_python(document["qa"]),
+        asked=TypeAdapter(tuple[AskedQuestion, ...]).validate_python(document["qa"]),
     )

@@ -24,12 +24,12 @@ from tangram.engine.observe import score_source
 from tangram.engine.profiles import scorer_spec
 from tangram.engine.text import TextCodec
 from tangram.errors import ConfigError, TangramError
-from tangram.lab.accuracy.evidence import Contexts, Rule, budgeted, competing, everything, kept_shares, recall
 from tangram.lab.accuracy.fidelity import expected, fidelity
+from tangram.lab.accuracy.method_profiles import Budgets
 from tangram.lab.accuracy.methods import GATED, WITH_PROFILE, Method
 from tangram.lab.accuracy.passages import Passages
-from tangram.lab.accuracy.profiles import Budgets
 from tangram.lab.accuracy.prompts import SamplePrompts, SuitePrompts
+from tangram.lab.accuracy.recall import Contexts, Rule, budgeted, competing, everything, kept_shares, recall
 from tangram.lab.accuracy.results import Fidelity
 from tangram.lab.accuracy.run import Ask, Read, Recalls, Reply, Watch
 from tangram.lab.baselines.build import engine_of

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tangram.errors import ConfigError
 from tangram.lab.accuracy.budget import Budget
-from tangram.lab.accuracy.conversation import Asked, Conversation, Session, read_conversations
+from tangram.lab.accuracy.conversation import AskedQuestion, Conversation, Session, read_conversations
 from tangram.lab.accuracy.sample import Grade, Question, Sample
 
 SUITE = "locomo"
@@ -112,11 +112,11 @@ def _without_empty(samples: list[Sample]) -> list[Sample]:
     return [replace(kept[0], dropped_questions=kept[0].dropped_questions + orphans), *kept[1:]] if kept else []
 
 
-def _has_answer(asked: Asked) -> bool:
+def _has_answer(asked: AskedQuestion) -> bool:
     return asked.category == 5 or bool(asked.answer and asked.answer.strip())
 
 
-def _question(rng: random.Random, asked: Asked, evidence: tuple[str, ...]) -> Question:
+def _question(rng: random.Random, asked: AskedQuestion, evidence: tuple[str, ...]) -> Question:
     category = CATEGORIES[asked.category]
     if asked.category == 5:
         return replace(_adversarial(rng, asked), evidence=evidence, category=category)
@@ -128,7 +128,7 @@ def _question(rng: random.Random, asked: Asked, evidence: tuple[str, ...]) -> Qu
     return Question(text, (answer,), _GRADES[asked.category], _REPLY_TOKENS, evidence, category)
 
 
-def _adversarial(rng: random.Random, asked: Asked) -> Question:
+def _adversarial(rng: random.Random, asked: AskedQuestion) -> Question:
     """Two options, of which "not mentioned" is right; without options if the file has no wrong one."""
     wrong = asked.adversarial_answer
     if wrong is None or wrong.lower().startswith("not mentioned"):

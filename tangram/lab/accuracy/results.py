@@ -34,7 +34,7 @@ class Score(BaseModel):
         return cls(mean=statistics.fmean(values), stderr=error, samples=len(values))
 
 
-class Answer(BaseModel):
+class GradedAnswer(BaseModel):
     """One reply: its score, its beginning, and lengths in tokens.
 
     `evidence_recall`: the share of KV entries that the method keeps of the question's evidence (`evidence.py`); None
@@ -58,7 +58,7 @@ class AnsweredSample(BaseModel):
 
     task: str
     number: int
-    answers: tuple[Answer, ...]
+    answers: tuple[GradedAnswer, ...]
 
     @property
     def score(self) -> float:

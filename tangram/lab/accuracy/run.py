@@ -16,12 +16,12 @@ from tangram.lab.accuracy.methods import Method
 from tangram.lab.accuracy.passages import Passages
 from tangram.lab.accuracy.prompts import SamplePrompts, SuitePrompts
 from tangram.lab.accuracy.results import (
-    Answer,
     AnsweredSample,
     AnyCell,
     Cell,
     Fidelity,
     FidelityCell,
+    GradedAnswer,
     Results,
     Score,
     Setting,
@@ -51,7 +51,7 @@ Read = Callable[[Passages, Callable[[int], None]], tuple[Fidelity, ...]]
 Recalls = tuple[tuple[float | None, ...], ...]
 
 
-class Bench(Protocol):
+class MethodBench(Protocol):
     """A model under whichever method is asked for."""
 
     def basis(self, method: Method) -> Mapping[str, Any]:
@@ -111,13 +111,13 @@ class Planned:
 
 
 def planned(
-    bench: Bench, methods: Sequence[Method], suites: Sequence[tuple[SuitePrompts | Passages, Setting]]
+    bench: MethodBench, methods: Sequence[Method], suites: Sequence[tuple[SuitePrompts | Passages, Setting]]
 ) -> list[Planned]:  # fmt: skip
     """Every method with every suite, all suites of a method one after the other."""
     return [Planned(method, *suite, bench.basis(method)) for method in methods for suite in suites]
 
 
-def run(bench: Bench, grid: Sequence[Planned], results: Results, path: Path, watch: Watch) -> list[AnyCell]:
+def run(bench: MethodBench, grid: Sequence[Planned], results: Results, path: Path, watch: Watch) -> list[AnyCell]:
     """The cells of `grid`, in its order: those that `results` has are taken from there, the others are measured.
 
     `path` is written anew after each cell, so whoever interrupts it loses that one cell, and the next run goes on.
@@ -133,7 +133,7 @@ def run(bench: Bench, grid: Sequence[Planned], results: Results, path: Path, wat
     return [cell for cell in found if cell is not None]
 
 
-def _recalls(bench: Bench, plans: Sequence[Planned], watch: Watch) -> Mapping[tuple[Method, str], Recalls]:
+def _recalls(bench: MethodBench, plans: Sequence[Planned], watch: Watch) -> Mapping[tuple[Method, str], Recalls]:
     """By method and digest of the prompts, of LoCoMo's questions; methods that look at equal scores come in a row."""
     asked = [(one.method, one.prompts) for one in plans if isinstance(one.prompts, SuitePrompts)]
     rows = [(method, prompts) for method, prompts in asked if prompts.suite == LOCOMO]
@@ -145,7 +145,7 @@ def _recalls(bench: Bench, plans: Sequence[Planned], watch: Watch) -> Mapping[tu
 
 
 def _cells(
-    bench: Bench, plans: Sequence[Planned], recalls: Mapping[tuple[Method, str], Recalls], watch: Watch
+    bench: MethodBench, plans: Sequence[Planned], recalls: Mapping[tuple[Method, str], Recalls], watch: Watch
 ) -> Iterator[AnyCell]:  # fmt: skip
     """Those of one company: questions first, then texts, each with what it needs open and nothing else."""
     asked = [(plan, plan.prompts) for plan in plans if isinstance(plan.prompts, SuitePrompts)]
@@ -197,7 +197,7 @@ def _graded(
 
 def _answered(asked: SamplePrompts, replies: Sequence[Reply], recalls: Sequence[float | None]) -> AnsweredSample:
     answers = tuple(
-        Answer(
+        GradedAnswer(
             score=score(question, reply.text), reply=reply.text[:_REPLY_CHARACTERS], prompt_tokens=len(prompt),
             reply_tokens=reply.tokens, category=question.category, evidence_recall=recall,
         )

@@ -18,7 +18,7 @@ from tangram.engine.loop import Engine
 from tangram.engine.runner import Runner
 from tangram.errors import ConfigError
 from tangram.kernels.dispatch import pool_kernels
-from tangram.kernels.step import KernelChoice
+from tangram.kernels.interface import KernelChoice
 from tangram.lab.baselines.caches import ByInputCache, DynamicCache, LateCache
 from tangram.lab.baselines.config import ComparisonConfig
 from tangram.lab.baselines.reclaim import ReclaimingRunner

@@ -19,8 +19,8 @@ from tangram.compress.scorers import ChunkView, Scorer
 from tangram.compress.select import Scope, chosen, dynamic_choice, protect
 from tangram.engine.batch import Batcher, DeviceTables
 from tangram.engine.runner import Runner
+from tangram.kernels.interface import PrefillRows
 from tangram.kernels.reference import Indices, blocks
-from tangram.kernels.step import PrefillRows
 from tangram.kernels.transfer import staged, upload
 from tangram.lab.baselines.caches import LateCache
 from tangram.model.attention import StepAttention

@@ -8,7 +8,7 @@ import numpy as np
 
 from tangram.calibrate.agreement import rank_correlations
 from tangram.calibrate.evidence import Evidence, reserved
-from tangram.lab.calibration.overflow import overflow
+from tangram.lab.calibration.lost_entries import overflow
 from tangram.types import Float64
 
 SIZES = (5, 10, 25, 50, 100)

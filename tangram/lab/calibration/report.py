@@ -11,7 +11,7 @@ from tangram.calibrate.agreement import agreement, kind_correlations
 from tangram.calibrate.evidence import Evidence
 from tangram.compress.profile import PAPER_ALPHA
 from tangram.lab.calibration.enough import samples_needed
-from tangram.lab.calibration.overflow import held_out_overflow, transfer
+from tangram.lab.calibration.lost_entries import held_out_overflow, transfer
 
 Report = dict[str, Any]
 Row = list[str]

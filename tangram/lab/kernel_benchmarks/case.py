@@ -23,7 +23,7 @@ BYTES_16_BIT = 2
 
 
 @dataclass(frozen=True)
-class Geometry:
+class BatchGeometry:
     """Attention of one model and the shape of a page: H KV heads of G query heads each."""
 
     kv_heads: int
@@ -33,7 +33,9 @@ class Geometry:
     heads_per_page: int = 8
 
     @classmethod
-    def of_heads(cls, heads: str, page_tokens: int, heads_per_page: int | None = None, head_dim: int = 128) -> Geometry:
+    def of_heads(
+        cls, heads: str, page_tokens: int, heads_per_page: int | None = None, head_dim: int = 128
+    ) -> BatchGeometry:
         """From the written form "32/8" (query heads / KV heads); a page holds all KV heads unless told otherwise.
 
         Raises `ConfigError` if the numbers do not go together.
@@ -61,7 +63,7 @@ class Case:
     """
 
     name: str
-    geometry: Geometry
+    geometry: BatchGeometry
     rows: DecodeRows
     tables: Int32
     lengths: Int32
@@ -136,7 +138,7 @@ def scattered(pages: int, seed: int) -> tuple[Int32, int]:
     return np.random.default_rng(seed).permutation(total)[:pages].astype(np.int32), total
 
 
-def tree_case(tree: Tree, geometry: Geometry, seed: int, name: str | None = None) -> Case:
+def tree_case(tree: Tree, geometry: BatchGeometry, seed: int, name: str | None = None) -> Case:
     """One layer; row r is leaf r of the tree, its table the pages of the nodes on its path (PAT, evaluation).
 
     Raises `ConfigError` if a node does not fill whole pages.
@@ -162,7 +164,7 @@ def tree_case(tree: Tree, geometry: Geometry, seed: int, name: str | None = None
     return Case(name or str(tree), geometry, rows, tables.ravel(), lengths, total, tree)
 
 
-def own_case(name: str, lengths: Sequence[int] | Int64, geometry: Geometry, seed: int) -> Case:
+def own_case(name: str, lengths: Sequence[int] | Int64, geometry: BatchGeometry, seed: int) -> Case:
     """One layer; rows that share nothing, of the given lengths, [R] or, where heads differ, [R, H / Hp]."""
     runs = geometry.kv_heads // geometry.heads_per_page
     size = np.asarray(lengths, np.int32)
@@ -174,7 +176,7 @@ def own_case(name: str, lengths: Sequence[int] | Int64, geometry: Geometry, seed
     return Case(name, geometry, rows, ids, size.ravel(), total)
 
 
-def _one_layer(offset: Int64, length_index: Int64, budget: Float64, geometry: Geometry) -> DecodeRows:
+def _one_layer(offset: Int64, length_index: Int64, budget: Float64, geometry: BatchGeometry) -> DecodeRows:
     """All [R, runs of Hp heads]."""
     table, index = (np.repeat(x, geometry.heads_per_page, axis=1)[:, None] for x in (offset, length_index))
     share = np.repeat(budget, geometry.heads_per_page, axis=1)[:, None]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from tangram.lab.kernel_benchmarks.counters import Counters
+from tangram.lab.kernel_benchmarks.counters import WorkCounters
 from tangram.lab.kernel_benchmarks.workloads import Workload
 from tangram.plan.cost import CostModel
 from tangram.plan.form import WorkPlan
@@ -31,7 +31,7 @@ class Ours:
         plans, batches = self._planned(), self._batches()
         for plan, batch in zip(plans, batches, strict=True):
             plan.check(batch.rows, batch.lengths, workload.case.tables)
-        self.counters = Counters.of(plans, workload.case, multiprocessors)
+        self.counters = WorkCounters.of(plans, workload.case, multiprocessors)
         self._decoders = [self._decoder(plan) for plan in plans]
         layers = [range(batch.rows.table.shape[1]) for batch in batches]
         self._places = [(d, layer) for d, own in zip(self._decoders, layers, strict=True) for layer in own]

@@ -12,7 +12,7 @@ from tangram.plan.form import WorkPlan
 
 
 @dataclass(frozen=True)
-class Counters:
+class WorkCounters:
     """Tasks that read anything, partial results, and the KV bytes that tasks read."""
 
     tasks: int
@@ -22,7 +22,7 @@ class Counters:
     merged_bytes: int
 
     @classmethod
-    def of(cls, plans: Sequence[WorkPlan], case: Case, multiprocessors: int) -> Counters:
+    def of(cls, plans: Sequence[WorkPlan], case: Case, multiprocessors: int) -> WorkCounters:
         """Of all layers together. Partial results count their float32 output and log-sum-exp, written and read."""
         tokens = np.concatenate([np.subtract(*plan.spans(case.lengths)[::-1]) for plan in plans])
         partials = sum(int((~plan.direct).sum()) for plan in plans)

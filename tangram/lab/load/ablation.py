@@ -23,9 +23,9 @@ from tangram.engine.profiles import Compression
 from tangram.errors import ConfigError
 from tangram.lab.baselines.build import engine_of
 from tangram.lab.baselines.config import ComparisonConfig
-from tangram.lab.load.clock import Limits, Summary, answered
+from tangram.lab.load.asks import Ask, alike, arriving
+from tangram.lab.load.clock import LatencyLimits, Summary, answered
 from tangram.lab.load.parts import FORWARD, HOW, RECLAMATION, UPKEEP, PartClock, Split
-from tangram.lab.load.work import Ask, alike, arriving
 from tangram.model.load import load_model
 
 
@@ -172,7 +172,7 @@ def _measured(engine: Engine, asks: Sequence[Ask], clock: PartClock, *, decode: 
     return Breakdown.of(split, per, engine.stats().sealed_chunks - sealed, engine.device)
 
 
-def at_rate(engine: Engine, asks: Sequence[Ask], rate: float, limits: Limits) -> dict[str, Any]:
+def at_rate(engine: Engine, asks: Sequence[Ask], rate: float, limits: LatencyLimits) -> dict[str, Any]:
     """What comes of `asks` at `rate` a second, with an empty cache to begin with."""
     engine.clear_cache()
     before = engine.stats().preemptions

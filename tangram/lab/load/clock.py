@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tangram.errors import ConfigError, TangramError
-from tangram.lab.load.work import Ask
+from tangram.lab.load.asks import Ask
 from tangram.types import Event, FinishReason, Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Answer:
+class TimedAnswer:
     """What came of one `Ask`; times in seconds from the start of all."""
 
     asked_s: float
@@ -39,7 +39,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Limits:
+class LatencyLimits:
     """What a request must meet to count as goodput; None is no limit."""
 
     ttft_s: float | None = None
@@ -50,7 +50,7 @@ class Limits:
             if (value := getattr(self, name)) is not None and not value > 0:
                 raise ConfigError(f"the limit of {name} is {value}, it must be greater than 0")
 
-    def met(self, answer: Answer) -> bool:
+    def met(self, answer: TimedAnswer) -> bool:
         """Whether `answer` came in time."""
         in_time = self.ttft_s is None or answer.first_token_s <= self.ttft_s
         per_token = answer.per_token_s
@@ -69,12 +69,12 @@ class Patience:
         if not self.ttft_s > 0:
             raise ConfigError(f"the longest wait for a first token is {self.ttft_s} s, it must be greater than 0")
 
-    def ends(self, answers: Sequence[Answer], now_s: float) -> bool:
+    def ends(self, answers: Sequence[TimedAnswer], now_s: float) -> bool:
         """Whether too many are late at `now_s`; who has not asked yet is not."""
         late = sum(self._wait_s(one, now_s) > self.ttft_s for one in answers)
         return late > self.share * len(answers)
 
-    def spent(self, answers: Sequence[Answer], now_s: float) -> GivenUpError:
+    def spent(self, answers: Sequence[TimedAnswer], now_s: float) -> GivenUpError:
         """What is raised when it ends at `now_s`: how long those who had asked by then waited, the waiting included."""
         waits_s = [self._wait_s(one, now_s) for one in answers if one.asked_s <= now_s]
         found = _percentiles(waits_s)
@@ -84,7 +84,7 @@ class Patience:
         )
 
     @staticmethod
-    def _wait_s(answer: Answer, now_s: float) -> float:
+    def _wait_s(answer: TimedAnswer, now_s: float) -> float:
         return (answer.times_s[0] if answer.times_s else now_s) - answer.asked_s
 
 
@@ -95,7 +95,7 @@ class GivenUpError(TangramError):
 def answered(
     engine: Engine, asks: Sequence[Ask], progress: Callable[[int], None] = lambda done: None,
     started: Callable[[], None] = lambda: None, patience: Patience | None = None,
-) -> list[Answer]:  # fmt: skip
+) -> list[TimedAnswer]:  # fmt: skip
     """All of `asks`, each at its time, greedily and to the last token.
 
     `progress` hears how many are done, `started` when every one has its first token.
@@ -104,9 +104,9 @@ def answered(
     `TangramError` if the engine gives one up.
     """
     done, unstarted, lost, look_s = 0, len(asks), False, 0.0
-    answers = [Answer(ask.at_s, len(ask.tokens)) for ask in asks]
+    answers = [TimedAnswer(ask.at_s, len(ask.tokens)) for ask in asks]
 
-    def take(answer: Answer, event: Event) -> None:
+    def take(answer: TimedAnswer, event: Event) -> None:
         nonlocal done, unstarted
         if event.finish_reason is FinishReason.ABORT and lost:
             return
@@ -151,7 +151,7 @@ def answered(
     return answers
 
 
-NO_LIMITS = Limits()
+NO_LIMITS = LatencyLimits()
 
 
 @dataclass(frozen=True)
@@ -167,11 +167,11 @@ class Summary:
     cached_share: float
     ttft_s: dict[str, float]
     tpot_ms: dict[str, float]
-    limits: Limits
+    limits: LatencyLimits
     goodput_per_s: float
 
     @classmethod
-    def of(cls, answers: Sequence[Answer], limits: Limits = NO_LIMITS) -> Summary:
+    def of(cls, answers: Sequence[TimedAnswer], limits: LatencyLimits = NO_LIMITS) -> Summary:
         """Of at least one answer; goodput counts those that meet `limits`."""
         seconds = max(answer.times_s[-1] for answer in answers) - min(answer.asked_s for answer in answers)
         prompt, output = (

@@ -14,11 +14,11 @@ import torch
 from tangram.kernels.card import Card
 from tangram.lab.baselines.uniform import parse_schedule
 from tangram.lab.kernel_benchmarks import flashinfer
-from tangram.lab.kernel_benchmarks.case import Geometry
+from tangram.lab.kernel_benchmarks.case import BatchGeometry
+from tangram.lab.kernel_benchmarks.cases import Named
 from tangram.lab.kernel_benchmarks.contenders import Ours
-from tangram.lab.kernel_benchmarks.cost import measured_cost
-from tangram.lab.kernel_benchmarks.library import Library
-from tangram.lab.kernel_benchmarks.suites import Named
+from tangram.lab.kernel_benchmarks.cost_fit import measured_cost
+from tangram.lab.kernel_benchmarks.flashinfer_contender import Library
 from tangram.lab.kernel_benchmarks.timing import ColdCache, Contender, Measurement, measure
 from tangram.lab.kernel_benchmarks.workloads import Workload, expected
 from tangram.plan.cost import CostModel
@@ -42,10 +42,10 @@ class Timed:
     times: dict[str, Measurement]
 
 
-class Bench:
+class ScheduleBench:
     """Schedules of one geometry on one device. FlashInfer is one of them where it is installed."""
 
-    def __init__(self, geometry: Geometry, dtype: torch.dtype, device: torch.device, cost: CostModel) -> None:
+    def __init__(self, geometry: BatchGeometry, dtype: torch.dtype, device: torch.device, cost: CostModel) -> None:
         self._geometry, self._dtype, self._device, self._cost = geometry, dtype, device, cost
         self._processors = Card.of(device).processors
         self._cold = ColdCache(device)
@@ -68,17 +68,21 @@ class Bench:
         return Timed(case, load, times)
 
 
-def geometry_of(geometry: Geometry, dtype: torch.dtype) -> dict[str, Any]:
+def geometry_of(geometry: BatchGeometry, dtype: torch.dtype) -> dict[str, Any]:
     """What a policy's measurements hold for."""
     return asdict(geometry) | {"dtype": str(dtype).removeprefix("torch.")}
 
 
 def calibrate_policy(
-    geometry: Geometry, dtype: torch.dtype, device: torch.device, cases: Cases, schedules: Sequence[str] = SCHEDULES
+    geometry: BatchGeometry,
+    dtype: torch.dtype,
+    device: torch.device,
+    cases: Cases,
+    schedules: Sequence[str] = SCHEDULES,
 ) -> Policy:
     """Measure the cost model, then every schedule on every case. `cases` may show its progress."""
     cost = measured_cost(geometry, dtype, device)
-    bench = Bench(geometry, dtype, device, cost)
+    bench = ScheduleBench(geometry, dtype, device, cost)
     timed = [bench.time(case, schedules) for case in cases]
     return Policy.fitted(
         torch.cuda.get_device_name(device), geometry_of(geometry, dtype), cost, list(timed[0].times),
@@ -105,9 +109,11 @@ class Verdict:
     wall_us: dict[str, float]
 
 
-def judge(policy: Policy, dtype: torch.dtype, geometry: Geometry, device: torch.device, cases: Cases) -> list[Verdict]:
+def judge(
+    policy: Policy, dtype: torch.dtype, geometry: BatchGeometry, device: torch.device, cases: Cases
+) -> list[Verdict]:
     """Measure every schedule on every case, and ask the policy."""
-    bench = Bench(geometry, dtype, device, policy.cost)
+    bench = ScheduleBench(geometry, dtype, device, policy.cost)
     ours = [name for name in policy.schedules if name != FLASHINFER]
     return [_verdict(policy, bench.time(case, ours)) for case in cases]
 

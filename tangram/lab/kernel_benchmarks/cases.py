@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from tangram.lab.kernel_benchmarks.case import Case, Geometry, own_case, tree_case
+from tangram.lab.kernel_benchmarks.case import BatchGeometry, Case, own_case, tree_case
 from tangram.lab.kernel_benchmarks.traces import CALIBRATION_SEEDS, HELD_OUT_SEEDS, TRACES, K, Trace
 from tangram.lab.kernel_benchmarks.tree import CONFIGS, PAGE_TOKENS, Tree
 
@@ -36,7 +36,7 @@ class Named:
     make: Callable[[], Case]
 
 
-def calibration(geometry: Geometry) -> list[Named]:
+def calibration(geometry: BatchGeometry) -> list[Named]:
     """What a policy learns from."""
     first = CALIBRATION_SEEDS[0]
     own = [_own(trace, geometry, seed) for trace in TRACES for seed in CALIBRATION_SEEDS[:2]]
@@ -45,7 +45,7 @@ def calibration(geometry: Geometry) -> list[Named]:
     return own + ragged + [_tree(random_tree(first + number), geometry) for number in range(CALIBRATION_TREES)]
 
 
-def held_out(geometry: Geometry) -> list[Named]:
+def held_out(geometry: BatchGeometry) -> list[Named]:
     """What a policy is judged by."""
     own = [_own(trace, geometry, seed) for trace in TRACES for seed in HELD_OUT_SEEDS]
     ragged = [_ragged(trace, geometry, seed) for trace in RAGGED for seed in HELD_OUT_SEEDS[:2]]
@@ -69,18 +69,18 @@ def budgets(heads: int, seed: int) -> np.ndarray:
     return np.asarray(np.minimum(share / share.mean() * RETENTION, 1.0))
 
 
-def _own(trace: Trace, geometry: Geometry, seed: int) -> Named:
+def _own(trace: Trace, geometry: BatchGeometry, seed: int) -> Named:
     name = f"{trace.name} seed {seed}"
     return Named(name, trace.name, partial(own_case, name, trace.lengths(seed), geometry, seed))
 
 
-def _ragged(trace: Trace, geometry: Geometry, seed: int) -> Named:
+def _ragged(trace: Trace, geometry: BatchGeometry, seed: int) -> Named:
     """Every head in pages of its own, as `Hp` 1 keeps it."""
     name = f"ragged {trace.name} seed {seed}"
     lengths = np.outer(trace.lengths(seed), budgets(geometry.kv_heads, seed)).astype(np.int64) + 1
     return Named(name, "ragged", partial(own_case, name, lengths, replace(geometry, heads_per_page=1), seed))
 
 
-def _tree(tree: Tree, geometry: Geometry) -> Named:
+def _tree(tree: Tree, geometry: BatchGeometry) -> Named:
     family = "shared prefixes" if tree.shared else "unshared trees"
     return Named(str(tree), family, partial(tree_case, tree, geometry, 0))

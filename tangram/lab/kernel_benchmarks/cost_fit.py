@@ -12,9 +12,9 @@ import torch
 
 from tangram.kernels.card import Card
 from tangram.lab.baselines.uniform import parse_schedule
-from tangram.lab.kernel_benchmarks.case import Case, Geometry, own_case, tree_case
+from tangram.lab.kernel_benchmarks.case import BatchGeometry, Case, own_case, tree_case
 from tangram.lab.kernel_benchmarks.contenders import Ours
-from tangram.lab.kernel_benchmarks.counters import Counters
+from tangram.lab.kernel_benchmarks.counters import WorkCounters
 from tangram.lab.kernel_benchmarks.timing import ColdCache, measure
 from tangram.lab.kernel_benchmarks.tree import Tree
 from tangram.lab.kernel_benchmarks.workloads import Workload, expected
@@ -22,16 +22,16 @@ from tangram.plan.cost import CostModel
 from tangram.plan.schedule import CTAS
 
 LEAST_US = 1e-3  # a difference that is lost in the noise
-Run = Callable[[Case, str], tuple[float, Counters]]
+Run = Callable[[Case, str], tuple[float, WorkCounters]]
 
 
-def measured_cost(geometry: Geometry, dtype: torch.dtype, device: torch.device) -> CostModel:
+def measured_cost(geometry: BatchGeometry, dtype: torch.dtype, device: torch.device) -> CostModel:
     """The model of this device for one geometry and dtype; takes some seconds, most of them in compiling."""
     processors = Card.of(device).processors
     start = CostModel(workers=processors * CTAS, head_dim=geometry.head_dim, element_bytes=dtype.itemsize)
     cold = ColdCache(device)
 
-    def run(case: Case, text: str) -> tuple[float, Counters]:
+    def run(case: Case, text: str) -> tuple[float, WorkCounters]:
         workload = Workload.build(case, dtype, device)
         ours = Ours(parse_schedule(text), workload, processors, start)
         return measure(ours, expected(workload), cold, wall=False).median_us, ours.counters
@@ -46,7 +46,7 @@ def measured_cost(geometry: Geometry, dtype: torch.dtype, device: torch.device) 
     )
 
 
-def _bytes_per_us(run: Run, geometry: Geometry) -> float:
+def _bytes_per_us(run: Run, geometry: BatchGeometry) -> float:
     """64 rows of 4,096 entries, and of twice as many."""
     (short_us, short), (long_us, long) = (
         run(own_case("bytes", [tokens] * 64, geometry, 0), "workqueue") for tokens in (4096, 8192)
@@ -54,7 +54,7 @@ def _bytes_per_us(run: Run, geometry: Geometry) -> float:
     return (long.task_kv_bytes - short.task_kv_bytes) / max(long_us - short_us, LEAST_US)
 
 
-def _task_us(run: Run, geometry: Geometry, bytes_per_us: float) -> float:
+def _task_us(run: Run, geometry: BatchGeometry, bytes_per_us: float) -> float:
     """1,024 rows of one page each, and twice as many: the device's time for one more task, beyond its bytes."""
     (few_us, few), (many_us, many) = (
         run(own_case("starts", [geometry.page_tokens] * rows, geometry, 0), "plain") for rows in (1024, 2048)
@@ -63,7 +63,7 @@ def _task_us(run: Run, geometry: Geometry, bytes_per_us: float) -> float:
     return max(many_us - few_us - reading_us, LEAST_US) / (many.tasks - few.tasks)
 
 
-def _partial_bytes_per_us(run: Run, geometry: Geometry) -> float:
+def _partial_bytes_per_us(run: Run, geometry: BatchGeometry) -> float:
     """256 rows of 1,024 entries in four parts each, and in eight."""
     (few_us, few), (many_us, many) = (
         run(own_case("partials", [1024] * 256, geometry, 0), f"workqueue+tasks=128+min={tokens}")
@@ -72,7 +72,7 @@ def _partial_bytes_per_us(run: Run, geometry: Geometry) -> float:
     return (many.merged_bytes - few.merged_bytes) / max(many_us - few_us, LEAST_US)
 
 
-def _flops_per_us(run: Run, geometry: Geometry) -> float:
+def _flops_per_us(run: Run, geometry: BatchGeometry) -> float:
     """1,024 rows with four pages of their own that share 4,096 entries, and twice as many."""
     short_us, long_us = (
         run(tree_case(Tree((1, 1024), (tokens, 4 * geometry.page_tokens)), geometry, 0), "packing:naive+queries=128")[0]
