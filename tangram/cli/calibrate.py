@@ -88,7 +88,7 @@ def _import(config: EngineConfig, path: Path) -> Profile:
 
 
 def _measure(config: EngineConfig, samples: int, data: Path | None, study: calibration.Study) -> Profile:
-    from tangram.calibrate import read_kinds
+    from tangram.calibrate.files import read_kinds
     from tangram.calibrate.texts import pilot_kinds
     from tangram.engine.profiles import Compression, calibrate_model
     from tangram.model.load import load_model
@@ -107,7 +107,7 @@ def _measure(config: EngineConfig, samples: int, data: Path | None, study: calib
 
 
 def _texts(config: EngineConfig, samples: int, data: Path | None) -> list[str]:
-    from tangram.calibrate import read_texts
+    from tangram.calibrate.files import read_texts
     from tangram.calibrate.texts import pilot_texts
 
     if data:

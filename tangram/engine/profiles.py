@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tangram.calibrate import Observer, calibrate, in_terminal
+from tangram.calibrate.measure import Observer, calibrate
 from tangram.calibrate.texts import QUICK_SAMPLES, pilot_texts
 from tangram.compress.library import find_profile, shipped_profiles
 from tangram.compress.profile import Profile, Scope
@@ -19,6 +19,7 @@ from tangram.engine.startup import foretell_calibration
 from tangram.errors import ProfileError
 from tangram.kernels.threads import use_threads
 from tangram.model.load import LoadedModel
+from tangram.progress import show_progress
 
 _log = logging.getLogger("tangram")
 
@@ -133,5 +134,5 @@ def calibrate_model(
         scores, samples, geometry=loaded.geometry,
         fingerprint=loaded.fingerprint, scorer=scorer_spec(scorer), scope=scope, retentions=retentions,
         chunk_tokens=config.chunk_tokens, source=source, page_tokens=config.page_tokens,
-        heads_per_page=config.heads_per_page, track=in_terminal, observe=observe,
+        heads_per_page=config.heads_per_page, track=show_progress, observe=observe,
     )  # fmt: skip

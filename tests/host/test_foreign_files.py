@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tangram.calibrate import read_texts
+from tangram.calibrate.files import read_texts
 from tangram.compress.profile import Profile
 from tangram.errors import TangramError
 from tangram.lab.accuracy.conversation import read_conversations
