@@ -7,17 +7,15 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from tangram.cli import calibration
 from tangram.cli.checks import check_start
+from tangram.cli.console import tell
 from tangram.cli.gate import refuse_with_gate, train_and_report
 from tangram.cli.options import PilotSamples, calibration_config, changed, configured_by
 from tangram.compress.profile import Profile
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
-
-_err = Console(stderr=True)
 
 
 @configured_by(calibration_config)
@@ -51,11 +49,11 @@ def calibrate(
     profile.save(output)
     stability = profile.calibration.rank_stability
     agreement = f", rank stability {stability.mean:.3f} (lowest {stability.min:.3f})" if stability else ""
-    _err.print(f"{output}: realised retention {profile.realised_retention:.4f} of {profile.kv_retention}{agreement}")
+    tell(f"{output}: realised retention {profile.realised_retention:.4f} of {profile.kv_retention}{agreement}")
     for sentence in calibration.meaning(profile):
-        _err.print(sentence, highlight=False)
-    _err.print("Serve with it:", highlight=False)
-    _err.print(calibration.serve_line(config, output), highlight=False, soft_wrap=True)
+        tell(sentence)
+    tell("Serve with it:")
+    tell(calibration.serve_line(config, output))
 
 
 def _refuse_ignored(

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
+from tangram.cli.console import waiting
 from tangram.cli.options import changed
 from tangram.cli.serving import keep, positive
 from tangram.compress.profile import Profile
@@ -80,8 +80,6 @@ class Study:
         if report is not None and report.suffix not in (".json", ".md"):
             raise ConfigError(f"report is {report}, it must end in .json or .md")
         for name, path in (("plot", plot), ("report", report)):
-            if path is not None and not path.absolute().parent.is_dir():
-                raise ConfigError(f"{name} is {path}, there is no folder {path.parent}: make it first")
             if path is not None and import_from is not None:
                 raise ConfigError(f"{name} is {path}, imported budgets hold no samples: leave it out or --import")
         if also_at is not None and plot is None and report is None:
@@ -121,7 +119,7 @@ class Study:
         from tangram.calibrate.report import markdown, report
         from tangram.tune.environment import environment
 
-        with Console(stderr=True).status(f"Reckoning what is worth how much, for {path}"):  # half a minute for each ρ
+        with waiting(f"Reckoning what is worth how much, for {path}"):  # half a minute for each ρ
             found = report(evidence)
         if path.suffix == ".json":
             keep(path, title, config, found)

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
+from tangram.cli.console import messages, tell
 from tangram.cli.options import changed
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
-
-_err = Console(stderr=True)
 
 
 def refuse_with_gate(config: EngineConfig, options: Mapping[str, Path | str | None]) -> None:
@@ -45,5 +43,5 @@ def train_and_report(config: EngineConfig, path: Path, texts: Sequence[str], sou
     for found in agreements(loaded, gate, unseen, chunk_tokens=config.chunk_tokens):
         competing = "entries of the model" if found.scope else "entries of a head"
         table.add_row(str(found.retention), competing, f"{found.gate:.3f}", f"{found.keydiff:.3f}")
-    _err.print(f"{path}: the gate is written", highlight=False)
-    _err.print(table)
+    tell(f"{path}: the gate is written")
+    messages().print(table)

@@ -114,7 +114,7 @@ def test_the_picture_is_drawn(folder: Path, tmp_path: Path) -> None:
 def test_who_cannot_draw_hears_it_before_anything_is_measured(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tangram.cli.ablation.find_spec", lambda name: None)
+    monkeypatch.setattr("tangram.evaluate.plot.find_spec", lambda name: None)
     picture = tmp_path / "ttft.png"
     result = CliRunner().invoke(app, ["bench", "serving", "ablation", str(folder), *FLAGS, "--plot", str(picture)])
     assert result.exit_code == 2 and "pip install matplotlib" in " ".join(result.output.split())
