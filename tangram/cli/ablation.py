@@ -46,7 +46,7 @@ def ablation(
     """
     from tangram.drive.ablation import at_rate, breakdowns, chosen_rungs, described, for_each
     from tangram.drive.clock import Limits
-    from tangram.drive.work import alike
+    from tangram.drive.work import alike, check_lengths
     from tangram.evaluate.plot import check_plot
 
     chosen, per_second = chosen_rungs(rungs), [positive("rates", text) for text in rates.split(",")]
@@ -57,6 +57,7 @@ def ablation(
 
     def measure(rung: Rung, engine: Engine) -> None:
         count, vocabulary = max(batch_requests, requests), engine.geometry.vocab_size
+        check_lengths("input_tokens", count, input_tokens, output_tokens, engine.max_model_len)
         asks = alike(count, input_tokens, output_tokens, shared_tokens=0, vocab_size=vocabulary)
         progress.update(task, description=f"{rung.title}: prefill and decode")
         found = figures[rung.name] = described(rung, engine) | {"rates": {}}

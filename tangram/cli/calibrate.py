@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -89,31 +90,35 @@ def _import(config: EngineConfig, path: Path) -> Profile:
 def _measure(config: EngineConfig, samples: int, data: Path | None, study: calibration.Study) -> Profile:
     from tangram.calibrate import read_kinds
     from tangram.compress.scorers import choose, make_scorer
-    from tangram.engine.setup import calibrate_model
+    from tangram.engine.setup import calibrate_model, check_chunk
     from tangram.model.load import load_model
     from tangram.pilots import pilot_kinds
 
     texts, source = _texts(config, samples, data), _source(config, data)
-    study.check(texts)
+    study.check(samples if data is None else len(texts()))
     loaded = load_model(config.model, dtype=config.dtype, device=config.device, load_format=config.load_format)
+    check_chunk(config, loaded)
     config = replace(config, **(chosen := choose(config, loaded.fingerprint))._asdict())
     gate = Path(config.gate) if config.gate else None
     scorer = make_scorer(chosen.scorer, gate=gate, model=loaded.fingerprint)
     profiles = calibrate_model(
-        loaded, scorer, chosen.scope, config, retentions=study.retentions(config.kv_retention), texts=texts,
+        loaded, scorer, chosen.scope, config, retentions=study.retentions(config.kv_retention), texts=texts(),
         source=source, observe=study.observe,
     )  # fmt: skip
     study.publish(profiles, read_kinds(data) if data else pilot_kinds(samples), source, config)
     return profiles[0]
 
 
-def _texts(config: EngineConfig, samples: int, data: Path | None) -> list[str]:
+def _texts(config: EngineConfig, samples: int, data: Path | None) -> Callable[[], list[str]]:
+    """Those of a file are read now. Those made up can be long: once the model says that chunks can be."""
     from tangram.calibrate import read_texts
     from tangram.pilots import pilot_texts
 
     if data:
-        return read_texts(data)
-    return pilot_texts(samples, config.seed, min_characters=max(8_000, 6 * config.chunk_tokens))
+        found = read_texts(data)
+        return lambda: found
+    characters = max(8_000, 6 * config.chunk_tokens)
+    return lambda: pilot_texts(samples, config.seed, min_characters=characters)
 
 
 def _source(config: EngineConfig, data: Path | None) -> str:

@@ -90,9 +90,9 @@ class Study:
         """Every ρ to measure, `first` before the others."""
         return list(dict.fromkeys((first, *self.also_at)))
 
-    def check(self, texts: Sequence[str]) -> None:
+    def check(self, texts: int) -> None:
         """Raise `ConfigError` if a report is asked of so few texts that none could be left out."""
-        if self.report is not None and len(texts) < 2:
+        if self.report is not None and texts < 2:
             raise ConfigError(f"report is {self.report}, it leaves samples out in turn: take at least 2 (samples is 1)")
 
     def observe(self, shares: Float64) -> None:

@@ -67,6 +67,9 @@ class Talk:
                 line = entry(typed, _PROMPT)
             except EOFError:
                 return
+            except TangramError as error:
+                tell_error(error)
+                continue
             except KeyboardInterrupt:
                 if interrupted:
                     return

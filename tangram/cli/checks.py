@@ -12,10 +12,12 @@ import typer
 from tangram.cli.console import tell_error
 from tangram.config import EngineConfig, cache_folder
 from tangram.errors import ConfigError
+from tangram.foreign_files import is_text
 from tangram.limits import Bounds
 from tangram.model.source import check_source
 
 OUTPUTS = ("output", "report", "plot", "train_gate")  # the options that name a file to write
+_NAMES = ("model", "profile", "gate", "decode_policy")  # files, but not always: they are texts
 
 
 def within(bounds: Bounds, hint: str = "") -> Callable[[typer.CallbackParam, Any], Any]:
@@ -29,12 +31,27 @@ def within(bounds: Bounds, hint: str = "") -> Callable[[typer.CallbackParam, Any
     return check
 
 
-def check_texts(values: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if one of these, a text or a list of such, could not be written as UTF-8."""
-    for name, value in values.items():
-        for text in value if isinstance(value, list) else [value]:
-            if isinstance(text, str) and text.encode(errors="ignore").decode() != text:
-                raise ConfigError(f"{name} has bytes that are not UTF-8: give a text")
+def as_texts(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same options, whose texts are UTF-8 whatever the locale took their bytes for.
+
+    Raises `ConfigError` for a text that is none. Paths stay as they are.
+    """
+    return {
+        name: [as_text(name, part) for part in value]
+        if isinstance(value, list | tuple)  # of an option that may be given again
+        else as_text(name, value)
+        for name, value in values.items()
+    }
+
+
+def as_text(name: str, value: Any) -> Any:
+    """A text as UTF-8, anything else as it is. Raises `ConfigError` for bytes that are no UTF-8."""
+    if not isinstance(value, str) or is_text(value):
+        return value
+    try:
+        return os.fsencode(value).decode()
+    except UnicodeError as error:
+        raise ConfigError(f"{name} has bytes that are not UTF-8: give a text") from error
 
 
 def check_outputs(values: Mapping[str, Any]) -> None:
@@ -42,7 +59,7 @@ def check_outputs(values: Mapping[str, Any]) -> None:
     for name in (name for name in OUTPUTS if values.get(name) is not None):
         path = values[name]
         check_output(name, path)
-        others = ((other, given) for other, value in values.items() for given in _paths(value) if other != name)
+        others = ((other, given) for other, value in values.items() for given in _paths(other, value) if other != name)
         for other, given in others:
             if given.expanduser().absolute().resolve() == path.absolute().resolve():
                 raise ConfigError(f"{name} is {path}, and so is {other}: give each a file of its own")
@@ -64,7 +81,10 @@ def check_output(name: str, path: Path) -> None:
         raise ConfigError(f"{name} is {path}, it cannot be written: {error.strerror}") from error
 
 
-def _paths(value: object) -> Iterable[Path]:
+def _paths(name: str, value: Any) -> Iterable[Path]:
+    """The files that option `name` means."""
+    if name in _NAMES and value is not None:
+        return [Path(each) for each in (value if isinstance(value, list | tuple) else [value])]
     return [value] if isinstance(value, Path) else []
 
 

@@ -15,7 +15,7 @@ from typer._click.core import Context
 from typer._click.exceptions import NoArgsIsHelpError, NoSuchOption, UsageError  # no public names
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
-from tangram.cli.checks import check_outputs, check_texts
+from tangram.cli.checks import as_texts, check_outputs
 from tangram.cli.console import is_wrapped, tell_error
 from tangram.cli.foreign import FOREIGN, explain
 from tangram.errors import EngineError, TangramError
@@ -37,7 +37,7 @@ class Command(TyperCommand):
         with _told(), _explained(args, self.params):
             rest = super().parse_args(ctx, args)
             if not ctx.resilient_parsing:  # of a shell that completes
-                check_texts(ctx.params)
+                ctx.params = as_texts(ctx.params)
                 check_outputs(ctx.params)
             return rest
 

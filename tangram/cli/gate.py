@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rich.table import Table
@@ -25,10 +25,11 @@ def refuse_with_gate(config: EngineConfig, options: Mapping[str, Path | str | No
         )
 
 
-def train_and_report(config: EngineConfig, path: Path, texts: Sequence[str], source: str) -> None:
+def train_and_report(config: EngineConfig, path: Path, texts: Callable[[], Sequence[str]], source: str) -> None:
     """Train a gate on `texts`, write it to `path`, and print how far it agrees with KVzip on texts it has not seen."""
     from tangram.compress.scorers.gate import check_path, save_gate
     from tangram.distil import Recipe
+    from tangram.engine.setup import check_chunk
     from tangram.engine.teacher import agreements, distil_gate
     from tangram.kernels.threads import use_threads
     from tangram.model.load import load_model
@@ -36,8 +37,9 @@ def train_and_report(config: EngineConfig, path: Path, texts: Sequence[str], sou
     check_path(path)
     use_threads(config.threads)
     loaded = load_model(config.model, dtype=config.dtype, device=config.device, load_format=config.load_format)
+    check_chunk(config, loaded)
     recipe = Recipe(seed=config.seed)
-    gate, unseen = distil_gate(loaded, texts, chunk_tokens=config.chunk_tokens, source=source, recipe=recipe)
+    gate, unseen = distil_gate(loaded, texts(), chunk_tokens=config.chunk_tokens, source=source, recipe=recipe)
     save_gate(path, gate)
     table = Table("ρ", "what competes", "gate", "keydiff", title=f"Kept as KVzip would, in {len(unseen)} unseen texts")
     for found in agreements(loaded, gate, unseen, chunk_tokens=config.chunk_tokens):

@@ -107,7 +107,8 @@ def serve(
         raise ConfigError(f"served_model_name is {name!r}, it must be a text that is not empty")
     with closing(Listener.at(host, port)) as listener, logging_as(log_format):
         protection = Protection(tuple(api_key or ()), max_body_mb, tuple(allowed_origins or ()))
-        _log.info("listening at %s; loading PyTorch, then %s", listener.url, config.model)
+        where = f"{listener.url}{', on all interfaces' if listener.is_open_to_all else ''}"
+        _log.info("listening at %s; loading PyTorch, then %s", where, config.model)
         # Imports and weights live as long as the process: to collect among them costs half a second.
         gc.disable()
         try:

@@ -49,9 +49,11 @@ def throughput(
     output: Output = None,
 ) -> None:
     """Equal requests, all at once."""
-    from tangram.drive.work import alike
+    from tangram.drive.work import alike, check_lengths
 
     engine = _engine(config)
+    own_tokens = shared_tokens + input_tokens
+    check_lengths("input_tokens", requests, own_tokens, output_tokens, engine.max_model_len)
     asks = alike(
         requests, input_tokens, output_tokens, shared_tokens=shared_tokens, vocab_size=engine.geometry.vocab_size
     )
@@ -71,9 +73,11 @@ def multi_turn(
     output: Output = None,
 ) -> None:
     """Conversations that go on: every turn brings the whole history again, and few new tokens."""
-    from tangram.drive.work import made_up, next_turn
+    from tangram.drive.work import check_lengths, made_up, next_turn
 
     engine, parts = _engine(config), []
+    said_tokens = history_tokens + (turns - 1) * (user_tokens + output_tokens) + user_tokens
+    check_lengths("history_tokens", sessions, said_tokens, output_tokens, engine.max_model_len)
     vocabulary = engine.geometry.vocab_size
     histories = [made_up(history_tokens, vocabulary, 4, session) for session in range(sessions)]
     for turn in range(1, turns + 1):

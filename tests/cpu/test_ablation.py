@@ -90,7 +90,7 @@ def test_the_command_measures_every_rung_and_keeps_the_figures(folder: Path, tmp
         (["--kv-retention", "1.0"], "kv_retention is 1.0, an ablation needs less"),
         (["--rates", "2,none"], "rates is 'none'"),
         (["--rungs", "best"], "rungs has 'best'"),
-        (["--tpot-limit-ms", "-1"], "limit of tpot_ms is -1.0"),
+        (["--tpot-limit-ms", "-1"], "tpot_limit_ms is -1.0"),
         (["--decode-policy", "a.json"], "decode_policy is 'a.json', each rung has its own schedule"),
     ],
 )
