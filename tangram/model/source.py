@@ -34,9 +34,11 @@ def check_source(name: str) -> None:
     elif path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelError(f"model {name!r}: the folder has no config.json, name one that Transformers has saved")
-    elif not path.exists() and _is_path(name):
+    elif path.exists():
+        raise ModelError(f"model {name!r}: it is neither a folder nor a GGUF file, name one of these")
+    elif _is_path(name):
         raise ModelError(f"model {name!r}: there is no such folder")
-    elif not path.exists() and not _is_id(name):
+    elif not _is_id(name):
         raise ModelError(
             f"model {name!r}: there is no such file or folder, and no Hugging Face id is written like that"
         )
