@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, PositiveInt
 
 from tangram.serve.body import Body, Label, Salt, Text, encodable
 from tangram.serve.items import Item, conversation
-from tangram.serve.messages import MAX_MESSAGES
+from tangram.serve.messages import MAX_MESSAGES, few_arguments
 from tangram.serve.replies import Json
 from tangram.serve.schema import ChatRequest
 from tangram.serve.structured import MAX_TOOLS, Function, JsonSchema, NamedTool
@@ -18,6 +18,7 @@ from tangram.types import SamplingParams
 
 
 def _as_items(value: Any) -> Any:
+    few_arguments(value if isinstance(value, list) else ())
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
