@@ -28,7 +28,7 @@ def parse(content: bytes) -> Any:
         place = f"its byte {error.start} is not {error.encoding.upper()}"
         raise invalid(f"{place}: send JSON in UTF-8, not compressed") from None
     if has_more_items(text, MAX_ITEMS):
-        message = f"the body has more than {MAX_ITEMS} objects, lists and texts: send less at once"
+        message = f"there are more than {MAX_ITEMS} objects, lists and texts: send less at once"
         raise ApiError(400, message, code="too_many_items")
     try:
         return json.loads(text, object_pairs_hook=_object, parse_int=_integer, parse_float=_number)
