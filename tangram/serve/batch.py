@@ -106,10 +106,9 @@ def _tasks(source: Path) -> Iterator[Task]:
 
 def _task(number: int, text: str) -> Task:
     try:
-        data = parse(text.encode())
+        data = parse(text.encode(), f"line {number}")
     except ApiError as error:
-        message = f"line {number}: {error}"
-        return Task(number, None, None, ApiError(400, message, param=error.param, code=error.code))
+        return Task(number, None, None, error)
     own = data.get("custom_id") if isinstance(data, dict) else None
     custom_id = own if isinstance(own, str) else None
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import sys
 from typing import Any, ClassVar
@@ -66,7 +67,8 @@ class HttpProtocol(H11Protocol):
         if not self._half_closed and self.conn.their_state in (h11.DONE, h11.MUST_CLOSE) and self.conn.can_ask:
             self._half_closed = True
             self.conn.receive_data(b"")
-            self.conn.next_event()
+            with contextlib.suppress(h11.RemoteProtocolError):  # what stands behind its last request
+                self.conn.next_event()
             self._ask_whether_there()
         return self._half_closed
 

@@ -140,7 +140,7 @@ def test_the_first_events_leave_out_what_is_long(fake_server: FakeServer) -> Non
         (b'{"user": "\xed\xa0\x80"}', "not UTF-8"),
         (b"", "is empty"),
         (b'{"n": ' + b"1" * 5000 + b"}", "5000 digits, at most 4300"),
-        (b'{"n": [-' + b"1" * 4301 + b"]}", "4302 digits, at most 4300"),
+        (b'{"n": [-' + b"1" * 4301 + b"]}", "4301 digits, at most 4300"),
         (b"[" * 100_000, "too many levels"),
         (b'{"model": "a", }', "at character 15"),
         (b"5", "must be a JSON object"),
