@@ -55,13 +55,9 @@ def test_a_device_that_cannot_be_served_on_is_refused(
         build_engine(config(folder, device=device))
 
 
-def test_block_tables_that_kernels_cannot_address_are_refused(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_block_tables_that_kernels_cannot_address_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_MOST_ENTRIES", 1000)
-    with pytest.raises(
-        ConfigError, match=r"max_num_seqs is \d+ .* lower max_num_seqs or max_model_len"
-    ):
+    with pytest.raises(ConfigError, match=r"max_num_seqs is \d+ .* lower max_num_seqs or max_model_len"):
         build_engine(config(folder, kv_cache_gib=0.01))
 
 
