@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from tangram.cli import calibration
-from tangram.cli.checks import check_start
+from tangram.cli.checks import check_regular, check_start
+from tangram.cli.console import tell
 from tangram.cli.gate import refuse_with_gate, train_and_report
 from tangram.cli.options import PilotSamples, calibration_config, changed, configured_by
 from tangram.compress.profile import Profile
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
-
-_err = Console(stderr=True)
 
 
 @configured_by(calibration_config)
@@ -46,16 +45,17 @@ def calibrate(
         return
     if output is None:
         raise ConfigError("output is not set: give -o PROFILE.json, or --train-gate GATE.safetensors")
+    check_regular("output", output)
     study = calibration.Study.asked(plot, report, also_at, import_from)
     profile = _import(config, import_from) if import_from else _measure(config, samples, data, study)
     profile.save(output)
     stability = profile.calibration.rank_stability
     agreement = f", rank stability {stability.mean:.3f} (lowest {stability.min:.3f})" if stability else ""
-    _err.print(f"{output}: realised retention {profile.realised_retention:.4f} of {profile.kv_retention}{agreement}")
+    tell(f"{output}: realised retention {profile.realised_retention:.4f} of {profile.kv_retention}{agreement}")
     for sentence in calibration.meaning(profile):
-        _err.print(sentence, highlight=False)
-    _err.print("Serve with it:", highlight=False)
-    _err.print(calibration.serve_line(config, output), highlight=False, soft_wrap=True)
+        tell(sentence)
+    tell("Serve with it:")
+    tell(calibration.serve_line(config, output))
 
 
 def _refuse_ignored(
@@ -91,31 +91,35 @@ def _import(config: EngineConfig, path: Path) -> Profile:
 def _measure(config: EngineConfig, samples: int, data: Path | None, study: calibration.Study) -> Profile:
     from tangram.calibrate import read_kinds
     from tangram.compress.scorers import choose, make_scorer
-    from tangram.engine.setup import calibrate_model
+    from tangram.engine.setup import calibrate_model, check_chunk
     from tangram.model.load import load_model
     from tangram.pilots import pilot_kinds
 
     texts, source = _texts(config, samples, data), _source(config, data)
-    study.check(texts)
+    study.check(samples if data is None else len(texts()))
     loaded = load_model(config.model, dtype=config.dtype, device=config.device, load_format=config.load_format)
+    check_chunk(config, loaded)
     config = replace(config, **(chosen := choose(config, loaded.fingerprint))._asdict())
     gate = Path(config.gate) if config.gate else None
     scorer = make_scorer(chosen.scorer, gate=gate, model=loaded.fingerprint)
     profiles = calibrate_model(
-        loaded, scorer, chosen.scope, config, retentions=study.retentions(config.kv_retention), texts=texts,
+        loaded, scorer, chosen.scope, config, retentions=study.retentions(config.kv_retention), texts=texts(),
         source=source, observe=study.observe,
     )  # fmt: skip
     study.publish(profiles, read_kinds(data) if data else pilot_kinds(samples), source, config)
     return profiles[0]
 
 
-def _texts(config: EngineConfig, samples: int, data: Path | None) -> list[str]:
+def _texts(config: EngineConfig, samples: int, data: Path | None) -> Callable[[], list[str]]:
+    """Those of a file are read now. Those made up can be long: once the model says that chunks can be."""
     from tangram.calibrate import read_texts
     from tangram.pilots import pilot_texts
 
     if data:
-        return read_texts(data)
-    return pilot_texts(samples, config.seed, min_characters=max(8_000, 6 * config.chunk_tokens))
+        found = read_texts(data)
+        return lambda: found
+    characters = max(8_000, 6 * config.chunk_tokens)
+    return lambda: pilot_texts(samples, config.seed, min_characters=characters)
 
 
 def _source(config: EngineConfig, data: Path | None) -> str:

@@ -223,6 +223,7 @@ def _profile(config: EngineConfig, loaded: LoadedModel, scorer: Scorer, scope: S
         "once (`tangram calibrate` takes 50 and is more exact)",
         config.model, scorer.name, scope, config.kv_retention, config.chunk_tokens, QUICK_SAMPLES,
     )  # fmt: skip
+    check_chunk(config, loaded)
     texts = pilot_texts(QUICK_SAMPLES, min_characters=max(8_000, 6 * config.chunk_tokens))
     profile = calibrate_model(
         loaded, scorer, scope, config, retentions=[config.kv_retention], texts=texts,
@@ -236,6 +237,15 @@ def _profile(config: EngineConfig, loaded: LoadedModel, scorer: Scorer, scope: S
     except OSError as error:
         _log.warning("the profile could not be kept: %s", error)
     return profile
+
+
+def check_chunk(config: EngineConfig, loaded: LoadedModel) -> None:
+    """Raise `ConfigError` for chunks that no sequence of the model fills: texts of that length come next."""
+    if config.chunk_tokens > loaded.geometry.max_positions:
+        raise ConfigError(
+            f"chunk_tokens is {config.chunk_tokens}, the model was made for at most "
+            f"{loaded.geometry.max_positions} positions: lower chunk_tokens"
+        )
 
 
 def _page_heads(config: EngineConfig, loaded: LoadedModel) -> int:

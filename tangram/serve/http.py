@@ -21,11 +21,12 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
 
 from tangram.errors import ConfigError, EngineError
+from tangram.foreign_files import is_text
 from tangram.serve.activity import tell_activity
 from tangram.serve.bridge import Limits, ServedEngine
 from tangram.serve.docs import PAGE_HEADERS, page
 from tangram.serve.errors import install_handlers
-from tangram.serve.guard import MAX_HEADER_BYTES, BoundRequests, NameRequests, Protection, RequireKeys, is_text
+from tangram.serve.guard import MAX_HEADER_BYTES, BoundRequests, NameRequests, Protection, RequireKeys
 from tangram.serve.listening import Listener
 from tangram.serve.logs import log_request
 from tangram.serve.openapi import document
