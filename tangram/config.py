@@ -149,7 +149,7 @@ class EngineConfig:
     )
     chunk_tokens: int = _compression(512, "tokens that are computed and sealed in one piece", bounds=_TOKENS)
 
-    max_num_seqs: int = _batching(32, "most sequences in one step", bounds=Bounds(1, 2**16))
+    max_num_seqs: int = _batching(32, "most sequences in one step", bounds=_TOKENS)
     max_num_batched_tokens: int = _batching(2048, "most tokens in one step", bounds=Bounds(1, 2 * MOST_TOKENS))
     prompt_patience: int = _batching(
         16,
