@@ -16,7 +16,7 @@ from tangram.serve.call_grammar import CallGrammar, answer_grammar
 from tangram.serve.forms import AnswerForm
 from tangram.serve.structured import Tool
 from tangram.types import CallStyle
-from tests.real_templates import MISTRAL_LIST, MISTRAL_NAMED, real_template
+from tests.real_templates import MISTRAL_LISTS, MISTRAL_NAMED, real_template
 
 USER = {"role": "user", "content": "Weather?"}
 THINK, CHANNELS = "<think>", "<|channel|>analysis<|message|>"
@@ -61,7 +61,8 @@ def test_the_form_is_told_from_the_real_template(name: str) -> None:
 
 
 def test_forms_of_mistral_and_of_the_embedded_model() -> None:
-    for template, style in ((MISTRAL_LIST, CallStyle.LIST), (MISTRAL_NAMED, CallStyle.NAMED)):
+    lists = [(template, CallStyle.LIST) for template in MISTRAL_LISTS.values()]
+    for template, style in (*lists, (MISTRAL_NAMED, CallStyle.NAMED)):
         codec = codec_of(template, CONTROLS["mistral"])
         assert codec.tool_format is not None
         assert codec.tool_format.style is style
@@ -182,7 +183,7 @@ SHAPED = {"thinking": '<think>Hm.</think>\n"yes"', "opened": 'Hm.</think>"yes"',
 @pytest.fixture(scope="module")
 def forms(gptoss: TextCodec) -> dict[str, tuple[TextCodec, AnswerForm]]:
     found = {"channels": (gptoss, AnswerForm.of(gptoss))}
-    for name, template in (("list", MISTRAL_LIST), ("named", MISTRAL_NAMED)):
+    for name, template in (("list", MISTRAL_LISTS["mistral-nemo-instruct-2407"]), ("named", MISTRAL_NAMED)):
         codec = codec_of(template, CONTROLS["mistral"])
         found[name] = codec, AnswerForm.of(codec)
     qwen = codec_of(real_template("qwen3_5_think"))

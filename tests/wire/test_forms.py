@@ -10,14 +10,14 @@ import pytest
 from tokenizers import AddedToken
 
 from tangram.model.load import load_tokenizer
-from tests.real_templates import MISTRAL_LIST, MISTRAL_NAMED, real_template
+from tests.real_templates import MISTRAL_LISTS, MISTRAL_NAMED, real_template
 
 from .conftest import CHAT, chat_body
 from .tiny import TinyServer, run_tiny_server, tiny_folder
 
 CONTROLS = ["[TOOL_CALLS]", "[ARGS]", "<|start|>", "<|channel|>", "<|message|>", "<|end|>"]
 CONTROLS += ["<|call|>", "<|return|>", "<|constrain|>"]
-TEMPLATES = {"list": MISTRAL_LIST, "named": MISTRAL_NAMED}
+TEMPLATES = {"list": MISTRAL_LISTS["mistral-nemo-instruct-2407"], "named": MISTRAL_NAMED}
 REAL = {"channels": "gptoss", "thinking": "qwen3_5_think"}
 TOOL = {"type": "function", "function": {"name": "get_time"}}
 
