@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 
@@ -10,6 +11,9 @@ _INTERRUPTED = 128 + signal.SIGINT
 
 def main() -> None:
     """The entry point of the `tangram` command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what its encoding lacks is written as \\x.., not as a traceback
+            stream.reconfigure(errors="backslashreplace")
     try:
         from tangram.cli import main as command
 

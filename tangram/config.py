@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
-import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from tangram.errors import ConfigError
+from tangram.limits import Bounds
+
+MOST_TOKENS = 2**24  # of anything: no model was made for so many
+_TOKENS, _COUNT, _GIB = Bounds(1, MOST_TOKENS), Bounds(1, 2**31 - 1), 2.0**20
+# Where every number of an `EngineConfig` must lie that is given, and what else there is.
+BOUNDS: Mapping[str, tuple[Bounds, str]] = {
+    "kv_retention": (Bounds(0.0, 1.0, open_low=True), "1.0 keeps everything"),
+    "page_tokens": (_TOKENS, ""),
+    "heads_per_page": (Bounds(1, 2**16), ""),
+    "chunk_tokens": (_TOKENS, ""),
+    "max_num_seqs": (Bounds(1, 2**16), ""),
+    "max_num_batched_tokens": (Bounds(1, 2 * MOST_TOKENS), ""),
+    "max_model_len": (_TOKENS, ""),
+    "prompt_patience": (Bounds(0, 2**31 - 1), "0 is first come, first served"),
+    "threads": (Bounds(1, 1024), "None takes as many as torch"),
+    "max_queue": (_COUNT, "None lets everybody wait"),
+    "overflow_every": (_COUNT, "None measures none"),
+    "seed": (Bounds(-(2**63), 2**63 - 1), ""),
+    "gpu_memory_utilization": (Bounds(0.0, 1.0, open_low=True), ""),
+    "kv_cache_gib": (Bounds(0.0, _GIB, open_low=True), ""),
+    "kv_offload_gib": (Bounds(0.0, _GIB), "0 means none"),
+}
 
 
 def cache_folder() -> Path:
@@ -75,8 +97,9 @@ class EngineConfig:
     overflow_every: int | None = None
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.kv_retention) and 0.0 < self.kv_retention <= 1.0):
-            raise ConfigError(f"kv_retention is {self.kv_retention}, it must lie in (0, 1]: 1.0 keeps everything")
+        for name, (bounds, hint) in BOUNDS.items():
+            if (value := getattr(self, name)) is not None:
+                bounds.check_option(name, value, hint)
         if self.scope not in ("layer", "model", None):
             raise ConfigError(f"scope is {self.scope!r}, it must be 'layer' or 'model'")
         if self.scheduling not in ("continuous", "static"):
@@ -87,9 +110,6 @@ class EngineConfig:
             raise ConfigError(f"kv_cache_dtype is {self.kv_cache_dtype!r}, it must be 'auto' or 'fp8'")
         if self.load_format not in ("auto", "dummy"):
             raise ConfigError(f"load_format is {self.load_format!r}, it must be 'auto' or 'dummy'")
-        for name in ("page_tokens", "heads_per_page", "chunk_tokens", "max_num_seqs"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least 1")
         if self.chunk_tokens % self.page_tokens:
             raise ConfigError(
                 f"chunk_tokens is {self.chunk_tokens}, it must be a multiple of page_tokens ({self.page_tokens})"
@@ -100,30 +120,10 @@ class EngineConfig:
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, it must be at least chunk_tokens + "
                 f"max_num_seqs = {smallest}, so that a whole chunk always fits beside the decoding rows"
             )
-        if self.max_model_len is not None and self.max_model_len < 1:
-            raise ConfigError(f"max_model_len is {self.max_model_len}, it must be at least 1")
-        if self.prompt_patience < 0:
-            raise ConfigError(
-                f"prompt_patience is {self.prompt_patience}, it must be at least 0: first come, first served"
-            )
-        if self.threads is not None and self.threads < 1:
-            raise ConfigError(f"threads is {self.threads}, it must be at least 1, or None to take as many as torch")
-        if self.max_queue is not None and self.max_queue < 1:
-            raise ConfigError(f"max_queue is {self.max_queue}, it must be at least 1, or None to let everybody wait")
-        if self.overflow_every is not None and self.overflow_every < 1:
-            raise ConfigError(
-                f"overflow_every is {self.overflow_every}, it must be at least 1, or None to measure none"
-            )
         if self.overflow_every is not None and self.kv_retention == 1.0 and not self.profile:
             raise ConfigError(
                 f"overflow_every is {self.overflow_every}, but at kv_retention 1.0 nothing is dropped: leave it out"
             )
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}, it must lie in (0, 1]")
-        if self.kv_cache_gib is not None and not (math.isfinite(self.kv_cache_gib) and self.kv_cache_gib > 0):
-            raise ConfigError(f"kv_cache_gib is {self.kv_cache_gib}, it must be positive")
-        if not (math.isfinite(self.kv_offload_gib) and self.kv_offload_gib >= 0):
-            raise ConfigError(f"kv_offload_gib is {self.kv_offload_gib}, it must be at least 0, which means none")
         if self.kv_offload_gib and not self.enable_prefix_caching:
             raise ConfigError(
                 f"kv_offload_gib is {self.kv_offload_gib}, but without enable_prefix_caching nothing is kept: "

@@ -19,6 +19,11 @@ def read_text(path: str | Path) -> str:
     return Path(path).read_text(encoding="utf-8-sig")
 
 
+def is_text(value: str) -> bool:
+    """Whether it can be written as UTF-8; bytes of a command line that are none become halves of characters."""
+    return value.encode(errors="ignore").decode() == value
+
+
 def parse_json(text: str | bytes) -> Any:
     """What `text` says. Raises `ValueError` if that is no JSON, or nested too deeply for Python."""
     try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from reprlib import repr as shortened
 from typing import TYPE_CHECKING
 
-from tangram.errors import RequestError
+from tangram.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from tangram.types import SamplingParams
@@ -43,11 +43,26 @@ class Bounds:
 
     def check(self, field: str, value: float) -> None:
         """Raise `RequestError` if the `value` of `field` lies outside."""
-        inside = (self.low < value if self.open_low else self.low <= value) and value <= self.high
-        if not inside:
+        if not self._holds(value):
             bracket = "(" if self.open_low else "["
             message = f"{field} is {shortened(value)}, it must lie in {bracket}{self.low}, {self.high}]"
             raise RequestError(message, field)
+
+    def check_option(self, name: str, value: float, hint: str = "") -> None:
+        """Raise `ConfigError` if the `value` of option `name` lies outside; `hint` says what else there is."""
+        if self._holds(value):
+            return
+        low = f"{'greater than' if self.open_low else 'at least'} {_number(self.low)}"
+        limit = f"{low} and at most {_number(self.high)}"
+        raise ConfigError(f"{name} is {shortened(value)}, it must be {limit}{hint and ': '}{hint}")
+
+    def _holds(self, value: float) -> bool:
+        """Never NaN."""
+        return (self.low < value if self.open_low else self.low <= value) and value <= self.high
+
+
+def _number(value: float) -> str:
+    return str(int(value) if value == int(value) else value)
 
 
 # By the fields of `SamplingParams`, in the order in which they are checked; None is always inside.

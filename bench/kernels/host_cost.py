@@ -28,7 +28,7 @@ from rich.table import Table
 
 from bench.kernels.budgets import load
 from bench.kernels.tables import Books
-from tangram.cache.step import Row, RowKind, Step
+from tangram.cache.step import Row, RowKind
 from tangram.engine.batch import Batcher, DeviceTables
 from tangram.engine.meters import Meters
 from tangram.kernels.stopwatch import Stopwatch
@@ -165,8 +165,8 @@ def step_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
     epochs = count()
     lines = []
     for name, epoch in {"a step of the same batch": lambda: 0, "a step of a new batch": lambda: next(epochs)}.items():
-        batcher.attention(Step(rows, epoch()))
-        times = measured_ms(lambda epoch=epoch: batcher.attention(Step(rows, epoch())), options.repeats)
+        batcher.attention(rows, epoch())
+        times = measured_ms(lambda epoch=epoch: batcher.attention(rows, epoch()), options.repeats)
         median, low, high = (float(np.quantile(times, q)) for q in (0.5, 0.25, 0.75))
         cells = len(rows) * len(profile.layers) * profile.model.kv_heads
         lines.append({"what": name, "cells": cells, "ms": median, "ms_quartiles": [low, high]})

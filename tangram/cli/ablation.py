@@ -4,26 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
-from tangram.cli.options import with_config
+from tangram.cli import console
+from tangram.cli.options import number, with_config
 from tangram.cli.serving import Output, TpotLimit, TtftLimit, keep, percentiles, positive
-from tangram.config import EngineConfig
-from tangram.errors import ConfigError
+from tangram.config import MOST_TOKENS, EngineConfig
+from tangram.limits import Bounds
 
 if TYPE_CHECKING:
     from tangram.engine.loop import Engine
     from tangram.lab.load.ablation import Rung
 
 Figures = Mapping[str, dict[str, Any]]  # by rung
-_out, _err = Console(), Console(stderr=True)
 _ALL = "full-kv, reservation, ragged-paging, clustering, aot, served, dynamic"
 
 
@@ -32,11 +29,11 @@ def ablation(
     config: EngineConfig,
     rungs: Annotated[str, typer.Option(help="engines to compare, comma-separated")] = _ALL,
     batch_requests: Annotated[
-        int, typer.Option(min=1, help="requests, all at once, whose prefill and decode are split")
+        int, number(Bounds(1, 10**6), "requests, all at once, whose prefill and decode are split")
     ] = 8,
-    requests: Annotated[int, typer.Option(min=1, help="requests at each rate")] = 32,
-    input_tokens: Annotated[int, typer.Option(min=1, help="prompt tokens of each request")] = 4096,
-    output_tokens: Annotated[int, typer.Option(min=2, help="tokens of each answer")] = 128,
+    requests: Annotated[int, number(Bounds(1, 10**6), "requests at each rate")] = 32,
+    input_tokens: Annotated[int, number(Bounds(1, MOST_TOKENS), "prompt tokens of each request")] = 4096,
+    output_tokens: Annotated[int, number(Bounds(2, MOST_TOKENS), "tokens of each answer")] = 128,
     rates: Annotated[str, typer.Option(help="requests a second, comma-separated; they arrive at random")] = "0.5,1,2,4",
     ttft_limit_s: TtftLimit = None,
     tpot_limit_ms: TpotLimit = None,
@@ -47,18 +44,20 @@ def ablation(
 
     Decode seals a chunk only where --output-tokens fill one.
     """
+    from tangram.lab.accuracy.plot import check_plot
     from tangram.lab.load.ablation import at_rate, breakdowns, chosen_rungs, described, for_each
-    from tangram.lab.load.asks import alike
+    from tangram.lab.load.asks import alike, check_lengths
     from tangram.lab.load.clock import LatencyLimits
 
     chosen, per_second = chosen_rungs(rungs), [positive("rates", text) for text in rates.split(",")]
     limits, figures = LatencyLimits(ttft_limit_s, tpot_limit_ms), dict[str, dict[str, Any]]()
-    if plot is not None and find_spec("matplotlib") is None:
-        raise ConfigError(f"plot is {plot}, drawing needs matplotlib: pip install matplotlib")
+    if plot is not None:
+        check_plot(plot)
     load = f"{input_tokens} in, {output_tokens} out; batch of {batch_requests}; {requests} at {rates} requests/s"
 
     def measure(rung: Rung, engine: Engine) -> None:
         count, vocabulary = max(batch_requests, requests), engine.geometry.vocab_size
+        check_lengths("input_tokens", count, input_tokens, output_tokens, engine.max_model_len)
         asks = alike(count, input_tokens, output_tokens, shared_tokens=0, vocab_size=vocabulary)
         progress.update(task, description=f"{rung.title}: prefill and decode")
         found = figures[rung.name] = described(rung, engine) | {"rates": {}}
@@ -73,10 +72,10 @@ def ablation(
         # What comes later may fail or be cut short.
         keep(output, load, replace(config, scorer=engine.config.scorer, scope=engine.config.scope), {"rungs": figures})
 
-    with Progress(console=_err, disable=not _err.is_terminal) as progress:
+    with console.progress(counted=False) as progress:
         task = progress.add_task("loading", total=len(chosen) * (1 + len(per_second)))
         for_each(config, chosen, measure)
-    _out.print(f"{load}; kv_retention {config.kv_retention}")
+    console.output().print(f"{load}; kv_retention {config.kv_retention}")
     for phase, unit in (("prefill", "1,000 prompt tokens"), ("decode", "step")):
         _show_split(figures, phase, f"{phase}: ms of {unit}")
     _show_rates(figures)
@@ -100,7 +99,7 @@ def _show_split(figures: Figures, phase: str, title: str) -> None:
     if phase == "prefill":
         table.add_row("KV held of a sealed chunk", *(f"{found['footprint']:.3f}" for found in figures.values()))
         table.add_row("tokens that fit", *(f"{found['capacity_tokens']:,}" for found in figures.values()))
-    _out.print(table)
+    console.output().print(table)
 
 
 def _show_rates(figures: Figures) -> None:
@@ -116,7 +115,7 @@ def _show_rates(figures: Figures) -> None:
                 f"{summary['tokens_per_s']:,.0f}", percentiles(summary["ttft_s"], 2),
                 percentiles(summary["tpot_ms"], 1), str(summary["preemptions"]),
             )  # fmt: skip
-    _out.print(table)
+    console.output().print(table)
 
 
 def _draw(figures: Figures, title: str, path: Path) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from tangram.cli.checks import check_regular
+from tangram.cli.console import progress, tell
 from tangram.cli.options import served_name
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
@@ -24,23 +24,20 @@ def answer_batch(config: EngineConfig, source: Path, target: Path | None, others
             raise ConfigError(f"{name} is {value!r}, with --batch each line says it by itself: leave it out")
     if target is None:
         raise ConfigError("output is not set: --batch wants -o OUT.jsonl for the answers")
+    check_regular("output", target)
     if not source.is_file():
         raise ConfigError(f"batch is {str(source)!r}, there is no such file")
-    if not target.absolute().parent.is_dir():
-        raise ConfigError(f"output is {str(target)!r}, there is no folder {str(target.parent)!r}")
     from tangram.engine.build import build_engine
     from tangram.serve.batch import BatchFiles, answer_all
     from tangram.serve.service import Service
 
     files = BatchFiles(source, target)
     service = Service(build_engine(config), served_name(config))
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("Answering", total=files.total, completed=files.skipped)
+    with progress() as bar:
+        task = bar.add_task("Answering", total=files.total, completed=files.skipped)
         # Twice as many as run at once, so that there is always one that waits.
-        failed = answer_all(service, files, at_once=2 * config.max_num_seqs, on_line=lambda: progress.advance(task))
+        failed = answer_all(service, files, at_once=2 * config.max_num_seqs, on_line=lambda: bar.advance(task))
     answered = files.total - files.skipped - failed
-    console.print(f"{target}: {answered} answered, {failed} with errors, {files.skipped} were there already")
+    tell(f"{target}: {answered} answered, {failed} with errors, {files.skipped} were there already")
     if failed:
         raise typer.Exit(1)

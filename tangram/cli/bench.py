@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from enum import StrEnum
-from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from tangram.cli import console
 from tangram.cli.command import Command, Group
-from tangram.config import cache_folder
-from tangram.errors import ConfigError, TangramError
+from tangram.cli.options import number
+from tangram.config import BOUNDS, cache_folder
+from tangram.errors import ConfigError
+from tangram.limits import Bounds
 from tangram.plan.policy import FLASHINFER, Policy, policy_name
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from tangram.lab.kernel_benchmarks.policy_calibration import Verdict
 
 commands = typer.Typer(cls=Group, help="Measure this machine.", no_args_is_help=True)
-_out, _err = Console(), Console(stderr=True)
 
 
 class HalfType(StrEnum):
@@ -36,32 +36,22 @@ class HalfType(StrEnum):
     float16 = "float16"
 
 
-def _exit_with_2(command: Callable[..., None]) -> Callable[..., None]:
-    """Errors become one line and exit code 2."""
-
-    @wraps(command)
-    def run(*arguments: Any, **options: Any) -> None:
-        try:
-            command(*arguments, **options)
-        except TangramError as error:
-            _err.print(f"[red]error:[/red] {error}", highlight=False)
-            raise typer.Exit(2) from error
-
-    return run
-
-
 @commands.command("calibrate-policy", cls=Command)
-@_exit_with_2
 def calibrate_policy(
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="where the policy goes (JSON)", show_default="kept for this GPU"),
     ] = None,
     heads: Annotated[str, typer.Option(help="query/KV heads of a layer")] = "32/8",
-    head_dim: Annotated[int, typer.Option(help="size of a head")] = 128,
-    page_tokens: Annotated[int, typer.Option(help="tokens of a page")] = 16,
+    head_dim: Annotated[int, number(Bounds(1, 2**16), "size of a head")] = 128,
+    page_tokens: Annotated[int, number(BOUNDS["page_tokens"][0], "tokens of a page")] = 16,
     heads_per_page: Annotated[
-        int | None, typer.Option(help="KV heads that share a page table", show_default="all of a layer")
+        int | None,
+        number(
+            BOUNDS["heads_per_page"][0],
+            "KV heads that share a page table",
+            show_default="all of a layer",
+        ),
     ] = None,
     dtype: Annotated[HalfType, typer.Option(help="dtype of the KV cache")] = HalfType.bfloat16,
 ) -> None:
@@ -81,11 +71,10 @@ def calibrate_policy(
     )
     path = output or cache_folder() / "policies" / name
     policy.save(path)
-    _err.print(f"{path}: {len(policy.schedules)} schedules on {len(policy.loads)} traces of {policy.device}")
+    console.tell(f"{path}: {len(policy.schedules)} schedules on {len(policy.loads)} traces of {policy.device}")
 
 
 @commands.command("check-policy", cls=Command)
-@_exit_with_2
 def check_policy(
     policy_file: Annotated[Path, typer.Argument(metavar="POLICY", help="what calibrate-policy wrote")],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="keep every time here (JSON)")] = None,
@@ -107,7 +96,9 @@ def check_policy(
     single = best_single(verdicts)
     worst = max(verdicts, key=lambda verdict: regret(verdict, single))
     _show(verdicts, single)
-    _out.print(f"best single schedule: {single}; the policy at worst {regret(worst, single):+.1%} ({worst.name})")
+    console.output().print(
+        f"best single schedule: {single}; the policy at worst {regret(worst, single):+.1%} ({worst.name})"
+    )
     if output is not None:
         content = {
             "command": "tangram bench check-policy", "environment": environment(), "policy": str(policy_file),
@@ -126,7 +117,7 @@ def _gpu() -> Any:
 
 
 def _shown(cases: Sequence[Named], title: str) -> Any:
-    return track(cases, description=title, console=_err)
+    return track(cases, description=title, console=console.messages())
 
 
 def _show(verdicts: Sequence[Verdict], single: str) -> None:
@@ -142,7 +133,7 @@ def _show(verdicts: Sequence[Verdict], single: str) -> None:
         chosen = ", ".join(dict.fromkeys(verdict.chosen for verdict in members))
         against = [_against(members, clock) for clock in ("device_us", "wall_us")]
         table.add_row(family, str(len(members)), f"{faster:.2f}", *against, chosen)
-    _out.print(table)
+    console.output().print(table)
 
 
 def _against(members: Sequence[Verdict], clock: str) -> str:

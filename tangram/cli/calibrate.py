@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from tangram.cli import calibration
-from tangram.cli.checks import check_start
+from tangram.cli.checks import check_regular, check_start
+from tangram.cli.console import tell
 from tangram.cli.gate import refuse_with_gate, train_and_report
 from tangram.cli.options import PilotSamples, calibration_config, changed, configured_by
 from tangram.compress.profile import Profile
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
-
-_err = Console(stderr=True)
 
 
 @configured_by(calibration_config)
@@ -45,16 +44,17 @@ def calibrate(
         return
     if output is None:
         raise ConfigError("output is not set: give -o PROFILE.json, or --train-gate GATE.safetensors")
+    check_regular("output", output)
     study = calibration.Study.asked(plot, report, also_at, import_from)
     profile = _import(config, import_from) if import_from else _measure(config, samples, data, study)
     profile.save(output)
     stability = profile.calibration.rank_stability
     agreement = f", rank stability {stability.mean:.3f} (lowest {stability.min:.3f})" if stability else ""
-    _err.print(f"{output}: realised retention {profile.realised_retention:.4f} of {profile.kv_retention}{agreement}")
+    tell(f"{output}: realised retention {profile.realised_retention:.4f} of {profile.kv_retention}{agreement}")
     for sentence in calibration.meaning(profile):
-        _err.print(sentence, highlight=False)
-    _err.print("Serve with it:", highlight=False)
-    _err.print(calibration.serve_line(config, output), highlight=False, soft_wrap=True)
+        tell(sentence)
+    tell("Serve with it:")
+    tell(calibration.serve_line(config, output))
 
 
 def _refuse_ignored(
@@ -88,31 +88,41 @@ def _import(config: EngineConfig, path: Path) -> Profile:
 
 
 def _measure(config: EngineConfig, samples: int, data: Path | None, study: calibration.Study) -> Profile:
-    from tangram.calibrate import read_kinds
+    from tangram.calibrate.files import read_kinds
     from tangram.calibrate.texts import pilot_kinds
-    from tangram.engine.profiles import Compression, calibrate_model
+    from tangram.engine.profiles import Compression, calibrate_model, check_chunk
     from tangram.model.load import load_model
 
     texts, source = _texts(config, samples, data), _source(config, data)
-    study.check(texts)
+    study.check(samples if data is None else len(texts()))
     loaded = load_model(config.model, dtype=config.dtype, device=config.device, load_format=config.load_format)
+    check_chunk(config, loaded)
     compression = Compression.of(config, loaded.fingerprint)
     config, scorer = compression.config, compression.make_scorer(loaded.fingerprint)
     profiles = calibrate_model(
-        loaded, scorer, compression.choice.scope, config, retentions=study.retentions(config.kv_retention), texts=texts,
-        source=source, observe=study.observe,
-    )  # fmt: skip
+        loaded,
+        scorer,
+        compression.choice.scope,
+        config,
+        retentions=study.retentions(config.kv_retention),
+        texts=texts(),
+        source=source,
+        observe=study.observe,
+    )
     study.publish(profiles, read_kinds(data) if data else pilot_kinds(samples), source, config)
     return profiles[0]
 
 
-def _texts(config: EngineConfig, samples: int, data: Path | None) -> list[str]:
-    from tangram.calibrate import read_texts
+def _texts(config: EngineConfig, samples: int, data: Path | None) -> Callable[[], list[str]]:
+    """Those of a file are read now. Those made up can be long: once the model says that chunks can be."""
+    from tangram.calibrate.files import read_texts
     from tangram.calibrate.texts import pilot_texts
 
     if data:
-        return read_texts(data)
-    return pilot_texts(samples, config.seed, min_characters=max(8_000, 6 * config.chunk_tokens))
+        found = read_texts(data)
+        return lambda: found
+    characters = max(8_000, 6 * config.chunk_tokens)
+    return lambda: pilot_texts(samples, config.seed, min_characters=characters)
 
 
 def _source(config: EngineConfig, data: Path | None) -> str:

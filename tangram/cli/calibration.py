@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
+from tangram.cli.console import waiting
 from tangram.cli.options import changed
 from tangram.cli.serving import keep, positive
 from tangram.compress.profile import Profile
@@ -80,21 +80,22 @@ class Study:
         if report is not None and report.suffix not in (".json", ".md"):
             raise ConfigError(f"report is {report}, it must end in .json or .md")
         for name, path in (("plot", plot), ("report", report)):
-            if path is not None and not path.absolute().parent.is_dir():
-                raise ConfigError(f"{name} is {path}, there is no folder {path.parent}: make it first")
             if path is not None and import_from is not None:
                 raise ConfigError(f"{name} is {path}, imported budgets hold no samples: leave it out or --import")
         if also_at is not None and plot is None and report is None:
             raise ConfigError(f"also_at is {also_at}, it is for --plot and --report: give one of them or leave it out")
-        return cls(plot, report, tuple(positive("also_at", text) for text in also_at.split(",")) if also_at else ())
+        ratios = [] if also_at is None else [positive("also_at", text) for text in also_at.split(",")]
+        if over := [ratio for ratio in ratios if ratio >= 1.0]:
+            raise ConfigError(f"also_at has {over[0]}, each must be less than 1: 1.0 keeps everything")
+        return cls(plot, report, tuple(ratios))
 
     def retentions(self, first: float) -> list[float]:
         """Every ρ to measure, `first` before the others."""
         return list(dict.fromkeys((first, *self.also_at)))
 
-    def check(self, texts: Sequence[str]) -> None:
+    def check(self, texts: int) -> None:
         """Raise `ConfigError` if a report is asked of so few texts that none could be left out."""
-        if self.report is not None and len(texts) < 2:
+        if self.report is not None and texts < 2:
             raise ConfigError(f"report is {self.report}, it leaves samples out in turn: take at least 2 (samples is 1)")
 
     def observe(self, shares: Float64) -> None:
@@ -121,7 +122,7 @@ class Study:
         from tangram.lab.calibration.report import markdown, report
         from tangram.lab.environment import environment
 
-        with Console(stderr=True).status(f"Reckoning what is worth how much, for {path}"):  # half a minute for each ρ
+        with waiting(f"Reckoning what is worth how much, for {path}"):  # half a minute for each ρ
             found = report(evidence)
         if path.suffix == ".json":
             keep(path, title, config, found)

@@ -6,16 +6,15 @@ import sys
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-from rich.console import Console
-
 from tangram.cli.answering import Answer, Interrupts, answered, memory_told, shown
+from tangram.cli.console import messages, tell, tell_error, waiting
 from tangram.cli.conversation import Conversation
-from tangram.cli.options import with_config
+from tangram.cli.options import number, with_config
 from tangram.cli.telemetry import warnings_as_text
 from tangram.cli.terminal import entry, history, typed
 from tangram.config import EngineConfig
 from tangram.errors import TangramError
+from tangram.limits import BOUNDS
 from tangram.types import FinishReason, Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -27,8 +26,8 @@ _PROMPT = "you  "
 @with_config
 def chat(
     config: EngineConfig,
-    max_tokens: Annotated[int, typer.Option(help="most tokens of an answer")] = 512,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token")] = 0.0,
+    max_tokens: Annotated[int, number(BOUNDS["max_tokens"], "most tokens of an answer")] = 512,
+    temperature: Annotated[float, number(BOUNDS["temperature"], "0 takes the likeliest token")] = 0.0,
 ) -> None:
     """Talk to MODEL in the terminal. /help lists commands, Ctrl-C stops an answer, Ctrl-D ends."""
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature)
@@ -68,6 +67,9 @@ class Talk:
                 line = entry(typed, _PROMPT)
             except EOFError:
                 return
+            except TangramError as error:
+                tell_error(error)
+                continue
             except KeyboardInterrupt:
                 if interrupted:
                     return
@@ -90,7 +92,7 @@ class Talk:
             else:
                 _grey("Ctrl-D ends, /help lists commands")
         except TangramError as error:
-            Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
+            tell_error(error)
         return False
 
     def _answer(self, question: str) -> bool:
@@ -100,13 +102,12 @@ class Talk:
         sampling = SamplingParams(
             max_tokens=min(self._sampling.max_tokens or room, room), temperature=self._sampling.temperature
         )
-        with Interrupts() as interrupts, ExitStack() as waiting:
-            console = Console(stderr=True)
-            if console.is_terminal:
-                waiting.enter_context(console.status(f"reading {len(prompt):,} tokens"))
+        with Interrupts() as interrupts, ExitStack() as reading:
+            if messages().is_terminal:
+                reading.enter_context(waiting(f"reading {len(prompt):,} tokens"))
 
             def write(text: str) -> None:
-                waiting.close()
+                reading.close()
                 sys.stdout.write(shown(text))
                 sys.stdout.flush()
 
@@ -149,4 +150,4 @@ class Talk:
 
 
 def _grey(text: str) -> None:
-    Console(stderr=True).print(text, style="dim", highlight=False, markup=False, soft_wrap=True)
+    tell(text, "dim")

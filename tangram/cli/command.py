@@ -1,16 +1,24 @@
-"""The kind of command and group that all of `tangram` is made of: it knows options by other names, too."""
+"""The kind of command and group that all of `tangram` is made of.
+
+It knows options by other names, checks what is given before any work, and tells errors in a line.
+"""
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import typer
 from typer._click.core import Context
-from typer._click.exceptions import NoSuchOption  # its click has no public name
+from typer._click.exceptions import NoArgsIsHelpError, NoSuchOption, UsageError  # no public names
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
+from tangram.cli.checks import as_texts, check_outputs
+from tangram.cli.console import is_wrapped, tell_error
 from tangram.cli.foreign import FOREIGN, explain
+from tangram.errors import EngineError, TangramError
 
 
 class Command(TyperCommand):
@@ -25,9 +33,18 @@ class Command(TyperCommand):
         return parser
 
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
-        """Click's, but for what is said of an option that is known elsewhere."""
-        with _explained(args, self.params):
-            return super().parse_args(ctx, args)
+        """Click's, but for what is said of an option that is known elsewhere; values are checked."""
+        with _told(), _explained(args, self.params):
+            rest = super().parse_args(ctx, args)
+            if not ctx.resilient_parsing:  # of a shell that completes
+                ctx.params = as_texts(ctx.params)
+                check_outputs(ctx.params)
+            return rest
+
+    def invoke(self, ctx: Context) -> Any:
+        """Click's; errors become a line and an exit code."""
+        with _told():
+            return super().invoke(ctx)
 
 
 class Group(TyperGroup):
@@ -35,14 +52,44 @@ class Group(TyperGroup):
 
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
         """Click's, but for what is said of an option that is known elsewhere."""
-        with _explained(args, self.params):
+        with _told(), _explained(args, self.params):
             return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Context) -> Any:
+        """Click's; a command that is not there is told in a line."""
+        with _told():
+            return super().invoke(ctx)
+
+
+def exit_code(error: TangramError) -> int:
+    """1 where starting again may help, 2 where it does not."""
+    return 1 if isinstance(error, EngineError) else 2
 
 
 def renamed(**names: str) -> dict[str, Any]:
     """Context settings under which options also go by names they once had: `old_name="new-name"`."""
     new = {old.replace("_", "-"): name for old, name in names.items()}
     return {"token_normalize_func": lambda name: new.get(name, name)}
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Errors inside become a line on standard error and an exit code; bugs stay tracebacks."""
+    try:
+        yield
+    except TangramError as error:
+        tell_error(error)
+        raise typer.Exit(exit_code(error)) from error
+    except UsageError as error:
+        if is_wrapped() or isinstance(error, NoArgsIsHelpError):
+            raise  # Typer draws a box around it
+        error.show()
+        raise typer.Exit(error.exit_code) from error
+    except OSError as error:
+        if error.filename is None or error.errno == errno.EPIPE:
+            raise
+        tell_error(f"{error.filename}: {error.strerror}")
+        raise typer.Exit(2) from error
 
 
 @contextmanager

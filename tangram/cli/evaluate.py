@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import typer
-from rich.console import Console
 from rich.markdown import Markdown
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tangram.cli.checks import check_start
 from tangram.cli.command import renamed
+from tangram.cli.console import output as standard_output
+from tangram.cli.console import progress, tell
 from tangram.cli.evaluate_options import (
     Align,
     AlignTokens,
@@ -60,7 +60,7 @@ from tangram.cli.options import (
 )
 from tangram.compress.profile import ALPHA, SINK_TOKENS
 from tangram.config import EngineConfig
-from tangram.errors import ConfigError, TangramError
+from tangram.errors import ConfigError
 
 if TYPE_CHECKING:
     from tangram.lab.accuracy.engines import ModelBench
@@ -70,7 +70,6 @@ if TYPE_CHECKING:
     from tangram.lab.accuracy.run import Planned
 
 Number = TypeVar("Number", int, float)
-_out, _err = Console(), Console(stderr=True)
 
 RENAMED = renamed(scorers="scorer", retentions="kv-retention", scopes="scope")
 # What --quick settles by itself.
@@ -121,51 +120,49 @@ def evaluate(
 ) -> None:
     """Ask MODEL the questions of suites under each way of keeping KV entries, and grade its replies."""
     from tangram.lab.accuracy.methods import Grid
+    from tangram.lab.accuracy.plot import check_plot
     from tangram.lab.accuracy.quick import NEEDLES, RETENTIONS, TEXT
 
-    try:
-        scorers = None if scorer is None else _words(scorer)
-        retentions = None if kv_retention is None else _numbers("retentions", kv_retention, float)
-        asked: list[Questions | RealText]
-        if quick:
-            _refuse_settled(context)
-            grid, asked = (
-                Grid(["full", "static"], scorers, RETENTIONS if retentions is None else retentions),
-                [NEEDLES, TEXT],
-            )
-        else:
-            grid = Grid(
-                cast(Any, _words(methods)), scorers, (0.7, 0.5, 0.3) if retentions is None else retentions,
-                _numbers("chunk_tokens", chunk_tokens, int), _numbers("alphas", alphas, float),
-                cast(Any, _words(scope)) if scope is not None else None,
-                SINK_TOKENS if sink_tokens is None else sink_tokens, window_tokens,
-            )  # fmt: skip
-            asked = _asked(suites, samples, context_tokens, seed, max_questions, {"locomo": locomo, "text": text})
-        base = EngineConfig(
-            model=model, page_tokens=page_tokens, heads_per_page=heads_per_page, gate=gate, kv_cache_gib=kv_cache_gib,
-            gpu_memory_utilization=gpu_memory_utilization, max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens, dtype=dtype.value,
-            kv_cache_dtype=kv_cache_dtype.value, load_format=load_format.value, enforce_eager=enforce_eager,
-            device=device,
-            threads=threads,
+    scorers = None if scorer is None else _words(scorer)
+    retentions = None if kv_retention is None else _numbers("retentions", kv_retention, float)
+    asked: list[Questions | RealText]
+    if quick:
+        _refuse_settled(context)
+        grid, asked = (
+            Grid(["full", "static"], scorers, RETENTIONS if retentions is None else retentions),
+            [NEEDLES, TEXT],
+        )
+    else:
+        grid = Grid(
+            cast(Any, _words(methods)), scorers, (0.7, 0.5, 0.3) if retentions is None else retentions,
+            _numbers("chunk_tokens", chunk_tokens, int), _numbers("alphas", alphas, float),
+            cast(Any, _words(scope)) if scope is not None else None,
+            SINK_TOKENS if sink_tokens is None else sink_tokens, window_tokens,
         )  # fmt: skip
-        _check_files(report, plot)
-        check_start(base)
-        from tangram.lab.accuracy.compare import compare
+        asked = _asked(suites, samples, context_tokens, seed, max_questions, {"locomo": locomo, "text": text})
+    base = EngineConfig(
+        model=model, page_tokens=page_tokens, heads_per_page=heads_per_page, gate=gate, kv_cache_gib=kv_cache_gib,
+        gpu_memory_utilization=gpu_memory_utilization, max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens, dtype=dtype.value,
+        kv_cache_dtype=kv_cache_dtype.value, load_format=load_format.value, enforce_eager=enforce_eager,
+        device=device,
+        threads=threads,
+    )  # fmt: skip
+    if plot is not None:
+        check_plot(plot)
+    check_start(base)
+    from tangram.lab.accuracy.compare import compare
 
-        command = shlex.join(["tangram", *sys.argv[1:]])
-        if quick:
-            _err.print(_QUICK.format(kept=", ".join(f"{value:g}" for value in grid.retentions)), highlight=False)
-        with Bar() as bar:
-            cells = compare(
-                base, grid, asked, align=align, calibration_samples=None if quick else calibration_samples,
-                output=output, command=command, watch=bar, align_tokens=align_tokens,
-                before=_say_how_long if quick else None,
-            )  # fmt: skip
-        _publish(cells, report, plot)
-    except TangramError as error:
-        _err.print(f"[red]error:[/red] {error}", highlight=False)
-        raise typer.Exit(2) from error
+    command = shlex.join(["tangram", *sys.argv[1:]])
+    if quick:
+        tell(_QUICK.format(kept=", ".join(f"{value:g}" for value in grid.retentions)))
+    with Bar() as bar:
+        cells = compare(
+            base, grid, asked, align=align, calibration_samples=None if quick else calibration_samples,
+            output=output, command=command, watch=bar, align_tokens=align_tokens,
+            before=_say_how_long if quick else None,
+        )  # fmt: skip
+    _publish(cells, report, plot)
 
 
 _QUICK = (
@@ -179,7 +176,7 @@ def _say_how_long(bench: ModelBench, plans: Sequence[Planned]) -> None:
     from tangram.lab.accuracy.pace import minutes
 
     if plans:
-        _err.print(f"About {minutes(bench, plans):.1f} minutes from here.", highlight=False)
+        tell(f"About {minutes(bench, plans):.1f} minutes from here.")
 
 
 def _refuse_settled(context: typer.Context) -> None:
@@ -220,8 +217,7 @@ class Bar:
     """A `tangram.lab.accuracy.run.Watch` in the terminal; where standard error is none, a line for each thing done."""
 
     def __init__(self) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._progress = Progress(*columns, console=_err, disable=not _err.is_terminal)
+        self._progress = progress()
         self._task = self._progress.add_task("", total=None)
 
     def __enter__(self) -> Bar:
@@ -238,22 +234,12 @@ class Bar:
     def turns_to(self, what: str) -> None:
         """See `Watch`."""
         self._progress.update(self._task, description=what)
-        if not _err.is_terminal:
-            _err.print(what, highlight=False)
+        if self._progress.disable:
+            tell(what)
 
     def advance(self, questions: int) -> None:
         """See `Watch`."""
         self._progress.advance(self._task, questions)
-
-
-def _check_files(report: Path | None, plot: Path | None) -> None:
-    """Raise `ConfigError` if one of them could not be written."""
-    from tangram.lab.accuracy.plot import check_plot
-
-    if report is not None and not report.parent.is_dir():
-        raise ConfigError(f"report is {report}, but there is no folder {report.parent}: make it first")
-    if plot is not None:
-        check_plot(plot)
 
 
 def _publish(cells: Sequence[AnyCell], report: Path | None, plot: Path | None) -> None:
@@ -263,9 +249,10 @@ def _publish(cells: Sequence[AnyCell], report: Path | None, plot: Path | None) -
     from tangram.lab.accuracy.verdict import verdict
 
     text = tables(cells)
-    _out.print(Markdown(text))
+    shown = standard_output()
+    shown.print(Markdown(text))
     for sentence in verdict(cells):
-        _out.print(sentence, highlight=False)
+        shown.print(sentence)
     if report is not None:
         report.write_text(text, encoding="utf-8")
     if plot is not None:

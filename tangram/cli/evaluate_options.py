@@ -7,7 +7,19 @@ from typing import Annotated
 
 import typer
 
-from tangram.cli.options import COMPETE, SERVED_SCORER, STAYS, Panel, option
+from tangram.cli.checks import within
+from tangram.cli.options import (
+    COMPETE,
+    PILOT_SAMPLES,
+    SERVED_SCORER,
+    STAYS,
+    Panel,
+    engine_number,
+    number,
+    option,
+)
+from tangram.config import MOST_TOKENS
+from tangram.limits import Bounds
 
 _COMPRESSION = Panel.compression
 
@@ -44,13 +56,15 @@ Scopes = Annotated[
 Samples = Annotated[
     int | None,
     typer.Option(
-        min=1,
+        callback=within(Bounds(1, 100_000)),
         help="contexts of each suite, shared out among its tasks",
         show_default="52, or what files given hold",
     ),
 ]
-Context = Annotated[int, typer.Option(help="tokens of a context, chat template included")]
-MostQuestions = Annotated[int | None, typer.Option(help="most questions about a context", show_default="all")]
+Context = Annotated[int, number(Bounds(1, MOST_TOKENS), "tokens of a context, chat template included")]
+MostQuestions = Annotated[
+    int | None, number(Bounds(1, 2**31 - 1), "most questions about a context", show_default="all")
+]
 Locomo = Annotated[Path | None, typer.Option(help="LoCoMo's file, or a folder of such, for suite locomo")]
 Text = Annotated[
     Path | None,
@@ -62,7 +76,7 @@ Sinks = Annotated[
         _COMPRESSION,
         "first tokens of a sequence that static and uniform always keep",
         default="4",
-        min=0,
+        callback=within(Bounds(0, MOST_TOKENS)),
     ),
 ]
 Window = Annotated[
@@ -71,7 +85,7 @@ Window = Annotated[
         _COMPRESSION,
         "last tokens of a chunk that static and uniform always keep",
         default="C / 64",
-        min=0,
+        callback=within(Bounds(0, MOST_TOKENS)),
     ),
 ]
 Align = Annotated[
@@ -84,14 +98,14 @@ AlignTokens = Annotated[
         Panel.expert,
         "fill up contexts to a multiple of this: so other grids ask the same",
         default="the largest chunk",
-        min=1,
+        callback=within(Bounds(1, MOST_TOKENS)),
     ),
 ]
-CalibrationSamples = Annotated[int, typer.Option(help="built-in pilot texts to calibrate on")]
+CalibrationSamples = Annotated[int, number(PILOT_SAMPLES, "built-in pilot texts to calibrate on")]
 ResultFile = Annotated[
     Path,
     typer.Option("--output", "-o", help="keep every reply here; what is there is not repeated"),
 ]
 ReportFile = Annotated[Path | None, typer.Option(help="write the tables here (Markdown)")]
 Plot = Annotated[Path | None, typer.Option(help="draw scores against ρ here (PNG)")]
-Seed = Annotated[int, option(Panel.expert, "seed of the samples")]
+Seed = Annotated[int, engine_number("seed", Panel.expert, "seed of the samples")]

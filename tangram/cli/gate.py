@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
+from tangram.cli.checks import check_regular
+from tangram.cli.console import messages, tell
 from tangram.cli.options import changed
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
-
-_err = Console(stderr=True)
 
 
 def refuse_with_gate(config: EngineConfig, options: Mapping[str, Path | str | None]) -> None:
@@ -27,23 +26,26 @@ def refuse_with_gate(config: EngineConfig, options: Mapping[str, Path | str | No
         )
 
 
-def train_and_report(config: EngineConfig, path: Path, texts: Sequence[str], source: str) -> None:
+def train_and_report(config: EngineConfig, path: Path, texts: Callable[[], Sequence[str]], source: str) -> None:
     """Train a gate on `texts`, write it to `path`, and print how far it agrees with KVzip on texts it has not seen."""
     from tangram.compress.scorers.gate import check_path, save_gate
+    from tangram.engine.profiles import check_chunk
     from tangram.gate_training.fit import Recipe
     from tangram.gate_training.teacher import agreements, distil_gate
     from tangram.kernels.threads import use_threads
     from tangram.model.load import load_model
 
+    check_regular("train_gate", path)
     check_path(path)
     use_threads(config.threads)
     loaded = load_model(config.model, dtype=config.dtype, device=config.device, load_format=config.load_format)
+    check_chunk(config, loaded)
     recipe = Recipe(seed=config.seed)
-    gate, unseen = distil_gate(loaded, texts, chunk_tokens=config.chunk_tokens, source=source, recipe=recipe)
+    gate, unseen = distil_gate(loaded, texts(), chunk_tokens=config.chunk_tokens, source=source, recipe=recipe)
     save_gate(path, gate)
     table = Table("ρ", "what competes", "gate", "keydiff", title=f"Kept as KVzip would, in {len(unseen)} unseen texts")
     for found in agreements(loaded, gate, unseen, chunk_tokens=config.chunk_tokens):
         competing = "entries of the model" if found.scope else "entries of a head"
         table.add_row(str(found.retention), competing, f"{found.gate:.3f}", f"{found.keydiff:.3f}")
-    _err.print(f"{path}: the gate is written", highlight=False)
-    _err.print(table)
+    tell(f"{path}: the gate is written")
+    messages().print(table)

@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from tangram.cli.answering import answered, memory_told, shown
 from tangram.cli.batch import answer_batch
-from tangram.cli.options import with_config
+from tangram.cli.console import tell
+from tangram.cli.options import number, with_config
 from tangram.cli.telemetry import warnings_as_text
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
+from tangram.limits import BOUNDS
 from tangram.types import SamplingParams
 
 _STANDARD_INPUT = "-"
@@ -25,17 +26,24 @@ def generate(
     config: EngineConfig,
     prompt: Annotated[
         str | None,
-        typer.Option("--prompt", "-p", help="the text to complete; - reads standard input, as does no text in a pipe"),
+        typer.Option(
+            "--prompt",
+            "-p",
+            help="the text to complete; - reads standard input, as does no text in a pipe",
+        ),
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="most tokens to generate; 128 if not given")] = None,
+    max_tokens: Annotated[int | None, number(BOUNDS["max_tokens"], "most tokens to generate; 128 if not given")] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="0 takes the likeliest token, which is what happens if not given")
+        float | None,
+        number(BOUNDS["temperature"], "0 takes the likeliest token, which is what happens if not given"),
     ] = None,
     batch: Annotated[
-        Path | None, typer.Option(help="instead of a prompt, a file of requests in OpenAI's batch format (.jsonl)")
+        Path | None,
+        typer.Option(help="instead of a prompt, a file of requests in OpenAI's batch format (.jsonl)"),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="where the answers to --batch go; what is there is skipped")
+        Path | None,
+        typer.Option("--output", "-o", help="where the answers to --batch go; what is there is skipped"),
     ] = None,
 ) -> None:
     """Complete one text and say what the KV cache held; or answer a file of requests."""
@@ -83,4 +91,4 @@ def _complete(config: EngineConfig, text: str, sampling: SamplingParams) -> None
         default = 1.0 if engine.layout.keeps_everything else config.kv_retention
         told = memory_told(answer.usage, default, config.chunk_tokens)
         line = f"{answer.usage.prompt_tokens} prompt tokens · {answer.speed} · {told}"
-        Console(stderr=True).print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
+        tell(line, "dim")

@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from tangram.cli.checks import check_start
-from tangram.config import EngineConfig
-from tangram.errors import EngineError, TangramError
-
-_err = Console(stderr=True)
+from tangram.cli.checks import check_start, within
+from tangram.config import BOUNDS, EngineConfig
+from tangram.limits import Bounds
 
 MODEL = typer.Argument(help="smollm2 (embedded), a Hugging Face id, a folder of safetensors, or a GGUF file")
 
@@ -83,21 +80,34 @@ def option(panel: Panel, help_text: str, *names: str, default: str | None = None
     return typer.Option(*names, help=help_text, rich_help_panel=panel.value, show_default=shown, **more)
 
 
+def number(bounds: Bounds, help_text: str, **more: Any) -> Any:
+    """A `typer.Option` of a number that must lie there."""
+    return typer.Option(help=help_text, callback=within(bounds), **more)
+
+
+def engine_number(name: str, panel: Panel, help_text: str, default: str | None = None) -> Any:
+    """An `option` that is a number of `EngineConfig`, and its bounds."""
+    return option(panel, help_text, callback=within(*BOUNDS[name]), default=default)
+
+
 _MODEL, _MEMORY, _COMPRESSION = Panel.model, Panel.memory, Panel.compression
 _BATCHING, _EXPERT = Panel.batching, Panel.expert
 
 Model = Annotated[str, MODEL]
 Retention = Annotated[
-    float, option(_COMPRESSION, "fraction of KV entries kept; 1.0 keeps everything", "--kv-retention")
+    float, engine_number("kv_retention", _COMPRESSION, "fraction of KV entries kept; 1.0 keeps everything")
 ]
 STAYS = "what decides which entries stay (docs/scorers.md)"
 SERVED_SCORER = "fastkvzip where its gate is given or ships for these weights, else keydiff"
 COMPETE = "heads compete within a layer or across the model"
 ScorerName = Annotated[str | None, option(_COMPRESSION, STAYS, default=f"that of --profile, or {SERVED_SCORER}")]
 ScopeName = Annotated[Scope | None, option(_COMPRESSION, COMPETE, default="as --profile says, or model (tova: layer)")]
-Chunk = Annotated[int, option(_COMPRESSION, "tokens that are computed and sealed in one piece")]
-Page = Annotated[int, option(_EXPERT, "tokens of a page")]
-Heads = Annotated[int, option(_EXPERT, "KV heads that share a page table")]
+Chunk = Annotated[
+    int,
+    engine_number("chunk_tokens", _COMPRESSION, "tokens that are computed and sealed in one piece"),
+]
+Page = Annotated[int, engine_number("page_tokens", _EXPERT, "tokens of a page")]
+Heads = Annotated[int, engine_number("heads_per_page", _EXPERT, "KV heads that share a page table")]
 Profiles = Annotated[
     list[str] | None, option(_COMPRESSION, "profile file; repeat for several kv-retentions", "--profile")
 ]
@@ -111,16 +121,48 @@ DecodePolicy = Annotated[
 ]
 CacheGib = Annotated[
     float | None,
-    option(_MEMORY, "memory for KV pages in GiB", default="on a GPU what is left, else a share of the host's"),
+    engine_number(
+        "kv_cache_gib",
+        _MEMORY,
+        "memory for KV pages in GiB",
+        default="on a GPU what is left, else a share of the host's",
+    ),
 ]
-OffloadGib = Annotated[float, option(_MEMORY, "host memory for sealed chunks that KV pages are taken from, in GiB")]
-Utilization = Annotated[float, option(_MEMORY, "share of a GPU's memory to fill where --kv-cache-gib is not given")]
-MaxSeqs = Annotated[int, option(_BATCHING, "most sequences in one step")]
-MaxBatched = Annotated[int, option(_BATCHING, "most tokens in one step")]
+OffloadGib = Annotated[
+    float,
+    engine_number(
+        "kv_offload_gib",
+        _MEMORY,
+        "host memory for sealed chunks that KV pages are taken from, in GiB",
+    ),
+]
+Utilization = Annotated[
+    float,
+    engine_number(
+        "gpu_memory_utilization",
+        _MEMORY,
+        "share of a GPU's memory to fill where --kv-cache-gib is not given",
+    ),
+]
+MaxSeqs = Annotated[int, engine_number("max_num_seqs", _BATCHING, "most sequences in one step")]
+MaxBatched = Annotated[int, engine_number("max_num_batched_tokens", _BATCHING, "most tokens in one step")]
 MaxLen = Annotated[
-    int | None, option(_MODEL, "most tokens, prompt and answer, of one sequence", default="the model's own limit")
+    int | None,
+    engine_number(
+        "max_model_len",
+        _MODEL,
+        "most tokens, prompt and answer, of one sequence",
+        default="the model's own limit",
+    ),
 ]
-Patience = Annotated[int, option(_BATCHING, "a prompt lets others pass for that many times its own tokens; 0: none")]
+Patience = Annotated[
+    int,
+    engine_number(
+        "prompt_patience",
+        _BATCHING,
+        "a prompt lets others pass for that many times its own tokens; 0: none",
+    ),
+]
 NoPrefix = Annotated[
     bool, option(_MEMORY, "do not reuse the KV state of prefixes seen before", "--no-enable-prefix-caching")
 ]
@@ -133,13 +175,17 @@ CacheDtype = Annotated[CacheType, option(_MEMORY, "dtype of the KV cache: that o
 Weights = Annotated[LoadFormat, option(_MODEL, "dummy: random weights of the model's config.json, to measure with")]
 Eager = Annotated[bool, option(_EXPERT, "on a GPU, no compilation and no CUDA graphs", "--enforce-eager")]
 Device = Annotated[str, option(_MODEL, "auto, cpu or cuda: the first GPU of CUDA_VISIBLE_DEVICES")]
-Threads = Annotated[int | None, option(_EXPERT, "threads that compute on the CPU", default="one for each core")]
-Seed = Annotated[int, option(_EXPERT, "seed of requests that bring none")]
+Threads = Annotated[
+    int | None,
+    engine_number("threads", _EXPERT, "threads that compute on the CPU", default="one for each core"),
+]
+Seed = Annotated[int, engine_number("seed", _EXPERT, "seed of requests that bring none")]
 
 CalibratedScorer = Annotated[str | None, option(_COMPRESSION, STAYS, default=SERVED_SCORER)]
 CalibratedScope = Annotated[Scope | None, option(_COMPRESSION, COMPETE, default="model (tova: layer)")]
-PilotSeed = Annotated[int, option(_EXPERT, "seed of the pilot texts, and of a gate's training")]
-PilotSamples = Annotated[int | None, typer.Option(help="built-in pilot texts to calibrate on", show_default="50")]
+PilotSeed = Annotated[int, engine_number("seed", _EXPERT, "seed of the pilot texts, and of a gate's training")]
+PILOT_SAMPLES = Bounds(1, 10_000)
+PilotSamples = Annotated[int | None, number(PILOT_SAMPLES, "built-in pilot texts to calibrate on", show_default="50")]
 
 
 def _config(
@@ -201,11 +247,6 @@ def served_name(config: EngineConfig) -> str:
     return named.name if path.is_dir() else named.stem
 
 
-def exit_code(error: TangramError) -> int:
-    """1 where starting again may help, 2 where it does not."""
-    return 1 if isinstance(error, EngineError) else 2
-
-
 Command = Callable[..., None]
 
 
@@ -215,7 +256,6 @@ def configured_by(
     """A decorator: the command takes the options of `make`, whose `EngineConfig` becomes its first argument.
 
     `check` raises what stands in the way of the command, whatever its own options are.
-    Errors become exit code 2. An engine that has died while serving is exit code 1: starting it again may help.
     """
     shared = list(inspect.signature(make, eval_str=True).parameters.values())
 
@@ -223,14 +263,10 @@ def configured_by(
         own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
 
         def run(**options: Any) -> None:
-            try:
-                config = make(**{parameter.name: options.pop(parameter.name) for parameter in shared})
-                if check is not None:
-                    check(config)
-                command(config, **options)
-            except TangramError as error:
-                _err.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
-                raise typer.Exit(exit_code(error)) from error
+            config = make(**{parameter.name: options.pop(parameter.name) for parameter in shared})
+            if check is not None:
+                check(config)
+            command(config, **options)
 
         keyword = inspect.Parameter.KEYWORD_ONLY
         entries = sorted((entry.replace(kind=keyword) for entry in (*shared, *own)), key=_place)

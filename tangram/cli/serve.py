@@ -13,12 +13,14 @@ from dataclasses import replace
 from enum import StrEnum
 from typing import Annotated
 
-from rich.console import Console
-
-from tangram.cli.options import Panel, option, served_name, with_config
+from tangram.cli import console
+from tangram.cli.checks import within
+from tangram.cli.options import Panel, engine_number, option, served_name, with_config
 from tangram.cli.telemetry import LogForm, LogFormat, MetricsAliases, OtlpEndpoint, OverflowEvery, logging_as
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
+from tangram.limits import Bounds
+from tangram.serve.guard import Protection
 from tangram.serve.listening import Listener
 
 KEY_VARIABLE = "TANGRAM_API_KEY"
@@ -36,7 +38,7 @@ class UnknownFields(StrEnum):
 def serve(
     config: EngineConfig,
     host: Annotated[str, option(Panel.server, "address to listen on")] = "127.0.0.1",
-    port: Annotated[int, option(Panel.server, "port to listen on")] = 8000,
+    port: Annotated[int, option(Panel.server, "port to listen on", callback=within(Bounds(0, 65535)))] = 8000,
     served_model_name: Annotated[
         str | None, option(Panel.server, "name of the model in the API", default="MODEL, of a path its last part")
     ] = None,
@@ -59,14 +61,38 @@ def serve(
         UnknownFields,
         option(Panel.server, "refuse requests with fields that are not served; warn logs and counts them"),
     ] = UnknownFields.refuse,
-    max_body_mb: Annotated[float, option(Panel.server, "most megabytes of a request's body")] = 16.0,
+    max_body_mb: Annotated[
+        float,
+        option(
+            Panel.server,
+            "most megabytes of a request's body",
+            callback=within(Bounds(0.0, 1024.0, open_low=True)),
+        ),
+    ] = 16.0,
     max_queue: Annotated[
-        int, option(Panel.server, "while so many completions wait, new requests are told to come back later")
+        int,
+        engine_number(
+            "max_queue",
+            Panel.server,
+            "while so many completions wait, new requests are told to come back later",
+        ),
     ] = 1024,
     request_timeout_s: Annotated[
-        float, option(Panel.server, "most seconds from a request to the end of its answer")
+        float,
+        option(
+            Panel.server,
+            "most seconds from a request to the end of its answer",
+            callback=within(Bounds(0.0, 1e9, open_low=True)),
+        ),
     ] = 3600,
-    shutdown_grace_s: Annotated[float, option(Panel.server, "seconds that running answers get to end at SIGTERM")] = 20,
+    shutdown_grace_s: Annotated[
+        float,
+        option(
+            Panel.server,
+            "seconds that running answers get to end at SIGTERM",
+            callback=within(Bounds(0.0, 1e6)),
+        ),
+    ] = 20,
     log_format: LogFormat = LogForm.text,
     metrics_aliases: MetricsAliases = None,
     otlp_endpoint: OtlpEndpoint = None,
@@ -77,18 +103,20 @@ def serve(
     if not api_key and KEY_VARIABLE in os.environ:
         raise ConfigError(f"{KEY_VARIABLE} is set and holds no key: unset it to serve everybody, or put a key in it")
     name = served_name(config) if served_model_name is None else served_model_name
+    if not name.strip():
+        raise ConfigError(f"served_model_name is {name!r}, it must be a text that is not empty")
     with closing(Listener.at(host, port)) as listener, logging_as(log_format):
-        _log.info("listening at %s; loading PyTorch, then %s", listener.url, config.model)
+        protection = Protection(tuple(api_key or ()), max_body_mb, tuple(allowed_origins or ()))
+        where = f"{listener.url}{', on all interfaces' if listener.is_open_to_all else ''}"
+        _log.info("listening at %s; loading PyTorch, then %s", where, config.model)
         # Imports and weights live as long as the process: to collect among them costs half a second.
         gc.disable()
         try:
             from tangram.engine.build import build_engine
             from tangram.serve.bridge import Limits
-            from tangram.serve.guard import Protection
             from tangram.serve.http import Telemetry, build_app, serve_on
             from tangram.serve.tracing import traces_to
 
-            protection = Protection(tuple(api_key or ()), max_body_mb, tuple(allowed_origins or ()))
             limits = Limits(request_timeout_s, max_queue=max_queue)
             telemetry = Telemetry(metrics_aliases is not None, traces_to(otlp_endpoint, name))
             engine = build_engine(replace(config, max_queue=max_queue, overflow_every=overflow_every))
@@ -109,12 +137,7 @@ def serve(
             _log.info("ready after %.1f s: %s", seconds, url, extra={"fields": {"url": url}})
             if log_format is LogForm.text:
                 chats = engine.codec.tokenizer.chat_template is not None
-                Console(stderr=True).print(
-                    first_request(url, name, chats=chats, locked=bool(api_key)),
-                    soft_wrap=True,
-                    highlight=False,
-                    markup=False,
-                )
+                console.tell(first_request(url, name, chats=chats, locked=bool(api_key)))
 
         try:
             serve_on(listener, engine, app, shutdown_grace_s=shutdown_grace_s, on_ready=tell)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -12,14 +13,14 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
+from tangram.cli import console
 from tangram.cli.command import Command, Group
-from tangram.cli.options import with_config
-from tangram.config import EngineConfig
+from tangram.cli.options import number, with_config
+from tangram.config import MOST_TOKENS, EngineConfig
 from tangram.errors import ConfigError
+from tangram.limits import Bounds
 
 if TYPE_CHECKING:
     from tangram.engine.loop import Engine
@@ -27,29 +28,32 @@ if TYPE_CHECKING:
     from tangram.lab.load.clock import LatencyLimits, Patience, Summary, TimedAnswer
 
 commands = typer.Typer(cls=Group, help="An engine under load, in this process.", no_args_is_help=True)
-_out, _err = Console(), Console(stderr=True)
+_TOKENS, _NUMBER, _MORE = Bounds(1, MOST_TOKENS), Bounds(1, 10**6), Bounds(0, MOST_TOKENS)
+_SECONDS = Bounds(0.0, 1e9, open_low=True)
 
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="keep the figures here (JSON)")]
-TtftLimit = Annotated[float | None, typer.Option(help="goodput counts requests whose first token came by then")]
-TpotLimit = Annotated[float | None, typer.Option(help="goodput counts requests whose tokens came as fast on average")]
-Repeats = Annotated[int, typer.Option(help="times to measure, each with an empty cache")]
+TtftLimit = Annotated[float | None, number(_SECONDS, "goodput counts requests whose first token came by then")]
+TpotLimit = Annotated[float | None, number(_SECONDS, "goodput counts requests whose tokens came as fast on average")]
+Repeats = Annotated[int, number(Bounds(1, 1000), "times to measure, each with an empty cache")]
 
 
 @commands.command(cls=Command)
 @with_config
 def throughput(
     config: EngineConfig,
-    requests: Annotated[int, typer.Option(help="requests, all at once")] = 64,
-    input_tokens: Annotated[int, typer.Option(help="prompt tokens of each request's own")] = 1024,
-    output_tokens: Annotated[int, typer.Option(help="tokens of each answer")] = 128,
-    shared_tokens: Annotated[int, typer.Option(help="tokens that all prompts begin with")] = 0,
+    requests: Annotated[int, number(_NUMBER, "requests, all at once")] = 64,
+    input_tokens: Annotated[int, number(_TOKENS, "prompt tokens of each request's own")] = 1024,
+    output_tokens: Annotated[int, number(_TOKENS, "tokens of each answer")] = 128,
+    shared_tokens: Annotated[int, number(_MORE, "tokens that all prompts begin with")] = 0,
     repeats: Repeats = 1,
     output: Output = None,
 ) -> None:
     """Equal requests, all at once."""
-    from tangram.lab.load.asks import alike
+    from tangram.lab.load.asks import alike, check_lengths
 
     engine = _engine(config)
+    own_tokens = shared_tokens + input_tokens
+    check_lengths("input_tokens", requests, own_tokens, output_tokens, engine.max_model_len)
     asks = alike(
         requests, input_tokens, output_tokens, shared_tokens=shared_tokens, vocab_size=engine.geometry.vocab_size
     )
@@ -61,17 +65,19 @@ def throughput(
 @with_config
 def multi_turn(
     config: EngineConfig,
-    sessions: Annotated[int, typer.Option(help="conversations; all take their turns together")] = 16,
-    history_tokens: Annotated[int, typer.Option(help="tokens before the first turn")] = 4096,
-    turns: Annotated[int, typer.Option(help="turns of each conversation")] = 3,
-    user_tokens: Annotated[int, typer.Option(help="new tokens of each turn")] = 128,
-    output_tokens: Annotated[int, typer.Option(help="tokens of each answer")] = 128,
+    sessions: Annotated[int, number(_NUMBER, "conversations; all take their turns together")] = 16,
+    history_tokens: Annotated[int, number(_MORE, "tokens before the first turn")] = 4096,
+    turns: Annotated[int, number(Bounds(1, 10_000), "turns of each conversation")] = 3,
+    user_tokens: Annotated[int, number(_TOKENS, "new tokens of each turn")] = 128,
+    output_tokens: Annotated[int, number(_TOKENS, "tokens of each answer")] = 128,
     output: Output = None,
 ) -> None:
     """Conversations that go on: every turn brings the whole history again, and few new tokens."""
-    from tangram.lab.load.asks import made_up, next_turn
+    from tangram.lab.load.asks import check_lengths, made_up, next_turn
 
     engine, parts = _engine(config), []
+    said_tokens = history_tokens + (turns - 1) * (user_tokens + output_tokens) + user_tokens
+    check_lengths("history_tokens", sessions, said_tokens, output_tokens, engine.max_model_len)
     vocabulary = engine.geometry.vocab_size
     histories = [made_up(history_tokens, vocabulary, 4, session) for session in range(sessions)]
     for turn in range(1, turns + 1):
@@ -88,10 +94,10 @@ def multi_turn(
 def trace(
     config: EngineConfig,
     file: Annotated[Path, typer.Option(help="a Mooncake trace (JSON lines)")],
-    seconds: Annotated[float, typer.Option(help="how much of the trace, by its own clock")] = 600.0,
+    seconds: Annotated[float, number(_SECONDS, "how much of the trace, by its own clock")] = 600.0,
     speed: Annotated[str, typer.Option(help="times as fast as recorded; several, comma-separated, run in turn")] = "1",
     hold_ttft_s: Annotated[
-        float | None, typer.Option(help="end when a tenth of the requests waits longer for a first token")
+        float | None, number(_SECONDS, "end when a tenth of the requests waits longer for a first token")
     ] = None,
     ttft_limit_s: TtftLimit = None,
     tpot_limit_ms: TpotLimit = None,
@@ -110,7 +116,7 @@ def trace(
             parts.append((f"speed {factor:g}", _fresh(engine, asks, patience)))
         except GivenUpError as error:
             given_up = {"given_up": f"speed {factor:g}: {error}"}
-            _out.print(given_up["given_up"])
+            console.output().print(given_up["given_up"])
             break
     _report(f"{file.name}, first {seconds:g} s", engine, parts, output, limits, given_up)
 
@@ -121,7 +127,7 @@ def positive(name: str, text: str) -> float:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not value > 0:
+    if not 0 < value < math.inf:
         raise ConfigError(f"{name} is {text!r}, it must be a number greater than 0")
     return value
 
@@ -134,7 +140,7 @@ def _engine(config: EngineConfig) -> Engine:
 
     engine = build_engine(config)
     size = min(engine.max_model_len - 8, 2 * config.chunk_tokens + 8)
-    with _err.status("warming up"):
+    with console.waiting("warming up"):
         answered(engine, alike(2, size, 4, shared_tokens=0, vocab_size=engine.geometry.vocab_size))
     engine.clear_cache()
     return engine
@@ -148,9 +154,9 @@ def _fresh(engine: Engine, asks: Sequence[Ask], patience: Patience | None = None
 def _answered(engine: Engine, asks: Sequence[Ask], patience: Patience | None = None) -> list[TimedAnswer]:
     from tangram.lab.load.clock import answered
 
-    with Progress(console=_err, disable=not _err.is_terminal) as progress:
-        task = progress.add_task("requests", total=len(asks))
-        return answered(engine, asks, lambda done: progress.update(task, completed=done), patience=patience)
+    with console.progress(counted=False) as bar:
+        task = bar.add_task("requests", total=len(asks))
+        return answered(engine, asks, lambda done: bar.update(task, completed=done), patience=patience)
 
 
 def _report(
@@ -167,9 +173,9 @@ def _report(
         table.add_column(column, justify="right")
     for name, summary in summaries.items():
         table.add_row(name, *(cell(summary) for cell in columns.values()))
-    _out.print(table)
+    console.output().print(table)
     stats = asdict(engine.stats())
-    _out.print(
+    console.output().print(
         f"{stats['pages_total']:,} pages, {stats['capacity_tokens']:,} tokens fit; {stats['preemptions']} preemptions"
     )
     kept = {name: asdict(summary) for name, summary in summaries.items()}

@@ -6,15 +6,15 @@ import json
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from tangram.cli.options import CacheDtype, CacheType, Chunk, Heads, Page, Panel, Retention, option
+from tangram.cli.console import output, tell
+from tangram.cli.options import CacheDtype, CacheType, Chunk, Heads, Page, Panel, Retention, number, option
 from tangram.config_json import ModelConfig, read_config
-from tangram.errors import ConfigError, TangramError
+from tangram.errors import ConfigError
+from tangram.limits import Bounds
 from tangram.size import as_json, kv_size, render
 from tangram.weights import Weights, read_weights, weights_dtype
 
-_out, _err = Console(), Console(stderr=True)
 # By the dtypes of `serve`, and by the short names that this command alone had before, when fp8 was one of them.
 _SHORT: dict[str, Any] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _LONG = {short: long for long, short in _SHORT.items()}
@@ -33,13 +33,16 @@ Dtype = Annotated[
 ]
 MemoryGib = Annotated[
     float | None,
-    typer.Option(help="also say how many such sequences, and tokens, fit into this much memory beside the weights"),
+    number(
+        Bounds(0.0, 2.0**40, open_low=True),
+        "also say how many such sequences, and tokens, fit into this much memory beside the weights",
+    ),
 ]
 
 
 def size(
     model: Named,
-    context_tokens: Annotated[int, typer.Option(help="tokens of a context")] = 32_000,
+    context_tokens: Annotated[int, number(Bounds(1, 10**12), "tokens of a context")] = 32_000,
     memory_gib: MemoryGib = None,
     as_object: Annotated[bool, typer.Option("--json", help="print an object, in bytes")] = False,
     dtype: Dtype = "auto",
@@ -50,30 +53,26 @@ def size(
     heads_per_page: Heads = 4,
 ) -> None:
     """Print what the weights and a KV cache take, and how many caches fit (GQA, MHA and MLA models)."""
-    try:
-        config = read_config(model)
-        computed = weights_dtype(config, "auto" if dtype == "fp8" else _LONG.get(dtype, dtype))
-        weights, missing = _weights(config, computed)
-        found = kv_size(
-            config,
-            context_tokens,
-            dtype="fp8" if "fp8" in (dtype, kv_cache_dtype.value) else _SHORT[computed],
-            retention=kv_retention,
-            page_tokens=page_tokens,
-            heads_per_page=heads_per_page,
-            chunk_tokens=chunk_tokens,
-        )
-        if weights is None and memory_gib is not None:
-            raise ConfigError(f"memory_gib is {memory_gib}, but the weights count, too: {missing}")
-        if as_object:
-            typer.echo(json.dumps(as_json(found, weights, memory_gib), indent=1))
-            return
-        _out.print(render(found, memory_gib, weights))
-        if weights is None:
-            _err.print(f"Of the weights nothing is known: {missing}", highlight=False)
-    except TangramError as error:
-        _err.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from error
+    config = read_config(model)
+    computed = weights_dtype(config, "auto" if dtype == "fp8" else _LONG.get(dtype, dtype))
+    weights, missing = _weights(config, computed)
+    found = kv_size(
+        config,
+        context_tokens,
+        dtype="fp8" if "fp8" in (dtype, kv_cache_dtype.value) else _SHORT[computed],
+        retention=kv_retention,
+        page_tokens=page_tokens,
+        heads_per_page=heads_per_page,
+        chunk_tokens=chunk_tokens,
+    )
+    if weights is None and memory_gib is not None:
+        raise ConfigError(f"memory_gib is {memory_gib}, but the weights count, too: {missing}")
+    if as_object:
+        typer.echo(json.dumps(as_json(found, weights, memory_gib), indent=1))
+        return
+    output().print(render(found, memory_gib, weights))
+    if weights is None:
+        tell(f"Of the weights nothing is known: {missing}")
 
 
 def _weights(config: ModelConfig, dtype: str) -> tuple[Weights | None, str]:

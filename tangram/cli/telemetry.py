@@ -9,10 +9,11 @@ from enum import StrEnum
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.logging import RichHandler
 
-from tangram.cli.options import Panel, exit_code, option
+from tangram.cli.command import exit_code
+from tangram.cli.console import messages
+from tangram.cli.options import Panel, engine_number, option
 from tangram.errors import TangramError
 
 # Conversion and weight loading have progress bars of their own; requests are in the metrics, and in the log as JSON.
@@ -50,7 +51,8 @@ OtlpEndpoint = Annotated[
 ]
 OverflowEvery = Annotated[
     int | None,
-    option(
+    engine_number(
+        "overflow_every",
         Panel.expert,
         "of so many sealed chunks, ask one what it would have kept, for the metrics",
         default="none",
@@ -60,7 +62,7 @@ OverflowEvery = Annotated[
 
 def _text_handler() -> logging.Handler:
     """Writes to standard error: in columns in a terminal, else a line each."""
-    console = Console(stderr=True)
+    console = messages()
     if console.is_terminal:
         handler: logging.Handler = RichHandler(console=console, show_path=False)
         handler.setFormatter(logging.Formatter("%(message)s"))

@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+from tangram.cli.checks import as_text
+from tangram.errors import ConfigError
+
 MOST_HISTORY_LINES = 1000
 _QUOTES = '"""'
 
@@ -44,13 +47,37 @@ def history() -> Iterator[None]:
 
 
 def typed(prompt: str) -> str:
-    r"""One line from standard input. `prompt` is shown to who types, in bold. Raises `EOFError` at the end.
+    r"""One line from standard input. `prompt` is shown to who types, in bold. Raises `EOFError` at the end,
+    `ConfigError` for a line that is no UTF-8.
 
     \001 and \002 tell readline which characters take no room.
     """
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        return input()
-    return input(prompt if "NO_COLOR" in os.environ else f"\001\033[1m\002{prompt}\001\033[0m\002")
+    if not sys.stdin.isatty():
+        return _piped()
+    if not sys.stdout.isatty():
+        prompt = ""
+    elif "NO_COLOR" not in os.environ:
+        prompt = f"\001\033[1m\002{prompt}\001\033[0m\002"
+    try:
+        line: str = as_text("line", input(prompt))
+    except UnicodeDecodeError as error:
+        raise _no_text(error) from error
+    return line
+
+
+def _piped() -> str:
+    """The next line of a pipe or file, of which one bad line spoils no other."""
+    line = sys.stdin.buffer.readline()
+    if not line:
+        raise EOFError
+    try:
+        return line.decode().removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError as error:
+        raise _no_text(error) from error
+
+
+def _no_text(error: UnicodeDecodeError) -> ConfigError:
+    return ConfigError(f"line has bytes that are not UTF-8: {error}")
 
 
 def entry(read: Callable[[str], str], prompt: str) -> str:

@@ -97,6 +97,12 @@ def allot_pages(
     spare = affordable - min_pages * wanted.size
     if spare < 0:
         smallest = min_pages * wanted.size * heads_per_page * page_tokens / (sum(group_sizes) * chunk_tokens)
+        if smallest >= 1:
+            raise ConfigError(
+                f"heads_per_page is {heads_per_page} and page_tokens {page_tokens}: {min_pages} page(s) for each of "
+                f"{wanted.size} groups hold more entries than chunks of {chunk_tokens} tokens have, so nothing could "
+                f"be dropped; raise chunk_tokens, or lower page_tokens or heads_per_page"
+            )
         raise ConfigError(
             f"kv_retention is {retention}, the smallest possible is {math.ceil(smallest * 1e4) / 1e4}: each of "
             f"{wanted.size} groups needs {min_pages} page(s) of {heads_per_page} x {page_tokens} entries for the "

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from tangram.compress.profile import Scope
 from tangram.errors import IntegrityError
 from tangram.types import Int32
-
-Scope = Literal["layer", "model"]
 
 
 def protect(scores: Tensor, start: int, sinks: int, window: int) -> Tensor:

@@ -97,19 +97,56 @@ class Batcher:
         """Per layer, the sliding window in tokens."""
         return self.retentions[0].layout.geometry.windows
 
-    def attention(self, step: Step) -> StepAttention:
-        """The attention of `step`, whose pages the scheduler has taken."""
+    def passes(self, step: Step, graphs: bool) -> list[tuple[tuple[Row, ...], bool]]:
+        """The rows of each forward pass of `step`, and whether a graph may replay it.
+
+        All go in one pass, unless there are `graphs` and few prefill rows: then the decode rows go in
+        one, and each prefill row in a pass of its own.
+        """
         decode, rest = step.rows[: step.decode_rows], step.rows[step.decode_rows :]
-        if decode and step.epoch != self._epoch:
-            self._width = self.kernels.width(len(decode))
-            planner = self.kernels.load(self._decoding(decode, self.cache.tables, self.cache.lengths), self._width)
-            self.meters.plans[planner] += 1
-            self._epoch = step.epoch
+        if not graphs or not self.apart(rest):
+            return [(step.rows, False)]
+        return [(rows, True) for rows in (decode, *((row,) for row in rest)) if rows]
+
+    def attention(self, rows: Sequence[Row], epoch: int, *, padded: bool = False) -> StepAttention:
+        """The attention of a pass of `rows`, whose pages the scheduler has taken; DECODE rows come first.
+
+        `epoch` names those of them that decode. A `padded` pass of one prefill row has room, if the
+        kernels can.
+        """
+        decode = [row for row in rows if row.kind is RowKind.DECODE]
+        rest = rows[len(decode) :]
+        if decode and epoch != self._epoch:
+            self._plan(decode)
+            self._epoch = epoch
         width = self._width if decode else 0
         prefill = self._prefill_rows(rest, width)
-        self._begin(width, prefill)
+        room = self._room(rest[0]) if padded and not decode else None
+        has_room = self._begin(width, prefill, room)
         sealers = list(self._sealers(rest))
-        return StepAttention(self.kernels, self.windows, width, prefill, sealers, self.meters.sealing)
+        return StepAttention(
+            self.kernels,
+            self.windows,
+            width,
+            prefill,
+            sealers,
+            self.meters.sealing,
+            room.tokens if room is not None and has_room else None,
+        )
+
+    def _plan(self, decode: Sequence[Row]) -> None:
+        self._width = self.kernels.width(len(decode))
+        batch = self._decoding(decode, self.cache.tables, self.cache.lengths)
+        self.meters.plans[self.kernels.load(batch, self._width)] += 1
+
+    def _room(self, row: Row) -> Room:
+        """What passes of one prefill row like this share: tokens, in powers of two, and the longest past."""
+        layout = row.retention.layout
+        tokens = len(row.tokens)
+        if row.kind is RowKind.TAIL:
+            tokens = max(LEAST_ROOM, 1 << (tokens - 1).bit_length())
+        past = int(layout.lengths(*divmod(layout.max_tokens - 1, layout.chunk_tokens)).max())
+        return Room(tokens, past, (row.retention, row.kind))
 
     def apart(self, rows: Sequence[Row]) -> bool:
         """Whether each of the prefill `rows` of a step is a pass of its own, as a graph can replay it."""
@@ -130,18 +167,6 @@ class Batcher:
             row = Row("", 0, self.retentions[0], kind, chunk, tokens, nothing, sample=True)
             if size and self.apart((row,)):
                 yield row
-
-    def alone(self, row: Row) -> StepAttention:
-        """The attention of a pass of the prefill `row` alone, with room if the kernels can."""
-        layout, prefill = row.retention.layout, self._prefill_rows((row,), 0)
-        tokens = max(LEAST_ROOM, 1 << (len(row.tokens) - 1).bit_length()) if row.kind is RowKind.TAIL else 0
-        past = int(layout.lengths(*divmod(layout.max_tokens - 1, layout.chunk_tokens)).max())
-        room = Room(max(tokens, len(row.tokens)), past, (row.retention, row.kind))
-        padded = self._begin(0, prefill, room)
-        sealers = list(self._sealers((row,)))
-        return StepAttention(
-            self.kernels, self.windows, 0, prefill, sealers, self.meters.sealing, room.tokens if padded else None
-        )
 
     def rehearse(self, rows: int) -> StepAttention:
         """The attention of `rows` decoding rows that hold nothing, planned as if they were long and shared nothing."""

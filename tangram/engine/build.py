@@ -13,7 +13,6 @@ import torch
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
 from tangram.cache.retention import Retention
-from tangram.calibrate import in_terminal
 from tangram.compress.profile import Profile
 from tangram.compress.scorers import Scorer
 from tangram.config import EngineConfig, cache_folder
@@ -33,6 +32,7 @@ from tangram.model.fused import join_projections
 from tangram.model.load import LoadedModel, load_model
 from tangram.model.overflow import Overflow
 from tangram.plan.policy import Policy, policy_name
+from tangram.progress import show_progress
 
 Parts = tuple[Admission, Scheduler, Runner]
 
@@ -212,8 +212,8 @@ class EngineBuilder:
         )
         if loaded.device.type == "cuda":
             runner.rehearse(config.max_num_seqs, config.max_num_batched_tokens)
-        show_progress = partial(in_terminal, description="Capturing decode steps")
-        runner.capture(config.max_num_seqs, show_progress)
+        track = partial(show_progress, description="Capturing decode steps")
+        runner.capture(config.max_num_seqs, track)
         runner.meters.clear()
         return runner
 

@@ -153,10 +153,7 @@ class LLM:
         for collector, each in zip(collectors, params, strict=True):
             self._count += 1
             requests.append(Request(str(self._count), collector.prompt, each, collector.take, kv_retention, cache_salt))
-        for request in requests:
-            self.engine.check(request)
-        for request in requests:
-            self.engine.submit(request)
+        self.engine.submit(*requests)
         console = Console(stderr=True)
         with Progress(console=console, disable=not console.is_terminal) as progress:
             task = progress.add_task("Generating", total=len(collectors))

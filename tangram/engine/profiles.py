@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tangram.calibrate import Observer, calibrate, in_terminal
+from tangram.calibrate.measure import Observer, calibrate
 from tangram.calibrate.texts import QUICK_SAMPLES, pilot_texts
 from tangram.compress.library import find_profile, shipped_profiles
 from tangram.compress.profile import Profile, Scope
@@ -16,9 +16,10 @@ from tangram.compress.scorers import Scorer, ScorerChoice, choose, make_scorer, 
 from tangram.config import EngineConfig, cache_folder
 from tangram.engine.observe import score_source
 from tangram.engine.startup import foretell_calibration
-from tangram.errors import ProfileError
+from tangram.errors import ConfigError, ProfileError
 from tangram.kernels.threads import use_threads
 from tangram.model.load import LoadedModel
+from tangram.progress import show_progress
 
 _log = logging.getLogger("tangram")
 
@@ -94,6 +95,7 @@ def find_or_make_profile(config: EngineConfig, loaded: LoadedModel, scorer: Scor
         "once (`tangram calibrate` takes 50 and is more exact)",
         config.model, scorer.name, scope, config.kv_retention, config.chunk_tokens, QUICK_SAMPLES,
     )  # fmt: skip
+    check_chunk(config, loaded)
     texts = pilot_texts(QUICK_SAMPLES, min_characters=max(8_000, 6 * config.chunk_tokens))
     profile = calibrate_model(
         loaded, scorer, scope, config, retentions=[config.kv_retention], texts=texts,
@@ -107,6 +109,15 @@ def find_or_make_profile(config: EngineConfig, loaded: LoadedModel, scorer: Scor
     except OSError as error:
         _log.warning("the profile could not be kept: %s", error)
     return profile
+
+
+def check_chunk(config: EngineConfig, loaded: LoadedModel) -> None:
+    """Raise `ConfigError` for chunks that no sequence of the model fills: texts of that length come next."""
+    if config.chunk_tokens > loaded.geometry.max_positions:
+        raise ConfigError(
+            f"chunk_tokens is {config.chunk_tokens}, the model was made for at most "
+            f"{loaded.geometry.max_positions} positions: lower chunk_tokens"
+        )
 
 
 def scorer_spec(scorer: Scorer) -> ScorerSpec:
@@ -133,5 +144,5 @@ def calibrate_model(
         scores, samples, geometry=loaded.geometry,
         fingerprint=loaded.fingerprint, scorer=scorer_spec(scorer), scope=scope, retentions=retentions,
         chunk_tokens=config.chunk_tokens, source=source, page_tokens=config.page_tokens,
-        heads_per_page=config.heads_per_page, track=in_terminal, observe=observe,
+        heads_per_page=config.heads_per_page, track=show_progress, observe=observe,
     )  # fmt: skip

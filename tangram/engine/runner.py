@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -84,14 +83,9 @@ class Runner:
         `before_choosing` is called when all but the choice is launched.
         """
         self._host.move(step.moves, awaited=step.awaited)
-        decode, rest = step.rows[: step.decode_rows], step.rows[step.decode_rows :]
-        if self._graphs is None or not self._batcher.apart(rest):
-            logits = self._together(step)
-        else:
-            # A graph's logits are written over by its next pass.
-            decoded = [self._decoded(self._graphs, replace(step, rows=decode))] if decode else []
-            single = [self._alone(self._graphs, row) for row in rest]
-            logits = torch.cat([*decoded, *single]) if single else decoded[0]
+        passes = self._batcher.passes(step, graphs=self._graphs is not None)
+        found = [self._pass(rows, step.epoch, replayed) for rows, replayed in passes]
+        logits = found[0] if len(found) == 1 else torch.cat(found)
         before_choosing()
         choice = choose(logits, sample_rows) if sample_rows else None
         if choice is not None:
@@ -101,40 +95,22 @@ class Runner:
                 sample_row.append(token)
         return choice
 
-    def _together(self, step: Step) -> Tensor:
-        """Logits [rows that sample, V] of all rows in one pass."""
-        attention = self._batcher.attention(step)
-        logits = self._launched(attention, step.rows)
+    def _pass(self, rows: Sequence[Row], epoch: int, replayed: bool) -> Tensor:
+        """Logits [rows that sample, V] of one pass; if it may be `replayed`, by a graph that fits it."""
+        attention = self._batcher.attention(rows, epoch, padded=replayed)
+        tokens, positions, ends = _flattened(rows, attention)
+        sampled, carried = ends[[row.sample for row in rows]], self._carried(rows, ends)
+        if replayed and self._graphs is not None and (attention.width or attention.room):
+            # A graph wants the same of every pass, and its next pass writes over its logits.
+            wanted = np.arange(attention.width) if attention.width else ends
+            logits = self._graphs.logits(tokens, positions, wanted, attention, carried)
+            logits = logits[: len(sampled)] if attention.width else logits[: len(sampled)].clone()
+        else:
+            inputs, places = self._uploaded(tokens, positions)
+            carried(inputs)
+            logits = self._forward(attention, inputs, places, *self._uploaded(sampled))
         self._finish(attention)
         return logits
-
-    def _launched(self, attention: StepAttention, rows: Sequence[Row]) -> Tensor:
-        """Logits [rows that sample, V] of a pass that no graph replays."""
-        tokens, positions, ends = _flattened(rows, attention.width)
-        inputs, places = self._uploaded(tokens, positions)
-        self._carried(rows, ends)(inputs)
-        wanted = ends[[row.sample for row in rows]]
-        return self._forward(attention, inputs, places, *self._uploaded(wanted))
-
-    def _decoded(self, graphs: PassGraphs, step: Step) -> Tensor:
-        """Logits [rows, V] of a step that only decodes; they hold until the next one."""
-        attention = self._batcher.attention(step)
-        tokens, positions, ends = _flattened(step.rows, attention.width)
-        carried = self._carried(step.rows, ends)
-        logits = graphs.logits(tokens, positions, np.arange(len(tokens)), attention, carried)[: len(step.rows)]
-        self._finish(attention)
-        return logits
-
-    def _alone(self, graphs: PassGraphs, row: Row) -> Tensor:
-        """Logits [1, V] of a prefill row in a pass of its own; [0, V] if it does not sample."""
-        attention = self._batcher.alone(row)
-        if attention.room is None:
-            return self._launched(attention, (row,))
-        tokens, positions, ends = _flattened((row,), 0)
-        inputs = np.zeros((2, attention.room), np.int64)
-        inputs[:, : len(tokens)] = tokens, positions
-        logits = graphs.logits(inputs[0], inputs[1], ends, attention, self._carried((row,), ends))
-        return logits[: int(row.sample)].clone()
 
     @torch.inference_mode()
     def clear(self, pages: Int32) -> None:
@@ -146,8 +122,8 @@ class Runner:
     def tail_logits(self, step: Step) -> Tensor:
         """Compute `step`; logits [n, V] of all tokens of its TAIL rows, in their order. Nothing may be pending."""
         self._host.move(step.moves, awaited=step.awaited)
-        attention = self._batcher.attention(step)
-        tokens, positions, ends = _flattened(step.rows, attention.width)
+        attention = self._batcher.attention(step.rows, step.epoch)
+        tokens, positions, ends = _flattened(step.rows, attention)
         wanted = [
             np.arange(end - len(row.tokens), end) + 1
             for row, end in zip(step.rows, ends, strict=True)
@@ -187,7 +163,7 @@ class Runner:
         if self._graphs is None:
             return
         for row in self._batcher.typical():
-            self._alone(self._graphs, row)
+            self._pass((row,), epoch=0, replayed=True)
         widths = {self._batcher.kernels.width(count) for count in range(1, rows + 1)}
         # The largest first: the others fit into its memory.
         for width in track(sorted(widths, reverse=True)):
@@ -253,14 +229,19 @@ def _made_up(kind: RowKind, retention: Retention, start: int, tokens: int) -> Ro
     return Row("", 0, retention, kind, start, np.zeros(tokens, np.int64), nothing, sample=False)
 
 
-def _flattened(rows: Sequence[Row], width: int) -> tuple[Int64, Int64, Int64]:
-    """Tokens and positions of `rows` whose decode rows are filled up to `width`, and where each of them ends."""
+def _flattened(rows: Sequence[Row], attention: StepAttention) -> tuple[Int64, Int64, Int64]:
+    """Tokens and positions of `rows`, and where each of them ends.
+
+    Decode rows are filled up to the width of `attention`, a row with room to its tokens.
+    """
     decode_rows = sum(row.kind is RowKind.DECODE for row in rows)
-    fill = np.zeros(width - decode_rows, np.int64)
+    fill = np.zeros(attention.width - decode_rows, np.int64)
     tokens = [row.tokens for row in rows]
     positions = [np.arange(row.start, row.start + len(row.tokens)) for row in rows]
     ends = np.cumsum([len(own) for own in tokens]) - 1
     ends[decode_rows:] += len(fill)
+    beyond = np.zeros(0 if attention.room is None else attention.room - ends[-1] - 1, np.int64)
     for parts in (tokens, positions):
         parts.insert(decode_rows, fill)
+        parts.append(beyond)
     return np.concatenate(tokens), np.concatenate(positions), ends

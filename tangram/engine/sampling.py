@@ -27,7 +27,7 @@ from tangram.errors import ModelError, RequestError
 from tangram.kernels.transfer import Fetched, placed
 from tangram.types import Matcher, SamplingParams, TokenLogprob
 
-BROKEN_LOGITS = "are NaN or infinite: try dtype bfloat16 or float32"
+BROKEN_LOGITS = "are NaN or infinite: the weights are damaged, or too large for dtype float16"
 _GREEDY_BELOW = 1e-5  # vLLM's limit: a lower temperature means greedy
 
 

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 
-from tangram.calibrate import ScoreSource, check_lengths
+from tangram.calibrate.measure import ScoreSource, check_lengths
 from tangram.config import EngineConfig
 from tangram.engine.admission import Admission
 from tangram.engine.memory import GIB

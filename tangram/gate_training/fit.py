@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tangram.compress.profile import Scope
 from tangram.compress.scorers import ChunkView, Scorer
 from tangram.compress.scorers.base import needed
 from tangram.compress.scorers.gate import Gate, GateShape, gate_scores
-from tangram.compress.select import Scope
 from tangram.errors import ConfigError
 from tangram.types import Geometry
 

@@ -9,18 +9,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tangram.calibrate import check_lengths, in_terminal
+from tangram.calibrate.measure import check_lengths
+from tangram.compress.profile import Scope
 from tangram.compress.provenance import GateTraining, ScorerSpec
 from tangram.compress.scorers import ChunkView
 from tangram.compress.scorers.base import needed
 from tangram.compress.scorers.gate import Gate
 from tangram.compress.scorers.keydiff import KeyDiff
 from tangram.compress.scorers.kvzip import KVzip
-from tangram.compress.select import Scope
 from tangram.engine.observe import chunk_source
 from tangram.errors import ConfigError
 from tangram.gate_training.fit import LOSS, Examples, Recipe, overlap, train_gate
 from tangram.model.load import LoadedModel
+from tangram.progress import show_progress
 
 RETENTIONS = (0.3, 0.5)
 HELD_OUT = 8  # one text of so many, and at least one
@@ -63,7 +64,7 @@ def distil_gate(
         model=loaded.fingerprint, teacher=ScorerSpec(teacher.name, teacher.parameters()), chunk_tokens=chunk_tokens,
         samples=len(samples) - held_out, tokens=examples.tokens, source=source, seed=recipe.seed, loss=LOSS,
     )  # fmt: skip
-    gate = train_gate(examples, loaded.geometry, loaded.device, in_terminal)
+    gate = train_gate(examples, loaded.geometry, loaded.device, show_progress)
     return replace(gate, training=training), samples[:held_out]
 
 
@@ -79,7 +80,7 @@ def _gathered(
         examples.take(done, chunk, scores, teacher)
 
     chunks = chunk_source(loaded, teacher, observe, chunk_tokens=chunk_tokens)
-    for sample in in_terminal(samples, "Scoring by KVzip"):
+    for sample in show_progress(samples, "Scoring by KVzip"):
         for _ in chunks(sample):
             done += 1
     return examples
@@ -101,7 +102,7 @@ def agreements(
         (retention, scope) for scope in ("model", None) for retention in RETENTIONS
     ]
     shares = []
-    for sample in in_terminal(samples, "Comparing with KVzip"):
+    for sample in show_progress(samples, "Comparing with KVzip"):
         for _ in chunks(sample):
             theirs, gates, keydiffs = (torch.stack(scores) for scores in zip(*seen, strict=True))
             seen.clear()

@@ -20,7 +20,7 @@ from tangram.model.convert import UNREADABLE, convert_gguf, read_tokenizer, refu
 from tangram.model.dummy import random_model, tokenizer_or_numbers
 from tangram.model.files import check_index, check_safetensors
 from tangram.model.place import find_device
-from tangram.model.source import gguf_file, is_gguf
+from tangram.model.source import check_source, gguf_file, is_gguf
 from tangram.types import Geometry
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -163,7 +163,8 @@ def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tupl
 
 
 def _resolve(name: str) -> str:
-    """A folder or hub id that Transformers loads without conversion."""
+    """A folder or hub id that Transformers loads without conversion. Raises `ModelError` for what is neither."""
+    check_source(name)
     if is_gguf(name):
         return str(convert_gguf(gguf_file(name)))
     path = Path(name).expanduser()

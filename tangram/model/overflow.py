@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from tangram.cache.retention import Retention
-from tangram.compress.select import Scope, dynamic_choice
+from tangram.compress.profile import Scope
+from tangram.compress.select import dynamic_choice
 from tangram.kernels.transfer import Fetched
 from tangram.metrics import GroupOverflow
 from tangram.model.sealing import Wishes

@@ -34,13 +34,30 @@ def check_source(name: str) -> None:
     elif path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelError(f"model {name!r}: the folder has no config.json, name one that Transformers has saved")
-    elif not path.exists() and _is_path(name):
+    elif path.exists():
+        raise ModelError(f"model {name!r}: it is neither a folder nor a GGUF file, name one of these")
+    elif _is_path(name):
         raise ModelError(f"model {name!r}: there is no such folder")
+    elif not _is_id(name):
+        raise ModelError(
+            f"model {name!r}: there is no such file or folder, and no Hugging Face id is written like that"
+        )
 
 
 def _is_path(name: str) -> bool:
     """A Hugging Face id is NAME or OWNER/NAME, and neither begins with a dot or a tilde."""
     return name.count("/") > 1 or name.startswith(("/", ".", "~")) or name.endswith("/")
+
+
+def _is_id(name: str) -> bool:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
 
 
 def _embedded_gguf() -> Path:

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tangram.errors import ConfigError
+from tangram.foreign_files import is_text
 from tangram.serve.errors import ApiError
 from tangram.serve.record import record_in
 
@@ -54,11 +55,6 @@ class Protection:
     def max_body_bytes(self) -> int:
         """The most bytes of a body."""
         return int(self.max_body_mb * 1_000_000)
-
-
-def is_text(value: str) -> bool:
-    """Whether it can be written as UTF-8; bytes of a command line that are none become halves of characters."""
-    return value.encode(errors="ignore").decode() == value
 
 
 class RequireKeys:

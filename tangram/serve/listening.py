@@ -24,6 +24,8 @@ class Listener:
 
         Raises `ConfigError` if the port is taken or not allowed, or `host` is no address of this machine.
         """
+        if not host.strip():
+            raise ConfigError(f"host is {host!r}: take 127.0.0.1, or 0.0.0.0 for all interfaces")
         if not 0 <= port <= 65535:
             raise ConfigError(f"port is {port}, it must lie in [0, 65535]")
         try:
@@ -48,6 +50,11 @@ class Listener:
         """Listen no more."""
         for opened in self.sockets:
             opened.close()
+
+    @property
+    def is_open_to_all(self) -> bool:
+        """Whether it listens on all of the machine's interfaces."""
+        return any(opened.getsockname()[0] in _ANYWHERE for opened in self.sockets)
 
     @property
     def url(self) -> str:

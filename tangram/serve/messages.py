@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from itertools import chain
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from tangram.serve.body import Body, Text, deeper_than
+from tangram.serve.parsing import has_more_items
 from tangram.serve.unknown import without_unknown
 from tangram.serve.unsupported import MESSAGE, wrong_field
 
 MAX_MESSAGES = 4096
 _MAX_CALLS = 128
 _MAX_ARGUMENT_LEVELS = 64
+# Of all calls of a conversation together, which the template gets at once.
+MAX_ARGUMENT_ITEMS = 2**17
 _PART = frozenset({"type", "text"})
 
 
@@ -44,6 +49,14 @@ def _an_object(arguments: str) -> str:
     if deeper_than(data, _MAX_ARGUMENT_LEVELS):
         raise ValueError(f"is nested in more than {_MAX_ARGUMENT_LEVELS} levels")
     return arguments
+
+
+def few_arguments(calls: Iterable[Any]) -> None:
+    """Raise `ValueError` where the arguments of calls, as clients send them, are too much together."""
+    texts = (call.get("arguments") for call in calls if isinstance(call, dict))
+    if has_more_items("".join(text for text in texts if isinstance(text, str)), MAX_ARGUMENT_ITEMS):
+        message = f"the arguments of calls have more than {MAX_ARGUMENT_ITEMS} objects, lists and texts"
+        raise ValueError(f"{message}: send less")
 
 
 CalledName = Annotated[Text, Field(min_length=1, max_length=64)]
@@ -112,3 +125,18 @@ class ChatMessage(Body):
             "reasoning_content": self.reasoning_content,
         }
         return message | {field: value for field, value in given.items() if value is not None}
+
+
+def _few_arguments(messages: Any) -> Any:
+    given = messages if isinstance(messages, list) else []
+    called = (message.get("tool_calls") for message in given if isinstance(message, dict))
+    calls = chain.from_iterable(calls for calls in called if isinstance(calls, list))
+    few_arguments(call.get("function") for call in calls if isinstance(call, dict))
+    return messages
+
+
+Messages = Annotated[
+    list[ChatMessage],
+    Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+    BeforeValidator(_few_arguments),
+]

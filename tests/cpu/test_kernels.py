@@ -12,9 +12,10 @@ from torch import Tensor
 from tangram.errors import IntegrityError
 from tangram.kernels import cpu, reference
 from tangram.plan.aot import plan_aot
-from tangram.plan.form import DecodeRows, TaskList, WorkPlan, assemble
+from tangram.plan.form import DecodeRows, WorkPlan
 from tangram.plan.plain import plan_plain
 from tests.paged import SCALING, WINDOW, Batch, dense_attention, dense_decode, make_batch
+from tests.plans import TaskList, assemble
 
 
 def plans(rows: DecodeRows) -> list[WorkPlan]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from tangram.calibrate import kept_fractions
+from tangram.calibrate.measure import kept_fractions
 from tangram.compress.profile import Profile
 from tangram.compress.scorers import make_scorer
 from tangram.engine.loop import Engine

@@ -147,7 +147,10 @@ def test_a_batch_must_fill(tiny: LoadedModel) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--train-gate", "nowhere/gate.safetensors"], "cannot be written there: No such file or directory"),
+        (
+            ["--train-gate", "nowhere/gate.safetensors"],
+            "train_gate is nowhere/gate.safetensors, there is no folder",
+        ),
         (["--train-gate", "gate.pt"], "give it the suffix .safetensors"),
         (["--train-gate", "gate.safetensors", "-o", "profile.json"], "together with --output profile.json"),
         (["--train-gate", "gate.safetensors", "--scorer", "tova"], "together with --scorer tova"),

@@ -14,10 +14,11 @@ from torch import Tensor
 from tangram.errors import ConfigError
 from tangram.lab.baselines.uniform import plan_uniform_splits
 from tangram.plan.aot import plan_aot
-from tangram.plan.form import DecodeRows, TaskList, WorkPlan, assemble
+from tangram.plan.form import DecodeRows, WorkPlan
 from tangram.plan.plain import plan_plain
 from tangram.plan.workqueue import plan_workqueue
 from tests.paged import SCALING, Batch, dense_decode, make_batch
+from tests.plans import TaskList, assemble
 
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 MERGES = ("tails", "kernel", "atomic")

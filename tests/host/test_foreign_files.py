@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tangram.calibrate import read_texts
-from tangram.compress.profile import Profile
-from tangram.errors import TangramError
+from tangram.calibrate.files import read_texts
+from tangram.compress.library import find_profile
+from tangram.compress.profile import ModelFingerprint, Profile
+from tangram.errors import ConfigError, TangramError
 from tangram.lab.accuracy.conversation import read_conversations
+from tangram.lab.accuracy.passages import _read
 from tangram.lab.accuracy.results import Results
 from tangram.lab.load.asks import traced
 from tangram.plan.policy import Policy
@@ -37,7 +40,31 @@ def test_a_file_that_is_no_json_is_refused(
         read(path)
 
 
-@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize("depth", [*range(50, 1000, 50), 100_000])
+def test_a_nested_file_among_the_profiles_is_passed_over(
+    depth: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At any depth: some are too deep for a reader, others only for who looks at what was read."""
+    nested = '{"format_version": 1, "mean": ' + "[" * depth + "]" * depth + "}"
+    (tmp_path / "a.json").write_text(nested if depth < 100_000 else "[" * depth)
+    fingerprint = ModelFingerprint("m", "llama", 1, 1, 1, 8)
+    assert find_profile([tmp_path], fingerprint, "keydiff", "model", 0.5, 512) is None
+    assert "passed over: profile" in caplog.text and "a.json" in caplog.text
+
+
+@pytest.mark.parametrize("value", ["a", None, [], -1, float("nan"), True, 10**400])
+@pytest.mark.parametrize("field", ["timestamp", "input_length", "output_length", "hash_ids"])
+def test_a_trace_names_the_field_that_is_no_number(field: str, value: object, tmp_path: Path) -> None:
+    entry = {"timestamp": 0, "input_length": 3, "output_length": 1, "hash_ids": [1]}
+    given = [value] if field == "hash_ids" else value
+    (tmp_path / "t.jsonl").write_text(json.dumps(entry | {field: given}))
+    if value == 10**400 and field in ("output_length", "hash_ids"):
+        return  # as large as it likes: the engine refuses the one, the other is a name
+    with pytest.raises(ConfigError, match=rf"t\.jsonl:1: .*({field}|tokens, input_length)"):
+        traced(tmp_path / "t.jsonl", seconds=1, speed=1, vocab_size=8)
+
+
+@pytest.mark.parametrize("read", [*READERS, _read])
 def test_nobody_waits_for_a_pipe(read: Callable[[Path], object], tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "file.jsonl")
     with pytest.raises(TangramError, match="regular file"):

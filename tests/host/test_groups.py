@@ -113,6 +113,15 @@ def test_an_impossible_retention_is_refused_with_the_smallest_possible_one() -> 
     assert allot_pages([0.5] * 4, [3] * 4, retention=0.0834, **shape) == [2] * 4
 
 
+def test_pages_that_no_retention_could_fill_are_refused_by_their_size() -> None:
+    """No ratio is proposed that could not be given: it would be over 1."""
+    with pytest.raises(ConfigError, match="heads_per_page is 100000 and page_tokens 16: ") as refusal:
+        allot_pages(
+            [0.5] * 4, [3] * 4, chunk_tokens=64, page_tokens=16, heads_per_page=100_000, retention=0.5, min_pages=1
+        )
+    assert "raise kv_retention" not in str(refusal.value)
+
+
 @pytest.mark.parametrize("retention", [0.0, 1.0, -0.1, float("nan"), float("inf")])
 def test_a_retention_outside_the_open_interval_is_refused(retention: float) -> None:
     with pytest.raises(ConfigError, match="kv_retention"):

@@ -122,14 +122,14 @@ def test_somebody_talks_stops_an_answer_and_ends(tmp_path: Path) -> None:
     assert "/retention 1.0" in kept.read_text() and kept.stat().st_mode & 0o077 == 0
 
 
-def piped(*command: str, given: bytes) -> subprocess.CompletedProcess[bytes]:
+def piped(*command: str, given: bytes, **variables: str) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(
         [sys.executable, "-m", "tangram", *command],
         cwd=ROOT,
         input=given,
         capture_output=True,
         timeout=START_S,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | variables,
         check=False,
     )
 
@@ -139,6 +139,41 @@ def test_a_conversation_in_a_pipe() -> None:
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count(b"\n") == 1 and b"you" not in ended.stdout
     assert b"reused 0 of " in ended.stderr and b"cut at 4 tokens" in ended.stderr
+
+
+@pytest.mark.parametrize("given", [b"", b"Hello"])
+def test_the_end_of_a_pipe_ends_a_conversation_well(given: bytes) -> None:
+    ended = piped("chat", "--max-tokens", "4", given=given)
+    assert ended.returncode == 0, ended.stderr
+    assert bool(ended.stdout) == bool(given) and b"Traceback" not in ended.stderr
+
+
+def test_a_line_that_is_no_text_spoils_no_other() -> None:
+    ended = piped("chat", "--max-tokens", "4", given=b"H\xff\nHello\n")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count(b"error: line has bytes that are not UTF-8") == 1
+    assert ended.stdout.count(b"\n") == 1 and b"cut at 4 tokens" in ended.stderr
+
+
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+@pytest.mark.parametrize("variables", [{"LC_ALL": "C"}, ASCII], ids=["C", "ASCII"])
+def test_any_locale_takes_and_gives_texts(variables: dict[str, str]) -> None:
+    """What an ASCII terminal cannot show is escaped. The same text is asked for, by the argument and the pipe."""
+    prompt = "Zürich, Genève, Köln, Zürich, Genève,"
+    options = ("--max-tokens", "4")
+    by_pipe = piped("generate", *options, given=prompt.encode(), **variables)
+    by_argument = piped("generate", *options, "-p", prompt, given=b"", **variables)
+    assert by_pipe.returncode == by_argument.returncode == 0, by_pipe.stderr + by_argument.stderr
+    assert by_pipe.stdout == by_argument.stdout
+    assert ("K\\xf6l" if variables == ASCII else "Köl").encode() in by_pipe.stdout
+
+
+def test_an_argument_that_is_no_text_is_one_line() -> None:
+    ended = piped("generate", "-p", "H\udcff", given=b"")
+    assert ended.returncode == 2
+    assert ended.stderr == b"error: prompt has bytes that are not UTF-8: give a text\n"
 
 
 @pytest.mark.parametrize("options", [[], ["-p", "-"]])

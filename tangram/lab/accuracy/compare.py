@@ -47,6 +47,7 @@ def compare(
         base = replace(base, chunk_tokens=unit) if unit is not None and unit > TAIL_TOKENS else base
     watch.turns_to("loading the model")
     loaded = load_model(base.model, dtype=base.dtype, device=base.device, load_format=base.load_format)
+    _check_lengths(loaded.geometry.max_positions, asked, methods)
     methods = _methods(grid.served_by(Compression.of(base, loaded.fingerprint).choice.scorer), asked)
     bench = ModelBench.of(base, loaded, methods, calibration_samples)
     alignment = None if unit is None else Alignment(unit, filler_token(bench.codec))
@@ -67,6 +68,18 @@ def compare(
 
 def _methods(grid: Grid, asked: Sequence[Questions | RealText]) -> list[Method]:
     return list(dict.fromkeys(method for one in asked for method in grid.methods(one.context_tokens)))
+
+
+def _check_lengths(most_tokens: int, asked: Sequence[Questions | RealText], methods: Sequence[Method]) -> None:
+    """Raise `ConfigError` for a length that the model was not made for: a text of it would be written first."""
+    chunks = (method.chunk_tokens for method in methods)
+    longest = {
+        "context_tokens": max(one.context_tokens for one in asked),
+        "chunk_tokens": max((chunk for chunk in chunks if chunk is not None), default=1),
+    }
+    for name, tokens in longest.items():
+        if tokens > most_tokens:
+            raise ConfigError(f"{name} is {tokens}, the model was made for {most_tokens} positions: ask for fewer")
 
 
 def _check_tails(methods: Sequence[Method]) -> None:

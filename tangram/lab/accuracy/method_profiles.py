@@ -9,13 +9,14 @@ from pathlib import Path
 
 import numpy as np
 
-from tangram.calibrate import ScoreSource, calibrate, in_terminal
+from tangram.calibrate.measure import ScoreSource, calibrate
 from tangram.calibrate.texts import QUICK_SAMPLES, pilot_texts
 from tangram.compress.library import find_profile, shipped_profiles
 from tangram.compress.profile import ALPHA, Profile, Scope
 from tangram.compress.provenance import Calibration, ModelFingerprint, Parameter, ScorerSpec
 from tangram.errors import ProfileError
 from tangram.lab.accuracy.methods import Method
+from tangram.progress import show_progress
 from tangram.types import Geometry
 
 _log = logging.getLogger("tangram")
@@ -156,5 +157,5 @@ class Budgets:
             scope=wanted.scope, retentions=retentions, chunk_tokens=wanted.chunk_tokens, alpha=ALPHA,
             source=f"built-in pilot texts, {samples} samples, seed 0", page_tokens=self.page_tokens,
             heads_per_page=self.heads_per_page, sink_tokens=wanted.sink_tokens, window_tokens=wanted.window_tokens,
-            track=in_terminal,
+            track=show_progress,
         )  # fmt: skip

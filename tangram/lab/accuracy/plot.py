@@ -15,11 +15,14 @@ _PANEL_INCHES = (4.5, 3.5)
 
 
 def check_plot(path: Path) -> None:
-    """Raise `ConfigError` if `path` could not be drawn."""
+    """Raise `ConfigError` if nothing could be drawn at `path`."""
     if find_spec("matplotlib") is None:
         raise ConfigError(f"plot is {path}, drawing needs matplotlib: pip install matplotlib")
-    if not path.parent.is_dir():
-        raise ConfigError(f"plot is {path}, but there is no folder {path.parent}: make it first")
+    from matplotlib.figure import Figure
+
+    known = Figure().canvas.get_supported_filetypes()
+    if path.suffix.lower().removeprefix(".") not in known:
+        raise ConfigError(f"plot is {path}, no picture ends like that: give a name that ends in .png")
 
 
 def draw(cells: Sequence[AnyCell], path: Path) -> None:

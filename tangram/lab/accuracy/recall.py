@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tangram.cache.layout import Layout
-from tangram.calibrate import Scores, ScoreSource
+from tangram.calibrate.measure import Scores, ScoreSource
 from tangram.compress.profile import SINK_TOKENS, Profile, default_scope
 from tangram.compress.select import chosen, dynamic_choice, protect
 from tangram.lab.accuracy.methods import Method

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from tangram.cache.retention import Retention
 from tangram.cache.step import Row
+from tangram.compress.profile import Scope
 from tangram.compress.scorers import ChunkView, Scorer
-from tangram.compress.select import Scope, chosen, dynamic_choice, protect
+from tangram.compress.select import chosen, dynamic_choice, protect
 from tangram.engine.batch import Batcher, DeviceTables
 from tangram.engine.runner import Runner
 from tangram.kernels.interface import PrefillRows

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from reprlib import repr as shortened
+from typing import Annotated
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tangram.errors import ConfigError
 from tangram.foreign_files import parse_json, read_text
 
 TRACE_BLOCK = 512  # tokens that one hash of a Mooncake trace stands for
-_FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
+MOST_TOKENS = 2**27  # of all prompts together: they are made up before any is asked
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,31 @@ class Ask:
     tokens: tuple[int, ...]
     output_tokens: int
     at_s: float = 0.0
+
+
+class TraceLine(BaseModel):
+    """A request of a Mooncake trace; what else a line says is not looked at."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    timestamp: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    input_length: Annotated[int, Field(ge=1)]
+    output_length: Annotated[int, Field(ge=0)]
+    hash_ids: list[Annotated[int, Field(ge=0)]]
+
+
+def check_lengths(option: str, count: int, prompt_tokens: int, output_tokens: int, most_tokens: int) -> None:
+    """Raise `ConfigError` if the longest of `count` requests, or all of them, cannot be: before any is made up."""
+    longest = prompt_tokens + output_tokens
+    if longest > most_tokens:
+        raise ConfigError(
+            f"{option} is too large: a request has {longest} tokens with its answer, a sequence may have {most_tokens}"
+        )
+    if count * prompt_tokens > MOST_TOKENS:
+        raise ConfigError(
+            f"{option} is too large: {count} prompts of {prompt_tokens} tokens are {count * prompt_tokens}, at most "
+            f"{MOST_TOKENS} are made up: ask for fewer"
+        )
 
 
 def made_up(count: int, vocab_size: int, *seed: int) -> tuple[int, ...]:
@@ -49,21 +76,21 @@ def traced(path: Path, *, seconds: float, speed: float, vocab_size: int) -> list
     """
     asks = []
     for number, entry in _lines(path):
-        at_s = entry["timestamp"] / 1e3
+        at_s = entry.timestamp / 1e3
         if at_s >= seconds:
             break
-        blocks = [token for block in entry["hash_ids"] for token in made_up(TRACE_BLOCK, vocab_size, 2, block)]
-        if len(blocks) < entry["input_length"]:
-            raise ConfigError(
-                f"{path}:{number}: hash_ids stand for {len(blocks)} tokens, input_length is {entry['input_length']}"
-            )
-        asks.append(Ask(tuple(blocks[: entry["input_length"]]), max(1, entry["output_length"]), at_s / speed))
+        tokens, length = TRACE_BLOCK * len(entry.hash_ids), entry.input_length
+        if tokens < length:
+            raise ConfigError(f"{path}:{number}: hash_ids stand for {tokens} tokens, input_length is {length}")
+        needed = entry.hash_ids[: -(-length // TRACE_BLOCK)]
+        blocks = [token for block in needed for token in made_up(TRACE_BLOCK, vocab_size, 2, block)]
+        asks.append(Ask(tuple(blocks[:length]), max(1, entry.output_length), at_s / speed))
     if not asks:
         raise ConfigError(f"{path}: no request in the first {seconds} s: raise --seconds")
     return asks
 
 
-def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _lines(path: Path) -> Iterator[tuple[int, TraceLine]]:
     try:
         lines = read_text(path).splitlines()
     except (OSError, ValueError) as error:
@@ -73,9 +100,15 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             entry = parse_json(line)
         except ValueError as error:
             raise ConfigError(f"{path}:{number}: not JSON: {error}") from error
-        if missing := [name for name in _FIELDS if not isinstance(entry, dict) or name not in entry]:
-            raise ConfigError(f"{path}:{number}: {', '.join(missing)} missing; every line needs {', '.join(_FIELDS)}")
-        yield number, entry
+        fields = tuple(TraceLine.model_fields)
+        if missing := [name for name in fields if not isinstance(entry, dict) or name not in entry]:
+            raise ConfigError(f"{path}:{number}: {', '.join(missing)} missing; every line needs {', '.join(fields)}")
+        try:
+            yield number, TraceLine.model_validate(entry)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place, given = ".".join(map(str, first["loc"])), shortened(first["input"])
+            raise ConfigError(f"{path}:{number}: {place} is {given}: {first['msg']}") from error
 
 
 def next_turn(

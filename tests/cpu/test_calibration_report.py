@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tangram.calibrate import Scores, calibrate
 from tangram.calibrate.agreement import agreement, kind_correlations
 from tangram.calibrate.evidence import Evidence, reserved
+from tangram.calibrate.measure import Scores, calibrate
 from tangram.compress.profile import ModelFingerprint, ScorerSpec
 from tangram.errors import ConfigError
 from tangram.lab.calibration.enough import samples_needed

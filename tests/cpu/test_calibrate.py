@@ -14,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
-from tangram.calibrate import Scores, calibrate, in_terminal, kept_fractions, read_kinds, read_texts
 from tangram.calibrate.agreement import rank_stability
+from tangram.calibrate.files import read_kinds, read_texts
+from tangram.calibrate.measure import Scores, calibrate, kept_fractions
 from tangram.compress.profile import ModelFingerprint, Profile, Scope, ScorerSpec
 from tangram.errors import ConfigError, ProfileError
+from tangram.progress import show_progress
 from tangram.types import Geometry
 
 CHUNK = 64
@@ -211,7 +213,7 @@ def test_scores_that_cannot_be_trusted_are_refused(kind: str, named: str) -> Non
 
 
 def test_progress_is_silent_where_there_is_no_terminal(capfd: pytest.CaptureFixture[str]) -> None:
-    assert [list(sample) for sample in in_terminal([[1], [2]])] == [[1], [2]]
+    assert [list(sample) for sample in show_progress([[1], [2]])] == [[1], [2]]
     assert capfd.readouterr() == ("", "")
 
 

@@ -1,0 +1,69 @@
+"""What commands write to the terminal: paths, names and errors are shown as they are, none is read as markup."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import AbstractContextManager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+
+def output() -> Console:
+    """Standard output."""
+    return _console(stderr=False)
+
+
+def messages() -> Console:
+    """Standard error."""
+    return _console(stderr=True)
+
+
+def tell(text: str, style: str = "") -> None:
+    """Write a message; its lines are not broken."""
+    _print(Text(text, style))
+
+
+def tell_error(error: object, kind: str = "error", colour: str = "red") -> None:
+    """Write what is wrong behind a coloured word, in one line."""
+    _print(Text.assemble((f"{kind}:", colour), f" {' '.join(str(error).splitlines())}"))
+
+
+def waiting(text: str) -> AbstractContextManager[object]:
+    """While inside, a terminal shows that something takes time."""
+    return messages().status(Text(text))
+
+
+def progress(*, counted: bool = True) -> Progress:
+    """A bar in a terminal, `counted` with how many of how many are done."""
+    columns: list[ProgressColumn] = [
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        *([MofNCompleteColumn()] if counted else []),
+        TimeRemainingColumn(),
+    ]
+    shown = messages()
+    return Progress(*columns, console=shown, disable=not shown.is_terminal)
+
+
+def is_wrapped() -> bool:
+    """Whether somebody looks at lines of a width: a terminal has one, COLUMNS says one."""
+    return sys.stderr.isatty() or "COLUMNS" in os.environ
+
+
+def _print(text: Text) -> None:
+    messages().print(text, soft_wrap=True)
+
+
+def _console(**options: Any) -> Console:
+    return Console(markup=False, emoji=False, highlight=False, **options)

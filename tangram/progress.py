@@ -1,0 +1,17 @@
+"""Long work shows how far it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import track
+
+Item = TypeVar("Item")
+
+
+def show_progress(items: Sequence[Item], description: str = "Calibrating") -> Iterable[Item]:
+    """`items` with a progress bar on standard error, or with none where that is no terminal."""
+    console = Console(stderr=True)
+    return track(items, description, console=console, disable=not console.is_terminal)

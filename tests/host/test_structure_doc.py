@@ -1,0 +1,30 @@
+"""docs/structure.md names what there is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/structure.md").read_text()
+PACKAGES = ("cache", "plan", "kernels", "model", "engine", "calibrate", "gate_training")
+
+
+def section(package: str) -> str:
+    """What the page says under the heading that names `package`."""
+    (found,) = re.findall(rf"^### [^\n]*\b{package}\b(.*?)(?=^##|\Z)", PAGE, re.MULTILINE | re.DOTALL)
+    return str(found)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_module_is_named(package: str) -> None:
+    modules = {path.name for path in (ROOT / "tangram" / package).glob("*.py")} - {"__init__.py"}
+    missing = {name for name in modules if f"{name}`" not in section(package)}
+    assert not missing
+
+
+def test_every_file_that_is_named_exists() -> None:
+    files = {path.name for path in (ROOT / "tangram").rglob("*.py")}
+    assert set(re.findall(r"`(?:\w+/)*(\w+\.py)`", PAGE)) <= files
