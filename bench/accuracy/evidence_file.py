@@ -61,15 +61,12 @@ class Evidence(BaseModel):
         """Every ρ, the largest first."""
         return sorted({one.kv_retention for own in self.passes for one in own.recalls}, reverse=True)
 
-    def recall(self, method: str, scorer: str, retention: float) -> Score | None:
-        """None where it was not measured."""
-        found = [
-            one.recall
-            for own in self.passes
-            for one in own.recalls
-            if (own.scorer, one.method, one.kv_retention) == (scorer, method, retention)
-        ]
-        return found[-1] if found else None
+    def recall(self, method: str, scorer: str) -> list[Score | None]:
+        """At every ρ; None where it was not measured."""
+        passes = [own for own in self.passes if own.scorer == scorer]
+        recalls = [one for own in passes for one in own.recalls if one.method == method]
+        found = {one.kv_retention: one.recall for one in recalls}
+        return [found.get(retention) for retention in self.retentions]
 
     @classmethod
     def load(cls, path: Path) -> Evidence:

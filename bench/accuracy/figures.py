@@ -63,10 +63,11 @@ def _of_needles(cell: AnyCell) -> bool:
 
 
 def windows(cells: Iterable[AnyCell]) -> list[tuple[int | None, int | None]]:
-    """Sinks and windows that static budgets were asked with; the default window is None."""
+    """Several sinks and windows that static budgets were asked with; None is the default window."""
     methods = (cell.method for cell in cells if cell.method.name == "static")
     kept = {(method.sink_tokens, method.window_tokens) for method in methods}
-    return sorted(kept, key=lambda one: (-(one[0] or 0), -1 if one[1] is None else one[1]))
+    order = sorted(kept, key=lambda one: (-(one[0] or 0), -1 if one[1] is None else one[1]))
+    return order if len(kept) > 1 else []
 
 
 def mean_score(cells: Sequence[Cell]) -> Score:
@@ -89,13 +90,8 @@ def _averaged(scores: Sequence[Score]) -> Score:
     )
 
 
-def answered(cell: AnyCell | None, *, adversarial: bool) -> Score | None:
-    """Over samples of LoCoMo that ask such questions, the means over those.
-
-    `adversarial`: what the conversation does not answer; else what it does.
-    """
-    if not isinstance(cell, Cell):
-        return None
+def _answered(cell: Cell, *, adversarial: bool) -> Score:
+    """Over the samples that ask such questions, the means over those."""
     kept = [
         [one.score for one in sample.answers if (one.category == CATEGORIES[5]) == adversarial]
         for sample in cell.samples
@@ -163,7 +159,7 @@ class Comparison:
 
     def score(self, method: Method) -> Score | None:
         """The mean over suites; None if one is missing."""
-        found = [cell for cell in self.of(method) if isinstance(cell, Cell)]
+        found = self._answering(method)
         return mean_score(found) if found else None
 
     def less(self, method: Method, other: Method) -> Score | None:
@@ -204,20 +200,28 @@ class Comparison:
         others = self._methods(other, scorer, at)
         return [self.less(*pair) for pair in zip(firsts, others, strict=True)]
 
-    def cells(
-        self,
-        name: MethodName,
-        scorer: str = "",
-        at: Sequence[float] | None = None,
-    ) -> list[AnyCell | None]:
-        """The cell of the first suite: at every ρ, or those that are given."""
-        return [next(iter(self.of(one)), None) for one in self._methods(name, scorer, at)]
+    def figures(self, name: MethodName, scorer: str, figure: str) -> list[Score | None]:
+        """At every ρ, a figure of the first suite."""
+        found = [self.of(method) for method in self._methods(name, scorer, None)]
+        return [getattr(own[0], figure) if own else None for own in found]
+
+    def answers(self, name: MethodName, scorer: str, *, adversarial: bool) -> list[Score | None]:
+        """At every ρ, of LoCoMo: of questions that the conversation answers, or that it does not."""
+        found = [self._answering(method) for method in self._methods(name, scorer, None)]
+        return [_answered(own[0], adversarial=adversarial) if own else None for own in found]
 
     def held(self, name: MethodName, scorer: str, **changes: Any) -> list[float | None]:
         """At every ρ the share of KV bytes held, raw ends and replies included."""
-        shares = []
-        for method in self._methods(name, scorer, None, **changes):
-            cells = [cell for cell in self.of(method) if isinstance(cell, Cell)]
-            known = [cell.footprint for cell in cells if cell.footprint is not None]
-            shares.append(fmean(known) if known else None)
-        return shares
+        found = [self._answering(method) for method in self._methods(name, scorer, None, **changes)]
+        shares = [[one.footprint for one in own if one.footprint is not None] for own in found]
+        return [fmean(own) if own else None for own in shares]
+
+    def full_and_static(self, retention: float) -> list[Cell]:
+        """Of the first suite: the full cache and every scorer's static budgets; none without full."""
+        methods = [self.method("full")]
+        methods += [self.method("static", scorer, retention) for scorer in self.scorers]
+        found = [self._answering(method)[:1] for method in methods]
+        return [cell for own in found for cell in own] if found[0] else []
+
+    def _answering(self, method: Method) -> list[Cell]:
+        return [cell for cell in self.of(method) if isinstance(cell, Cell)]

@@ -44,9 +44,15 @@ def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def number(value: float | None, form: str = "", missing: str = NONE) -> str:
-    """The value in Python's format `form`."""
-    return missing if value is None or isinstance(value, Undefined) else format(value, form)
+def number(value: float | None, form: str = "", before: str = "", missing: str = NONE) -> str:
+    """The value in Python's format `form`, with what stands before it."""
+    none = value is None or isinstance(value, Undefined)
+    return missing if none else before + format(value, form)
+
+
+def cells(values: Iterable[Any], form: str, *options: Any, **named: Any) -> str:
+    """The values side by side in a row, each through the filter `form`."""
+    return " | ".join(FILTERS[form](value, *options, **named) for value in values)
 
 
 def short(value: float) -> str:
@@ -64,15 +70,10 @@ def plain(score: Score | None, digits: int, *, signed: bool = False) -> str:
     return NONE if score is None else report.plain(score, digits, signed=signed)
 
 
-def percentiles(values: Mapping[str, float], form: str, *names: str, scale: float = 1.0) -> str:
-    """The three percentiles, or the values named, each times `scale`."""
+def slashed(values: Mapping[str, float], form: str, *names: str, scale: float = 1) -> str:
+    """The values of these names, or three percentiles, each times `scale`, in the format `form`."""
     shown = names or ("p50", "p90", "p99")
     return " / ".join(format(scale * values[name], form) for name in shown)
-
-
-def slashed(values: Mapping[str, int], *names: str) -> str:
-    """The counts of these names."""
-    return " / ".join(f"{values[name]:,}" for name in names)
 
 
 def versions(environment: Mapping[str, Any], *packages: str) -> str:
@@ -96,6 +97,7 @@ def _value(row: Any, key: str) -> Any:
 
 
 FILTERS: dict[str, Callable[..., Any]] = {
+    "cells": cells,
     "gmean": statistics.geometric_mean,
     "groups": groups,
     "machine": report.machine,
@@ -103,7 +105,6 @@ FILTERS: dict[str, Callable[..., Any]] = {
     "median": statistics.median,
     "number": number,
     "percent": percent,
-    "percentiles": percentiles,
     "plain": plain,
     "pstdev": statistics.pstdev,
     "short": short,

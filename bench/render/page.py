@@ -47,7 +47,8 @@ class Page:
     """The blocks of one page; `results` is the folder of their figures."""
 
     def __init__(self, name: str, results: Path = RESULTS) -> None:
-        self._source = (TEMPLATES / f"{name}.md").read_text(encoding="utf-8")
+        self._template = TEMPLATES / f"{name}.md"
+        self._source = self._template.read_text(encoding="utf-8")
         self._results = results
         self._environment = Environment(
             trim_blocks=True,
@@ -67,6 +68,9 @@ class Page:
             except FileNotFoundError as missing:
                 if not Path(missing.filename).is_relative_to(self._results):
                     raise
+            except Exception as error:
+                error.add_note(f"in block {name} of {self._template}")
+                raise
         return rendered
 
     @cached_property

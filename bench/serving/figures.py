@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import statistics
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ def series(results: Path, kind: str = "serving") -> list[Found]:
     """
     names = sorted({path.name.split("_")[0] for path in results.glob(f"{kind}*_*.json")})
     if not names:
-        raise FileNotFoundError(0, "no results", str(results / f"{kind}_*.json"))
+        raise FileNotFoundError(errno.ENOENT, "no results", str(results / f"{kind}_*.json"))
     return [_series(results, name) for name in names]
 
 

@@ -35,7 +35,8 @@ def test_a_page_and_its_template_have_the_same_blocks(name: str) -> None:
 
 def test_every_page_with_blocks_has_a_template() -> None:
     paths = [path for path in DOCS.rglob("*.md") if marked(path.read_text(encoding="utf-8"))]
-    assert {path.relative_to(DOCS).with_suffix("").as_posix() for path in paths} == set(page_names())
+    names = {path.relative_to(DOCS).with_suffix("").as_posix() for path in paths}
+    assert names == set(page_names())
 
 
 @pytest.fixture
@@ -102,7 +103,9 @@ def test_a_table_leaves_out_rows_without_a_figure() -> None:
 
 
 def test_numbers_and_groups() -> None:
-    assert [short(value) for value in (1234.5, 98.76, 9.876, 0.01234)] == ["1,234", "98.8", "9.88", "0.0123"]
-    assert (number(0.123, ".1%"), number(None, ".1%"), number(None, missing="-")) == ("12.3%", "–", "-")
+    shown = [short(value) for value in (1234.5, 98.76, 9.876, 0.01234)]
+    assert shown == ["1,234", "98.8", "9.88", "0.0123"]
+    assert number(0.123, ".1%") == "12.3%" and number(0.5, "g", "ρ ") == "ρ 0.5"
+    assert number(None, ".1%") == "–" and number(None, missing="-") == "-"
     rows = [{"at": {"b": 2}, "a": 1}, {"at": {"b": 1}, "a": 1}, {"at": {"b": 2}, "a": 3}]
     assert list(groups(rows, "at.b")) == [2, 1] and groups(rows, "a", "at.b")[3, 2] == rows[2:]
