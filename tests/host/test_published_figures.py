@@ -23,8 +23,10 @@ def results(prefix: str) -> dict[str, Result]:
 
 
 HTTP, REPORTS = results("http_"), results("calibration_")
-KERNELS = {name: results("kernels_")[name] for name in Page("performance").blocks()}
-SERVING = results("serving") | results("trace")
+BLOCKS = Page("performance").blocks()
+KERNELS = {name: result for name, result in results("kernels_").items() if name in BLOCKS}
+SERVING = {f"serving{name}": result for name, result in results("serving").items()}
+SERVING |= {f"trace{name}": result for name, result in results("trace").items()}
 PICTURED = ("keydiff", "fastkvzip", "snapkv")
 
 
