@@ -1,36 +1,24 @@
-"""Every option of the engine, validated once. The command line, the server and `LLM` all build this."""
+"""Every option of the engine: its default, its bounds and what it means.
+
+The command line, `LLM` and the table of docs/options.md are derived from `EngineConfig`.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
 from pathlib import Path
-from typing import Literal
+from types import MappingProxyType
+from typing import Any, Literal, get_args, get_type_hints
 
 from tangram.errors import ConfigError
 from tangram.limits import Bounds
 
 MOST_TOKENS = 2**24  # of anything: no model was made for so many
 _TOKENS, _COUNT, _GIB = Bounds(1, MOST_TOKENS), Bounds(1, 2**31 - 1), 2.0**20
-# Where every number of an `EngineConfig` must lie that is given, and what else there is.
-BOUNDS: Mapping[str, tuple[Bounds, str]] = {
-    "kv_retention": (Bounds(0.0, 1.0, open_low=True), "1.0 keeps everything"),
-    "page_tokens": (_TOKENS, ""),
-    "heads_per_page": (Bounds(1, 2**16), ""),
-    "chunk_tokens": (_TOKENS, ""),
-    "max_num_seqs": (Bounds(1, 2**16), ""),
-    "max_num_batched_tokens": (Bounds(1, 2 * MOST_TOKENS), ""),
-    "max_model_len": (_TOKENS, ""),
-    "prompt_patience": (Bounds(0, 2**31 - 1), "0 is first come, first served"),
-    "threads": (Bounds(1, 1024), "None takes as many as torch"),
-    "max_queue": (_COUNT, "None lets everybody wait"),
-    "overflow_every": (_COUNT, "None measures none"),
-    "seed": (Bounds(-(2**63), 2**63 - 1), ""),
-    "gpu_memory_utilization": (Bounds(0.0, 1.0, open_low=True), ""),
-    "kv_cache_gib": (Bounds(0.0, _GIB, open_low=True), ""),
-    "kv_offload_gib": (Bounds(0.0, _GIB), "0 means none"),
-}
+SERVED_SCORER = "fastkvzip where its gate is given or ships for these weights, else keydiff"
 
 
 def cache_folder() -> Path:
@@ -39,77 +27,183 @@ def cache_folder() -> Path:
     return Path(os.environ.get("TANGRAM_CACHE") or Path(home) / "tangram")
 
 
-@dataclass(frozen=True)
-class EngineConfig:
-    """What an engine is made of.
+class Group(StrEnum):
+    """What an option is about."""
 
-    `model` is `smollm2` (the embedded model), a Hugging Face id, a folder of safetensors or a GGUF file.
-    `kv_retention` is ρ, the fraction of a sealed chunk's KV entries that is kept; 1.0 drops nothing.
-    `profile` lists profile files; without one that fits, a shipped or cached one is used, or a short calibration runs.
-    `scorer` None is that of the profiles given; without any, fastkvzip where its gate is given or ships for exactly
-    these weights, and keydiff elsewhere. `scope` None is that of the profiles given; without any, heads of the whole
-    model compete, for tova those of a layer. The config of a running engine names both.
-    `gate` is the gate file of scorer fastkvzip; None takes the one that ships for exactly these weights, if any does.
-    `kv_cache_gib` None fills a GPU up to `gpu_memory_utilization` of its memory (on a CPU, a share of the host's is
-    taken). `max_model_len` None means the model's own limit.
-    `kv_offload_gib` is host memory for sealed chunks that the pool has no room for any more; 0 means none.
-    `prompt_patience`: a prompt lets others by until as many tokens were computed as that many times its own new ones;
-    0 is first come, first served.
-    `max_queue`: while so many completions (`n` of a request) wait for a place in the batch, requests are refused. None
-    takes them all.
-    `kv_cache_dtype` auto is the model's own dtype; fp8 is E4M3, half of bfloat16, with all scales 1.
-    `load_format` dummy makes random weights of the model's config.json alone, to measure with.
-    `threads` compute on the CPU, in torch and in the compiled kernels, for the whole process; None leaves what torch
-    has, to begin with as many as there are cores.
-    `enforce_eager` runs a GPU's model operation by operation, without compilation and CUDA graphs.
-    `overflow_every`: of every so many sealed chunks, one is asked what its own scores would have kept, for the metrics;
-    None asks none.
-    `decode_policy` is a file of `tangram bench calibrate-policy`; None takes the one kept for this GPU, if any.
+    model = "Model"
+    memory = "Memory"
+    compression = "Compression"
+    batching = "Batching"
+    expert = "Expert"
+
+
+@dataclass(frozen=True)
+class Option:
+    """What is said of a field of `EngineConfig`.
+
+    `unset` says what holds where the value is None. A number that is given lies within `bounds`;
+    `hint` is what else an error says. Where it is `served_alone`, only a server has the option.
     """
 
-    model: str = "smollm2"
-    kv_retention: float = 0.5
-    scorer: str | None = None
-    scope: Literal["layer", "model"] | None = None
-    chunk_tokens: int = 512
-    page_tokens: int = 16
-    heads_per_page: int = 4
-    profile: tuple[str, ...] = ()
-    gate: str | None = None
-    decode_policy: str | None = None
-    kv_cache_gib: float | None = None
-    kv_offload_gib: float = 0.0
-    gpu_memory_utilization: float = 0.9
-    max_num_seqs: int = 32
-    max_num_batched_tokens: int = 2048
-    max_model_len: int | None = None
-    prompt_patience: int = 16
-    max_queue: int | None = None
-    enable_prefix_caching: bool = True
-    scheduling: Literal["continuous", "static"] = "continuous"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
-    load_format: Literal["auto", "dummy"] = "auto"
-    enforce_eager: bool = False
-    device: str = "auto"
-    threads: int | None = None
-    seed: int = 0
-    overflow_every: int | None = None
+    group: Group
+    text: str
+    bounds: Bounds | None = None
+    hint: str = ""
+    unset: str | None = None
+    served_alone: bool = False
+
+
+def _model(default: Any, text: str, **more: Any) -> Any:
+    return _option(Group.model, default, text, **more)
+
+
+def _memory(default: Any, text: str, **more: Any) -> Any:
+    return _option(Group.memory, default, text, **more)
+
+
+def _compression(default: Any, text: str, **more: Any) -> Any:
+    return _option(Group.compression, default, text, **more)
+
+
+def _batching(default: Any, text: str, **more: Any) -> Any:
+    return _option(Group.batching, default, text, **more)
+
+
+def _expert(default: Any, text: str, **more: Any) -> Any:
+    return _option(Group.expert, default, text, **more)
+
+
+def _option(group: Group, default: Any, text: str, **more: Any) -> Any:
+    return field(default=default, metadata={"option": Option(group, text, **more)})
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What an engine is made of; `OPTIONS` says what each field means.
+
+    The config of a running engine names its scorer and scope. Raises `ConfigError` naming the field
+    that is out of range.
+    """
+
+    model: str = _model(
+        "smollm2",
+        "smollm2 (embedded), a Hugging Face id, a folder of safetensors, or a GGUF file",
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _model(
+        "auto", "dtype of weights and KV cache: auto, float32, bfloat16 or float16"
+    )
+    load_format: Literal["auto", "dummy"] = _model(
+        "auto", "dummy: random weights of the model's config.json, to measure with"
+    )
+    device: str = _model("auto", "auto, cpu or cuda: the first GPU of CUDA_VISIBLE_DEVICES")
+    max_model_len: int | None = _model(
+        None,
+        "most tokens, prompt and answer, of one sequence",
+        bounds=_TOKENS,
+        unset="the model's own limit",
+    )
+
+    kv_cache_gib: float | None = _memory(
+        None,
+        "memory for KV pages in GiB",
+        bounds=Bounds(0.0, _GIB, open_low=True),
+        unset="on a GPU what is left, else a share of the host's",
+    )
+    gpu_memory_utilization: float = _memory(
+        0.9,
+        "share of a GPU's memory to fill where --kv-cache-gib is not given",
+        bounds=Bounds(0.0, 1.0, open_low=True),
+    )
+    kv_offload_gib: float = _memory(
+        0.0,
+        "host memory for sealed chunks that KV pages are taken from, in GiB",
+        bounds=Bounds(0.0, _GIB),
+        hint="0 means none",
+    )
+    kv_cache_dtype: Literal["auto", "fp8"] = _memory(
+        "auto", "dtype of the KV cache: that of the weights, or FP8 (E4M3)"
+    )
+    enable_prefix_caching: bool = _memory(True, "reuse the KV state of prefixes seen before")
+
+    kv_retention: float = _compression(
+        0.5,
+        "fraction of KV entries kept; 1.0 keeps everything",
+        bounds=Bounds(0.0, 1.0, open_low=True),
+        hint="1.0 keeps everything",
+    )
+    profile: Sequence[str] = _compression((), "profile file; repeat for several kv-retentions")
+    scorer: str | None = _compression(
+        None,
+        "what decides which entries stay (docs/scorers.md)",
+        unset=f"that of --profile, or {SERVED_SCORER}",
+    )
+    scope: Literal["layer", "model"] | None = _compression(
+        None,
+        "heads compete within a layer or across the model",
+        unset="as --profile says, or model (tova: layer)",
+    )
+    gate: str | None = _compression(
+        None,
+        "gate file of the scorer fastkvzip",
+        unset="the one that ships for these weights",
+    )
+    chunk_tokens: int = _compression(512, "tokens that are computed and sealed in one piece", bounds=_TOKENS)
+
+    max_num_seqs: int = _batching(32, "most sequences in one step", bounds=_TOKENS)
+    max_num_batched_tokens: int = _batching(2048, "most tokens in one step", bounds=Bounds(1, 2 * MOST_TOKENS))
+    prompt_patience: int = _batching(
+        16,
+        "a prompt lets others pass for that many times its own tokens; 0: none",
+        bounds=Bounds(0, 2**31 - 1),
+        hint="0 is first come, first served",
+    )
+    scheduling: Literal["continuous", "static"] = _batching(
+        "continuous", "continuous batching, or static batches for comparison"
+    )
+    max_queue: int | None = _batching(
+        None,
+        "most completions that wait for a place; who comes then is told to come later",
+        bounds=_COUNT,
+        hint="None lets everybody wait",
+        unset="everybody may wait",
+        served_alone=True,
+    )
+
+    page_tokens: int = _expert(16, "tokens of a page", bounds=_TOKENS)
+    heads_per_page: int = _expert(4, "KV heads that share a page table", bounds=Bounds(1, 2**16))
+    decode_policy: str | None = _expert(
+        None,
+        "file of `tangram bench calibrate-policy`, for a GPU",
+        unset="the one kept for this GPU",
+    )
+    enforce_eager: bool = _expert(False, "on a GPU, no compilation and no CUDA graphs")
+    threads: int | None = _expert(
+        None,
+        "threads that compute on the CPU",
+        bounds=Bounds(1, 1024),
+        hint="None takes as many as torch",
+        unset="one for each core",
+    )
+    seed: int = _expert(0, "seed of requests that bring none", bounds=Bounds(-(2**63), 2**63 - 1))
+    overflow_every: int | None = _expert(
+        None,
+        "of so many sealed chunks, ask one whether its budget still fits",
+        bounds=_COUNT,
+        hint="None measures none",
+        unset="none is asked",
+        served_alone=True,
+    )
 
     def __post_init__(self) -> None:
-        for name, (bounds, hint) in BOUNDS.items():
-            if (value := getattr(self, name)) is not None:
-                bounds.check_option(name, value, hint)
-        if self.scope not in ("layer", "model", None):
-            raise ConfigError(f"scope is {self.scope!r}, it must be 'layer' or 'model'")
-        if self.scheduling not in ("continuous", "static"):
-            raise ConfigError(f"scheduling is {self.scheduling!r}, it must be 'continuous' or 'static'")
-        if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
-            raise ConfigError(f"dtype is {self.dtype!r}, it must be auto, float32, bfloat16 or float16")
-        if self.kv_cache_dtype not in ("auto", "fp8"):
-            raise ConfigError(f"kv_cache_dtype is {self.kv_cache_dtype!r}, it must be 'auto' or 'fp8'")
-        if self.load_format not in ("auto", "dummy"):
-            raise ConfigError(f"load_format is {self.load_format!r}, it must be 'auto' or 'dummy'")
+        profile = (self.profile,) if isinstance(self.profile, str) else tuple(self.profile)
+        object.__setattr__(self, "profile", profile)
+        for name, option in OPTIONS.items():
+            value = getattr(self, name)
+            if option.bounds is not None and value is not None:
+                option.bounds.check_option(name, value, option.hint)
+            if (choices := CHOICES.get(name)) and value is not None and value not in choices:
+                listed = " or ".join((", ".join(choices[:-1]), choices[-1]))
+                raise ConfigError(f"{name} is {value!r}, it must be {listed}")
         if self.chunk_tokens % self.page_tokens:
             raise ConfigError(
                 f"chunk_tokens is {self.chunk_tokens}, it must be a multiple of page_tokens ({self.page_tokens})"
@@ -129,3 +223,22 @@ class EngineConfig:
                 f"kv_offload_gib is {self.kv_offload_gib}, but without enable_prefix_caching nothing is kept: "
                 "enable it, or set kv_offload_gib to 0"
             )
+
+
+# In the order of the groups.
+OPTIONS: Mapping[str, Option] = MappingProxyType(
+    {entry.name: entry.metadata["option"] for entry in fields(EngineConfig)}
+)
+TYPES: Mapping[str, Any] = MappingProxyType(get_type_hints(EngineConfig))
+
+
+def _choices(kind: Any) -> tuple[str, ...]:
+    """The texts that a field of that type may hold; () if it may hold any."""
+    parts = get_args(kind)
+    nested = [choice for part in parts for choice in _choices(part)]
+    return tuple(nested) if nested else tuple(part for part in parts if isinstance(part, str))
+
+
+CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {name: choices for name, kind in TYPES.items() if (choices := _choices(kind))}
+)

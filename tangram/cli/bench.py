@@ -16,8 +16,8 @@ from rich.table import Table
 
 from tangram.cli import console
 from tangram.cli.command import Command, Group
-from tangram.cli.options import number
-from tangram.config import BOUNDS, cache_folder
+from tangram.cli.options import engine_option, number
+from tangram.config import cache_folder
 from tangram.errors import ConfigError
 from tangram.limits import Bounds
 from tangram.plan.policy import FLASHINFER, Policy, policy_name
@@ -44,14 +44,10 @@ def calibrate_policy(
     ] = None,
     heads: Annotated[str, typer.Option(help="query/KV heads of a layer")] = "32/8",
     head_dim: Annotated[int, number(Bounds(1, 2**16), "size of a head")] = 128,
-    page_tokens: Annotated[int, number(BOUNDS["page_tokens"][0], "tokens of a page")] = 16,
+    page_tokens: Annotated[int, engine_option("page_tokens")] = 16,
     heads_per_page: Annotated[
         int | None,
-        number(
-            BOUNDS["heads_per_page"][0],
-            "KV heads that share a page table",
-            show_default="all of a layer",
-        ),
+        engine_option("heads_per_page", unset="all of a layer"),
     ] = None,
     dtype: Annotated[HalfType, typer.Option(help="dtype of the KV cache")] = HalfType.bfloat16,
 ) -> None:

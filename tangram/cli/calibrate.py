@@ -12,13 +12,13 @@ from tangram.cli import calibration
 from tangram.cli.checks import check_regular, check_start
 from tangram.cli.console import tell
 from tangram.cli.gate import refuse_with_gate, train_and_report
-from tangram.cli.options import PilotSamples, calibration_config, changed, configured_by
+from tangram.cli.options import CALIBRATION_PARAMETERS, PilotSamples, calibration_config, changed, configured_by
 from tangram.compress.profile import Profile
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
 
 
-@configured_by(calibration_config)
+@configured_by(CALIBRATION_PARAMETERS, calibration_config)
 def calibrate(
     config: EngineConfig,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="where the profile goes")] = None,

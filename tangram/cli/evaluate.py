@@ -42,13 +42,11 @@ from tangram.cli.evaluate_options import (
 from tangram.cli.options import (
     CacheDtype,
     CacheGib,
-    CacheType,
     Device,
     Dtype,
     Eager,
     Gate,
     Heads,
-    LoadFormat,
     MaxBatched,
     MaxSeqs,
     Model,
@@ -56,7 +54,6 @@ from tangram.cli.options import (
     Threads,
     Utilization,
     Weights,
-    WeightType,
 )
 from tangram.compress.profile import ALPHA, SINK_TOKENS
 from tangram.config import EngineConfig
@@ -94,12 +91,12 @@ def evaluate(
     output: ResultFile = Path("results.json"),
     report: ReportFile = None,
     plot: Plot = None,
-    dtype: Dtype = WeightType.auto,
-    load_format: Weights = LoadFormat.auto,
+    dtype: Dtype = "auto",
+    load_format: Weights = "auto",
     device: Device = "auto",
     kv_cache_gib: CacheGib = None,
     gpu_memory_utilization: Utilization = 0.9,
-    kv_cache_dtype: CacheDtype = CacheType.auto,
+    kv_cache_dtype: CacheDtype = "auto",
     scorer: Scorers = None,
     kv_retention: Retentions = None,
     chunk_tokens: Chunks = "512",
@@ -143,8 +140,8 @@ def evaluate(
     base = EngineConfig(
         model=model, page_tokens=page_tokens, heads_per_page=heads_per_page, gate=gate, kv_cache_gib=kv_cache_gib,
         gpu_memory_utilization=gpu_memory_utilization, max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens, dtype=dtype.value,
-        kv_cache_dtype=kv_cache_dtype.value, load_format=load_format.value, enforce_eager=enforce_eager,
+        max_num_batched_tokens=max_num_batched_tokens, dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype, load_format=load_format, enforce_eager=enforce_eager,
         device=device,
         threads=threads,
     )  # fmt: skip

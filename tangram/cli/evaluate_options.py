@@ -9,16 +9,13 @@ import typer
 
 from tangram.cli.checks import within
 from tangram.cli.options import (
-    COMPETE,
     PILOT_SAMPLES,
-    SERVED_SCORER,
-    STAYS,
     Panel,
-    engine_number,
+    engine_option,
     number,
     option,
 )
-from tangram.config import MOST_TOKENS
+from tangram.config import MOST_TOKENS, OPTIONS, SERVED_SCORER
 from tangram.limits import Bounds
 
 _COMPRESSION = Panel.compression
@@ -35,7 +32,9 @@ Suites = Annotated[
     typer.Option(help="ruler, multiturn, locomo, fidelity, or SUITE/TASK for one task; comma-separated"),
 ]
 Methods = Annotated[str, typer.Option(help="full, uniform, dynamic, static, one-shot; comma-separated")]
-Scorers = Annotated[str | None, option(_COMPRESSION, f"{STAYS}; several, comma-separated", default=SERVED_SCORER)]
+Scorers = Annotated[
+    str | None, option(_COMPRESSION, f"{OPTIONS['scorer'].text}; several, comma-separated", default=SERVED_SCORER)
+]
 Retentions = Annotated[
     str | None,
     option(
@@ -51,7 +50,7 @@ Chunks = Annotated[
 Alphas = Annotated[str, option(_COMPRESSION, "α of static: budgets are mean + α · std; comma-separated")]
 Scopes = Annotated[
     str | None,
-    option(_COMPRESSION, f"{COMPETE}; both, comma-separated", default="as each scorer is served"),
+    option(_COMPRESSION, f"{OPTIONS['scope'].text}; both, comma-separated", default="as each scorer is served"),
 ]
 Samples = Annotated[
     int | None,
@@ -108,4 +107,4 @@ ResultFile = Annotated[
 ]
 ReportFile = Annotated[Path | None, typer.Option(help="write the tables here (Markdown)")]
 Plot = Annotated[Path | None, typer.Option(help="draw scores against ρ here (PNG)")]
-Seed = Annotated[int, engine_number("seed", Panel.expert, "seed of the samples")]
+Seed = Annotated[int, engine_option("seed", "seed of the samples")]

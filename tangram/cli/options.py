@@ -3,55 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from tangram.cli.checks import check_start, within
-from tangram.config import BOUNDS, EngineConfig
+from tangram.config import OPTIONS, SERVED_SCORER, TYPES, EngineConfig
 from tangram.limits import Bounds
-
-MODEL = typer.Argument(help="smollm2 (embedded), a Hugging Face id, a folder of safetensors, or a GGUF file")
-
-
-class Scope(StrEnum):
-    """What competes for the kept entries."""
-
-    layer = "layer"
-    model = "model"
-
-
-class Scheduling(StrEnum):
-    """When waiting requests may join."""
-
-    continuous = "continuous"
-    static = "static"
-
-
-class WeightType(StrEnum):
-    """The dtype of weights and KV cache."""
-
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-class CacheType(StrEnum):
-    """The dtype of the KV cache."""
-
-    auto = "auto"
-    fp8 = "fp8"
-
-
-class LoadFormat(StrEnum):
-    """Where weights come from."""
-
-    auto = "auto"
-    dummy = "dummy"
 
 
 class SizeType(StrEnum):
@@ -85,149 +46,96 @@ def number(bounds: Bounds, help_text: str, **more: Any) -> Any:
     return typer.Option(help=help_text, callback=within(bounds), **more)
 
 
-def engine_number(name: str, panel: Panel, help_text: str, default: str | None = None) -> Any:
-    """An `option` that is a number of `EngineConfig`, and its bounds."""
-    return option(panel, help_text, callback=within(*BOUNDS[name]), default=default)
+def engine_option(
+    name: str,
+    text: str | None = None,
+    *,
+    unset: str | None = None,
+    panel: Panel | None = None,
+) -> Any:
+    """The `typer.Option` of a field of `EngineConfig`; `text` and `unset` say it otherwise for one command."""
+    about = OPTIONS[name]
+    more: dict[str, Any] = {}
+    if about.bounds is not None:
+        more["callback"] = within(about.bounds, about.hint)
+    if name == "dtype":
+        more["metavar"] = "DTYPE"
+    flags = {
+        "enable_prefix_caching": ["--no-enable-prefix-caching"],
+        "enforce_eager": ["--enforce-eager"],
+        "profile": ["--profile"],
+    }
+    return option(
+        panel or Panel(about.group.value),
+        text or about.text,
+        *flags.get(name, []),
+        default=unset or about.unset,
+        **more,
+    )
 
 
-_MODEL, _MEMORY, _COMPRESSION = Panel.model, Panel.memory, Panel.compression
-_BATCHING, _EXPERT = Panel.batching, Panel.expert
+Model = Annotated[str, typer.Argument(help=OPTIONS["model"].text)]
+Retention = Annotated[float, engine_option("kv_retention")]
+Chunk = Annotated[int, engine_option("chunk_tokens")]
+Page = Annotated[int, engine_option("page_tokens")]
+Heads = Annotated[int, engine_option("heads_per_page")]
+Gate = Annotated[str | None, engine_option("gate")]
+CacheGib = Annotated[float | None, engine_option("kv_cache_gib")]
+Utilization = Annotated[float, engine_option("gpu_memory_utilization")]
+MaxSeqs = Annotated[int, engine_option("max_num_seqs")]
+MaxBatched = Annotated[int, engine_option("max_num_batched_tokens")]
+Dtype = Annotated[Literal["auto", "float32", "bfloat16", "float16"], engine_option("dtype")]
+CacheDtype = Annotated[Literal["auto", "fp8"], engine_option("kv_cache_dtype")]
+Weights = Annotated[Literal["auto", "dummy"], engine_option("load_format")]
+Eager = Annotated[bool, engine_option("enforce_eager")]
+Device = Annotated[str, engine_option("device")]
+Threads = Annotated[int | None, engine_option("threads")]
 
-Model = Annotated[str, MODEL]
-Retention = Annotated[
-    float, engine_number("kv_retention", _COMPRESSION, "fraction of KV entries kept; 1.0 keeps everything")
-]
-STAYS = "what decides which entries stay (docs/scorers.md)"
-SERVED_SCORER = "fastkvzip where its gate is given or ships for these weights, else keydiff"
-COMPETE = "heads compete within a layer or across the model"
-ScorerName = Annotated[str | None, option(_COMPRESSION, STAYS, default=f"that of --profile, or {SERVED_SCORER}")]
-ScopeName = Annotated[Scope | None, option(_COMPRESSION, COMPETE, default="as --profile says, or model (tova: layer)")]
-Chunk = Annotated[
-    int,
-    engine_number("chunk_tokens", _COMPRESSION, "tokens that are computed and sealed in one piece"),
-]
-Page = Annotated[int, engine_number("page_tokens", _EXPERT, "tokens of a page")]
-Heads = Annotated[int, engine_number("heads_per_page", _EXPERT, "KV heads that share a page table")]
-Profiles = Annotated[
-    list[str] | None, option(_COMPRESSION, "profile file; repeat for several kv-retentions", "--profile")
-]
-Gate = Annotated[
-    str | None,
-    option(_COMPRESSION, "gate file of the scorer fastkvzip", default="the one that ships for these weights"),
-]
-DecodePolicy = Annotated[
-    str | None,
-    option(_EXPERT, "file of `tangram bench calibrate-policy`, for a GPU", default="the one kept for this GPU"),
-]
-CacheGib = Annotated[
-    float | None,
-    engine_number(
-        "kv_cache_gib",
-        _MEMORY,
-        "memory for KV pages in GiB",
-        default="on a GPU what is left, else a share of the host's",
-    ),
-]
-OffloadGib = Annotated[
-    float,
-    engine_number(
-        "kv_offload_gib",
-        _MEMORY,
-        "host memory for sealed chunks that KV pages are taken from, in GiB",
-    ),
-]
-Utilization = Annotated[
-    float,
-    engine_number(
-        "gpu_memory_utilization",
-        _MEMORY,
-        "share of a GPU's memory to fill where --kv-cache-gib is not given",
-    ),
-]
-MaxSeqs = Annotated[int, engine_number("max_num_seqs", _BATCHING, "most sequences in one step")]
-MaxBatched = Annotated[int, engine_number("max_num_batched_tokens", _BATCHING, "most tokens in one step")]
-MaxLen = Annotated[
-    int | None,
-    engine_number(
-        "max_model_len",
-        _MODEL,
-        "most tokens, prompt and answer, of one sequence",
-        default="the model's own limit",
-    ),
-]
-Patience = Annotated[
-    int,
-    engine_number(
-        "prompt_patience",
-        _BATCHING,
-        "a prompt lets others pass for that many times its own tokens; 0: none",
-    ),
-]
-NoPrefix = Annotated[
-    bool, option(_MEMORY, "do not reuse the KV state of prefixes seen before", "--no-enable-prefix-caching")
-]
-Batching = Annotated[Scheduling, option(_BATCHING, "continuous batching, or static batches for comparison")]
-Dtype = Annotated[
-    WeightType,
-    option(_MODEL, "dtype of weights and KV cache: auto, float32, bfloat16 or float16", metavar="DTYPE"),
-]
-CacheDtype = Annotated[CacheType, option(_MEMORY, "dtype of the KV cache: that of the weights, or FP8 (E4M3)")]
-Weights = Annotated[LoadFormat, option(_MODEL, "dummy: random weights of the model's config.json, to measure with")]
-Eager = Annotated[bool, option(_EXPERT, "on a GPU, no compilation and no CUDA graphs", "--enforce-eager")]
-Device = Annotated[str, option(_MODEL, "auto, cpu or cuda: the first GPU of CUDA_VISIBLE_DEVICES")]
-Threads = Annotated[
-    int | None,
-    engine_number("threads", _EXPERT, "threads that compute on the CPU", default="one for each core"),
-]
-Seed = Annotated[int, engine_number("seed", _EXPERT, "seed of requests that bring none")]
-
-CalibratedScorer = Annotated[str | None, option(_COMPRESSION, STAYS, default=SERVED_SCORER)]
-CalibratedScope = Annotated[Scope | None, option(_COMPRESSION, COMPETE, default="model (tova: layer)")]
-PilotSeed = Annotated[int, engine_number("seed", _EXPERT, "seed of the pilot texts, and of a gate's training")]
 PILOT_SAMPLES = Bounds(1, 10_000)
 PilotSamples = Annotated[int | None, number(PILOT_SAMPLES, "built-in pilot texts to calibrate on", show_default="50")]
 
 
-def _config(
-    model: Model = "smollm2", kv_retention: Retention = 0.5, scorer: ScorerName = None,
-    scope: ScopeName = None, chunk_tokens: Chunk = 512, page_tokens: Page = 16, heads_per_page: Heads = 4,
-    profile: Profiles = None, gate: Gate = None, decode_policy: DecodePolicy = None, kv_cache_gib: CacheGib = None,
-    kv_offload_gib: OffloadGib = 0.0, gpu_memory_utilization: Utilization = 0.9, max_num_seqs: MaxSeqs = 32,
-    max_num_batched_tokens: MaxBatched = 2048, max_model_len: MaxLen = None, prompt_patience: Patience = 16,
-    no_enable_prefix_caching: NoPrefix = False, scheduling: Batching = Scheduling.continuous,
-    dtype: Dtype = WeightType.auto, kv_cache_dtype: CacheDtype = CacheType.auto,
-    load_format: Weights = LoadFormat.auto, enforce_eager: Eager = False, device: Device = "auto",
-    threads: Threads = None, seed: Seed = 0,
-) -> EngineConfig:  # fmt: skip
-    return EngineConfig(
-        model=model, kv_retention=kv_retention, scorer=scorer, scope=None if scope is None else scope.value,
-        chunk_tokens=chunk_tokens,
-        page_tokens=page_tokens, heads_per_page=heads_per_page, profile=tuple(profile or ()), gate=gate,
-        decode_policy=decode_policy, kv_cache_gib=kv_cache_gib, kv_offload_gib=kv_offload_gib,
-        gpu_memory_utilization=gpu_memory_utilization,
-        max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=max_model_len, prompt_patience=prompt_patience,
-        enable_prefix_caching=not no_enable_prefix_caching, scheduling=scheduling.value,
-        dtype=dtype.value, kv_cache_dtype=kv_cache_dtype.value,
-        load_format=load_format.value, enforce_eager=enforce_eager, device=device,
-        threads=threads, seed=seed,
-    )  # fmt: skip
+def _parameter(name: str, info: Any = None) -> inspect.Parameter:
+    """The parameter of a command for the field `name`; a flag that is on by itself has its negative name."""
+    kind, value = TYPES[name], getattr(EngineConfig, name)
+    if name == "model":
+        return inspect.Parameter(name, _KEYWORD, default=value, annotation=Model)
+    if name == "profile":
+        kind, value = list[str] | None, None
+    if name == "enable_prefix_caching":
+        info = engine_option(name, "do not reuse the KV state of prefixes seen before")
+        name, value = "no_enable_prefix_caching", False
+    info = engine_option(name) if info is None else info
+    return inspect.Parameter(name, _KEYWORD, default=value, annotation=Annotated[kind, info])
 
 
-def calibration_config(
-    model: Model = "smollm2", kv_retention: Retention = 0.5, scorer: CalibratedScorer = None,
-    scope: CalibratedScope = None, chunk_tokens: Chunk = 512, page_tokens: Page = 16, heads_per_page: Heads = 4,
-    gate: Gate = None, dtype: Dtype = WeightType.auto, load_format: Weights = LoadFormat.auto,
-    device: Device = "auto", threads: Threads = None, seed: PilotSeed = 0,
-) -> EngineConfig:  # fmt: skip
-    """What a calibration looks at, for `configured_by`; no engine is built, so the rest is as by default."""
+def _config(**options: Any) -> EngineConfig:
+    if "no_enable_prefix_caching" in options:
+        options["enable_prefix_caching"] = not options.pop("no_enable_prefix_caching")
+    return EngineConfig(**options | {"profile": options.get("profile") or ()})
+
+
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
+ENGINE_PARAMETERS = tuple(_parameter(name) for name, about in OPTIONS.items() if not about.served_alone)
+_CALIBRATED = {
+    "scorer": engine_option("scorer", unset=SERVED_SCORER),
+    "scope": engine_option("scope", unset="model (tova: layer)"),
+    "seed": engine_option("seed", "seed of the pilot texts, and of a gate's training"),
+}
+CALIBRATION_PARAMETERS = tuple(
+    _parameter(name, _CALIBRATED.get(name))
+    for name in (
+        *("model", "kv_retention", "scorer", "scope", "chunk_tokens", "page_tokens"),
+        *("heads_per_page", "gate", "dtype", "load_format", "device", "threads", "seed"),
+    )
+)
+
+
+def calibration_config(**options: Any) -> EngineConfig:
+    """What a calibration looks at; no engine is built, so the rest is as by default."""
     # A config must have room for a chunk in one step, whether or not there are any steps.
-    step_tokens = max(EngineConfig.max_num_batched_tokens, chunk_tokens + EngineConfig.max_num_seqs)
-    return _config(
-        model=model, kv_retention=kv_retention, scorer=scorer, scope=scope, chunk_tokens=chunk_tokens,
-        page_tokens=page_tokens, heads_per_page=heads_per_page, gate=gate, max_num_batched_tokens=step_tokens,
-        dtype=dtype, load_format=load_format, device=device, threads=threads, seed=seed,
-    )  # fmt: skip
+    least = options["chunk_tokens"] + EngineConfig.max_num_seqs
+    return _config(**options, max_num_batched_tokens=max(EngineConfig.max_num_batched_tokens, least))
 
 
 def changed(config: EngineConfig, *names: str) -> dict[str, object]:
@@ -251,13 +159,14 @@ Command = Callable[..., None]
 
 
 def configured_by(
-    make: Callable[..., EngineConfig], check: Callable[[EngineConfig], None] | None = None
+    shared: Sequence[inspect.Parameter],
+    make: Callable[..., EngineConfig],
+    check: Callable[[EngineConfig], None] | None = None,
 ) -> Callable[[Command], Command]:
-    """A decorator: the command takes the options of `make`, whose `EngineConfig` becomes its first argument.
+    """A decorator: the command takes the `shared` options, whose `EngineConfig` becomes its first argument.
 
     `check` raises what stands in the way of the command, whatever its own options are.
     """
-    shared = list(inspect.signature(make, eval_str=True).parameters.values())
 
     def decorated(command: Command) -> Command:
         own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
@@ -268,8 +177,7 @@ def configured_by(
                 check(config)
             command(config, **options)
 
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        entries = sorted((entry.replace(kind=keyword) for entry in (*shared, *own)), key=_place)
+        entries = sorted((entry.replace(kind=_KEYWORD) for entry in (*shared, *own)), key=_place)
         run.__signature__ = inspect.Signature(entries)  # type: ignore[attr-defined]
         run.__name__, run.__doc__ = command.__name__, command.__doc__
         return run
@@ -283,4 +191,4 @@ def _place(parameter: inspect.Parameter) -> int:
     return -1 if info.rich_help_panel is None else list(Panel).index(Panel(info.rich_help_panel))
 
 
-with_config = configured_by(_config, check_start)  # for commands that build an engine
+with_config = configured_by(ENGINE_PARAMETERS, _config, check_start)  # for commands that build an engine

@@ -15,7 +15,7 @@ from typing import Annotated
 
 from tangram.cli import console
 from tangram.cli.checks import within
-from tangram.cli.options import Panel, engine_number, option, served_name, with_config
+from tangram.cli.options import Panel, engine_option, option, served_name, with_config
 from tangram.cli.telemetry import LogForm, LogFormat, MetricsAliases, OtlpEndpoint, OverflowEvery, logging_as
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
@@ -71,11 +71,7 @@ def serve(
     ] = 16.0,
     max_queue: Annotated[
         int,
-        engine_number(
-            "max_queue",
-            Panel.server,
-            "while so many completions wait, new requests are told to come back later",
-        ),
+        engine_option("max_queue", panel=Panel.server),
     ] = 1024,
     request_timeout_s: Annotated[
         float,

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from tangram.cli.console import output, tell
-from tangram.cli.options import CacheDtype, CacheType, Chunk, Heads, Page, Panel, Retention, number, option
+from tangram.cli.options import CacheDtype, Chunk, Heads, Page, Panel, Retention, number, option
 from tangram.config_json import ModelConfig, read_config
 from tangram.errors import ConfigError
 from tangram.limits import Bounds
@@ -46,7 +46,7 @@ def size(
     memory_gib: MemoryGib = None,
     as_object: Annotated[bool, typer.Option("--json", help="print an object, in bytes")] = False,
     dtype: Dtype = "auto",
-    kv_cache_dtype: CacheDtype = CacheType.auto,
+    kv_cache_dtype: CacheDtype = "auto",
     kv_retention: Retention = 1.0,
     chunk_tokens: Chunk = 512,
     page_tokens: Page = 16,
@@ -59,7 +59,7 @@ def size(
     found = kv_size(
         config,
         context_tokens,
-        dtype="fp8" if "fp8" in (dtype, kv_cache_dtype.value) else _SHORT[computed],
+        dtype="fp8" if "fp8" in (dtype, kv_cache_dtype) else _SHORT[computed],
         retention=kv_retention,
         page_tokens=page_tokens,
         heads_per_page=heads_per_page,

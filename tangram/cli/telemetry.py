@@ -13,7 +13,7 @@ from rich.logging import RichHandler
 
 from tangram.cli.command import exit_code
 from tangram.cli.console import messages
-from tangram.cli.options import Panel, engine_number, option
+from tangram.cli.options import Panel, engine_option, option
 from tangram.errors import TangramError
 
 # Conversion and weight loading have progress bars of their own; requests are in the metrics, and in the log as JSON.
@@ -49,15 +49,7 @@ OtlpEndpoint = Annotated[
         default="OTEL_EXPORTER_OTLP_ENDPOINT, or none",
     ),
 ]
-OverflowEvery = Annotated[
-    int | None,
-    engine_number(
-        "overflow_every",
-        Panel.expert,
-        "of so many sealed chunks, ask one what it would have kept, for the metrics",
-        default="none",
-    ),
-]
+OverflowEvery = Annotated[int | None, engine_option("overflow_every")]
 
 
 def _text_handler() -> logging.Handler:

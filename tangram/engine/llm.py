@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Concatenate, ParamSpec
 
 from rich.console import Console
 from rich.progress import Progress
@@ -17,6 +18,7 @@ from tangram.types import Event, FinishReason, Request, SamplingParams, TokenLog
 
 Prompt = str | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
+Options = ParamSpec("Options")
 
 
 @dataclass(frozen=True)
@@ -42,53 +44,34 @@ class RequestOutput:
     kv_bytes_uncompressed: int
 
 
+def _with_options_of(
+    make: Callable[Options, EngineConfig],
+) -> Callable[[Callable[[LLM, EngineConfig], None]], Callable[Concatenate[LLM, Options], None]]:
+    """A decorator: `__init__` takes what `make` takes, and is handed the config."""
+
+    def decorated(
+        init: Callable[[LLM, EngineConfig], None],
+    ) -> Callable[Concatenate[LLM, Options], None]:
+        def run(self: LLM, /, *args: Options.args, **options: Options.kwargs) -> None:
+            init(self, make(*args, **options))
+
+        first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        rest = inspect.signature(make).parameters.values()
+        run.__doc__ = init.__doc__
+        run.__signature__ = inspect.Signature([first, *rest])  # type: ignore[attr-defined]
+        return run
+
+    return decorated
+
+
 class LLM:
     """A model with a compressed KV cache, for offline use.
 
     The keywords are the fields of `EngineConfig`. `generate` and `chat` keep prefixes in the cache between calls.
     """
 
-    def __init__(
-        self,
-        model: str = "smollm2",
-        *,
-        kv_retention: float = 0.5,
-        scorer: str | None = None,
-        scope: Literal["layer", "model"] | None = None,
-        chunk_tokens: int = 512,
-        page_tokens: int = 16,
-        heads_per_page: int = 4,
-        profile: str | Sequence[str] = (),
-        gate: str | None = None,
-        decode_policy: str | None = None,
-        kv_cache_gib: float | None = None,
-        kv_offload_gib: float = 0.0,
-        gpu_memory_utilization: float = 0.9,
-        max_num_seqs: int = 32,
-        max_num_batched_tokens: int = 2048,
-        max_model_len: int | None = None,
-        prompt_patience: int = 16,
-        enable_prefix_caching: bool = True,
-        scheduling: Literal["continuous", "static"] = "continuous",
-        dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
-        kv_cache_dtype: Literal["auto", "fp8"] = "auto",
-        load_format: Literal["auto", "dummy"] = "auto",
-        enforce_eager: bool = False,
-        device: str = "auto",
-        threads: int | None = None,
-        seed: int = 0,
-    ) -> None:
-        config = EngineConfig(
-            model=model, kv_retention=kv_retention, scorer=scorer, scope=scope, chunk_tokens=chunk_tokens,
-            page_tokens=page_tokens, heads_per_page=heads_per_page,
-            profile=(profile,) if isinstance(profile, str) else tuple(profile), gate=gate,
-            decode_policy=decode_policy, kv_cache_gib=kv_cache_gib, kv_offload_gib=kv_offload_gib,
-            gpu_memory_utilization=gpu_memory_utilization,
-            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len,
-            prompt_patience=prompt_patience, enable_prefix_caching=enable_prefix_caching, scheduling=scheduling,
-            dtype=dtype, kv_cache_dtype=kv_cache_dtype, load_format=load_format, enforce_eager=enforce_eager,
-            device=device, threads=threads, seed=seed,
-        )  # fmt: skip
+    @_with_options_of(EngineConfig)
+    def __init__(self, config: EngineConfig) -> None:
         self._open(config)
 
     @classmethod

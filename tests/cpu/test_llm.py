@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 
 from tangram import LLM, ConfigError, RequestError, SamplingParams
+from tangram.config import OPTIONS
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
@@ -122,3 +125,11 @@ def test_an_fp8_cache_takes_a_quarter_of_float32_and_says_much_the_same(llm: LLM
 def test_an_unknown_cache_dtype_is_refused() -> None:
     with pytest.raises(ConfigError, match="kv_cache_dtype is 'int4'"):
         LLM(kv_cache_dtype="int4")  # type: ignore[arg-type]
+
+
+def test_its_keywords_are_the_options_of_the_engine() -> None:
+    assert set(inspect.signature(LLM).parameters) == set(OPTIONS)
+    with pytest.raises(TypeError, match="max_sequences"):
+        LLM(max_sequences=3)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="scheduling is 'lazy', it must be continuous or static"):
+        LLM(scheduling="lazy")  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from tangram.cli import app
 from tangram.cli.checks import OUTPUTS
-from tangram.config import BOUNDS, EngineConfig
+from tangram.config import OPTIONS, EngineConfig
 from tangram.errors import ConfigError
 from tangram.limits import Bounds
 
@@ -67,7 +67,7 @@ def test_no_number_is_taken_that_cannot_be_meant(path: tuple[str, ...], param: o
 
 def test_every_number_of_an_engine_has_bounds_without_the_command_line_too() -> None:
     numbers = {field for field, kind in EngineConfig.__annotations__.items() if kind.split()[0] in ("int", "float")}
-    assert numbers == set(BOUNDS)
+    assert numbers == {name for name, option in OPTIONS.items() if option.bounds is not None}
     for field in numbers:
         for value in (float("nan"), 1e300, -1e300):
             with pytest.raises(ConfigError, match=f"{field} is "):

@@ -21,7 +21,7 @@ RESPONSES, TOKENIZE = "/v1/responses", "/tokenize"
 JSON = {"Content-Type": "application/json"}
 BODY_BYTES = 15_600_000
 # A stall of the whole server was seconds long; a busy machine has shorter ones of its own.
-STALL_S = 0.5
+STALL_S = 1.0
 
 
 def many(item: str, before: str, after: str = "]", size: int = BODY_BYTES) -> bytes:
