@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -19,6 +20,7 @@ from tangram.lab.accuracy.methods import WITH_PROFILE, Method, MethodName
 from tangram.lab.accuracy.report import difference
 from tangram.lab.accuracy.results import AnyCell, Cell, Score, Setting
 
+Scores = list[Score | None]  # None where one is missing
 AVERAGED = ("ruler", "multiturn")
 # Tasks that hide several needles and are asked on their own, by suite: in the same few lines
 # again and again, in prose.
@@ -167,61 +169,53 @@ class Comparison:
         pairs = list(zip(self.of(method), self.of(other), strict=False))
         return mean_difference(pairs) if pairs else None
 
-    def _methods(
-        self,
-        name: MethodName,
-        scorer: str,
-        at: Sequence[float] | None,
-        **changes: Any,
-    ) -> list[Method]:
-        retentions = self.retentions if at is None else at
-        return [self.method(name, scorer, retention, **changes) for retention in retentions]
+    def at(self, *retentions: float) -> Comparison:
+        """The same cells, at these ρ alone."""
+        narrowed = copy(self)
+        narrowed.retentions = list(retentions)
+        return narrowed
 
-    def scores(
-        self,
-        name: MethodName,
-        scorer: str = "",
-        at: Sequence[float] | None = None,
-        **changes: Any,
-    ) -> list[Score | None]:
-        """At every ρ, or those that are given."""
-        return [self.score(method) for method in self._methods(name, scorer, at, **changes)]
+    def scores(self, name: MethodName, scorer: str = "", **changes: Any) -> Scores:
+        """At every ρ."""
+        return [self.score(method) for method in self._methods(name, scorer, **changes)]
 
     def differences(
         self,
         name: MethodName,
         other: MethodName,
         scorer: str,
-        at: Sequence[float] | None = None,
         **changes: Any,
-    ) -> list[Score | None]:
-        """The first, with `changes`, less the second: at every ρ, or those that are given."""
-        firsts = self._methods(name, scorer, at, **changes)
-        others = self._methods(other, scorer, at)
-        return [self.less(*pair) for pair in zip(firsts, others, strict=True)]
+    ) -> Scores:
+        """At every ρ, the first, with `changes`, less the second."""
+        firsts = self._methods(name, scorer, **changes)
+        pairs = zip(firsts, self._methods(other, scorer), strict=True)
+        return [self.less(*pair) for pair in pairs]
 
-    def figures(self, name: MethodName, scorer: str, figure: str) -> list[Score | None]:
+    def figures(self, name: MethodName, scorer: str, figure: str) -> Scores:
         """At every ρ, a figure of the first suite."""
-        found = [self.of(method) for method in self._methods(name, scorer, None)]
+        found = [self.of(method) for method in self._methods(name, scorer)]
         return [getattr(own[0], figure) if own else None for own in found]
 
-    def answers(self, name: MethodName, scorer: str, *, adversarial: bool) -> list[Score | None]:
-        """At every ρ, of LoCoMo: of questions that the conversation answers, or that it does not."""
-        found = [self._answering(method) for method in self._methods(name, scorer, None)]
+    def answers(self, name: MethodName, scorer: str, *, adversarial: bool) -> Scores:
+        """At every ρ, of LoCoMo: questions that the conversation answers, or that it does not."""
+        found = [self._answering(method) for method in self._methods(name, scorer)]
         return [_answered(own[0], adversarial=adversarial) if own else None for own in found]
 
     def held(self, name: MethodName, scorer: str, **changes: Any) -> list[float | None]:
         """At every ρ the share of KV bytes held, raw ends and replies included."""
-        found = [self._answering(method) for method in self._methods(name, scorer, None, **changes)]
+        found = [self._answering(method) for method in self._methods(name, scorer, **changes)]
         shares = [[one.footprint for one in own if one.footprint is not None] for own in found]
         return [fmean(own) if own else None for own in shares]
 
     def full_and_static(self, retention: float) -> list[Cell]:
-        """Of the first suite: the full cache and every scorer's static budgets; none without full."""
+        """Of the first suite: full and every scorer's static budgets; none without full."""
         methods = [self.method("full")]
         methods += [self.method("static", scorer, retention) for scorer in self.scorers]
         found = [self._answering(method)[:1] for method in methods]
         return [cell for own in found for cell in own] if found[0] else []
+
+    def _methods(self, name: MethodName, scorer: str, **changes: Any) -> list[Method]:
+        return [self.method(name, scorer, one, **changes) for one in self.retentions]
 
     def _answering(self, method: Method) -> list[Cell]:
         return [cell for cell in self.of(method) if isinstance(cell, Cell)]

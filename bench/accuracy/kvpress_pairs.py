@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.accuracy.figures import Comparison
+from bench.accuracy.figures import Comparison, Scores
 from bench.accuracy.kvpress_file import Control, GradedCell
 from tangram.compress.profile import Scope
 from tangram.lab.accuracy.results import AnyCell, Cell, Score
@@ -26,17 +26,16 @@ class Press:
     title: str
     scorer: str
     scope: Scope
-    scores: list[Score | None]
-    ours: list[Score | None]
-    less: list[Score | None]
+    scores: Scores
+    ours: Scores
+    less: Scores
 
 
 @dataclass(frozen=True)
 class SuiteControl:
-    """The control of one suite; `full` is its score with everything kept."""
+    """The control of one suite, and ours at its ρ; `full` is its score with everything kept."""
 
     suite: str
-    retentions: list[float]
     full: Score | None
     presses: list[Press]
     ours: Comparison
@@ -67,23 +66,19 @@ def _suite(theirs: Sequence[GradedCell], ours: Comparison) -> SuiteControl:
     full = [Score.of(cell.scores) for cell in theirs if cell.scorer == FULL]
     kept = [cell for cell in theirs if cell.scorer != FULL]
     retentions = sorted({cell.kv_retention for cell in kept}, reverse=True)
+    ours = ours.at(*retentions)
     presses = [
-        _press(name, [cell for cell in kept if cell.scorer == name], ours, retentions)
+        _press(name, [cell for cell in kept if cell.scorer == name], ours)
         for name in dict.fromkeys(cell.scorer for cell in kept)
     ]
-    return SuiteControl(theirs[0].suite, retentions, full[0] if full else None, presses, ours)
+    return SuiteControl(theirs[0].suite, full[0] if full else None, presses, ours)
 
 
-def _press(
-    name: str,
-    cells: Sequence[GradedCell],
-    ours: Comparison,
-    retentions: Sequence[float],
-) -> Press:
+def _press(name: str, cells: Sequence[GradedCell], ours: Comparison) -> Press:
     title, scorer, scope = _PRESSES.get(name, ("kvpress, Ada-KV", name, "layer"))
     by_retention = {cell.kv_retention: cell.scores for cell in cells}
-    theirs = [by_retention.get(retention, []) for retention in retentions]
-    own = [_at_once(ours, scorer, scope, retention) for retention in retentions]
+    theirs = [by_retention.get(retention, []) for retention in ours.retentions]
+    own = [_at_once(ours, scorer, scope, retention) for retention in ours.retentions]
     less = [
         [mine - its for mine, its in zip(*pair, strict=True)] if all(pair) else []
         for pair in zip(own, theirs, strict=True)
