@@ -2,7 +2,7 @@
 
     python -m bench.accuracy.evidence --locomo PATH [--model smollm2] [--scorers keydiff,kvzip] [--retentions 0.5,0.3] \
         [--context-tokens 4096] [--device cuda] -o bench/results/accuracy_evidence.json
-    python -m bench.accuracy.page
+    python -m bench.render accuracy
 
 Nothing is answered: of each scorer one pass over the contexts, in chunks of 512 tokens, serves the methods uniform,
 static and dynamic at every ρ. The prompts are those of `tangram eval --suites locomo`. The file is written anew after
@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.accuracy.evidence_table import METHODS, Evidence, OfScorer, Recalled
+from bench.accuracy.evidence_file import METHODS, Evidence, OfScorer, Recalled
 from bench.accuracy.grid import EMBEDDED, SCORERS
 from tangram.cli.evaluate import Bar
 from tangram.config import EngineConfig

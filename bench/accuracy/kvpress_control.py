@@ -7,7 +7,7 @@ kvpress 0.5.5 wants Transformers < 5.3, so it runs in an environment of its own,
     /tmp/kvpress/bin/pip install "transformers<5.3" accelerate datasets "pandas<3" "cachetools<6" "fire<0.7" requests
     python -m bench.accuracy.kvpress_prompts smollm2 --align-tokens 4096 -o prompts.json   # in Tangram's environment
     /tmp/kvpress/bin/python bench/accuracy/kvpress_control.py prompts.json --retentions 0.7,0.5,0.3 -o control.json
-    python -m bench.accuracy.page results.json --control control.json         # in Tangram's environment
+    python -m bench.accuracy.keep results.json --control control.json         # in Tangram's environment
 
 Each press sees the context up to where the questions part, once, and then each question; replies are greedy, by the
 pipeline of kvpress. The file is written anew after each press, ρ and suite; what it has already is not run again.

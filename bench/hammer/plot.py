@@ -1,7 +1,11 @@
-"""The soak as a picture: heap in use, resident memory, time to first token, pages and requests over time."""
+"""The soak as a picture: heap in use, resident memory, time to first token, pages and requests over time.
+
+python -m bench.hammer.plot
+"""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +13,7 @@ import matplotlib as mpl
 import matplotlib.pyplot as plt
 
 from bench.hammer.laws import SETTLING_SHARE
+from bench.render.page import DOCS, RESULTS
 
 COLOURS = ("#2b6cb0", "#dd8d29", "#4a9c6d", "#a1a1a1")
 
@@ -43,3 +48,7 @@ def draw(result: dict[str, Any], target: Path) -> None:
     figure.tight_layout()
     figure.savefig(target, dpi=120)
     plt.close(figure)
+
+
+if __name__ == "__main__":
+    draw(json.loads((RESULTS / "http_soak.json").read_text()), DOCS / "pictures" / "http_soak.png")

@@ -19,7 +19,7 @@ from rich.table import Table
 from bench.kernels import report
 from bench.kernels.budgets import SHIPPED, chosen_layers, even_case, load, ragged_case
 from bench.kernels.family import Entry, Run, execute, parser
-from bench.kernels.summary import BEST, Row, device_us, names
+from bench.kernels.summary import BEST, EVEN, Row, device_us, names
 from tangram.compress.profile import Profile
 from tangram.lab.kernel_benchmarks.case import Case
 
@@ -27,7 +27,6 @@ PLANNERS = ("aot", "uniform", "workqueue")
 PEERS = ("decode", "batch")
 CONTEXTS, BATCHES = "8192,32768,131072", "1,4,16"
 QUICK_CONTEXTS, QUICK_BATCHES = "8192,32768", "1,8"
-EVEN = " even"
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,11 @@ import pytest
 from typer import Typer
 from typer.testing import CliRunner
 
-from bench.accuracy import grid, page
-from bench.accuracy.books import mean_difference, mean_score
-from bench.accuracy.needles import NEEDLES
-from bench.accuracy.tables import tables
+from bench.accuracy import grid, keep
+from bench.accuracy.figures import KEPT, NEEDLES, mean_difference, mean_score
 from bench.accuracy.thin import Thin
-from bench.kernels.page import replaced
+from bench.render import __main__ as render
+from bench.render.page import DOCS, Page
 from tangram.cli.evaluate import evaluate
 from tangram.compress.profile import ALPHA
 from tangram.lab.accuracy.methods import Grid, Method, aligned_tokens
@@ -82,6 +81,7 @@ def read(method: Method, divergences: list[float], surprise: float) -> FidelityC
     )  # fmt: skip
 
 
+tables = Page("accuracy").shared["tables"]
 UNIFORM = Method("uniform", 0.3, "kvzip", 512, None, None, 4)
 STATIC = Method("static", 0.3, "kvzip", 512, "model", ALPHA, 4)
 DYNAMIC = Method("dynamic", 0.3, "kvzip", 512, "model")
@@ -172,19 +172,25 @@ def test_a_table_without_cells_is_left_out() -> None:
 
 def test_the_tables_are_written_into_the_page(tmp_path: Path) -> None:
     at, results = tmp_path / "accuracy.md", tmp_path / "results.json"
-    at.write_text(page.PAGE.read_text())
+    at.write_text((DOCS / "accuracy.md").read_text())
     Results(command="tangram eval tiny", cells=CELLS).save(results)
-    for arguments in ([str(results)], []):
-        page.main([*arguments, "--page", str(at), "--kept", str(tmp_path / "thin.json")])
+    keep.main([str(results), "--kept", str(tmp_path)])
+    assert len(Thin.load(tmp_path / KEPT).cells) == len(CELLS)
+    for _ in range(2):
+        assert render.main(["accuracy", "--docs", str(tmp_path), "--results", str(tmp_path)]) == 0
         text = at.read_text()
         assert text.count("| kvzip | +62.5 ± 19.1 |") == 1 and "Asked by 1 commands" in text
     assert text.startswith("# Accuracy") and text.rstrip().endswith("<!-- end eval -->")
 
 
-def test_the_page_is_that_of_the_kept_file() -> None:
-    text = page.PAGE.read_text()
-    table = page.written(Thin.load(page.KEPT), page.control(), page.evidence())
-    assert replaced(text, "eval", table) == text, "run the page"
+def test_results_are_added_to_what_is_kept(tmp_path: Path) -> None:
+    for number, cells in enumerate((CELLS[:4], CELLS)):
+        Results(command=f"command {number}", cells=cells).save(tmp_path / f"{number}.json")
+        keep.main([str(tmp_path / f"{number}.json"), "--kept", str(tmp_path), *["--add"] * number])
+    kept = Thin.load(tmp_path / KEPT)
+    assert kept.commands == ["command 0", "command 1"] and len(kept.cells) == len(CELLS)
+    with pytest.raises(SystemExit):
+        keep.main(["--kept", str(tmp_path)])
 
 
 def test_every_task_of_the_grid_is_one_that_tangram_eval_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from bench import eval_quick
-from bench.accuracy.kvpress_table import Control, control_tables
+from bench.accuracy.kvpress_file import Control
+from bench.render.page import Page
 from tangram.compress.profile import ALPHA, SINK_TOKENS
 from tangram.config import EngineConfig
 from tangram.lab.accuracy.methods import Method, MethodName
@@ -112,6 +113,7 @@ def control(folder: Path, prompts: SuitePrompts, known: int) -> Control:
     return Control.graded(folder / "control.json")
 
 
+control_tables = Page("accuracy").shared["kvpress"]
 AT_DEFAULTS = [
     Method("full"),
     Method("uniform", 0.5, "keydiff", EngineConfig.chunk_tokens, None, None, SINK_TOKENS),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +17,9 @@ from transformers import LlamaConfig, PretrainedConfig, PreTrainedTokenizerBase
 from typer.testing import CliRunner
 
 from bench.accuracy import evidence as bench_evidence
-from bench.accuracy import page
-from bench.accuracy.evidence_table import Evidence
-from bench.accuracy.thin import Thin
+from bench.accuracy.evidence_file import Evidence
+from bench.accuracy.figures import EVIDENCE, KEPT, thin
+from bench.render.page import RESULTS, Page
 from tangram.cli import app
 from tangram.compress.profile import Profile
 from tangram.compress.scorers import make_scorer
@@ -203,7 +204,7 @@ def test_tangram_eval_reports_it_of_conversations(
 
 
 def test_result_files_without_it_are_read(tmp_path: Path) -> None:
-    cells = Thin.load(page.KEPT).whole()[:2]
+    cells = thin(RESULTS).whole()[:2]
     content = Results(command="c", cells=cells).model_dump(mode="json")
     for answer in (answer for cell in content["cells"] for one in cell["samples"] for answer in one["answers"]):
         del answer["evidence_recall"]
@@ -218,14 +219,16 @@ def test_the_benchmark_goes_on_with_other_scorers_and_its_table_is_written(
     monkeypatch.setattr(
         bench_evidence, "load_model", lambda model, device: load_model(str(folder), load_format="dummy")
     )
-    kept = tmp_path / page.EVIDENCE
+    kept = tmp_path / EVIDENCE
     options = ["--locomo", str(locomo), "--context-tokens", str(CONTEXT), "--calibration-samples", "1", "-o", str(kept)]
     for scorers in ("keydiff", "keydiff,streaming_llm"):
         assert bench_evidence.main([*options, "--scorers", scorers, "--retentions", "0.5"]) == 0
     found = Evidence.load(kept)
     assert [own.scorer for own in found.passes] == ["keydiff", "streaming_llm"], "each once"
     assert [one.method for one in found.passes[0].recalls] == ["uniform", "static", "dynamic"]
-    text = page.written(Thin.load(page.KEPT), None, page.evidence(tmp_path / "accuracy.json"))
+    shutil.copy(RESULTS / KEPT, tmp_path)
+    text = Page("accuracy", tmp_path).blocks()["eval"]
+    assert "beside kvpress" not in text
     table = text.split("### Recall of evidence (LoCoMo)")[1]
     assert f"{found.questions} questions on {found.contexts} contexts" in table
     assert "| uniform | keydiff | " in table and "python -m bench.accuracy.evidence" in table

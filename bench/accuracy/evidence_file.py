@@ -1,4 +1,4 @@
-"""The file of bench/accuracy/evidence.py, and its table in docs/accuracy.md."""
+"""The file of bench/accuracy/evidence.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from tangram.lab.accuracy.report import machine, percent
 from tangram.lab.accuracy.results import Score
 
 METHODS = ("uniform", "static", "dynamic")
@@ -52,6 +51,23 @@ class Evidence(BaseModel):
         known = {one.kv_retention for own in self.passes if own.scorer == scorer for one in own.recalls}
         return [retention for retention in retentions if retention not in known]
 
+    @property
+    def scorers(self) -> list[str]:
+        """In the alphabet's order."""
+        return sorted({own.scorer for own in self.passes})
+
+    @property
+    def retentions(self) -> list[float]:
+        """Every ρ, the largest first."""
+        return sorted({one.kv_retention for own in self.passes for one in own.recalls}, reverse=True)
+
+    def recall(self, method: str, scorer: str) -> list[Score | None]:
+        """At every ρ; None where it was not measured."""
+        passes = [own for own in self.passes if own.scorer == scorer]
+        recalls = [one for own in passes for one in own.recalls if one.method == method]
+        found = {one.kv_retention: one.recall for one in recalls}
+        return [found.get(retention) for retention in self.retentions]
+
     @classmethod
     def load(cls, path: Path) -> Evidence:
         return cls.model_validate_json(path.read_text(encoding="utf-8"))
@@ -61,32 +77,3 @@ class Evidence(BaseModel):
         partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
         partial.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
         partial.replace(path)
-
-
-def evidence_table(evidence: Evidence) -> str:
-    """A line for each method and scorer, a column for each ρ; below, on what and by which commands it was measured."""
-    found = {
-        (one.method, own.scorer, one.kv_retention): percent(one.recall)
-        for own in evidence.passes
-        for one in own.recalls
-    }
-    columns = sorted({retention for _, _, retention in found}, reverse=True)
-    lines = [
-        " | ".join([method, scorer, *(found.get((method, scorer, retention), "–") for retention in columns)])
-        for method in METHODS
-        for scorer in sorted({own.scorer for own in evidence.passes})
-    ]
-    head = ["recall, % ± standard error | scorer | " + " | ".join(f"ρ {column:g}" for column in columns)]
-    rule = "|---|---|" + "---:|" * len(columns)
-    first, *rest = (f"| {line} |" for line in [*head, *lines])
-    told = f"{evidence.questions:,} questions on {evidence.contexts} contexts of {_shape(evidence)}; full keeps 100."
-    machines = "; ".join(dict.fromkeys(machine(own.environment) for own in evidence.passes))
-    minutes = sum(own.seconds for own in evidence.passes) / 60
-    commands = "`, `".join(dict.fromkeys(own.command for own in evidence.passes))
-    below = f"{machines}. {minutes:,.0f} minutes of scoring. `{commands}`"
-    return "\n".join(["### Recall of evidence (LoCoMo)", "", told, "", first, rule, *rest, "", below, ""])
-
-
-def _shape(evidence: Evidence) -> str:
-    options = evidence.options
-    return f"at most {options['context_tokens']:,} tokens, {options['model']}, C {options['chunk_tokens']}"
