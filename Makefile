@@ -53,16 +53,16 @@ eval-quick: $(DEV_READY)
 
 # Strangers at a server of the embedded model (docs/load.md). FUZZ_SECONDS=, LOAD_SECONDS= and SOAK_SECONDS= say how long.
 fuzz: $(DEV_READY)
-	$(BIN)/python -m bench.hammer.fuzz
+	$(BIN)/python -m bench.stress.fuzz
 
 load: $(DEV_READY) $(LOAD_READY)
-	$(BIN)/python -m bench.hammer.load
+	$(BIN)/python -m bench.stress.load
 
 overload: $(DEV_READY)
-	$(BIN)/python -m bench.hammer.overload
+	$(BIN)/python -m bench.stress.overload
 
 soak: $(DEV_READY)
-	$(BIN)/python -m bench.hammer.soak
+	$(BIN)/python -m bench.stress.soak
 
 # A load generator brings another project's dependencies: it has a place of its own.
 $(LOAD_READY): constraints.txt

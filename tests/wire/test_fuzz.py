@@ -10,9 +10,9 @@ import jsonschema_rs
 import pytest
 from pydantic import ValidationError
 
-from bench.hammer.fuzz import KEY, check_afterwards, check_log, fuzz, statuses
-from bench.hammer.made_up import MOST_TOKENS, fitting, small
-from bench.hammer.server import served
+from bench.stress.fuzz import KEY, check_afterwards, check_log, fuzz, statuses
+from bench.stress.made_up import MOST_TOKENS, fitting, small
+from bench.stress.server import served
 from tangram.serve.exposition import ENDPOINTS
 from tangram.serve.guard import OPEN_PATHS
 from tangram.serve.schema import ChatRequest

@@ -12,12 +12,12 @@ from random import Random
 import httpx
 import pytest
 
-from bench.hammer.conversations import MOST_TURNS, Message, Outcome, Turn, ask, conversation, hold
-from bench.hammer.heap import EVERY_BYTE
-from bench.hammer.laws import Growth, Sample, broken, growth
-from bench.hammer.load import LoadError, summary
-from bench.hammer.overload import broken as slowed
-from bench.hammer.server import Books
+from bench.stress.conversations import MOST_TURNS, Message, Outcome, Turn, ask, conversation, hold
+from bench.stress.heap import EVERY_BYTE
+from bench.stress.laws import Growth, Sample, broken, growth
+from bench.stress.load import LoadError, summary
+from bench.stress.overload import broken as slowed
+from bench.stress.server import Books
 
 SOUND = Books(running=1, waiting=0, held=10, cached=20, free=70, total=100)
 FLAT = Growth(mb_per_hour=10.0, standard_error=2.0, over_s=960.0, first_mb=500.0, last_mb=502.0)
@@ -96,7 +96,7 @@ def test_the_heap_count_knows_what_is_in_use_and_what_is_free_again() -> None:
     """Of a process of its own: a million small objects of Python, then large blocks of the C library."""
     script = """if True:
         import ctypes
-        from bench.hammer.heap import counter
+        from bench.stress.heap import counter
         count, libc = counter(), ctypes.CDLL("libc.so.6")
         libc.malloc.restype = ctypes.c_void_p
         def in_use():

@@ -18,7 +18,7 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.hammer.heap import EVERY_BYTE, in_use_mb
+from bench.stress.heap import EVERY_BYTE, in_use_mb
 from tangram.lab.environment import environment
 
 MODEL = "smollm2"
@@ -117,7 +117,7 @@ def books_of(text: str) -> Books:
 
 def serve_command(port: int, options: Sequence[str], count: Path | None = None) -> list[str]:
     """The command of a server for the embedded model, which keeps a count of its heap in the file `count` if given."""
-    module = ["tangram"] if count is None else ["bench.hammer.heap", str(count)]
+    module = ["tangram"] if count is None else ["bench.stress.heap", str(count)]
     command = [sys.executable, "-m", *module, "serve", MODEL, "--served-model-name", MODEL, "--port", str(port)]
     return [*command, *options]
 

@@ -1,6 +1,6 @@
 """The soak as a picture: heap in use, resident memory, time to first token, pages and requests over time.
 
-python -m bench.hammer.plot
+python -m bench.stress.plot
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 
-from bench.hammer.laws import SETTLING_SHARE
 from bench.render.page import DOCS, RESULTS
+from bench.stress.laws import SETTLING_SHARE
 
 COLOURS = ("#2b6cb0", "#dd8d29", "#4a9c6d", "#a1a1a1")
 

@@ -1,4 +1,4 @@
-"""GuideLLM at a server of the embedded model, without a network: `make load`, `python -m bench.hammer.load`.
+"""GuideLLM at a server of the embedded model, without a network: `make load`, `python -m bench.stress.load`.
 
 Conversations of made-up text, streamed, so many at once. No request may fail, and afterwards no page may be held,
 though GuideLLM hangs up on those that run when its time is over. It lives in build/load-venv, which `make load` makes.
@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench.hammer.server import MODEL, ServerError, served, surroundings
+from bench.stress.server import MODEL, ServerError, served, surroundings
 from tangram.model.load import load_model
 
 ROOT = Path(__file__).parents[2]

@@ -1,4 +1,4 @@
-"""Conversations at a server of the embedded model for a long while: `make soak`, `python -m bench.hammer.soak`.
+"""Conversations at a server of the embedded model for a long while: `make soak`, `python -m bench.stress.soak`.
 
 First a closed loop says how many turns a second the server can answer; then conversations arrive at random (Poisson),
 at 0.9 of that, whatever has become of those before. Some askers hang up, streaming or not. Laws (`laws.py`):
@@ -24,9 +24,9 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.hammer.conversations import Outcome, Turn, ask, conversation, hold, mean_turns
-from bench.hammer.laws import Sample, broken, growth, summary
-from bench.hammer.server import Served, ServerError, books_of, served, surroundings
+from bench.stress.conversations import Outcome, Turn, ask, conversation, hold, mean_turns
+from bench.stress.laws import Sample, broken, growth, summary
+from bench.stress.server import Served, ServerError, books_of, served, surroundings
 
 RESULT = Path(__file__).parents[1] / "results" / "http_soak.json"
 # A pool that is full soon: pages are then taken from the prefix cache, and memory has no more room to be touched first.

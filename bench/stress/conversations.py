@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from bench.hammer.server import MODEL
+from bench.stress.server import MODEL
 
 PATH = "/v1/chat/completions"
 WORDS = (Path(__file__).parents[1] / "demo_document.md").read_text().split()

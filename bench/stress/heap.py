@@ -1,4 +1,4 @@
-"""`tangram` with a count of its heap: `python -m bench.hammer.heap COUNT serve MODEL …` writes to the file COUNT.
+"""`tangram` with a count of its heap: `python -m bench.stress.heap COUNT serve MODEL …` writes to the file COUNT.
 
 Resident memory says what the allocator holds, which grows as its gaps do and tells nothing of what is in use. glibc
 counts that itself (`mallinfo2`); with `EVERY_BYTE` Python's own objects are in its count, too.

@@ -1,4 +1,4 @@
-"""Requests made up from the server's own OpenAPI document, by Schemathesis: `make fuzz`, `python -m bench.hammer.fuzz`.
+"""Requests made up from the server's own OpenAPI document, by Schemathesis: `make fuzz`, `python -m bench.stress.fuzz`.
 
 Three quarters of the time go to a server that everybody may ask, the rest to one that asks for a key. Every answer must
 be one that the document names, of the form that it names; what breaks the document must be refused, what follows it
@@ -24,8 +24,8 @@ from typing import IO
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.hammer.heap import COUNT_EVERY_S
-from bench.hammer.server import MODEL, Served, ServerError, served, surroundings
+from bench.stress.heap import COUNT_EVERY_S
+from bench.stress.server import MODEL, Served, ServerError, served, surroundings
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "bench" / "results" / "http_fuzz.json"

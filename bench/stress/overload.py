@@ -1,4 +1,4 @@
-"""Ten times as many askers as a server has places: `make overload`, `python -m bench.hammer.overload`.
+"""Ten times as many askers as a server has places: `make overload`, `python -m bench.stress.overload`.
 
 First as many people as there are places ask without a pause, then ten times as many; all answers are streams. Those for
 whom even the queue has no room are told when to come back (429, Retry-After), and do. Who is being answered must not
@@ -24,9 +24,9 @@ from typing import Any
 import httpx
 import numpy as np
 
-from bench.hammer.conversations import TURN_WORDS, WORDS, Outcome, Turn, ask
-from bench.hammer.laws import latencies
-from bench.hammer.server import Served, ServerError, served, surroundings
+from bench.stress.conversations import TURN_WORDS, WORDS, Outcome, Turn, ask
+from bench.stress.laws import latencies
+from bench.stress.server import Served, ServerError, served, surroundings
 
 RESULT = Path(__file__).parents[1] / "results" / "http_overload.json"
 PLACES, TIMES, QUEUE = 4, 10, 16

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import numpy as np
 from scipy.stats import linregress
 
-from bench.hammer.conversations import Outcome
-from bench.hammer.server import Books
+from bench.stress.conversations import Outcome
+from bench.stress.server import Books
 
 # The least of the heap in use may be so much more in the last stretch of the time looked at than in its first third.
 MOST_GROWTH_MB = 8.0
