@@ -29,7 +29,7 @@ from bench.stress.server import MODEL, Served, ServerError, served, surroundings
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "bench" / "results" / "http_fuzz.json"
-CONFIG = Path("bench", "hammer", "schemathesis.toml")
+CONFIG = Path("bench", "stress", "schemathesis.toml")
 SERVER_OPTIONS = ("--kv-retention", "0.5", "--max-model-len", "1024", "--kv-cache-gib", "0.1")
 SETTLED_WITHIN_S = 30.0
 WORKERS = 4

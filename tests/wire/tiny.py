@@ -1,5 +1,5 @@
 """Servers over a real engine of a tiny random model, whose tokens read as numbers: started in a second, fast enough
-to be hammered. `run_tiny_server` is one in a thread, whose engine a test can look into."""
+to be put under stress. `run_tiny_server` is one in a thread, whose engine a test can look into."""
 
 from __future__ import annotations
 
