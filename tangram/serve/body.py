@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic.fields import FieldInfo
 
 from tangram.limits import MAX_SALT_CHARACTERS
 from tangram.serve.unknown import without_unknown
-from tangram.serve.unsupported import NoOps, drop_no_ops
+from tangram.serve.unsupported import NoOps, drop_no_ops, wrong_field
 
 _MAX_FIELDS = 128
 # How tags of alternatives begin, which no field has in its path.
@@ -19,34 +20,40 @@ _MAX_LABEL_CHARACTERS = 1024
 MAX_PAIRS, MAX_KEY_CHARACTERS, MAX_VALUE_CHARACTERS = 16, 64, 512
 
 
-def encodable(text: str) -> str:
-    """JSON can spell half a surrogate pair, which no tokenizer can read."""
+def encodable(text: Any) -> Any:
+    """JSON can spell half a surrogate pair, which no tokenizer can read and UTF-8 cannot spell."""
     try:
-        text.encode()
+        if isinstance(text, str):
+            text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"holds half a surrogate pair at character {error.start}, which is not Unicode text") from None
     return text
 
 
-Text = Annotated[str, AfterValidator(encodable)]
+# Of every text of a request; whatever is only named, echoed or logged is a `Label` or has a bound of its own.
+Text = Annotated[str, BeforeValidator(encodable)]
 Salt = Annotated[
     Text,
     Field(max_length=MAX_SALT_CHARACTERS, description="prefixes are reused only among requests with the same salt"),
 ]
 
 
-Label = Annotated[str, Field(max_length=_MAX_LABEL_CHARACTERS, description="a label, without effect")]
+Label = Annotated[Text, Field(max_length=_MAX_LABEL_CHARACTERS, description="a label, without effect")]
+
 Metadata = Annotated[
     dict[
-        Annotated[str, Field(max_length=MAX_KEY_CHARACTERS)],
-        Annotated[str, Field(max_length=MAX_VALUE_CHARACTERS)],
+        Annotated[Text, Field(max_length=MAX_KEY_CHARACTERS)],
+        Annotated[Text, Field(max_length=MAX_VALUE_CHARACTERS)],
     ],
     Field(max_length=MAX_PAIRS, description="labels, without effect"),
 ]
 
 
 class Body(BaseModel):
-    """Strict types, no unknown fields unless they are let by; an explicit null means the default."""
+    """Strict types, no unknown fields unless they are let by; an explicit null means the default.
+
+    A field with too many items is refused before pydantic looks at any of them.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
     refused: ClassVar[NoOps] = {}
@@ -59,8 +66,17 @@ class Body(BaseModel):
         if not isinstance(body, dict):
             return body
         known = {field.alias or name: field for name, field in cls.model_fields.items()}
+        for name in known.keys() & body.keys():
+            _refuse_many(name, body[name], known[name])
         body = drop_no_ops(without_unknown(body, known, cls.refused), cls.refused)
         return {name: value for name, value in body.items() if value is not None or name not in known}
+
+
+def _refuse_many(name: str, value: Any, field: FieldInfo) -> None:
+    for constraint in field.metadata if isinstance(value, (list, dict)) else ():
+        most = getattr(constraint, "max_length", None)
+        if most is not None and len(value) > most:
+            raise wrong_field(name, f"'{name}' has {len(value)} items, at most {most} are allowed")
 
 
 def deeper_than(value: Any, levels: int) -> bool:

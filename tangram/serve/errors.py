@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from email.message import Message
 from reprlib import repr as shortened
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
@@ -21,6 +19,9 @@ _TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error",
     504: "timeout_error",
 }  # fmt: skip
+# What pydantic calls a value that is no object, and where it finds fault with a name in one.
+_NO_OBJECT = ("model_type", "model_attributes_type", "dict_type")
+_OF_A_KEY = ("[key]",)
 _MAX_MESSAGE_CHARACTERS = 1000  # messages quote what the client sent, which may be millions of characters
 
 
@@ -53,36 +54,26 @@ def _field_path(location: Sequence[str | int]) -> str:
     for part in location:
         if isinstance(part, str) and part.startswith(ALTERNATIVE):
             continue
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+        name = part or '""'
+        path += f"[{part}]" if isinstance(part, int) else f".{name}" if path else str(name)
     return path
 
 
 def _describe(error: Mapping[str, Any]) -> ApiError:
-    """One pydantic error, without its leading 'body' location, as the client should read it."""
-    location = tuple(error["loc"])[1:]
+    """One pydantic error as the client should read it."""
+    location = tuple(error["loc"])
     message = str(error["msg"]).removeprefix("Value error, ")
-    if error["type"] == "json_invalid":
-        reason = error.get("ctx", {}).get("error", message)
-        return ApiError(400, f"the body is not valid JSON: {reason} at character {location[0]}", code="json_invalid")
     if error["type"] == "wrong_field":
         return ApiError(400, message, param=_field_path((*location, error["ctx"]["field"])), code="invalid_value")
+    if error["type"] in _NO_OBJECT:
+        message = "must be a JSON object"
+    if location[-1:] == _OF_A_KEY:
+        message, location = f"the key {shortened(location[-2])}: {message}", location[:-2]
     param = _field_path(location) or None
     if error["type"] == "extra_forbidden":
         message = f"unknown field '{param}': correct its name or leave it out"
         return ApiError(400, message, param=param, code="unknown_field")
     return ApiError(400, f"{param or 'body'}: {message}", param=param, code="invalid_value")
-
-
-def _wrong_content_type(given: str | None) -> ApiError | None:
-    """What a body is that was not read as JSON, because it did not say that it is JSON."""
-    head = Message()
-    head["content-type"] = given or ""
-    kind = head.get_content_subtype()
-    if head.get_content_maintype() == "application" and (kind == "json" or kind.endswith("+json")):
-        return None
-    found = "is missing" if not given else f"is {shortened(given)}"
-    message = f"the header Content-Type {found}: send the body as JSON, with Content-Type: application/json"
-    return ApiError(400, message, code="invalid_content_type")
 
 
 def _nowhere(method: str, path: str) -> ApiError:
@@ -95,9 +86,8 @@ def _nowhere(method: str, path: str) -> ApiError:
 
 
 def of_validation(error: ValidationError) -> ApiError:
-    """What a schema refused of a body that came some other way than by HTTP."""
-    first = error.errors()[0]
-    return _describe({**first, "loc": ("body", *first["loc"])})
+    """What a schema refused, as the client should read it."""
+    return _describe(error.errors(include_url=False)[0])
 
 
 def of_request_error(error: RequestError) -> ApiError:
@@ -106,12 +96,7 @@ def of_request_error(error: RequestError) -> ApiError:
 
 
 def install_handlers(app: FastAPI) -> None:
-    """Make `app` answer every failure in the OpenAI form, validation with 400."""
-
-    @app.exception_handler(RequestValidationError)
-    def on_validation(request: Request, error: RequestValidationError) -> Response:
-        wrong = _wrong_content_type(request.headers.get("content-type"))
-        return (wrong or _describe(error.errors()[0])).response()
+    """Make `app` answer every failure in the OpenAI form."""
 
     @app.exception_handler(ApiError)
     def on_api_error(request: Request, error: ApiError) -> Response:

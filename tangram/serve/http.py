@@ -31,6 +31,7 @@ from tangram.serve.listening import Listener
 from tangram.serve.logs import log_request
 from tangram.serve.openapi import document
 from tangram.serve.process import ConnectionLimits, Server
+from tangram.serve.receiving import AnswerHead, BodyRoute
 from tangram.serve.record import RecordRequests, RecordSink
 from tangram.serve.replies import Json
 from tangram.serve.responses import respond
@@ -96,8 +97,10 @@ def build_app(
 
     # A redirect for a trailing slash would be made of the Host header.
     app = FastAPI(title="Tangram", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.router.route_class = BodyRoute
     app.state.service = service
     install_handlers(app)
+    app.add_middleware(AnswerHead)
     if service.ignored is not None:
         app.add_middleware(LetUnknownFieldsBy, ignored=service.ignored)
     app.add_middleware(BoundRequests, max_body_bytes=protection.max_body_bytes)

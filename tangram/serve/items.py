@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Tag
 
-from tangram.serve.body import ALTERNATIVE, Body, Text
+from tangram.serve.body import ALTERNATIVE, Body, Label, Text
 from tangram.serve.messages import Arguments, CalledName, CallId, text_of_parts
 
 Status = Literal["completed", "incomplete", "in_progress"]
@@ -40,7 +40,7 @@ class InputMessage(Body):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[Text, _texts(*_PART_TYPES)]
-    id: str | None = None
+    id: Label | None = None
     status: Status | None = None
 
 
@@ -51,7 +51,7 @@ class ReasoningItem(Body):
     type: Literal["reasoning"]
     content: Annotated[Text, _texts(*_THOUGHT_TYPES)] = ""
     summary: Annotated[Text, _texts(*_THOUGHT_TYPES)] = ""
-    id: str | None = None
+    id: Label | None = None
     status: Status | None = None
 
 
@@ -63,7 +63,7 @@ class FunctionCallItem(Body):
     call_id: CallId
     name: CalledName
     arguments: Arguments
-    id: str | None = None
+    id: Label | None = None
     status: Status | None = None
 
     def call(self) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class FunctionOutputItem(Body):
     type: Literal["function_call_output"]
     call_id: CallId
     output: Annotated[Text, _texts(*_PART_TYPES)]
-    id: str | None = None
+    id: Label | None = None
     status: Status | None = None
 
 

@@ -8,12 +8,15 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from tangram.serve.body import Body, Text, deeper_than
+from tangram.serve.parsing import has_more_items
 from tangram.serve.unknown import without_unknown
 from tangram.serve.unsupported import MESSAGE, wrong_field
 
 MAX_MESSAGES = 4096
 _MAX_CALLS = 128
 _MAX_ARGUMENT_LEVELS = 64
+# Of all calls of a conversation together, which the template gets at once.
+MAX_ARGUMENT_ITEMS = 2**17
 _PART = frozenset({"type", "text"})
 
 
@@ -35,6 +38,7 @@ def text_of_parts(content: Any) -> Any:
 
 
 def _an_object(arguments: str) -> str:
+    _refuse_many(arguments)
     try:
         data = json.loads(arguments or "{}")
     except (ValueError, RecursionError) as error:
@@ -44,6 +48,11 @@ def _an_object(arguments: str) -> str:
     if deeper_than(data, _MAX_ARGUMENT_LEVELS):
         raise ValueError(f"is nested in more than {_MAX_ARGUMENT_LEVELS} levels")
     return arguments
+
+
+def _refuse_many(arguments: str) -> None:
+    if has_more_items(arguments, MAX_ARGUMENT_ITEMS):
+        raise ValueError(f"have more than {MAX_ARGUMENT_ITEMS} objects, lists and texts: send less")
 
 
 CalledName = Annotated[Text, Field(min_length=1, max_length=64)]
@@ -112,3 +121,15 @@ class ChatMessage(Body):
             "reasoning_content": self.reasoning_content,
         }
         return message | {field: value for field, value in given.items() if value is not None}
+
+
+def _few_arguments(messages: list[ChatMessage]) -> list[ChatMessage]:
+    _refuse_many("".join(call.function.arguments for message in messages for call in message.tool_calls))
+    return messages
+
+
+Messages = Annotated[
+    list[ChatMessage],
+    Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+    AfterValidator(_few_arguments),
+]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from fastapi import Request
@@ -45,6 +47,8 @@ class Preparation:
         self._engine, self._limits, self._here = engine, limits, 0
         # Tokenizing a long prompt takes long enough to stall every stream; one thread, because tokenizers keep state.
         self._tokenizer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+        # One, because memory is bounded by how many large bodies are parsed at a time.
+        self._parser = ThreadPoolExecutor(max_workers=1, thread_name_prefix="parser")
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
         self._compiling = asyncio.Lock()
         self._trials: dict[tuple[str, str], _Trial] = {}
@@ -73,6 +77,12 @@ class Preparation:
     async def tokenize(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The result of `work` with the tokenizer; not begun if it is given up before its turn."""
         return await asyncio.wrap_future(self._tokenizer.submit(work, *args, **kwargs))
+
+    async def parse(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The result of `work` on a large body; not begun if it is given up before its turn."""
+        here = contextvars.copy_context()  # it has the fields that are let by
+        asked = partial(here.run, work, *args, **kwargs)
+        return await asyncio.wrap_future(self._parser.submit(asked))
 
     async def grammar(self, source: str, field: str) -> Grammar:
         """The compiled grammar, at once if it is known; who asks for the same waits for the same.
@@ -133,7 +143,7 @@ class Preparation:
 
     def stop(self) -> None:
         """Begin nothing any more."""
-        for pool in (self._tokenizer, self._compiler):
+        for pool in (self._parser, self._tokenizer, self._compiler):
             pool.shutdown(wait=False, cancel_futures=True)
 
 

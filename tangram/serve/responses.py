@@ -6,6 +6,7 @@ conversation goes on by sending all of it again, which the prefix cache makes ch
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import time
@@ -17,6 +18,7 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
 from tangram.errors import RequestError
+from tangram.serve.body import texts_in
 from tangram.serve.bridge import EventStream, Job
 from tangram.serve.errors import ApiError, of_validation
 from tangram.serve.outputs import Output, Told
@@ -41,11 +43,15 @@ _OTHER_NAMES = {
     r"verbosity": "text",
 }
 
+# What the first events of a stream have in place of what is longer.
+_LONG_CHARACTERS = 16_384
+_LEFT_OUT: Json = {"instructions": None, "tools": []}
+
 
 async def respond(service: Service, body: ResponsesRequest, request: Request) -> Response:
     """The answer to `body`; raises `RequestError` and `ApiError` with the field names of this endpoint."""
     try:
-        chat = body.chat()
+        chat = await asyncio.to_thread(body.chat)  # of thousands of messages it takes a while
         asked = await service.preparation.of(request, service.ask, chat, "input")
         identity = f"resp_{uuid.uuid4().hex}"
         job = Job(
@@ -134,6 +140,14 @@ class _Answer:
             "metadata": {}, "store": False, "user": body.user, "usage": self._usage_json(),
         }  # fmt: skip
 
+    def begun(self) -> Json:
+        """The response object before there is an answer: what is long of the request comes once, at the end."""
+        whole = self.json()
+        for name, nothing in _LEFT_OUT.items():
+            if sum(map(len, texts_in(whole[name]))) > _LONG_CHARACTERS:
+                whole[name] = nothing
+        return whole
+
     def _text(self) -> Json:
         text = self._body.text
         found = None if text.format is None else text.format.model_dump(by_alias=True, exclude_none=True)
@@ -169,7 +183,7 @@ async def _frames(events: EventStream, answer: _Answer) -> AsyncIterator[str]:
 
 async def _stream(events: EventStream, answer: _Answer) -> AsyncIterator[Told]:
     for kind in ("response.created", "response.in_progress"):
-        yield kind, {"response": answer.json()}
+        yield kind, {"response": answer.begun()}
     try:
         async for _, event in events:
             for told in answer.add(event):

@@ -76,7 +76,7 @@ class ResponsesRequest(Body):
     """The body of POST /v1/responses."""
 
     refused = RESPONSES
-    model: str
+    model: Text
     input: Annotated[
         list[Item],
         Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),

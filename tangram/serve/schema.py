@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from reprlib import repr as shortened
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, PositiveInt, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PositiveInt, SkipValidation, field_validator, model_validator
 
-from tangram.limits import MAX_BIASES, MAX_LOGPROBS
+from tangram.limits import MAX_BIASES, MAX_LOGPROBS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from tangram.serve.body import Body, Label, Metadata, Salt, Text, encodable
 from tangram.serve.call_grammar import CallGrammar, answer_grammar
 from tangram.serve.forms import AnswerForm
 from tangram.serve.json_schema import SchemaBounds
-from tangram.serve.messages import MAX_MESSAGES, ChatMessage
+from tangram.serve.messages import Messages
 from tangram.serve.structured import (
     MAX_TOOLS,
     ResponseFormat,
@@ -45,16 +45,10 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _few_biases(value: Any) -> Any:
-    if isinstance(value, dict) and len(value) > MAX_BIASES:
-        raise ValueError(f"names {len(value)} tokens, at most {MAX_BIASES} are allowed")
-    return value
-
-
 class _Sampled(Body):
     """The fields of both endpoints."""
 
-    model: str
+    model: Text
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int = 1
@@ -65,12 +59,14 @@ class _Sampled(Body):
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Annotated[dict[str, float], BeforeValidator(_few_biases)] = Field(
-        default={}, description="token id, as a string, to bias"
+    logit_bias: dict[str, float] = Field(
+        default={}, max_length=MAX_BIASES, description="token id, as a string, to bias"
     )
-    # The first error is enough: millions of them would take gigabytes.
-    stop: Annotated[list[Text], BeforeValidator(_as_list)] = Field(default=[], fail_fast=True)
-    stop_token_ids: list[int] = Field(default=[], fail_fast=True)
+    # The first error is enough: many of them would take much memory.
+    stop: Annotated[list[Text], BeforeValidator(_as_list)] = Field(
+        default=[], max_length=MAX_STOP_STRINGS, fail_fast=True
+    )
+    stop_token_ids: list[int] = Field(default=[], max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)
     ignore_eos: bool = False
     seed: int | None = None
     max_tokens: int | None = None
@@ -84,10 +80,13 @@ class _Sampled(Body):
     @field_validator("logit_bias")
     @classmethod
     def _keys_are_token_ids(cls, bias: dict[str, float]) -> dict[str, float]:
+        spelled: dict[int, str] = {}
         for key in bias:
             if not (key.isascii() and key.isdecimal() and len(key) <= _MAX_TOKEN_DIGITS):
                 shown = key[: 2 * _MAX_TOKEN_DIGITS]
                 raise ValueError(f"the key {shown!r} must be a token id written in decimal digits")
+            if (first := spelled.setdefault(int(key), key)) != key:
+                raise ValueError(f"the keys {first!r} and {key!r} name the same token: send one of them")
         return bias
 
     @model_validator(mode="after")
@@ -142,7 +141,7 @@ class ChatRequest(_Sampled):
     """The body of POST /v1/chat/completions. Without a token limit an answer may fill the context."""
 
     refused = CHAT
-    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    messages: Messages
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     max_completion_tokens: PositiveInt | None = None
@@ -213,11 +212,12 @@ class ChatRequest(_Sampled):
 
 def _as_prompts(value: Any) -> list[str | list[int]]:
     """The four forms of a prompt (text, texts, token ids, lists of token ids) as a list of prompts."""
-    prompts = value if isinstance(value, list) and not _is_token_ids(value) else [value]
-    if not prompts or not all(isinstance(prompt, str) or _is_token_ids(prompt) for prompt in prompts):
-        raise ValueError("must be a string, a list of strings, a list of token ids or a list of lists of token ids")
+    several = isinstance(value, list) and not (value and type(value[0]) is int)
+    prompts = value if several else [value]
     if len(prompts) > MAX_PROMPTS:
         raise ValueError(f"holds {len(prompts)} prompts, at most {MAX_PROMPTS} are allowed")
+    if not prompts or not all(isinstance(prompt, str) or _is_token_ids(prompt) for prompt in prompts):
+        raise ValueError("must be a string, a list of strings, a list of token ids or a list of lists of token ids")
     for text in filter(lambda prompt: isinstance(prompt, str), prompts):
         encodable(text)
     return prompts
@@ -231,7 +231,8 @@ class CompletionRequest(_Sampled):
     """The body of POST /v1/completions. `logprobs` is the number of alternatives reported beside each token."""
 
     refused = COMPLETION
-    prompt: Annotated[list[str | list[int]], BeforeValidator(_as_prompts)]
+    # Types are checked once: there may be millions of tokens.
+    prompt: Annotated[list[str | list[int]], SkipValidation, BeforeValidator(_as_prompts)]
     logprobs: int | None = None
     max_tokens: int | None = 16
     echo: bool = Field(default=False, description="begin the text with the prompt")

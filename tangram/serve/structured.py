@@ -14,6 +14,7 @@ from tangram.serve.json_schema import SchemaBounds
 from tangram.serve.unsupported import wrong_field
 
 MAX_TOOLS = 128
+_MAX_DESCRIPTION_CHARACTERS = 65_536  # of what has no effect; a tool's is part of the prompt
 _NAME = r"^[a-zA-Z0-9_-]{1,64}$"
 
 
@@ -21,7 +22,7 @@ class JsonSchema(Body):
     """`name` and `description` are labels, without effect; a schema is followed to the letter, strict or not."""
 
     name: Text = Field(pattern=_NAME)
-    description: Text | None = None
+    description: Text | None = Field(default=None, max_length=_MAX_DESCRIPTION_CHARACTERS)
     schema_: dict[str, Any] = Field(default={}, alias="schema")
     strict: bool = False
 

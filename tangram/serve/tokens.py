@@ -7,7 +7,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from tangram.serve.body import Body, Text
-from tangram.serve.messages import MAX_MESSAGES, ChatMessage
+from tangram.serve.messages import Messages
 from tangram.serve.service import Service
 from tangram.serve.template import FIELD, TemplateOptions
 from tangram.serve.unsupported import TOKENIZE, wrong_field
@@ -17,9 +17,9 @@ class TokenizeRequest(Body):
     """`prompt`, a raw text, or `messages`, a conversation up to its answer. `model` None is the served one."""
 
     refused = TOKENIZE
-    model: str | None = None
+    model: Text | None = None
     prompt: Text | None = None
-    messages: list[ChatMessage] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    messages: Messages | None = None
     chat_template_kwargs: TemplateOptions = Field(default={})
     add_special_tokens: bool | None = Field(default=None, description="those around a raw text: always there")
 
@@ -47,5 +47,5 @@ class TokenizeRequest(Body):
 class DetokenizeRequest(Body):
     """The text of `tokens`, special ones by name."""
 
-    model: str | None = None
+    model: Text | None = None
     tokens: list[int] = Field(max_length=1_000_000, fail_fast=True)

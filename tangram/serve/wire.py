@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import h11
+from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tangram.serve.errors import ApiError
 from tangram.serve.guard import MAX_HEADER_BYTES
+from tangram.serve.http1 import Http1, UncertainEndError
 
 # So long may a client leave unread what was sent to it, once its buffers and ours are full.
 STALLED_CLIENT_S = 30
 # So long may the head of a request take, from the connection or its first byte on, and then its body.
 HEAD_S, BODY_S = 20, 60
+# A client that sends no more is asked whether it waits for its answer, first so soon, then so often.
+ASK_FIRST_S, ASK_MOST_S = 0.05, 0.5
 # More than can wait in any sensible queue: beyond it, whoever has asked for nothing leaves first.
 MAX_CONNECTIONS = 8192
 
@@ -28,12 +32,19 @@ def http_protocol(connections: int) -> type[HttpProtocol]:
 
 class HttpProtocol(H11Protocol):
     """Answers bytes that are no HTTP request with 400, a head that does not end with 431, one that takes too long with
-    408. A client that sends more while it is being answered is still seen to hang up.
+    408. A client that sends more while it is being answered is still seen to hang up; one that has closed only its own
+    side gets its answer.
     """
 
     max_connections: ClassVar[int] = MAX_CONNECTIONS
+    conn: Http1
+    _half_closed = False
     _deadline: asyncio.TimerHandle | None = None
     _awaited: tuple[object, object] | None = None
+
+    def __init__(self, config: Config, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.conn = Http1(config.h11_max_incomplete_event_size or MAX_HEADER_BYTES)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """The kernel closes a connection whose other end has taken nothing for `STALLED_CLIENT_S` (tcp(7))."""
@@ -49,9 +60,29 @@ class HttpProtocol(H11Protocol):
         self._stop_deadline()
         super().connection_lost(exc)
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more. Whether to go on: it may wait for the answer to what it has sent."""
+        if not self._half_closed and self.conn.their_state in (h11.DONE, h11.MUST_CLOSE) and self.conn.can_ask:
+            self._half_closed = True
+            self.conn.receive_data(b"")
+            self.conn.next_event()
+            self._ask_whether_there(ASK_FIRST_S)
+        return self._half_closed
+
+    def _ask_whether_there(self, again_s: float) -> None:
+        """A client that waits passes over this. The system of one that has gone refuses it, and the next attempt to
+        write is the end of the connection.
+        """
+        if self.conn.can_ask and not self.transport.is_closing():
+            self.transport.write(self.conn.ask())
+            self.loop.call_later(again_s, self._ask_whether_there, min(2 * again_s, ASK_MOST_S))
+
     def handle_events(self) -> None:
         """Reading goes on while a request is answered, because only who reads sees the client leave."""
         super().handle_events()
+        if self._half_closed and self.conn.our_state not in (h11.SEND_RESPONSE, h11.SEND_BODY):
+            self._hang_up()  # all is answered, and no more will come
+            return
         if self.conn.their_state is h11.DONE and not self.transport.is_closing():
             if len(self.conn.trailing_data[0]) > MAX_HEADER_BYTES:
                 self._hang_up()  # it sends on and on and has not read its answer
@@ -65,6 +96,8 @@ class HttpProtocol(H11Protocol):
         status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
         if status == 431:
             msg = f"the headers have more than {MAX_HEADER_BYTES} bytes: send fewer"
+        elif isinstance(error, UncertainEndError):
+            msg = str(error)
         self._refuse(status, msg)
 
     def _refuse(self, status: int, message: str) -> None:

@@ -1,0 +1,79 @@
+"""h11, with what RFC 9112 asks of a server beyond it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import h11
+
+# The absolute form of a target (RFC 9112, 3.2.2), up to its path. A proxy sends it; the host in it goes
+# for nothing here, as `Host` does.
+_ORIGIN = re.compile(rb"https?://[^/?#]+", re.IGNORECASE)
+
+
+class UncertainEndError(h11.RemoteProtocolError):
+    """A request with two ends."""
+
+
+class Http1(h11.Connection):
+    """The server's side of a connection."""
+
+    def __init__(self, max_head_bytes: int) -> None:
+        super().__init__(h11.SERVER, max_head_bytes)
+        self._tells_events = False
+
+    def next_event(self) -> Any:
+        """As h11 has it. Raises `UncertainEndError`."""
+        if self.their_state is h11.IDLE:
+            self._skip_empty_lines()
+        event = super().next_event()
+        if isinstance(event, h11.ConnectionClosed):
+            return h11.NEED_DATA  # uvicorn would ask on and on
+        return _checked(event) if isinstance(event, h11.Request) else event
+
+    def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]
+        """As h11 has it."""
+        if isinstance(event, h11.Response):
+            self._tells_events = any(
+                name == b"content-type" and value.startswith(b"text/event-stream") for name, value in event.headers
+            )
+        return super().send(event)
+
+    @property
+    def can_ask(self) -> bool:
+        """Whether a client that waits for an answer, or its rest, can be sent what it passes over."""
+        begun = self.our_state is h11.SEND_BODY
+        waits = self.our_state is h11.SEND_RESPONSE or (begun and self._tells_events)
+        return waits and self.their_http_version != b"1.0"
+
+    def ask(self) -> bytes:
+        """What it passes over: an interim response (RFC 9110, 15.2) or, among events, a comment."""
+        if self.our_state is h11.SEND_BODY:
+            return self.send(h11.Data(data=b":\n\n")) or b""
+        asked = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
+        return self.send(asked) or b""
+
+    def _skip_empty_lines(self) -> None:
+        """Before a request (RFC 9112, 2.2): some clients end the body before with a line of its own."""
+        waiting, _ = self.trailing_data
+        if empty := len(waiting) - len(waiting.lstrip(b"\r\n")):
+            self._receive_buffer.maybe_extract_at_most(empty)
+
+
+def _checked(request: h11.Request) -> h11.Request:
+    """The request with its target in the form that begins with a path."""
+    if {b"transfer-encoding", b"content-length"} <= {name for name, _ in request.headers}:
+        # Whoever stands between may have read another end than we (RFC 9112, 6.1).
+        message = "Transfer-Encoding and Content-Length are both there: send one of them"
+        raise UncertainEndError(message)
+    origin = _ORIGIN.match(request.target)
+    if origin is None:
+        return request
+    rest = request.target[origin.end() :]
+    return h11.Request(
+        method=request.method,
+        headers=list(request.headers),
+        target=rest if rest.startswith(b"/") else b"/" + rest,
+        http_version=request.http_version,
+    )

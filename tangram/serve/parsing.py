@@ -1,0 +1,79 @@
+"""The JSON of a request as Python's objects: bounded before it is parsed, and no field may come twice."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import Counter
+from reprlib import repr as shortened
+from typing import Any
+
+from tangram.serve.errors import ApiError
+
+# Objects, lists and texts, names of fields among them: each takes 50 bytes or more once it is parsed.
+MAX_ITEMS = 2**19
+_MARK = re.compile(r'\\.|["\[{]', re.DOTALL)
+
+
+def parse(content: bytes) -> Any:
+    """The JSON value that `content` is, in UTF-8, or UTF-16 or UTF-32 that JSON's own rules tell.
+
+    Other threads go on meanwhile: every object and number is a step of the interpreter. Raises
+    `ApiError` with what is wrong; nothing is built of what has more than `MAX_ITEMS`.
+    """
+    try:
+        text = content.decode(json.detect_encoding(content)).removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        place = f"its byte {error.start} is not {error.encoding.upper()}"
+        raise invalid(f"{place}: send JSON in UTF-8, not compressed") from None
+    if has_more_items(text, MAX_ITEMS):
+        message = f"the body has more than {MAX_ITEMS} objects, lists and texts: send less at once"
+        raise ApiError(400, message, code="too_many_items")
+    try:
+        return json.loads(text, object_pairs_hook=_object, parse_int=_integer, parse_float=_number)
+    except json.JSONDecodeError as error:
+        raise invalid(f"{error.msg} at character {error.pos}") from None
+    except RecursionError:
+        raise invalid("it is nested in too many levels") from None
+
+
+def invalid(reason: str) -> ApiError:
+    """The error of what is no JSON."""
+    return ApiError(400, f"the body is not valid JSON: {reason}", code="json_invalid")
+
+
+def has_more_items(text: str, most: int) -> bool:
+    """Whether there are more than `most` objects, lists and texts in this JSON."""
+    if text.count("[") + text.count("{") + text.count('"') // 2 <= most:
+        return False  # quoted brackets and quotes among them
+    items, quoted = 0, False
+    for mark in _MARK.finditer(text):
+        if mark[0] == '"':
+            quoted = not quoted
+            items += quoted
+        elif not quoted:
+            items += 1
+        if items > most:
+            return True
+    return False
+
+
+def _object(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(fields)
+    if len(found) < len(fields):
+        (twice, _), *_ = Counter(name for name, _ in fields).most_common(1)
+        message = f"an object has the field {shortened(twice)} more than once: send it once"
+        raise ApiError(400, message, param=twice, code="duplicate_field")
+    return found
+
+
+def _integer(digits: str) -> int:
+    most = sys.get_int_max_str_digits()
+    if 0 < most < len(digits.removeprefix("-")):
+        raise invalid(f"a number has {len(digits)} digits, at most {most} are read")
+    return int(digits)
+
+
+def _number(digits: str) -> float:
+    return float(digits)  # not `float` itself: a step of the interpreter, see `parse`

@@ -1,0 +1,109 @@
+"""Requests on their way to the routes: bodies read, parsed and validated, the large ones beside the event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from email.message import Message
+from reprlib import repr as shortened
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from pydantic import ValidationError
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tangram.serve.body import Body
+from tangram.serve.errors import ApiError, of_validation
+from tangram.serve.parsing import parse
+from tangram.serve.preparation import Preparation
+
+# What is smaller takes milliseconds, whatever it is.
+_SMALL_BYTES = 65_536
+
+
+class AnswerHead:
+    """HEAD is GET without the content (RFC 9110, 9.3.2), which uvicorn leaves out."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
+        await self._app(scope, receive, send)
+
+
+class BodyRoute(APIRoute):
+    """A route whose body, if it has one, is checked before FastAPI looks at it; the application's
+    `state.service` has the threads for that.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """What answers a request."""
+        answer, field = super().get_route_handler(), self.body_field
+        kind = None if field is None else field.field_info.annotation
+        if not (isinstance(kind, type) and issubclass(kind, Body)):
+            return answer
+
+        async def read_and_answer(request: Request) -> Response:
+            body = await _read(request, kind, request.app.state.service.preparation)
+            return await answer(_ReadRequest(request, body))
+
+        return read_and_answer
+
+
+class _ReadRequest(Request):
+    """A request whose body was read; FastAPI passes on what is of the right type already."""
+
+    def __init__(self, request: Request, read: Body) -> None:
+        super().__init__(request.scope, request.receive)
+        self._read = read
+
+    async def body(self) -> bytes:
+        """FastAPI wants to know whether there is one, and ours is not kept."""
+        return b"{}"
+
+    async def json(self) -> Body:
+        """The validated body."""
+        return self._read
+
+
+async def _read(request: Request, kind: type[Body], preparation: Preparation) -> Body:
+    """The body of `request`. Raises `ApiError` with what is wrong with it."""
+    _check_headers(request)
+    try:
+        content = b"".join([part async for part in request.stream()])
+    except ClientDisconnect:
+        raise ApiError(499, "the client closed the connection") from None
+    if len(content) <= _SMALL_BYTES:
+        return _validated(kind, content)
+    return await preparation.of(request, preparation.parse, _validated, kind, content)
+
+
+def _validated(kind: type[Body], content: bytes) -> Body:
+    if not content:
+        raise ApiError(400, "the body is empty: send a JSON object", code="json_invalid")
+    try:
+        return kind.model_validate(parse(content))
+    except ValidationError as error:
+        found = of_validation(error)
+    # Not from the `except`: what was parsed goes here, and not when the answer is out.
+    raise found
+
+
+def _check_headers(request: Request) -> None:
+    """Raise `ApiError` for a body that does not say that it is JSON, or that is compressed."""
+    given = request.headers.get("content-type", "")
+    head = Message()
+    head["content-type"] = given
+    kind = head.get_content_subtype()
+    if head.get_content_maintype() != "application" or not (kind == "json" or kind.endswith("+json")):
+        found = f"is {shortened(given)}" if given else "is missing"
+        message = f"the header Content-Type {found}: send the body as JSON, with Content-Type: application/json"
+        raise ApiError(400, message, code="invalid_content_type")
+    coding = request.headers.get("content-encoding", "identity")
+    if coding.strip().lower() != "identity":
+        message = f"the header Content-Encoding is {shortened(coding)}: send the body as it is, not compressed"
+        raise ApiError(415, message, code="unsupported_content_encoding")
