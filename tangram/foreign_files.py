@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,11 @@ def read_text(path: str | Path) -> str:
     if Path(path).exists() and not stat.S_ISREG(Path(path).stat().st_mode):
         raise OSError(0, "it is not a regular file")
     return Path(path).read_text(encoding="utf-8-sig")
+
+
+def expanded(path: str | Path) -> Path:
+    """The path with the home folder for a leading `~`; as it is where there is no such user."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111 - Path.expanduser raises RuntimeError there
 
 
 def is_text(value: str) -> bool:

@@ -12,7 +12,7 @@ import typer
 from tangram.cli.console import tell_error
 from tangram.config import EngineConfig, cache_folder
 from tangram.errors import ConfigError
-from tangram.foreign_files import is_text
+from tangram.foreign_files import expanded, is_text
 from tangram.limits import Bounds
 from tangram.model.source import check_source
 
@@ -61,7 +61,7 @@ def check_outputs(values: Mapping[str, Any]) -> None:
         check_output(name, path)
         others = ((other, given) for other, value in values.items() for given in _paths(other, value) if other != name)
         for other, given in others:
-            if given.expanduser().absolute().resolve() == path.absolute().resolve():
+            if os.path.realpath(expanded(given)) == os.path.realpath(path):
                 raise ConfigError(f"{name} is {path}, and so is {other}: give each a file of its own")
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tangram.cli.checks import as_text
 from tangram.errors import ConfigError
+from tangram.foreign_files import expanded
 
 MOST_HISTORY_LINES = 1000
 _QUOTES = '"""'
@@ -18,7 +19,7 @@ _QUOTES = '"""'
 
 def history_file() -> Path:
     """Where lines are kept: in the user's folder of state."""
-    home = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    home = os.environ.get("XDG_STATE_HOME") or expanded("~/.local/state")
     return Path(home) / "tangram" / "chat_history"
 
 
@@ -26,14 +27,14 @@ def history_file() -> Path:
 def history() -> Iterator[None]:
     """Inside, arrow keys bring back the lines of this conversation and of those before, where somebody types.
 
-    The file is for its owner alone. Where it cannot be read or written there is none.
+    The file is for its owner alone. Where it cannot be read or written, or nobody has a home, there is none.
     """
-    if not sys.stdin.isatty() or find_spec("readline") is None:
+    path = history_file()
+    if not sys.stdin.isatty() or find_spec("readline") is None or not path.is_absolute():
         yield
         return
     import readline
 
-    path = history_file()
     with contextlib.suppress(OSError):
         readline.read_history_file(path)
     readline.set_history_length(MOST_HISTORY_LINES)

@@ -158,7 +158,7 @@ class Profile(BaseModel):
     def file_name(self) -> str:
         """The conventional file name: model, scorer, scope, chunk and ρ."""
         stem = self.model.name.rsplit("/", 1)[-1].lower()
-        return f"{stem}.{self.scorer.name}.{self.scope}.c{self.chunk_tokens}.r{self.kv_retention:g}.json"
+        return f"{stem}.{self.scorer.name}.{self.scope}.c{self.chunk_tokens}.r{self.kv_retention}.json"
 
     def fingerprint(self) -> str:
         """SHA-256 (hex) over exactly the fields that determine a sequence's KV state, for prefix-cache keys."""
