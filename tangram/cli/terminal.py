@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from tangram.errors import ConfigError
 from tangram.foreign_files import expanded
 
 MOST_HISTORY_LINES = 1000
+_MOST_LINE_BYTES = 64 * 2**20
 _QUOTES = '"""'
 
 
@@ -67,8 +69,10 @@ def typed(prompt: str) -> str:
 
 
 def _piped() -> str:
-    """The next line of a pipe or file, of which one bad line spoils no other."""
-    line = sys.stdin.buffer.readline()
+    """The next line of a pipe or file, of which one bad line spoils no other. Raises `OSError` for one without end."""
+    line = sys.stdin.buffer.readline(_MOST_LINE_BYTES)
+    if len(line) == _MOST_LINE_BYTES:
+        raise OSError(errno.EFBIG, f"a line has more than {_MOST_LINE_BYTES} bytes", "standard input")
     if not line:
         raise EOFError
     try:

@@ -69,6 +69,7 @@ def parts_of(
     limit = loaded.geometry.max_positions
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(f"max_model_len is {config.max_model_len}, the model was made for at most {limit} positions")
+    kernels = kernels or _kernels(config, loaded)  # before a calibration, which takes a minute
     chosen = choose(config, loaded.fingerprint)
     retentions = _retentions(config, chosen, loaded, config.max_model_len or limit)
     pages = _pool_pages(config, loaded, [entry.layout for entry in retentions])
@@ -85,7 +86,7 @@ def parts_of(
         join_projections(loaded.model)
         compile_layers(loaded.model)
     runner = Runner(
-        loaded, retentions, pages=pages, cache=cache, kernels=kernels or _kernels(config, loaded), graphs=fast,
+        loaded, retentions, pages=pages, cache=cache, kernels=kernels, graphs=fast,
         cache_dtype=dtype, competing=chosen.scope if config.reclamation == "by-input" else None,
         overflow=None if config.overflow_every is None else Overflow(retentions, chosen.scope, config.overflow_every),
     )  # fmt: skip
