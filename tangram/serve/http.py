@@ -1,6 +1,6 @@
 """The server: OpenAI-compatible endpoints over one engine.
 
-`build_app` makes the ASGI application, `serve_on` runs it on an open port until SIGTERM or SIGINT, `serve_forever` does
+`build_app` makes the ASGI application, `serve_on` runs it on an open port until a signal ends it, `serve_forever` does
 both. The application's lifespan starts and stops the engine.
 """
 
@@ -230,7 +230,7 @@ def serve_on(
     shutdown_grace_s: float,
     on_ready: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT; running answers get `shutdown_grace_s` to end, then they end with an error.
+    """Serve until SIGTERM, SIGINT or SIGHUP; running answers get `shutdown_grace_s`, then they end with an error.
 
     Call it from the main thread, with an engine that is built but not started, and the application of that engine.
     Calls `on_ready` when requests are answered. Returns once the engine has stopped. Raises `EngineError` if it stopped
@@ -251,6 +251,8 @@ def serve_on(
     previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         server = Server(config, engine, app.state.service, shutdown_grace_s, on_ready)
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # else nohup, or the caller, wants something of it
+            previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, server.hang_up)
         server.run(list(listener.sockets))
     finally:
         for number, handler in previous.items():
