@@ -31,8 +31,12 @@ def is_text(value: str) -> bool:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What `text` says. Raises `ValueError` if that is no JSON, or nested too deeply for Python."""
+    """What `text` says. Raises `ValueError` if that is no JSON, nested too deeply for Python, or no Unicode text."""
     try:
-        return json.loads(text)
+        found = json.loads(text)
+        spelled = "\\u" in text if isinstance(text, str) else b"\\u" in text
+        if spelled and not is_text(json.dumps(found, ensure_ascii=False)):
+            raise ValueError("it spells half a surrogate pair, which is no Unicode text")
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+    return found

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import typer
 
+from tangram.cli.checks import check_regular
 from tangram.cli.console import progress, tell
 from tangram.cli.options import served_name
 from tangram.config import EngineConfig
@@ -23,6 +24,7 @@ def answer_batch(config: EngineConfig, source: Path, target: Path | None, others
             raise ConfigError(f"{name} is {value!r}, with --batch each line says it by itself: leave it out")
     if target is None:
         raise ConfigError("output is not set: --batch wants -o OUT.jsonl for the answers")
+    check_regular("output", target)
     if not source.is_file():
         raise ConfigError(f"batch is {str(source)!r}, there is no such file")
     from tangram.engine.setup import build_engine

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from tangram.cli import calibration
-from tangram.cli.checks import check_start
+from tangram.cli.checks import check_regular, check_start
 from tangram.cli.console import tell
 from tangram.cli.gate import refuse_with_gate, train_and_report
 from tangram.cli.options import PilotSamples, calibration_config, changed, configured_by
@@ -45,6 +45,7 @@ def calibrate(
         return
     if output is None:
         raise ConfigError("output is not set: give -o PROFILE.json, or --train-gate GATE.safetensors")
+    check_regular("output", output)
     study = calibration.Study.asked(plot, report, also_at, import_from)
     profile = _import(config, import_from) if import_from else _measure(config, samples, data, study)
     profile.save(output)

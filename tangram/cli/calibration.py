@@ -84,7 +84,10 @@ class Study:
                 raise ConfigError(f"{name} is {path}, imported budgets hold no samples: leave it out or --import")
         if also_at is not None and plot is None and report is None:
             raise ConfigError(f"also_at is {also_at}, it is for --plot and --report: give one of them or leave it out")
-        return cls(plot, report, tuple(positive("also_at", text) for text in also_at.split(",")) if also_at else ())
+        ratios = [] if also_at is None else [positive("also_at", text) for text in also_at.split(",")]
+        if over := [ratio for ratio in ratios if ratio >= 1.0]:
+            raise ConfigError(f"also_at has {over[0]}, each must be less than 1: 1.0 keeps everything")
+        return cls(plot, report, tuple(ratios))
 
     def retentions(self, first: float) -> list[float]:
         """Every ρ to measure, `first` before the others."""

@@ -81,6 +81,12 @@ def check_output(name: str, path: Path) -> None:
         raise ConfigError(f"{name} is {path}, it cannot be written: {error.strerror}") from error
 
 
+def check_regular(name: str, path: Path) -> None:
+    """Raise `ConfigError` for a device or a pipe, where a whole file replaces what is there or goes on with it."""
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{name} is {path}, it is not a regular file: name another")
+
+
 def _paths(name: str, value: Any) -> Iterable[Path]:
     """The files that option `name` means."""
     if name in _NAMES and value is not None:

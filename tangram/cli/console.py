@@ -35,8 +35,8 @@ def tell(text: str, style: str = "") -> None:
 
 
 def tell_error(error: object, kind: str = "error", colour: str = "red") -> None:
-    """Write what is wrong behind a coloured word."""
-    _print(Text.assemble((f"{kind}:", colour), f" {error}"))
+    """Write what is wrong behind a coloured word, in one line."""
+    _print(Text.assemble((f"{kind}:", colour), f" {' '.join(str(error).splitlines())}"))
 
 
 def waiting(text: str) -> AbstractContextManager[object]:

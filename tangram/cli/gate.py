@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from tangram.cli.checks import check_regular
 from tangram.cli.console import messages, tell
 from tangram.cli.options import changed
 from tangram.config import EngineConfig
@@ -34,6 +35,7 @@ def train_and_report(config: EngineConfig, path: Path, texts: Callable[[], Seque
     from tangram.kernels.threads import use_threads
     from tangram.model.load import load_model
 
+    check_regular("train_gate", path)
     check_path(path)
     use_threads(config.threads)
     loaded = load_model(config.model, dtype=config.dtype, device=config.device, load_format=config.load_format)

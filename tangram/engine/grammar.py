@@ -34,6 +34,8 @@ _KEPT_GRAMMARS = 32
 _KEPT_REFUSALS = 128
 # Signals of whoever ends the server and all that it has begun: they say nothing about a grammar.
 _ENDED_FROM_OUTSIDE = (-signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP)
+# Where llguidance has no more to say than the name of a state.
+_IN_WORDS = dict.fromkeys(("NoExtension", "NoExtensionBias"), "no text satisfies it")
 _log = logging.getLogger("tangram")
 T = TypeVar("T")
 
@@ -177,4 +179,5 @@ class GrammarMatcher:
 def _reason(matcher: LLMatcher) -> str:
     """llguidance's words in one line."""
     text = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
+    text = _IN_WORDS.get(text, text)
     return text if len(text) <= _MOST_REASON_CHARACTERS else f"{text[:_MOST_REASON_CHARACTERS]}…"

@@ -13,6 +13,7 @@ from pathlib import Path
 from tangram.errors import ConfigError
 from tangram.evaluate.prompts import Alignment, ChatCodec
 from tangram.evaluate.suites import MIN_CONTEXT_TOKENS, SAMPLES
+from tangram.foreign_files import read_text
 from tangram.pilots import topics
 
 SUITE = "fidelity"
@@ -105,6 +106,6 @@ def _sources(seed: int) -> Iterator[str]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"text is {path}, which cannot be read as UTF-8 ({error}): name a file of text") from error

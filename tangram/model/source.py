@@ -38,7 +38,7 @@ def check_source(name: str) -> None:
         if not (path / "config.json").is_file():
             raise ModelError(f"model {name!r}: the folder has no config.json, name one that Transformers has saved")
     elif path.exists():
-        raise ModelError(f"model {name!r} is a file: give the folder that it lies in, or a GGUF file (.gguf)")
+        raise ModelError(f"model {name!r}: it is neither a folder nor a GGUF file, name one of these")
     elif _is_path(name):
         raise ModelError(f"model {name!r}: there is no such folder")
     elif not _is_id(name):

@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tangram.errors import ConfigError, RequestError, TangramError
 from tangram.serve.errors import ApiError, of_request_error, of_validation
+from tangram.serve.parsing import parse
 from tangram.serve.replies import Json
 from tangram.serve.schema import ChatRequest, CompletionRequest
 from tangram.serve.service import Service
@@ -114,9 +115,9 @@ def _tasks(source: Path) -> Iterator[Task]:
 
 def _task(number: int, text: str) -> Task:
     try:
-        data = json.loads(text)
-    except (ValueError, RecursionError):
-        return Task(number, None, None, ApiError(400, f"line {number} is not valid JSON", code="json_invalid"))
+        data = parse(text.encode(), f"line {number}")
+    except ApiError as error:
+        return Task(number, None, None, error)
     own = data.get("custom_id") if isinstance(data, dict) else None
     custom_id = own if isinstance(own, str) else None
     try:

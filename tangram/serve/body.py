@@ -26,7 +26,7 @@ def encodable(text: Any) -> Any:
         if isinstance(text, str):
             text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"holds half a surrogate pair at character {error.start}, which is not Unicode text") from None
+        raise ValueError(f"holds half a surrogate pair at character {error.start}, which is not unicode text") from None
     return text
 
 
@@ -76,7 +76,9 @@ def _refuse_many(name: str, value: Any, field: FieldInfo) -> None:
     for constraint in field.metadata if isinstance(value, (list, dict)) else ():
         most = getattr(constraint, "max_length", None)
         if most is not None and len(value) > most:
-            raise wrong_field(name, f"'{name}' has {len(value)} items, at most {most} are allowed")
+            kind = "list" if isinstance(value, list) else "dictionary"
+            message = f"'{name}' is a {kind} of {len(value)} items, at most {most} are allowed"
+            raise wrong_field(name, message)
 
 
 def deeper_than(value: Any, levels: int) -> bool:

@@ -66,7 +66,7 @@ def _describe(error: Mapping[str, Any]) -> ApiError:
     if error["type"] == "wrong_field":
         return ApiError(400, message, param=_field_path((*location, error["ctx"]["field"])), code="invalid_value")
     if error["type"] in _NO_OBJECT:
-        message = "must be a JSON object"
+        message = "must be a JSON object (a dictionary)"
     if location[-1:] == _OF_A_KEY:
         message, location = f"the key {shortened(location[-2])}: {message}", location[:-2]
     param = _field_path(location) or None

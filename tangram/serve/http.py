@@ -31,7 +31,7 @@ from tangram.serve.listening import Listener
 from tangram.serve.logs import log_request
 from tangram.serve.openapi import document
 from tangram.serve.process import ConnectionLimits, Server
-from tangram.serve.receiving import AnswerHead, BodyRoute
+from tangram.serve.receiving import BodyRoute, PlainForm
 from tangram.serve.record import RecordRequests, RecordSink
 from tangram.serve.replies import Json
 from tangram.serve.responses import respond
@@ -100,7 +100,7 @@ def build_app(
     app.router.route_class = BodyRoute
     app.state.service = service
     install_handlers(app)
-    app.add_middleware(AnswerHead)
+    app.add_middleware(PlainForm)
     if service.ignored is not None:
         app.add_middleware(LetUnknownFieldsBy, ignored=service.ignored)
     app.add_middleware(BoundRequests, max_body_bytes=protection.max_body_bytes)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import h11
 
-# The absolute form of a target (RFC 9112, 3.2.2), up to its path. A proxy sends it; the host in it goes
-# for nothing here, as `Host` does.
-_ORIGIN = re.compile(rb"https?://[^/?#]+", re.IGNORECASE)
+_LENGTHS = {b"transfer-encoding", b"content-length"}
 
 
 class UncertainEndError(h11.RemoteProtocolError):
@@ -30,7 +27,11 @@ class Http1(h11.Connection):
         event = super().next_event()
         if isinstance(event, h11.ConnectionClosed):
             return h11.NEED_DATA  # uvicorn would ask on and on
-        return _checked(event) if isinstance(event, h11.Request) else event
+        if isinstance(event, h11.Request) and {name for name, _ in event.headers} >= _LENGTHS:
+            # Whoever stands between may have read another end than we (RFC 9112, 6.1).
+            message = "Transfer-Encoding and Content-Length are both there: send one of them"
+            raise UncertainEndError(message)
+        return event
 
     def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]
         """As h11 has it."""
@@ -59,21 +60,3 @@ class Http1(h11.Connection):
         waiting, _ = self.trailing_data
         if empty := len(waiting) - len(waiting.lstrip(b"\r\n")):
             self._receive_buffer.maybe_extract_at_most(empty)
-
-
-def _checked(request: h11.Request) -> h11.Request:
-    """The request with its target in the form that begins with a path."""
-    if {b"transfer-encoding", b"content-length"} <= {name for name, _ in request.headers}:
-        # Whoever stands between may have read another end than we (RFC 9112, 6.1).
-        message = "Transfer-Encoding and Content-Length are both there: send one of them"
-        raise UncertainEndError(message)
-    origin = _ORIGIN.match(request.target)
-    if origin is None:
-        return request
-    rest = request.target[origin.end() :]
-    return h11.Request(
-        method=request.method,
-        headers=list(request.headers),
-        target=rest if rest.startswith(b"/") else b"/" + rest,
-        http_version=request.http_version,
-    )

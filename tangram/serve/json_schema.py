@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from decimal import Decimal
+from itertools import chain
 from reprlib import repr as shortened
 from typing import Any
 
@@ -56,6 +57,7 @@ class SchemaBounds:
 
     def check(self, schema: dict[str, Any], field: str) -> None:
         """Raise `RequestError` naming the place (`field` and on) that is out of bounds or that nobody would look at."""
+        _at_most(_least_bytes(schema), MAX_SCHEMA_BYTES, "bytes of schema, or more", field)
         if deeper_than(schema, MAX_SCHEMA_LEVELS):
             message = f"{field} is nested in more than {MAX_SCHEMA_LEVELS} levels of JSON: make it flatter, or use $ref"
             raise RequestError(message, field)
@@ -104,6 +106,17 @@ class SchemaBounds:
         patterns = [value] if keyword == "pattern" else value if keyword == "patternProperties" else []
         self.pattern_characters += sum(len(_of(str, pattern, place)) for pattern in patterns)
         _at_most(self.pattern_characters, MAX_PATTERN_CHARACTERS, "characters of regular expressions", place)
+
+
+def _least_bytes(schema: Any) -> int:
+    """Not more bytes than its JSON has, exact enough for a bound; of what is beyond it little is looked at."""
+    size, places = 0, [schema]
+    while places and size <= MAX_SCHEMA_BYTES:
+        place = places.pop()
+        size += len(place) if isinstance(place, (str, list, dict)) else 1
+        if isinstance(place, (list, dict)) and size <= MAX_SCHEMA_BYTES:
+            places += chain(place, place.values()) if isinstance(place, dict) else place
+    return size
 
 
 def _digits(value: Any, place: str) -> int:

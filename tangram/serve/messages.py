@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from itertools import chain
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from tangram.serve.body import Body, Text, deeper_than
+from tangram.serve.body import Body, Text, deeper_than, encodable, texts_in
 from tangram.serve.parsing import has_more_items
 from tangram.serve.unknown import without_unknown
 from tangram.serve.unsupported import MESSAGE, wrong_field
@@ -38,7 +40,6 @@ def text_of_parts(content: Any) -> Any:
 
 
 def _an_object(arguments: str) -> str:
-    _refuse_many(arguments)
     try:
         data = json.loads(arguments or "{}")
     except (ValueError, RecursionError) as error:
@@ -47,12 +48,17 @@ def _an_object(arguments: str) -> str:
         raise ValueError("must be a JSON object, as text")
     if deeper_than(data, _MAX_ARGUMENT_LEVELS):
         raise ValueError(f"is nested in more than {_MAX_ARGUMENT_LEVELS} levels")
+    for text in texts_in(data):  # which may spell by \\u what the outer text must not hold
+        encodable(text)
     return arguments
 
 
-def _refuse_many(arguments: str) -> None:
-    if has_more_items(arguments, MAX_ARGUMENT_ITEMS):
-        raise ValueError(f"have more than {MAX_ARGUMENT_ITEMS} objects, lists and texts: send less")
+def few_arguments(calls: Iterable[Any]) -> None:
+    """Raise `ValueError` where the arguments of calls, as clients send them, are too much together."""
+    texts = (call.get("arguments") for call in calls if isinstance(call, dict))
+    if has_more_items("".join(text for text in texts if isinstance(text, str)), MAX_ARGUMENT_ITEMS):
+        message = f"the arguments of calls have more than {MAX_ARGUMENT_ITEMS} objects, lists and texts"
+        raise ValueError(f"{message}: send less")
 
 
 CalledName = Annotated[Text, Field(min_length=1, max_length=64)]
@@ -123,13 +129,16 @@ class ChatMessage(Body):
         return message | {field: value for field, value in given.items() if value is not None}
 
 
-def _few_arguments(messages: list[ChatMessage]) -> list[ChatMessage]:
-    _refuse_many("".join(call.function.arguments for message in messages for call in message.tool_calls))
+def _few_arguments(messages: Any) -> Any:
+    given = messages if isinstance(messages, list) else []
+    called = (message.get("tool_calls") for message in given if isinstance(message, dict))
+    calls = chain.from_iterable(calls for calls in called if isinstance(calls, list))
+    few_arguments(call.get("function") for call in calls if isinstance(call, dict))
     return messages
 
 
 Messages = Annotated[
     list[ChatMessage],
     Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
-    AfterValidator(_few_arguments),
+    BeforeValidator(_few_arguments),
 ]

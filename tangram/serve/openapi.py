@@ -39,13 +39,14 @@ _ERRORS = {
     "404": "another model, or another path",
     "408": "a head or a body that took too long to arrive",
     "413": "a body over the bound",
+    "415": "a compressed body",
     "429": "too many requests wait: Retry-After says when to come back",
     "431": "path and headers over the bound",
     "500": "the engine gave up on the request, or a bug",
     "503": f"{_NO_SERVICE}, or a new grammar could not be tried",
     "504": "the answer took too long",
 }
-_ASKING_ERRORS = ("400", "404", "408", "413", "429", "500", "503", "504")
+_ASKING_ERRORS = ("400", "404", "408", "413", "415", "429", "500", "503", "504")
 _NULLABLE_STRING: Json = {"type": ["string", "null"]}
 _ERROR_SCHEMA: Json = {
     "type": "object",

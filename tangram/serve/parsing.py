@@ -16,8 +16,9 @@ MAX_ITEMS = 2**19
 _MARK = re.compile(r'\\.|["\[{]', re.DOTALL)
 
 
-def parse(content: bytes) -> Any:
-    """The JSON value that `content` is, in UTF-8, or UTF-16 or UTF-32 that JSON's own rules tell.
+def parse(content: bytes, what: str = "the body") -> Any:
+    """The JSON value of these bytes, in UTF-8, UTF-16 or UTF-32, as their beginning tells. `what` is
+    their name in errors.
 
     Other threads go on meanwhile: every object and number is a step of the interpreter. Raises
     `ApiError` with what is wrong; nothing is built of what has more than `MAX_ITEMS`.
@@ -26,21 +27,22 @@ def parse(content: bytes) -> Any:
         text = content.decode(json.detect_encoding(content)).removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         place = f"its byte {error.start} is not {error.encoding.upper()}"
-        raise invalid(f"{place}: send JSON in UTF-8, not compressed") from None
+        raise _invalid(what, f"{place}: send JSON in UTF-8, not compressed") from None
     if has_more_items(text, MAX_ITEMS):
-        message = f"the body has more than {MAX_ITEMS} objects, lists and texts: send less at once"
+        message = f"{what} has more than {MAX_ITEMS} objects, lists and texts: send less at once"
         raise ApiError(400, message, code="too_many_items")
     try:
         return json.loads(text, object_pairs_hook=_object, parse_int=_integer, parse_float=_number)
     except json.JSONDecodeError as error:
-        raise invalid(f"{error.msg} at character {error.pos}") from None
+        raise _invalid(what, f"{error.msg} at character {error.pos}") from None
+    except ValueError as error:
+        raise _invalid(what, str(error)) from None
     except RecursionError:
-        raise invalid("it is nested in too many levels") from None
+        raise _invalid(what, "it is nested in too many levels") from None
 
 
-def invalid(reason: str) -> ApiError:
-    """The error of what is no JSON."""
-    return ApiError(400, f"the body is not valid JSON: {reason}", code="json_invalid")
+def _invalid(what: str, reason: str) -> ApiError:
+    return ApiError(400, f"{what} is not valid JSON: {reason}", code="json_invalid")
 
 
 def has_more_items(text: str, most: int) -> bool:
@@ -69,9 +71,9 @@ def _object(fields: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _integer(digits: str) -> int:
-    most = sys.get_int_max_str_digits()
-    if 0 < most < len(digits.removeprefix("-")):
-        raise invalid(f"a number has {len(digits)} digits, at most {most} are read")
+    most, count = sys.get_int_max_str_digits(), len(digits.removeprefix("-"))
+    if 0 < most < count:
+        raise ValueError(f"a number has {count} digits, at most {most} are read")
     return int(digits)
 
 

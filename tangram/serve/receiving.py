@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Coroutine
 from email.message import Message
 from reprlib import repr as shortened
 from typing import Any
+from urllib.parse import unquote
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
@@ -22,8 +24,15 @@ from tangram.serve.preparation import Preparation
 _SMALL_BYTES = 65_536
 
 
-class AnswerHead:
-    """HEAD is GET without the content (RFC 9110, 9.3.2), which uvicorn leaves out."""
+# The absolute form of a target (RFC 9112, 3.2.2) up to its path. Proxies send it; the host in it goes for
+# nothing here, as `Host` does.
+_ORIGIN = re.compile(rb"https?://[^/]+", re.IGNORECASE)
+
+
+class PlainForm:
+    """Hands on requests in the form that routes know. HEAD is GET without the content (RFC 9110, 9.3.2), which uvicorn
+    leaves out.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -32,6 +41,9 @@ class AnswerHead:
         """Pass a request on."""
         if scope["type"] == "http" and scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}
+        if scope["type"] == "http" and (origin := _ORIGIN.match(scope.get("raw_path", b""))):
+            path = scope["raw_path"][origin.end() :] or b"/"
+            scope = {**scope, "raw_path": path, "path": unquote(path.decode("ascii"))}
         await self._app(scope, receive, send)
 
 

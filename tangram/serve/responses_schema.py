@@ -8,16 +8,17 @@ from pydantic import BeforeValidator, Field, PositiveInt
 
 from tangram.serve.body import Body, Label, Salt, Text, encodable
 from tangram.serve.items import Item, conversation
-from tangram.serve.messages import MAX_MESSAGES
+from tangram.serve.messages import MAX_MESSAGES, few_arguments
 from tangram.serve.replies import Json
 from tangram.serve.schema import ChatRequest
-from tangram.serve.structured import MAX_TOOLS, Function, JsonSchema, NamedTool
+from tangram.serve.structured import MAX_TOOLS, NAME, Function, JsonSchema, NamedTool
 from tangram.serve.template import Effort, Verbosity
 from tangram.serve.unsupported import RESPONSES
 from tangram.types import SamplingParams
 
 
 def _as_items(value: Any) -> Any:
+    few_arguments(value if isinstance(value, list) else ())
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
@@ -49,7 +50,7 @@ class TextFormat(JsonSchema):
     """What an answer must be: any text, any JSON object, or JSON that a schema allows."""
 
     type: Literal["text", "json_object", "json_schema"]
-    name: Text = "answer"
+    name: Text = Field(default="answer", pattern=NAME)
 
     def for_chat(self) -> Json:
         """The format as the chat endpoint takes it."""

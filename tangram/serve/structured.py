@@ -15,13 +15,13 @@ from tangram.serve.unsupported import wrong_field
 
 MAX_TOOLS = 128
 _MAX_DESCRIPTION_CHARACTERS = 65_536  # of what has no effect; a tool's is part of the prompt
-_NAME = r"^[a-zA-Z0-9_-]{1,64}$"
+NAME = r"^[a-zA-Z0-9_-]{1,64}$"
 
 
 class JsonSchema(Body):
     """`name` and `description` are labels, without effect; a schema is followed to the letter, strict or not."""
 
-    name: Text = Field(pattern=_NAME)
+    name: Text = Field(pattern=NAME)
     description: Text | None = Field(default=None, max_length=_MAX_DESCRIPTION_CHARACTERS)
     schema_: dict[str, Any] = Field(default={}, alias="schema")
     strict: bool = False
@@ -50,7 +50,7 @@ class ResponseFormat(Body):
 class Function(Body):
     """A function that the model may call; without `parameters` it has none. Arguments follow them, strict or not."""
 
-    name: Text = Field(pattern=_NAME)
+    name: Text = Field(pattern=NAME)
     description: Text | None = None
     parameters: dict[str, Any] | None = None
     strict: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import sys
 from typing import Any, ClassVar
@@ -19,8 +20,9 @@ from tangram.serve.http1 import Http1, UncertainEndError
 STALLED_CLIENT_S = 30
 # So long may the head of a request take, from the connection or its first byte on, and then its body.
 HEAD_S, BODY_S = 20, 60
-# A client that sends no more is asked whether it waits for its answer, first so soon, then so often.
-ASK_FIRST_S, ASK_MOST_S = 0.05, 0.5
+# A client that sends no more is asked whether it waits for its answer. What came of that is looked for so
+# soon, then each time after twice as long; then it is asked again.
+LOOK_FIRST_S, ASK_AGAIN_S = 0.001, 0.5
 # More than can wait in any sensible queue: beyond it, whoever has asked for nothing leaves first.
 MAX_CONNECTIONS = 8192
 
@@ -65,17 +67,27 @@ class HttpProtocol(H11Protocol):
         if not self._half_closed and self.conn.their_state in (h11.DONE, h11.MUST_CLOSE) and self.conn.can_ask:
             self._half_closed = True
             self.conn.receive_data(b"")
-            self.conn.next_event()
-            self._ask_whether_there(ASK_FIRST_S)
+            with contextlib.suppress(h11.RemoteProtocolError):  # what stands behind its last request
+                self.conn.next_event()
+            self._ask_whether_there()
         return self._half_closed
 
-    def _ask_whether_there(self, again_s: float) -> None:
-        """A client that waits passes over this. The system of one that has gone refuses it, and the next attempt to
-        write is the end of the connection.
-        """
+    def _ask_whether_there(self) -> None:
+        """A client that waits passes over this, and the system of one that has gone refuses it."""
         if self.conn.can_ask and not self.transport.is_closing():
             self.transport.write(self.conn.ask())
-            self.loop.call_later(again_s, self._ask_whether_there, min(2 * again_s, ASK_MOST_S))
+            self._look_whether_there(LOOK_FIRST_S)
+
+    def _look_whether_there(self, again_s: float) -> None:
+        if self.transport.is_closing() or not self.conn.can_ask:
+            return
+        connection = self.transport.get_extra_info("socket")
+        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self._hang_up()
+        elif again_s < ASK_AGAIN_S:
+            self.loop.call_later(again_s, self._look_whether_there, 2 * again_s)
+        else:
+            self.loop.call_later(again_s, self._ask_whether_there)
 
     def handle_events(self) -> None:
         """Reading goes on while a request is answered, because only who reads sees the client leave."""

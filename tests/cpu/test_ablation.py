@@ -118,3 +118,23 @@ def test_who_cannot_draw_hears_it_before_anything_is_measured(
     picture = tmp_path / "ttft.png"
     result = CliRunner().invoke(app, ["bench", "serving", "ablation", str(folder), *FLAGS, "--plot", str(picture)])
     assert result.exit_code == 2 and "pip install matplotlib" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "said"),
+    [
+        ("ablation", ["--input-tokens", "5000"], "input_tokens is too large: a request has 5128"),
+        ("throughput", ["--input-tokens", "16777216"], "a sequence may have 2048"),
+        ("throughput", ["--requests", "1000000"], "1000000 prompts of 1024 tokens are 1024000000"),
+        ("multi-turn", ["--history-tokens", "16777216"], "a sequence may have 2048"),
+        ("multi-turn", ["--turns", "10000"], "history_tokens is too large"),
+    ],
+)
+def test_a_load_that_cannot_be_is_refused_before_it_is_made_up(
+    command: str, options: list[str], said: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tangram.drive.work.made_up", lambda count, *_: (5,) * min(count, 2048))
+    kept = "0.5" if command == "ablation" else "1.0"
+    given = ["bench", "serving", command, str(folder), *FLAGS, "--kv-retention", kept, *options]
+    result = CliRunner().invoke(app, given)
+    assert result.exit_code == 2 and said in result.stderr, result.exception

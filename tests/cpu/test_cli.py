@@ -94,6 +94,8 @@ def test_measuring_decode_needs_a_gpu_and_says_so(command: str, tmp_path: Path) 
         (["--report", "absent/report.md"], "report is absent/report.md, there is no folder absent"),
         (["--report", "report.md", "--samples", "1"], "take at least 2"),
         (["--also-at", "0.3"], "also_at is 0.3, it is for --plot and --report"),
+        (["--report", "report.md", "--also-at", "0.3,1.5"], "also_at has 1.5, each must be less than 1"),
+        (["--report", "report.md", "--also-at", ""], "also_at is ''"),
         (["--report", "report.md", "--also-at", "some"], "also_at is 'some'"),
         (["--report", "report.md", "--import", "budgets.npz"], "imported budgets hold no samples"),
     ],

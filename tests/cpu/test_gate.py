@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
 from collections.abc import Callable
@@ -17,9 +18,10 @@ from transformers import PretrainedConfig, Qwen3Config
 from typer.testing import CliRunner
 
 from tangram.cli import app
-from tangram.compress.profile import Profile
+from tangram.compress.profile import ModelFingerprint, Profile
 from tangram.compress.scorers.base import ChunkView
 from tangram.compress.scorers.fastkvzip import FastKVzip
+from tangram.compress.scorers.gate import find_gate, load_gate
 from tangram.errors import ConfigError
 from tangram.model.load import LoadedModel
 from tests.support import GREEDY, profile_file, run, small_engine
@@ -172,3 +174,10 @@ def test_a_gate_of_another_model_is_refused(change: dict[str, object], message: 
     chunk = replace(a_chunk(), **change)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=message):
         FastKVzip(GATE).score(chunk)
+
+
+def test_nobody_waits_for_a_gate_that_is_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "gate.safetensors")
+    with pytest.raises(ConfigError, match=r"gate\.safetensors.* it is not a regular file"):
+        load_gate(tmp_path / "gate.safetensors")
+    assert find_gate(tmp_path, ModelFingerprint("m", "llama", 1, 1, 1, 8)) is None

@@ -25,6 +25,7 @@ __all__ = ["engine", "tiny"]
         ('start: %json {"type": "string", "format": "zip"}\n', "zip"),
         ('start: %json {"type": "string", "pattern": "("}\n', "unclosed"),
         ("start: nowhere\n", "nowhere"),
+        ('start: x "a"\nx: x "b"\n', "no text satisfies it"),
     ],
 )
 def test_no_grammar_is_an_error_of_the_field_and_the_next_one_is_fine(engine: Engine, source: str, words: str) -> None:

@@ -67,12 +67,14 @@ def tangram(folder: Path, *arguments: str, **variables: str) -> Outcome:
         ("absent.gguf", "model 'absent.gguf': there is no such GGUF file"),
         ("empty", "model 'empty': the folder has no config.json"),
         ("a b", "model 'a b': there is no such file or folder, and no Hugging Face id is written like that"),
+        ("file", "model 'file': it is neither a folder nor a GGUF file"),
         ("[/x]", "model '[/x]': there is no such file or folder"),
         ("-", "model '-': there is no such file or folder"),
     ],
 )
 def test_a_model_that_is_not_there_is_told_at_once(model: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
     outcome = tangram(tmp_path, "serve", model)
     assert outcome.code == 2 and not outcome.torch and outcome.cpu_s < MOST_CPU_S
     (line,) = outcome.said

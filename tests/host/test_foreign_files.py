@@ -15,6 +15,7 @@ from tangram.compress.profile import ModelFingerprint, Profile
 from tangram.drive.work import traced
 from tangram.errors import ConfigError, TangramError
 from tangram.evaluate.conversation import read_conversations
+from tangram.evaluate.passages import _read
 from tangram.evaluate.results import Results
 from tangram.plan.policy import Policy
 
@@ -63,7 +64,7 @@ def test_a_trace_names_the_field_that_is_no_number(field: str, value: object, tm
         traced(tmp_path / "t.jsonl", seconds=1, speed=1, vocab_size=8)
 
 
-@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize("read", [*READERS, _read])
 def test_nobody_waits_for_a_pipe(read: Callable[[Path], object], tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "file.jsonl")
     with pytest.raises(TangramError, match="regular file"):

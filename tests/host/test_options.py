@@ -165,7 +165,21 @@ def test_a_server_needs_a_name_and_an_address(given: str) -> None:
     assert "0.0.0.0 for all interfaces" in refused(("serve",), "--host", given)
 
 
-def test_a_pipe_may_be_written_to(tmp_path: Path) -> None:
-    """As `-o /dev/stdout` or `-o >(jq .)`: what is refused is something else."""
-    os.mkfifo(tmp_path / "out")
-    assert "prompt is not set" in refused(("generate",), "-o", str(tmp_path / "out"), input="")
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["generate", "--batch", "in.jsonl", "-o", "out"], "output is out, it is not a regular file"),
+        (["calibrate", "-o", "out"], "output is out, it is not a regular file"),
+        (["eval", "-o", "out", "--suites", "x"], "suites has 'x'"),
+        (["bench", "serving", "throughput", "./absent", "-o", "out"], "there is no such folder"),
+    ],
+)
+def test_a_pipe_is_written_to_but_not_read_or_replaced(
+    given: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Figures may go to `-o >(jq .)`; a profile would take the place of the device that is named."""
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("out")
+    Path("in.jsonl").touch()
+    result = CliRunner().invoke(app, given)
+    assert result.exit_code == 2 and said in result.stderr and Path("out").is_fifo()

@@ -118,7 +118,7 @@ def test_a_tilde_in_the_name_of_the_cache_is_the_home(monkeypatch: pytest.Monkey
         (NOBODY, "no such folder"),
         (f"{NOBODY}.gguf", "no such GGUF file"),
         ("loop", "no such"),
-        ("model.safetensors", "is a file: give the folder"),
+        ("model.safetensors", "neither a folder nor a GGUF file"),
         ("model.GGUF", None),
     ],
 )

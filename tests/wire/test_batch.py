@@ -271,3 +271,15 @@ def test_a_real_model_answers_a_file(tmp_path: Path) -> None:
     records = [json.loads(record) for record in target.read_text().splitlines()]
     answers = {r["response"]["body"]["choices"][0]["message"]["content"] for r in records if r["error"] is None}
     assert len(answers) == 1
+
+
+def test_what_is_no_line_is_told_why_in_words_of_the_format(tmp_path: Path) -> None:
+    twice = line("a").replace('"method"', '"url": "/v1/completions", "method"')
+    wrong = {"[": "not valid JSON", "5": "must be a JSON object", twice: "'url' more than once"}
+    wrong['{"custom_id": ' + "1" * 5000 + "}"] = "5000 digits, at most 4300"
+    records, failed = run(tmp_path, list(wrong))
+    assert failed == len(wrong)
+    for record in records:
+        number = int(record["id"].removeprefix("line-"))
+        message = record["error"]["message"]
+        assert list(wrong.values())[number - 1] in message and "_Line" not in message

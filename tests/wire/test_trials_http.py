@@ -45,10 +45,14 @@ def test_a_target_is_what_follows_its_host(shared_server: FakeServer, target: st
     assert answer.startswith(b"HTTP/1.1 404 ") and f"GET {path}: ".encode() in answer
 
 
-@pytest.mark.parametrize("target", ["http://x/metrics", "http:///health", "http://x//health", "http://health/x"])
+@pytest.mark.parametrize(
+    "target", ["http://x/metrics", "http://x/health", "http:///health", "http://x//health", "http://health/x"]
+)
 def test_no_host_before_the_path_opens_a_locked_one(locked_server: FakeServer, target: str) -> None:
-    answer = answers(locked_server, GET.replace(b"/health", target.encode(), 1))
-    assert answer.startswith(b"HTTP/1.1 401 ")
+    asked = GET.replace(b"/health", target.encode(), 1)
+    assert answers(locked_server, asked).startswith(b"HTTP/1.1 401 ")
+    asked = asked.replace(b"Host:", b"Authorization: Bearer sesame\r\nHost:")
+    assert not answers(locked_server, asked).startswith(b"HTTP/1.1 401 ")
 
 
 @pytest.mark.parametrize("before", [b"\r\n", b"\r\n\r\n\r\n", b"\n", b"\r\n" * 30])

@@ -177,6 +177,8 @@ def find_gate(folder: Path, model: ModelFingerprint) -> Path | None:
 def _reading(path: Path) -> Iterator[None]:
     """What goes wrong with the file, as `ConfigError`."""
     try:
+        if path.exists() and not path.is_file():
+            raise OSError("it is not a regular file")  # a pipe would let us wait for ever
         yield
     except FileNotFoundError:
         raise ConfigError(f"gate is {str(path)!r}, there is no such file") from None
