@@ -20,7 +20,7 @@ BOUNDS: Mapping[str, tuple[Bounds, str]] = {
     "page_tokens": (_TOKENS, ""),
     "heads_per_page": (Bounds(1, 2**16), ""),
     "chunk_tokens": (_TOKENS, ""),
-    "max_num_seqs": (Bounds(1, 2**16), ""),
+    "max_num_seqs": (_TOKENS, ""),
     "max_num_batched_tokens": (Bounds(1, 2 * MOST_TOKENS), ""),
     "max_model_len": (_TOKENS, ""),
     "prompt_patience": (Bounds(0, 2**31 - 1), "0 is first come, first served"),

@@ -161,7 +161,8 @@ def test_chunks_that_fill_a_step_are_calibrated(
         (config,) = (entry for entry in given if isinstance(entry, EngineConfig))
         raise ConfigError(f"{len(texts)} texts, {config.chunk_tokens} tokens a chunk")
 
-    monkeypatch.setattr("tangram.model.load.load_model", lambda *_, **__: SimpleNamespace(fingerprint=None))
+    loaded = SimpleNamespace(fingerprint=None, geometry=SimpleNamespace(max_positions=8192))
+    monkeypatch.setattr("tangram.model.load.load_model", lambda *_, **__: loaded)
     monkeypatch.setattr("tangram.engine.setup.calibrate_model", told)
     command = ["calibrate", "smollm2", "-o", "profile.json", "--chunk-tokens", str(chunk_tokens), *options]
     assert f"{texts} texts, {chunk_tokens} tokens a chunk" in CLI.invoke(app, command).output

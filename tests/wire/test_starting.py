@@ -55,6 +55,18 @@ def test_addresses_that_cannot_be_had() -> None:
             Listener.at(host, 0)
 
 
+@pytest.mark.parametrize(("host", "is_open"), [("127.0.0.1", False), ("0.0.0.0", True)])
+def test_a_listener_says_whether_all_interfaces_reach_it(host: str, is_open: bool) -> None:
+    with closing(Listener.at(host, 0)) as listener:
+        assert listener.is_open_to_all is is_open and "127.0.0.1" in listener.url
+
+
+@pytest.mark.parametrize("host", ["", " "])
+def test_an_empty_address_is_refused_with_the_one_for_all(host: str) -> None:
+    with pytest.raises(ConfigError, match="host is .*: take 127.0.0.1, or 0.0.0.0 for all interfaces"):
+        Listener.at(host, 0)
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "localhost"])
 def test_who_comes_early_waits(host: str) -> None:
     listener = Listener.at(host, 0)
