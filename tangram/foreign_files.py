@@ -1,10 +1,12 @@
-"""Files that users bring, read without surprises: regular files, UTF-8, JSON of bounded nesting."""
+"""Files of users without surprises: read if regular, UTF-8, JSON of bounded nesting; written whole or not at all."""
 
 from __future__ import annotations
 
 import json
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,22 @@ def read_text(path: str | Path) -> str:
     if Path(path).exists() and not stat.S_ISREG(Path(path).stat().st_mode):
         raise OSError(0, "it is not a regular file")
     return Path(path).read_text(encoding="utf-8-sig")
+
+
+@contextmanager
+def replaced(path: str | Path) -> Iterator[Path]:
+    """A file to write that becomes `path` at the end, whole or not at all; a pipe or a device is written itself."""
+    target = Path(path)
+    if target.exists() and not target.is_file():  # in its place would be a file, for the whole machine
+        yield target
+        return
+    target = Path(os.path.realpath(target))  # a link stays one
+    partial = target.with_name(f".{os.getpid()}.partial")
+    try:
+        yield partial
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def expanded(path: str | Path) -> Path:

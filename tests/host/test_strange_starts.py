@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tangram.cli import app, terminal
+from tangram.cli.checks import check_outputs
 from tangram.compress.profile import Profile
 from tangram.config import cache_folder
 from tangram.errors import ConfigError, ModelError
@@ -145,8 +146,6 @@ def test_a_model_that_is_none_is_told_before_any_work(
     [
         ["size", NOBODY],
         ["generate", NOBODY, "-p", "a"],
-        ["calibrate", "smollm2", "-o", "out.json", "--data", NOBODY],
-        ["calibrate", "smollm2", "-o", "out.json", "--data", "loop"],
         ["size", "a" * 300],
         ["generate", "a" * 300, "-p", "a"],
     ],
@@ -159,6 +158,14 @@ def test_a_path_that_leads_nowhere_is_one_line(
     result = CliRunner().invoke(app, given, env={"COLUMNS": None})
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1), result.exception
     assert [path.name for path in tmp_path.iterdir()] == ["loop"]
+
+
+@pytest.mark.parametrize("name", [NOBODY, "loop"])
+def test_a_file_to_read_may_lie_nowhere(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it is the one to write is asked of any path."""
+    monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
+    check_outputs({"output": Path("out.json"), "data": Path(name)})
 
 
 def test_profiles_of_near_retentions_do_not_overwrite_each_other() -> None:
