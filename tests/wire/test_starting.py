@@ -63,7 +63,7 @@ def test_a_listener_says_whether_all_interfaces_reach_it(host: str, is_open: boo
 
 @pytest.mark.parametrize("host", ["", " "])
 def test_an_empty_address_is_refused_with_the_one_for_all(host: str) -> None:
-    with pytest.raises(ConfigError, match="host is .*: take 127.0.0.1, or 0.0.0.0 for all interfaces"):
+    with pytest.raises(ConfigError, match=r"host is .*: take 127\.0\.0\.1, or 0\.0\.0\.0 for all interfaces"):
         Listener.at(host, 0)
 
 
