@@ -84,11 +84,11 @@ class _ReadRequest(Request):
 
 async def _read(request: Request, kind: type[Body], preparation: Preparation) -> Body:
     """The body of `request`. Raises `ApiError` with what is wrong with it."""
-    _check_headers(request)
     try:
         content = b"".join([part async for part in request.stream()])
     except ClientDisconnect:
         raise ApiError(499, "the client closed the connection") from None
+    _check_headers(request)
     if len(content) <= _SMALL_BYTES:
         return _validated(kind, content)
     return await preparation.of(request, preparation.parse, _validated, kind, content)
