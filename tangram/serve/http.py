@@ -20,13 +20,19 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
 
-from tangram.errors import ConfigError, EngineError
-from tangram.foreign_files import is_text
+from tangram.errors import EngineError
 from tangram.serve.activity import tell_activity
 from tangram.serve.bridge import Limits, ServedEngine
 from tangram.serve.docs import PAGE_HEADERS, page
 from tangram.serve.errors import install_handlers
-from tangram.serve.guard import MAX_HEADER_BYTES, BoundRequests, NameRequests, Protection, RequireKeys
+from tangram.serve.guard import (
+    MAX_HEADER_BYTES,
+    BoundRequests,
+    NameRequests,
+    Protection,
+    RequireKeys,
+    check_served_name,
+)
 from tangram.serve.listening import Listener
 from tangram.serve.logs import log_request
 from tangram.serve.openapi import document
@@ -73,8 +79,7 @@ def build_app(
     fields that are not served are ignored and counted; else they are refused.
     """
     protection, telemetry = protection or Protection(), telemetry or Telemetry()
-    if not served_model_name.strip() or not is_text(served_model_name):
-        raise ConfigError(f"served_model_name is {served_model_name!r}, it must be a text that is not empty")
+    check_served_name(served_model_name)
     service = Service(engine, served_model_name, limits, let_unknown_by)
     sinks: list[RecordSink] = [service.metrics.count_request, log_request]
     if telemetry.vllm_names:
