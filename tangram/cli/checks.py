@@ -95,7 +95,14 @@ def _paths(name: str, value: Any) -> Iterable[Path]:
 
 
 def check_start(config: EngineConfig) -> None:
-    """Raise `ModelError` where the model is not there; print a line where the cache cannot be read."""
+    """Raise `ModelError` where the model is not there, `ConfigError` where the current folder is gone.
+
+    Print a line where the cache cannot be read.
+    """
+    try:
+        Path.cwd()
+    except OSError as error:  # libraries would say that they cannot be loaded
+        raise ConfigError(f"the current folder cannot be used ({error.strerror}): change to another") from error
     check_source(config.model)
     _check_cache_folder()
 

@@ -160,6 +160,15 @@ def test_a_path_that_leads_nowhere_is_one_line(
     assert [path.name for path in tmp_path.iterdir()] == ["loop"]
 
 
+def test_a_current_folder_that_is_gone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    result = CliRunner().invoke(app, ["generate", "-p", "a"], env={"COLUMNS": None})
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1), result.exception
+    assert "the current folder cannot be used" in result.stderr
+
+
 @pytest.mark.parametrize("name", [NOBODY, "loop"])
 def test_a_file_to_read_may_lie_nowhere(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether it is the one to write is asked of any path."""
