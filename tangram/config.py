@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args, get_type_hints
 
 from tangram.errors import ConfigError
+from tangram.foreign_files import expanded
 from tangram.limits import Bounds
 
 MOST_TOKENS = 2**24  # of anything: no model was made for so many
@@ -22,9 +23,19 @@ SERVED_SCORER = "fastkvzip where its gate is given or ships for these weights, e
 
 
 def cache_folder() -> Path:
-    """Where converted weights and calibrated profiles are kept: $TANGRAM_CACHE, else the user's cache folder."""
-    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(os.environ.get("TANGRAM_CACHE") or Path(home) / "tangram")
+    """Where converted weights and calibrated profiles are kept: $TANGRAM_CACHE, else the user's cache folder.
+
+    Raises `ConfigError` where nothing says where the user's home is.
+    """
+    if own := os.environ.get("TANGRAM_CACHE"):
+        return expanded(own)
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or expanded("~/.cache"))
+    if not folder.is_absolute():
+        raise ConfigError(
+            f"the cache folder would be {str(folder)!r}, which depends on where the command runs: "
+            "set TANGRAM_CACHE, XDG_CACHE_HOME or HOME to a folder that begins with /"
+        )
+    return folder / "tangram"
 
 
 class Group(StrEnum):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tangram.errors import ConfigError
+from tangram.foreign_files import expanded
 
 # The names that most families use, and what others call the same.
 _ALIASES = {
@@ -87,7 +88,7 @@ def read_config(model: str | Path | Mapping[str, Any]) -> ModelConfig:
 
 def _place(model: str | Path, known: Mapping[str, object]) -> tuple[Path, str]:
     """Where the file lies, and what the model is called."""
-    path = Path(model).expanduser()
+    path = expanded(model)
     path = path / "config.json" if path.is_dir() else path
     if path.is_file():
         return path, path.resolve().parent.name

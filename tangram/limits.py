@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from reprlib import repr as shortened
 from typing import TYPE_CHECKING
@@ -80,6 +80,17 @@ BOUNDS: Mapping[str, Bounds] = {
     "seed": Bounds(-(2**63), 2**63 - 1),
 }
 BIAS = Bounds(-100.0, 100.0)
+
+
+def check_size(texts: Iterable[str], field: str, max_model_len: int, longest_token_bytes: int) -> None:
+    """Raise `RequestError` for texts of `field` that are too long for the model, however few tokens they make.
+
+    Tokenizing takes seconds for texts that are megabytes long: not for one that could never fit.
+    """
+    size, most = sum(len(text.encode()) for text in texts), max_model_len * longest_token_bytes
+    if size > most:
+        message = f"{field} has {size} bytes of text, {max_model_len} tokens (max_model_len) hold at most {most}"
+        raise RequestError(f"{message}: shorten it", field)
 
 
 def check_sampling(params: SamplingParams) -> None:

@@ -32,11 +32,12 @@ def answer_batch(config: EngineConfig, source: Path, target: Path | None, others
     from tangram.serve.service import Service
 
     files = BatchFiles(source, target)
-    service = Service(build_engine(config), served_name(config))
-    with progress() as bar:
-        task = bar.add_task("Answering", total=files.total, completed=files.skipped)
-        # Twice as many as run at once, so that there is always one that waits.
-        failed = answer_all(service, files, at_once=2 * config.max_num_seqs, on_line=lambda: bar.advance(task))
+    with files.output:
+        service = Service(build_engine(config), served_name(config))
+        with progress() as bar:
+            task = bar.add_task("Answering", total=files.total, completed=files.skipped)
+            # Twice as many as run at once, so that there is always one that waits.
+            failed = answer_all(service, files, at_once=2 * config.max_num_seqs, on_line=lambda: bar.advance(task))
     answered = files.total - files.skipped - failed
     tell(f"{target}: {answered} answered, {failed} with errors, {files.skipped} were there already")
     if failed:

@@ -129,4 +129,6 @@ class Study:
             return
         where = environment()
         command = shlex.join(["tangram", *sys.argv[1:]])
-        path.write_text(f"# {title}\n\n{markdown(found)}\n`{command}` · {where['date']}, commit {where['commit']}\n")
+        text = f"# {title}\n\n{markdown(found)}\n`{command}` · {where['date']}, commit {where['commit']}\n"
+        # Whatever the locale is; names of files may hold bytes that are no text.
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")

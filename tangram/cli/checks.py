@@ -12,7 +12,7 @@ import typer
 from tangram.cli.console import tell_error
 from tangram.config import EngineConfig, cache_folder
 from tangram.errors import ConfigError
-from tangram.foreign_files import is_text
+from tangram.foreign_files import expanded, is_text
 from tangram.limits import Bounds
 from tangram.model.source import check_source
 
@@ -61,7 +61,7 @@ def check_outputs(values: Mapping[str, Any]) -> None:
         check_output(name, path)
         others = ((other, given) for other, value in values.items() for given in _paths(other, value) if other != name)
         for other, given in others:
-            if given.expanduser().absolute().resolve() == path.absolute().resolve():
+            if os.path.realpath(expanded(given)) == os.path.realpath(path):
                 raise ConfigError(f"{name} is {path}, and so is {other}: give each a file of its own")
 
 
@@ -95,7 +95,14 @@ def _paths(name: str, value: Any) -> Iterable[Path]:
 
 
 def check_start(config: EngineConfig) -> None:
-    """Raise `ModelError` where the model is not there; print a line where the cache cannot be read."""
+    """Raise `ModelError` where the model is not there, `ConfigError` where the current folder is gone.
+
+    Print a line where the cache cannot be read.
+    """
+    try:
+        Path.cwd()
+    except OSError as error:  # libraries would say that they cannot be loaded
+        raise ConfigError(f"the current folder cannot be used ({error.strerror}): change to another") from error
     check_source(config.model)
     _check_cache_folder()
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tangram.errors import RequestError
+from tangram.foreign_files import expanded
 
 Message = dict[str, str]
 
@@ -104,7 +105,7 @@ class Conversation:
         return f"answers are computed at kv_retention {self.retention:g}"
 
     def _file(self, path: str) -> str:
-        source = Path(path.strip("'\"")).expanduser()
+        source = expanded(path.strip("'\""))
         text = self._read(source)
         tokens = self.count(text)
         if tokens >= self.most_tokens:

@@ -15,10 +15,11 @@ from tangram.cli.options import number, with_config
 from tangram.cli.telemetry import warnings_as_text
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
-from tangram.limits import BOUNDS
+from tangram.limits import BOUNDS, check_size
 from tangram.types import SamplingParams
 
 _STANDARD_INPUT = "-"
+_MOST_PIPED_BYTES = 256 * 2**20  # more than any model takes; a pipe may have no end
 
 
 @with_config
@@ -64,8 +65,11 @@ def generate(
 
 def _piped() -> str:
     """Standard input without its last line break, which `echo` adds. Raises `ConfigError` if that is no text."""
+    data = sys.stdin.buffer.read(_MOST_PIPED_BYTES + 1)
+    if len(data) > _MOST_PIPED_BYTES:
+        raise ConfigError(f"prompt on standard input has more than {_MOST_PIPED_BYTES} bytes: shorten it")
     try:
-        text = sys.stdin.buffer.read().decode()
+        text = data.decode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"prompt on standard input is no text in UTF-8: {error}") from error
     text = text.removesuffix("\n").removesuffix("\r")
@@ -79,6 +83,7 @@ def _complete(config: EngineConfig, text: str, sampling: SamplingParams) -> None
     from tangram.engine.build import build_engine
 
     engine = build_engine(config)
+    check_size([text], "prompt", engine.max_model_len, engine.codec.longest_token_bytes)
     clean = shown if sys.stdout.isatty() else str
 
     def write(piece: str) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from tangram.cli.checks import check_start, within
 from tangram.config import OPTIONS, SERVED_SCORER, TYPES, EngineConfig
+from tangram.foreign_files import expanded
 from tangram.limits import Bounds
 
 
@@ -148,7 +148,7 @@ def served_name(config: EngineConfig) -> str:
 
     Whoever asks is told it in every answer, and where a model lies is not theirs to know.
     """
-    path = Path(config.model).expanduser()
+    path = expanded(config.model)
     if not path.exists():
         return config.model
     named = path if path.name.strip(".") else path.resolve()  # "." and ".." have no name; a link keeps its own

@@ -20,7 +20,7 @@ from tangram.cli.telemetry import LogForm, LogFormat, MetricsAliases, OtlpEndpoi
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
 from tangram.limits import Bounds
-from tangram.serve.guard import Protection
+from tangram.serve.guard import Protection, check_served_name
 from tangram.serve.listening import Listener
 
 KEY_VARIABLE = "TANGRAM_API_KEY"
@@ -99,8 +99,7 @@ def serve(
     if not api_key and KEY_VARIABLE in os.environ:
         raise ConfigError(f"{KEY_VARIABLE} is set and holds no key: unset it to serve everybody, or put a key in it")
     name = served_name(config) if served_model_name is None else served_model_name
-    if not name.strip():
-        raise ConfigError(f"served_model_name is {name!r}, it must be a text that is not empty")
+    check_served_name(name)
     with closing(Listener.at(host, port)) as listener, logging_as(log_format):
         protection = Protection(tuple(api_key or ()), max_body_mb, tuple(allowed_origins or ()))
         where = f"{listener.url}{', on all interfaces' if listener.is_open_to_all else ''}"

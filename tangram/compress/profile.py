@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -30,6 +29,7 @@ from tangram.compress.provenance import (
     ScorerSpec,
 )
 from tangram.errors import ConfigError, ProfileError
+from tangram.foreign_files import replaced
 from tangram.types import Float64
 
 __all__ = ["Calibration", "ModelFingerprint", "Profile", "RankStability", "Scope", "ScorerSpec", "default_scope"]
@@ -158,7 +158,7 @@ class Profile(BaseModel):
     def file_name(self) -> str:
         """The conventional file name: model, scorer, scope, chunk and ρ."""
         stem = self.model.name.rsplit("/", 1)[-1].lower()
-        return f"{stem}.{self.scorer.name}.{self.scope}.c{self.chunk_tokens}.r{self.kv_retention:g}.json"
+        return f"{stem}.{self.scorer.name}.{self.scope}.c{self.chunk_tokens}.r{self.kv_retention}.json"
 
     def fingerprint(self) -> str:
         """SHA-256 (hex) over exactly the fields that determine a sequence's KV state, for prefix-cache keys."""
@@ -206,10 +206,8 @@ class Profile(BaseModel):
         content = self.model_dump(mode="json")
         content["checksum"] = digest(content)
         lines = ",\n".join(f"{json.dumps(key)}: {canonical(value)}" for key, value in content.items())
-        target = Path(path)
-        partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-        partial.write_text("{\n" + lines + "\n}\n", encoding="utf-8")
-        partial.replace(target)
+        with replaced(path) as file:
+            file.write_text("{\n" + lines + "\n}\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:

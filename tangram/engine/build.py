@@ -77,6 +77,7 @@ class EngineBuilder:
     def parts(self) -> Parts:
         """Who may come in, who runs next, and what computes it."""
         config, loaded = self.config, self.loaded
+        kernels = self._given_kernels or self.kernels()  # before a calibration, which takes a minute
         scorer, retentions = self.retentions()
         default, layouts = retentions[0], [retention.layout for retention in retentions]
         dtype = cache_dtype(config, loaded)
@@ -85,7 +86,7 @@ class EngineBuilder:
         max_model_len = _fit_model_len(config, default, pages, self.most_tokens)
         span_bytes = default.layout.span_pages * page_bytes
         cache = self.cache(retentions, pages, offload_bytes(config, span_bytes) // page_bytes)
-        runner = self._ready_runner(retentions, scorer, pages, cache, dtype)
+        runner = self._ready_runner(retentions, scorer, cache=cache, pages=pages, kernels=kernels, cache_dtype=dtype)
         admission = Admission(retentions, pages, str(dtype).removeprefix("torch."), dtype.itemsize, max_model_len)
         announce(config, loaded, admission, cache.host.total)
         return admission, Scheduler(config, cache), runner
@@ -189,9 +190,9 @@ class EngineBuilder:
         self,
         retentions: Sequence[Retention],
         scorer: Scorer | None,
-        pages: int,
+        *,
         cache: CacheManager,
-        dtype: torch.dtype,
+        **options: Any,
     ) -> Runner:
         """A runner whose kernels are compiled and whose graphs are captured."""
         config, loaded = self.config, self.loaded
@@ -200,16 +201,8 @@ class EngineBuilder:
             join_projections(loaded.model)
             compile_layers(loaded.model)
         every, scope = config.overflow_every, self.compression.choice.scope
-        runner = self.runner(
-            retentions,
-            scorer,
-            cache=cache,
-            pages=pages,
-            kernels=self._given_kernels or self.kernels(),
-            graphs=fast,
-            cache_dtype=dtype,
-            overflow=None if every is None else Overflow(retentions, scope, every),
-        )
+        overflow = None if every is None else Overflow(retentions, scope, every)
+        runner = self.runner(retentions, scorer, cache=cache, graphs=fast, overflow=overflow, **options)
         if loaded.device.type == "cuda":
             runner.rehearse(config.max_num_seqs, config.max_num_batched_tokens)
         track = partial(show_progress, description="Capturing decode steps")

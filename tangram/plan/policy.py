@@ -26,7 +26,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from tangram.errors import ConfigError
-from tangram.foreign_files import read_text
+from tangram.foreign_files import read_text, replaced
 from tangram.plan.cost import CostModel
 from tangram.plan.profit import Prefixes
 from tangram.plan.schedule import Decoding
@@ -147,9 +147,10 @@ class Policy:
                 )
 
     def save(self, path: Path) -> None:
-        """Write all fields as JSON."""
+        """Write all fields as JSON, whole or not at all."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        with replaced(path) as file:
+            file.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Policy:

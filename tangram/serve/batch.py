@@ -7,6 +7,8 @@ A line of the input is `{"custom_id", "method", "url", "body"}`; a line of the o
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import io
 import json
 import logging
 import os
@@ -14,7 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -66,21 +68,28 @@ class BatchFiles:
     """What is to be answered, and what of it was before.
 
     A last answer in the output that was cut short, by a crash say, is taken off and answered again.
-    Raises `ConfigError` if a file cannot be read, if both are the same, or if the output holds
-    anything but answers: then it stays as it is.
+    The output is open from now on, and closed to other runs until it is closed.
+    Raises `ConfigError` if a file cannot be read, if both are the same, if another run writes the
+    output, or if that holds anything but answers: then it stays as it is.
     """
 
     source: Path
     target: Path
     tasks: list[Task] = field(init=False)
     total: int = field(init=False)
+    output: io.FileIO = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.source.resolve() == self.target.resolve() or _are_same(self.source, self.target):
-            raise ConfigError(f"output is {str(self.target)!r}, the file of the requests: choose another file")
         try:
+            if _are_same(self.source, self.target):
+                raise ConfigError(f"output is {str(self.target)!r}, the file of the requests: choose another file")
             tasks = list(_tasks(self.source))
-            done = _done(self.target)
+            self.output = _opened(self.target)
+            try:
+                done = _done(self.output, self.target)
+            except BaseException:
+                self.output.close()
+                raise
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"batch is {str(self.source)!r}, output {str(self.target)!r}: {error}") from error
         self.total = len(tasks)
@@ -121,22 +130,38 @@ def _are_same(source: Path, target: Path) -> bool:
     return target.exists() and source.exists() and source.samefile(target)
 
 
-def _done(target: Path) -> set[str]:
-    """The keys of the answers in `target`; of a last line without an end, what a crash left is cut off."""
-    if not target.exists():
-        return set()
-    *lines, rest = target.read_bytes().split(b"\n")
+def _opened(target: Path) -> io.FileIO:
+    """The output, at whose end is written; nobody else may meanwhile. Raises `ConfigError`, `OSError`."""
+    if target.exists() and not target.is_file():  # a pipe or a device has no answers to read, or never ends
+        raise ConfigError(f"output is {str(target)!r}, it must be a regular file")
+    file = io.FileIO(target, "a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lets go of it however the process ends
+    except BlockingIOError:
+        file.close()
+        raise ConfigError(f"output is {str(target)!r}, another run writes to it: wait for its end") from None
+    except OSError:  # a file system without locks
+        pass
+    return file
+
+
+def _done(file: io.FileIO, target: Path) -> set[str]:
+    """The keys of the answers in `file`; of a last line without an end, what a crash left is cut off."""
+    file.seek(0)
+    *lines, rest = file.readall().split(b"\n")
     keys = {_answered_key(target, number, line) for number, line in enumerate(lines, 1)}
-    if not rest:
-        return keys
-    with target.open("r+b") as file:
-        if not _is_cut_short(rest):
-            keys.add(_answered_key(target, len(lines) + 1, rest))
-            file.seek(0, os.SEEK_END)
-            file.write(b"\n")
-        else:
-            file.truncate(file.seek(-len(rest), os.SEEK_END))
+    if rest and _is_cut_short(rest):
+        file.truncate(file.seek(-len(rest), os.SEEK_END))
+    elif rest:
+        keys.add(_answered_key(target, len(lines) + 1, rest))
+        _append(file, b"\n")
     return keys
+
+
+def _append(file: io.FileIO, data: bytes) -> None:
+    """Write all of it at the end; the system may take it in parts."""
+    while data:
+        data = data[file.write(data) :]
 
 
 def _answered_key(target: Path, number: int, line: bytes) -> str:
@@ -168,16 +193,16 @@ def answer_all(service: Service, files: BatchFiles, *, at_once: int, on_line: Ca
     `on_line` is called after each line is written. Starts the engine and stops it. Raises `TangramError` if it dies, or
     a grammar cannot be tried: lines without an answer are not written then, and the next run goes on with them.
     """
-    service.start()
-    try:
-        with files.target.open("a", encoding="utf-8") as file:
+    with files.output as file:
+        service.start()
+        try:
             return asyncio.run(_answer_all(service, iter(files.tasks), file, at_once, on_line))
-    finally:
-        service.stop()
+        finally:
+            service.stop()
 
 
 async def _answer_all(
-    service: Service, tasks: Iterator[Task], file: TextIO, at_once: int, on_line: Callable[[], None]
+    service: Service, tasks: Iterator[Task], file: io.FileIO, at_once: int, on_line: Callable[[], None]
 ) -> int:
     failed = 0
 
@@ -186,8 +211,7 @@ async def _answer_all(
         for task in tasks:
             record = await _record(service, task)
             # Only ASCII: an answer may hold half a character, which UTF-8 cannot spell.
-            file.write(json.dumps(record) + "\n")
-            file.flush()
+            _append(file, json.dumps(record).encode("ascii") + b"\n")
             failed += record["error"] is not None
             on_line()
 
@@ -198,7 +222,7 @@ async def _answer_all(
     except* TangramError as errors:
         raise errors.exceptions[0] from None
     except* OSError as errors:
-        raise TangramError(f"output {file.name!r} cannot be written: {errors.exceptions[0]}") from errors
+        raise TangramError(f"output {str(file.name)!r} cannot be written: {errors.exceptions[0]}") from errors
     return failed
 
 

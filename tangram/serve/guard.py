@@ -48,13 +48,21 @@ class Protection:
                     f"allowed_origins has {origin!r}, it must be * or SCHEME://HOST, with :PORT where it is not the "
                     "scheme's own, in small letters and without a path: give it as browsers send it"
                 )
-        if not 0 < self.max_body_mb <= 1024:
-            raise ConfigError(f"max_body_mb is {self.max_body_mb}, it must lie in (0, 1024]")
+        if not 1e-6 <= self.max_body_mb <= 1024:
+            raise ConfigError(f"max_body_mb is {self.max_body_mb}, it must lie in [0.000001, 1024]: one byte and more")
 
     @property
     def max_body_bytes(self) -> int:
         """The most bytes of a body."""
         return int(self.max_body_mb * 1_000_000)
+
+
+def check_served_name(name: str) -> None:
+    """Raise `ConfigError` unless a model can be called that in requests, answers and the log."""
+    if not name.strip() or not is_text(name) or name.splitlines() != [name]:
+        raise ConfigError(
+            f"served_model_name is {name!r}, it must be a text that is not empty and has no line breaks: choose another"
+        )
 
 
 class RequireKeys:

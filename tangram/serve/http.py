@@ -1,6 +1,6 @@
 """The server: OpenAI-compatible endpoints over one engine.
 
-`build_app` makes the ASGI application, `serve_on` runs it on an open port until SIGTERM or SIGINT, `serve_forever` does
+`build_app` makes the ASGI application, `serve_on` runs it on an open port until a signal ends it, `serve_forever` does
 both. The application's lifespan starts and stops the engine.
 """
 
@@ -20,13 +20,19 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
 
-from tangram.errors import ConfigError, EngineError
-from tangram.foreign_files import is_text
+from tangram.errors import EngineError
 from tangram.serve.activity import tell_activity
 from tangram.serve.bridge import Limits, ServedEngine
 from tangram.serve.docs import PAGE_HEADERS, page
 from tangram.serve.errors import install_handlers
-from tangram.serve.guard import MAX_HEADER_BYTES, BoundRequests, NameRequests, Protection, RequireKeys
+from tangram.serve.guard import (
+    MAX_HEADER_BYTES,
+    BoundRequests,
+    NameRequests,
+    Protection,
+    RequireKeys,
+    check_served_name,
+)
 from tangram.serve.listening import Listener
 from tangram.serve.logs import log_request
 from tangram.serve.openapi import document
@@ -73,8 +79,7 @@ def build_app(
     fields that are not served are ignored and counted; else they are refused.
     """
     protection, telemetry = protection or Protection(), telemetry or Telemetry()
-    if not served_model_name.strip() or not is_text(served_model_name):
-        raise ConfigError(f"served_model_name is {served_model_name!r}, it must be a text that is not empty")
+    check_served_name(served_model_name)
     service = Service(engine, served_model_name, limits, let_unknown_by)
     sinks: list[RecordSink] = [service.metrics.count_request, log_request]
     if telemetry.vllm_names:
@@ -230,7 +235,7 @@ def serve_on(
     shutdown_grace_s: float,
     on_ready: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT; running answers get `shutdown_grace_s` to end, then they end with an error.
+    """Serve until SIGTERM, SIGINT or SIGHUP; running answers get `shutdown_grace_s`, then they end with an error.
 
     Call it from the main thread, with an engine that is built but not started, and the application of that engine.
     Calls `on_ready` when requests are answered. Returns once the engine has stopped. Raises `EngineError` if it stopped
@@ -251,6 +256,8 @@ def serve_on(
     previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         server = Server(config, engine, app.state.service, shutdown_grace_s, on_ready)
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # else nohup, or the caller, wants something of it
+            previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, server.hang_up)
         server.run(list(listener.sockets))
     finally:
         for number, handler in previous.items():

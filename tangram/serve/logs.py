@@ -6,7 +6,8 @@ import json
 import logging
 import sys
 import time
-from typing import Any
+from contextlib import suppress
+from typing import Any, TextIO
 
 from tangram.serve.record import Record
 
@@ -33,9 +34,22 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
 
+class LogLines(logging.StreamHandler[TextIO]):
+    """Says once, on standard error, that the log cannot be written; `logging` would with each line, at length."""
+
+    _has_failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Called where a line was lost."""
+        if not self._has_failed:
+            self._has_failed = True
+            with suppress(OSError):
+                print(f"the log cannot be written, lines are lost: {sys.exception()}", file=sys.stderr)
+
+
 def log_as_json() -> None:
     """Everything that is logged from INFO on, and Python's warnings, as lines of JSON on standard output."""
-    handler = logging.StreamHandler(sys.stdout)
+    handler = LogLines(sys.stdout)
     handler.setFormatter(JsonFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     logging.captureWarnings(True)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from tangram.serve.body import Body, Text, deeper_than
+from tangram.serve.body import Body, Text, deeper_than, encodable, texts_in
 from tangram.serve.parsing import has_more_items
 from tangram.serve.unknown import without_unknown
 from tangram.serve.unsupported import MESSAGE, wrong_field
@@ -48,6 +48,8 @@ def _an_object(arguments: str) -> str:
         raise ValueError("must be a JSON object, as text")
     if deeper_than(data, _MAX_ARGUMENT_LEVELS):
         raise ValueError(f"is nested in more than {_MAX_ARGUMENT_LEVELS} levels")
+    for text in texts_in(data):  # which may spell by \\u what the outer text must not hold
+        encodable(text)
     return arguments
 
 

@@ -59,7 +59,7 @@ class ConnectionLimits:
 
 
 class Server(uvicorn.Server):
-    """At the first SIGTERM or SIGINT it drains `service`, goes on listening, and ends when nothing runs any more or
+    """At the first signal to end it drains `service`, goes on listening, and ends when nothing runs any more or
     after `grace_s`; what runs then ends with an error. At the second it ends at once. When the engine dies it ends too.
     Where a step of the engine does not end, the process ends without it, with code 1. Once it answers it calls
     `on_ready`.
@@ -89,6 +89,11 @@ class Server(uvicorn.Server):
             os._exit(128 + sig)  # nothing may hold it up: no lock, no step of the engine, no client
         self._service.drain()
         self._ends_s = time.monotonic() + self._grace_s
+
+    def hang_up(self, sig: int, frame: FrameType | None) -> None:
+        """The terminal has gone: as the first of the others. It is told of more than once, by kernel and shell."""
+        if self._ends_s is None:
+            self.handle_exit(sig, frame)
 
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second: whether it is time to end."""

@@ -63,7 +63,8 @@ async def respond(service: Service, body: ResponsesRequest, request: Request) ->
         raise _renamed(of_validation(error)) from error
     except RequestError as error:
         name = _name_here(error.field)
-        raise RequestError(str(error).replace(error.field, name), name) from error
+        also = "; the instructions count, too" if name == "input" and body.instructions else ""
+        raise RequestError(str(error).replace(error.field, name) + also, name) from error
     answer = _Answer(body, chat, asked, identity, service.model)
     if body.stream:
         return EventSource(_frames(events, answer), events)

@@ -15,6 +15,7 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from tangram.errors import RequestError
+from tangram.limits import check_size
 from tangram.serve.answers import finished, frames
 from tangram.serve.body import texts_in
 from tangram.serve.bridge import EventStream, Job, Limits, ServedEngine
@@ -251,15 +252,7 @@ class Service:
         return await self.preparation.tokenize(self._engine.codec.encode, text)
 
     def _refuse_endless(self, texts: Iterable[str], field: str) -> None:
-        """Tokenizing takes seconds for texts that are megabytes long: not for one that is too long anyway."""
-        size = sum(len(text.encode()) for text in texts)
-        most = self.max_model_len * self._engine.codec.longest_token_bytes
-        if size > most:
-            raise RequestError(
-                f"{field} has {size} bytes of text, {self.max_model_len} tokens (max_model_len) hold at most {most}: "
-                "shorten it",
-                field,
-            )
+        check_size(texts, field, self.max_model_len, self._engine.codec.longest_token_bytes)
 
 
 def _as_chat(error: RequestError, body: ChatRequest) -> RequestError:

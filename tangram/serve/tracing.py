@@ -35,9 +35,9 @@ def traces_to(endpoint: str | None, model: str, variables: Mapping[str, str] | N
     named = next((name for name in _ENDPOINT_VARIABLES if variables.get(name)), None)
     if endpoint is None and (named is None or variables.get("OTEL_SDK_DISABLED", "").lower() == "true"):
         return None
-    if endpoint is not None and not endpoint.startswith(("http://", "https://")):
-        raise ConfigError(f"otlp_endpoint is {endpoint!r}, it must be a URL such as http://127.0.0.1:4318")
-    asked = f"otlp_endpoint is {endpoint!r}" if endpoint is not None else f"{named} is set"
+    asked, url = (named, variables[named]) if endpoint is None and named else ("otlp_endpoint", endpoint or "")
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"{asked} is {url!r}, it must be a URL such as http://127.0.0.1:4318")
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource
@@ -45,7 +45,7 @@ def traces_to(endpoint: str | None, model: str, variables: Mapping[str, str] | N
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         raise ConfigError(
-            f"{asked}, but OpenTelemetry's SDK is not installed: pip install 'tangram-serve[otel]', "
+            f"{asked} is {url!r}, but OpenTelemetry's SDK is not installed: pip install 'tangram-serve[otel]', "
             "or ask for no traces"
         ) from error
     own = Resource({"service.name": "tangram", "service.version": __version__})

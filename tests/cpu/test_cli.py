@@ -36,6 +36,15 @@ def test_errors_are_one_line_and_exit_code_2() -> None:
     assert "Traceback" not in result.output
 
 
+def test_a_text_that_could_never_fit_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    codec = SimpleNamespace(longest_token_bytes=4, encode=lambda text: pytest.fail("it is tokenized"))
+    engine = SimpleNamespace(max_model_len=8, codec=codec)
+    monkeypatch.setattr("tangram.engine.build.build_engine", lambda config: engine)
+    result = CLI.invoke(app, ["generate", "-p", "é" * 17])
+    assert result.exit_code == 2
+    assert "prompt has 34 bytes of text, 8 tokens (max_model_len) hold at most 32" in result.output
+
+
 @pytest.mark.parametrize(
     ("model", "name"),
     [

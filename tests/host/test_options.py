@@ -165,6 +165,11 @@ def test_a_server_needs_a_name_and_an_address(given: str) -> None:
     assert "0.0.0.0 for all interfaces" in refused(("serve",), "--host", given)
 
 
+@pytest.mark.parametrize("given", ["a\nb", "a\r", "a\u2028b", "\x85"])
+def test_the_name_of_a_model_is_one_line(given: str) -> None:
+    assert "has no line breaks" in refused(("serve",), "--served-model-name", given)
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +154,59 @@ def test_the_requests_are_never_overwritten(link: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the file of the requests"):
         BatchFiles(source, target)
     assert source.read_text() == requests
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "link in a circle", "long name"])
+def test_an_output_that_is_no_file_is_refused_and_not_waited_for(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text(line("a"))
+    target = tmp_path / ("a" * 300 if kind == "long name" else "out.jsonl")
+    if kind == "pipe":
+        os.mkfifo(target)
+    elif kind != "long name":
+        target.symlink_to("/dev/zero" if kind == "device" else target)
+    with pytest.raises(ConfigError, match="output"):
+        BatchFiles(tmp_path / "in.jsonl", target)
+
+
+def test_two_runs_do_not_write_one_output(tmp_path: Path) -> None:
+    """The second would take what the first is writing for the rest of a crash, and cut it off."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(line("a"))
+    target.write_text(f"{ANSWER}\n{ANSWER[:30]}")
+    first = BatchFiles(source, target)
+    with target.open("a") as file:
+        file.write(ANSWER[:40])
+    with pytest.raises(ConfigError, match="another run writes"):
+        BatchFiles(source, target)
+    assert target.read_text() == f"{ANSWER}\n{ANSWER[:40]}"
+    first.output.close()
+    second = BatchFiles(source, target)
+    assert second.skipped == 1
+    second.output.close()
+
+
+class Full(io.FileIO):
+    """A file on a disk with room for 700 bytes."""
+
+    def write(self, data: Any) -> int:
+        room = 700 - self.tell()
+        if room <= 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(data[:room])
+
+
+def test_a_full_disk_costs_one_answer_at_most(tmp_path: Path) -> None:
+    lines = [line(str(number)) for number in range(4)]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    files = BatchFiles(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    files.output.close()
+    files.output = Full(files.target, "a+")
+    with pytest.raises(TangramError, match=r"cannot be written.*No space left"):
+        answer_all(Service(FakeEngine(), MODEL), files, at_once=1, on_line=lambda: None)
+    assert (tmp_path / "out.jsonl").stat().st_size == 700
+    records, failed = run(tmp_path, lines, engine := FakeEngine())
+    assert ([record["custom_id"] for record in records], failed) == (["0", "1", "2", "3"], 0)
+    assert len(engine.submitted) < 4, "what was answered is answered again"
 
 
 @pytest.mark.parametrize("cut", [1, 5, 13, 30, len(ANSWER) - 1])

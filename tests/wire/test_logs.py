@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import logging
 import os
@@ -15,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tangram.serve.logs import JsonFormatter
+from tangram.serve.logs import JsonFormatter, LogLines
 
 from .conftest import CHAT, MODEL, FakeServer, chat_body, free_port, healthy, stream_data, wait_until
 from .test_trials_process import ROOT, options
@@ -50,6 +52,22 @@ def lines() -> Iterator[Lines]:
     yield handler
     logger.removeHandler(handler)
     logger.setLevel(before)
+
+
+class Full(io.StringIO):
+    """A log on a full disk."""
+
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_log_without_room_says_so_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not once a request, with a traceback each."""
+    handler = LogLines(Full())
+    for number in range(3):
+        handler.handle(logging.LogRecord("a", logging.INFO, "a.py", 1, "%d", (number,), None))
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "the log cannot be written, lines are lost" in said and "No space left" in said
 
 
 def test_a_line_a_request_says_what_the_answer_was(fake_server: FakeServer, lines: Lines) -> None:

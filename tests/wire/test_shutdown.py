@@ -25,7 +25,7 @@ print("stopped", engine.stopped, "aborted", len(engine.aborted))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_the_server_cleanly_in_the_middle_of_a_stream(number: signal.Signals) -> None:
     port = free_port()
     url, root = f"http://127.0.0.1:{port}", Path(__file__).parents[2]

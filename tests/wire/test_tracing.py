@@ -191,6 +191,8 @@ def test_nothing_asked_is_nothing_made() -> None:
 def test_no_url_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"otlp_endpoint is 'collector:4318', it must be a URL"):
         traces_to("collector:4318", MODEL, {})
+    with pytest.raises(ConfigError, match=r"OTEL_EXPORTER_OTLP_ENDPOINT is 'collector:4318', it must be a URL"):
+        traces_to(None, MODEL, {"OTEL_EXPORTER_OTLP_ENDPOINT": "collector:4318"})
 
 
 @pytest.mark.parametrize("endpoint", ["http://127.0.0.1:4318", None])

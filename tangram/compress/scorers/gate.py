@@ -28,6 +28,7 @@ from torch.nn import functional
 
 from tangram.compress.provenance import GateTraining, ModelFingerprint
 from tangram.errors import ConfigError
+from tangram.foreign_files import replaced
 
 NAMES = ("q_proj.weight", "q_proj.bias", "k_proj.weight", "q_norm.weight", "k_norm.weight", "k_base", "b")
 NORM_EPSILON = 1e-6
@@ -114,12 +115,8 @@ def save_gate(path: Path, gate: Gate) -> None:
         f"{n}.{name}": layer[name].cpu().half().contiguous() for n, layer in enumerate(gate.layers) for name in NAMES
     }
     metadata = None if gate.training is None else {METADATA: _TRAINING.dump_json(gate.training).decode()}
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_bytes(save(tensors, metadata))
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replaced(path) as file:
+        file.write_bytes(save(tensors, metadata))
 
 
 def check_path(path: Path) -> None:

@@ -115,7 +115,7 @@ class Budgets:
 
     def _kept(self, wanted: Statistics, retention: float) -> Profile | None:
         """A calibration on as many samples that ships or was kept."""
-        name = f"*.{wanted.scorer}.{wanted.scope}.c{wanted.chunk_tokens}.r{retention:g}.json"  # Profile.file_name
+        name = f"*.{wanted.scorer}.{wanted.scope}.c{wanted.chunk_tokens}.r{retention}.json"  # Profile.file_name
         return next((one for one in self._at_hand(name) if self._fits(one, wanted, retention)), None)
 
     def _at_hand(self, name: str) -> Iterator[Profile]:

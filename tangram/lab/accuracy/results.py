@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tangram.errors import ConfigError
-from tangram.foreign_files import read_text
+from tangram.foreign_files import read_text, replaced
 from tangram.lab.accuracy.methods import Method
 
 _STRICT = ConfigDict(extra="forbid", frozen=True)
@@ -217,6 +216,5 @@ class Results(BaseModel):
 
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all."""
-        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-        partial.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        partial.replace(path)
+        with replaced(path) as file:
+            file.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
