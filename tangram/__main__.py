@@ -1,4 +1,6 @@
-"""`python -m tangram` and the `tangram` command: how they begin without streams, and end with one line at Ctrl-C."""
+"""`python -m tangram` and the `tangram` command: how they begin without streams, and end with one
+line at Ctrl-C.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ def main() -> None:
     """The entry point of the `tangram` command."""
     _open_streams()
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # what its encoding lacks is written as \\x.., not as a traceback
+        if isinstance(
+            stream, io.TextIOWrapper
+        ):  # what its encoding lacks is written as \\x.., not as a traceback
             stream.reconfigure(errors="backslashreplace")
     try:
         from tangram.cli import main as command

@@ -1,4 +1,6 @@
-"""Files of users without surprises: read if regular, UTF-8, JSON of bounded nesting; written whole or not at all."""
+"""Files of users without surprises: read if regular, UTF-8, JSON of bounded nesting; written whole
+or not at all.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,13 @@ def read_text(path: str | Path) -> str:
 
 @contextmanager
 def replaced(path: str | Path) -> Iterator[Path]:
-    """A file to write that becomes `path` at the end, whole or not at all; a pipe or a device is written itself."""
+    """A file to write that becomes `path` at the end, whole or not at all; a pipe or a device is
+    written itself.
+    """
     target = Path(path)
-    if target.exists() and not target.is_file():  # in its place would be a file, for the whole machine
+    if (
+        target.exists() and not target.is_file()
+    ):  # in its place would be a file, for the whole machine
         yield target
         return
     target = Path(os.path.realpath(target))  # a link stays one
@@ -44,12 +50,16 @@ def expanded(path: str | Path) -> Path:
 
 
 def is_text(value: str) -> bool:
-    """Whether it can be written as UTF-8; bytes of a command line that are none become halves of characters."""
+    """Whether it can be written as UTF-8; bytes of a command line that are none become halves of
+    characters.
+    """
     return value.encode(errors="ignore").decode() == value
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What `text` says. Raises `ValueError` if that is no JSON, nested too deeply for Python, or no Unicode text."""
+    """What `text` says. Raises `ValueError` if that is no JSON, nested too deeply for Python, or no
+    Unicode text.
+    """
     try:
         found = json.loads(text)
         spelled = "\\u" in text if isinstance(text, str) else b"\\u" in text

@@ -1,4 +1,5 @@
-"""Kernels run on the GPU where there is one, and in Triton's interpreter, on small shapes, where none is.
+"""Kernels run on the GPU where there is one, and in Triton's interpreter, on small shapes, where
+none is.
 
 Import this before Triton, which Transformers imports.
 """

@@ -15,7 +15,9 @@ METHODS = ("uniform", "static", "dynamic")
 
 
 class Recalled(BaseModel):
-    """Recall of evidence of one method at one ρ: the mean over contexts of the mean over their questions."""
+    """Recall of evidence of one method at one ρ: the mean over contexts of the mean over their
+    questions.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -48,7 +50,9 @@ class Evidence(BaseModel):
 
     def lacks(self, scorer: str, retentions: Sequence[float]) -> list[float]:
         """Those of `retentions` at which `scorer` was not measured."""
-        known = {one.kv_retention for own in self.passes if own.scorer == scorer for one in own.recalls}
+        known = {
+            one.kv_retention for own in self.passes if own.scorer == scorer for one in own.recalls
+        }
         return [retention for retention in retentions if retention not in known]
 
     @property
@@ -59,7 +63,9 @@ class Evidence(BaseModel):
     @property
     def retentions(self) -> list[float]:
         """Every ρ, the largest first."""
-        return sorted({one.kv_retention for own in self.passes for one in own.recalls}, reverse=True)
+        return sorted(
+            {one.kv_retention for own in self.passes for one in own.recalls}, reverse=True
+        )
 
     def recall(self, method: str, scorer: str) -> list[Score | None]:
         """At every ρ; None where it was not measured."""

@@ -70,27 +70,38 @@ class Control(BaseModel):
     @classmethod
     def graded(cls, *paths: Path) -> Control:
         """All cells of `paths`, files of kvpress_control.py."""
-        files = [ControlFile.model_validate_json(path.read_text(encoding="utf-8")) for path in paths]
+        files = [
+            ControlFile.model_validate_json(path.read_text(encoding="utf-8")) for path in paths
+        ]
         cells = [
             GradedCell(
-                **cell.model_dump(exclude={"samples"}), scores=[round(one.score(), _DIGITS) for one in cell.samples]
+                **cell.model_dump(exclude={"samples"}),
+                scores=[round(one.score(), _DIGITS) for one in cell.samples],
             )
             for file in files
             for cell in file.cells
         ]
-        return cls(commands=[file.command for file in files], environment=files[0].environment, cells=cells)
+        return cls(
+            commands=[file.command for file in files], environment=files[0].environment, cells=cells
+        )
 
     def joined(self, later: Control) -> Control:
         """Both. Raises `ValueError` if they were not measured alike."""
-        if other := [name for name, value in self.environment.items() if later.environment.get(name, value) != value]:
+        if other := [
+            name
+            for name, value in self.environment.items()
+            if later.environment.get(name, value) != value
+        ]:
             raise ValueError(
                 f"{other[0]} is {self.environment[other[0]]} in the control that is kept and "
-                f"{later.environment[other[0]]} in the new one: measure all of it anew, without --add"
+                f"{later.environment[other[0]]} in the new one: measure all of it anew, without "
+                "--add"
             )
         return Control(
-            commands=[*self.commands, *later.commands], environment=self.environment | later.environment,
+            commands=[*self.commands, *later.commands],
+            environment=self.environment | later.environment,
             cells=[*self.cells, *later.cells],
-        )  # fmt: skip
+        )
 
     @classmethod
     def load(cls, path: Path) -> Control:

@@ -1,4 +1,6 @@
-"""What people ask in the soak: conversations of a few turns, some cut by their askers, and what came of each turn."""
+"""What people ask in the soak: conversations of a few turns, some cut by their askers, and what
+came of each turn.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Turn:
-    """One question. An impatient asker hangs up after `patience_s`, if the answer has not ended by then."""
+    """One question. An impatient asker hangs up after `patience_s`, if the answer has not ended by
+    then.
+    """
 
     text: str
     answer_tokens: int
@@ -66,9 +70,11 @@ class WrongAnswerError(Exception):
 
 @dataclass
 class Outcome:
-    """What came of one turn, at seconds of a monotonic clock: `answered`, `hung up` by ourselves, or `lost`.
+    """What came of one turn, at seconds of a monotonic clock: `answered`, `hung up` by ourselves,
+    or `lost`.
 
-    `token_s` is when each piece of a streamed answer came, `retry_after_s` what a server said that took no request.
+    `token_s` is when each piece of a streamed answer came, `retry_after_s` what a server said that
+    took no request.
     """
 
     asked_s: float
@@ -96,7 +102,9 @@ class Outcome:
 
 
 async def hold(client: httpx.AsyncClient, turns: list[Turn]) -> AsyncIterator[Outcome]:
-    """A conversation, turn by turn, each with all that was said before; it ends with the first that is not answered."""
+    """A conversation, turn by turn, each with all that was said before; it ends with the first that
+    is not answered.
+    """
     history: list[Message] = []
     for turn in turns:
         history.append({"role": "user", "content": turn.text})
@@ -109,10 +117,16 @@ async def hold(client: httpx.AsyncClient, turns: list[Turn]) -> AsyncIterator[Ou
 
 async def ask(client: httpx.AsyncClient, messages: list[Message], turn: Turn) -> Outcome:
     """Ask one turn, and say what came of it."""
-    outcome = Outcome(time.monotonic(), turn.stream, messages=messages, answer_tokens=turn.answer_tokens)
+    outcome = Outcome(
+        time.monotonic(), turn.stream, messages=messages, answer_tokens=turn.answer_tokens
+    )
     body: dict[str, Any] = {
-        "model": MODEL, "messages": messages, "max_tokens": turn.answer_tokens, "temperature": 0, "ignore_eos": True,
-    }  # fmt: skip
+        "model": MODEL,
+        "messages": messages,
+        "max_tokens": turn.answer_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
     patience = asyncio.timeout(turn.patience_s)
     try:
         async with patience:
@@ -141,7 +155,9 @@ async def _streamed(client: httpx.AsyncClient, body: dict[str, Any], outcome: Ou
     fields = {"stream": True, "stream_options": {"include_usage": True}}
     reasons, usage, last = [], None, ""
     async with client.stream("POST", PATH, json=body | fields) as response:
-        _check_status(response, "" if response.is_success else (await response.aread()).decode(), outcome)
+        _check_status(
+            response, "" if response.is_success else (await response.aread()).decode(), outcome
+        )
         async for line in response.aiter_lines():
             if not line:
                 continue
@@ -179,6 +195,8 @@ def _check(outcome: Outcome, reasons: list[str], usage: dict[str, Any] | None) -
         raise WrongAnswerError("there is no usage")
     outcome.prompt_tokens = usage["prompt_tokens"]
     if usage["completion_tokens"] != outcome.answer_tokens:
-        raise WrongAnswerError(f"{usage['completion_tokens']} tokens instead of {outcome.answer_tokens}")
+        raise WrongAnswerError(
+            f"{usage['completion_tokens']} tokens instead of {outcome.answer_tokens}"
+        )
     if usage["total_tokens"] != usage["prompt_tokens"] + usage["completion_tokens"]:
         raise WrongAnswerError(f"the usage does not add up: {usage}")

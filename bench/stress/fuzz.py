@@ -1,9 +1,11 @@
-"""Requests made up from the server's own OpenAPI document, by Schemathesis: `make fuzz`, `python -m bench.stress.fuzz`.
+"""Requests made up from the server's own OpenAPI document, by Schemathesis: `make fuzz`, `python -m
+bench.stress.fuzz`.
 
-Three quarters of the time go to a server that everybody may ask, the rest to one that asks for a key. Every answer must
-be one that the document names, of the form that it names; what breaks the document must be refused, what follows it
-answered, and nothing may be a server error. Afterwards the server is healthy, no page is held and its log has no
-exception; and the second half of the time has left no more of the heap in use than the first, but for what caches take.
+Three quarters of the time go to a server that everybody may ask, the rest to one that asks for a
+key. Every answer must be one that the document names, of the form that it names; what breaks the
+document must be refused, what follows it answered, and nothing may be a server error. Afterwards
+the server is healthy, no page is held and its log has no exception; and the second half of the time
+has left no more of the heap in use than the first, but for what caches take.
 """
 
 from __future__ import annotations
@@ -45,16 +47,36 @@ class FuzzError(Exception):
 
 
 def fuzz(url: str, seconds: int, headers: dict[str, str], phases: str = "coverage,fuzzing") -> str:
-    """Let Schemathesis at the server for about so long; its report. Raises `FuzzError` if it found anything.
+    """Let Schemathesis at the server for about so long; its report. Raises `FuzzError` if it found
+    anything.
 
-    Its `phases` go through every bound and every field by itself (coverage), and then at random (fuzzing).
+    Its `phases` go through every bound and every field by itself (coverage), and then at random
+    (fuzzing).
     """
     command = [
-        sys.executable, "-m", "schemathesis.cli", "--config-file", str(CONFIG), "run", f"{url}/openapi.json",
-        "--phases", phases, "--checks", "all", "--max-time", str(seconds), "--workers", str(WORKERS),
-        "--request-timeout", str(REQUEST_TIMEOUT_S), "--suppress-health-check", "all",
-        "--no-color", "--generation-database", "none",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "schemathesis.cli",
+        "--config-file",
+        str(CONFIG),
+        "run",
+        f"{url}/openapi.json",
+        "--phases",
+        phases,
+        "--checks",
+        "all",
+        "--max-time",
+        str(seconds),
+        "--workers",
+        str(WORKERS),
+        "--request-timeout",
+        str(REQUEST_TIMEOUT_S),
+        "--suppress-health-check",
+        "all",
+        "--no-color",
+        "--generation-database",
+        "none",
+    ]
     for name, value in headers.items():
         command += ["--header", f"{name}: {value}"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -64,23 +86,36 @@ def fuzz(url: str, seconds: int, headers: dict[str, str], phases: str = "coverag
 
 
 def fill(server: Served) -> None:
-    """Ask until every page has been used: one that nobody has used yet is memory that would come later.
+    """Ask until every page has been used: one that nobody has used yet is memory that would come
+    later.
 
     Raises `ServerError` if so many prompts do not fill the pool.
     """
-    prompts = (Random(number).choices(range(*FILLING_TOKENS), k=FILLING) for number in range(MOST_FILLING))
+    prompts = (
+        Random(number).choices(range(*FILLING_TOKENS), k=FILLING) for number in range(MOST_FILLING)
+    )
     for prompt in prompts:
         body = {"model": MODEL, "prompt": prompt, "max_tokens": 1}
-        httpx.post(f"{server.url}/v1/completions", json=body, headers=server.headers, timeout=60).raise_for_status()
+        httpx.post(
+            f"{server.url}/v1/completions", json=body, headers=server.headers, timeout=60
+        ).raise_for_status()
         books = server.books()
         if books.free * 50 < books.total:
             return
-    raise ServerError(f"{MOST_FILLING} prompts of {FILLING} tokens leave {books.free} of {books.total} pages free")
+    raise ServerError(
+        f"{MOST_FILLING} prompts of {FILLING} tokens leave {books.free} of {books.total} pages free"
+    )
 
 
 def statuses(server: Served) -> Counter[str]:
-    """How many answers of each status the server counts; raises `FuzzError` if one is a server error."""
-    text = httpx.get(f"{server.url}/metrics", headers=server.headers, timeout=30).raise_for_status().text
+    """How many answers of each status the server counts; raises `FuzzError` if one is a server
+    error.
+    """
+    text = (
+        httpx.get(f"{server.url}/metrics", headers=server.headers, timeout=30)
+        .raise_for_status()
+        .text
+    )
     counts: Counter[str] = Counter()
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -93,7 +128,9 @@ def statuses(server: Served) -> Counter[str]:
 
 
 def check_afterwards(server: Served) -> None:
-    """Raises `ServerError` unless the server is healthy and nothing of all the requests stays behind."""
+    """Raises `ServerError` unless the server is healthy and nothing of all the requests stays
+    behind.
+    """
     server.check_health()
     server.settled(SETTLED_WITHIN_S)
 
@@ -103,13 +140,16 @@ def check_log(log: IO[bytes]) -> None:
     log.seek(0)
     text = log.read().decode(errors="replace")
     if "Traceback" in text:
-        raise FuzzError(f"the server's log shows an exception:\n{text[text.index('Traceback') :][:5000]}")
+        raise FuzzError(
+            f"the server's log shows an exception:\n{text[text.index('Traceback') :][:5000]}"
+        )
 
 
 def trial(seconds: int, api_key: str | None) -> tuple[dict[str, int], list[float]]:
     """A server, requests for so long, and what must hold afterwards.
 
-    How many answers there were, by status, and the MB of the heap in use after half of the time and at the end.
+    How many answers there were, by status, and the MB of the heap in use after half of the time and
+    at the end.
     """
     memory = list[float]()
     with tempfile.TemporaryFile() as log:
@@ -123,12 +163,16 @@ def trial(seconds: int, api_key: str | None) -> tuple[dict[str, int], list[float
             counts = statuses(server)
         check_log(log)
     if (grown := memory[1] - memory[0]) > MOST_GROWTH_MB:
-        raise FuzzError(f"memory grew by {grown:.1f} MB in the second half, at most {MOST_GROWTH_MB:g} may be")
+        raise FuzzError(
+            f"memory grew by {grown:.1f} MB in the second half, at most {MOST_GROWTH_MB:g} may be"
+        )
     return dict(sorted(counts.items())), memory
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=int, default=int(os.environ.get("FUZZ_SECONDS", "300")))
     parser.add_argument("-o", "--output", type=Path, default=RESULT)
     options = parser.parse_args()

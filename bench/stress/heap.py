@@ -1,7 +1,9 @@
-"""`tangram` with a count of its heap: `python -m bench.stress.heap COUNT serve MODEL …` writes to the file COUNT.
+"""`tangram` with a count of its heap: `python -m bench.stress.heap COUNT serve MODEL …` writes to
+the file COUNT.
 
-Resident memory says what the allocator holds, which grows as its gaps do and tells nothing of what is in use. glibc
-counts that itself (`mallinfo2`); with `EVERY_BYTE` Python's own objects are in its count, too.
+Resident memory says what the allocator holds, which grows as its gaps do and tells nothing of what
+is in use. glibc counts that itself (`mallinfo2`); with `EVERY_BYTE` Python's own objects are in its
+count, too.
 """
 
 from __future__ import annotations
@@ -21,16 +23,23 @@ DIGITS = 20
 
 
 class Mallinfo(ctypes.Structure):
-    """`struct mallinfo2` of malloc.h: in use are `uordblks` bytes in arenas and `hblkhd` in blocks of their own."""
+    """`struct mallinfo2` of malloc.h: in use are `uordblks` bytes in arenas and `hblkhd` in blocks
+    of their own.
+    """
 
     _fields_ = [
         *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd")),
-        *((name, ctypes.c_size_t) for name in ("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")),
+        *(
+            (name, ctypes.c_size_t)
+            for name in ("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+        ),
     ]
 
 
 def counter() -> Callable[[], Mallinfo]:
-    """glibc's count. Raises `OSError` or `AttributeError` where the C library is another, or older than 2.33."""
+    """glibc's count. Raises `OSError` or `AttributeError` where the C library is another, or older
+    than 2.33.
+    """
     count = ctypes.CDLL("libc.so.6").mallinfo2
     count.restype = Mallinfo
     return count

@@ -1,4 +1,6 @@
-"""What must hold after a soak, reckoned from what was seen: nothing lost, pages conserved, memory flat."""
+"""What must hold after a soak, reckoned from what was seen: nothing lost, pages conserved, memory
+flat.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,14 @@ from scipy.stats import linregress
 from bench.stress.conversations import Outcome
 from bench.stress.server import Books
 
-# The least of the heap in use may be so much more in the last stretch of the time looked at than in its first third.
+# The least of the heap in use may be so much more in the last stretch of the time looked at than in
+# its first third.
 MOST_GROWTH_MB = 8.0
 # So much of the run is for caches to fill before memory is looked at.
 SETTLING_SHARE = 0.2
-# The rest is cut into so many stretches, of which each counts with its least: what a long prompt takes for a while is
-# no growth, and samples a second apart are no independent ones. A leak is in every one of them, a step in the last.
+# The rest is cut into so many stretches, of which each counts with its least: what a long prompt
+# takes for a while is no growth, and samples a second apart are no independent ones. A leak is in
+# every one of them, a step in the last.
 STRETCHES = 9
 
 
@@ -40,8 +44,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Growth:
-    """Of the least memory of each of `STRETCHES`: the line through them, by least squares over `over_s` seconds, and
-    the least of all in the first third of the time and in the last stretch.
+    """Of the least memory of each of `STRETCHES`: the line through them, by least squares over
+    `over_s` seconds, and the least of all in the first third of the time and in the last stretch.
     """
 
     mb_per_hour: float
@@ -68,10 +72,16 @@ def growth(samples: Sequence[Sample], memory: Literal["rss_mb", "heap_mb"]) -> G
 
 def latencies(outcomes: Sequence[Outcome]) -> dict[str, float]:
     """Percentiles of the time to the first token, in seconds, over streams that were answered."""
-    seen = [outcome.ttft_s for outcome in outcomes if outcome.kind == "answered" and outcome.ttft_s is not None]
+    seen = [
+        outcome.ttft_s
+        for outcome in outcomes
+        if outcome.kind == "answered" and outcome.ttft_s is not None
+    ]
     if not seen:
         return {}
-    return {f"p{share}": float(np.percentile(seen, share)) for share in (50, 90, 99)} | {"requests": len(seen)}
+    return {f"p{share}": float(np.percentile(seen, share)) for share in (50, 90, 99)} | {
+        "requests": len(seen)
+    }
 
 
 def counts(outcomes: Sequence[Outcome]) -> dict[str, int]:
@@ -81,23 +91,33 @@ def counts(outcomes: Sequence[Outcome]) -> dict[str, int]:
 
 
 def broken(
-    outcomes: Sequence[Outcome], samples: Sequence[Sample], heap: Growth, completions: dict[str, int], changed: int
-) -> list[str]:  # fmt: skip
-    """Every law that does not hold, in words. `completions` is the server's own count, by how they ended.
+    outcomes: Sequence[Outcome],
+    samples: Sequence[Sample],
+    heap: Growth,
+    completions: dict[str, int],
+    changed: int,
+) -> list[str]:
+    """Every law that does not hold, in words. `completions` is the server's own count, by how they
+    ended.
 
     `changed` answers were another text when they were asked for again, alone.
     """
     found = []
     lost = [outcome for outcome in outcomes if outcome.kind == "lost"]
     if lost:
-        found.append(f"{len(lost)} of {len(outcomes)} turns were lost, the first by {lost[0].reason}")
+        found.append(
+            f"{len(lost)} of {len(outcomes)} turns were lost, the first by {lost[0].reason}"
+        )
     if changed:
         found.append(f"{changed} answers were other texts when asked for again")
     for sample in samples:
-        found += [f"at {sample.at_s:.0f} s: {problem}" for problem in sample.books.problems(idle=False)]
+        found += [
+            f"at {sample.at_s:.0f} s: {problem}" for problem in sample.books.problems(idle=False)
+        ]
     if (grown := heap.last_mb - heap.first_mb) > MOST_GROWTH_MB:
         found.append(
-            f"the heap grew by {grown:.1f} MB from the first third to the end, at most {MOST_GROWTH_MB} may be"
+            f"the heap grew by {grown:.1f} MB from the first third to the end, at most "
+            f"{MOST_GROWTH_MB} may be"
         )
     return found + _miscounted(outcomes, completions)
 
@@ -110,7 +130,10 @@ def _miscounted(outcomes: Sequence[Outcome], completions: dict[str, int]) -> lis
     if whole < answered:
         found.append(f"{answered} answers arrived, but the server counts {whole}")
     if whole + given_up > len(outcomes):
-        found.append(f"{len(outcomes)} turns were asked, but the server counts {whole} whole and {given_up} given up")
+        found.append(
+            f"{len(outcomes)} turns were asked, but the server counts {whole} whole and "
+            f"{given_up} given up"
+        )
     return found
 
 

@@ -1,7 +1,9 @@
-"""GuideLLM at a server of the embedded model, without a network: `make load`, `python -m bench.stress.load`.
+"""GuideLLM at a server of the embedded model, without a network: `make load`, `python -m
+bench.stress.load`.
 
-Conversations of made-up text, streamed, so many at once. No request may fail, and afterwards no page may be held,
-though GuideLLM hangs up on those that run when its time is over. It lives in build/load-venv, which `make load` makes.
+Conversations of made-up text, streamed, so many at once. No request may fail, and afterwards no
+page may be held, though GuideLLM hangs up on those that run when its time is over. It lives in
+build/load-venv, which `make load` makes.
 """
 
 from __future__ import annotations
@@ -36,15 +38,25 @@ def guidellm(url: str, folder: Path, options: argparse.Namespace) -> dict[str, A
     load_model(MODEL).tokenizer.save_pretrained(folder / "tokenizer")
     report = folder / "report.json"
     command = [
-        str(GUIDELLM), "run", "--disable-progress",
-        "--backend", f"kind=openai_http,target={url},model={MODEL},request_format=/v1/chat/completions",
-        "--tokenizer", f"kind=hf_auto,model={folder / 'tokenizer'}",
-        "--profile", f"kind=concurrent,streams={options.streams}",
-        "--constraint", f"kind=max_duration,seconds={options.seconds}",
-        "--data", f"kind=synthetic_text,prompt_tokens={options.prompt_tokens},"
+        str(GUIDELLM),
+        "run",
+        "--disable-progress",
+        "--backend",
+        f"kind=openai_http,target={url},model={MODEL},request_format=/v1/chat/completions",
+        "--tokenizer",
+        f"kind=hf_auto,model={folder / 'tokenizer'}",
+        "--profile",
+        f"kind=concurrent,streams={options.streams}",
+        "--constraint",
+        f"kind=max_duration,seconds={options.seconds}",
+        "--data",
+        f"kind=synthetic_text,prompt_tokens={options.prompt_tokens},"
         f"output_tokens={options.output_tokens},turns={options.turns}",
-        "--output", f"kind=json,path={report}", "--output", "kind=console",
-    ]  # fmt: skip
+        "--output",
+        f"kind=json,path={report}",
+        "--output",
+        "kind=console",
+    ]
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     ended = subprocess.run(command, cwd=folder, env=os.environ | offline, check=False)
     if ended.returncode != 0 or not report.exists():
@@ -54,13 +66,17 @@ def guidellm(url: str, folder: Path, options: argparse.Namespace) -> dict[str, A
 
 
 def summary(report: dict[str, Any]) -> dict[str, Any]:
-    """What is kept of a report; times in ms. Raises `LoadError` if a request failed or none was answered."""
+    """What is kept of a report; times in ms. Raises `LoadError` if a request failed or none was
+    answered.
+    """
     (benchmark,) = report["benchmarks"]
     metrics = benchmark["metrics"]
     totals = metrics["request_totals"]
     if totals["errored"]:
         first = benchmark["requests"]["errored"][0]["info"].get("error")
-        raise LoadError(f"{totals['errored']} of {totals['total']} requests failed, the first with: {first}")
+        raise LoadError(
+            f"{totals['errored']} of {totals['total']} requests failed, the first with: {first}"
+        )
     if not totals["successful"]:
         raise LoadError(f"no request was answered in {benchmark['duration']:.0f} s")
 
@@ -83,7 +99,9 @@ def summary(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=int, default=int(os.environ.get("LOAD_SECONDS", "60")))
     parser.add_argument("--streams", type=int, default=4, help="conversations at a time")
     parser.add_argument("--prompt-tokens", type=int, default=256, help="new tokens of a turn")
@@ -106,7 +124,12 @@ def main() -> None:
         "options": {name: value for name, value in vars(options).items() if name != "output"},
         "environment": where | {"guidellm": report["metadata"]["guidellm_version"]},
         "figures": found,
-        "pages_afterwards": {"held": books.held, "cached": books.cached, "free": books.free, "total": books.total},
+        "pages_afterwards": {
+            "held": books.held,
+            "cached": books.cached,
+            "free": books.free,
+            "total": books.total,
+        },
     }
     print(json.dumps(content, indent=1))
     options.output.write_text(json.dumps(content, indent=1) + "\n")

@@ -1,9 +1,10 @@
 """Loaded by Schemathesis: what is done to a request that it has made up before it is sent.
 
-A valid request for much becomes one for little, so that time goes into other requests. Valid fields that do not fit
-each other or this server, which a document can only say in words, are made to fit: what follows the document is then
-answered. Tools are left out, since the template of the embedded model has none: the answer could only be 400. What is
-out of range stays as it was made up: whether it is refused is the question.
+A valid request for much becomes one for little, so that time goes into other requests. Valid fields
+that do not fit each other or this server, which a document can only say in words, are made to fit:
+what follows the document is then answered. Tools are left out, since the template of the embedded
+model has none: the answer could only be 400. What is out of range stays as it was made up: whether
+it is refused is the question.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ Fields = dict[str, Any]
 
 
 def small(path: str, body: Fields) -> Fields:
-    """`body` with at most `MOST_TOKENS` for each of few answers, where what was asked for is allowed."""
+    """`body` with at most `MOST_TOKENS` for each of few answers, where what was asked for is
+    allowed.
+    """
     limits, changed = LIMITS[path], dict(body)
     for name in limits:
         if _is_count(body.get(name)):
@@ -65,7 +68,9 @@ def fitting(path: str, body: Fields) -> Fields:
     if body.get("stream_options") is not None:
         changed["stream"] = True
     if body.get("logit_bias"):
-        changed["logit_bias"] = {str(int(token) % VOCABULARY): bias for token, bias in body["logit_bias"].items()}
+        changed["logit_bias"] = {
+            str(int(token) % VOCABULARY): bias for token, bias in body["logit_bias"].items()
+        }
     if body.get("stop_token_ids"):
         changed["stop_token_ids"] = _tokens(body["stop_token_ids"])
     if body.get("messages"):
@@ -91,17 +96,26 @@ def fitting(path: str, body: Fields) -> Fields:
             changed["echo"] = False
     if path == "/tokenize":
         changed |= {"add_special_tokens": None, "chat_template_kwargs": None}
-        changed |= {"prompt": None} if body.get("messages") else {"messages": None, "prompt": body.get("prompt") or "a"}
+        changed |= (
+            {"prompt": None}
+            if body.get("messages")
+            else {"messages": None, "prompt": body.get("prompt") or "a"}
+        )
     if path == "/detokenize":
         changed["tokens"] = _tokens(body["tokens"])
     return changed
 
 
 def _shape(form: Fields) -> Fields:
-    """A form with a schema only where it belongs, and one that a small model can follow in a few tokens."""
+    """A form with a schema only where it belongs, and one that a small model can follow in a few
+    tokens.
+    """
     if form["type"] != "json_schema":
         return {"type": form["type"]}
-    return {"type": "json_schema", "json_schema": {"name": "anything", "schema": {"type": "integer"}}}
+    return {
+        "type": "json_schema",
+        "json_schema": {"name": "anything", "schema": {"type": "integer"}},
+    }
 
 
 def _text_format(form: Fields) -> Fields:

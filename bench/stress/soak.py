@@ -1,9 +1,11 @@
-"""Conversations at a server of the embedded model for a long while: `make soak`, `python -m bench.stress.soak`.
+"""Conversations at a server of the embedded model for a long while: `make soak`, `python -m
+bench.stress.soak`.
 
-First a closed loop says how many turns a second the server can answer; then conversations arrive at random (Poisson),
-at 0.9 of that, whatever has become of those before. Some askers hang up, streaming or not. Laws (`laws.py`):
-every turn is answered whole or was hung up on by its asker; pages add up in every sample, and none is held at the end;
-the heap in use is flat; some answers asked for again, alone, are the same texts. The exit code is 1 if one is broken.
+First a closed loop says how many turns a second the server can answer; then conversations arrive at
+random (Poisson), at 0.9 of that, whatever has become of those before. Some askers hang up,
+streaming or not. Laws (`laws.py`): every turn is answered whole or was hung up on by its asker;
+pages add up in every sample, and none is held at the end; the heap in use is flat; some answers
+asked for again, alone, are the same texts. The exit code is 1 if one is broken.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from bench.stress.laws import Sample, broken, growth, summary
 from bench.stress.server import Served, ServerError, books_of, served, surroundings
 
 RESULT = Path(__file__).parents[1] / "results" / "http_soak.json"
-# A pool that is full soon: pages are then taken from the prefix cache, and memory has no more room to be touched first.
+# A pool that is full soon: pages are then taken from the prefix cache, and memory has no more room
+# to be touched first.
 SERVER_OPTIONS = ("--kv-retention", "0.5", "--max-model-len", "2048", "--kv-cache-gib", "0.25")
 LOAD = 0.9
 SAMPLE_EVERY_S = 1.0
@@ -51,7 +54,9 @@ class Crowd:
             self.outcomes.append(outcome)
 
     async def closed_loop(self, people: int, until_s: float) -> None:
-        """So many people, each of whom begins anew when they are through, until a time of the monotonic clock."""
+        """So many people, each of whom begins anew when they are through, until a time of the
+        monotonic clock.
+        """
 
         async def person() -> None:
             while time.monotonic() < until_s:
@@ -60,7 +65,9 @@ class Crowd:
         await asyncio.gather(*(person() for _ in range(people)))
 
     async def arrivals(self, conversations_per_s: float, until_s: float) -> None:
-        """People who come at random at a mean rate until a time; returns when the last of them is through."""
+        """People who come at random at a mean rate until a time; returns when the last of them is
+        through.
+        """
         async with asyncio.TaskGroup() as people:
             next_s = time.monotonic()
             while next_s < until_s:
@@ -79,20 +86,30 @@ async def capacity(crowd: Crowd, people: int, seconds: float) -> float:
     from_s, to_s = begin_s + seconds / 3, begin_s + seconds
     counted = [one for one in crowd.outcomes if from_s <= one.ended_s < to_s]
     if not counted:
-        raise ServerError(f"no turn ended in {seconds:.0f} s: let the capacity be measured for longer")
+        raise ServerError(
+            f"no turn ended in {seconds:.0f} s: let the capacity be measured for longer"
+        )
     return len(counted) / (to_s - from_s)
 
 
-async def watch(client: httpx.AsyncClient, server: Served, begin_s: float, samples: list[Sample]) -> None:
+async def watch(
+    client: httpx.AsyncClient, server: Served, begin_s: float, samples: list[Sample]
+) -> None:
     """A sample of the server every `SAMPLE_EVERY_S`, until it is cancelled."""
     while True:
         text = (await client.get("/metrics")).raise_for_status().text
-        samples.append(Sample(time.monotonic() - begin_s, server.rss_mb(), server.heap_mb(), books_of(text)))
+        samples.append(
+            Sample(time.monotonic() - begin_s, server.rss_mb(), server.heap_mb(), books_of(text))
+        )
         await asyncio.sleep(SAMPLE_EVERY_S)
 
 
-async def asked_again(client: httpx.AsyncClient, outcomes: Sequence[Outcome], random: Random) -> tuple[int, int]:
-    """How many answers were asked for again, one at a time, and how many of them are another text then."""
+async def asked_again(
+    client: httpx.AsyncClient, outcomes: Sequence[Outcome], random: Random
+) -> tuple[int, int]:
+    """How many answers were asked for again, one at a time, and how many of them are another text
+    then.
+    """
     answered = [one for one in outcomes if one.kind == "answered"]
     chosen, changed = random.sample(answered, min(MOST_ASKED_AGAIN, len(answered))), 0
     for before in chosen:
@@ -137,7 +154,9 @@ async def soak(server: Served, options: argparse.Namespace) -> dict[str, Any]:
         "lost_while_measuring_capacity": sum(one.kind == "lost" for one in first.outcomes),
         **summary(crowd.outcomes, samples),
         "ttfts": [
-            [round(one.asked_s - begin_s, 1), round(one.ttft_s, 3)] for one in crowd.outcomes if one.ttft_s is not None
+            [round(one.asked_s - begin_s, 1), round(one.ttft_s, 3)]
+            for one in crowd.outcomes
+            if one.ttft_s is not None
         ],
         "asked_again": again,
         "asked_again_and_changed": changed,
@@ -156,10 +175,16 @@ def afterwards(server: Served) -> tuple[dict[str, int], list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=float(os.environ.get("SOAK_SECONDS", "1200")))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=float(os.environ.get("SOAK_SECONDS", "1200"))
+    )
     parser.add_argument("--capacity-seconds", type=float, default=180.0)
-    parser.add_argument("--people", type=int, default=16, help="who ask at a time while the capacity is measured")
+    parser.add_argument(
+        "--people", type=int, default=16, help="who ask at a time while the capacity is measured"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-o", "--output", type=Path, default=RESULT)
     options = parser.parse_args()
@@ -179,7 +204,12 @@ def main() -> None:
         "environment": where,
     } | found
     options.output.write_text(json.dumps(content) + "\n")
-    print(json.dumps({name: value for name, value in content.items() if name not in ("samples", "ttfts")}, indent=1))
+    print(
+        json.dumps(
+            {name: value for name, value in content.items() if name not in ("samples", "ttfts")},
+            indent=1,
+        )
+    )
     if found["broken"]:
         sys.exit("broken laws:\n" + "\n".join(found["broken"][:20]))
 

@@ -27,9 +27,11 @@ def history_file() -> Path:
 
 @contextlib.contextmanager
 def history() -> Iterator[None]:
-    """Inside, arrow keys bring back the lines of this conversation and of those before, where somebody types.
+    """Inside, arrow keys bring back the lines of this conversation and of those before, where
+    somebody types.
 
-    The file is for its owner alone. Where it cannot be read or written, or nobody has a home, there is none.
+    The file is for its owner alone. Where it cannot be read or written, or nobody has a home, there
+    is none.
     """
     path = history_file()
     if not sys.stdin.isatty() or find_spec("readline") is None or not path.is_absolute():
@@ -50,8 +52,8 @@ def history() -> Iterator[None]:
 
 
 def typed(prompt: str) -> str:
-    r"""One line from standard input. `prompt` is shown to who types, in bold. Raises `EOFError` at the end,
-    `ConfigError` for a line that is no UTF-8.
+    r"""One line from standard input. `prompt` is shown to who types, in bold. Raises `EOFError` at
+    the end, `ConfigError` for a line that is no UTF-8.
 
     \001 and \002 tell readline which characters take no room.
     """
@@ -69,10 +71,14 @@ def typed(prompt: str) -> str:
 
 
 def _piped() -> str:
-    """The next line of a pipe or file, of which one bad line spoils no other. Raises `OSError` for one without end."""
+    """The next line of a pipe or file, of which one bad line spoils no other. Raises `OSError` for
+    one without end.
+    """
     line = sys.stdin.buffer.readline(_MOST_LINE_BYTES)
     if len(line) == _MOST_LINE_BYTES:
-        raise OSError(errno.EFBIG, f"a line has more than {_MOST_LINE_BYTES} bytes", "standard input")
+        raise OSError(
+            errno.EFBIG, f"a line has more than {_MOST_LINE_BYTES} bytes", "standard input"
+        )
     if not line:
         raise EOFError
     try:

@@ -1,4 +1,6 @@
-"""Where a model lies: the embedded one, a GGUF file, a folder, or the Hub. Looked up without torch."""
+"""Where a model lies: the embedded one, a GGUF file, a folder, or the Hub. Looked up
+without torch.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def gguf_file(name: str) -> Path:
 
 
 def check_source(name: str) -> None:
-    """Raise `ModelError` where nothing can be loaded under `name`; what the Hub has is seen when it is asked."""
+    """Raise `ModelError` where nothing can be loaded under `name`; what the Hub has is seen when it
+    is asked.
+    """
     if not name.strip():
         raise ModelError(f"model is {name!r}: name one, such as {EMBEDDED}")
     path = expanded(name)
@@ -36,14 +40,20 @@ def check_source(name: str) -> None:
         gguf_file(name)
     elif path.is_dir():
         if not (path / "config.json").is_file():
-            raise ModelError(f"model {name!r}: the folder has no config.json, name one that Transformers has saved")
+            raise ModelError(
+                f"model {name!r}: the folder has no config.json, name one that Transformers has "
+                "saved"
+            )
     elif path.exists():
-        raise ModelError(f"model {name!r}: it is neither a folder nor a GGUF file, name one of these")
+        raise ModelError(
+            f"model {name!r}: it is neither a folder nor a GGUF file, name one of these"
+        )
     elif _is_path(name):
         raise ModelError(f"model {name!r}: there is no such folder")
     elif not _is_id(name):
         raise ModelError(
-            f"model {name!r}: there is no such file or folder, and no Hugging Face id is written like that"
+            f"model {name!r}: there is no such file or folder, and no Hugging Face id is written "
+            "like that"
         )
 
 

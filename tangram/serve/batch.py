@@ -1,7 +1,8 @@
 """Files of requests in OpenAI's batch format, answered by an engine in this process.
 
-A line of the input is `{"custom_id", "method", "url", "body"}`; a line of the output has the same `custom_id` and a
-`response` with `status_code` and `body`, or an `error`, or both. Answers come in the order in which they are finished.
+A line of the input is `{"custom_id", "method", "url", "body"}`; a line of the output has the same
+`custom_id` and a `response` with `status_code` and `body`, or an `error`, or both. Answers come in
+the order in which they are finished.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class _Line(BaseModel):
 
 @dataclass(frozen=True)
 class Task:
-    """One line of the input. `custom_id` is None where it has none of its own; `request` is None where it is wrong."""
+    """One line of the input. `custom_id` is None where it has none of its own; `request` is None
+    where it is wrong.
+    """
 
     number: int
     custom_id: str | None
@@ -82,7 +85,9 @@ class BatchFiles:
     def __post_init__(self) -> None:
         try:
             if _are_same(self.source, self.target):
-                raise ConfigError(f"output is {str(self.target)!r}, the file of the requests: choose another file")
+                raise ConfigError(
+                    f"output is {str(self.target)!r}, the file of the requests: choose another file"
+                )
             tasks = list(_tasks(self.source))
             self.output = _opened(self.target)
             try:
@@ -91,7 +96,9 @@ class BatchFiles:
                 self.output.close()
                 raise
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"batch is {str(self.source)!r}, output {str(self.target)!r}: {error}") from error
+            raise ConfigError(
+                f"batch is {str(self.source)!r}, output {str(self.target)!r}: {error}"
+            ) from error
         self.total = len(tasks)
         self.tasks = [task for task in tasks if task.key not in done]
 
@@ -107,9 +114,16 @@ def _tasks(source: Path) -> Iterator[Task]:
         if not text.strip():
             continue
         task = _task(number, text)
-        if task.custom_id is not None and (first := first_lines.setdefault(task.custom_id, number)) != number:
-            message = f"custom_id is {task.custom_id!r}, as in line {first}: each line needs its own"
-            task = Task(number, None, None, ApiError(400, message, param="custom_id", code="invalid_value"))
+        if (
+            task.custom_id is not None
+            and (first := first_lines.setdefault(task.custom_id, number)) != number
+        ):
+            message = (
+                f"custom_id is {task.custom_id!r}, as in line {first}: each line needs its own"
+            )
+            task = Task(
+                number, None, None, ApiError(400, message, param="custom_id", code="invalid_value")
+            )
         yield task
 
 
@@ -131,22 +145,32 @@ def _are_same(source: Path, target: Path) -> bool:
 
 
 def _opened(target: Path) -> io.FileIO:
-    """The output, at whose end is written; nobody else may meanwhile. Raises `ConfigError`, `OSError`."""
-    if target.exists() and not target.is_file():  # a pipe or a device has no answers to read, or never ends
+    """The output, at whose end is written; nobody else may meanwhile. Raises `ConfigError`,
+    `OSError`.
+    """
+    if (
+        target.exists() and not target.is_file()
+    ):  # a pipe or a device has no answers to read, or never ends
         raise ConfigError(f"output is {str(target)!r}, it must be a regular file")
     file = io.FileIO(target, "a+")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lets go of it however the process ends
+        fcntl.flock(
+            file, fcntl.LOCK_EX | fcntl.LOCK_NB
+        )  # the system lets go of it however the process ends
     except BlockingIOError:
         file.close()
-        raise ConfigError(f"output is {str(target)!r}, another run writes to it: wait for its end") from None
+        raise ConfigError(
+            f"output is {str(target)!r}, another run writes to it: wait for its end"
+        ) from None
     except OSError:  # a file system without locks
         pass
     return file
 
 
 def _done(file: io.FileIO, target: Path) -> set[str]:
-    """The keys of the answers in `file`; of a last line without an end, what a crash left is cut off."""
+    """The keys of the answers in `file`; of a last line without an end, what a crash left is cut
+    off.
+    """
     file.seek(0)
     *lines, rest = file.readall().split(b"\n")
     keys = {_answered_key(target, number, line) for number, line in enumerate(lines, 1)}
@@ -173,7 +197,9 @@ def _answered_key(target: Path, number: int, line: bytes) -> str:
             return key
     except (ValueError, LookupError, TypeError, RecursionError):  # also bytes that are no text
         pass
-    raise ConfigError(f"output is {str(target)!r}, its line {number} is no answer to a batch: choose another file")
+    raise ConfigError(
+        f"output is {str(target)!r}, its line {number} is no answer to a batch: choose another file"
+    )
 
 
 def _is_cut_short(rest: bytes) -> bool:
@@ -187,11 +213,15 @@ def _is_cut_short(rest: bytes) -> bool:
     return False
 
 
-def answer_all(service: Service, files: BatchFiles, *, at_once: int, on_line: Callable[[], None]) -> int:
-    """Answer what is left of `files`, `at_once` requests at a time; how many of these lines got an error.
+def answer_all(
+    service: Service, files: BatchFiles, *, at_once: int, on_line: Callable[[], None]
+) -> int:
+    """Answer what is left of `files`, `at_once` requests at a time; how many of these lines got an
+    error.
 
-    `on_line` is called after each line is written. Starts the engine and stops it. Raises `TangramError` if it dies, or
-    a grammar cannot be tried: lines without an answer are not written then, and the next run goes on with them.
+    `on_line` is called after each line is written. Starts the engine and stops it. Raises
+    `TangramError` if it dies, or a grammar cannot be tried: lines without an answer are not written
+    then, and the next run goes on with them.
     """
     with files.output as file:
         service.start()
@@ -202,7 +232,11 @@ def answer_all(service: Service, files: BatchFiles, *, at_once: int, on_line: Ca
 
 
 async def _answer_all(
-    service: Service, tasks: Iterator[Task], file: io.FileIO, at_once: int, on_line: Callable[[], None]
+    service: Service,
+    tasks: Iterator[Task],
+    file: io.FileIO,
+    at_once: int,
+    on_line: Callable[[], None],
 ) -> int:
     failed = 0
 
@@ -222,14 +256,19 @@ async def _answer_all(
     except* TangramError as errors:
         raise errors.exceptions[0] from None
     except* OSError as errors:
-        raise TangramError(f"output {str(file.name)!r} cannot be written: {errors.exceptions[0]}") from errors
+        raise TangramError(
+            f"output {str(file.name)!r} cannot be written: {errors.exceptions[0]}"
+        ) from errors
     return failed
 
 
 async def _record(service: Service, task: Task) -> Json:
     head: Json = {"id": task.id, "custom_id": task.custom_id}
     if task.request is None:
-        return head | {"response": None, "error": None if task.error is None else task.error.body()["error"]}
+        return head | {
+            "response": None,
+            "error": None if task.error is None else task.error.body()["error"],
+        }
     status, body = await _response(service, task.request)
     response = {"status_code": status, "request_id": f"req-{uuid.uuid4().hex}", "body": body}
     return head | {"response": response, "error": body["error"] if status != 200 else None}
@@ -240,7 +279,9 @@ async def _response(service: Service, line: _Line) -> tuple[int, Json]:
         body = _BODIES[line.url].model_validate(line.body)
         service.check_model(body.model)
         if body.stream:
-            raise ApiError(400, "'stream' is true, a file has no use for it: leave it out", param="stream")
+            raise ApiError(
+                400, "'stream' is true, a file has no use for it: leave it out", param="stream"
+            )
         return 200, await service.whole(body)
     except ValidationError as error:
         failure = of_validation(error)
@@ -254,5 +295,8 @@ async def _response(service: Service, line: _Line) -> tuple[int, Json]:
         _log.exception("a request of the batch failed")
         failure = ApiError(500, "internal error: the log has the details")
     if not service.healthy:
-        raise TangramError("the engine has stopped: the log has the reason; run it again to go on after what is done")
+        raise TangramError(
+            "the engine has stopped: the log has the reason; run it again to go on after what is "
+            "done"
+        )
     return failure.status, failure.body()

@@ -27,25 +27,45 @@ def blocks(folder: Path, series: Sequence[dict[str, Any]], kind: str = "serving"
 
 
 def result(name: str, seconds: list[float], **where: str) -> dict[str, Any]:
-    parts = {f"run {n}": {"seconds": value, "prompt_tokens": 1000} for n, value in enumerate(seconds)}
+    parts = {
+        f"run {n}": {"seconds": value, "prompt_tokens": 1000} for n, value in enumerate(seconds)
+    }
     environment = {"commit": "c", "date": "d", "gpu": "g", **where}
     options = {"kv_retention": 0.25, "fits_tokens": 1}
-    return {"engine": name, "command": "x -o y", "environment": environment, "options": options,
-            "cases": {"prefill": parts, "answers-8k": parts}}  # fmt: skip
+    return {
+        "engine": name,
+        "command": "x -o y",
+        "environment": environment,
+        "options": options,
+        "cases": {"prefill": parts, "answers-8k": parts},
+    }
 
 
-def test_cells_are_medians_with_their_span_and_how_many_times_as_fast_that_is(tmp_path: Path) -> None:
+def test_cells_are_medians_with_their_span_and_how_many_times_as_fast_that_is(
+    tmp_path: Path,
+) -> None:
     peer, ours = result("vllm", [4.0], vllm="1"), result("tangram-0.25", [1.0, 2.0, 4.0])
     table = blocks(tmp_path, [{"vllm": peer, "tangram-0.25": ours}])["engines"].splitlines()
     assert table[0] == "|  | vLLM 1 | ρ 0.25 |"
-    assert table[2] == "| prefill, 64 × 8,192 tokens: tokens/s | 250.0 | 500.0 (250.0–1,000) · 2.00 × |"
+    assert (
+        table[2]
+        == "| prefill, 64 × 8,192 tokens: tokens/s | 250.0 | 500.0 (250.0–1,000) · 2.00 × |"
+    )
     assert table[3] == "| 64 × (8,192 in, 512 out): s | 4 | 2 (1–4) · 2.00 × |"
 
 
-@pytest.mark.parametrize(("later_s", "shown"), [(3.0, "| 3 | 1 · 3.00 × |"), (8.0, "| 4 | 2 · 2.00 × |")])
-def test_a_case_is_shown_from_the_lease_in_which_the_peer_did_best(later_s: float, shown: str, tmp_path: Path) -> None:
-    peer, ours = (result(name, [seconds], vllm="1") for name, seconds in (("vllm", 4.0), ("tangram-1", 2.0)))
-    later = result("vllm", [], vllm="1") | {"cases": {"answers-8k": {"run 1": {"seconds": later_s}}}}
+@pytest.mark.parametrize(
+    ("later_s", "shown"), [(3.0, "| 3 | 1 · 3.00 × |"), (8.0, "| 4 | 2 · 2.00 × |")]
+)
+def test_a_case_is_shown_from_the_lease_in_which_the_peer_did_best(
+    later_s: float, shown: str, tmp_path: Path
+) -> None:
+    peer, ours = (
+        result(name, [seconds], vllm="1") for name, seconds in (("vllm", 4.0), ("tangram-1", 2.0))
+    )
+    later = result("vllm", [], vllm="1") | {
+        "cases": {"answers-8k": {"run 1": {"seconds": later_s}}}
+    }
     faster = result("tangram-1", [1.0])
     leases = [{"vllm": peer, "tangram-1": ours}, {"vllm": later, "tangram-1": faster}]
     table = blocks(tmp_path, leases)["engines"].splitlines()
@@ -70,9 +90,13 @@ def test_what_vllm_does_not_have_is_refused(given: list[str], tmp_path: Path) ->
 
 def test_a_trace_says_at_which_speed_it_was_given_up(tmp_path: Path) -> None:
     summary = {
-        "ttft_s": {"p50": 0.5, "p90": 2.0}, "tpot_ms": {"p50": 30.0}, "requests_per_s": 3.5, "cached_share": 0.25,
-        "goodput_per_s": 3.2, "limits": {"ttft_s": 5.0},
-    }  # fmt: skip
+        "ttft_s": {"p50": 0.5, "p90": 2.0},
+        "tpot_ms": {"p50": 30.0},
+        "requests_per_s": 3.5,
+        "cached_share": 0.25,
+        "goodput_per_s": 3.2,
+        "limits": {"ttft_s": 5.0},
+    }
     held = result("vllm", [1.0], vllm="1") | {
         "cases": {"trace": {"speed 0.3": summary, "given up": "speed 0.4: given up after 9 s"}}
     }
@@ -86,13 +110,17 @@ def test_the_comparison_keeps_what_it_measures_and_where_it_stopped(
 ) -> None:
     monkeypatch.setattr(compare, "vocab_size", lambda: 300)
     trace = tmp_path / "trace.jsonl"
-    trace.write_text('{"timestamp": 0, "input_length": 100, "output_length": 30, "hash_ids": [1]}\n')
+    trace.write_text(
+        '{"timestamp": 0, "input_length": 100, "output_length": 30, "hash_ids": [1]}\n'
+    )
     options = argparse.Namespace(trace=trace, seconds=10.0, speeds="1,2", hold_ttft_s=60.0)
     hasty = argparse.Namespace(**(vars(options) | {"hold_ttft_s": 1e-9}))
     cases = {
-        "some": compare.requests(2, 20, 3, repeats=2), "turns": compare.sessions(2, 40, 2, 5, 4),
-        "trace": compare.replayed(options), "hasty": compare.replayed(hasty),
-    }  # fmt: skip
+        "some": compare.requests(2, 20, 3, repeats=2),
+        "turns": compare.sessions(2, 40, 2, 5, 4),
+        "trace": compare.replayed(options),
+        "hasty": compare.replayed(hasty),
+    }
 
     class Small:
         def __init__(self) -> None:
@@ -101,13 +129,20 @@ def test_the_comparison_keeps_what_it_measures_and_where_it_stopped(
         def clear_cache(self) -> None:
             small_llm.engine.clear_cache()
 
-        def answered(self, asks: Sequence[Ask], patience: Patience | None = None) -> list[TimedAnswer]:
+        def answered(
+            self, asks: Sequence[Ask], patience: Patience | None = None
+        ) -> list[TimedAnswer]:
             return answered(small_llm.engine, asks, patience=patience)
 
     kept: dict[str, Any] = {}
     compare.measured(Small(), cases, kept.update)
     assert {name: list(parts) for name, parts in kept.items()} == {
-        "some": ["run 1", "run 2"], "turns": ["turn 1", "turn 2"], "trace": ["speed 1", "speed 2"],
+        "some": ["run 1", "run 2"],
+        "turns": ["turn 1", "turn 2"],
+        "trace": ["speed 1", "speed 2"],
         "hasty": ["given up"],
-    }  # fmt: skip
-    assert kept["turns"]["turn 2"]["cached_share"] > 0.5 and kept["some"]["run 1"]["output_tokens"] == 6
+    }
+    assert (
+        kept["turns"]["turn 2"]["cached_share"] > 0.5
+        and kept["some"]["run 1"]["output_tokens"] == 6
+    )

@@ -1,4 +1,6 @@
-"""Benchmark cases are what they say: who shares which pages, how long rows are, how many bytes there are to read."""
+"""Benchmark cases are what they say: who shares which pages, how long rows are, how many bytes
+there are to read.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,13 @@ from bench.kernels.budgets import SHIPPED, chosen_layers, even_case, load, ragge
 from bench.kernels.fragmentation import GROUPINGS, reclaimed, scaled
 from tangram.errors import ConfigError
 from tangram.lab.baselines.uniform import parse_schedule
-from tangram.lab.kernel_benchmarks.case import BatchGeometry, Case, own_case, tree_case, unique_entries
+from tangram.lab.kernel_benchmarks.case import (
+    BatchGeometry,
+    Case,
+    own_case,
+    tree_case,
+    unique_entries,
+)
 from tangram.lab.kernel_benchmarks.counters import WorkCounters
 from tangram.lab.kernel_benchmarks.traces import CALIBRATION_SEEDS, HELD_OUT_SEEDS, TRACES, Trace
 from tangram.lab.kernel_benchmarks.tree import CONFIGS, HEADS, PAGE_TOKENS, Tree
@@ -59,7 +67,9 @@ def test_the_published_configurations_fill_pages_and_parse() -> None:
 
 
 @given(trees(), st.sampled_from([1, 2]))
-def test_rows_share_exactly_the_pages_of_the_nodes_they_have_in_common(tree: Tree, heads_per_page: int) -> None:
+def test_rows_share_exactly_the_pages_of_the_nodes_they_have_in_common(
+    tree: Tree, heads_per_page: int
+) -> None:
     case = tree_case(tree, BatchGeometry(2, 2, 4, 4, heads_per_page), seed=3)
     assert case.shape == (tree.leaves, 1, 2)
     for head in (0, 1):
@@ -76,7 +86,9 @@ def test_rows_share_exactly_the_pages_of_the_nodes_they_have_in_common(tree: Tre
     assert unique_entries(case) == tree.unique_tokens * 2
     assert case.unique_bytes == tree.unique_tokens * 2 * 2 * 4 * 2
     assert case.read_bytes == tree.leaves * sum(tree.tokens) * 2 * 2 * 4 * 2
-    assert case.operations == tree.leaves * sum(tree.tokens) * 4 * 4 * 4  # 4 query heads, D 4, 2 products
+    assert (
+        case.operations == tree.leaves * sum(tree.tokens) * 4 * 4 * 4
+    )  # 4 query heads, D 4, 2 products
 
 
 def test_pages_are_scattered_over_a_pool_half_of_which_is_holes() -> None:
@@ -93,7 +105,9 @@ def test_a_node_that_does_not_fill_its_pages_is_refused() -> None:
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=5))
-def test_rows_without_sharing_count_each_entry_once_partial_pages_included(lengths: list[int]) -> None:
+def test_rows_without_sharing_count_each_entry_once_partial_pages_included(
+    lengths: list[int],
+) -> None:
     case = own_case("", lengths, SMALL, seed=1)
     assert case.cell_lengths[:, 0, 0].tolist() == lengths
     assert unique_entries(case) == 2 * sum(lengths)
@@ -143,7 +157,16 @@ def test_the_even_twin_has_the_same_entries_spread_evenly() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["packing:best", "planner", "plain:off", "aot+speed=2", "aot+quick", "packing", "plain+ctas=2", "aot+tile=x"],
+    [
+        "packing:best",
+        "planner",
+        "plain:off",
+        "aot+speed=2",
+        "aot+quick",
+        "packing",
+        "plain+ctas=2",
+        "aot+tile=x",
+    ],
 )
 def test_an_unknown_schedule_is_refused_by_name(text: str) -> None:
     with pytest.raises(ConfigError, match="known"):
@@ -163,7 +186,9 @@ def test_packing_reads_shared_nodes_once_and_counters_say_so(rule: str) -> None:
 def test_grouping_by_budget_gives_back_more_and_single_heads_all() -> None:
     mean = np.array([[0.9, 0.1, 0.1, 0.1], [0.1, 0.1, 0.1, 0.9]])
     budgets = scaled(mean, 0.25)
-    assert budgets.mean() == pytest.approx(0.25) and np.allclose(budgets / budgets[0, 1], mean / 0.1)
+    assert budgets.mean() == pytest.approx(0.25) and np.allclose(
+        budgets / budgets[0, 1], mean / 0.1
+    )
     kept = {grouping: reclaimed(budgets, grouping, 2, 4096, 16) for grouping in GROUPINGS}
     assert kept["across layers"] > kept["within layer"] >= kept["adjacent"] > kept["monolithic"]
     assert kept["across layers"] == pytest.approx(0.75, abs=0.01)

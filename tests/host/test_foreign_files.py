@@ -1,4 +1,6 @@
-"""Files of users that are not what they seem: each reader refuses them by name and returns at once."""
+"""Files of users that are not what they seem: each reader refuses them by name and
+returns at once.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ READERS: list[Callable[[Path], object]] = [
 
 
 @pytest.mark.parametrize("read", READERS)
-@pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff\xfe{}", b"", b'{"a": ', b'{"text": "\\ud800"}', None])
+@pytest.mark.parametrize(
+    "content", [b"[" * 100_000, b"\xff\xfe{}", b"", b'{"a": ', b'{"text": "\\ud800"}', None]
+)
 def test_a_file_that_is_no_json_is_refused(
     read: Callable[[Path], object], content: bytes | None, tmp_path: Path
 ) -> None:
@@ -56,7 +60,9 @@ def test_a_nested_file_among_the_profiles_is_passed_over(
 
 @pytest.mark.parametrize("value", ["a", None, [], -1, float("nan"), True, 10**400])
 @pytest.mark.parametrize("field", ["timestamp", "input_length", "output_length", "hash_ids"])
-def test_a_trace_names_the_field_that_is_no_number(field: str, value: object, tmp_path: Path) -> None:
+def test_a_trace_names_the_field_that_is_no_number(
+    field: str, value: object, tmp_path: Path
+) -> None:
     entry = {"timestamp": 0, "input_length": 3, "output_length": 1, "hash_ids": [1]}
     given = [value] if field == "hash_ids" else value
     (tmp_path / "t.jsonl").write_text(json.dumps(entry | {field: given}))

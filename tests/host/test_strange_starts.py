@@ -1,4 +1,6 @@
-"""Commands started as a stranger's machine starts them: no streams, no home, a full disk, odd names of models."""
+"""Commands started as a stranger's machine starts them: no streams, no home, a full disk, odd names
+of models.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,13 @@ def test_a_command_may_be_started_without_streams(closed: str) -> None:
 
 def test_the_first_file_opened_is_no_stream() -> None:
     """Else the log would be written into it."""
-    asked = "import os, sys; from tangram import __main__; __main__._open_streams(); print(os.open('/', 0) > 2)"
-    ended = shell(f'"$1" -c "{asked}; print(sys.stdin.read(), file=sys.stderr)" <&- 2>&-', sys.executable)
+    asked = (
+        "import os, sys; from tangram import __main__; __main__._open_streams(); "
+        "print(os.open('/', 0) > 2)"
+    )
+    ended = shell(
+        f'"$1" -c "{asked}; print(sys.stdin.read(), file=sys.stderr)" <&- 2>&-', sys.executable
+    )
     assert (ended.returncode, ended.stdout) == (0, "True\n")
 
 
@@ -53,7 +60,9 @@ def test_a_prompt_that_nobody_can_type_is_one_line() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
-@pytest.mark.parametrize("arguments", [["size", "smollm2"], ["size", "smollm2", "--json"], ["--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["size", "smollm2"], ["size", "smollm2", "--json"], ["--help"]]
+)
 def test_output_without_room_is_one_line(arguments: list[str]) -> None:
     ended = shell('exec "$@" >/dev/full', *SIZE[:3], *arguments)
     assert ended.returncode == 1
@@ -96,7 +105,9 @@ def test_without_a_home_a_cache_folder_must_be_named(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("homeless")
-def test_without_a_home_chat_has_no_history(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_home_chat_has_no_history(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     with terminal.history():
@@ -160,7 +171,9 @@ def test_a_path_that_leads_nowhere_is_one_line(
     assert [path.name for path in tmp_path.iterdir()] == ["loop"]
 
 
-def test_a_current_folder_that_is_gone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_current_folder_that_is_gone_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
@@ -170,7 +183,9 @@ def test_a_current_folder_that_is_gone_is_told(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("name", [NOBODY, "loop"])
-def test_a_file_to_read_may_lie_nowhere(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_to_read_may_lie_nowhere(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whether it is the one to write is asked of any path."""
     monkeypatch.chdir(tmp_path)
     Path("loop").symlink_to("loop")
@@ -184,5 +199,8 @@ def test_profiles_of_near_retentions_do_not_overwrite_each_other() -> None:
         scope="model",
         chunk_tokens=64,
     )
-    names = {near.model_copy(update={"kv_retention": ratio}).file_name for ratio in (0.5, 0.5000001, 0.9999999)}
+    names = {
+        near.model_copy(update={"kv_retention": ratio}).file_name
+        for ratio in (0.5, 0.5000001, 0.9999999)
+    }
     assert "b.keydiff.model.c64.r0.5.json" in names and len(names) == 3

@@ -13,7 +13,10 @@ from .test_trials_process import FAKE, process, said, status_of
 
 def test_running_answers_end_however_often_it_is_told() -> None:
     asked = said("endless", max_tokens=450, stream=True)
-    with process("-c", FAKE, "PORT", "20") as (url, server), httpx.Client(base_url=url, timeout=30) as client:
+    with (
+        process("-c", FAKE, "PORT", "20") as (url, server),
+        httpx.Client(base_url=url, timeout=30) as client,
+    ):
         with client.stream("POST", CHAT, json=asked) as response:
             lines = response.iter_lines()
             next(lines)

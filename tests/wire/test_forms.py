@@ -1,4 +1,6 @@
-"""Calls and thoughts of a real engine, over a random model whose template has one of the newer forms."""
+"""Calls and thoughts of a real engine, over a random model whose template has one of the newer
+forms.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,11 @@ def unlikely(*words: str) -> dict[str, Any]:
 
 def test_a_forced_call_and_a_thought_that_its_limit_ends(served: tuple[str, TinyServer]) -> None:
     name, server = served
-    fields: dict[str, Any] = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+    fields: dict[str, Any] = {
+        "tools": [TOOL],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+    }
     fields |= {"temperature": 0, "max_tokens": 60, "logit_bias": unlikely("analysis", "Analysis")}
     with server.http() as http:
         body = http.post(CHAT, json=chat_body(**fields)).json()
@@ -59,5 +65,8 @@ def test_a_forced_call_and_a_thought_that_its_limit_ends(served: tuple[str, Tiny
     else:
         (call,) = choice["message"]["tool_calls"]
         assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
-        assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("get_time", {})
+        assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == (
+            "get_time",
+            {},
+        )
     server.check_baseline()

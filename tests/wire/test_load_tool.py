@@ -1,4 +1,6 @@
-"""A load generator of other people's making, for a minute: it lives in an environment of its own (docs/load.md)."""
+"""A load generator of other people's making, for a minute: it lives in an environment of its own
+(docs/load.md).
+"""
 
 from __future__ import annotations
 
