@@ -211,7 +211,7 @@ def test_every_head_is_in_exactly_one_group(
     groups = cluster(budgets, indices, size, across, ordered=ordered)
     assert sorted(head for group in groups for head in group) == [
         (l, h) for l in indices for h in range(heads)
-    ]  # noqa: E741
+    ]
     assert all(1 <= len(group) <= size for group in groups)
     full = layers * -(-heads // size) if across == "layer" else -(-layers * heads // size)
     assert len(groups) == full, "more groups than the heads need"
