@@ -46,13 +46,27 @@ def head(target: str, *lines: str, method: str = "GET", key: str | None = "Beare
 @pytest.mark.parametrize(
     ("target", "status"),
     [
-        ("/v1/models", 200), ("/%76%31/models", 200), ("/v1/models?x=1", 200), ("/v1/models/%66ake-model", 200),
-        ("//v1/models", 404), ("/v1//models", 404), ("/v1/models/", 404), ("/v1/./models", 404),
-        ("/v1/../v1/models", 404), ("/v1/models;a=b", 404), ("/v1/models%00", 404), ("/V1/models", 404),
-        (f"/v1/models/{MODEL}/", 404), ("/v1/models#a", 404), ("*", 404), ("/v1/models/%ff%fe", 404),
-        ("/v1/models/%ed%a0%80", 404), ("/redoc", 404), ("/docs/oauth2-redirect", 404),
+        ("/v1/models", 200),
+        ("/%76%31/models", 200),
+        ("/v1/models?x=1", 200),
+        ("/v1/models/%66ake-model", 200),
+        ("//v1/models", 404),
+        ("/v1//models", 404),
+        ("/v1/models/", 404),
+        ("/v1/./models", 404),
+        ("/v1/../v1/models", 404),
+        ("/v1/models;a=b", 404),
+        ("/v1/models%00", 404),
+        ("/V1/models", 404),
+        (f"/v1/models/{MODEL}/", 404),
+        ("/v1/models#a", 404),
+        ("*", 404),
+        ("/v1/models/%ff%fe", 404),
+        ("/v1/models/%ed%a0%80", 404),
+        ("/redoc", 404),
+        ("/docs/oauth2-redirect", 404),
     ],
-)  # fmt: skip
+)
 def test_a_path_is_taken_as_it_is_written(server: FakeServer, target: str, status: int) -> None:
     answer = raw(server, head(target, "Connection: close"))
     assert answer.startswith(f"HTTP/1.1 {status} ".encode()), answer[:200]
@@ -70,11 +84,22 @@ def test_no_other_method_does_anything(server: FakeServer, method: str, target: 
 @pytest.mark.parametrize(
     ("key", "opens"),
     [
-        ("bearer k1", True), ("BEARER k2", True), ("Bearer  k1 ", True), ("Bearer\tk1", False), ("Basic azE6", False),
-        ("k1", False), ("Bearer k1,k2", False), ('Bearer "k1"', False), ("Bearer k1 k2", False), ("Bearer K1", False),
-        ("Bearer k1\xa0", False), ("Bearer", False), ("Bearer ", False), (None, False),
+        ("bearer k1", True),
+        ("BEARER k2", True),
+        ("Bearer  k1 ", True),
+        ("Bearer\tk1", False),
+        ("Basic azE6", False),
+        ("k1", False),
+        ("Bearer k1,k2", False),
+        ('Bearer "k1"', False),
+        ("Bearer k1 k2", False),
+        ("Bearer K1", False),
+        ("Bearer k1\xa0", False),
+        ("Bearer", False),
+        ("Bearer ", False),
+        (None, False),
     ],
-)  # fmt: skip
+)
 def test_a_key_opens_as_it_is_and_not_nearly(server: FakeServer, key: str | None, opens: bool) -> None:
     answer = raw(server, head("/v1/models?api_key=k1", "X-Api-Key: k1", "Connection: close", key=key))
     assert answer.startswith(b"HTTP/1.1 200 " if opens else b"HTTP/1.1 401 ")
@@ -114,10 +139,15 @@ def test_who_asks_before_sending_is_told_at_once(server: FakeServer) -> None:
 @pytest.mark.parametrize(
     ("origin", "method", "status"),
     [
-        (ORIGIN, "POST", 200), ("https://b.example", "POST", 400), ("null", "POST", 400), (ORIGIN, "DELETE", 400),
-        (f"{ORIGIN}.evil.example", "POST", 400), (ORIGIN.upper(), "POST", 400), (f"{ORIGIN}:443", "POST", 400),
+        (ORIGIN, "POST", 200),
+        ("https://b.example", "POST", 400),
+        ("null", "POST", 400),
+        (ORIGIN, "DELETE", 400),
+        (f"{ORIGIN}.evil.example", "POST", 400),
+        (ORIGIN.upper(), "POST", 400),
+        (f"{ORIGIN}:443", "POST", 400),
     ],
-)  # fmt: skip
+)
 def test_a_page_may_ask_where_its_origin_may(server: FakeServer, origin: str, method: str, status: int) -> None:
     asks = {"Origin": origin, "Access-Control-Request-Method": method}
     answer = httpx.options(server.url + CHAT, headers=asks)
@@ -144,16 +174,29 @@ def test_text_inside_text_is_unicode_too(client: httpx.Client, spelled: str) -> 
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"best_of": 2}, "best_of"), ({"n": True}, "n"), ({"n": 2.0}, "n"), ({"stream": 1}, "stream"),
-        ({"top_k": -5}, "top_k"), ({"logprobs": True}, "logprobs"), ({"suffix": "a"}, "suffix"),
-        ({"logit_bias": {"\u0665": 1}}, "logit_bias"), ({"logit_bias": []}, "logit_bias"),
-        ({"stop": [None]}, "stop[0]"), ({"min_tokens": 2, "stop": "a"}, "min_tokens"),
-        ({"min_tokens": 21, "max_tokens": 20}, "min_tokens"), ({"cache_salt": ["a"]}, "cache_salt"),
-        ({"kv_retention": True}, "kv_retention"), ({"kv_retention": "0.5"}, "kv_retention"),
-        ({"prompt": [True]}, "prompt"), ({"prompt": {"a": 1}}, "prompt"), ({"prompt": [[[5]]]}, "prompt"),
-        ({"repetition_penalty": 0}, "repetition_penalty"), ({"user": 5}, "user"), ({"model": ["a"]}, "model"),
+        ({"best_of": 2}, "best_of"),
+        ({"n": True}, "n"),
+        ({"n": 2.0}, "n"),
+        ({"stream": 1}, "stream"),
+        ({"top_k": -5}, "top_k"),
+        ({"logprobs": True}, "logprobs"),
+        ({"suffix": "a"}, "suffix"),
+        ({"logit_bias": {"\u0665": 1}}, "logit_bias"),
+        ({"logit_bias": []}, "logit_bias"),
+        ({"stop": [None]}, "stop[0]"),
+        ({"min_tokens": 2, "stop": "a"}, "min_tokens"),
+        ({"min_tokens": 21, "max_tokens": 20}, "min_tokens"),
+        ({"cache_salt": ["a"]}, "cache_salt"),
+        ({"kv_retention": True}, "kv_retention"),
+        ({"kv_retention": "0.5"}, "kv_retention"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": [[[5]]]}, "prompt"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"user": 5}, "user"),
+        ({"model": ["a"]}, "model"),
     ],
-)  # fmt: skip
+)
 def test_a_value_of_another_kind_is_named(client: httpx.Client, fields: dict[str, Any], param: str) -> None:
     answer = client.post(COMPLETIONS, json={"model": MODEL, "prompt": "a", "max_tokens": 20} | fields)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
