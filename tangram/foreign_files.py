@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,7 +37,9 @@ def replaced(path: str | Path) -> Iterator[Path]:
         yield target
         return
     target = Path(os.path.realpath(target))  # a link stays one
-    partial = target.with_name(f".{os.getpid()}.partial")
+    partial = target.with_name(
+        f".{uuid.uuid4().hex}.partial"
+    )  # containers with one folder have the same numbers
     try:
         yield partial
         partial.replace(target)

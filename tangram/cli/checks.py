@@ -51,7 +51,9 @@ def as_text(name: str, value: Any) -> Any:
     try:
         return os.fsencode(value).decode()
     except UnicodeError as error:
-        raise ConfigError(f"{name} has bytes that are not UTF-8: give a text") from error
+        raise ConfigError(
+            f"{name} is no text, it has bytes that are not UTF-8: give one"
+        ) from error
 
 
 def check_outputs(values: Mapping[str, Any]) -> None:

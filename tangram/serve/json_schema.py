@@ -84,13 +84,16 @@ class SchemaBounds:
         """Raise `RequestError` naming the place (`field` and on) that is out of bounds or that
         nobody would look at.
         """
-        _at_most(_least_bytes(schema), MAX_SCHEMA_BYTES, "bytes of schema, or more", field)
-        if deeper_than(schema, MAX_SCHEMA_LEVELS):
+        size, levels = _least_size(schema)
+        if levels > MAX_SCHEMA_LEVELS + 1 or (
+            size <= MAX_SCHEMA_BYTES and deeper_than(schema, MAX_SCHEMA_LEVELS)
+        ):
             message = (
                 f"{field} is nested in more than {MAX_SCHEMA_LEVELS} levels of JSON: make "
                 "it flatter, or use $ref"
             )
             raise RequestError(message, field)
+        _at_most(size, MAX_SCHEMA_BYTES, "bytes of schema, or more", field)
         try:
             size = len(json.dumps(schema, ensure_ascii=False).encode())
         except UnicodeEncodeError as error:
@@ -167,17 +170,19 @@ class SchemaBounds:
         )
 
 
-def _least_bytes(schema: Any) -> int:
-    """Not more bytes than its JSON has, exact enough for a bound; of what is beyond it little is
+def _least_size(schema: Any) -> tuple[int, int]:
+    """Not more bytes and levels than its JSON has, exact enough for bounds; beyond them little is
     looked at.
     """
-    size, places = 0, [schema]
-    while places and size <= MAX_SCHEMA_BYTES:
-        place = places.pop()
+    size, deepest, places = 0, 0, [(schema, 1)]
+    while places and size <= MAX_SCHEMA_BYTES and deepest <= MAX_SCHEMA_LEVELS + 1:
+        place, level = places.pop()
         size += len(place) if isinstance(place, (str, list, dict)) else 1
         if isinstance(place, (list, dict)) and size <= MAX_SCHEMA_BYTES:
-            places += chain(place, place.values()) if isinstance(place, dict) else place
-    return size
+            deepest = max(deepest, level)
+            items = chain(place, place.values()) if isinstance(place, dict) else place
+            places += [(item, level + 1) for item in items]
+    return size, deepest
 
 
 def _digits(value: Any, place: str) -> int:

@@ -210,7 +210,7 @@ def test_every_head_is_in_exactly_one_group(
     budgets = np.random.default_rng(seed).random((layers, heads))
     groups = cluster(budgets, indices, size, across, ordered=ordered)
     assert sorted(head for group in groups for head in group) == [
-        (l, h) for l in indices for h in range(heads)
+        (layer, head) for layer in indices for head in range(heads)
     ]
     assert all(1 <= len(group) <= size for group in groups)
     full = layers * -(-heads // size) if across == "layer" else -(-layers * heads // size)

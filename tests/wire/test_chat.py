@@ -203,7 +203,7 @@ def test_any_locale_takes_and_gives_texts(variables: dict[str, str]) -> None:
 def test_an_argument_that_is_no_text_is_one_line() -> None:
     ended = piped("generate", "-p", "H\udcff", given=b"")
     assert ended.returncode == 2
-    assert ended.stderr == b"error: prompt has bytes that are not UTF-8: give a text\n"
+    assert ended.stderr == b"error: prompt is no text, it has bytes that are not UTF-8: give one\n"
 
 
 @pytest.mark.parametrize("options", [[], ["-p", "-"]])
