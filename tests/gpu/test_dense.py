@@ -79,7 +79,7 @@ def test_a_run_attends_causally_and_touches_nothing_else(
     q, k, v = torch.randn(60, 8, 64, device=device).to(dtype).split([4, 2, 2], dim=1)
     out, run = (
         torch.full(q.shape, torch.nan, dtype=dtype, device=device),
-        dense.Run(slice(0, 2), slice(10, 50)),
+        dense.DenseRun(slice(0, 2), slice(10, 50)),
     )
     dense.attend(q, k, v, out, run, scaling=0.1)
     keys, values = (x[10:50].float().repeat_interleave(2, dim=1) for x in (k, v))
