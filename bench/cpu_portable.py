@@ -72,9 +72,8 @@ def main() -> None:
         ratio = statistics.median(portable) / statistics.median(own)
         print(
             f"{rows} x {tokens}: intrinsics {statistics.median(own):.0f} "
-            f"({own[0]:.0f}–{own[-1]:.0f}) µs, "
-            f"portable {statistics.median(portable):.0f} ({portable[0]:.0f}–{portable[-1]:.0f}) "
-            f"µs, {ratio:.2f}"
+            f"({own[0]:.0f}–{own[-1]:.0f}) µs, portable {statistics.median(portable):.0f} "
+            f"({portable[0]:.0f}–{portable[-1]:.0f}) µs, {ratio:.2f}"
         )
 
 

@@ -86,8 +86,7 @@ def outside(cells: Sequence[AnyCell], bounds: Bounds) -> list[str]:
             if not least <= value <= most:
                 found.append(
                     f"{cell.setting.suite}, {cell.method.title}: {name} is {value:.3f}, it must "
-                    "lie in "
-                    f"[{least}, {most}] and was {seen} ({BOUNDS.name})"
+                    f"lie in [{least}, {most}] and was {seen} ({BOUNDS.name})"
                 )
     return found
 
@@ -104,8 +103,7 @@ def overtaken(cells: Sequence[AnyCell]) -> list[str]:
     }
     return [
         f"{suite}, {scorer}: budgets of a profile are no better than equal ones (divergence or "
-        f"−score {loss:.3f}, "
-        f"{lost[suite, 'uniform', scorer]:.3f})"
+        f"−score {loss:.3f}, {lost[suite, 'uniform', scorer]:.3f})"
         for (suite, method, scorer), loss in lost.items()
         if method == "static" and loss >= lost[suite, "uniform", scorer]
     ]

@@ -226,9 +226,8 @@ class EngineConfig:
         if self.max_num_batched_tokens < smallest:
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, it must be at least "
-                "chunk_tokens + "
-                f"max_num_seqs = {smallest}, so that a whole chunk always fits beside the "
-                "decoding rows"
+                f"chunk_tokens + max_num_seqs = {smallest}, so that a whole chunk always fits "
+                "beside the decoding rows"
             )
         if self.overflow_every is not None and self.kv_retention == 1.0 and not self.profile:
             raise ConfigError(
@@ -238,8 +237,7 @@ class EngineConfig:
         if self.kv_offload_gib and not self.enable_prefix_caching:
             raise ConfigError(
                 f"kv_offload_gib is {self.kv_offload_gib}, but without enable_prefix_caching "
-                "nothing is kept: "
-                "enable it, or set kv_offload_gib to 0"
+                "nothing is kept: enable it, or set kv_offload_gib to 0"
             )
 
 

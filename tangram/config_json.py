@@ -107,8 +107,7 @@ def _place(model: str | Path, known: Mapping[str, object]) -> tuple[Path, str]:
         return _fetched(str(model)), str(model)
     raise ConfigError(
         f"model {str(model)!r} is neither a preset nor a folder with a config.json nor a Hugging "
-        "Face id; presets: "
-        f"{', '.join(known)}"
+        f"Face id; presets: {', '.join(known)}"
     )
 
 

@@ -124,8 +124,8 @@ def check_size(
     size, most = sum(len(text.encode()) for text in texts), max_model_len * longest_token_bytes
     if size > most:
         message = (
-            f"{field} has {size} bytes of text, {max_model_len} tokens (max_model_len) hold "
-            f"at most {most}"
+            f"{field} has {size} bytes of text, {max_model_len} tokens (max_model_len) hold at "
+            f"most {most}"
         )
         raise RequestError(f"{message}: shorten it", field)
 
@@ -140,8 +140,8 @@ def check_sampling(params: SamplingParams) -> None:
     )
     if params.min_tokens and params.stop:
         message = (
-            f"min_tokens is {params.min_tokens} and stop has texts, which could end an "
-            "answer before: send one"
+            f"min_tokens is {params.min_tokens} and stop has texts, which could end an answer "
+            "before: send one"
         )
         raise RequestError(message, "min_tokens")
     if len(params.stop) > MAX_STOP_STRINGS:
@@ -160,8 +160,8 @@ def check_sampling(params: SamplingParams) -> None:
         )
     if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         message = (
-            f"stop_token_ids has {len(params.stop_token_ids)} tokens, at most "
-            f"{MAX_STOP_TOKEN_IDS} are allowed"
+            f"stop_token_ids has {len(params.stop_token_ids)} tokens, at most {MAX_STOP_TOKEN_IDS} "
+            "are allowed"
         )
         raise RequestError(message, "stop_token_ids")
     if len(params.logit_bias) > MAX_BIASES:

@@ -300,12 +300,12 @@ def _check_retention(shape: KVShape, retention: float, chunk_pages: int) -> None
     if shape.latent and retention < 1:
         raise ConfigError(
             f"retention is {retention}, but {shape.model} uses multi-head latent attention: its "
-            "heads share one latent "
-            "vector per token, so there is nothing to drop head by head; use retention 1.0"
+            "heads share one latent vector per token, so there is nothing to drop head by head; "
+            "use retention 1.0"
         )
     if retention * chunk_pages < 1:
         raise ConfigError(
             f"retention is {retention}, but a chunk has {chunk_pages} pages and every head keeps "
-            "at least one: "
-            f"use at least {1 / chunk_pages:g}, a larger chunk_tokens or a smaller page_tokens"
+            f"at least one: use at least {1 / chunk_pages:g}, a larger chunk_tokens or a smaller "
+            "page_tokens"
         )

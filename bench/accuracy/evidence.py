@@ -153,8 +153,7 @@ def resumed(path: Path, options: Mapping[str, Any], prompts: SuitePrompts) -> Ev
     if other := [name for name, value in options.items() if found.options.get(name) != value]:
         raise TangramError(
             f"output is {path}, which was measured with another {other[0]}, "
-            f"{found.options.get(other[0])!r}: name "
-            "another file, or move it away"
+            f"{found.options.get(other[0])!r}: name another file, or move it away"
         )
     return found
 

@@ -36,8 +36,7 @@ ASKED = f"--suites ruler,multiturn {CONTEXT} --align-tokens 4096"
 # Several needles among a few lines that come again and again, and in prose, which no scorer can
 # take for noise.
 HIDDEN = (
-    "--suites "
-    "multiturn/needles,ruler/niah_multikey_1,ruler/niah_multivalue,ruler/niah_multiquery "
+    "--suites multiturn/needles,ruler/niah_multikey_1,ruler/niah_multivalue,ruler/niah_multiquery "
     f"{CONTEXT} " + (f"--align-tokens 4096 {TWO_RATIOS}")
 )
 PARTS: Mapping[str, str] = {
@@ -61,8 +60,8 @@ PARTS: Mapping[str, str] = {
     "sinks-0": f"{ASKED} {TWO_RATIOS} --methods static --sink-tokens 0",
 }
 LOCOMO = (
-    f"--suites locomo --context-tokens 4096 {TWO_RATIOS} --methods "
-    "full,uniform,static,dynamic --locomo"
+    f"--suites locomo --context-tokens 4096 {TWO_RATIOS} --methods full,uniform,static,dynamic "
+    "--locomo"
 )
 
 
@@ -164,8 +163,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     if "fastkvzip" in scorers and not gated:
         parser.error(
-            f"scorer fastkvzip needs --gate for {options.model}: train one with `tangram "
-            "calibrate --train-gate`"
+            f"scorer fastkvzip needs --gate for {options.model}: train one with `tangram calibrate "
+            "--train-gate`"
         )
     if unknown := [*(set(scorers) - set(known)), *(set(parts) - set(PARTS))]:
         parser.error(

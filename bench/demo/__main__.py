@@ -45,8 +45,8 @@ class Findings:
                 found.append(f"question {number} reused nothing of the document")
             if small.kv_bytes >= whole.kv_bytes:
                 found.append(
-                    f"question {number} holds {small.kv_bytes} KV bytes at ρ {SMALL}, "
-                    f"not below the {whole.kv_bytes} at ρ {FULL}"
+                    f"question {number} holds {small.kv_bytes} KV bytes at ρ {SMALL}, not below "
+                    f"the {whole.kv_bytes} at ρ {FULL}"
                 )
         return found
 

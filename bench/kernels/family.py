@@ -27,8 +27,8 @@ from tangram.plan.schedule import Schedule
 RESULTS = Path(__file__).parent.parent / "results"
 PEERS = ("decode", "decode-static", "batch", "cascade", "cascade-fa3", "sdpa")
 NO_DEVICE = (
-    "this benchmark needs a CUDA device, torch finds none: try --dry-run, which checks "
-    "tiny cases on the CPU"
+    "this benchmark needs a CUDA device, torch finds none: try --dry-run, which checks tiny cases "
+    "on the CPU"
 )
 
 

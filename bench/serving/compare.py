@@ -186,8 +186,8 @@ def _line(summary: Summary) -> str:
     return (
         f"{summary.seconds:7.2f} s {summary.requests_per_s:7.2f} requests/s "
         f"{summary.prompt_tokens / summary.seconds:9,.0f} prompt tokens/s, from cache "
-        f"{summary.cached_share:4.0%}, "
-        f"TTFT s p50 {summary.ttft_s['p50']:.2f} p90 {summary.ttft_s['p90']:.2f}"
+        f"{summary.cached_share:4.0%}, TTFT s p50 {summary.ttft_s['p50']:.2f} p90 "
+        f"{summary.ttft_s['p90']:.2f}"
     )
 
 

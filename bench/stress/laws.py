@@ -131,8 +131,8 @@ def _miscounted(outcomes: Sequence[Outcome], completions: dict[str, int]) -> lis
         found.append(f"{answered} answers arrived, but the server counts {whole}")
     if whole + given_up > len(outcomes):
         found.append(
-            f"{len(outcomes)} turns were asked, but the server counts {whole} whole and "
-            f"{given_up} given up"
+            f"{len(outcomes)} turns were asked, but the server counts {whole} whole and {given_up} "
+            "given up"
         )
     return found
 

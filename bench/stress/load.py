@@ -50,8 +50,7 @@ def guidellm(url: str, folder: Path, options: argparse.Namespace) -> dict[str, A
         "--constraint",
         f"kind=max_duration,seconds={options.seconds}",
         "--data",
-        f"kind=synthetic_text,prompt_tokens={options.prompt_tokens},"
-        f"output_tokens={options.output_tokens},turns={options.turns}",
+        f"kind=synthetic_text,prompt_tokens={options.prompt_tokens},output_tokens={options.output_tokens},turns={options.turns}",
         "--output",
         f"kind=json,path={report}",
         "--output",

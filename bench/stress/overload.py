@@ -108,8 +108,7 @@ def broken(few: Sequence[Outcome], many: Sequence[Outcome]) -> list[str]:
         if gap_s > MOST_SLOWER * alone[share]:
             found.append(
                 f"{share} of the time between pieces was {gap_s:.3f} s in a crowd and "
-                f"{alone[share]:.3f} s without, "
-                f"at most {MOST_SLOWER} times as much may be"
+                f"{alone[share]:.3f} s without, at most {MOST_SLOWER} times as much may be"
             )
     return found
 

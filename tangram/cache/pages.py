@@ -54,8 +54,7 @@ class Ledger:
             page = int(wrong[0])
             raise IntegrityError(
                 f"{len(wrong)} pages are miscounted: page {page} has {self.references[page]} "
-                "references, "
-                f"{expected[page]} holders are known"
+                f"references, {expected[page]} holders are known"
             )
         free = np.sort(self._stack[: self.free])
         if not np.array_equal(free, np.flatnonzero(expected == 0)):

@@ -102,8 +102,7 @@ def calibrate(
         if len(chunks) != len(sample) // chunk_tokens:
             raise ProfileError(
                 f"sample {number} has {len(sample) // chunk_tokens} full chunks, the scores of "
-                f"{len(chunks)} came: the "
-                f"score source must yield one array for each full chunk"
+                f"{len(chunks)} came: the score source must yield one array for each full chunk"
             )
         if observe is not None:
             observe(np.stack(chunks, axis=1))
@@ -154,9 +153,8 @@ def check_lengths(samples: Sequence[Sequence[int]], chunk_tokens: int) -> None:
     for number, sample in enumerate(samples):
         if len(sample) < chunk_tokens:
             raise ConfigError(
-                f"sample {number} has {len(sample)} tokens, it must fill a chunk of "
-                f"{chunk_tokens} (chunk_tokens): "
-                f"join short texts or lower chunk_tokens"
+                f"sample {number} has {len(sample)} tokens, it must fill a chunk of {chunk_tokens} "
+                "(chunk_tokens): join short texts or lower chunk_tokens"
             )
 
 

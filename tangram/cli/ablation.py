@@ -59,8 +59,8 @@ def ablation(
     if plot is not None:
         check_plot(plot)
     load = (
-        f"{input_tokens} in, {output_tokens} out; batch of {batch_requests}; {requests} at "
-        f"{rates} requests/s"
+        f"{input_tokens} in, {output_tokens} out; batch of {batch_requests}; {requests} at {rates} "
+        "requests/s"
     )
 
     def measure(rung: Rung, engine: Engine) -> None:

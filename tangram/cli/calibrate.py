@@ -99,9 +99,8 @@ def _refuse_ignored(
     """
     if samples is not None and data is not None:
         raise ConfigError(
-            f"calibration_samples is {samples} and data {str(data)!r}: give one of them, the "
-            "first counts the built-in "
-            "pilot texts"
+            f"calibration_samples is {samples} and data {str(data)!r}: give one of them, the first "
+            "counts the built-in pilot texts"
         )
     if data is not None and train_gate is None and config.seed != EngineConfig.seed:
         raise ConfigError(

@@ -47,8 +47,8 @@ def meaning(profile: Profile) -> list[str]:
 
     shares, stability = reserved(profile), profile.calibration.rank_stability
     said = [
-        f"A sealed chunk keeps at most {profile.realised_retention:.1%} of its entries, "
-        f"the head that needs least {shares.min():.0%}, the one that needs most {shares.max():.0%}."
+        f"A sealed chunk keeps at most {profile.realised_retention:.1%} of its entries, the head "
+        f"that needs least {shares.min():.0%}, the one that needs most {shares.max():.0%}."
     ]
     if stability is None:
         return [*said, "Whether texts agree on that is not known: it takes two that were measured."]
@@ -144,8 +144,8 @@ class Study:
         """Raise `ConfigError` if a report is asked of so few texts that none could be left out."""
         if self.report is not None and texts < 2:
             raise ConfigError(
-                f"report is {self.report}, it leaves samples out in turn: take at least 2 "
-                "(samples is 1)"
+                f"report is {self.report}, it leaves samples out in turn: take at least 2 (samples "
+                "is 1)"
             )
 
     def observe(self, shares: Float64) -> None:
@@ -163,8 +163,8 @@ class Study:
         evidence = Evidence.gathered(profiles, self._shares, kinds)
         first = profiles[0]
         title = (
-            f"{first.model.name.rsplit('/', 1)[-1]}, {first.scorer.name}, scope "
-            f"{first.scope}: {source}"
+            f"{first.model.name.rsplit('/', 1)[-1]}, {first.scorer.name}, scope {first.scope}: "
+            f"{source}"
         )
         if self.plot is not None:
             from tangram.cli.retention_plot import drawn

@@ -133,8 +133,8 @@ def _check_cache_folder() -> None:
             continue
         except OSError as error:
             tell_error(
-                f"cache folder {folder} cannot be read ({error.strerror}): "
-                "what it is for is made anew at each start; set TANGRAM_CACHE to another folder",
+                f"cache folder {folder} cannot be read ({error.strerror}): what it is for is made "
+                "anew at each start; set TANGRAM_CACHE to another folder",
                 "warning",
                 "yellow",
             )

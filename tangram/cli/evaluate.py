@@ -200,11 +200,9 @@ def evaluate(
 
 
 _QUICK = (
-    "12 questions about 8 contexts and 5 passages of real text, with everything kept and as "
-    "served at ρ {kept}. "
-    "With 135 M parameters on two CPU cores that takes less than six minutes; how long here is "
-    "said when MODEL is "
-    "loaded."
+    "12 questions about 8 contexts and 5 passages of real text, with everything kept and as served "
+    "at ρ {kept}. With 135 M parameters on two CPU cores that takes less than six minutes; how "
+    "long here is said when MODEL is loaded."
 )
 
 
@@ -244,8 +242,8 @@ def _asked(
     for option, suite in (("locomo", "locomo"), ("text", SUITE)):
         if files[option] is not None and suite not in found:
             raise ConfigError(
-                f"{option} is {files[option]}, but suites is {suites}: add {suite} there, or "
-                "leave the path out"
+                f"{option} is {files[option]}, but suites is {suites}: add {suite} there, or leave "
+                "the path out"
             )
     if max_questions is not None and list(found) == [SUITE]:
         raise ConfigError(f"max_questions is {max_questions}, but {SUITE} asks none: leave it out")

@@ -77,17 +77,15 @@ _NONE = (
     (
         "There is none: the model's config.json is taken as it is, so change it there",
         "--hf-overrides --config-format --override-kv --rope-scaling --rope-theta --rope-scale "
-        "--rope-freq-base "
-        "--rope-freq-scale --yarn-orig-ctx --yarn-ext-factor --yarn-attn-factor --yarn-beta-slow "
-        "--yarn-beta-fast",
+        "--rope-freq-base --rope-freq-scale --yarn-orig-ctx --yarn-ext-factor --yarn-attn-factor "
+        "--yarn-beta-slow --yarn-beta-fast",
     ),
     (
         "There is none yet: a server uses one device; start one for each, with "
         "CUDA_VISIBLE_DEVICES",
         "-tp --tensor-parallel-size -pp --pipeline-parallel-size -dp --data-parallel-size "
-        "--enable-expert-parallel "
-        "--distributed-executor-backend --disable-custom-all-reduce -sm --split-mode -ts "
-        "--tensor-split --rpc",
+        "--enable-expert-parallel --distributed-executor-backend --disable-custom-all-reduce -sm "
+        "--split-mode -ts --tensor-split --rpc",
     ),
     (
         "There is none: the whole model lies on --device",
@@ -177,8 +175,7 @@ _NONE = (
     (
         "There is none: requests are in the metrics, and in the log with --log-format json",
         "--disable-log-requests --disable-log-stats --max-log-len --uvicorn-log-level "
-        "--log-disable --log-file -v "
-        "--verbose",
+        "--log-disable --log-file -v --verbose",
     ),
     ("There is none: /metrics is always there", "--metrics --slots --props"),
     (

@@ -24,8 +24,8 @@ def refuse_with_gate(config: EngineConfig, options: Mapping[str, Path | str | No
     if given:
         raise ConfigError(
             f"--train-gate was given together with {', '.join(given)}: leave that out, a gate "
-            "learns from KVzip; when "
-            f"it is there, make a profile with -o PROFILE --scorer fastkvzip --gate GATE"
+            "learns from KVzip; when it is there, make a profile with -o PROFILE --scorer "
+            "fastkvzip --gate GATE"
         )
 
 

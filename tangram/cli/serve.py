@@ -111,8 +111,8 @@ def serve(
     begin_s = time.monotonic()
     if not api_key and KEY_VARIABLE in os.environ:
         raise ConfigError(
-            f"{KEY_VARIABLE} is set and holds no key: unset it to serve everybody, or put a key "
-            "in it"
+            f"{KEY_VARIABLE} is set and holds no key: unset it to serve everybody, or put a key in "
+            "it"
         )
     name = served_name(config) if served_model_name is None else served_model_name
     check_served_name(name)

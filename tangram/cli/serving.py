@@ -103,8 +103,8 @@ def multi_turn(
         ]
         parts.append((f"turn {turn}", answers))
     title = (
-        f"{sessions} sessions × {history_tokens} tokens, +{user_tokens} in, {output_tokens} "
-        "out a turn"
+        f"{sessions} sessions × {history_tokens} tokens, +{user_tokens} in, {output_tokens} out a "
+        "turn"
     )
     _report(title, engine, parts, output)
 

@@ -23,8 +23,8 @@ _LONG = {short: long for long, short in _SHORT.items()}
 Named = Annotated[
     str,
     typer.Argument(
-        help="a preset such as llama-3.1-8b, a Hugging Face id, a folder with config.json, or "
-        "such a file"
+        help="a preset such as llama-3.1-8b, a Hugging Face id, a folder with config.json, or such "
+        "a file"
     ),
 ]
 Dtype = Annotated[

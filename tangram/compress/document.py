@@ -46,8 +46,7 @@ def read_object(path: str | Path, version: int) -> dict[str, Any]:
     if content.get("format_version") != version:
         raise ProfileError(
             f"profile {path}: format_version is {content.get('format_version')!r}, this Tangram "
-            "reads "
-            f"{version}: calibrate again, or use the Tangram that wrote it"
+            f"reads {version}: calibrate again, or use the Tangram that wrote it"
         )
     for place, number in _numbers(content, ""):
         if not math.isfinite(number):

@@ -311,8 +311,7 @@ class Profile(BaseModel):
         if checksum != digest(content):
             raise ProfileError(
                 f"profile {path}: checksum is {checksum!r}, the content's is {digest(content)!r}: "
-                "the file was "
-                f"damaged or edited, write it again with `tangram calibrate`"
+                "the file was damaged or edited, write it again with `tangram calibrate`"
             )
         return profile
 
@@ -369,8 +368,7 @@ class Profile(BaseModel):
         ):
             raise ValueError(
                 f"realised_retention is {self.realised_retention}, sealed_pages occupy {realised} "
-                "and kv_retention "
-                f"allows {self.kv_retention}"
+                f"and kv_retention allows {self.kv_retention}"
             )
 
 

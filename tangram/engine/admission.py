@@ -67,16 +67,15 @@ class Admission:
         if room < 1:
             raise RequestError(
                 f"prompt has {len(prompt)} tokens, at most {self.max_model_len - 1} and one "
-                "generated fit here "
-                f"(max_model_len {self.max_model_len}): shorten the prompt",
+                f"generated fit here (max_model_len {self.max_model_len}): shorten the prompt",
                 "prompt",
             )
         wanted = request.sampling.max_tokens
         if wanted is not None and wanted > room:
             raise RequestError(
                 f"max_tokens is {wanted}, but after {len(prompt)} prompt tokens {room} of "
-                "max_model_len "
-                f"{self.max_model_len} are left: lower max_tokens or shorten the prompt",
+                f"max_model_len {self.max_model_len} are left: lower max_tokens or shorten the "
+                "prompt",
                 "max_tokens",
             )
         granted = room if wanted is None else wanted
@@ -84,9 +83,8 @@ class Admission:
         if needed > self.total_pages:
             raise RequestError(
                 f"the request needs up to {needed} KV pages at kv_retention "
-                f"{retention.kv_retention}, "
-                f"the pool has {self.total_pages}: shorten the prompt, lower max_tokens, or raise "
-                "kv_cache_gib",
+                f"{retention.kv_retention}, the pool has {self.total_pages}: shorten the prompt, "
+                "lower max_tokens, or raise kv_cache_gib",
                 "max_tokens",
             )
         return granted

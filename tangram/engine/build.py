@@ -276,8 +276,8 @@ def _fit_model_len(config: EngineConfig, default: Retention, pages: int, wanted:
     if config.max_model_len is not None or fits == 0:
         raise ConfigError(
             f"max_model_len {wanted} needs {layout.most_pages(wanted)} KV pages in one sequence, "
-            "kv_cache_gib gives "
-            f"{pages}, which hold {fits} tokens: raise kv_cache_gib or lower max_model_len"
+            f"kv_cache_gib gives {pages}, which hold {fits} tokens: raise kv_cache_gib or lower "
+            "max_model_len"
         )
     _log.warning(
         "max_model_len is lowered from %d to %d: the KV cache holds no more in one sequence",

@@ -129,8 +129,8 @@ class GrammarCompiler:
     def _compile(self, source: str, field: str) -> CompiledGrammar:
         if self._tokens is None:
             message = (
-                f"{field}: this model's tokens cannot be held to a grammar, its tokenizer "
-                "says too little of them"
+                f"{field}: this model's tokens cannot be held to a grammar, its tokenizer says too "
+                "little of them"
             )
             raise RequestError(f"{message}: leave the field out", field)
         _try(source, field)

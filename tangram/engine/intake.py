@@ -48,16 +48,14 @@ class Intake:
         if coming > self._places + most_waiting:
             raise RequestError(
                 f"{field} asks for {coming} completions at once, {self._places} may run and "
-                f"{most_waiting} wait "
-                "(max_num_seqs, max_queue): send fewer at a time, or have the server started "
-                "with a longer queue",
+                f"{most_waiting} wait (max_num_seqs, max_queue): send fewer at a time, or have the "
+                "server started with a longer queue",
                 field,
             )
         if waiting >= most_waiting:
             raise OverloadError(
                 f"{waiting} completions wait, max_queue is {most_waiting}: try again later, or "
-                "have the server "
-                f"started with a longer queue",
+                "have the server started with a longer queue",
                 self._retry_after_s(waiting),
             )
 

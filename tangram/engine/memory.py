@@ -49,10 +49,8 @@ def table_bytes(config: EngineConfig, layouts: Sequence[Layout]) -> int:
     if entries > _MOST_ENTRIES:
         raise ConfigError(
             f"max_num_seqs is {config.max_num_seqs} and a sequence may have "
-            f"{layouts[0].max_tokens} tokens: block "
-            f"tables would have {entries} entries, at most {_MOST_ENTRIES} can be addressed: "
-            "lower max_num_seqs or "
-            "max_model_len"
+            f"{layouts[0].max_tokens} tokens: block tables would have {entries} entries, at most "
+            f"{_MOST_ENTRIES} can be addressed: lower max_num_seqs or max_model_len"
         )
     return entries * np.dtype(np.int32).itemsize
 
@@ -71,8 +69,7 @@ def kv_bytes(config: EngineConfig, loaded: LoadedModel, beside: int = 0) -> int:
         if loaded.device.type != "cuda" and wanted > host:
             raise ConfigError(
                 f"kv_cache_gib is {config.kv_cache_gib}, this machine lets the process have "
-                f"{host / GIB:.1f} GiB in "
-                "all: lower kv_cache_gib"
+                f"{host / GIB:.1f} GiB in all: lower kv_cache_gib"
             )
         return wanted
     if loaded.device.type != "cuda":
@@ -87,11 +84,9 @@ def kv_bytes(config: EngineConfig, loaded: LoadedModel, beside: int = 0) -> int:
     if room <= 0:
         raise ConfigError(
             f"gpu_memory_utilization is {config.gpu_memory_utilization} of {total / GIB:.1f} GiB; "
-            "weights and others "
-            f"take {(total - free) / GIB:.1f} GiB, a step of {config.max_num_batched_tokens} "
-            "tokens and graphs "
-            f"{needed / GIB:.1f} GiB, which leaves nothing for KV pages: raise it, or lower "
-            "max_num_batched_tokens"
+            f"weights and others take {(total - free) / GIB:.1f} GiB, a step of "
+            f"{config.max_num_batched_tokens} tokens and graphs {needed / GIB:.1f} GiB, which "
+            "leaves nothing for KV pages: raise it, or lower max_num_batched_tokens"
         )
     return room
 
@@ -105,9 +100,8 @@ def offload_bytes(config: EngineConfig, chunk_bytes: int) -> int:
     if wanted and not chunk_bytes <= wanted <= most:
         raise ConfigError(
             f"kv_offload_gib is {config.kv_offload_gib}, it must be 0 or lie between "
-            f"{chunk_bytes / GIB:.4f}, "
-            f"one chunk at kv_retention {config.kv_retention}, and {most / GIB:.1f}, the memory "
-            "of this machine"
+            f"{chunk_bytes / GIB:.4f}, one chunk at kv_retention {config.kv_retention}, and "
+            f"{most / GIB:.1f}, the memory of this machine"
         )
     return wanted
 
@@ -122,11 +116,10 @@ def explained(config: EngineConfig) -> Iterator[None]:
             raise
         raise ConfigError(
             f"memory has run out at the start, with kv_cache_gib {config.kv_cache_gib}, "
-            "kv_offload_gib "
-            f"{config.kv_offload_gib}, gpu_memory_utilization {config.gpu_memory_utilization}, "
-            "max_num_batched_tokens "
-            f"{config.max_num_batched_tokens} and max_num_seqs {config.max_num_seqs}: lower one "
-            "of them"
+            f"kv_offload_gib {config.kv_offload_gib}, gpu_memory_utilization "
+            f"{config.gpu_memory_utilization}, max_num_batched_tokens "
+            f"{config.max_num_batched_tokens} and max_num_seqs {config.max_num_seqs}: lower one of "
+            "them"
         ) from error
 
 

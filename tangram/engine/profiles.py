@@ -102,9 +102,8 @@ def find_or_make_profile(
     if profile is not None:
         return profile.with_pages(config.page_tokens, config.heads_per_page)
     _log.warning(
-        "no profile for %s with scorer %s, scope %s, kv_retention %s, chunk_tokens %s: "
-        "calibrating on %d samples now, "
-        "once (`tangram calibrate` takes 50 and is more exact)",
+        "no profile for %s with scorer %s, scope %s, kv_retention %s, chunk_tokens %s: calibrating "
+        "on %d samples now, once (`tangram calibrate` takes 50 and is more exact)",
         config.model,
         scorer.name,
         scope,

@@ -57,9 +57,8 @@ def announce(
     page_gib = default.layout.page_bytes(admission.element_bytes) / GIB
     method = f"{config.scorer}, scope {config.scope}" if default.scored else "nothing dropped"
     _log.info(
-        "%s on %s, %s; KV cache in %s, %.2f GiB = %d pages; %s tokens fit at kv_retention %s "
-        "(%s), %s would without "
-        "compression; max_model_len %d, chunk %d tokens",
+        "%s on %s, %s; KV cache in %s, %.2f GiB = %d pages; %s tokens fit at kv_retention %s (%s), "
+        "%s would without compression; max_model_len %d, chunk %d tokens",
         config.model,
         loaded.device,
         str(loaded.dtype).removeprefix("torch."),

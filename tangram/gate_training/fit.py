@@ -70,8 +70,7 @@ class Examples:
         if self.tokens < self.recipe.batch_tokens:
             raise ConfigError(
                 f"the samples give {self.tokens} tokens to train on, a batch takes "
-                f"{self.recipe.batch_tokens}: give "
-                f"more samples, or longer ones"
+                f"{self.recipe.batch_tokens}: give more samples, or longer ones"
             )
         generator = torch.Generator().manual_seed(self.recipe.seed)
         self._drawn = [

@@ -95,8 +95,7 @@ class GpuDecode:
         if plan.tile_tokens != self._tile_tokens or plan.kv_heads != self._kv_heads:
             raise ConfigError(
                 f"the plan has tile_tokens {plan.tile_tokens} and {plan.kv_heads} KV heads, the "
-                "buffers were made for "
-                f"{self._tile_tokens} and {self._kv_heads}"
+                f"buffers were made for {self._tile_tokens} and {self._kv_heads}"
             )
         if (misfit := self._loaded(plan, lengths)) is not None:
             raise ConfigError(misfit)

@@ -189,8 +189,7 @@ def _kinds(plan: WorkPlan, group: int, options: DecodeOptions, lengths: Int32 | 
     if len(queries) and queries.max() > limits[-1]:
         raise ConfigError(
             f"a task serves {queries.max()} queries, the largest tile holds {limits[-1]}: plan "
-            "with "
-            f"max_query_rows={limits[-1]}"
+            f"with max_query_rows={limits[-1]}"
         )
     kind = 1 + np.searchsorted(limits, queries)
     if np.diff(plan.layer_indptr).max(initial=0) <= options.one_tile_tasks:
@@ -261,8 +260,8 @@ class Capacity:
         for name, size in self.sizes.items():
             if packed.arrays[name].size > size:
                 return (
-                    f"the plan has {packed.arrays[name].size} values in {name}, the buffers "
-                    f"hold {size}"
+                    f"the plan has {packed.arrays[name].size} values in {name}, the buffers hold "
+                    f"{size}"
                 )
         for kind, (count, most) in enumerate(
             zip(packed.counts.max(axis=0).tolist(), self.tasks, strict=True)

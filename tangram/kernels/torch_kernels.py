@@ -43,8 +43,7 @@ class TorchKernels:
         if foreign := sorted(told - {*self._schedule.planner.numbers}):
             raise ConfigError(
                 f"decode_schedule is {self._schedule.text!r}: +{foreign[0]} tells the GPU's "
-                "kernels how to run, leave "
-                f"it out on {pool.device.type}"
+                f"kernels how to run, leave it out on {pool.device.type}"
             )
         if cpu.compiled(pool):
             cpu.warm_up()

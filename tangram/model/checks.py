@@ -47,9 +47,8 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
         if rope_type in _ROPE_TYPES_REFUSED:
             raise ModelError(
                 f"{name}: rope_type {rope_type!r} depends on the longest sequence of a batch, so "
-                "one request would "
-                "change another's cache; set a fixed rope_type such as 'yarn' or 'linear' in "
-                "config.json"
+                "one request would change another's cache; set a fixed rope_type such as 'yarn' or "
+                "'linear' in config.json"
             )
     for field, why in (
         ("kv_lora_rank", "multi-head latent attention keeps no per-head keys"),

@@ -136,8 +136,8 @@ def check_index(path: Path) -> None:
         raise _damaged(path) from error
     if strange is not None:
         raise ModelError(
-            f"model index {str(path)!r} names the file {shortened(strange)}: "
-            "only *.safetensors files of its own folder are read"
+            f"model index {str(path)!r} names the file {shortened(strange)}: only *.safetensors "
+            "files of its own folder are read"
         )
 
 

@@ -103,8 +103,8 @@ def _nowhere(method: str, path: str) -> ApiError:
     if missing is None:
         return ApiError(404, f"{method} {path}: Not Found; /docs has what there is")
     message = (
-        f"{method} {path}: this server generates text, {missing} it does not serve; /docs "
-        "has what there is"
+        f"{method} {path}: this server generates text, {missing} it does not serve; /docs has what "
+        "there is"
     )
     return ApiError(404, message, code="endpoint_not_supported")
 

@@ -75,8 +75,8 @@ class AnswerForm:
             return message
         if len(calls) > 1:
             raise RequestError(
-                f"{field} has {len(calls)} calls, this model's template shows one a message: "
-                "send a message for each, with its result behind it",
+                f"{field} has {len(calls)} calls, this model's template shows one a message: send "
+                "a message for each, with its result behind it",
                 f"{field}.tool_calls",
             )
         texts = [message.get("reasoning_content"), message["content"]]

@@ -53,13 +53,13 @@ class Protection:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ConfigError(
                     f"allowed_origins has {origin!r}, it must be * or SCHEME://HOST, with :PORT "
-                    "where it is not the "
-                    "scheme's own, in small letters and without a path: give it as browsers send it"
+                    "where it is not the scheme's own, in small letters and without a path: give "
+                    "it as browsers send it"
                 )
         if not 1e-6 <= self.max_body_mb <= 1024:
             raise ConfigError(
-                f"max_body_mb is {self.max_body_mb}, it must lie in [0.000001, 1024]: one byte "
-                "and more"
+                f"max_body_mb is {self.max_body_mb}, it must lie in [0.000001, 1024]: one byte and "
+                "more"
             )
 
     @property
@@ -154,8 +154,8 @@ class BoundRequests:
         head_bytes += sum(len(name) + len(value) for name, value in headers)
         if head_bytes > MAX_HEADER_BYTES:
             message = (
-                f"the headers have {head_bytes} bytes, at most {MAX_HEADER_BYTES} are "
-                "allowed: send fewer"
+                f"the headers have {head_bytes} bytes, at most {MAX_HEADER_BYTES} are allowed: "
+                "send fewer"
             )
             raise ApiError(431, message)
         declared = dict(headers).get(b"content-length", b"0")
@@ -164,8 +164,8 @@ class BoundRequests:
 
     def _too_large(self, size: str) -> str:
         return (
-            f"the body has {size} bytes, at most {self._max_body_bytes} are allowed: "
-            "send less, or have the server started with a larger --max-body-mb"
+            f"the body has {size} bytes, at most {self._max_body_bytes} are allowed: send less, or "
+            "have the server started with a larger --max-body-mb"
         )
 
 

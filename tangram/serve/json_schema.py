@@ -89,8 +89,8 @@ class SchemaBounds:
             size <= MAX_SCHEMA_BYTES and deeper_than(schema, MAX_SCHEMA_LEVELS)
         ):
             message = (
-                f"{field} is nested in more than {MAX_SCHEMA_LEVELS} levels of JSON: make "
-                "it flatter, or use $ref"
+                f"{field} is nested in more than {MAX_SCHEMA_LEVELS} levels of JSON: make it "
+                "flatter, or use $ref"
             )
             raise RequestError(message, field)
         _at_most(size, MAX_SCHEMA_BYTES, "bytes of schema, or more", field)
@@ -108,8 +108,8 @@ class SchemaBounds:
             places += self._parts(found, place)
         if not can_end(schema):
             message = (
-                f"{field} can never be finished: each value it allows needs another one "
-                "inside, without end"
+                f"{field} can never be finished: each value it allows needs another one inside, "
+                "without end"
             )
             raise RequestError(
                 f"{message}; let a required property be null, or leave it out of 'required'", field
@@ -202,7 +202,7 @@ def _of(kind: type, value: Any, place: str) -> Any:
 def _at_most(number: int, limit: int, what: str, place: str) -> None:
     if number > limit:
         message = (
-            f"{place}: with it the schemas of this request have {number} {what}, at most "
-            f"{limit} are allowed"
+            f"{place}: with it the schemas of this request have {number} {what}, at most {limit} "
+            "are allowed"
         )
         raise RequestError(f"{message}: make them smaller", place)

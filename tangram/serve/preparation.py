@@ -136,9 +136,8 @@ class Preparation:
         ):
             raise OverloadError(
                 f"{self._awaiting} requests wait for {len(self._trials)} new grammars, at most "
-                f"{most} (max_queue) for "
-                f"{_MOST_NEW_GRAMMARS} may: try again later; requests without one, or with one "
-                "that is known, may come",
+                f"{most} (max_queue) for {_MOST_NEW_GRAMMARS} may: try again later; requests "
+                "without one, or with one that is known, may come",
                 MOST_S,  # the one that is tried has ended by then
                 "grammar_queue_full",
             )
@@ -159,8 +158,8 @@ class Preparation:
             return await asyncio.wait_for(asyncio.wrap_future(future), _MOST_COMPILING_S)
         except TimeoutError as error:
             message = (
-                f"{field} takes longer than {_MOST_COMPILING_S} s to make a grammar of: "
-                "make it simpler"
+                f"{field} takes longer than {_MOST_COMPILING_S} s to make a grammar of: make it "
+                "simpler"
             )
             raise RequestError(message, field) from error
 

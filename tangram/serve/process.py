@@ -54,8 +54,8 @@ class ConnectionLimits:
         backlog = min(_BACKLOG, room // 4)
         if backlog < 1:
             raise ConfigError(
-                f"the process may open {hard} files, {taken} are needed besides connections: "
-                "raise `ulimit -n`"
+                f"the process may open {hard} files, {taken} are needed besides connections: raise "
+                "`ulimit -n`"
             )
         if room < wanted - taken:
             _log.warning(

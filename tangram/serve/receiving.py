@@ -125,7 +125,7 @@ def _check_headers(request: Request) -> None:
     coding = request.headers.get("content-encoding", "identity")
     if coding.strip().lower() != "identity":
         message = (
-            f"the header Content-Encoding is {shortened(coding)}: send the body as it is, "
-            "not compressed"
+            f"the header Content-Encoding is {shortened(coding)}: send the body as it is, not "
+            "compressed"
         )
         raise ApiError(415, message, code="unsupported_content_encoding")

@@ -43,10 +43,9 @@ def refuse_huge(job: Job, max_model_len: int) -> None:
         way_out = "" if job.record is None else ", or stream the answer"
         raise RequestError(
             f"logprobs asks for up to {asked} log-probabilities ({job.choices} choices, together "
-            f"of {tokens} tokens, "
-            f"{alternatives} alternatives beside each), an answer in one piece has at most "
-            f"{MAX_WHOLE_LOGPROBS}: ask "
-            f"for fewer choices, tokens or alternatives{way_out}",
+            f"of {tokens} tokens, {alternatives} alternatives beside each), an answer in one piece "
+            f"has at most {MAX_WHOLE_LOGPROBS}: ask for fewer choices, tokens or "
+            f"alternatives{way_out}",
             "logprobs",
         )
 

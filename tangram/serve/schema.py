@@ -226,8 +226,8 @@ class ChatRequest(_Sampled):
         newer, older = self.max_completion_tokens, self.max_tokens
         if newer is not None and older is not None and newer != older:
             message = (
-                f"'max_completion_tokens' is {newer} and 'max_tokens', its older name, is "
-                f"{older}: send one of them"
+                f"'max_completion_tokens' is {newer} and 'max_tokens', its older name, is {older}: "
+                "send one of them"
             )
             raise wrong_field("max_completion_tokens", message)
         return self

@@ -42,8 +42,7 @@ _log = logging.getLogger(__name__)
 _Parts = tuple[Format, list[tuple[int, ...]], Grammar | None, Marks]
 _NO_TOOLS = (
     "the chat template of this model shows it no tools, or has calls written in a form that this "
-    "server cannot read: "
-    "leave them out, or choose another model"
+    "server cannot read: leave them out, or choose another model"
 )
 
 

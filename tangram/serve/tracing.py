@@ -61,8 +61,7 @@ def traces_to(
     except ImportError as error:
         raise ConfigError(
             f"{asked} is {url!r}, but OpenTelemetry's SDK is not installed: pip install "
-            "'tangram-serve[otel]', "
-            "or ask for no traces"
+            "'tangram-serve[otel]', or ask for no traces"
         ) from error
     own = Resource({"service.name": "tangram", "service.version": __version__})
     provider = TracerProvider(resource=own.merge(OTELResourceDetector().detect()))

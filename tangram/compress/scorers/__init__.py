@@ -107,8 +107,7 @@ def make_scorer(
         if found is None:
             raise ConfigError(
                 f"gate is not set, scorer {name} needs a gate file and none ships for this model: "
-                "give the path of "
-                f"one, or train it with `tangram calibrate --train-gate`"
+                "give the path of one, or train it with `tangram calibrate --train-gate`"
             )
         return scorer(found)
     if gate is not None:

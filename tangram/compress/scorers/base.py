@@ -92,8 +92,7 @@ class Scorer(ABC):
         if chunk_tokens < self.fewest_tokens:
             raise ConfigError(
                 f"chunk_tokens is {chunk_tokens}, scorer {self.name} needs at least "
-                f"{self.fewest_tokens}: raise "
-                "chunk_tokens or choose another scorer"
+                f"{self.fewest_tokens}: raise chunk_tokens or choose another scorer"
             )
 
     @property
@@ -111,9 +110,8 @@ class Scorer(ABC):
         if wrong:
             raise ConfigError(
                 f"the gate of scorer {self.name} was trained for another model: "
-                f"{'; '.join(wrong)}. "
-                "Train one for this model with `tangram calibrate --train-gate`, or choose "
-                "another scorer"
+                f"{'; '.join(wrong)}. Train one for this model with `tangram calibrate "
+                "--train-gate`, or choose another scorer"
             )
 
     @abstractmethod

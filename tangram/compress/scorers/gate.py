@@ -211,9 +211,8 @@ def _reading(path: Path) -> Iterator[None]:
     except UNREADABLE as error:
         raise ConfigError(
             f"gate is {str(path)!r}, it cannot be read as a Fast KVzip gate: {error}. Gates are "
-            "safetensors files; "
-            "docs/scorers.md says under 'Gate files' how to convert a released one, which is a "
-            "PyTorch file"
+            "safetensors files; docs/scorers.md says under 'Gate files' how to convert a released "
+            "one, which is a PyTorch file"
         ) from error
 
 
@@ -245,8 +244,8 @@ def _read_shape(path: Path, layers: list[Mapping[str, Tensor]]) -> GateShape:
     for name, tensor, dims in (("k_base", base, 4), ("b", bias, 3), ("k_proj.weight", keys, 2)):
         if tensor.ndim != dims or 0 in tensor.shape:
             raise ConfigError(
-                f"gate is {str(path)!r}, layer 0 has {name} of shape {list(tensor.shape)}, "
-                f"it must have {dims} dimensions, none of them empty"
+                f"gate is {str(path)!r}, layer 0 has {name} of shape {list(tensor.shape)}, it must "
+                f"have {dims} dimensions, none of them empty"
             )
     return GateShape(
         layers=len(layers),
@@ -262,8 +261,8 @@ def _check_names(path: Path, layer: int, tensors: Mapping[str, Tensor]) -> None:
     missing, unknown = sorted(set(NAMES) - set(tensors)), sorted(set(tensors) - set(NAMES))
     if missing or unknown:
         raise ConfigError(
-            f"gate is {str(path)!r}, layer {layer} is not of the Fast KVzip format: "
-            f"missing {missing}, unknown {unknown}"
+            f"gate is {str(path)!r}, layer {layer} is not of the Fast KVzip format: missing "
+            f"{missing}, unknown {unknown}"
         )
 
 
@@ -273,6 +272,5 @@ def _check_layer(path: Path, layer: int, tensors: Mapping[str, Tensor], shape: G
         if tuple(tensors[name].shape) != expected:
             raise ConfigError(
                 f"gate is {str(path)!r}, layer {layer} has {name} of shape "
-                f"{list(tensors[name].shape)}, "
-                f"it must be {list(expected)}"
+                f"{list(tensors[name].shape)}, it must be {list(expected)}"
             )

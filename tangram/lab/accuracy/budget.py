@@ -38,8 +38,7 @@ class Budget:
         if low_tokens > self.context_tokens:
             raise ConfigError(
                 f"context_tokens is {self.context_tokens}, the shortest text of this task has "
-                f"{low_tokens} tokens: "
-                f"ask for {low_tokens} at least"
+                f"{low_tokens} tokens: ask for {low_tokens} at least"
             )
         most = fewest + self.context_tokens
         high, high_tokens = min(fewest + _PROBE_UNITS, most), low_tokens

@@ -88,8 +88,7 @@ def _lines(rng: random.Random) -> Iterator[Line]:
     if not paths:
         raise ConfigError(
             "task code_lookup reads the standard library's sources, and "
-            f"{sysconfig.get_path('stdlib')} has none: "
-            "install them or take another suite"
+            f"{sysconfig.get_path('stdlib')} has none: install them or take another suite"
         )
     rng.shuffle(paths)
     seen: set[str] = set()

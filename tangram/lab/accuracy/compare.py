@@ -111,8 +111,7 @@ def _check_tails(methods: Sequence[Method]) -> None:
     if small and min(small) <= TAIL_TOKENS:
         raise ConfigError(
             f"chunk_tokens has {min(small)}, but {FIDELITY} looks at {TAIL_TOKENS} tokens that "
-            "fill no chunk: choose "
-            "larger chunks"
+            "fill no chunk: choose larger chunks"
         )
 
 

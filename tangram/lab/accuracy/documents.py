@@ -18,8 +18,8 @@ from tangram.lab.accuracy.sample import Draft, Question
 _ASKED = 3
 _REPLY_TOKENS = 32
 _TOLD = (
-    "Answer the question based on the given documents. Only give me the answer and do not "
-    "output any other words."
+    "Answer the question based on the given documents. Only give me the answer and do not output "
+    "any other words."
 )
 _TRADES = (
     "baker",

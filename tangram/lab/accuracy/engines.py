@@ -130,8 +130,7 @@ class ModelBench:
         if longest > limit:
             raise ConfigError(
                 f"context_tokens is too large: the longest prompt has {longest} tokens with its "
-                "reply, the model was "
-                f"made for {limit}"
+                f"reply, the model was made for {limit}"
             )
         return replace(self, base=replace(self.base, max_model_len=longest))
 

@@ -45,8 +45,7 @@ def expected(
         if len(logits) != TAIL_TOKENS:
             raise ConfigError(
                 f"context_tokens leaves {len(logits)} tokens unsealed with chunk_tokens "
-                f"{config.chunk_tokens}, it must "
-                f"leave {TAIL_TOKENS}: make it a multiple of chunk_tokens, and those more than "
-                f"{TAIL_TOKENS}"
+                f"{config.chunk_tokens}, it must leave {TAIL_TOKENS}: make it a multiple of "
+                f"chunk_tokens, and those more than {TAIL_TOKENS}"
             )
         yield logits

@@ -65,8 +65,7 @@ def read_samples(path: Path, budget: Budget, seed: int) -> list[Sample]:
     if not samples:
         raise ConfigError(
             f"context_tokens is {budget.context_tokens}, and no session of {path} that questions "
-            "are asked about fits: "
-            "a session of LoCoMo has 500 to 1,500 tokens"
+            "are asked about fits: a session of LoCoMo has 500 to 1,500 tokens"
         )
     return samples
 
@@ -99,9 +98,9 @@ def windows(conversation: Conversation, budget: Budget) -> list[Window]:
 def _text(conversation: Conversation, sessions: tuple[Session, ...]) -> str:
     first, second = conversation.speakers
     head = (
-        f"Below is a conversation between two people: {first} and {second}. The conversation "
-        "takes place over multiple "
-        "days and the date of each conversation is written at the beginning of the conversation."
+        f"Below is a conversation between two people: {first} and {second}. The conversation takes "
+        "place over multiple days and the date of each conversation is written at the beginning of "
+        "the conversation."
     )
     return "\n\n".join([head, *(session.text() for session in sessions), ""])
 

@@ -146,8 +146,8 @@ class Grid:
         ):
             raise ConfigError(
                 f"sink_tokens is {self.sink_tokens} and window_tokens {self.window_tokens}, but "
-                f"method {fixed[0]} "
-                f"always keeps {SINK_TOKENS} and C / 64: leave them out, or the method"
+                f"method {fixed[0]} always keeps {SINK_TOKENS} and C / 64: leave them out, or the "
+                "method"
             )
         for field, changed, users in (
             ("alphas", tuple(self.alphas) != (ALPHA,), {"static"}),
@@ -157,8 +157,8 @@ class Grid:
         ):
             if changed and not users & set(self.names):
                 limit = (
-                    f"only {', '.join(sorted(users))} would look at it: add one of these "
-                    "methods, or leave it out"
+                    f"only {', '.join(sorted(users))} would look at it: add one of these methods, "
+                    "or leave it out"
                 )
                 raise ConfigError(
                     f"{field} is {getattr(self, field)}, methods {', '.join(self.names)}: {limit}"
@@ -219,8 +219,7 @@ def aligned_tokens(
     if uneven := sorted(chunk for chunk in chunks if unit % chunk):
         raise ConfigError(
             f"chunk_tokens has {uneven[0]}, of which {named}, {unit}, is no multiple (one-shot's "
-            "is "
-            "context_tokens): choose sizes that divide it, or --no-align"
+            "is context_tokens): choose sizes that divide it, or --no-align"
         )
     return unit
 

@@ -141,8 +141,8 @@ def prefix_suffix(rng: random.Random, budget: Budget) -> Draft:
         string for string in supply if string[:cut] not in ends and string[-cut:] not in ends
     )
     head = (
-        "Below is a list of strings, one on each line. Find the one with the specified "
-        "beginning and end.\n\n"
+        "Below is a list of strings, one on each line. Find the one with the specified beginning "
+        "and end.\n\n"
     )
     text = hide(rng, strings, hidden, "\n").filled(budget, head, "\n\n")
     return Draft(text, tuple(_of_string(string, cut) for string in asked))
@@ -221,16 +221,15 @@ def report(rng: random.Random, budget: Budget) -> Draft:
     ]
     asked = rng.sample(range(_STATIONS), 3)
     head = (
-        "Read the following yearly report. You will be asked about the figures that the "
-        "stations reported.\n\n"
+        "Read the following yearly report. You will be asked about the figures that the stations "
+        "reported.\n\n"
     )
     text = hide(rng, prose(random.Random(rng.getrandbits(64))), facts, " ").filled(
         budget, head, "\n\n"
     )
     every = (
         f"Summarise the report: name each of the {_STATIONS} stations that reported passengers, "
-        "and how many. "
-        "The stations and their passengers are:"
+        "and how many. The stations and their passengers are:"
     )
     one = [
         Question(

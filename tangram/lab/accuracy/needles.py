@@ -74,8 +74,8 @@ class Needles:
             else f"A special magic {many} is"
         )
         return (
-            f"{hidden} hidden within the following text. Make sure to memorize it. "
-            f"I will quiz you about the {many} afterwards.\n"
+            f"{hidden} hidden within the following text. Make sure to memorize it. I will quiz you "
+            f"about the {many} afterwards.\n"
         )
 
     def _question(self, asked: dict[str, list[str]]) -> Question:

@@ -69,8 +69,7 @@ class RealText:
         if self.context_tokens < MIN_CONTEXT_TOKENS or self.context_tokens % alignment.tokens:
             raise ConfigError(
                 f"context_tokens is {self.context_tokens}, for {SUITE} it must be at least "
-                f"{MIN_CONTEXT_TOKENS} and a "
-                f"multiple of the largest chunk, {alignment.tokens}"
+                f"{MIN_CONTEXT_TOKENS} and a multiple of the largest chunk, {alignment.tokens}"
             )
         texts = _sources(self.seed) if self.path is None else [_read(self.path)]
         found = passages(codec.encode, self.context_tokens, self.samples, texts=texts)
@@ -106,8 +105,7 @@ def passages(
     if len(pieces) < (1 if count is None else count):
         raise ConfigError(
             f"samples is {wanted}, the texts hold {len(pieces)} passages of {context_tokens} + "
-            f"{TAIL_TOKENS} tokens: "
-            f"ask for fewer, for shorter contexts, or bring more text"
+            f"{TAIL_TOKENS} tokens: ask for fewer, for shorter contexts, or bring more text"
         )
     return pieces
 

@@ -104,8 +104,7 @@ class Questions:
         if room < MIN_CONTEXT_TOKENS:
             raise ConfigError(
                 f"context_tokens is {self.context_tokens}, of which the chat template takes "
-                f"{head}: it must be at "
-                f"least {MIN_CONTEXT_TOKENS + head + _MARGIN_TOKENS}"
+                f"{head}: it must be at least {MIN_CONTEXT_TOKENS + head + _MARGIN_TOKENS}"
             )
         special = len(codec.encode(""))
         samples = SUITES[self.suite](

@@ -86,8 +86,7 @@ def _section(cells: Sequence[AnyCell], setting: Setting) -> str:
     title = f"### {setting.suite}, {setting.context_tokens:,} tokens: {setting.model}"
     told = (
         f"{setting.samples} samples, seed {setting.seed}, {setting.dtype}, KV cache "
-        f"{setting.kv_cache_dtype}; "
-        f"{aligned}."
+        f"{setting.kv_cache_dtype}; {aligned}."
     )
     given = [cell for cell in cells if isinstance(cell, FidelityCell)]
     answered = [cell for cell in cells if isinstance(cell, Cell)]

@@ -101,16 +101,13 @@ def _locomo(
     if not of_categories:
         raise ConfigError(
             f"tasks is {', '.join(categories)}, of which the conversations of {path} ask nothing "
-            "in contexts of "
-            f"at most {context_tokens} tokens: name others, or raise context_tokens"
+            f"in contexts of at most {context_tokens} tokens: name others, or raise context_tokens"
         )
     if samples is not None and samples > len(of_categories):
         raise ConfigError(
-            f"samples is {samples}, the conversations of {path} give {len(of_categories)} "
-            "contexts of at most "
-            f"{context_tokens} tokens: ask for {len(of_categories)} or fewer, or for shorter "
-            "contexts, name more "
-            f"files, or leave samples out for all of them"
+            f"samples is {samples}, the conversations of {path} give {len(of_categories)} contexts "
+            f"of at most {context_tokens} tokens: ask for {len(of_categories)} or fewer, or for "
+            "shorter contexts, name more files, or leave samples out for all of them"
         )
     random.Random(f"{locomo.SUITE}/{seed}").shuffle(of_categories)
     return [_with_questions(sample, max_questions) for sample in of_categories[:samples]]

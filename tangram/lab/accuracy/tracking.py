@@ -36,15 +36,12 @@ def variable_tracking(rng: random.Random, budget: Budget) -> Draft:
     text = hide(rng, noise(), chain, "\n", in_order=True).filled(budget, head, "\n")
     which = (
         f"Question: Find all variables that are assigned the value {value} in the text above. "
-        "Answer: According to the "
-        f"chain(s) of variable assignment in the text above, {_CHAIN} variables are assigned the "
-        f"value {value}, they "
-        "are:"
+        f"Answer: According to the chain(s) of variable assignment in the text above, {_CHAIN} "
+        f"variables are assigned the value {value}, they are:"
     )
     what = (
         f"Question: Which number does the variable {names[-1]} have in the text above, by the "
-        "chain of assignments? "
-        f"Answer: The variable {names[-1]} has the number"
+        f"chain of assignments? Answer: The variable {names[-1]} has the number"
     )
     evidence = tuple(chain)
     return Draft(
@@ -82,8 +79,8 @@ def common_words(rng: random.Random, budget: Budget) -> Draft:
         return head + " ".join(f"{number}. {word}" for number, word in enumerate(listed, 1)) + "\n"
 
     ask = (
-        "Question: What are the 10 most common words in the above list? "
-        "Answer: The top 10 words that appear most often in the list are:"
+        "Question: What are the 10 most common words in the above list? Answer: The top 10 words "
+        "that appear most often in the list are:"
     )
     text = write(budget.fill(write, fewest=_FEWEST_ENTRIES))
     return Draft(text, (Question(ask, tuple(common), "all", 120),))
@@ -97,8 +94,8 @@ def frequent_words(rng: random.Random, budget: Budget) -> Draft:
     """
     vocabulary, order = Stock(words.coded(rng)), rng.getrandbits(64)
     head = (
-        "Read the following coded text and track the frequency of each coded word. "
-        "Find the three most frequently appeared coded words. "
+        "Read the following coded text and track the frequency of each coded word. Find the three "
+        "most frequently appeared coded words. "
     )
 
     def write(drawn: int) -> str:
@@ -115,9 +112,7 @@ def frequent_words(rng: random.Random, budget: Budget) -> Draft:
     text = write(budget.fill(write, fewest=_FEWEST_CODED))
     ask = (
         "Question: Do not provide any explanation. Please ignore the dots '....'. What are the "
-        "three most frequently "
-        "appeared words in the above coded text? Answer: According to the coded text above, the "
-        "three most frequently "
-        "appeared words are:"
+        "three most frequently appeared words in the above coded text? Answer: According to the "
+        "coded text above, the three most frequently appeared words are:"
     )
     return Draft(text, (Question(ask, tuple(vocabulary.first(3)), "all", 50),))

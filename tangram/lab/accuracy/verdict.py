@@ -49,8 +49,8 @@ def _said(full: AnyCell, cell: AnyCell) -> str:
 def _expectation(full: FidelityCell, cell: FidelityCell) -> str:
     return (
         f"leaves the likeliest next token of real text the same at {_points(cell.agreement)} % of "
-        "places, and moves "
-        f"perplexity from {full.perplexity.mean:.2f} to {cell.perplexity.mean:.2f}."
+        f"places, and moves perplexity from {full.perplexity.mean:.2f} to "
+        f"{cell.perplexity.mean:.2f}."
     )
 
 

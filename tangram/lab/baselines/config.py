@@ -44,9 +44,8 @@ class ComparisonConfig(EngineConfig):
         if self.reclamation == "by-input" and needless:
             raise ConfigError(
                 "reclamation is 'by-input' with enable_prefix_caching "
-                f"{self.enable_prefix_caching}, "
-                f"profile {self.profile} and kv_retention {self.kv_retention}: it needs False, no "
-                "profile and less than 1.0"
+                f"{self.enable_prefix_caching}, profile {self.profile} and kv_retention "
+                f"{self.kv_retention}: it needs False, no profile and less than 1.0"
             )
         if self.decode_schedule is not None and self.decode_policy is not None:
             raise ConfigError(

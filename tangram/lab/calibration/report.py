@@ -68,8 +68,7 @@ def markdown(found: Report) -> str:
     kinds = ", ".join(f"{count} {kind}" for kind, count in found["kinds"].items())
     parts = [
         f"{found['samples']} samples ({kinds}), {found['chunks']} chunks of "
-        f"{found['chunk_tokens']} tokens, "
-        f"{found['heads']} heads, α {found['alpha']:g}"
+        f"{found['chunk_tokens']} tokens, {found['heads']} heads, α {found['alpha']:g}"
     ]
     for retention, figures in found["retentions"].items():
         parts.append(f"## ρ {retention}")

@@ -194,11 +194,10 @@ def breakdowns(engine: Engine, asks: Sequence[Ask]) -> dict[str, Breakdown]:
     )
     if needed > fit or len(asks) > engine.config.max_num_seqs:
         raise ConfigError(
-            f"batch is {len(asks)}, which needs {needed:,} tokens in the cache and max_num_seqs "
-            "of as many, but at "
-            f"kv_retention {engine.config.kv_retention:g} only {fit:,} fit, and max_num_seqs is "
-            f"{engine.config.max_num_seqs}: make the batch smaller, or kv_cache_gib or "
-            "max_num_seqs larger"
+            f"batch is {len(asks)}, which needs {needed:,} tokens in the cache and max_num_seqs of "
+            f"as many, but at kv_retention {engine.config.kv_retention:g} only {fit:,} fit, and "
+            f"max_num_seqs is {engine.config.max_num_seqs}: make the batch smaller, or "
+            "kv_cache_gib or max_num_seqs larger"
         )
     if engine.device.type == "cuda":
         # Graphs are captured anew for larger plans: here answers grow as long as they will, and end

@@ -92,9 +92,8 @@ class Patience:
         found = _percentiles(waits_s)
         return GivenUpError(
             f"given up after {now_s:.0f} s: more than {self.share:.0%} waited over {self.ttft_s} "
-            "s; "
-            f"{len(waits_s)} had asked, half of them waited {found['p50']:.1f} s or more, a tenth "
-            f"{found['p90']:.1f} s"
+            f"s; {len(waits_s)} had asked, half of them waited {found['p50']:.1f} s or more, a "
+            f"tenth {found['p90']:.1f} s"
         )
 
     @staticmethod

@@ -52,9 +52,8 @@ RECLAMATION = ("reclamation", "reclamation, books")
 HOW = {
     "cpu": "host clock at the boundaries of parts; a part without the parts inside it",
     "cuda": "CUDA events on the stream at the boundaries of parts, waiting for the host included; "
-    "a part without the "
-    "parts inside it; a graph is all model, but for what it scores and seals, which events inside "
-    "it time",
+    "a part without the parts inside it; a graph is all model, but for what it scores and seals, "
+    "which events inside it time",
 }
 
 
