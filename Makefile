@@ -23,7 +23,7 @@ define install_torch
 	$(1)/pip install --quiet --no-deps $(FROM) $(TORCH)
 endef
 
-.PHONY: demo serve test nightly check bench eval-quick fuzz load overload soak clients site clean
+.PHONY: demo serve test quick nightly check bench eval-quick fuzz load overload soak clients site clean
 
 demo: $(READY)
 	$(BIN)/python -m bench.demo
@@ -31,8 +31,16 @@ demo: $(READY)
 serve: $(READY)
 	$(BIN)/tangram serve $(ARGS)
 
+# Two workers of one thread each; a file's tests stay together, so that they share what they start.
+WORKERS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
 test: check
-	$(BIN)/python -m pytest
+	$(PYTEST)
+
+# Less than a minute: the tests that need no torch.
+quick: $(DEV_READY)
+	$(PYTEST) tests/host
 
 # Hours: every kernel in every variant, compiled for every card (docs/hardware.md).
 nightly: $(DEV_READY)
@@ -57,16 +65,16 @@ eval-quick: $(DEV_READY)
 
 # Strangers at a server of the embedded model (docs/load.md). FUZZ_SECONDS=, LOAD_SECONDS= and SOAK_SECONDS= say how long.
 fuzz: $(DEV_READY)
-	$(BIN)/python -m bench.hammer.fuzz
+	$(BIN)/python -m bench.stress.fuzz
 
 load: $(DEV_READY) $(LOAD_READY)
-	$(BIN)/python -m bench.hammer.load
+	$(BIN)/python -m bench.stress.load
 
 overload: $(DEV_READY)
-	$(BIN)/python -m bench.hammer.overload
+	$(BIN)/python -m bench.stress.overload
 
 soak: $(DEV_READY)
-	$(BIN)/python -m bench.hammer.soak
+	$(BIN)/python -m bench.stress.soak
 
 # A load generator brings another project's dependencies: it has a place of its own.
 $(LOAD_READY): constraints.txt

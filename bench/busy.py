@@ -1,9 +1,11 @@
-"""Speed beside a program that burns a core, and beside a second engine: `python -m bench.busy [decode|prefill]`.
+"""Speed beside a program that burns a core, and beside a second engine: `python -m bench.busy
+[decode|prefill]`.
 
-Engines are processes of their own with one request at a time. "libgomp's own" is an engine whose threads
-wait as libgomp lets them by itself, as before `tangram/kernels/waiting.py`. Each measurement begins with
-some seconds that are not counted. A repeat measures all cases, one after the other. Prefill beside a burnt core
-is not measured with libgomp's own waiting: a chunk takes minutes there.
+Engines are processes of their own with one request at a time. "libgomp's own" is an engine whose
+threads wait as libgomp lets them by itself, as before `tangram/kernels/waiting.py`. Each
+measurement begins with some seconds that are not counted. A repeat measures all cases, one after
+the other. Prefill beside a burnt core is not measured with libgomp's own waiting: a chunk takes
+minutes there.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ BURN = "while True: pass"
 
 
 def serve_measurements() -> None:
-    """The process of one engine: for each line on standard input, "decode" or "prefill", a line with tokens/s."""
+    """The process of one engine: for each line on standard input, "decode" or "prefill", a line
+    with tokens/s.
+    """
     from tangram.calibrate.texts import pilot_texts
     from tangram.config import EngineConfig
     from tangram.engine.build import build_engine
@@ -79,9 +83,13 @@ class EngineProcess:
     def __init__(self, **variables: str) -> None:
         inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.busy", "--engine"], stdin=subprocess.PIPE, text=True,
-            stdout=subprocess.PIPE, env=inherited | variables, start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, "-m", "bench.busy", "--engine"],
+            stdin=subprocess.PIPE,
+            text=True,
+            stdout=subprocess.PIPE,
+            env=inherited | variables,
+            start_new_session=True,
+        )
         self.answer()
 
     def ask(self, what: str) -> None:
@@ -140,18 +148,24 @@ def report(speeds: dict[str, list[float]], what: str) -> None:
         table.add_column(column, justify="left" if column == "case" else "right")
     for case, found in speeds.items():
         median = statistics.median(found)
-        table.add_row(case, f"{median:.2f}", f"{min(found):.2f} - {max(found):.2f}", f"{median / idle:.2f}")
+        table.add_row(
+            case, f"{median:.2f}", f"{min(found):.2f} - {max(found):.2f}", f"{median / idle:.2f}"
+        )
     Console().print(table)
     kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     kept[what] = {
-        "command": f"python -m bench.busy {what}", "cores": os.cpu_count(), "environment": environment(),
+        "command": f"python -m bench.busy {what}",
+        "cores": os.cpu_count(),
+        "environment": environment(),
         "tokens_per_s": speeds,
-    }  # fmt: skip
+    }
     RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", nargs="?", choices=("decode", "prefill"), default="decode")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--engine", action="store_true", help=argparse.SUPPRESS)

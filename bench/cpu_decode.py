@@ -1,10 +1,12 @@
-"""Decode speed on the CPU: this engine against Transformers' own generate, same model, same prompts, one process.
+"""Decode speed on the CPU: this engine against Transformers' own generate, same model, same
+prompts, one process.
 
     python -m bench.cpu_decode [--context 2000] [--tokens 32] [--repeats 5]
 
-Prefill is left out on both sides: the clock runs from the last first token to the end. The tokens at ρ = 1.0 must equal
-generate's in every repeat, or nothing is reported. N is chosen so that no chunk ends
-within it; the cost of sealing a chunk that decode completed is measured on its own and reported per token.
+Prefill is left out on both sides: the clock runs from the last first token to the end. The tokens
+at ρ = 1.0 must equal generate's in every repeat, or nothing is reported. N is chosen so that no
+chunk ends within it; the cost of sealing a chunk that decode completed is measured on its own and
+reported per token.
 """
 
 from __future__ import annotations
@@ -34,8 +36,12 @@ from tangram.types import Event, Request, SamplingParams
 RESULTS = Path(__file__).parent / "results"
 
 
-def generate_seconds(loaded: LoadedModel, prompts: list[list[int]], tokens: int) -> tuple[float, list[list[int]]]:
-    """Seconds that Transformers' generate takes for `tokens` decode steps of the batch, and the tokens it gives."""
+def generate_seconds(
+    loaded: LoadedModel, prompts: list[list[int]], tokens: int
+) -> tuple[float, list[list[int]]]:
+    """Seconds that Transformers' generate takes for `tokens` decode steps of the batch, and the
+    tokens it gives.
+    """
     ids = torch.tensor(prompts)
     times: list[float] = []
 
@@ -45,15 +51,24 @@ def generate_seconds(loaded: LoadedModel, prompts: list[list[int]], tokens: int)
 
     loaded.model.set_attn_implementation("sdpa")
     answers = loaded.model.generate(
-        ids, attention_mask=torch.ones_like(ids), pad_token_id=0, do_sample=False, max_new_tokens=tokens + 1,
-        min_new_tokens=tokens + 1, stopping_criteria=StoppingCriteriaList([watch]),
-    )  # fmt: skip
+        ids,
+        attention_mask=torch.ones_like(ids),
+        pad_token_id=0,
+        do_sample=False,
+        max_new_tokens=tokens + 1,
+        min_new_tokens=tokens + 1,
+        stopping_criteria=StoppingCriteriaList([watch]),
+    )
     loaded.model.set_attn_implementation("tangram")
     return times[-1] - times[0], answers[:, ids.shape[1] :].tolist()
 
 
-def engine_seconds(engine: Engine, prompts: list[list[int]], tokens: int) -> tuple[float, list[list[int]]]:
-    """Seconds that `engine` takes for `tokens` decode steps of the batch, and the tokens it gives."""
+def engine_seconds(
+    engine: Engine, prompts: list[list[int]], tokens: int
+) -> tuple[float, list[list[int]]]:
+    """Seconds that `engine` takes for `tokens` decode steps of the batch, and the
+    tokens it gives.
+    """
     answers: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
 
     def take(event: Event) -> None:
@@ -74,7 +89,9 @@ def engine_seconds(engine: Engine, prompts: list[list[int]], tokens: int) -> tup
 
 
 def seal_seconds(loaded: LoadedModel, config: EngineConfig, prompt: list[int]) -> float:
-    """Seconds that sealing takes for one chunk that decode has completed: the step after the chunk's last token."""
+    """Seconds that sealing takes for one chunk that decode has completed: the step after the
+    chunk's last token.
+    """
     engine = engine_of(config, loaded)
     length = len(prompt) // config.chunk_tokens * config.chunk_tokens - 1
     params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
@@ -85,18 +102,25 @@ def seal_seconds(loaded: LoadedModel, config: EngineConfig, prompt: list[int]) -
         begin = time.perf_counter()
         engine.step()
         if engine.stats().sealed_chunks > sealed:
-            slowest = time.perf_counter() - begin  # the last one counts: it is the decode-completed chunk
+            slowest = (
+                time.perf_counter() - begin
+            )  # the last one counts: it is the decode-completed chunk
     return slowest
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--context", type=int, default=2000)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     loaded = load_model("smollm2")
-    prompts = [loaded.tokenizer.encode(text)[: options.context] for text in pilot_texts(8, min_characters=16_000)]
+    prompts = [
+        loaded.tokenizer.encode(text)[: options.context]
+        for text in pilot_texts(8, min_characters=16_000)
+    ]
     shared = {"scorer": "keydiff", "kv_cache_gib": 2.0, "enable_prefix_caching": False}
     configs = {rho: EngineConfig(kv_retention=rho, **shared) for rho in (1.0, 0.5)}
     rows: list[dict[str, Any]] = []
@@ -109,23 +133,40 @@ def main() -> None:
             "tangram, ρ 0.5": partial(engine_seconds, half, own, steps),
         }
         seconds: dict[str, list[float]] = {name: [] for name in contenders}
-        for _ in range(options.repeats):  # in turns, so that a slow minute of the machine hits all alike
+        for _ in range(
+            options.repeats
+        ):  # in turns, so that a slow minute of the machine hits all alike
             answers = {}
             for name, measure in contenders.items():
                 taken_s, answers[name] = measure()
                 seconds[name].append(taken_s)
             if answers["transformers generate"] != answers["tangram, ρ 1.0"]:
-                raise SystemExit(f"batch {batch}: answers differ from generate's, nothing is reported")
+                raise SystemExit(
+                    f"batch {batch}: answers differ from generate's, nothing is reported"
+                )
         for name, taken in seconds.items():
             speeds = [batch * options.tokens / value for value in taken]
-            rows.append({"batch": batch, "what": name, "tokens_per_s": statistics.median(speeds), "all": speeds})
-    sealing = {f"{rho}": seal_seconds(loaded, config, prompts[0]) for rho, config in configs.items()}
+            rows.append(
+                {
+                    "batch": batch,
+                    "what": name,
+                    "tokens_per_s": statistics.median(speeds),
+                    "all": speeds,
+                }
+            )
+    sealing = {
+        f"{rho}": seal_seconds(loaded, config, prompts[0]) for rho, config in configs.items()
+    }
     report(rows, sealing, configs[0.5].chunk_tokens, options)
 
 
-def report(rows: list[dict[str, Any]], sealing: dict[str, float], chunk_tokens: int, options: Any) -> None:
+def report(
+    rows: list[dict[str, Any]], sealing: dict[str, float], chunk_tokens: int, options: Any
+) -> None:
     """Print the table and keep the raw figures."""
-    table = Table(title=f"decode, {options.context} tokens of context, {options.tokens} steps, float32")
+    table = Table(
+        title=f"decode, {options.context} tokens of context, {options.tokens} steps, float32"
+    )
     for column in ("batch", "what", "tokens/s (median)", "spread", "of generate"):
         table.add_column(column, justify="left" if column == "what" else "right")
     for row in rows:
@@ -136,13 +177,17 @@ def report(rows: list[dict[str, Any]], sealing: dict[str, float], chunk_tokens: 
     Console().print(table)
     for rho, seconds in sealing.items():
         each = seconds / chunk_tokens * 1e3
-        print(f"sealing a decode-completed chunk at rho {rho}: {seconds:.2f} s, {each:.1f} ms a token")
+        print(
+            f"sealing a decode-completed chunk at rho {rho}: {seconds:.2f} s, {each:.1f} ms a token"
+        )
     RESULTS.mkdir(exist_ok=True)
     content = {
         "command": "python -m bench.cpu_decode",
         "options": vars(options),
-        "environment": environment(), "rows": rows, "sealing_seconds": sealing,
-    }  # fmt: skip
+        "environment": environment(),
+        "rows": rows,
+        "sealing_seconds": sealing,
+    }
     (RESULTS / "cpu_decode.json").write_text(json.dumps(content, indent=1) + "\n")
 
 

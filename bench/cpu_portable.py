@@ -14,7 +14,10 @@ import time
 from pathlib import Path
 
 REPEATS, STEPS = 5, 40
-BATCHES = ((1, 2000), (8, 2000))  # rows, tokens of each: heads as SmolLM2-135M has them in one layer
+BATCHES = (
+    (1, 2000),
+    (8, 2000),
+)  # rows, tokens of each: heads as SmolLM2-135M has them in one layer
 KV_HEADS, GROUP, HEAD_DIM, PAGE = 3, 3, 64, 16
 
 
@@ -30,7 +33,9 @@ def microseconds(rows: int, tokens: int) -> float:
     pages = -(-tokens // PAGE)
     cells = np.arange(rows * KV_HEADS).reshape(rows, 1, KV_HEADS)
     kept = np.full((rows, 1, KV_HEADS), float(tokens))
-    batch = DecodeRows(cells * pages, np.zeros_like(cells), cells, kept, windows=(None,), page_tokens=PAGE)
+    batch = DecodeRows(
+        cells * pages, np.zeros_like(cells), cells, kept, windows=(None,), page_tokens=PAGE
+    )
     plan = cpu.CpuPlan.build(plan_aot(batch, 2, tile_tokens=128), batch)
     pool = torch.randn(cells.size * pages, 1, 2, PAGE, HEAD_DIM)
     tables = torch.randperm(cells.size * pages).int()
@@ -66,8 +71,10 @@ def main() -> None:
         own, portable = (sorted(found[machine, rows]) for machine in ("x86_64", "arm64"))
         ratio = statistics.median(portable) / statistics.median(own)
         print(
-            f"{rows} x {tokens}: intrinsics {statistics.median(own):.0f} ({own[0]:.0f}–{own[-1]:.0f}) µs, "
-            f"portable {statistics.median(portable):.0f} ({portable[0]:.0f}–{portable[-1]:.0f}) µs, {ratio:.2f}"
+            f"{rows} x {tokens}: intrinsics {statistics.median(own):.0f} "
+            f"({own[0]:.0f}–{own[-1]:.0f}) µs, "
+            f"portable {statistics.median(portable):.0f} ({portable[0]:.0f}–{portable[-1]:.0f}) "
+            f"µs, {ratio:.2f}"
         )
 
 

@@ -1,8 +1,10 @@
-"""Start-up and prefill on the CPU, beside what Transformers alone takes for the same: `python -m bench.cpu_serving`.
+"""Start-up and prefill on the CPU, beside what Transformers alone takes for the same: `python -m
+bench.cpu_serving`.
 
-Start: from the launch of `tangram serve smollm2` to the first 200 of /health, and to the end of a first short answer.
-The other side is a process that imports Transformers, loads the same weights and generates the same number of tokens.
-Prefill: one prompt, from its submission to its first token, against one forward pass of the model with its own cache.
+Start: from the launch of `tangram serve smollm2` to the first 200 of /health, and to the end of a
+first short answer. The other side is a process that imports Transformers, loads the same weights
+and generates the same number of tokens. Prefill: one prompt, from its submission to its first
+token, against one forward pass of the model with its own cache.
 """
 
 from __future__ import annotations
@@ -57,10 +59,15 @@ def start_seconds() -> tuple[float, float]:
         try:
             with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
                 healthy = _healthy(client, server) - begin
-                client.post("/v1/chat/completions", json={
-                    "model": "smollm2", "messages": [{"role": "user", "content": QUESTION}],
-                    "max_tokens": ANSWER_TOKENS, "temperature": 0,
-                }).raise_for_status()  # fmt: skip
+                client.post(
+                    "/v1/chat/completions",
+                    json={
+                        "model": "smollm2",
+                        "messages": [{"role": "user", "content": QUESTION}],
+                        "max_tokens": ANSWER_TOKENS,
+                        "temperature": 0,
+                    },
+                ).raise_for_status()
                 return healthy, time.perf_counter() - begin
         finally:
             server.terminate()
@@ -79,7 +86,9 @@ def _healthy(client: httpx.Client, server: subprocess.Popen[bytes]) -> float:
 def alone_seconds(loaded: LoadedModel) -> float:
     """Seconds that a process with Transformers alone takes for the same answer."""
     begin = time.perf_counter()
-    subprocess.run([sys.executable, "-c", ALONE, loaded.model.name_or_path], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-c", ALONE, loaded.model.name_or_path], check=True, capture_output=True
+    )
     return time.perf_counter() - begin
 
 
@@ -95,7 +104,9 @@ def engine_prefill_seconds(engine: Engine, prompt: list[int]) -> tuple[float, in
 
 
 def model_prefill_seconds(loaded: LoadedModel, prompt: list[int]) -> tuple[float, int]:
-    """Seconds of one forward pass that fills Transformers' own cache, and the likeliest next token."""
+    """Seconds of one forward pass that fills Transformers' own cache, and the likeliest
+    next token.
+    """
     loaded.model.set_attn_implementation("sdpa")
     begin = time.perf_counter()
     with torch.inference_mode():
@@ -106,21 +117,31 @@ def model_prefill_seconds(loaded: LoadedModel, prompt: list[int]) -> tuple[float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--context", type=int, default=3000)
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     loaded = load_model("smollm2")
-    prompt = loaded.tokenizer.encode(pilot_texts(1, min_characters=8 * options.context)[0])[: options.context]
+    prompt = loaded.tokenizer.encode(pilot_texts(1, min_characters=8 * options.context)[0])[
+        : options.context
+    ]
     shared = {"scorer": "keydiff", "kv_cache_gib": 1.0, "enable_prefix_caching": False}
-    engines = {rho: engine_of(EngineConfig(kv_retention=rho, **shared), loaded) for rho in (1.0, 0.5)}
+    engines = {
+        rho: engine_of(EngineConfig(kv_retention=rho, **shared), loaded) for rho in (1.0, 0.5)
+    }
     prefills: dict[str, Callable[[], tuple[float, int]]] = {
         "transformers": lambda: model_prefill_seconds(loaded, prompt),
         "tangram, ρ 1.0": lambda: engine_prefill_seconds(engines[1.0], prompt),
         "tangram, ρ 0.5": lambda: engine_prefill_seconds(engines[0.5], prompt),
     }
     seconds: dict[str, list[float]] = {f"prefill {name}": [] for name in prefills}
-    seconds |= {"start to healthy": [], "start to first answer": [], "transformers alone to first answer": []}
+    seconds |= {
+        "start to healthy": [],
+        "start to first answer": [],
+        "transformers alone to first answer": [],
+    }
     for _ in range(options.repeats):
         tokens = {}
         for name, measure in prefills.items():
@@ -147,9 +168,11 @@ def report(seconds: dict[str, list[float]], options: Any) -> None:
     Console().print(table)
     RESULTS.mkdir(exist_ok=True)
     content = {
-        "command": "python -m bench.cpu_serving", "options": vars(options), "environment": environment(),
+        "command": "python -m bench.cpu_serving",
+        "options": vars(options),
+        "environment": environment(),
         "seconds": seconds,
-    }  # fmt: skip
+    }
     (RESULTS / "cpu_serving.json").write_text(json.dumps(content, indent=1) + "\n")
 
 

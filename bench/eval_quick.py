@@ -1,9 +1,10 @@
-"""Does compression still cost what it did? A few minutes of `tangram eval` on the embedded model, with bounds.
+"""Does compression still cost what it did? A few minutes of `tangram eval` on the embedded model,
+with bounds.
 
     python -m bench.eval_quick        (make eval-quick)
 
-Prints the tables, and exits with 1 where a number is outside its bounds in eval_quick_bounds.json, or where budgets of
-a profile are no better than equal ones. Every run measures anew.
+Prints the tables, and exits with 1 where a number is outside its bounds in eval_quick_bounds.json,
+or where budgets of a profile are no better than equal ones. Every run measures anew.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from tangram.lab.accuracy.report import report
 from tangram.lab.accuracy.results import AnyCell, FidelityCell
 
 BOUNDS = Path(__file__).with_name("eval_quick_bounds.json")
-# The default scorer of this model, with the method that its budgets stand in for; and that of all other models.
+# The default scorer of this model, with the method that its budgets stand in for; and that of all
+# other models.
 ASKED = (
     (Grid(["full", "uniform", "static", "dynamic"], ["fastkvzip"], [0.5]), (NEEDLES, TEXT)),
     (Grid(["uniform", "static"], ["keydiff"], [0.5]), (NEEDLES,)),
@@ -39,9 +41,15 @@ def main() -> int:
     for grid, asked in ASKED:
         with tempfile.TemporaryDirectory() as folder, Bar() as bar:
             cells += compare(
-                EngineConfig(), grid, asked, align=True, calibration_samples=_CALIBRATION_SAMPLES,
-                output=Path(folder) / "results.json", command="python -m bench.eval_quick", watch=bar,
-            )  # fmt: skip
+                EngineConfig(),
+                grid,
+                asked,
+                align=True,
+                calibration_samples=_CALIBRATION_SAMPLES,
+                output=Path(folder) / "results.json",
+                command="python -m bench.eval_quick",
+                watch=bar,
+            )
     print(report(cells))
     broken = [*outside(cells, json.loads(BOUNDS.read_text())), *overtaken(cells)]
     print("\n".join(broken) or "every number is within its bounds", file=sys.stderr)
@@ -54,13 +62,19 @@ def named(method: Method) -> str:
 
 
 def numbers(cell: AnyCell) -> dict[str, float]:
-    """All that the report says of a cell, but differences, by name; without what could not be otherwise."""
+    """All that the report says of a cell, but differences, by name; without what could not be
+    otherwise.
+    """
     if isinstance(cell, FidelityCell):
         found = {"perplexity": cell.perplexity.mean}
         compressed = {"divergence": cell.divergence.mean, "agreement": cell.agreement.mean}
         return found if cell.method.name == "full" else found | compressed
     held = {} if cell.footprint is None else {"footprint": cell.footprint}
-    return {"score": cell.score.mean, **{task: score.mean for task, score in cell.by_task.items()}, **held}
+    return {
+        "score": cell.score.mean,
+        **{task: score.mean for task, score in cell.by_task.items()},
+        **held,
+    }
 
 
 def outside(cells: Sequence[AnyCell], bounds: Bounds) -> list[str]:
@@ -71,14 +85,17 @@ def outside(cells: Sequence[AnyCell], bounds: Bounds) -> list[str]:
             least, seen, most = bounds[cell.setting.suite][named(cell.method)][name]
             if not least <= value <= most:
                 found.append(
-                    f"{cell.setting.suite}, {cell.method.title}: {name} is {value:.3f}, it must lie in "
+                    f"{cell.setting.suite}, {cell.method.title}: {name} is {value:.3f}, it must "
+                    "lie in "
                     f"[{least}, {most}] and was {seen} ({BOUNDS.name})"
                 )
     return found
 
 
 def overtaken(cells: Sequence[AnyCell]) -> list[str]:
-    """A line for each suite and scorer with which equal budgets are no worse than those of a profile."""
+    """A line for each suite and scorer with which equal budgets are no worse than those of a
+    profile.
+    """
     lost = {
         (cell.setting.suite, cell.method.name, cell.method.scorer): cell.divergence.mean
         if isinstance(cell, FidelityCell)
@@ -86,7 +103,8 @@ def overtaken(cells: Sequence[AnyCell]) -> list[str]:
         for cell in cells
     }
     return [
-        f"{suite}, {scorer}: budgets of a profile are no better than equal ones (divergence or −score {loss:.3f}, "
+        f"{suite}, {scorer}: budgets of a profile are no better than equal ones (divergence or "
+        f"−score {loss:.3f}, "
         f"{lost[suite, 'uniform', scorer]:.3f})"
         for (suite, method, scorer), loss in lost.items()
         if method == "static" and loss >= lost[suite, "uniform", scorer]

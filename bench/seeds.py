@@ -11,16 +11,23 @@ TEMPERATURES, TOKENS, AT_ONCE, PROMPTS = (0.7, 1.0, 2.0), 64, 8, 16
 
 def count_different(llm: LLM, temperature: float) -> int:
     """Of 16 prompts of 10 to 400 words, answers that are not the same in a batch of eight."""
-    prompts = [f"Story {number}. " + "Once there was a fox. " * (2 + 5 * number) for number in range(PROMPTS)]
+    prompts = [
+        f"Story {number}. " + "Once there was a fox. " * (2 + 5 * number)
+        for number in range(PROMPTS)
+    ]
     params = [
         SamplingParams(temperature=temperature, seed=number, max_tokens=TOKENS, ignore_eos=True)
         for number in range(PROMPTS)
     ]
-    alone = [llm.generate(prompt, one)[0].outputs[0] for prompt, one in zip(prompts, params, strict=True)]
+    alone = [
+        llm.generate(prompt, one)[0].outputs[0] for prompt, one in zip(prompts, params, strict=True)
+    ]
     together = [
         answer.outputs[0]
         for start in range(0, PROMPTS, AT_ONCE)
-        for answer in llm.generate(prompts[start : start + AT_ONCE], params[start : start + AT_ONCE])
+        for answer in llm.generate(
+            prompts[start : start + AT_ONCE], params[start : start + AT_ONCE]
+        )
     ]
     return sum(one.token_ids != other.token_ids for one, other in zip(alone, together, strict=True))
 

@@ -1,6 +1,7 @@
 """Calibrate the embedded model and write the profiles that ship with the project.
 
-python bench/ship_profiles.py [--scorer keydiff] [--scope model] [--samples 50] [--folder tangram/profiles]
+python bench/ship_profiles.py [--scorer keydiff] [--scope model] [--samples 50] [--folder
+tangram/profiles]
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ RETENTIONS = (0.25, 0.5, 0.75)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--scorer", default="keydiff")
     parser.add_argument("--scope", default="model", choices=("layer", "model"))
     parser.add_argument("--samples", type=int, default=50)
@@ -27,12 +30,20 @@ def main() -> None:
     config = EngineConfig()
     loaded = load_model(config.model)
     profiles = calibrate_model(
-        loaded, make_scorer(options.scorer, model=loaded.fingerprint), options.scope, config, retentions=RETENTIONS,
-        texts=pilot_texts(options.samples), source=f"built-in pilot texts, {options.samples} samples, seed 0",
-    )  # fmt: skip
+        loaded,
+        make_scorer(options.scorer, model=loaded.fingerprint),
+        options.scope,
+        config,
+        retentions=RETENTIONS,
+        texts=pilot_texts(options.samples),
+        source=f"built-in pilot texts, {options.samples} samples, seed 0",
+    )
     for profile in profiles:
         profile.save(options.folder / profile.file_name)
-        print(f"{profile.file_name}: realised {profile.realised_retention:.4f}, {profile.calibration.rank_stability}")
+        print(
+            f"{profile.file_name}: realised {profile.realised_retention:.4f}, "
+            f"{profile.calibration.rank_stability}"
+        )
 
 
 if __name__ == "__main__":

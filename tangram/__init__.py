@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tangram.compress.profile import Profile
-from tangram.errors import ConfigError, IntegrityError, ModelError, ProfileError, RequestError, TangramError
+from tangram.errors import (
+    ConfigError,
+    IntegrityError,
+    ModelError,
+    ProfileError,
+    RequestError,
+    TangramError,
+)
 from tangram.types import SamplingParams
 from tangram.version import __version__ as __version__
 
@@ -28,7 +35,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`LLM` and its results bring torch along; whoever wants only the host side need not wait for it."""
+    """`LLM` and its results bring torch along; whoever wants only the host side need not wait for
+    it.
+    """
     if name in ("LLM", "CompletionOutput", "RequestOutput"):
         from tangram.engine import llm
 

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args, get_type_hints
 
 from tangram.errors import ConfigError
+from tangram.foreign_files import expanded
 from tangram.limits import Bounds
 
 MOST_TOKENS = 2**24  # of anything: no model was made for so many
@@ -22,9 +23,20 @@ SERVED_SCORER = "fastkvzip where its gate is given or ships for these weights, e
 
 
 def cache_folder() -> Path:
-    """Where converted weights and calibrated profiles are kept: $TANGRAM_CACHE, else the user's cache folder."""
-    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(os.environ.get("TANGRAM_CACHE") or Path(home) / "tangram")
+    """Where converted weights and calibrated profiles are kept: $TANGRAM_CACHE, else the user's
+    cache folder.
+
+    Raises `ConfigError` where nothing says where the user's home is.
+    """
+    if own := os.environ.get("TANGRAM_CACHE"):
+        return expanded(own)
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or expanded("~/.cache"))
+    if not folder.is_absolute():
+        raise ConfigError(
+            f"the cache folder would be {str(folder)!r}, which depends on where the command runs: "
+            "set TANGRAM_CACHE, XDG_CACHE_HOME or HOME to a folder that begins with /"
+        )
+    return folder / "tangram"
 
 
 class Group(StrEnum):
@@ -147,10 +159,14 @@ class EngineConfig:
         "gate file of the scorer fastkvzip",
         unset="the one that ships for these weights",
     )
-    chunk_tokens: int = _compression(512, "tokens that are computed and sealed in one piece", bounds=_TOKENS)
+    chunk_tokens: int = _compression(
+        512, "tokens that are computed and sealed in one piece", bounds=_TOKENS
+    )
 
     max_num_seqs: int = _batching(32, "most sequences in one step", bounds=_TOKENS)
-    max_num_batched_tokens: int = _batching(2048, "most tokens in one step", bounds=Bounds(1, 2 * MOST_TOKENS))
+    max_num_batched_tokens: int = _batching(
+        2048, "most tokens in one step", bounds=Bounds(1, 2 * MOST_TOKENS)
+    )
     prompt_patience: int = _batching(
         16,
         "a prompt lets others pass for that many times its own tokens; 0: none",
@@ -206,21 +222,26 @@ class EngineConfig:
                 raise ConfigError(f"{name} is {value!r}, it must be {listed}")
         if self.chunk_tokens % self.page_tokens:
             raise ConfigError(
-                f"chunk_tokens is {self.chunk_tokens}, it must be a multiple of page_tokens ({self.page_tokens})"
+                f"chunk_tokens is {self.chunk_tokens}, it must be a multiple of page_tokens "
+                f"({self.page_tokens})"
             )
         smallest = self.chunk_tokens + self.max_num_seqs
         if self.max_num_batched_tokens < smallest:
             raise ConfigError(
-                f"max_num_batched_tokens is {self.max_num_batched_tokens}, it must be at least chunk_tokens + "
-                f"max_num_seqs = {smallest}, so that a whole chunk always fits beside the decoding rows"
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, it must be at least "
+                "chunk_tokens + "
+                f"max_num_seqs = {smallest}, so that a whole chunk always fits beside the "
+                "decoding rows"
             )
         if self.overflow_every is not None and self.kv_retention == 1.0 and not self.profile:
             raise ConfigError(
-                f"overflow_every is {self.overflow_every}, but at kv_retention 1.0 nothing is dropped: leave it out"
+                f"overflow_every is {self.overflow_every}, but at kv_retention 1.0 nothing is "
+                "dropped: leave it out"
             )
         if self.kv_offload_gib and not self.enable_prefix_caching:
             raise ConfigError(
-                f"kv_offload_gib is {self.kv_offload_gib}, but without enable_prefix_caching nothing is kept: "
+                f"kv_offload_gib is {self.kv_offload_gib}, but without enable_prefix_caching "
+                "nothing is kept: "
                 "enable it, or set kv_offload_gib to 0"
             )
 

@@ -1,4 +1,6 @@
-"""A model's config.json: from a preset, a folder, a file or the Hugging Face Hub, by the names that most models use."""
+"""A model's config.json: from a preset, a folder, a file or the Hugging Face Hub, by the names that
+most models use.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tangram.errors import ConfigError
+from tangram.foreign_files import expanded
 
 # The names that most families use, and what others call the same.
 _ALIASES = {
@@ -40,7 +43,9 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The language part of a config.json, and the folder that it lies in; None of a preset or of mere content."""
+    """The language part of a config.json, and the folder that it lies in; None of a preset or of
+    mere content.
+    """
 
     name: str
     content: Mapping[str, Any]
@@ -51,12 +56,16 @@ class ModelConfig:
         return self.content.get(field) is not None
 
     def count(self, field: str, what: str) -> int:
-        """A number of at least 1. Raises `ConfigError` for another or none; `what` depends on it."""
+        """A number of at least 1. Raises `ConfigError` for another or none; `what`
+        depends on it.
+        """
         value = self.content.get(field)
         if value is None:
             raise ConfigError(f"{self.name}: config.json has no {field}, {what} depends on it")
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{self.name}: {field} is {value!r}, it must be a whole number of at least 1")
+            raise ConfigError(
+                f"{self.name}: {field} is {value!r}, it must be a whole number of at least 1"
+            )
         return value
 
 
@@ -66,12 +75,15 @@ def presets() -> dict[str, str]:
 
 
 def read_config(model: str | Path | Mapping[str, Any]) -> ModelConfig:
-    """Of a preset's name, a folder, a config.json or its content, or a Hugging Face id, of which only that is fetched.
+    """Of a preset's name, a folder, a config.json or its content, or a Hugging Face id, of which
+    only that is fetched.
 
     Raises `ConfigError` if there is no such thing, or if it holds something else.
     """
     if isinstance(model, Mapping):
-        return _of(str(model.get("_name_or_path") or model.get("model_type") or "model"), model, None)
+        return _of(
+            str(model.get("_name_or_path") or model.get("model_type") or "model"), model, None
+        )
     known = _read_presets()
     if str(model) in known:
         return _of(str(model), known[str(model)]["config"], None)
@@ -87,14 +99,15 @@ def read_config(model: str | Path | Mapping[str, Any]) -> ModelConfig:
 
 def _place(model: str | Path, known: Mapping[str, object]) -> tuple[Path, str]:
     """Where the file lies, and what the model is called."""
-    path = Path(model).expanduser()
+    path = expanded(model)
     path = path / "config.json" if path.is_dir() else path
     if path.is_file():
         return path, path.resolve().parent.name
     if _HUB_ID.fullmatch(str(model)):
         return _fetched(str(model)), str(model)
     raise ConfigError(
-        f"model {str(model)!r} is neither a preset nor a folder with a config.json nor a Hugging Face id; presets: "
+        f"model {str(model)!r} is neither a preset nor a folder with a config.json nor a Hugging "
+        "Face id; presets: "
         f"{', '.join(known)}"
     )
 
@@ -108,14 +121,19 @@ def _fetched(model: str) -> Path:
     except Exception as error:  # the network has many, and each of them ends here
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")
         raise ConfigError(
-            f"model {model!r} cannot be fetched from Hugging Face ({reason}): give a folder with its config.json"
+            f"model {model!r} cannot be fetched from Hugging Face ({reason}): give a folder with "
+            "its config.json"
         ) from error
 
 
 def _of(name: str, content: Mapping[str, Any], folder: Path | None) -> ModelConfig:
     """The language part, whose tied embeddings and dtype may be told of outside it."""
-    part = next((content[part] for part in _TEXT_PARTS if isinstance(content.get(part), Mapping)), None)
-    outer = {} if part is None else {field: content[field] for field in _OUTSIDE if field in content}
+    part = next(
+        (content[part] for part in _TEXT_PARTS if isinstance(content.get(part), Mapping)), None
+    )
+    outer = (
+        {} if part is None else {field: content[field] for field in _OUTSIDE if field in content}
+    )
     own = content if part is None else part
     text = {**_FAMILY_DEFAULTS.get(own.get("model_type", ""), {}), **outer, **own}
     for field, aliases in _ALIASES.items():
@@ -128,5 +146,7 @@ def _of(name: str, content: Mapping[str, Any], folder: Path | None) -> ModelConf
 
 
 def _read_presets() -> dict[str, dict[str, Any]]:
-    content: dict[str, dict[str, Any]] = json.loads(files("tangram").joinpath("size_presets.json").read_text("utf-8"))
+    content: dict[str, dict[str, Any]] = json.loads(
+        files("tangram").joinpath("size_presets.json").read_text("utf-8")
+    )
     return content

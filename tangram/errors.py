@@ -1,14 +1,13 @@
 """Every error Tangram raises on purpose.
 
-TangramError
-├── ConfigError      an engine option is wrong: names the field, the value and the limit
-├── RequestError     one request is wrong or can never fit (HTTP 400): the engine goes on
-├── OverloadError    a queue is full (HTTP 429): says which, and when to come back
-├── MachineError     the machine had no room for what one request needs (HTTP 503): the engine goes on, try again
-├── EngineError      the engine's thread has died: whoever runs it should start it again
-├── ProfileError     a profile is damaged, stale or of another model: names the mismatch
-├── ModelError       the model cannot be loaded, or would be served silently wrong
-└── IntegrityError   the cache's books do not add up: a bug in Tangram, never the user's fault
+TangramError ├── ConfigError      an engine option is wrong: names the field, the value and the
+limit ├── RequestError     one request is wrong or can never fit (HTTP 400): the engine goes on ├──
+OverloadError    a queue is full (HTTP 429): says which, and when to come back ├── MachineError
+the machine had no room for what one request needs (HTTP 503): the engine goes on, try again ├──
+EngineError      the engine's thread has died: whoever runs it should start it again ├──
+ProfileError     a profile is damaged, stale or of another model: names the mismatch ├── ModelError
+the model cannot be loaded, or would be served silently wrong └── IntegrityError   the cache's books
+do not add up: a bug in Tangram, never the user's fault
 """
 
 from __future__ import annotations
@@ -34,7 +33,9 @@ class RequestError(TangramError):
 
 
 class OverloadError(TangramError):
-    """One request too many waits; it may be sent again after `retry_after_s` seconds. `code` names the queue."""
+    """One request too many waits; it may be sent again after `retry_after_s` seconds. `code` names
+    the queue.
+    """
 
     def __init__(self, message: str, retry_after_s: int, code: str = "queue_full") -> None:
         super().__init__(message)
@@ -42,7 +43,9 @@ class OverloadError(TangramError):
 
 
 class MachineError(TangramError):
-    """What one request needs besides the engine could not be had just now, whatever the request says."""
+    """What one request needs besides the engine could not be had just now, whatever the request
+    says.
+    """
 
 
 class EngineError(TangramError):

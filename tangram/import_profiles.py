@@ -1,8 +1,9 @@
 """Turn the budgets that Tangram's authors published into profiles of ours.
 
-Their file (aiha-lab/tangram, Apache-2.0; arXiv 2606.06302) is an `.npz` of arrays `MODEL/SCORER/SCOPE/FIELD` with
-`mean` and `std` [L, H], the kept fraction of the entries that competed at ρ 0.3, and `layers` [L]. Only the ratios
-between heads carry over: counts are derived for the ρ that is asked for, as for any profile, at the α of the paper.
+Their file (aiha-lab/tangram, Apache-2.0; arXiv 2606.06302) is an `.npz` of arrays
+`MODEL/SCORER/SCOPE/FIELD` with `mean` and `std` [L, H], the kept fraction of the entries that
+competed at ρ 0.3, and `layers` [L]. Only the ratios between heads carry over: counts are derived
+for the ρ that is asked for, as for any profile, at the α of the paper.
 """
 
 from __future__ import annotations
@@ -18,15 +19,26 @@ from tangram.compress.provenance import Calibration, ModelFingerprint, ScorerSpe
 from tangram.errors import ProfileError
 
 SAMPLES = 28
-SOURCE = "aiha-lab/tangram, Apache-2.0, 28 samples of 14.6K-26.3K tokens at rho 0.3, arXiv 2606.06302"
+SOURCE = (
+    "aiha-lab/tangram, Apache-2.0, 28 samples of 14.6K-26.3K tokens at rho 0.3, arXiv 2606.06302"
+)
 
 # Our scorer -> theirs.
-SCORERS = {"snapkv": "snapkv", "keydiff": "keydiff", "expected_attention": "ea", "fastkvzip": "fastkvzip"}
+SCORERS = {
+    "snapkv": "snapkv",
+    "keydiff": "keydiff",
+    "expected_attention": "ea",
+    "fastkvzip": "fastkvzip",
+}
 
 # The file has no geometry beyond L and H: this is that of the models' published configurations.
 MODELS = {
-    "llama-3.1-8b-instruct": ModelFingerprint("meta-llama/Llama-3.1-8B-Instruct", "llama", 32, 8, 32, 128),
-    "qwen3-4b-instruct-2507": ModelFingerprint("Qwen/Qwen3-4B-Instruct-2507", "qwen3", 36, 8, 32, 128),
+    "llama-3.1-8b-instruct": ModelFingerprint(
+        "meta-llama/Llama-3.1-8B-Instruct", "llama", 32, 8, 32, 128
+    ),
+    "qwen3-4b-instruct-2507": ModelFingerprint(
+        "Qwen/Qwen3-4B-Instruct-2507", "qwen3", 36, 8, 32, 128
+    ),
     "gemma-3-12b-it": ModelFingerprint("google/gemma-3-12b-it", "gemma3_text", 48, 8, 16, 256),
     "gpt-oss-20b": ModelFingerprint("openai/gpt-oss-20b", "gpt_oss", 24, 8, 64, 64),
 }
@@ -45,20 +57,34 @@ def import_published(
 ) -> Profile:
     """The profile of a published budget, for one of `MODELS` and `SCORERS` (our names).
 
-    `scorer` carries the parameters of the scorer that will run; the authors' own are not on record. The weights' hash
-    and the vocabulary are unknown, so it fits any model of that architecture and shape. Raises `ProfileError` naming
-    the file and what it lacks, `ConfigError` if ρ cannot be met.
+    `scorer` carries the parameters of the scorer that will run; the authors' own are not on record.
+    The weights' hash and the vocabulary are unknown, so it fits any model of that architecture and
+    shape. Raises `ProfileError` naming the file and what it lacks, `ConfigError` if ρ cannot be
+    met.
     """
     if model not in MODELS:
-        raise ProfileError(f"model is {model!r}, there are published budgets of {', '.join(MODELS)}")
+        raise ProfileError(
+            f"model is {model!r}, there are published budgets of {', '.join(MODELS)}"
+        )
     if scorer.name not in SCORERS:
-        raise ProfileError(f"scorer is {scorer.name!r}, there are published budgets of {', '.join(SCORERS)}")
+        raise ProfileError(
+            f"scorer is {scorer.name!r}, there are published budgets of {', '.join(SCORERS)}"
+        )
     mean, std, layers = _arrays(path, f"{model}/{SCORERS[scorer.name]}/{scope}")
     return Profile.from_statistics(
-        mean, std, model=MODELS[model], layers=[int(layer) for layer in layers], scorer=scorer,
-        scope=scope, kv_retention=kv_retention, chunk_tokens=chunk_tokens, page_tokens=page_tokens,
-        heads_per_page=heads_per_page, alpha=PAPER_ALPHA, calibration=Calibration(SAMPLES, SOURCE),
-    )  # fmt: skip
+        mean,
+        std,
+        model=MODELS[model],
+        layers=[int(layer) for layer in layers],
+        scorer=scorer,
+        scope=scope,
+        kv_retention=kv_retention,
+        chunk_tokens=chunk_tokens,
+        page_tokens=page_tokens,
+        heads_per_page=heads_per_page,
+        alpha=PAPER_ALPHA,
+        calibration=Calibration(SAMPLES, SOURCE),
+    )
 
 
 def _arrays(path: str | Path, prefix: str) -> list[npt.NDArray[np.generic]]:
@@ -67,6 +93,8 @@ def _arrays(path: str | Path, prefix: str) -> list[npt.NDArray[np.generic]]:
         with Path(path).open("rb") as file, np.load(file, allow_pickle=False) as published:
             return [published[f"{prefix}/{name}"] for name in ("mean", "std", "layers")]
     except KeyError as error:
-        raise ProfileError(f"{path}: {error.args[0]}; its keys must be MODEL/SCORER/SCOPE/FIELD") from error
+        raise ProfileError(
+            f"{path}: {error.args[0]}; its keys must be MODEL/SCORER/SCOPE/FIELD"
+        ) from error
     except (OSError, ValueError, TypeError, zipfile.BadZipFile) as error:
         raise ProfileError(f"{path}: not a readable .npz file of budgets: {error}") from error

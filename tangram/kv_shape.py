@@ -13,7 +13,8 @@ from tangram.errors import ConfigError
 __all__ = ["KVShape", "presets", "read_shape"]
 _WHAT = "the size of the KV cache"
 
-# Fields of models whose layers do not all keep keys and values of their own: their size would come out wrong.
+# Fields of models whose layers do not all keep keys and values of their own: their size would come
+# out wrong.
 _FOREIGN_FIELDS = (
     "num_kv_shared_layers",
     "layers_block_type",
@@ -27,8 +28,9 @@ _FOREIGN_FIELDS = (
 class KVShape:
     """What one model stores per token.
 
-    `windows` has one entry a layer: the sliding window in tokens, None = the whole context. `latent` marks multi-head
-    latent attention (MLA): one vector of `head_dim` elements is both key and value of all query heads.
+    `windows` has one entry a layer: the sliding window in tokens, None = the whole context.
+    `latent` marks multi-head latent attention (MLA): one vector of `head_dim` elements is both key
+    and value of all query heads.
     """
 
     model: str
@@ -57,17 +59,25 @@ def read_shape(model: str | Path | Mapping[str, Any] | ModelConfig) -> KVShape:
     config = model if isinstance(model, ModelConfig) else read_config(model)
     for field in _FOREIGN_FIELDS:
         if value := config.content.get(field):
-            raise ConfigError(f"{config.name}: {field} is {value!r}: not every layer has a KV cache of its own")
+            raise ConfigError(
+                f"{config.name}: {field} is {value!r}: not every layer has a KV cache of its own"
+            )
     latent = config.given("kv_lora_rank")
     kv_heads, head_dim = _latent_heads(config) if latent else _heads(config)
-    windows = tuple(_window(config, layer) for layer in range(config.count("num_hidden_layers", _WHAT)))
+    windows = tuple(
+        _window(config, layer) for layer in range(config.count("num_hidden_layers", _WHAT))
+    )
     return KVShape(config.name, kv_heads, head_dim, latent, windows)
 
 
 def _heads(config: ModelConfig) -> tuple[int, int]:
     """KV heads and head dim, with the defaults that all Transformers models share."""
     query_heads = config.count("num_attention_heads", _WHAT)
-    kv_heads = config.count("num_key_value_heads", _WHAT) if config.given("num_key_value_heads") else query_heads
+    kv_heads = (
+        config.count("num_key_value_heads", _WHAT)
+        if config.given("num_key_value_heads")
+        else query_heads
+    )
     if config.given("head_dim"):
         return kv_heads, config.count("head_dim", _WHAT)
     return kv_heads, config.count("hidden_size", _WHAT) // query_heads
@@ -78,19 +88,25 @@ def _latent_heads(config: ModelConfig) -> tuple[int, int]:
 
 
 def _window(config: ModelConfig, layer: int) -> int | None:
-    """The sliding window of one layer, by the several ways in which configs say it; None = full attention."""
+    """The sliding window of one layer, by the several ways in which configs say it; None = full
+    attention.
+    """
     content = config.content
     kinds = content.get("layer_types")
     if kinds is not None:
         if layer >= len(kinds) or kinds[layer] not in ("full_attention", "sliding_attention"):
             kind = kinds[layer] if layer < len(kinds) else "missing"
             raise ConfigError(
-                f"{config.name}: layer_types[{layer}] is {kind}, only full and sliding attention are known"
+                f"{config.name}: layer_types[{layer}] is {kind}, only full and sliding attention "
+                "are known"
             )
         return None if kinds[layer] == "full_attention" else config.count("sliding_window", _WHAT)
     if content.get("sliding_window") is None or content.get("use_sliding_window") is False:
         return None
-    if config.given("sliding_window_pattern") and (layer + 1) % config.count("sliding_window_pattern", _WHAT) == 0:
+    if (
+        config.given("sliding_window_pattern")
+        and (layer + 1) % config.count("sliding_window_pattern", _WHAT) == 0
+    ):
         return None
     if content.get("use_sliding_window") and layer < content.get("max_window_layers", 0):
         return None  # Qwen: the first layers keep full attention

@@ -1,8 +1,10 @@
-"""The ranges of request fields, in one place: Python API and server refuse the same values in the same words."""
+"""The ranges of request fields, in one place: Python API and server refuse the same values in the
+same words.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from reprlib import repr as shortened
 from typing import TYPE_CHECKING
@@ -20,22 +22,47 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_BIASES = 1024
 MAX_SALT_CHARACTERS = 1024  # they are hashed with every try to find room
 
-# What Transformers and the server hand to a chat template, and what templates call: no request may set these.
+# What Transformers and the server hand to a chat template, and what templates call: no request may
+# set these.
 TEMPLATE_NAMES = frozenset(
     {
         *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
         *("chat_template", "conversation", "conversations", "compiled_template", "self"),
-        *("tokenize", "tokenizer_kwargs", "sanitize_control_tokens", "return_assistant_tokens_mask"),
+        *(
+            "tokenize",
+            "tokenizer_kwargs",
+            "sanitize_control_tokens",
+            "return_assistant_tokens_mask",
+        ),
         *("padding", "truncation", "max_length", "return_tensors", "return_dict"),
-        *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
-        *("raise_exception", "strftime_now", "namespace", "dict", "range", "lipsum", "cycler", "joiner"),
+        *(
+            "bos_token",
+            "eos_token",
+            "unk_token",
+            "sep_token",
+            "pad_token",
+            "cls_token",
+            "mask_token",
+        ),
+        *(
+            "raise_exception",
+            "strftime_now",
+            "namespace",
+            "dict",
+            "range",
+            "lipsum",
+            "cycler",
+            "joiner",
+        ),
     }
 )
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Where a number must lie, both ends, which are finite, included; the low one not if it is `open_low`."""
+    """Where a number must lie, both ends, which are finite, included; the low one not if it is
+    `open_low`.
+    """
 
     low: float
     high: float
@@ -45,11 +72,15 @@ class Bounds:
         """Raise `RequestError` if the `value` of `field` lies outside."""
         if not self._holds(value):
             bracket = "(" if self.open_low else "["
-            message = f"{field} is {shortened(value)}, it must lie in {bracket}{self.low}, {self.high}]"
+            message = (
+                f"{field} is {shortened(value)}, it must lie in {bracket}{self.low}, {self.high}]"
+            )
             raise RequestError(message, field)
 
     def check_option(self, name: str, value: float, hint: str = "") -> None:
-        """Raise `ConfigError` if the `value` of option `name` lies outside; `hint` says what else there is."""
+        """Raise `ConfigError` if the `value` of option `name` lies outside; `hint` says what else
+        there is.
+        """
         if self._holds(value):
             return
         low = f"{'greater than' if self.open_low else 'at least'} {_number(self.low)}"
@@ -82,6 +113,23 @@ BOUNDS: Mapping[str, Bounds] = {
 BIAS = Bounds(-100.0, 100.0)
 
 
+def check_size(
+    texts: Iterable[str], field: str, max_model_len: int, longest_token_bytes: int
+) -> None:
+    """Raise `RequestError` for texts of `field` that are too long for the model, however few tokens
+    they make.
+
+    Tokenizing takes seconds for texts that are megabytes long: not for one that could never fit.
+    """
+    size, most = sum(len(text.encode()) for text in texts), max_model_len * longest_token_bytes
+    if size > most:
+        message = (
+            f"{field} has {size} bytes of text, {max_model_len} tokens (max_model_len) hold "
+            f"at most {most}"
+        )
+        raise RequestError(f"{message}: shorten it", field)
+
+
 def check_sampling(params: SamplingParams) -> None:
     """Raise `RequestError` naming the first field that is out of range."""
     for field, bounds in BOUNDS.items():
@@ -91,22 +139,35 @@ def check_sampling(params: SamplingParams) -> None:
         "min_tokens", params.min_tokens
     )
     if params.min_tokens and params.stop:
-        message = f"min_tokens is {params.min_tokens} and stop has texts, which could end an answer before: send one"
+        message = (
+            f"min_tokens is {params.min_tokens} and stop has texts, which could end an "
+            "answer before: send one"
+        )
         raise RequestError(message, "min_tokens")
     if len(params.stop) > MAX_STOP_STRINGS:
-        raise RequestError(f"stop has {len(params.stop)} strings, at most {MAX_STOP_STRINGS} are allowed", "stop")
+        raise RequestError(
+            f"stop has {len(params.stop)} strings, at most {MAX_STOP_STRINGS} are allowed", "stop"
+        )
     if any(not text for text in params.stop):
-        raise RequestError("stop holds an empty string, it would end every answer at once: remove it", "stop")
+        raise RequestError(
+            "stop holds an empty string, it would end every answer at once: remove it", "stop"
+        )
     longest = max(map(len, params.stop), default=0)
     if longest > MAX_STOP_CHARACTERS:
         raise RequestError(
-            f"stop has a string of {longest} characters, at most {MAX_STOP_CHARACTERS} are allowed", "stop"
+            f"stop has a string of {longest} characters, at most {MAX_STOP_CHARACTERS} are allowed",
+            "stop",
         )
     if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        message = f"stop_token_ids has {len(params.stop_token_ids)} tokens, at most {MAX_STOP_TOKEN_IDS} are allowed"
+        message = (
+            f"stop_token_ids has {len(params.stop_token_ids)} tokens, at most "
+            f"{MAX_STOP_TOKEN_IDS} are allowed"
+        )
         raise RequestError(message, "stop_token_ids")
     if len(params.logit_bias) > MAX_BIASES:
-        message = f"logit_bias names {len(params.logit_bias)} tokens, at most {MAX_BIASES} are allowed"
+        message = (
+            f"logit_bias names {len(params.logit_bias)} tokens, at most {MAX_BIASES} are allowed"
+        )
         raise RequestError(message, "logit_bias")
     for token, bias in params.logit_bias.items():
         BIAS.check(f"logit_bias[{token}]", bias)

@@ -1,4 +1,6 @@
-"""What the engine counts. The server turns it into Prometheus series, the demo and the benchmarks read it as it is."""
+"""What the engine counts. The server turns it into Prometheus series, the demo and the benchmarks
+read it as it is.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GroupOverflow:
-    """What the sampled chunks of one ρ wished of one head group: `chunks` were looked at since the start.
+    """What the sampled chunks of one ρ wished of one head group: `chunks` were looked at since the
+    start.
 
-    `wished` entries is what their own scores would have kept of the group's heads, `lost` those of them that the
-    budgets had no room for, `exceeded` how often a head lacked some, of `chunks` times the group's heads.
+    `wished` entries is what their own scores would have kept of the group's heads, `lost` those of
+    them that the budgets had no room for, `exceeded` how often a head lacked some, of `chunks`
+    times the group's heads.
     """
 
     kv_retention: float
@@ -26,23 +30,26 @@ class GroupOverflow:
 class EngineStats:
     """One consistent reading of the engine's books, taken between two steps.
 
-    Gauges: `running` and `waiting` requests; pages of the one pool, where `pages_total` = `pages_held` (by running
-    requests) + `pages_cached` (kept for reuse, evictable) + `pages_free`, and `pages_promised` of the cached and free
-    ones are reserved for running requests; `kv_bytes_held` is what the running requests' pages occupy, a page counted
-    for each request that holds it, and `kv_bytes_uncompressed` what the same tokens would occupy with nothing dropped;
+    Gauges: `running` and `waiting` requests; pages of the one pool, where `pages_total` =
+    `pages_held` (by running requests) + `pages_cached` (kept for reuse, evictable) + `pages_free`,
+    and `pages_promised` of the cached and free ones are reserved for running requests;
+    `kv_bytes_held` is what the running requests' pages occupy, a page counted for each request that
+    holds it, and `kv_bytes_uncompressed` what the same tokens would occupy with nothing dropped;
     `slots_held` are the entries that fit into those pages and `slots_used` those that are there;
-    `kv_token_bytes` is one uncompressed token over all layers, in `cache_dtype`, `page_bytes` a page.
-    `capacity_tokens` is the tokens the pool holds at the default retention ratio and
-    `capacity_uncompressed_tokens` what it would hold at 1.0; `host_pages_used` of `host_pages_total` pages of host
-    memory keep links of the prefix cache.
+    `kv_token_bytes` is one uncompressed token over all layers, in `cache_dtype`, `page_bytes` a
+    page. `capacity_tokens` is the tokens the pool holds at the default retention ratio and
+    `capacity_uncompressed_tokens` what it would hold at 1.0; `host_pages_used` of
+    `host_pages_total` pages of host memory keep links of the prefix cache.
 
-    Counters since the start: the others. `prompt_tokens` and `cached_tokens`, those of them that were served from the
-    prefix cache, count when a request is admitted, `computed_prompt_tokens` step by step, recomputed ones again;
-    `restored_tokens` those of chunks that were copied back from host memory. `host_bytes_out` and `host_bytes_in` were
-    copied there and back. `dropped_spans` are links (chunks, window parts) that host memory had to let go or found no
-    room for; without any, all that are evicted. `step_s` are the seconds of the engine's steps, `device_s` those in
-    which the host waited for the device (on a CPU: ran the model), `sealing_s` the device's for scoring, selecting and
-    storing chunks. `plans` counts decode plans by planner. `overflow` has a line a head group where it is measured.
+    Counters since the start: the others. `prompt_tokens` and `cached_tokens`, those of them that
+    were served from the prefix cache, count when a request is admitted, `computed_prompt_tokens`
+    step by step, recomputed ones again; `restored_tokens` those of chunks that were copied back
+    from host memory. `host_bytes_out` and `host_bytes_in` were copied there and back.
+    `dropped_spans` are links (chunks, window parts) that host memory had to let go or found no room
+    for; without any, all that are evicted. `step_s` are the seconds of the engine's steps,
+    `device_s` those in which the host waited for the device (on a CPU: ran the model), `sealing_s`
+    the device's for scoring, selecting and storing chunks. `plans` counts decode plans by planner.
+    `overflow` has a line a head group where it is measured.
     """
 
     running: int
@@ -102,7 +109,9 @@ class EngineStats:
 
     @property
     def bytes_saved(self) -> int:
-        """What compression saves the running requests; below 0 where ends of pages cost more than it saves."""
+        """What compression saves the running requests; below 0 where ends of pages cost more than
+        it saves.
+        """
         return self.kv_bytes_uncompressed - self.kv_bytes_held
 
     @property
@@ -117,5 +126,7 @@ class EngineStats:
 
     @property
     def host_share(self) -> float:
-        """The share of the engine's steps so far that was the host's own work; 0 before the first."""
+        """The share of the engine's steps so far that was the host's own work; 0 before
+        the first.
+        """
         return 1 - self.device_s / self.step_s if self.step_s else 0.0

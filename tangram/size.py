@@ -1,10 +1,10 @@
-"""The exact size of a KV cache, for any model whose config.json can be had, what ρ, pages and FP8 make of it, and how
-many such caches fit beside the weights.
+"""The exact size of a KV cache, for any model whose config.json can be had, what ρ, pages and FP8
+make of it, and how many such caches fit beside the weights.
 
-A layer of grouped-query attention stores 2 · H · D elements a token (keys and values); a layer of multi-head latent
-attention stores one latent vector and one rotary key (DeepSeek-V2, section 2.1); a sliding-window layer holds at most
-its window. Compressed sizes are the promise of Tangram's profiles: at most ρ of every sealed chunk of the
-full-attention layers, the raw tail whole.
+A layer of grouped-query attention stores 2 · H · D elements a token (keys and values); a layer of
+multi-head latent attention stores one latent vector and one rotary key (DeepSeek-V2, section 2.1);
+a sliding-window layer holds at most its window. Compressed sizes are the promise of Tangram's
+profiles: at most ρ of every sealed chunk of the full-attention layers, the raw tail whole.
 """
 
 from __future__ import annotations
@@ -45,18 +45,24 @@ class KVSize:
 
     @property
     def bytes_per_token(self) -> int:
-        """What one token adds to a context that no sliding window has filled yet, nothing dropped."""
+        """What one token adds to a context that no sliding window has filled yet,
+        nothing dropped.
+        """
         return len(self.shape.windows) * self._layer_bytes
 
     @property
     def uncompressed_bytes(self) -> int:
         """The whole context with nothing dropped, unpaged."""
-        tokens = self.shape.full_layers * self.context_tokens + self.shape.window_tokens(self.context_tokens)
+        tokens = self.shape.full_layers * self.context_tokens + self.shape.window_tokens(
+            self.context_tokens
+        )
         return tokens * self._layer_bytes
 
     @property
     def compressed_bytes(self) -> int:
-        """At most this much stays at retention ρ: ρ of the sealed chunks, the raw tail and the windows whole."""
+        """At most this much stays at retention ρ: ρ of the sealed chunks, the raw tail and the
+        windows whole.
+        """
         return self._compressed_elements * ELEMENT_BYTES[self.dtype]
 
     @property
@@ -73,16 +79,22 @@ class KVSize:
     def pages(self) -> int | None:
         """Pages the sequence holds, at most; a window layer holds whole chunks. None for MLA."""
         return (
-            None if self._layout is None else self._layout.held_pages(*divmod(self.context_tokens, self.chunk_tokens))
+            None
+            if self._layout is None
+            else self._layout.held_pages(*divmod(self.context_tokens, self.chunk_tokens))
         )
 
     @property
     def most_pages(self) -> int | None:
-        """The most pages it is ever promised on its way there: a chunk is whole before it is sealed. None for MLA."""
+        """The most pages it is ever promised on its way there: a chunk is whole before it is
+        sealed. None for MLA.
+        """
         return None if self._layout is None else self._layout.most_pages(self.context_tokens)
 
     def how_many_fit(self, memory_gib: float) -> int:
-        """How many such sequences, sharing nothing, `memory_gib` GiB of KV cache can take to their end."""
+        """How many such sequences, sharing nothing, `memory_gib` GiB of KV cache can take to their
+        end.
+        """
         if not (math.isfinite(memory_gib) and memory_gib > 0):
             raise ConfigError(f"memory_gib is {memory_gib}, it must be positive")
         memory_bytes = int(memory_gib * _GIB)
@@ -97,13 +109,19 @@ class KVSize:
     @property
     def _compressed_elements(self) -> int:
         chunks, tail_tokens = divmod(self.context_tokens, self.chunk_tokens)
-        sealed_elements = chunks * self.chunk_tokens * self.shape.full_layers * self.shape.layer_elements
-        raw_tokens = tail_tokens * self.shape.full_layers + self.shape.window_tokens(self.context_tokens)
+        sealed_elements = (
+            chunks * self.chunk_tokens * self.shape.full_layers * self.shape.layer_elements
+        )
+        raw_tokens = tail_tokens * self.shape.full_layers + self.shape.window_tokens(
+            self.context_tokens
+        )
         return math.floor(self.retention * sealed_elements) + raw_tokens * self.shape.layer_elements
 
     @cached_property
     def _layout(self) -> Layout | None:
-        """A layout that keeps ρ: which group gets how many pages is the profile's business, the sum is the promise."""
+        """A layout that keeps ρ: which group gets how many pages is the profile's business, the sum
+        is the promise.
+        """
         if self.shape.latent:
             return None
         heads = self.shape.kv_heads
@@ -114,7 +132,9 @@ class KVSize:
         windows = self.shape.windows
         return Layout.build(
             # Neither the query heads nor the vocabulary plays a part in the cache.
-            Geometry(len(windows), heads, heads, self.shape.head_dim, 1, self.context_tokens, windows),
+            Geometry(
+                len(windows), heads, heads, self.shape.head_dim, 1, self.context_tokens, windows
+            ),
             chunk_tokens=self.chunk_tokens,
             page_tokens=self.page_tokens,
             heads_per_page=self.heads_per_page,
@@ -136,24 +156,35 @@ def kv_size(
 ) -> KVSize:
     """The size of one sequence. `model` is whatever `read_config` takes, or what that gives.
 
-    Raises `ConfigError` for an unknown model, a missing config field, an option out of range, and ρ < 1 for MLA.
+    Raises `ConfigError` for an unknown model, a missing config field, an option out of range, and ρ
+    < 1 for MLA.
     """
-    options = {"context_tokens": context_tokens, "page_tokens": page_tokens, "heads_per_page": heads_per_page}
+    options = {
+        "context_tokens": context_tokens,
+        "page_tokens": page_tokens,
+        "heads_per_page": heads_per_page,
+    }
     for name, value in {**options, "chunk_tokens": chunk_tokens}.items():
         if value < 1:
             raise ConfigError(f"{name} is {value}, it must be at least 1")
     if dtype not in ELEMENT_BYTES:
         raise ConfigError(f"dtype is {dtype!r}, it must be one of {', '.join(ELEMENT_BYTES)}")
     if chunk_tokens % page_tokens:
-        raise ConfigError(f"chunk_tokens is {chunk_tokens}, it must be a multiple of page_tokens ({page_tokens})")
+        raise ConfigError(
+            f"chunk_tokens is {chunk_tokens}, it must be a multiple of page_tokens ({page_tokens})"
+        )
     shape = read_shape(model)
     _check_retention(shape, retention, chunk_tokens // page_tokens)
-    return KVSize(shape, context_tokens, dtype, retention, page_tokens, heads_per_page, chunk_tokens)
+    return KVSize(
+        shape, context_tokens, dtype, retention, page_tokens, heads_per_page, chunk_tokens
+    )
 
 
 @dataclass(frozen=True)
 class Fit:
-    """How many sequences of one size find room in so much memory beside the weights; what steps take is left out."""
+    """How many sequences of one size find room in so much memory beside the weights; what steps
+    take is left out.
+    """
 
     size: KVSize
     weights: Weights
@@ -183,14 +214,21 @@ def fit(size: KVSize, weights: Weights, memory_gib: float) -> Fit:
 
 
 def render(size: KVSize, memory_gib: float | None = None, weights: Weights | None = None) -> Table:
-    """A table for the terminal; with `memory_gib` it also says how many such sequences fit, `weights` taken off."""
+    """A table for the terminal; with `memory_gib` it also says how many such sequences fit,
+    `weights` taken off.
+    """
     from rich.table import Table
 
-    table = Table(title=f"KV cache of {size.shape.model}, {size.context_tokens:,} tokens, {size.dtype}")
+    table = Table(
+        title=f"KV cache of {size.shape.model}, {size.context_tokens:,} tokens, {size.dtype}"
+    )
     table.add_column("what")
     table.add_column("size", justify="right")
     if weights is not None:
-        said = f"weights, {_billions(weights.parameters)} parameters in {weights.dtype} ({weights.source})"
+        said = (
+            f"weights, {_billions(weights.parameters)} parameters in {weights.dtype} "
+            f"({weights.source})"
+        )
         table.add_row(said, _gib(weights.bytes))
     table.add_row("per token", f"{size.bytes_per_token:,} bytes")
     table.add_row("nothing dropped", _gib(size.uncompressed_bytes))
@@ -199,12 +237,20 @@ def render(size: KVSize, memory_gib: float | None = None, weights: Weights | Non
     if size.dtype != "fp8":
         table.add_row("the same in FP8", _gib(size.fp8_bytes))
     if size.pages is not None and size.page_bytes is not None:
-        table.add_row(f"pages of {size.page_bytes:,} bytes", f"{size.pages:,} = {_gib(size.pages * size.page_bytes)}")
+        table.add_row(
+            f"pages of {size.page_bytes:,} bytes",
+            f"{size.pages:,} = {_gib(size.pages * size.page_bytes)}",
+        )
     if memory_gib is not None and weights is None:
-        table.add_row(f"sequences that fit into {memory_gib:g} GiB", f"{size.how_many_fit(memory_gib):,}")
+        table.add_row(
+            f"sequences that fit into {memory_gib:g} GiB", f"{size.how_many_fit(memory_gib):,}"
+        )
     elif memory_gib is not None and weights is not None:
         found = fit(size, weights, memory_gib)
-        table.add_row(f"left of {memory_gib:g} GiB beside the weights", f"{max(0.0, found.cache_gib):,.2f} GiB")
+        table.add_row(
+            f"left of {memory_gib:g} GiB beside the weights",
+            f"{max(0.0, found.cache_gib):,.2f} GiB",
+        )
         table.add_row("sequences of this length that fit there", f"{found.sequences:,}")
         table.add_row("their tokens", f"{found.tokens:,}")
     return table
@@ -253,11 +299,13 @@ def _check_retention(shape: KVShape, retention: float, chunk_pages: int) -> None
         raise ConfigError(f"retention is {retention}, it must lie in (0, 1]: 1.0 keeps everything")
     if shape.latent and retention < 1:
         raise ConfigError(
-            f"retention is {retention}, but {shape.model} uses multi-head latent attention: its heads share one latent "
+            f"retention is {retention}, but {shape.model} uses multi-head latent attention: its "
+            "heads share one latent "
             "vector per token, so there is nothing to drop head by head; use retention 1.0"
         )
     if retention * chunk_pages < 1:
         raise ConfigError(
-            f"retention is {retention}, but a chunk has {chunk_pages} pages and every head keeps at least one: "
+            f"retention is {retention}, but a chunk has {chunk_pages} pages and every head keeps "
+            "at least one: "
             f"use at least {1 / chunk_pages:g}, a larger chunk_tokens or a smaller page_tokens"
         )

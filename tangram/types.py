@@ -33,7 +33,8 @@ class Geometry:
     head_dim: int
     vocab_size: int
     max_positions: int
-    # One entry a layer: the sliding window in tokens (a query sees itself and W-1 before it), None = full.
+    # One entry a layer: the sliding window in tokens (a query sees itself and W-1 before it), None
+    # = full.
     windows: tuple[int | None, ...]
 
     @property
@@ -78,7 +79,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         from tangram.limits import check_sampling
 
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(
+            self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        )
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         check_sampling(self)
 
@@ -104,7 +107,8 @@ class TokenLogprob:
 class Usage:
     """What one finished (or running) completion has cost.
 
-    `kv_bytes` is what its KV pages hold, `kv_bytes_uncompressed` what the same tokens would hold with nothing dropped.
+    `kv_bytes` is what its KV pages hold, `kv_bytes_uncompressed` what the same tokens would hold
+    with nothing dropped.
     """
 
     prompt_tokens: int
@@ -116,7 +120,8 @@ class Usage:
 
 @dataclass(frozen=True)
 class Event:
-    """News of one completion (`index` of `n`) of a request: new tokens, the text they add, and the end if it came.
+    """News of one completion (`index` of `n`) of a request: new tokens, the text they add, and the
+    end if it came.
 
     `admitted_s`, of the monotonic clock, is when it left the queue; None if it never did.
     """
@@ -128,20 +133,26 @@ class Event:
     logprobs: tuple[TokenLogprob, ...]
     usage: Usage
     finish_reason: FinishReason | None = None
-    error: str | None = None  # set with finish_reason ABORT when the engine, not the client, ended it
+    error: str | None = (
+        None  # set with finish_reason ABORT when the engine, not the client, ended it
+    )
     admitted_s: float | None = None
     error_field: str | None = None  # the field to blame where the request is the reason
 
 
 class Matcher(Protocol):
-    """Where one completion is in its grammar. `error` says why it can go no further, None while it can."""
+    """Where one completion is in its grammar. `error` says why it can go no further, None while it
+    can.
+    """
 
     error: RequestError | None
 
     def allowed(self) -> UInt8:
-        """[n], at least as many bits as tokens: bit i % 8 of byte i // 8 is set where token i may come next.
+        """[n], at least as many bits as tokens: bit i % 8 of byte i // 8 is set where token i may
+        come next.
 
-        Where the grammar is complete only the ends of text may; what it is after an error has no meaning.
+        Where the grammar is complete only the ends of text may; what it is after an error has no
+        meaning.
         """
 
     def take(self, token: int) -> None:
@@ -149,7 +160,9 @@ class Matcher(Protocol):
 
 
 class Grammar(Protocol):
-    """What the answers of a request must be like, compiled; any number of completions may follow it."""
+    """What the answers of a request must be like, compiled; any number of completions may follow
+    it.
+    """
 
     def begin(self) -> Matcher:
         """A completion that has no token yet."""
@@ -206,7 +219,8 @@ class Marks:
 
 @dataclass(frozen=True)
 class Request:
-    """One request as the engine takes it: tokens in, events out through `on_event` (called on the engine's thread).
+    """One request as the engine takes it: tokens in, events out through `on_event` (called on the
+    engine's thread).
 
     With a `grammar` its completions are what that allows, up to where a limit cuts them. Of control
     tokens only `marks` are in their text.
@@ -224,7 +238,8 @@ class Request:
 
 @dataclass(frozen=True, eq=False)
 class PageMove:
-    """Whole pages between the pool and host memory: `pages` int32 [n] of the pool, `slots` int32 [n] of host memory.
+    """Whole pages between the pool and host memory: `pages` int32 [n] of the pool, `slots` int32
+    [n] of host memory.
 
     `inward` ones fill pages, the others leave them as they are.
     """

@@ -1,7 +1,7 @@
 """What a model's weights take: as its safetensors files say, or reckoned from its config.json.
 
-A layer has the projections of attention (of latent attention as in DeepSeek-V2, section 2.1) and those of a
-feed-forward network, gated in nearly all families, or of several experts and a router.
+A layer has the projections of attention (of latent attention as in DeepSeek-V2, section 2.1) and
+those of a feed-forward network, gated in nearly all families, or of several experts and a router.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from tangram.config_json import ModelConfig
 from tangram.errors import ConfigError
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# Families whose feed-forward networks have two matrices, not three, four times the hidden size if nothing is said.
+# Families whose feed-forward networks have two matrices, not three, four times the hidden size if
+# nothing is said.
 _PLAIN = frozenset(
     {
         "gpt2",
@@ -70,14 +71,20 @@ def read_weights(config: ModelConfig, dtype: str = "auto") -> Weights:
     """Of a model, in the `weights_dtype`. Raises `ConfigError` naming a field that is missing."""
     chosen = weights_dtype(config, dtype)
     # Quantised tensors hold several parameters an element.
-    stored = None if config.folder is None or config.given("quantization_config") else _stored(config.folder)
+    stored = (
+        None
+        if config.folder is None or config.given("quantization_config")
+        else _stored(config.folder)
+    )
     if stored is not None:
         return Weights(stored, chosen, "safetensors")
     return Weights(_reckoned(config), chosen, "config.json")
 
 
 def _stored(folder: Path) -> int | None:
-    """The parameters that the headers of its safetensors files count; None where a file is missing."""
+    """The parameters that the headers of its safetensors files count; None where a file
+    is missing.
+    """
     index = folder / "model.safetensors.index.json"
     try:
         if index.is_file():
@@ -85,15 +92,23 @@ def _stored(folder: Path) -> int | None:
             paths = [folder / name for name in names]
         else:
             paths = sorted(folder.glob("*.safetensors"))
-        return sum(_elements(path) for path in paths) if paths and all(path.is_file() for path in paths) else None
+        return (
+            sum(_elements(path) for path in paths)
+            if paths and all(path.is_file() for path in paths)
+            else None
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{folder}: the headers of its safetensors files cannot be read ({error})") from error
+        raise ConfigError(
+            f"{folder}: the headers of its safetensors files cannot be read ({error})"
+        ) from error
 
 
 def _elements(path: Path) -> int:
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    return sum(
+        math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"
+    )
 
 
 def _reckoned(config: ModelConfig) -> int:
@@ -105,14 +120,18 @@ def _reckoned(config: ModelConfig) -> int:
     rows = vocabulary * (1 if tied else 2)
     if config.content.get("model_type") in _POSITIONS:
         rows += config.count("max_position_embeddings", _WHAT)
-    attention = _latent(config, hidden) if config.given("kv_lora_rank") else _attention(config, hidden)
+    attention = (
+        _latent(config, hidden) if config.given("kv_lora_rank") else _attention(config, hidden)
+    )
     networks = sum(_network(config, hidden, layer) for layer in range(layers))
     return rows * hidden + layers * (attention + 2 * hidden) + networks + hidden
 
 
 def _attention(config: ModelConfig, hidden: int) -> int:
     heads = config.count("num_attention_heads", _WHAT)
-    kv_heads = config.count("num_key_value_heads", _WHAT) if config.given("num_key_value_heads") else heads
+    kv_heads = (
+        config.count("num_key_value_heads", _WHAT) if config.given("num_key_value_heads") else heads
+    )
     size = config.count("head_dim", _WHAT) if config.given("head_dim") else hidden // heads
     return 2 * hidden * (heads + kv_heads) * size
 
@@ -130,7 +149,12 @@ def _latent(config: ModelConfig, hidden: int) -> int:
     asked = hidden * query
     if config.given("q_lora_rank"):
         asked = config.count("q_lora_rank", _WHAT) * (hidden + query)
-    return asked + hidden * (latent + turned) + latent * heads * (plain + value) + heads * value * hidden
+    return (
+        asked
+        + hidden * (latent + turned)
+        + latent * heads * (plain + value)
+        + heads * value * hidden
+    )
 
 
 def _network(config: ModelConfig, hidden: int, layer: int) -> int:
@@ -142,9 +166,14 @@ def _network(config: ModelConfig, hidden: int, layer: int) -> int:
     experts = next((content[name] for name in _EXPERTS if config.given(name)), 0)
     if not experts or _is_dense(content, layer):
         return (2 if plain else 3) * hidden * config.count("intermediate_size", _WHAT)
-    field = "moe_intermediate_size" if config.given("moe_intermediate_size") else "intermediate_size"
+    field = (
+        "moe_intermediate_size" if config.given("moe_intermediate_size") else "intermediate_size"
+    )
     width = config.count(field, _WHAT)
-    shared = content.get("shared_expert_intermediate_size") or (content.get("n_shared_experts") or 0) * width
+    shared = (
+        content.get("shared_expert_intermediate_size")
+        or (content.get("n_shared_experts") or 0) * width
+    )
     return int(3 * hidden * (experts * width + shared) + hidden * experts)
 
 
@@ -152,7 +181,11 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def _is_dense(content: Mapping[str, Any], layer: int) -> bool:
-    """Whether a layer of a model with experts has none, by the several ways in which configs say it."""
+    """Whether a layer of a model with experts has none, by the several ways in which configs say
+    it.
+    """
     step = content.get("decoder_sparse_step") or 1
     first = content.get("first_k_dense_replace") or 0
-    return layer < first or layer in (content.get("mlp_only_layers") or ()) or bool((layer + 1) % step)
+    return (
+        layer < first or layer in (content.get("mlp_only_layers") or ()) or bool((layer + 1) % step)
+    )

@@ -1,6 +1,7 @@
 """Heads at scattered pages with dense attention beside them: what kernel tests compare with.
 
-Whatever a kernel has no business reading holds NaN: free pages, the rest of the last page, entries a window has left.
+Whatever a kernel has no business reading holds NaN: free pages, the rest of the last page, entries
+a window has left.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as gemma2_attention
-from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_attention
+from transformers.models.gpt_oss.modeling_gpt_oss import (
+    eager_attention_forward as gpt_oss_attention,
+)
 
 from tangram.plan.form import DecodeRows
 
@@ -22,7 +25,9 @@ SCALING = 0.2
 
 @dataclass
 class Batch:
-    """R rows over 2 layers (full, window 50); kv[r][l][h] [2, n, D] holds each head's entries, dense."""
+    """R rows over 2 layers (full, window 50); kv[r][l][h] [2, n, D] holds each head's entries,
+    dense.
+    """
 
     rows: DecodeRows
     pool: Tensor
@@ -38,14 +43,28 @@ class Batch:
         return replace(self, pool=self.pool.clone())
 
     def address(self, layer: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        return self.rows.table[:, layer], self.rows.column[:, layer], self.rows.length_index[:, layer]
+        return (
+            self.rows.table[:, layer],
+            self.rows.column[:, layer],
+            self.rows.length_index[:, layer],
+        )
 
 
 def make_batch(
-    r: int, h: int, g: int, d: int, *, page: int = 16, per_page: int = 4, longest: int = 300,
-    seed: int = 0, dtype: torch.dtype = torch.float32,
-) -> Batch:  # fmt: skip
-    """Heads at scattered pages, random columns and unrelated table offsets, as rows of several layouts have."""
+    r: int,
+    h: int,
+    g: int,
+    d: int,
+    *,
+    page: int = 16,
+    per_page: int = 4,
+    longest: int = 300,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Batch:
+    """Heads at scattered pages, random columns and unrelated table offsets, as rows of several
+    layouts have.
+    """
     rng, _ = np.random.default_rng(seed), torch.manual_seed(seed)
     shape = (r, 2, h)
     lengths = rng.integers(1, longest + 1, shape)
@@ -58,33 +77,64 @@ def make_batch(
     flat_lengths = np.empty(lengths.size, np.int32)
     flat_lengths[index] = lengths.ravel()
     rows = DecodeRows(
-        table.reshape(shape), rng.integers(0, per_page, shape), index.reshape(shape), lengths.astype(float),
-        (None, WINDOW), page,
-    )  # fmt: skip
+        table.reshape(shape),
+        rng.integers(0, per_page, shape),
+        index.reshape(shape),
+        lengths.astype(float),
+        (None, WINDOW),
+        page,
+    )
     pool = torch.full((count + 1, per_page, 2, page, d), torch.nan, dtype=dtype)
-    kv = [[[torch.randn(2, int(n), d).to(dtype) for n in heads] for heads in layers] for layers in lengths]
+    kv = [
+        [[torch.randn(2, int(n), d).to(dtype) for n in heads] for heads in layers]
+        for layers in lengths
+    ]
     for cell in np.ndindex(shape):
         entries = kv[cell[0]][cell[1]][cell[2]]
         first = 0 if cell[1] == 0 else max(0, lengths[cell] - WINDOW)
         for entry in range(first, lengths[cell] - 1):  # the last one is appended by the kernel
-            place = tables[rows.table[cell] + entry // page], rows.column[cell], slice(None), entry % page
+            place = (
+                tables[rows.table[cell] + entry // page],
+                rows.column[cell],
+                slice(None),
+                entry % page,
+            )
             pool[place] = entries[:, entry]
-    k, v = (torch.stack([torch.stack([kv[i][0][j][side, -1] for j in range(h)]) for i in range(r)]) for side in (0, 1))
+    k, v = (
+        torch.stack([torch.stack([kv[i][0][j][side, -1] for j in range(h)]) for i in range(r)])
+        for side in (0, 1)
+    )
     for i, j in np.ndindex(r, h):
         kv[i][1][j][:, -1] = torch.stack([k[i, j], v[i, j]])
     q, sinks = torch.randn(r, h * g, d).to(dtype), torch.randn(h * g)
-    return Batch(rows, pool, torch.from_numpy(tables), torch.from_numpy(flat_lengths), kv, q, k, v, sinks)
+    return Batch(
+        rows, pool, torch.from_numpy(tables), torch.from_numpy(flat_lengths), kv, q, k, v, sinks
+    )
 
 
 def dense_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, softcap: float | None, sinks: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    *,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """q [n, G, D] over k, v [m, D] of one KV head, by Transformers: torch SDPA, Gemma 2's or GPT-OSS' own function."""
-    query, key, value = q.transpose(0, 1)[None].float(), k[None, None].float(), v[None, None].float()
+    """q [n, G, D] over k, v [m, D] of one KV head, by Transformers: torch SDPA, Gemma 2's or
+    GPT-OSS' own function.
+    """
+    query, key, value = (
+        q.transpose(0, 1)[None].float(),
+        k[None, None].float(),
+        v[None, None].float(),
+    )
     group = q.shape[1]
     if softcap is None and sinks is None:
         keys, values = key.expand(-1, group, -1, -1), value.expand(-1, group, -1, -1)
-        out = torch.nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=SCALING)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, keys, values, attn_mask=mask, scale=SCALING
+        )
         return out[0].transpose(0, 1)
     if softcap is None:
         module = SimpleNamespace(num_key_value_groups=group, sinks=sinks, training=False)
@@ -93,12 +143,16 @@ def dense_attention(
     return gemma2_attention(module, query, key, value, mask, scaling=SCALING, softcap=softcap)[0][0]
 
 
-def dense_decode(batch: Batch, layer: int, *, softcap: float | None, sinks: Tensor | None) -> Tensor:
+def dense_decode(
+    batch: Batch, layer: int, *, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
     heads = batch.k.shape[1]
     grouped = batch.q.unflatten(1, (heads, -1))
     out = torch.empty_like(grouped)
     for row, head in np.ndindex(len(grouped), heads):
         k, v = batch.kv[row][layer][head][:, -WINDOW if layer else 0 :]
         sink = None if sinks is None else sinks.view(heads, -1)[head]
-        out[row, head] = dense_attention(grouped[row, head][None], k, v, None, softcap=softcap, sinks=sink)[0]
+        out[row, head] = dense_attention(
+            grouped[row, head][None], k, v, None, softcap=softcap, sinks=sink
+        )[0]
     return out.flatten(1, 2)

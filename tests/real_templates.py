@@ -20,24 +20,21 @@ def real_template(name: str) -> str:
     return (folder / f"{name}.jinja").read_text(encoding="utf-8")
 
 
-# Mistral's, which TRL has not, cut down to how tools are shown and calls are written (its own refuse
-# other ids, too).
+_MISTRAL = Path(__file__).parent / "fixtures" / "templates"  # TRL has none of Mistral's
+MISTRAL_LISTS = {
+    name: (_MISTRAL / f"{name}.jinja").read_text(encoding="utf-8")
+    for name in ("mistral-7b-instruct-v0.3", "mistral-nemo-instruct-2407")
+}
+# The newer form, of Mistral Small 3.2, cut down to how tools are shown and calls are written.
 _IDS = "{%- if c.id | length != 9 %}{{ raise_exception('nine characters') }}{% endif %}"
-_MISTRAL = """{{- bos_token }}{%- for m in messages %}
+_NEWER = """{{- bos_token }}{%- for m in messages %}
 {%- if m.role == 'user' %}
 {%- if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}
 {{- '[INST]' + m.content + '[/INST]' }}
 {%- elif m.tool_calls %}CALLS{{ eos_token }}
 {%- elif m.role == 'tool' %}[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]
 {%- else %}{{ m.content + eos_token }}{% endif %}{% endfor %}"""
-MISTRAL_LIST = _MISTRAL.replace(
-    "CALLS",
-    "[TOOL_CALLS]["
-    "{% for c in m.tool_calls %}"
-    + _IDS
-    + '{{ (c.function | tojson)[:-1] }}, "id": "{{ c.id }}"}{{ \', \' if not loop.last }}{% endfor %}]',
-)
-MISTRAL_NAMED = _MISTRAL.replace(
+MISTRAL_NAMED = _NEWER.replace(
     "CALLS",
     "{% for c in m.tool_calls %}"
     + _IDS

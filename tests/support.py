@@ -28,14 +28,18 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 
 
 def tiny_model(
-    config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None,
+    config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
-) -> LoadedModel:  # fmt: skip
+) -> LoadedModel:
     """A random model of a config, small enough to run in milliseconds."""
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="tangram", dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation="tangram", dtype=torch.float32
+        )
     for parameter in model.parameters():
         # The default initialisation makes attention all but uniform, which would hide a wrong mask.
         if parameter.ndim > 1:
@@ -44,9 +48,14 @@ def tiny_model(
 
 
 def run(
-    engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams = GREEDY, **options: Any
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams = GREEDY,
+    **options: Any,
 ) -> list[list[int]]:
-    """The token ids each prompt is completed with, all submitted at once; the books are checked after every step."""
+    """The token ids each prompt is completed with, all submitted at once; the books are checked
+    after every step.
+    """
     answers: dict[str, list[Event]] = {}
     for number, prompt in enumerate(prompts):
         events = answers.setdefault(str(number), [])
@@ -62,31 +71,56 @@ def drain(engine: Engine) -> None:
         engine.check_books()
 
 
-def small_engine(loaded: LoadedModel, kernels: KernelChoice | None = None, **options: Any) -> Engine:
+def small_engine(
+    loaded: LoadedModel, kernels: KernelChoice | None = None, **options: Any
+) -> Engine:
     """An engine of `loaded` with a chunk of 32 tokens and pages of 8, unless told otherwise."""
     defaults: dict[str, Any] = {
-        "kv_retention": 1.0, "chunk_tokens": 32, "page_tokens": 8, "heads_per_page": 2, "max_num_seqs": 8,
-        "max_num_batched_tokens": 96, "kv_cache_gib": 0.01, "scorer": "keydiff",
-    }  # fmt: skip
+        "kv_retention": 1.0,
+        "chunk_tokens": 32,
+        "page_tokens": 8,
+        "heads_per_page": 2,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 96,
+        "kv_cache_gib": 0.01,
+        "scorer": "keydiff",
+    }
     compared = {"head_groups", "decode_schedule", "reclamation"} & options.keys()
     config = ComparisonConfig if compared else EngineConfig
     return engine_of(config(**(defaults | options)), loaded, kernels)
 
 
 def profile_file(
-    loaded: LoadedModel, folder: Path, *, scorer: str = "keydiff", retention: float = 0.5, scope: Scope = "model",
-    heads_per_page: int = 2, chunk_tokens: int = 32, gate: Path | None = None, sink_tokens: int = SINK_TOKENS,
-) -> str:  # fmt: skip
+    loaded: LoadedModel,
+    folder: Path,
+    *,
+    scorer: str = "keydiff",
+    retention: float = 0.5,
+    scope: Scope = "model",
+    heads_per_page: int = 2,
+    chunk_tokens: int = 32,
+    gate: Path | None = None,
+    sink_tokens: int = SINK_TOKENS,
+) -> str:
     """A profile of a tiny model for `small_engine`, calibrated on random tokens; its path."""
     method = make_scorer(scorer, gate=gate)
     rng = np.random.default_rng(0)
     samples = [rng.integers(3, loaded.geometry.vocab_size, 130).tolist() for _ in range(3)]
     profile = calibrate(
-        score_source(loaded, method, chunk_tokens=chunk_tokens), samples, geometry=loaded.geometry,
-        fingerprint=loaded.fingerprint, scorer=scorer_spec(method), scope=scope, retentions=[retention],
-        chunk_tokens=chunk_tokens, source="random tokens", page_tokens=8, heads_per_page=heads_per_page,
-        sink_tokens=sink_tokens, window_tokens=2,
-    )[0]  # fmt: skip
+        score_source(loaded, method, chunk_tokens=chunk_tokens),
+        samples,
+        geometry=loaded.geometry,
+        fingerprint=loaded.fingerprint,
+        scorer=scorer_spec(method),
+        scope=scope,
+        retentions=[retention],
+        chunk_tokens=chunk_tokens,
+        source="random tokens",
+        page_tokens=8,
+        heads_per_page=heads_per_page,
+        sink_tokens=sink_tokens,
+        window_tokens=2,
+    )[0]
     path = folder / f"{scorer}.{scope}.{retention}.json"
     profile.save(path)
     return str(path)

@@ -1,4 +1,6 @@
-"""Chat templates of models that know tools, cut down to what matters: how tools are shown and how calls are written."""
+"""Chat templates of models that know tools, cut down to what matters: how tools are shown and how
+calls are written.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,8 @@ Given the following functions, please respond with a JSON for a function call.
 XML = """{%- for tool in tools or [] %}{{ tool | tojson }}
 {% endfor %}{% for message in messages %}{{ message.role }}: {{ message.content }}
 {%- for call in message.tool_calls or [] %}<function={{ call.function.name }}>
-{%- for name, value in call.function.arguments.items() %}<parameter={{ name }}>{{ value }}</parameter>{% endfor %}
+{%- for name, value in call.function.arguments.items() %}<parameter={{ name }}>
+{{- value }}</parameter>{% endfor %}
 </function>{% endfor %}
 {% endfor %}"""
 

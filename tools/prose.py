@@ -1,4 +1,4 @@
-"""Measures the sentences of README and docs: `python -m tools.prose` prints the mean and the long ones.
+"""Measures the sentences of README and docs: `python -m tools.prose` prints the long ones.
 
 Code, tables, headings and the parts that a command writes are left out.
 """
@@ -44,15 +44,19 @@ def share_of_long(words: list[int]) -> float:
     return sum(one > LONG for one in words) / len(words)
 
 
+def _summary(words: list[int]) -> str:
+    return f"{fmean(words):.1f} words a sentence, {share_of_long(words):.1%} over {LONG}"
+
+
 def _main() -> None:
     for page in PAGES:
         words = lengths((page,))
-        print(f"{page.name}: {fmean(words):.1f} words a sentence, {share_of_long(words):.1%} over {LONG}")
+        print(f"{page.name}: {_summary(words)}")
         for one in sentences(page.read_text()):
             if len(one.split()) > LONG:
                 print(f"  {len(one.split())}: {one[:100]}")
     words = lengths()
-    print(f"all: {fmean(words):.1f} words a sentence, {share_of_long(words):.1%} over {LONG}")
+    print(f"all: {_summary(words)}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What MkDocs calls while it builds the site: pages from outside docs/, and links that lead there."""
+"""What MkDocs calls while it builds the site: it adds pages from outside docs/, and their links."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 # Pages of the site that are files of the tree's root.
-PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
 _FENCE = re.compile(r"(^```.*?^```[^\n]*$)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|`[^`]*`)*)\]\(([^)\s]+)\)")
 _PICTURE = re.compile(r"(!\[[^\]]*\]\()docs/")
@@ -43,7 +47,9 @@ def _in_site(folder: str) -> Callable[[re.Match[str]], str]:
             return link[0]
         path, _, anchor = target.partition("#")
         place = posixpath.normpath(posixpath.join(folder, path))
-        site = PAGES.get(place) or (place.removeprefix("docs/") if place.startswith("docs/") else None)
+        site = PAGES.get(place) or (
+            place.removeprefix("docs/") if place.startswith("docs/") else None
+        )
         if site is not None:
             return f"[{text}]({site}{anchor and '#' + anchor})"
         if not (ROOT / place).exists():

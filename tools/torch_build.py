@@ -1,7 +1,9 @@
-"""Says which build of PyTorch pip is about to take, and how much room it needs, before anything of it is fetched.
+"""Says which build of PyTorch pip is about to take, and how much room it needs, before anything of
+it is fetched.
 
-`python tools/torch_build.py REQUIREMENT [PIP OPTIONS]` asks pip itself, so it sees what pip sees: the public index, an
-index that is named, a wheel in a folder that pip's configuration names. It needs no package but pip.
+`python tools/torch_build.py REQUIREMENT [PIP OPTIONS]` asks pip itself, so it sees what pip sees:
+the public index, an index that is named, a wheel in a folder that pip's configuration names. It
+needs no package but pip.
 """
 
 from __future__ import annotations
@@ -25,19 +27,32 @@ def described(wheel: dict[str, Any]) -> str:
     fetched, kept = _CUDA_GB if cuda else _CPU_GB
     url = urlsplit(wheel["download_info"]["url"])
     place = url.netloc or unquote(str(PurePosixPath(url.path).parent))
-    build = f"PyTorch {wheel['metadata']['version']}, the {'CUDA' if cuda else 'CPU'} build, from {place}"
+    build = (
+        f"PyTorch {wheel['metadata']['version']}, the {'CUDA' if cuda else 'CPU'} build, from "
+        f"{place}"
+    )
     said = f"{build}: with what it requires {fetched} GB to fetch, {kept} GB on disk."
     if cuda:
-        said += f"\nWithout a GPU {_CPU_GB[0]} and {_CPU_GB[1]} GB will do: make TORCH_INDEX={_CPU_INDEX}"
+        said += (
+            f"\nWithout a GPU {_CPU_GB[0]} and {_CPU_GB[1]} GB will do: make "
+            f"TORCH_INDEX={_CPU_INDEX}"
+        )
     return said
 
 
 def main() -> None:
     """Ask pip, which fetches metadata alone."""
     asked = ["install", "--dry-run", "--no-deps", "--quiet", "--report", "-", *sys.argv[1:]]
-    report = subprocess.run([sys.executable, "-m", "pip", *asked], stdout=subprocess.PIPE, check=True).stdout
+    report = subprocess.run(
+        [sys.executable, "-m", "pip", *asked], stdout=subprocess.PIPE, check=True
+    ).stdout
     chosen = json.loads(report)["install"]
-    print(described(chosen[0]) if chosen else "PyTorch stays as it is: for another build, make clean first", flush=True)
+    print(
+        described(chosen[0])
+        if chosen
+        else "PyTorch stays as it is: for another build, make clean first",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Writes docs/from-vllm.md from the names that the commands and /metrics know: `python -m tools.vllm_page`."""
+"""Writes docs/from-vllm.md from what commands and metrics know: `python -m tools.vllm_page`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ RATIOS = {"vllm:kv_cache_usage_perc": '`tangram_kv_pages{state="held"}` / `tangr
 HEAD = """# Coming from vLLM
 
 This page says which option and which metric of vLLM stands for which of Tangram. It also covers the
-options of llama.cpp. `tangram serve` gives the same answers when it is started with a foreign option.
+options of llama.cpp. `tangram serve` gives the same answers when it is started with such an option.
 This page is written by `python -m tools.vllm_page`.
 
 ## What is different
@@ -47,10 +47,10 @@ This page is written by `python -m tools.vllm_page`.
 - **The cache is compressed.** Each attention head keeps a share of its KV entries, half of them by
   default. `--kv-retention 1.0` drops nothing, as in vLLM ([choosing](choose.md)).
 - **Prompts are computed in whole chunks**, of `--chunk-tokens`. There is nothing to switch on.
-- **Unknown request fields are errors.** vLLM ignores them. `--unknown-fields warn` ignores them here,
-  too, with a line in the log and a count in the metrics ([HTTP](http.md#request-fields)).
-- **A schema is `response_format`**, as in the OpenAI API. `guided_json` and `structured_outputs` are
-  refused by name.
+- **Unknown request fields are errors.** vLLM ignores them. With `--unknown-fields warn` this server
+  does, too, with a line in the log and a count in the metrics ([HTTP](http.md#request-fields)).
+- **A schema is `response_format`**, as in the OpenAI API. `guided_json` and `structured_outputs`
+  are refused by name.
 - **One server uses one device.**
 
 ## Options with the same name
@@ -70,7 +70,7 @@ Where the middle column is empty, Tangram has no such option, and the last colum
 METRICS_HEAD = """
 ## Metrics
 
-With `--metrics-aliases vllm` the server shows its metrics under vLLM's names as well, with the labels
+With `--metrics-aliases vllm` the server shows its metrics under vLLM's names, too, with the labels
 `model_name` and `engine`. The buckets of histograms are Tangram's. Dashboards and autoscalers that
 know vLLM then work unchanged ([watching a server](observability.md)).
 
@@ -126,7 +126,9 @@ def _distinct() -> ServerMetrics:
 
 def _samples(family: Metric) -> tuple[str, tuple[tuple[str, float], ...]]:
     """What two names of one metric have in common; when each was created is left out."""
-    suffixes: Iterable[tuple[str, float]] = ((one.name.removeprefix(family.name), one.value) for one in family.samples)
+    suffixes: Iterable[tuple[str, float]] = (
+        (one.name.removeprefix(family.name), one.value) for one in family.samples
+    )
     return family.type, tuple(one for one in suffixes if one[0] != "_created")
 
 

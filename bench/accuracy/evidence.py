@@ -1,12 +1,15 @@
-"""Recall of evidence on LoCoMo, of every scorer: how much of the turns that answers follow from is kept.
+"""Recall of evidence on LoCoMo, of every scorer: how much of the turns that answers follow from is
+kept.
 
-    python -m bench.accuracy.evidence --locomo PATH [--model smollm2] [--scorers keydiff,kvzip] [--retentions 0.5,0.3] \
+    python -m bench.accuracy.evidence --locomo PATH [--model smollm2] [--scorers keydiff,kvzip] \
+        [--retentions 0.5,0.3] \
         [--context-tokens 4096] [--device cuda] -o bench/results/accuracy_evidence.json
-    python -m bench.accuracy.page
+    python -m bench.render accuracy
 
-Nothing is answered: of each scorer one pass over the contexts, in chunks of 512 tokens, serves the methods uniform,
-static and dynamic at every ρ. The prompts are those of `tangram eval --suites locomo`. The file is written anew after
-each scorer; the same command goes on where it was interrupted, and skips what is there.
+Nothing is answered: of each scorer one pass over the contexts, in chunks of 512 tokens, serves the
+methods uniform, static and dynamic at every ρ. The prompts are those of `tangram eval --suites
+locomo`. The file is written anew after each scorer; the same command goes on where it was
+interrupted, and skips what is there.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.accuracy.evidence_table import METHODS, Evidence, OfScorer, Recalled
+from bench.accuracy.evidence_file import METHODS, Evidence, OfScorer, Recalled
 from bench.accuracy.grid import EMBEDDED, SCORERS
 from tangram.cli.evaluate import Bar
 from tangram.config import EngineConfig
@@ -33,14 +36,20 @@ from tangram.model.load import LoadedModel, load_model
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--locomo", type=Path, required=True, help="LoCoMo's file or folder")
     parser.add_argument("--model", default=EMBEDDED)
-    parser.add_argument("--scorers", default=",".join(reversed(SCORERS)), help="comma-separated, in this order")
+    parser.add_argument(
+        "--scorers", default=",".join(reversed(SCORERS)), help="comma-separated, in this order"
+    )
     parser.add_argument("--retentions", default="0.5,0.3")
     parser.add_argument("--context-tokens", type=int, default=4096)
     parser.add_argument("--samples", type=int, help="contexts; all that the files give")
-    parser.add_argument("--gate", help="a gate file, for fastkvzip; one of the embedded model ships")
+    parser.add_argument(
+        "--gate", help="a gate file, for fastkvzip; one of the embedded model ships"
+    )
     parser.add_argument("--calibration-samples", type=int, default=50)
     parser.add_argument("--device", default="auto")
     parser.add_argument("-o", "--output", type=Path, required=True)
@@ -57,22 +66,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(options: argparse.Namespace, command: str) -> Evidence:
     """What the file has, and what it lacks of the scorers and ratios asked for."""
-    scorers, retentions = options.scorers.split(","), [float(word) for word in options.retentions.split(",")]
+    scorers, retentions = (
+        options.scorers.split(","),
+        [float(word) for word in options.retentions.split(",")],
+    )
     loaded = load_model(options.model, device=options.device)
-    whole = bench_of(options, loaded, Grid(METHODS, scorers, retentions).methods(options.context_tokens))
+    whole = bench_of(
+        options, loaded, Grid(METHODS, scorers, retentions).methods(options.context_tokens)
+    )
     asked = Questions(SUITE, None, options.samples, options.context_tokens, path=options.locomo)
-    prompts = asked.prompts(whole.codec, Alignment(EngineConfig.chunk_tokens, filler_token(whole.codec)))
+    prompts = asked.prompts(
+        whole.codec, Alignment(EngineConfig.chunk_tokens, filler_token(whole.codec))
+    )
     evidence = resumed(options.output, told(options, loaded, prompts), prompts)
     print(f"{evidence.questions} questions on {evidence.contexts} contexts", flush=True)
     for scorer in scorers:
         if missing := evidence.lacks(scorer, retentions):
             methods = Grid(METHODS, [scorer], missing).methods(options.context_tokens)
-            evidence.passes.append(passed(bench_of(options, loaded, methods), methods, prompts, scorer, command))
+            evidence.passes.append(
+                passed(bench_of(options, loaded, methods), methods, prompts, scorer, command)
+            )
             evidence.save(options.output)
     return evidence
 
 
-def bench_of(options: argparse.Namespace, loaded: LoadedModel, methods: Sequence[Method]) -> ModelBench:
+def bench_of(
+    options: argparse.Namespace, loaded: LoadedModel, methods: Sequence[Method]
+) -> ModelBench:
     """Raises `ConfigError` for what cannot be measured."""
     gate = options.gate if any(method.scorer == "fastkvzip" for method in methods) else None
     base = EngineConfig(model=options.model, device=options.device, gate=gate)
@@ -81,7 +101,7 @@ def bench_of(options: argparse.Namespace, loaded: LoadedModel, methods: Sequence
 
 def passed(
     bench: ModelBench, methods: Sequence[Method], prompts: SuitePrompts, scorer: str, command: str
-) -> OfScorer:  # fmt: skip
+) -> OfScorer:
     """All `methods`, which share `scorer`; prints what it took."""
     with Bar() as bar:
         bench.calibrate(methods, bar)
@@ -91,34 +111,49 @@ def passed(
         score = Score.of([recall for recall in by_sample if recall is not None])
         found.append(Recalled(method=method.name, kv_retention=method.kv_retention, recall=score))
     seconds = time.perf_counter() - begin
-    shown = ", ".join(f"{one.method} {100 * one.recall.mean:.1f} % at ρ {one.kv_retention:g}" for one in found)
+    shown = ", ".join(
+        f"{one.method} {100 * one.recall.mean:.1f} % at ρ {one.kv_retention:g}" for one in found
+    )
     print(f"{scorer}: {seconds:.0f} s; {shown}", flush=True)
     return OfScorer(
-        scorer=scorer, command=command, environment=dict(bench.environment()), seconds=seconds, recalls=found
+        scorer=scorer,
+        command=command,
+        environment=dict(bench.environment()),
+        seconds=seconds,
+        recalls=found,
     )
 
 
 def told(options: argparse.Namespace, loaded: LoadedModel, prompts: SuitePrompts) -> dict[str, Any]:
     """What figures of one file have in common."""
     return {
-        "model": options.model, "weights_sha256": loaded.fingerprint.weights_sha256,
-        "dtype": str(loaded.dtype).removeprefix("torch."), "context_tokens": options.context_tokens,
-        "chunk_tokens": EngineConfig.chunk_tokens, "page_tokens": EngineConfig.page_tokens,
-        "heads_per_page": EngineConfig.heads_per_page, "calibration_samples": options.calibration_samples,
+        "model": options.model,
+        "weights_sha256": loaded.fingerprint.weights_sha256,
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "context_tokens": options.context_tokens,
+        "chunk_tokens": EngineConfig.chunk_tokens,
+        "page_tokens": EngineConfig.page_tokens,
+        "heads_per_page": EngineConfig.heads_per_page,
+        "calibration_samples": options.calibration_samples,
         "prompts_sha256": prompts.sha256,
-    }  # fmt: skip
+    }
 
 
 def resumed(path: Path, options: Mapping[str, Any], prompts: SuitePrompts) -> Evidence:
-    """The file, or an empty one. Raises `TangramError` if it was measured with other options, or has no folder."""
+    """The file, or an empty one. Raises `TangramError` if it was measured with other options, or
+    has no folder.
+    """
     if not path.parent.is_dir():
         raise TangramError(f"output is {path}, but there is no folder {path.parent}: make it first")
     if not path.exists():
-        return Evidence(options=dict(options), questions=prompts.count, contexts=len(prompts.samples))
+        return Evidence(
+            options=dict(options), questions=prompts.count, contexts=len(prompts.samples)
+        )
     found = Evidence.load(path)
     if other := [name for name, value in options.items() if found.options.get(name) != value]:
         raise TangramError(
-            f"output is {path}, which was measured with another {other[0]}, {found.options.get(other[0])!r}: name "
+            f"output is {path}, which was measured with another {other[0]}, "
+            f"{found.options.get(other[0])!r}: name "
             "another file, or move it away"
         )
     return found

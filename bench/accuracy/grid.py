@@ -1,13 +1,15 @@
-"""Everything that docs/accuracy.md compares: a `tangram eval` for each part of the grid and scorer, several at once.
+"""Everything that docs/accuracy.md compares: a `tangram eval` for each part of the grid and scorer,
+several at once.
 
     python -m bench.accuracy.grid FOLDER --at-once 8 [--model MODEL] [--gate GATE] [--locomo PATH] \
         [--parts base,dynamic] -- --device cuda --kv-cache-gib 4 --max-num-batched-tokens 16384
-    python -m bench.accuracy.page FOLDER/*.json
+    python -m bench.accuracy.keep FOLDER/*.json && python -m bench.render accuracy
 
-What follows `--` goes to every `tangram eval`. Parts come in the order given, in each the slowest scorer first.
-FOLDER/PART.SCORER.json, of slow scorers one for each ρ, is added to after every cell: the same command goes on where it
-was interrupted, and skips what is there. Beside it is a log of what was printed. Exits with 1 if one of them failed.
-Processes that share a GPU take turns on it unless NVIDIA's multi-process service runs (`nvidia-cuda-mps-control -d`).
+What follows `--` goes to every `tangram eval`. Parts come in the order given, in each the slowest
+scorer first. FOLDER/PART.SCORER.json, of slow scorers one for each ρ, is added to after every cell:
+the same command goes on where it was interrupted, and skips what is there. Beside it is a log of
+what was printed. Exits with 1 if one of them failed. Processes that share a GPU take turns on it
+unless NVIDIA's multi-process service runs (`nvidia-cuda-mps-control -d`).
 """
 
 from __future__ import annotations
@@ -31,9 +33,12 @@ ALL_RATIOS, TWO_RATIOS = "--kv-retention 0.7,0.5,0.3,0.25", "--kv-retention 0.5,
 CONTEXT = "--samples 52 --context-tokens 4096"
 # Every part has the same prompts, whose contexts end where one-shot's one chunk does.
 ASKED = f"--suites ruler,multiturn {CONTEXT} --align-tokens 4096"
-# Several needles among a few lines that come again and again, and in prose, which no scorer can take for noise.
-HIDDEN = f"--suites multiturn/needles,ruler/niah_multikey_1,ruler/niah_multivalue,ruler/niah_multiquery {CONTEXT} " + (
-    f"--align-tokens 4096 {TWO_RATIOS}"
+# Several needles among a few lines that come again and again, and in prose, which no scorer can
+# take for noise.
+HIDDEN = (
+    "--suites "
+    "multiturn/needles,ruler/niah_multikey_1,ruler/niah_multivalue,ruler/niah_multiquery "
+    f"{CONTEXT} " + (f"--align-tokens 4096 {TWO_RATIOS}")
 )
 PARTS: Mapping[str, str] = {
     "dynamic": f"{ASKED} {ALL_RATIOS} --methods dynamic",
@@ -45,14 +50,20 @@ PARTS: Mapping[str, str] = {
     "alphas": f"{ASKED} {ALL_RATIOS} --methods static --alphas 1,2",
     "fidelity": f"--suites fidelity {CONTEXT} {TWO_RATIOS} --methods full,uniform,static,dynamic",
     "chunks": f"{ASKED} {TWO_RATIOS} --methods uniform,static,dynamic --chunk-tokens 256,1024,2048",
-    "scopes": f"{ASKED} {TWO_RATIOS} --methods static,dynamic,one-shot",  # in the scope that is not the default
-    "raw-end": f"--suites ruler,multiturn {CONTEXT} {TWO_RATIOS} --methods full,uniform,static --no-align",
+    # In the scope that is not the default
+    "scopes": f"{ASKED} {TWO_RATIOS} --methods static,dynamic,one-shot",
+    "raw-end": (
+        f"--suites ruler,multiturn {CONTEXT} {TWO_RATIOS} --methods full,uniform,static --no-align"
+    ),
     "window-0": f"{ASKED} {TWO_RATIOS} --methods static --window-tokens 0",
     "window-32": f"{ASKED} {TWO_RATIOS} --methods static --window-tokens 32",
     "window-64": f"{ASKED} {TWO_RATIOS} --methods static --window-tokens 64",
     "sinks-0": f"{ASKED} {TWO_RATIOS} --methods static --sink-tokens 0",
 }
-LOCOMO = f"--suites locomo --context-tokens 4096 {TWO_RATIOS} --methods full,uniform,static,dynamic --locomo"
+LOCOMO = (
+    f"--suites locomo --context-tokens 4096 {TWO_RATIOS} --methods "
+    "full,uniform,static,dynamic --locomo"
+)
 
 
 @dataclass(frozen=True)
@@ -63,20 +74,29 @@ class Task:
     options: tuple[str, ...]
 
 
-def tasks(scorers: Sequence[str], parts: Sequence[str], gate: Path | None, locomo: Path | None) -> Iterator[Task]:
+def tasks(
+    scorers: Sequence[str], parts: Sequence[str], gate: Path | None, locomo: Path | None
+) -> Iterator[Task]:
     """Part by part, in their order, and there by scorer; `full` has none."""
     for part in parts:
         for scorer in scorers[:1] if part == "full" else scorers:
             options = [*shlex.split(PARTS[part]), *_scoring(part, scorer, gate)]
-            for own in _apart(options) if scorer in SLOW and part != "full" else [Task("", tuple(options))]:
+            for own in (
+                _apart(options) if scorer in SLOW and part != "full" else [Task("", tuple(options))]
+            ):
                 yield Task(f"{part}.{scorer}{own.name}", own.options)
     for scorer in scorers if locomo is not None else ():
-        yield Task(f"locomo.{scorer}", (*shlex.split(LOCOMO), str(locomo), *_scoring("locomo", scorer, gate)))
+        yield Task(
+            f"locomo.{scorer}",
+            (*shlex.split(LOCOMO), str(locomo), *_scoring("locomo", scorer, gate)),
+        )
 
 
 def _apart(options: Sequence[str]) -> Iterator[Task]:
     """A task for each combination of ρ and chunk size, named by it."""
-    places = [at + 1 for at, word in enumerate(options) if word in ("--kv-retention", "--chunk-tokens")]
+    places = [
+        at + 1 for at, word in enumerate(options) if word in ("--kv-retention", "--chunk-tokens")
+    ]
     for values in product(*(options[place].split(",") for place in places)):
         own = list(options)
         for place, value in zip(places, values, strict=True):
@@ -88,27 +108,49 @@ def _scoring(part: str, scorer: str, gate: Path | None) -> list[str]:
     if part == "full":
         return []
     gates = ["--gate", str(gate)] if gate and scorer == "fastkvzip" else []
-    scopes = ["--scope", "model" if default_scope(scorer) == "layer" else "layer"] if part == "scopes" else []
+    scopes = (
+        ["--scope", "model" if default_scope(scorer) == "layer" else "layer"]
+        if part == "scopes"
+        else []
+    )
     return ["--scorer", scorer, *gates, *scopes]
 
 
 def measure(task: Task, options: argparse.Namespace) -> int:
     """Its exit code."""
-    command = [sys.executable, "-m", "tangram", "eval", options.model, *task.options, *options.extra]
+    command = [
+        sys.executable,
+        "-m",
+        "tangram",
+        "eval",
+        options.model,
+        *task.options,
+        *options.extra,
+    ]
     with (options.folder / f"{task.name}.log").open("a", encoding="utf-8") as log:
         print(shlex.join(command[2:]), file=log, flush=True)
-        code = subprocess.call([*command, "-o", str(options.folder / f"{task.name}.json")], stdout=log, stderr=log)
-    print(f"{task.name}: {'done' if code == 0 else f'exit code {code}, see {log.name}'}", flush=True)
+        code = subprocess.call(
+            [*command, "-o", str(options.folder / f"{task.name}.json")], stdout=log, stderr=log
+        )
+    print(
+        f"{task.name}: {'done' if code == 0 else f'exit code {code}, see {log.name}'}", flush=True
+    )
     return code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model", default=EMBEDDED)
-    parser.add_argument("--scorers", help="comma-separated; all, fastkvzip only where there is a gate")
+    parser.add_argument(
+        "--scorers", help="comma-separated; all, fastkvzip only where there is a gate"
+    )
     parser.add_argument("--parts", default=",".join(PARTS), help=", ".join(PARTS))
-    parser.add_argument("--gate", type=Path, help=f"a gate file, for fastkvzip; one of {EMBEDDED} ships")
+    parser.add_argument(
+        "--gate", type=Path, help=f"a gate file, for fastkvzip; one of {EMBEDDED} ships"
+    )
     parser.add_argument("--locomo", type=Path, help="LoCoMo's file or folder: asked too, if given")
     parser.add_argument("--at-once", type=int, default=1, help="processes")
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -116,17 +158,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(given[:cut])
     gated = options.gate is not None or options.model == EMBEDDED
     known = [scorer for scorer in SCORERS if scorer != "fastkvzip" or gated]
-    scorers, parts = options.scorers.split(",") if options.scorers else known, options.parts.split(",")
+    scorers, parts = (
+        options.scorers.split(",") if options.scorers else known,
+        options.parts.split(","),
+    )
     if "fastkvzip" in scorers and not gated:
         parser.error(
-            f"scorer fastkvzip needs --gate for {options.model}: train one with `tangram calibrate --train-gate`"
+            f"scorer fastkvzip needs --gate for {options.model}: train one with `tangram "
+            "calibrate --train-gate`"
         )
     if unknown := [*(set(scorers) - set(known)), *(set(parts) - set(PARTS))]:
-        parser.error(f"{unknown[0]!r} is not known: scorers are {', '.join(known)}, parts {', '.join(PARTS)}")
+        parser.error(
+            f"{unknown[0]!r} is not known: scorers are {', '.join(known)}, parts {', '.join(PARTS)}"
+        )
     options.folder.mkdir(parents=True, exist_ok=True)
     options.extra = given[cut + 1 :]
     with ThreadPoolExecutor(options.at_once) as pool:
-        codes = list(pool.map(lambda task: measure(task, options), tasks(scorers, parts, options.gate, options.locomo)))
+        codes = list(
+            pool.map(
+                lambda task: measure(task, options),
+                tasks(scorers, parts, options.gate, options.locomo),
+            )
+        )
     return int(any(codes))
 
 

@@ -1,16 +1,23 @@
-"""The control: the same model, prompts and ρ through kvpress, the library that these methods were published with.
+"""The control: the same model, prompts and ρ through kvpress, the library that these methods were
+published with.
 
-kvpress 0.5.5 wants Transformers < 5.3, so it runs in an environment of its own, and this file imports nothing of ours:
+kvpress 0.5.5 wants Transformers < 5.3, so it runs in an environment of its own, and this file
+imports nothing of ours:
 
     python -m venv /tmp/kvpress && /tmp/kvpress/bin/pip install torch==2.13.0
     /tmp/kvpress/bin/pip install --no-deps kvpress==0.5.5 peft
-    /tmp/kvpress/bin/pip install "transformers<5.3" accelerate datasets "pandas<3" "cachetools<6" "fire<0.7" requests
-    python -m bench.accuracy.kvpress_prompts smollm2 --align-tokens 4096 -o prompts.json   # in Tangram's environment
-    /tmp/kvpress/bin/python bench/accuracy/kvpress_control.py prompts.json --retentions 0.7,0.5,0.3 -o control.json
-    python -m bench.accuracy.page results.json --control control.json         # in Tangram's environment
+    /tmp/kvpress/bin/pip install "transformers<5.3" accelerate datasets "pandas<3" \\
+        "cachetools<6" "fire<0.7" requests
+    # in Tangram's environment
+    python -m bench.accuracy.kvpress_prompts smollm2 --align-tokens 4096 -o prompts.json
+    /tmp/kvpress/bin/python bench/accuracy/kvpress_control.py prompts.json \
+        --retentions 0.7,0.5,0.3 -o control.json
+    # in Tangram's environment
+    python -m bench.accuracy.keep results.json --control control.json
 
-Each press sees the context up to where the questions part, once, and then each question; replies are greedy, by the
-pipeline of kvpress. The file is written anew after each press, ρ and suite; what it has already is not run again.
+Each press sees the context up to where the questions part, once, and then each question; replies
+are greedy, by the pipeline of kvpress. The file is written anew after each press, ρ and suite; what
+it has already is not run again.
 """
 
 from __future__ import annotations
@@ -37,8 +44,9 @@ from kvpress import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-# By the name of the scorer that Tangram has of the same method. KVzip lets all heads of the model compete, Ada-KV those
-# of a layer. "full" keeps everything; Tangram's ε in Expected Attention is 0.01, kvpress's 0.
+# By the name of the scorer that Tangram has of the same method. KVzip lets all heads of the model
+# compete, Ada-KV those of a layer. "full" keeps everything; Tangram's ε in Expected Attention is
+# 0.01, kvpress's 0.
 PRESSES = {
     "full": lambda ratio: None,
     "snapkv": lambda ratio: AdaKVPress(SnapKVPress(compression_ratio=ratio)),
@@ -52,7 +60,9 @@ PRESSES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("prompts", type=Path)
     parser.add_argument("--presses", default=",".join(PRESSES), help=", ".join(PRESSES))
     parser.add_argument("--retentions", default="0.7,0.5,0.3")
@@ -60,18 +70,35 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args()
     asked = json.loads(options.prompts.read_text(encoding="utf-8"))
-    kept = json.loads(options.output.read_text(encoding="utf-8"))["cells"] if options.output.exists() else []
+    kept = (
+        json.loads(options.output.read_text(encoding="utf-8"))["cells"]
+        if options.output.exists()
+        else []
+    )
     pipeline = loaded(asked, options.device)
     retentions = [float(word) for word in options.retentions.split(",")]
-    runs = [(name, 1.0 if name == "full" else each) for name in options.presses.split(",") for each in retentions]
+    runs = [
+        (name, 1.0 if name == "full" else each)
+        for name in options.presses.split(",")
+        for each in retentions
+    ]
     for (name, retention), suite in product(dict.fromkeys(runs), asked["suites"]):
         key = {"scorer": name, "kv_retention": retention, "prompts_sha256": suite["prompts_sha256"]}
         if any(key.items() <= cell.items() for cell in kept):
             continue
         print(f"{name}, ρ {retention:g}: {suite['suite']}", file=sys.stderr)
         begin = time.perf_counter()
-        samples = [answered(pipeline, PRESSES[name](1 - retention), sample) for sample in suite["samples"]]
-        kept.append({**key, "suite": suite["suite"], "seconds": time.perf_counter() - begin, "samples": samples})
+        samples = [
+            answered(pipeline, PRESSES[name](1 - retention), sample) for sample in suite["samples"]
+        ]
+        kept.append(
+            {
+                **key,
+                "suite": suite["suite"],
+                "seconds": time.perf_counter() - begin,
+                "samples": samples,
+            }
+        )
         content = {
             "command": shlex.join(["python", *sys.argv]),
             "environment": environment(options.device),
@@ -83,12 +110,18 @@ def main() -> None:
 def loaded(asked: dict[str, Any], device: str) -> KVPressTextGenerationPipeline:
     """The model that the prompts are for, in the dtypes in which Tangram loads the embedded one."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    model = AutoModelForCausalLM.from_pretrained(asked["model"], dtype=dtype, attn_implementation="sdpa").to(device)
+    model = AutoModelForCausalLM.from_pretrained(
+        asked["model"], dtype=dtype, attn_implementation="sdpa"
+    ).to(device)
     model.generation_config.eos_token_id = asked["eos_token_ids"]
-    return KVPressTextGenerationPipeline(model=model.eval(), tokenizer=AutoTokenizer.from_pretrained(asked["model"]))
+    return KVPressTextGenerationPipeline(
+        model=model.eval(), tokenizer=AutoTokenizer.from_pretrained(asked["model"])
+    )
 
 
-def answered(pipeline: KVPressTextGenerationPipeline, press: Any, sample: dict[str, Any]) -> dict[str, Any]:
+def answered(
+    pipeline: KVPressTextGenerationPipeline, press: Any, sample: dict[str, Any]
+) -> dict[str, Any]:
     """The sample's replies beside its questions."""
     context = sample["shared_tokens"]
     tokens = {
@@ -103,7 +136,11 @@ def answered(pipeline: KVPressTextGenerationPipeline, press: Any, sample: dict[s
 
 def environment(device: str) -> dict[str, str]:
     """What it ran on."""
-    where = torch.cuda.get_device_name() if device.startswith("cuda") else platform.processor() or platform.machine()
+    where = (
+        torch.cuda.get_device_name()
+        if device.startswith("cuda")
+        else platform.processor() or platform.machine()
+    )
     return {
         "device": where,
         "python": platform.python_version(),

@@ -1,10 +1,12 @@
-"""Writes the prompts of `tangram eval` for another runtime: token ids, what answers are right, and the model's folder.
+"""Writes the prompts of `tangram eval` for another runtime: token ids, what answers are right, and
+the model's folder.
 
-    python -m bench.accuracy.kvpress_prompts smollm2 --suites ruler,multiturn --samples 52 --context-tokens 4096 \
+    python -m bench.accuracy.kvpress_prompts smollm2 --suites ruler,multiturn --samples 52 \
+        --context-tokens 4096 \
         --align-tokens 4096 -o prompts.json
 
-Equal options give the prompts, and the digests, of `tangram eval`; `--align-tokens` is the largest chunk of its grid
-(with one-shot, the context).
+Equal options give the prompts, and the digests, of `tangram eval`; `--align-tokens` is the largest
+chunk of its grid (with one-shot, the context).
 """
 
 from __future__ import annotations
@@ -17,12 +19,20 @@ from pathlib import Path
 from typing import Any
 
 from tangram.engine.text import TextCodec
-from tangram.lab.accuracy.prompts import Alignment, Questions, SamplePrompts, filler_token, parse_suites
+from tangram.lab.accuracy.prompts import (
+    Alignment,
+    Questions,
+    SamplePrompts,
+    filler_token,
+    parse_suites,
+)
 from tangram.model.load import load_model
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", nargs="?", default="smollm2")
     parser.add_argument("--suites", default="ruler,multiturn")
     parser.add_argument("--samples", type=int, default=52)
@@ -39,7 +49,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for suite, tasks in parse_suites(options.suites).items():
         path = options.locomo if suite == "locomo" else None
         asked = Questions(
-            suite, tasks, options.samples, options.context_tokens, options.seed, options.max_questions, path
+            suite,
+            tasks,
+            options.samples,
+            options.context_tokens,
+            options.seed,
+            options.max_questions,
+            path,
         )
         prompts = asked.prompts(codec, Alignment(options.align_tokens, filler_token(codec)))
         samples = [written(sample) for sample in prompts.samples]
@@ -52,8 +68,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def written(sample: SamplePrompts) -> dict[str, Any]:
     """One context as JSON; its questions begin behind `shared_tokens`."""
     questions = [dataclasses.asdict(question) for question in sample.sample.questions]
-    return {"task": sample.sample.task, "shared_tokens": sample.shared_tokens, "prompts": sample.prompts,
-            "questions": questions}  # fmt: skip
+    return {
+        "task": sample.sample.task,
+        "shared_tokens": sample.shared_tokens,
+        "prompts": sample.prompts,
+        "questions": questions,
+    }
 
 
 if __name__ == "__main__":

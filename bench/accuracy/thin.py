@@ -1,4 +1,6 @@
-"""Result files of `tangram eval` made thin for docs/accuracy.md: every sample's score stays, replies go."""
+"""Result files of `tangram eval` made thin for docs/accuracy.md: every sample's score stays,
+replies go.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,9 @@ _DIGITS = 4
 class ThinCell(BaseModel):
     """A cell; `setting` and `environment` are places in the lists of the file.
 
-    `scores` are those of its samples, in the order of the setting's, or, where questions have categories, `answers`
-    those of each question of a sample; of fidelity, `passages` have four figures each.
+    `scores` are those of its samples, in the order of the setting's, or, where questions have
+    categories, `answers` those of each question of a sample; of fidelity, `passages` have four
+    figures each.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -46,9 +49,11 @@ class ThinCell(BaseModel):
 
 
 class Thin(BaseModel):
-    """All cells of one or more result files, each once. `samples` has task and number of each sample, by setting.
+    """All cells of one or more result files, each once. `samples` has task and number of each
+    sample, by setting.
 
-    `categories` has those of each question of a sample, by the place of a setting whose questions have any.
+    `categories` has those of each question of a sample, by the place of a setting whose questions
+    have any.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -66,7 +71,11 @@ class Thin(BaseModel):
 
         Raises `ValueError` if two have other samples.
         """
-        thin = cls(commands=[], settings=[], samples=[], environments=[], cells=[]) if beside is None else beside
+        thin = (
+            cls(commands=[], settings=[], samples=[], environments=[], cells=[])
+            if beside is None
+            else beside
+        )
         thin = thin.model_copy(deep=True)
         thin.commands = list(dict.fromkeys([*thin.commands, *(one.command for one in files)]))
         for cell in (cell for one in files for cell in one.cells):
@@ -82,16 +91,26 @@ class Thin(BaseModel):
                 self.categories[len(self.settings) - 1] = categories
         setting = self.settings.index(cell.setting)
         if samples != self.samples[setting]:
-            raise ValueError(f"{cell.method.title} has other samples of {cell.setting.suite} than the cells before it")
-        if any((one.method, one.setting, one.basis) == (cell.method, setting, cell.basis) for one in self.cells):
+            raise ValueError(
+                f"{cell.method.title} has other samples of {cell.setting.suite} than the cells "
+                "before it"
+            )
+        if any(
+            (one.method, one.setting, one.basis) == (cell.method, setting, cell.basis)
+            for one in self.cells
+        ):
             return
         if cell.environment not in self.environments:
             self.environments.append(cell.environment)
         own: dict[str, Any] = {"passages": [_rounded(one) for one in getattr(cell, "passages", ())]}
         if isinstance(cell, Cell):
-            scores = [[round(answer.score, _DIGITS) for answer in one.answers] for one in cell.samples]
+            scores = [
+                [round(answer.score, _DIGITS) for answer in one.answers] for one in cell.samples
+            ]
             own = {
-                "scores": [] if setting in self.categories else [round(one.score, _DIGITS) for one in cell.samples],
+                "scores": []
+                if setting in self.categories
+                else [round(one.score, _DIGITS) for one in cell.samples],
                 "answers": scores if setting in self.categories else [],
                 "footprint": cell.footprint,
                 "filler_tokens": cell.filler_tokens,
@@ -99,33 +118,51 @@ class Thin(BaseModel):
         where = self.environments.index(cell.environment)
         self.cells.append(
             ThinCell(
-                method=cell.method, setting=setting, environment=where, basis=cell.basis, seconds=cell.seconds, **own
+                method=cell.method,
+                setting=setting,
+                environment=where,
+                basis=cell.basis,
+                seconds=cell.seconds,
+                **own,
             )
         )
 
     def whole(self) -> list[AnyCell]:
-        """The cells as `tangram.lab.accuracy.report` reads them; one answer a sample where there are no categories."""
+        """The cells as `tangram.lab.accuracy.report` reads them; one answer a sample where there
+        are no categories.
+        """
         return [self._whole(cell) for cell in self.cells]
 
     def _whole(self, cell: ThinCell) -> AnyCell:
         told: dict[str, Any] = {
-            "method": cell.method, "setting": self.settings[cell.setting], "basis": cell.basis,
-            "seconds": cell.seconds, "environment": self.environments[cell.environment],
-        }  # fmt: skip
+            "method": cell.method,
+            "setting": self.settings[cell.setting],
+            "basis": cell.basis,
+            "seconds": cell.seconds,
+            "environment": self.environments[cell.environment],
+        }
         if cell.passages:
             return FidelityCell(passages=tuple(cell.passages), **told)
         scores = cell.answers or [[score] for score in cell.scores]
         categories = self.categories.get(cell.setting) or [[None] for _ in scores]
         samples = tuple(
             AnsweredSample(
-                task=task, number=number, answers=tuple(_answer(*one) for one in zip(own, named, strict=True))
+                task=task,
+                number=number,
+                answers=tuple(_answer(*one) for one in zip(own, named, strict=True)),
             )
-            for (task, number), own, named in zip(self.samples[cell.setting], scores, categories, strict=True)
+            for (task, number), own, named in zip(
+                self.samples[cell.setting], scores, categories, strict=True
+            )
         )
         return Cell(
-            score=Score.of([one.score for one in samples]), by_task=_by_task(samples), footprint=cell.footprint,
-            filler_tokens=cell.filler_tokens, samples=samples, **told,
-        )  # fmt: skip
+            score=Score.of([one.score for one in samples]),
+            by_task=_by_task(samples),
+            footprint=cell.footprint,
+            filler_tokens=cell.filler_tokens,
+            samples=samples,
+            **told,
+        )
 
     @classmethod
     def load(cls, path: Path) -> Thin:
@@ -138,10 +175,14 @@ class Thin(BaseModel):
             for name in ("commands", "settings", "samples", "categories", "environments")
         ]
         cells = ",\n".join(cell.model_dump_json(exclude_defaults=True) for cell in self.cells)
-        path.write_text("{" + ",\n".join([*parts, f'"cells": [\n{cells}\n]']) + "}\n", encoding="utf-8")
+        path.write_text(
+            "{" + ",\n".join([*parts, f'"cells": [\n{cells}\n]']) + "}\n", encoding="utf-8"
+        )
 
     def _json(self, name: str) -> str:
-        return self.model_copy(update={"cells": []}).model_dump_json(include={name})[len(name) + 4 : -1]
+        return self.model_copy(update={"cells": []}).model_dump_json(include={name})[
+            len(name) + 4 : -1
+        ]
 
 
 def _answer(score: float, category: str | None) -> GradedAnswer:
@@ -164,4 +205,6 @@ def _by_task(samples: Iterable[AnsweredSample]) -> dict[str, Score]:
 
 
 def _rounded(passage: Fidelity) -> Fidelity:
-    return Fidelity(**{name: round(value, 2 * _DIGITS) for name, value in passage.model_dump().items()})
+    return Fidelity(
+        **{name: round(value, 2 * _DIGITS) for name, value in passage.model_dump().items()}
+    )

@@ -1,9 +1,11 @@
-"""What the kernels lose without one of their parts: merging, tile classes, overlap, and the shape of pages.
+"""What the kernels lose without one of their parts: merging, tile classes, overlap, and the shape
+of pages.
 
     python -m bench.kernels.ablations [--heads 32/8] [--dry-run]
 
-Trees of PAT and rows that share nothing, `packing:measured` throughout. Other ablations are columns of other families:
-packing rules in `pat`, split maps and re-planning in `ragged`, buckets in `persistent`, page groups in `fragmentation`.
+Trees of PAT and rows that share nothing, `packing:measured` throughout. Other ablations are columns
+of other families: packing rules in `pat`, split maps and re-planning in `ragged`, buckets in
+`persistent`, page groups in `fragmentation`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ PAGE = 32  # the page of the whole
 
 def _makers() -> dict[str, Callable[[BatchGeometry, bool], Case]]:
     trees = {text: partial(_tree, Tree.parse(text)) for text in TREES}
-    return {**trees, ROWS: lambda geometry, tiny: dense.make(ROWS, dense.LENGTHS[ROWS], geometry, 0, tiny)}
+    return {
+        **trees,
+        ROWS: lambda geometry, tiny: dense.make(ROWS, dense.LENGTHS[ROWS], geometry, 0, tiny),
+    }
 
 
 def _tree(tree: Tree, geometry: BatchGeometry, tiny: bool) -> Case:
@@ -38,11 +43,16 @@ def _fits(name: str, page_tokens: int) -> bool:
 
 
 def _entry(
-    name: str, make: Callable[[BatchGeometry, bool], Case], geometry: BatchGeometry, variants: Sequence[str]
+    name: str,
+    make: Callable[[BatchGeometry, bool], Case],
+    geometry: BatchGeometry,
+    variants: Sequence[str],
 ) -> Entry:
     shape = {"page_tokens": geometry.page_tokens, "heads_per_page": geometry.heads_per_page}
     title = f"{name}, pages of {geometry.page_tokens} × {geometry.heads_per_page} heads"
-    return Entry(title, name, partial(make, geometry), {"case": name, **shape}, only=tuple(variants))
+    return Entry(
+        title, name, partial(make, geometry), {"case": name, **shape}, only=tuple(variants)
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -57,7 +67,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sizes = [size for size in PAGE_TOKENS if size != PAGE and _fits(name, size)]
         shapes = [(size, whole.heads_per_page) for size in sizes]
         shapes += [(PAGE, heads) for heads in HEADS_PER_PAGE if heads < whole.kv_heads]
-        entries += [_entry(name, make, BatchGeometry.of_heads(options.heads, *shape), (WHOLE,)) for shape in shapes]
+        entries += [
+            _entry(name, make, BatchGeometry.of_heads(options.heads, *shape), (WHOLE,))
+            for shape in shapes
+        ]
     execute("ablations", options, entries)
 
 

@@ -2,8 +2,9 @@
 
     python -m bench.kernels.all --quick --budget-s 480 --out DIR [--families dense,pat]
 
-The families share the budget in the order given: each gets its part of what is left, so that a slow one cannot starve
-those after it. Each writes its results after every case. Options that are not known here go to every family.
+The families share the budget in the order given: each gets its part of what is left, so that a slow
+one cannot starve those after it. Each writes its results after every case. Options that are not
+known here go to every family.
 """
 
 from __future__ import annotations
@@ -29,8 +30,12 @@ FAMILIES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the families; one that fails is reported and the next one runs. Exits with 1 if any failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Run the families; one that fails is reported and the next one runs. Exits with 1 if any
+    failed.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--budget-s", type=float, default=480.0)
     parser.add_argument("--families", default=",".join(FAMILIES))
     parser.add_argument("--dry-run", action="store_true")

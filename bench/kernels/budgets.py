@@ -1,4 +1,6 @@
-"""Ragged caches as a profile leaves them: heads of many lengths, in pages that mix heads of any layer."""
+"""Ragged caches as a profile leaves them: heads of many lengths, in pages that mix heads of any
+layer.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,25 @@ SHIPPED = (
 PLAN_AGE = 256  # tokens that every row has decoded since it was planned for
 
 
-def load(name: str, published: Path | None, *, page_tokens: int | None, heads_per_page: int | None) -> Profile:
-    """A profile by its file's stem, MODEL.SCORER.SCOPE.cC.rRHO: a shipped file, or made from published budgets.
+def load(
+    name: str, published: Path | None, *, page_tokens: int | None, heads_per_page: int | None
+) -> Profile:
+    """A profile by its file's stem, MODEL.SCORER.SCOPE.cC.rRHO: a shipped file, or made from
+    published budgets.
 
-    Page shape None leaves the profile's own. Raises `ProfileError`, or `ConfigError` if ρ cannot be met.
+    Page shape None leaves the profile's own. Raises `ProfileError`, or `ConfigError` if ρ cannot be
+    met.
     """
-    profile = _imported(name, published) if published else Profile.load(shipped_profiles() / f"{name}.json")
+    profile = (
+        _imported(name, published)
+        if published
+        else Profile.load(shipped_profiles() / f"{name}.json")
+    )
     if page_tokens is None and heads_per_page is None:
         return profile
-    return profile.with_pages(page_tokens or profile.page_tokens, heads_per_page or profile.heads_per_page)
+    return profile.with_pages(
+        page_tokens or profile.page_tokens, heads_per_page or profile.heads_per_page
+    )
 
 
 def _imported(name: str, published: Path) -> Profile:
@@ -44,18 +56,29 @@ def _imported(name: str, published: Path) -> Profile:
     if scope_name not in scopes:
         raise ConfigError(f"profile is {name!r}, it must read MODEL.SCORER.SCOPE.cC.rRHO")
     return import_published(
-        published, model, ScorerSpec(scorer), scopes[scope_name], float(retention), chunk_tokens=int(chunk[1:])
+        published,
+        model,
+        ScorerSpec(scorer),
+        scopes[scope_name],
+        float(retention),
+        chunk_tokens=int(chunk[1:]),
     )
 
 
 def chosen_layers(profile: Profile, count: int) -> list[int]:
-    """`count` of the profile's layers, spread evenly: enough for a time per layer, at a part of the memory."""
-    index = np.linspace(0, len(profile.layers) - 1, min(count, len(profile.layers))).round().astype(int)
+    """`count` of the profile's layers, spread evenly: enough for a time per layer, at a part of the
+    memory.
+    """
+    index = (
+        np.linspace(0, len(profile.layers) - 1, min(count, len(profile.layers))).round().astype(int)
+    )
     return [profile.layers[i] for i in index]
 
 
 def _states(profile: Profile, context_tokens: int, batch: int) -> tuple[Int64, Int64]:
-    """Sealed chunks and raw tokens of each row at about `context_tokens`; raw tails are spread evenly over a chunk."""
+    """Sealed chunks and raw tokens of each row at about `context_tokens`; raw tails are spread
+    evenly over a chunk.
+    """
     chunk = profile.chunk_tokens
     raw = (2 * np.arange(batch) + 1) * chunk // (2 * batch)
     return np.maximum(0, np.rint((context_tokens - raw) / chunk)).astype(np.int64), raw
@@ -63,12 +86,20 @@ def _states(profile: Profile, context_tokens: int, batch: int) -> tuple[Int64, I
 
 def ragged_case(
     profile: Profile, context_tokens: int, batch: int, layers: Sequence[int], seed: int, name: str
-) -> Case:  # fmt: skip
-    """The given layers of a batch; only groups with a head in them get pages, those heads' other columns are unread."""
+) -> Case:
+    """The given layers of a batch; only groups with a head in them get pages, those heads' other
+    columns are unread.
+    """
     wanted = {layer: index for index, layer in enumerate(layers)}
-    groups = [group for group, heads in enumerate(profile.groups) if any(layer in wanted for layer, _ in heads)]
+    groups = [
+        group
+        for group, heads in enumerate(profile.groups)
+        if any(layer in wanted for layer, _ in heads)
+    ]
     sealed, raw = _states(profile, context_tokens, batch)
-    kept = np.array([profile.sealed_pages[group] for group in groups], np.int64) * profile.page_tokens
+    kept = (
+        np.array([profile.sealed_pages[group] for group in groups], np.int64) * profile.page_tokens
+    )
     lengths = sealed[:, None] * kept + raw[:, None]
     ids, total, offset = _tables(lengths, profile.page_tokens, seed)
     geometry = _geometry(profile)
@@ -81,40 +112,54 @@ def ragged_case(
     expected = sealed[:, None] * kept + planned[:, None]
     index_of = np.arange(batch)[:, None, None] * len(groups) + member
     rows = DecodeRows(
-        offset.ravel()[index_of], np.ascontiguousarray(np.broadcast_to(column, index_of.shape)), index_of,
+        offset.ravel()[index_of],
+        np.ascontiguousarray(np.broadcast_to(column, index_of.shape)),
+        index_of,
         expected[:, member].astype(np.float64),
-        (None,) * len(layers), profile.page_tokens,
-    )  # fmt: skip
+        (None,) * len(layers),
+        profile.page_tokens,
+    )
     return Case(name, geometry, rows, ids, lengths.ravel().astype(np.int32), total)
 
 
 def even_case(ragged: Case, seed: int, name: str) -> Case:
-    """The same entries in all, dealt out evenly over each row's heads and layers: what a perfect balance would read."""
+    """The same entries in all, dealt out evenly over each row's heads and layers: what a perfect
+    balance would read.
+    """
     geometry, (batch, layers, heads) = ragged.geometry, ragged.shape
     runs = heads // geometry.heads_per_page
     mean = np.rint(ragged.cell_lengths.mean(axis=(1, 2))).astype(np.int64)
-    ids, total, offset = _tables(np.repeat(mean, layers * runs)[:, None], geometry.page_tokens, seed)
+    ids, total, offset = _tables(
+        np.repeat(mean, layers * runs)[:, None], geometry.page_tokens, seed
+    )
     table = np.repeat(offset.reshape(batch, layers, runs), geometry.heads_per_page, axis=2)
     shape = table.shape
     rows = DecodeRows(
-        table, np.ascontiguousarray(np.broadcast_to(np.arange(heads) % geometry.heads_per_page, shape)),
+        table,
+        np.ascontiguousarray(np.broadcast_to(np.arange(heads) % geometry.heads_per_page, shape)),
         np.ascontiguousarray(np.broadcast_to(np.arange(batch)[:, None, None], shape)),
         mean[:, None, None] * np.ones(shape),
-        (None,) * layers, geometry.page_tokens,
-    )  # fmt: skip
+        (None,) * layers,
+        geometry.page_tokens,
+    )
     return Case(name, geometry, rows, ids, mean.astype(np.int32), total)
 
 
 def _geometry(profile: Profile) -> BatchGeometry:
     model = profile.model
     return BatchGeometry(
-        model.kv_heads, model.query_heads // model.kv_heads, model.head_dim, profile.page_tokens,
+        model.kv_heads,
+        model.query_heads // model.kv_heads,
+        model.head_dim,
+        profile.page_tokens,
         profile.heads_per_page,
-    )  # fmt: skip
+    )
 
 
 def _tables(lengths: Int64, page_tokens: int, seed: int) -> tuple[np.ndarray, int, Int64]:
-    """Page ids for tables of the given lengths (any shape, in order), the pool's size, and each table's offset."""
+    """Page ids for tables of the given lengths (any shape, in order), the pool's size, and each
+    table's offset.
+    """
     pages = -(-lengths.ravel() // page_tokens)
     ids, total = scattered(int(pages.sum()), seed)
     return ids, total, (np.cumsum(pages) - pages).reshape(lengths.shape)

@@ -49,7 +49,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         Entry(
             f"{heads} {name}",
             heads,
-            partial(make, name, lengths, BatchGeometry.of_heads(heads, options.page_tokens, options.heads_per_page), 0),
+            partial(
+                make,
+                name,
+                lengths,
+                BatchGeometry.of_heads(heads, options.page_tokens, options.heads_per_page),
+                0,
+            ),
             {"heads": heads, "batch": len(lengths), "longest": max(lengths)},
         )
         for heads in options.heads.split(",")

@@ -1,7 +1,8 @@
 """Tiny versions of a family's cases on the CPU: what can be known without a device.
 
-Each planner's plan passes `check`, also after rows have grown; the torch reference executes it; and where Triton's
-interpreter is on (TRITON_INTERPRET=1) so do the kernels. All must give the answer that plain attention gives.
+Each planner's plan passes `check`, also after rows have grown; the torch reference executes it; and
+where Triton's interpreter is on (TRITON_INTERPRET=1) so do the kernels. All must give the answer
+that plain attention gives.
 """
 
 from __future__ import annotations
@@ -27,12 +28,16 @@ MULTIPROCESSORS = 3
 
 
 def dry_run(name: str, options: argparse.Namespace, entries: Iterable[Entry]) -> None:
-    """Check every case with every planner asked for. Raises `WrongAnswer` or `IntegrityError` at the first fault."""
+    """Check every case with every planner asked for. Raises `WrongAnswer` or `IntegrityError` at
+    the first fault.
+    """
     cost = CostModel.load(options.cost) if options.cost else CostModel()
     interpreter = os.environ.get("TRITON_INTERPRET") == "1"
     count = 0
     for entry in entries:
-        workload = Workload.build(entry.make(True), getattr(torch, options.dtype), torch.device("cpu"))
+        workload = Workload.build(
+            entry.make(True), getattr(torch, options.dtype), torch.device("cpu")
+        )
         answer = expected(workload)
         for schedule in (parse_schedule(text) for text in entry.only or options.planners):
             where = f"{entry.name}, {schedule.text}"
@@ -42,13 +47,24 @@ def dry_run(name: str, options: argparse.Namespace, entries: Iterable[Entry]) ->
             if interpreter:
                 _compare(f"{where}, kernels", _by_kernels(schedule, workload, cost), answer)
             count += 1
-    print(f"{name}: {count} plans checked on the CPU, kernels {'interpreted' if interpreter else 'not run'}")
+    print(
+        f"{name}: {count} plans checked on the CPU, kernels "
+        f"{'interpreted' if interpreter else 'not run'}"
+    )
 
 
 def _by_reference(workload: Workload, plan: WorkPlan) -> list[Tensor]:
     attend: Callable[..., Tensor] = reference.decode
     return [
-        attend(q, workload.pool, workload.tables, workload.lengths, plan, layer, scaling=workload.scaling)
+        attend(
+            q,
+            workload.pool,
+            workload.tables,
+            workload.lengths,
+            plan,
+            layer,
+            scaling=workload.scaling,
+        )
         for layer, q in enumerate(workload.q)
     ]
 
@@ -62,4 +78,6 @@ def _by_kernels(schedule: Schedule, workload: Workload, cost: CostModel) -> list
 def _compare(where: str, outputs: list[Tensor], answer: list[Tensor]) -> None:
     error = max(relative_error(out, ref) for out, ref in zip(outputs, answer, strict=True))
     if not error < LARGEST_ERROR:
-        raise WrongAnswer(f"{where}: relative error {error:.3g}, at most {LARGEST_ERROR} is allowed")
+        raise WrongAnswer(
+            f"{where}: relative error {error:.3g}, at most {LARGEST_ERROR} is allowed"
+        )

@@ -1,7 +1,8 @@
-"""What the benchmark families share: options, the loop over cases and contenders, and a time budget.
+"""What the benchmark families share: options, the loop over cases and contenders, and a time
+budget.
 
-Every case is built, checked and timed by itself; results are written after each, so that a run that is cut short keeps
-what it has.
+Every case is built, checked and timed by itself; results are written after each, so that a run that
+is cut short keeps what it has.
 """
 
 from __future__ import annotations
@@ -25,14 +26,18 @@ from tangram.plan.schedule import Schedule
 
 RESULTS = Path(__file__).parent.parent / "results"
 PEERS = ("decode", "decode-static", "batch", "cascade", "cascade-fa3", "sdpa")
-NO_DEVICE = "this benchmark needs a CUDA device, torch finds none: try --dry-run, which checks tiny cases on the CPU"
+NO_DEVICE = (
+    "this benchmark needs a CUDA device, torch finds none: try --dry-run, which checks "
+    "tiny cases on the CPU"
+)
 
 
 @dataclass(frozen=True)
 class Entry:
     """One case of a family: `make(tiny)` builds it, small enough for the CPU where `tiny`.
 
-    Geometric means are taken over the entries of a `group`. `only` replaces all contenders by these variants of ours.
+    Geometric means are taken over the entries of a `group`. `only` replaces all contenders by these
+    variants of ours.
     """
 
     name: str
@@ -62,28 +67,45 @@ def parser(
     doc: str | None, planners: Sequence[str], peers: Sequence[str], *, page_tokens: int
 ) -> argparse.ArgumentParser:
     """The options every family has."""
-    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     comma: Callable[[str], list[str]] = lambda text: [part for part in text.split(",") if part]  # noqa: E731
-    made.add_argument("--planners", type=comma, default=list(planners), help="see tangram/plan/schedule.py")
+    made.add_argument(
+        "--planners", type=comma, default=list(planners), help="see tangram/plan/schedule.py"
+    )
     made.add_argument("--peers", type=comma, default=list(peers), help=f"of {', '.join(PEERS)}")
     made.add_argument("--page-tokens", type=int, default=page_tokens)
-    made.add_argument("--heads-per-page", type=int, default=None, help="default: all KV heads of a layer")
+    made.add_argument(
+        "--heads-per-page", type=int, default=None, help="default: all KV heads of a layer"
+    )
     made.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
     made.add_argument("--replays", type=int, default=30)
     made.add_argument("--cost", type=Path, default=None, help="a measured cost model (JSON)")
     made.add_argument("--no-wall", action="store_true", help="device time only")
-    made.add_argument("--memory-gib", type=float, default=48.0, help="leave out cases whose pool is larger")
-    made.add_argument("--budget-s", type=float, default=480.0, help="start no case after so many seconds")
+    made.add_argument(
+        "--memory-gib", type=float, default=48.0, help="leave out cases whose pool is larger"
+    )
+    made.add_argument(
+        "--budget-s", type=float, default=480.0, help="start no case after so many seconds"
+    )
     made.add_argument("--quick", action="store_true", help="a few cases of the family")
-    made.add_argument("--dry-run", action="store_true", help="tiny cases on the CPU: plans, kernels and reference")
+    made.add_argument(
+        "--dry-run", action="store_true", help="tiny cases on the CPU: plans, kernels and reference"
+    )
     made.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files")
     return made
 
 
 def execute(
-    name: str, options: argparse.Namespace, entries: Iterable[Entry], show: Callable[[Run], None] | None = None
+    name: str,
+    options: argparse.Namespace,
+    entries: Iterable[Entry],
+    show: Callable[[Run], None] | None = None,
 ) -> None:
-    """Run a family and print its table, by `show` if given. Exits with 2 and one line where there is no device."""
+    """Run a family and print its table, by `show` if given. Exits with 2 and one line where there
+    is no device.
+    """
     if options.dry_run:
         from bench.kernels.dry_run import dry_run
 
@@ -121,7 +143,9 @@ def _measure_entry(run: Run, entry: Entry, device: torch.device, dtype: torch.dt
         run.left_out.append(f"{entry.name}: {error}")
         return
     if case.pool_bytes > run.options.memory_gib * 2**30:
-        run.left_out.append(f"{entry.name}: its pool takes {case.pool_bytes / 2**30:.0f} GiB (--memory-gib)")
+        run.left_out.append(
+            f"{entry.name}: its pool takes {case.pool_bytes / 2**30:.0f} GiB (--memory-gib)"
+        )
         return
     workload = Workload.build(case, dtype, device)
     row = report.case_row(entry, case, run.ceilings)
@@ -130,7 +154,9 @@ def _measure_entry(run: Run, entry: Entry, device: torch.device, dtype: torch.dt
         try:
             row["contenders"].append(_timed(run, build, answer, cold))
         except Exception as error:
-            row["failed"][name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
+            row["failed"][name] = (
+                f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
+            )
             torch.cuda.synchronize()  # a broken device ends the run here
         gc.collect()
         torch.cuda.empty_cache()
@@ -143,9 +169,15 @@ def _timed(run: Run, build: Callable[[], Any], answer: Any, cold: Any) -> dict[s
     from tangram.lab.kernel_benchmarks.timing import measure
 
     contender = build()
-    result = measure(contender, answer, cold, replays=run.options.replays, wall=not run.options.no_wall)
+    result = measure(
+        contender, answer, cold, replays=run.options.replays, wall=not run.options.no_wall
+    )
     counters = getattr(contender, "counters", None)
-    return {**result.as_dict(), "ours": counters is not None, "counters": asdict(counters) if counters else None}
+    return {
+        **result.as_dict(),
+        "ours": counters is not None,
+        "counters": asdict(counters) if counters else None,
+    }
 
 
 def _contenders(run: Run, entry: Entry, workload: Any) -> list[tuple[str, Callable[[], Any]]]:
@@ -165,6 +197,10 @@ def _contenders(run: Run, entry: Entry, workload: Any) -> list[tuple[str, Callab
     def theirs(name: str) -> Callable[[], Any]:
         return lambda: peer(name, workload, workspace)
 
-    schedules = [parse_schedule(text) for text in (options.planners if entry.only is None else entry.only)]
+    schedules = [
+        parse_schedule(text) for text in (options.planners if entry.only is None else entry.only)
+    ]
     peers = options.peers if entry.only is None else ()
-    return [(schedule.text, ours(schedule)) for schedule in schedules] + [(name, theirs(name)) for name in peers]
+    return [(schedule.text, ours(schedule)) for schedule in schedules] + [
+        (name, theirs(name)) for name in peers
+    ]

@@ -1,11 +1,13 @@
-"""How much memory ragged pages give back, by heads per page and by how heads are grouped (Tangram, ragged paging).
+"""How much memory ragged pages give back, by heads per page and by how heads are grouped (Tangram,
+ragged paging).
 
-    python -m bench.kernels.fragmentation [--retention 0.3] [--profiles NAME ...] [--budgets FILE.npz]
+    python -m bench.kernels.fragmentation [--retention 0.3] [--profiles NAME ...] \
+        [--budgets FILE.npz]
 
-A group is as deep as its deepest head, so it wastes what its shallower heads do not use. Grouped: by budget across the
-model or within each layer, adjacent heads of a layer, or all heads of a layer in one page (monolithic). Pages of 16
-tokens, chunks of the profile's size, before ρ is enforced: each head asks for its own budget, rounded up to pages. No
-device is needed.
+A group is as deep as its deepest head, so it wastes what its shallower heads do not use. Grouped:
+by budget across the model or within each layer, adjacent heads of a layer, or all heads of a layer
+in one page (monolithic). Pages of 16 tokens, chunks of the profile's size, before ρ is enforced:
+each head asks for its own budget, rounded up to pages. No device is needed.
 """
 
 from __future__ import annotations
@@ -32,22 +34,30 @@ GROUPINGS = ("across layers", "within layer", "adjacent", "monolithic")
 
 
 def scaled(mean: Float64, retention: float) -> Float64:
-    """Budgets in the proportions of `mean`, at most 1 each, that keep `retention` of the entries."""
+    """Budgets in the proportions of `mean`, at most 1 each, that keep `retention` of
+    the entries.
+    """
     low, high = 0.0, 1.0 / max(float(mean[mean > 0].min()), 1e-6)
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if np.minimum(1.0, mean * middle).mean() < retention else (low, middle)
+        low, high = (
+            (middle, high) if np.minimum(1.0, mean * middle).mean() < retention else (low, middle)
+        )
     return np.asarray(np.minimum(1.0, mean * high), np.float64)
 
 
-def reclaimed(budgets: Float64, grouping: str, heads_per_page: int, chunk_tokens: int, page_tokens: int) -> float:
+def reclaimed(
+    budgets: Float64, grouping: str, heads_per_page: int, chunk_tokens: int, page_tokens: int
+) -> float:
     """The share of an uncompressed chunk's entries that need no page; at most 1 - mean budget."""
     layers = range(len(budgets))
     per_page = budgets.shape[1] if grouping == "monolithic" else heads_per_page
     across = "model" if grouping == "across layers" else "layer"
     ordered = grouping in ("across layers", "within layer")
     groups = cluster(budgets, layers, per_page, across, ordered=ordered)  # type: ignore[arg-type]
-    depth = np.ceil(group_budgets(budgets, layers, groups) * chunk_tokens / page_tokens) * page_tokens
+    depth = (
+        np.ceil(group_budgets(budgets, layers, groups) * chunk_tokens / page_tokens) * page_tokens
+    )
     return 1.0 - float(depth.sum()) * per_page / (budgets.size * chunk_tokens)
 
 
@@ -59,7 +69,9 @@ def rows_of(name: str, profile: Profile, retention: float) -> list[dict[str, Any
             "profile": name,
             "grouping": grouping,
             "reclaimed": {
-                str(heads): reclaimed(budgets, grouping, heads, profile.chunk_tokens, profile.page_tokens)
+                str(heads): reclaimed(
+                    budgets, grouping, heads, profile.chunk_tokens, profile.page_tokens
+                )
                 for heads in HEADS_PER_PAGE
             },
         }
@@ -69,25 +81,42 @@ def rows_of(name: str, profile: Profile, retention: float) -> list[dict[str, Any
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table and write bench/results/kernels_fragmentation.json."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--retention", type=float, default=0.3)
     parser.add_argument("--profiles", nargs="+", default=list(SHIPPED))
     parser.add_argument("--budgets", type=Path, default=None, help="published budgets (.npz)")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
-    found = {name: load(name, options.budgets, page_tokens=None, heads_per_page=None) for name in options.profiles}
-    rows = [row for name, profile in found.items() for row in rows_of(name, profile, options.retention)]
+    found = {
+        name: load(name, options.budgets, page_tokens=None, heads_per_page=None)
+        for name in options.profiles
+    }
+    rows = [
+        row for name, profile in found.items() for row in rows_of(name, profile, options.retention)
+    ]
     table = Table(
-        title=f"reclaimed of an uncompressed cache at ρ {options.retention:g} (most: {1 - options.retention:g})"
+        title=f"reclaimed of an uncompressed cache at ρ {options.retention:g} (most: "
+        f"{1 - options.retention:g})"
     )
     for column in ("profile", "grouping", *(f"Hp {heads}" for heads in HEADS_PER_PAGE)):
         table.add_column(column, justify="left" if column in ("profile", "grouping") else "right")
     for row in rows:
-        table.add_row(row["profile"], row["grouping"], *(f"{value:.2f}" for value in row["reclaimed"].values()))
+        table.add_row(
+            row["profile"],
+            row["grouping"],
+            *(f"{value:.2f}" for value in row["reclaimed"].values()),
+        )
     Console(width=150).print(table)
     options.out.mkdir(parents=True, exist_ok=True)
     command = f"python -m bench.kernels.fragmentation --retention {options.retention:g}"
-    content = {"command": command, "environment": environment(), "retention": options.retention, "rows": rows}
+    content = {
+        "command": command,
+        "environment": environment(),
+        "retention": options.retention,
+        "rows": rows,
+    }
     (options.out / "kernels_fragmentation.json").write_text(json.dumps(content, indent=1) + "\n")
 
 

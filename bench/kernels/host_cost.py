@@ -1,11 +1,13 @@
-"""Host cost of planning when the decode membership changes, and of a step's attention with and without.
+"""Host cost of planning when the decode membership changes, and of a step's attention with and
+without.
 
-    python -m bench.kernels.host_cost [--rows 64] [--tokens 65536] [--layers 36] [--heads 8] [--repeats 50]
+    python -m bench.kernels.host_cost [--rows 64] [--tokens 65536] [--layers 36] [--heads 8] \
+        [--repeats 50]
 
-Heads keep uneven shares of the context (0.1 to 1.0 of it). Prefixes, for the packing planner, are of half the context,
-shared by all rows or by eight groups of rows. Each plan is checked entry by entry before it is timed. The process frees
-one 30 MB array first, as an engine has; with --fresh it does not, every plan then faults in its memory anew, and the
-figures are printed only.
+Heads keep uneven shares of the context (0.1 to 1.0 of it). Prefixes, for the packing planner, are
+of half the context, shared by all rows or by eight groups of rows. Each plan is checked entry by
+entry before it is timed. The process frees one 30 MB array first, as an engine has; with --fresh it
+does not, every plan then faults in its memory anew, and the figures are printed only.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ PAGE, CHUNK, WORKERS, GROUP = 32, 2048, 264, 4
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """R rows of `chunks` sealed chunks and 100 raw tokens; per (row, chunk) the number of the span that it holds."""
+    """R rows of `chunks` sealed chunks and 100 raw tokens; per (row, chunk) the number of the span
+    that it holds.
+    """
 
     rows: DecodeRows
     lengths: Int32
@@ -61,7 +65,9 @@ class Batch:
     def of(cls, count: int, tokens: int, layers: int, heads: int, sharers: int) -> Batch:
         """`sharers` consecutive rows share the first half of their chunks."""
         chunks = tokens // CHUNK
-        kept_pages = np.random.default_rng(0).integers(CHUNK // PAGE // 10, CHUNK // PAGE + 1, (layers, heads))
+        kept_pages = np.random.default_rng(0).integers(
+            CHUNK // PAGE // 10, CHUNK // PAGE + 1, (layers, heads)
+        )
         row, chunk = np.ogrid[:count, :chunks]
         spans = np.where(chunk < chunks // 2, row // sharers * sharers, row) * chunks + chunk
         # A head's page ids count up along its table; rows with equal spans have equal ids there.
@@ -72,13 +78,21 @@ class Batch:
         first_page = np.cumsum(count * width) - count * width
         for cell, pages in enumerate(kept_pages.ravel()):
             ids = first_page[cell] + spans[:, :, None] * pages + np.arange(pages)
-            own = first_page[cell] + count * chunks * pages + np.arange(count * 12).reshape(count, 12)
-            tables[table[:, cell, None] + np.arange(width[cell])] = np.append(ids.reshape(count, -1), own, axis=1)
+            own = (
+                first_page[cell] + count * chunks * pages + np.arange(count * 12).reshape(count, 12)
+            )
+            tables[table[:, cell, None] + np.arange(width[cell])] = np.append(
+                ids.reshape(count, -1), own, axis=1
+            )
         shape = (count, layers, heads)
         rows = DecodeRows(
-            table.reshape(shape), np.zeros(shape, np.int64), np.arange(table.size).reshape(shape),
-            np.broadcast_to(kept_pages * PAGE * chunks + 100.0, shape), (None,) * layers, PAGE,
-        )  # fmt: skip
+            table.reshape(shape),
+            np.zeros(shape, np.int64),
+            np.arange(table.size).reshape(shape),
+            np.broadcast_to(kept_pages * PAGE * chunks + 100.0, shape),
+            (None,) * layers,
+            PAGE,
+        )
         lengths = np.broadcast_to(kept_pages * PAGE * chunks + 100, shape).astype(np.int32).ravel()
         return cls(rows, lengths, kept_pages * PAGE, tables, spans)
 
@@ -87,12 +101,16 @@ class Batch:
         count, chunks = self.spans.shape
         sealed = np.full(count, chunks)
         kept = np.full(count, self.kept_tokens[0, 0] // PAGE)
-        units, valid = units_of(self.tables, self.rows.table[:, 0, 0], kept, sealed, np.full(count, 100 // PAGE))
+        units, valid = units_of(
+            self.tables, self.rows.table[:, 0, 0], kept, sealed, np.full(count, 100 // PAGE)
+        )
         return build_forest(units, valid, sealed)
 
 
 def measured_ms(call: Callable[[], object], repeats: int) -> list[float]:
-    """Wall time of each call, sorted; five more go before, and the collector of the last result is inside."""
+    """Wall time of each call, sorted; five more go before, and the collector of the last result is
+    inside.
+    """
     times = []
     for _ in range(repeats + 5):
         start = time.perf_counter()
@@ -108,10 +126,20 @@ def row_of(name: str, call: Callable[[], Any], batch: Batch, repeats: int) -> di
     if isinstance(result, WorkPlan):
         for grown_tokens in (0, 300):
             result.check(batch.rows, batch.lengths + np.int32(grown_tokens), batch.tables)
-        sizes = {"tasks": len(result.kind), "entries": len(result.rows), "parts": len(result.part_slot)}
+        sizes = {
+            "tasks": len(result.kind),
+            "entries": len(result.rows),
+            "parts": len(result.part_slot),
+        }
     times = measured_ms(call, repeats)
     median, low, high = (float(np.quantile(times, q)) for q in (0.5, 0.25, 0.75))
-    return {"what": name, "cells": batch.rows.table.size, **sizes, "ms": median, "ms_quartiles": [low, high]}
+    return {
+        "what": name,
+        "cells": batch.rows.table.size,
+        **sizes,
+        "ms": median,
+        "ms_quartiles": [low, high],
+    }
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -123,7 +151,8 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         "aot": partial(plan_aot, batch.rows, WORKERS),
         "workqueue": partial(plan_workqueue, batch.rows, batch.lengths, WORKERS),
         "workqueue, layer by layer": lambda: [
-            plan_workqueue(batch.rows.layer(layer), batch.lengths, WORKERS) for layer in range(options.layers)
+            plan_workqueue(batch.rows.layer(layer), batch.lengths, WORKERS)
+            for layer in range(options.layers)
         ],
         "uniform splits": partial(plan_uniform_splits, batch.rows, batch.lengths, WORKERS),
     }
@@ -133,7 +162,14 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         forest = batch.forest()
         note = f"{sharers} rows share half"
         pack = partial(
-            plan_packing, batch.rows, batch.lengths, forest, batch.kept_tokens, WORKERS, group=GROUP, cost=CostModel()
+            plan_packing,
+            batch.rows,
+            batch.lengths,
+            forest,
+            batch.kept_tokens,
+            WORKERS,
+            group=GROUP,
+            cost=CostModel(),
         )
         lines += [
             row_of(f"forest, {note}", batch.forest, batch, options.repeats),
@@ -143,28 +179,51 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def step_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """All that the host does for a decode step's attention, in an engine's own books: the same batch, and a new one.
+    """All that the host does for a decode step's attention, in an engine's own books: the same
+    batch, and a new one.
 
-    The new one is planned, packed for the kernels and uploaded; here an upload is a copy in host memory.
+    The new one is planned, packed for the kernels and uploaded; here an upload is a copy in host
+    memory.
     """
     from tangram.kernels.triton_kernels import TritonKernels
 
-    profile = load("qwen3-4b-instruct-2507.keydiff.layer.c2048.r0.25", None, page_tokens=PAGE, heads_per_page=None)
+    profile = load(
+        "qwen3-4b-instruct-2507.keydiff.layer.c2048.r0.25",
+        None,
+        page_tokens=PAGE,
+        heads_per_page=None,
+    )
     books = Books(profile, options.rows, options.tokens)
     books.fill(options.tokens)
     cache = books.cache
-    pool = torch.empty(1, profile.heads_per_page, 2, PAGE, profile.model.head_dim, dtype=torch.float16)
+    pool = torch.empty(
+        1, profile.heads_per_page, 2, PAGE, profile.model.head_dim, dtype=torch.float16
+    )
     tables = DeviceTables(cache, pool.device)
     kernels = TritonKernels(pool, profile.model.query_heads // profile.model.kv_heads)
-    batcher = Batcher([books.retention], None, kernels, cache, tables, None, Meters(Stopwatch(pool.device)))
+    batcher = Batcher(
+        [books.retention], None, kernels, cache, tables, None, Meters(Stopwatch(pool.device))
+    )
     token = np.zeros(1, np.int64)
     rows = tuple(
-        Row(str(seq.slot), seq.slot, books.retention, RowKind.DECODE, options.tokens, token, token[:0], True)
+        Row(
+            str(seq.slot),
+            seq.slot,
+            books.retention,
+            RowKind.DECODE,
+            options.tokens,
+            token,
+            token[:0],
+            True,
+        )
         for seq in books.sequences
     )
     epochs = count()
     lines = []
-    for name, epoch in {"a step of the same batch": lambda: 0, "a step of a new batch": lambda: next(epochs)}.items():
+    for name, epoch in {
+        "a step of the same batch": lambda: 0,
+        "a step of a new batch": lambda: next(epochs),
+    }.items():
         batcher.attention(rows, epoch())
         times = measured_ms(lambda epoch=epoch: batcher.attention(rows, epoch()), options.repeats)
         median, low, high = (float(np.quantile(times, q)) for q in (0.5, 0.25, 0.75))
@@ -174,18 +233,35 @@ def step_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {"rows": 64, "tokens": 65536, "layers": 36, "heads": 8, "repeats": 50}.items():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in {
+        "rows": 64,
+        "tokens": 65536,
+        "layers": 36,
+        "heads": 8,
+        "repeats": 50,
+    }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--fresh", action="store_true", help="leave glibc's allocator as a new process has it")
+    parser.add_argument(
+        "--fresh", action="store_true", help="leave glibc's allocator as a new process has it"
+    )
     options = parser.parse_args()
     where = {**environment(), "numpy": version("numpy")}
     if not options.fresh:
-        # Once a process has freed a larger array, glibc keeps freed memory instead of faulting it in at every plan.
+        # Once a process has freed a larger array, glibc keeps freed memory instead of faulting it
+        # in at every plan.
         np.ones(30 << 20, np.uint8).sum()
     lines = step_rows(options) + measure(options)
     table = Table(
-        "planner", "cells", "tasks", "row entries", "ms, median", "quartiles", title=f"{where['cpu']}, 1 thread"
+        "planner",
+        "cells",
+        "tasks",
+        "row entries",
+        "ms, median",
+        "quartiles",
+        title=f"{where['cpu']}, 1 thread",
     )
     for line in lines:
         low, high = line["ms_quartiles"]

@@ -1,8 +1,11 @@
-"""Decode over shared prefixes: PAT's 20 trees × 4 head settings (arXiv 2511.22333, kernel evaluation).
+"""Decode over shared prefixes: PAT's 20 trees × 4 head settings (arXiv 2511.22333, kernel
+evaluation).
 
-    python -m bench.kernels.pat [--configs TREE ...] [--heads 32/8,64/8] [--planners ...] [--peers ...] [--quick]
+    python -m bench.kernels.pat [--configs TREE ...] [--heads 32/8,64/8] [--planners ...] \
+        [--peers ...] [--quick]
 
-A tree is written nodes-per-level `_` tokens-per-level, its leaves are the requests. D 128, fp16, pages of 32 tokens.
+A tree is written nodes-per-level `_` tokens-per-level, its leaves are the requests. D 128, fp16,
+pages of 32 tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the family."""
     options_of = parser(__doc__, PLANNERS, PEERS, page_tokens=PAGE_TOKENS)
     options_of.add_argument("--configs", nargs="+", default=None, help="trees; default: all 20")
-    options_of.add_argument("--heads", default=None, help="query/KV heads, comma-separated; default: all 4")
+    options_of.add_argument(
+        "--heads", default=None, help="query/KV heads, comma-separated; default: all 4"
+    )
     options = options_of.parse_args(arguments)
     configs = options.configs or (QUICK_CONFIGS if options.quick else CONFIGS)
     heads = options.heads.split(",") if options.heads else (("32/8",) if options.quick else HEADS)

@@ -1,4 +1,5 @@
-"""Other libraries as contenders: FlashInfer's decode, BatchAttention and cascade, and torch's SDPA as control.
+"""Other libraries as contenders: FlashInfer's decode, BatchAttention and cascade, and torch's SDPA
+as control.
 
 Index arrays are made before the clock runs: FlashInfer's `plan()` times its own planning alone.
 """
@@ -20,7 +21,9 @@ PEERS = ("decode", "decode-static", "batch", "cascade", "cascade-fa3", "sdpa")
 
 
 class FlashInferBatch:
-    """BatchAttention: one persistent kernel, its own split and merge. One object a layer; each owns 384 MiB."""
+    """BatchAttention: one persistent kernel, its own split and merge. One object a layer; each owns
+    384 MiB.
+    """
 
     each_step = True
     replans = True
@@ -30,29 +33,46 @@ class FlashInferBatch:
         from flashinfer.attention import BatchAttention
 
         if workload.case.shape[1] > most_layers:
-            raise NotApplicable(f"{workload.case.shape[1]} layers need a workspace each, at most {most_layers}")
+            raise NotApplicable(
+                f"{workload.case.shape[1]} layers need a workspace each, at most {most_layers}"
+            )
         self._workload = workload
         self._layers, self._geometry = layers_of(workload), workload.case.geometry
         self._outs = [torch.empty_like(q) for q in workload.q]
         device = workload.device
         self._wrappers = [BatchAttention("HND", device=str(device)) for _ in self._layers]
         self._indptr = [
-            (torch.arange(seqs.count + 1, dtype=torch.int32), seqs.indptr, seqs.lengths) for seqs in self._layers
+            (torch.arange(seqs.count + 1, dtype=torch.int32), seqs.indptr, seqs.lengths)
+            for seqs in self._layers
         ]
         self._lse = [
-            torch.empty(seqs.count, seqs.kv_heads * self._geometry.group, dtype=torch.float32, device=device)
+            torch.empty(
+                seqs.count, seqs.kv_heads * self._geometry.group, dtype=torch.float32, device=device
+            )
             for seqs in self._layers
         ]
 
     def plan(self) -> None:
         """Its plan of every layer."""
         work, size = self._workload, self._geometry
-        for wrapper, seqs, (qo, kv, lengths) in zip(self._wrappers, self._layers, self._indptr, strict=True):
+        for wrapper, seqs, (qo, kv, lengths) in zip(
+            self._wrappers, self._layers, self._indptr, strict=True
+        ):
             wrapper.plan(
-                qo, kv, seqs.indices, lengths, seqs.kv_heads * size.group, seqs.kv_heads, size.head_dim, size.head_dim,
-                size.page_tokens, causal=False, sm_scale=work.scaling, q_data_type=work.dtype,
+                qo,
+                kv,
+                seqs.indices,
+                lengths,
+                seqs.kv_heads * size.group,
+                seqs.kv_heads,
+                size.head_dim,
+                size.head_dim,
+                size.page_tokens,
+                causal=False,
+                sm_scale=work.scaling,
+                q_data_type=work.dtype,
                 kv_data_type=work.dtype,
-            )  # fmt: skip
+            )
 
     def run(self) -> list[Tensor]:
         """All layers."""
@@ -64,10 +84,11 @@ class FlashInferBatch:
 
 
 class FlashInferCascade:
-    """What MultiLevelCascadeAttentionWrapper runs: paged prefill per level of the tree, and in-place merges.
+    """What MultiLevelCascadeAttentionWrapper runs: paged prefill per level of the tree, and
+    in-place merges.
 
-    Put together from the same parts so that outputs are given, which spares it a memset a level. `backend` "auto", the
-    wrapper's own choice, is "fa3" on Hopper.
+    Put together from the same parts so that outputs are given, which spares it a memset a level.
+    `backend` "auto", the wrapper's own choice, is "fa3" on Hopper.
     """
 
     each_step = True
@@ -87,25 +108,43 @@ class FlashInferCascade:
         self._indices = [indices.to(device) for _, _, indices, _ in self._levels]
         self._wrappers = [
             BatchPrefillWithPagedKVCacheWrapper(
-                workspace, "HND", use_cuda_graph=True, backend=backend,
-                qo_indptr_buf=qo.to(device), paged_kv_indptr_buf=kv.to(device),
-                paged_kv_indices_buf=indices.to(device), paged_kv_last_page_len_buf=last.to(device),
+                workspace,
+                "HND",
+                use_cuda_graph=True,
+                backend=backend,
+                qo_indptr_buf=qo.to(device),
+                paged_kv_indptr_buf=kv.to(device),
+                paged_kv_indices_buf=indices.to(device),
+                paged_kv_last_page_len_buf=last.to(device),
             )
             for qo, kv, indices, last in self._levels
-        ]  # fmt: skip
+        ]
         self._outs = [torch.empty_like(q) for _ in self._levels]
-        self._lse = [torch.empty(q.shape[:2], dtype=torch.float32, device=device) for _ in self._levels]
+        self._lse = [
+            torch.empty(q.shape[:2], dtype=torch.float32, device=device) for _ in self._levels
+        ]
         self._pages = workload.pool[:, :, 0], workload.pool[:, :, 1]
 
     def plan(self) -> None:
         """Its plan of every level."""
         geometry, work = self._workload.case.geometry, self._workload
-        for wrapper, (qo, kv, _, last), indices in zip(self._wrappers, self._levels, self._indices, strict=True):
+        for wrapper, (qo, kv, _, last), indices in zip(
+            self._wrappers, self._levels, self._indices, strict=True
+        ):
             wrapper.plan(
-                qo, kv, indices, last, geometry.query_heads, geometry.kv_heads, geometry.head_dim,
-                geometry.page_tokens, causal=False, sm_scale=work.scaling, q_data_type=work.dtype,
+                qo,
+                kv,
+                indices,
+                last,
+                geometry.query_heads,
+                geometry.kv_heads,
+                geometry.head_dim,
+                geometry.page_tokens,
+                causal=False,
+                sm_scale=work.scaling,
+                q_data_type=work.dtype,
                 kv_data_type=work.dtype,
-            )  # fmt: skip
+            )
 
     def run(self) -> list[Tensor]:
         """All levels, the leaves' first, then the merges."""
@@ -121,7 +160,9 @@ class FlashInferCascade:
 
 
 def _levels(workload: Workload) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Per level of the tree: qo_indptr, kv_indptr, kv_indices, last_page_len of its nodes, all on the host."""
+    """Per level of the tree: qo_indptr, kv_indptr, kv_indices, last_page_len of its nodes, all on
+    the host.
+    """
     case, tree = workload.case, workload.case.tree
     if tree is None:
         return []
@@ -129,13 +170,20 @@ def _levels(workload: Workload) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
     tables: Int32 = case.tables.reshape(tree.leaves, -1)
     levels, before = [], 0
     for level, (nodes, tokens) in enumerate(zip(tree.nodes, tree.tokens, strict=True)):
-        first = np.searchsorted(tree.path[:, level], np.arange(nodes))  # leaves of a node are neighbours
+        first = np.searchsorted(
+            tree.path[:, level], np.arange(nodes)
+        )  # leaves of a node are neighbours
         pages = tokens // size
         indices = tables[first, before : before + pages]
         indptr = np.arange(nodes + 1) * pages
         last = np.full(nodes, size)
         levels.append(
-            (on_host(np.append(first, tree.leaves)), on_host(indptr), on_host(indices.ravel()), on_host(last))
+            (
+                on_host(np.append(first, tree.leaves)),
+                on_host(indptr),
+                on_host(indices.ravel()),
+                on_host(last),
+            )
         )
         before += pages
     return levels

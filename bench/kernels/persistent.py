@@ -1,8 +1,10 @@
 """Decode over uneven lengths: PersistentKV's trace families on held-out seeds.
 
-    python -m bench.kernels.persistent [--seeds 0,1,2,3,4] [--heads 32/8] [--planners ...] [--peers ...] [--quick]
+    python -m bench.kernels.persistent [--seeds 0,1,2,3,4] [--heads 32/8] [--planners ...] \
+        [--peers ...] [--quick]
 
-Device time, and wall time of a step with host planning for whoever plans at every step. See tangram/tune/traces.py.
+Device time, and wall time of a step with host planning for whoever plans at every step. See
+tangram/tune/traces.py.
 """
 
 from __future__ import annotations
@@ -34,9 +36,13 @@ def make(trace: Trace, geometry: BatchGeometry, seed: int, tiny: bool) -> Case:
 
 
 def show(run: Run) -> None:
-    """Per family, over its seeds: mean device time, and mean ± standard deviation of the ratios to FlashInfer."""
+    """Per family, over its seeds: mean device time, and mean ± standard deviation of the ratios to
+    FlashInfer.
+    """
     variants, peers = names(run.rows, ours=True), names(run.rows, ours=False)
-    table = Table(title="persistent: mean device µs over seeds; × best FlashInfer: device, wall (mean ± std)")
+    table = Table(
+        title="persistent: mean device µs over seeds; × best FlashInfer: device, wall (mean ± std)"
+    )
     table.add_column("family", no_wrap=True)
     for name in [*variants, *peers]:
         table.add_column(name.replace("flashinfer", "fi"), justify="right")
@@ -45,8 +51,14 @@ def show(run: Run) -> None:
             table.add_column(f"{variant} × {clock}", justify="right")
     for group, rows in by_group(run.rows).items():
         times = [device_us(row) for row in rows]
-        cells = [_mean([found[name] for found in times if name in found]) for name in [*variants, *peers]]
-        spread = [_spread(ratios(rows, v, BEST, wall=wall)) for v in variants[:2] for wall in (False, True)]
+        cells = [
+            _mean([found[name] for found in times if name in found]) for name in [*variants, *peers]
+        ]
+        spread = [
+            _spread(ratios(rows, v, BEST, wall=wall))
+            for v in variants[:2]
+            for wall in (False, True)
+        ]
         table.add_row(f"{group} ({len(rows)})", *cells, *spread)
     console = Console(width=report.WIDTH)
     console.print(table)
@@ -64,7 +76,9 @@ def _spread(values: Sequence[float]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the family."""
     options_of = parser(__doc__, PLANNERS, PEERS, page_tokens=16)
-    options_of.add_argument("--seeds", default=None, help="comma-separated; default: the held-out ones")
+    options_of.add_argument(
+        "--seeds", default=None, help="comma-separated; default: the held-out ones"
+    )
     options_of.add_argument("--heads", default="32/8", help="query/KV heads")
     options = options_of.parse_args(arguments)
     held_out = list(HELD_OUT_SEEDS[:2] if options.quick else HELD_OUT_SEEDS)
@@ -75,7 +89,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{trace.name} seed {seed}",
             trace.name,
             partial(make, trace, geometry, seed),
-            {"family": trace.family, "batch": trace.batch, "seed": seed, "lengths": trace.lengths(seed)},
+            {
+                "family": trace.family,
+                "batch": trace.batch,
+                "seed": seed,
+                "lengths": trace.lengths(seed),
+            },
         )
         for trace in (QUICK_TRACES if options.quick else TRACES)
         for seed in seeds

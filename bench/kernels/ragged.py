@@ -1,9 +1,12 @@
-"""Decode over ragged caches: the budgets of real profiles (Tangram), layer after layer in one graph.
+"""Decode over ragged caches: the budgets of real profiles (Tangram), layer after layer in one
+graph.
 
-    python -m bench.kernels.ragged [--profiles NAME ...] [--contexts 8192,32768] [--batches 1,4] [--layers 8] [--quick]
+    python -m bench.kernels.ragged [--profiles NAME ...] [--contexts 8192,32768] [--batches 1,4] \
+        [--layers 8] [--quick]
 
-Each case has a twin of the same entries dealt out evenly: what a perfect balance would take. `--budgets FILE.npz` makes
-the profiles from published budgets instead of shipped files. Times are of all chosen layers together.
+Each case has a twin of the same entries dealt out evenly: what a perfect balance would take.
+`--budgets FILE.npz` makes the profiles from published budgets instead of shipped files. Times are
+of all chosen layers together.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from rich.table import Table
 from bench.kernels import report
 from bench.kernels.budgets import SHIPPED, chosen_layers, even_case, load, ragged_case
 from bench.kernels.family import Entry, Run, execute, parser
-from bench.kernels.summary import BEST, Row, device_us, names
+from bench.kernels.summary import BEST, EVEN, Row, device_us, names
 from tangram.compress.profile import Profile
 from tangram.lab.kernel_benchmarks.case import Case
 
@@ -27,7 +30,6 @@ PLANNERS = ("aot", "uniform", "workqueue")
 PEERS = ("decode", "batch")
 CONTEXTS, BATCHES = "8192,32768,131072", "1,4,16"
 QUICK_CONTEXTS, QUICK_BATCHES = "8192,32768", "1,8"
-EVEN = " even"
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,11 @@ class Setting:
     def make(self, name: str, even: bool, tiny: bool) -> Case:
         """Tiny: two layers, one sealed chunk and a raw tail."""
         layers = chosen_layers(self.profile, 2 if tiny else self.layers)
-        context, batch = (self.profile.chunk_tokens, min(2, self.batch)) if tiny else (self.context_tokens, self.batch)
+        context, batch = (
+            (self.profile.chunk_tokens, min(2, self.batch))
+            if tiny
+            else (self.context_tokens, self.batch)
+        )
         case = ragged_case(self.profile, context, batch, layers, seed=0, name=name)
         return even_case(case, seed=1, name=name) if even else case
 
@@ -51,12 +57,22 @@ def entries_of(name: str, setting: Setting) -> list[Entry]:
     """The case and its even twin, which only the AOT planner runs."""
     title = f"{_short(name)} {setting.context_tokens // 1024}K × {setting.batch}"
     labels = {
-        "profile": name, "context_tokens": setting.context_tokens, "batch": setting.batch, "layers": setting.layers,
-        "heads_per_page": setting.profile.heads_per_page, "realised_retention": setting.profile.realised_retention,
-    }  # fmt: skip
+        "profile": name,
+        "context_tokens": setting.context_tokens,
+        "batch": setting.batch,
+        "layers": setting.layers,
+        "heads_per_page": setting.profile.heads_per_page,
+        "realised_retention": setting.profile.realised_retention,
+    }
     return [
         Entry(title, _short(name), partial(setting.make, title, False), labels),
-        Entry(title + EVEN, _short(name) + EVEN, partial(setting.make, title, True), labels, only=("aot",)),
+        Entry(
+            title + EVEN,
+            _short(name) + EVEN,
+            partial(setting.make, title, True),
+            labels,
+            only=("aot",),
+        ),
     ]
 
 
@@ -65,13 +81,25 @@ def _short(name: str) -> str:
 
 
 def show(run: Run) -> None:
-    """Microseconds of each contender; AOT over the even twin, uniform splits over AOT, FlashInfer over AOT."""
+    """Microseconds of each contender; AOT over the even twin, uniform splits over AOT, FlashInfer
+    over AOT.
+    """
     rows = {row["case"]: row for row in run.rows}
     listed = [*names(run.rows, ours=True), *names(run.rows, ours=False)]
-    table = Table(title=f"ragged: device µs of {run.options.layers} layers, cold L2, median of {run.options.replays}")
+    table = Table(
+        title=f"ragged: device µs of {run.options.layers} layers, cold L2, median of "
+        f"{run.options.replays}"
+    )
     table.add_column("case", no_wrap=True)
-    for column in ["KV MB", "floor", *(n.replace("flashinfer", "fi") for n in listed), "even", "aot / even",
-                   "uniform / aot", "× best fi"]:  # fmt: skip
+    for column in [
+        "KV MB",
+        "floor",
+        *(n.replace("flashinfer", "fi") for n in listed),
+        "even",
+        "aot / even",
+        "uniform / aot",
+        "× best fi",
+    ]:
         table.add_column(column, justify="right")
     for name, row in rows.items():
         if not name.endswith(EVEN):
@@ -97,11 +125,15 @@ def _cells(times: dict[str, float], row: Row, twin: Row | None, listed: Sequence
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the family."""
     options_of = parser(__doc__, PLANNERS, PEERS, page_tokens=16)
-    options_of.add_argument("--profiles", nargs="+", default=None, help="MODEL.SCORER.SCOPE.cC.rRHO")
+    options_of.add_argument(
+        "--profiles", nargs="+", default=None, help="MODEL.SCORER.SCOPE.cC.rRHO"
+    )
     options_of.add_argument("--budgets", type=Path, default=None, help="published budgets (.npz)")
     options_of.add_argument("--contexts", default=None, help=f"tokens; default {CONTEXTS}")
     options_of.add_argument("--batches", default=None, help=f"default {BATCHES}")
-    options_of.add_argument("--layers", type=int, default=8, help="evenly spread layers of the model")
+    options_of.add_argument(
+        "--layers", type=int, default=8, help="evenly spread layers of the model"
+    )
     options = options_of.parse_args(arguments)
     contexts = options.contexts or (QUICK_CONTEXTS if options.quick else CONTEXTS)
     batches = options.batches or (QUICK_BATCHES if options.quick else BATCHES)

@@ -1,4 +1,6 @@
-"""What a run leaves behind: a line per case while it runs, a result file, and one short table at the end."""
+"""What a run leaves behind: a line per case while it runs, a result file, and one short table at
+the end.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,19 @@ def case_row(entry: Entry, case: Case, ceilings: dict[str, float]) -> dict[str, 
     byte_floor = unique / ceilings["copy_bytes_per_us"]
     arithmetic_floor = case.operations / ceilings["operations_per_us"]
     return {
-        "case": entry.name, "group": entry.group, "labels": entry.labels, "geometry": asdict(case.geometry),
-        "shape": list(case.shape), "unique_bytes": unique, "read_bytes": case.read_bytes,
-        "operations": case.operations, "byte_floor_us": byte_floor, "arithmetic_floor_us": arithmetic_floor,
-        "contenders": [], "failed": {},
-    }  # fmt: skip
+        "case": entry.name,
+        "group": entry.group,
+        "labels": entry.labels,
+        "geometry": asdict(case.geometry),
+        "shape": list(case.shape),
+        "unique_bytes": unique,
+        "read_bytes": case.read_bytes,
+        "operations": case.operations,
+        "byte_floor_us": byte_floor,
+        "arithmetic_floor_us": arithmetic_floor,
+        "contenders": [],
+        "failed": {},
+    }
 
 
 def progress(row: dict[str, Any]) -> None:
@@ -40,24 +50,30 @@ def progress(row: dict[str, Any]) -> None:
 
 
 def _failures(row: dict[str, Any]) -> list[tuple[str, str]]:
-    return [(name, why) for name, why in row["failed"].items() if not why.startswith("NotApplicable")]
+    return [
+        (name, why) for name, why in row["failed"].items() if not why.startswith("NotApplicable")
+    ]
 
 
 def write(run: Run) -> None:
     """The result file, whole or not at all."""
     run.options.out.mkdir(parents=True, exist_ok=True)
     given = {name: value for name, value in vars(run.options).items() if name != "out"}
-    options = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
+    options = {
+        name: str(value) if isinstance(value, Path) else value for name, value in given.items()
+    }
     content = {
-        "command": f"python -m bench.kernels.{run.name}{_arguments(options)}", "options": options,
+        "command": f"python -m bench.kernels.{run.name}{_arguments(options)}",
+        "options": options,
         "environment": environment(),
-        "ceilings": run.ceilings, "left_out": run.left_out,
+        "ceilings": run.ceilings,
+        "left_out": run.left_out,
         "geometric_means": {
             group: {"device": means(rows), "wall": means(rows, wall=True)}
             for group, rows in {"all": run.rows, **by_group(run.rows)}.items()
         },
         "rows": run.rows,
-    }  # fmt: skip
+    }
     path = run.options.out / f"kernels_{run.name}.json"
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(content, indent=1) + "\n")
@@ -67,7 +83,10 @@ def write(run: Run) -> None:
 def _arguments(options: dict[str, Any]) -> str:
     """Options as they are typed, but for the time that was allowed."""
     given = {name: value for name, value in options.items() if name != "budget_s" and value}
-    return "".join(f" --{name.replace('_', '-')} {_typed(name, value)}".rstrip() for name, value in given.items())
+    return "".join(
+        f" --{name.replace('_', '-')} {_typed(name, value)}".rstrip()
+        for name, value in given.items()
+    )
 
 
 def _typed(name: str, value: Any) -> str:
@@ -78,10 +97,14 @@ def _typed(name: str, value: Any) -> str:
 
 
 def show(run: Run) -> None:
-    """The table: microseconds of every contender and the floor; the first variant against it and FlashInfer."""
+    """The table: microseconds of every contender and the floor; the first variant against it and
+    FlashInfer.
+    """
     ours, peers = names(run.rows, ours=True), names(run.rows, ours=False)
     console = Console(width=WIDTH)
-    table = Table(title=f"{run.name}: device µs, cold L2, median of {run.options.replays}", padding=(0, 1))
+    table = Table(
+        title=f"{run.name}: device µs, cold L2, median of {run.options.replays}", padding=(0, 1)
+    )
     table.add_column("case", no_wrap=True)
     shown = [name.replace("flashinfer", "fi").replace("packing:", "") for name in ours + peers]
     for column in ["KV MB", "floor", *shown, "× best fi", "of copy", "/ floor"]:
@@ -97,14 +120,24 @@ def show_means(console: Console, run: Run) -> None:
     """One line a group and variant: how many times faster than each peer, by geometric mean."""
     for group, rows in by_group(run.rows).items():
         for variant, against in means(rows).items():
-            listed = ", ".join(f"{value:.2f} × {peer.replace('flashinfer', 'fi')}" for peer, value in against.items())
-            console.print(f"{group} ({len(rows)}), {variant}: {listed}", highlight=False, markup=False, soft_wrap=True)
+            listed = ", ".join(
+                f"{value:.2f} × {peer.replace('flashinfer', 'fi')}"
+                for peer, value in against.items()
+            )
+            console.print(
+                f"{group} ({len(rows)}), {variant}: {listed}",
+                highlight=False,
+                markup=False,
+                soft_wrap=True,
+            )
 
 
 def show_failures(console: Console, run: Run) -> None:
     """What was left out, and who gave no time."""
     lines = [f"left out: {name}" for name in run.left_out]
-    lines += [f"FAILED {row['case']}, {name}: {why}" for row in run.rows for name, why in _failures(row)]
+    lines += [
+        f"FAILED {row['case']}, {name}: {why}" for row in run.rows for name, why in _failures(row)
+    ]
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 

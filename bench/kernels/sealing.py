@@ -1,11 +1,13 @@
-"""What sealing costs beside the prefill of the same chunk, in one layer of a model's geometry, on the GPU.
+"""What sealing costs beside the prefill of the same chunk, in one layer of a model's geometry, on
+the GPU.
 
-    python -m bench.kernels.sealing [--chunk-tokens 2048] [--past-tokens 0,8192,32768] [--retention 0.25]
+    python -m bench.kernels.sealing [--chunk-tokens 2048] [--past-tokens 0,8192,32768] \
+        [--retention 0.25]
 
-One layer of Llama-3.1-8B: attention of the chunk over its past (our kernel), the layer's matrix products (cuBLAS), and
-sealing: KeyDiff's scores in two launches, then selection, gathering and packing in one kernel. Sealing is right when
-the pool holds exactly what the torch specification keeps, and the scores are the scorer's, which is checked before the
-clock starts.
+One layer of Llama-3.1-8B: attention of the chunk over its past (our kernel), the layer's matrix
+products (cuBLAS), and sealing: KeyDiff's scores in two launches, then selection, gathering and
+packing in one kernel. Sealing is right when the pool holds exactly what the torch specification
+keeps, and the scores are the scorer's, which is checked before the clock starts.
 """
 
 from __future__ import annotations
@@ -63,17 +65,27 @@ class Layer:
         self.q = torch.randn(chunk, HEADS * GROUP, DIM, **options)
         self.k, self.v = (torch.randn(chunk, HEADS, DIM, **options) for _ in range(2))
         self.hidden = torch.randn(chunk, HIDDEN, **options)
-        shapes = ((HIDDEN, (HEADS * GROUP + 2 * HEADS) * DIM), (HEADS * GROUP * DIM, HIDDEN), (HIDDEN, 2 * INNER),
-                  (INNER, HIDDEN))  # fmt: skip
+        shapes = (
+            (HIDDEN, (HEADS * GROUP + 2 * HEADS) * DIM),
+            (HEADS * GROUP * DIM, HIDDEN),
+            (HIDDEN, 2 * INNER),
+            (INNER, HIDDEN),
+        )
         self.weights = [torch.randn(*shape, **options) / shape[0] ** 0.5 for shape in shapes]
         pages = (past + chunk) // PAGE
         self.pool = torch.randn(pages * HEADS, 1, 2, PAGE, DIM, **options)
         self.tables = torch.randperm(pages * HEADS, device=device).to(torch.int32)
         budgets = torch.rand(HEADS, generator=torch.Generator().manual_seed(0)) + 0.2
-        kept = (budgets / budgets.mean() * retention * chunk / PAGE).clamp(3, chunk / PAGE).int() * PAGE
+        kept = (budgets / budgets.mean() * retention * chunk / PAGE).clamp(
+            3, chunk / PAGE
+        ).int() * PAGE
         self.kept = kept.to(device)
         heads = torch.arange(HEADS, dtype=torch.int32) * pages
-        columns = [heads, torch.zeros(HEADS, dtype=torch.int32), torch.full((HEADS,), past, dtype=torch.int32)]
+        columns = [
+            heads,
+            torch.zeros(HEADS, dtype=torch.int32),
+            torch.full((HEADS,), past, dtype=torch.int32),
+        ]
         self.address = torch.stack(columns, dim=1).to(device)
         self.spans = torch.tensor([[0, chunk, 0, chunk, past]], dtype=torch.int32, device=device)
         self.order = torch.arange(HEADS, dtype=torch.int32, device=device)
@@ -83,9 +95,18 @@ class Layer:
         from tangram.kernels import prefill
 
         return prefill.prefill(
-            self.q, self.k, self.v, self.pool, self.tables, self.address[None], self.spans, self.order, layer=0,
-            longest=self.chunk, scaling=DIM**-0.5,
-        )  # fmt: skip
+            self.q,
+            self.k,
+            self.v,
+            self.pool,
+            self.tables,
+            self.address[None],
+            self.spans,
+            self.order,
+            layer=0,
+            longest=self.chunk,
+            scaling=DIM**-0.5,
+        )
 
     def multiply(self) -> Tensor:
         qkv, out, up, down = self.weights
@@ -102,12 +123,23 @@ class Layer:
         from tangram.kernels import store
 
         store.seal(
-            scores, self.k, self.v, self.pool, self.tables, self.address[None], self.spans, self.kept[None], layer=0,
-            sinks=SINKS, window=self.window,
-        )  # fmt: skip
+            scores,
+            self.k,
+            self.v,
+            self.pool,
+            self.tables,
+            self.address[None],
+            self.spans,
+            self.kept[None],
+            layer=0,
+            sinks=SINKS,
+            window=self.window,
+        )
 
     def check(self) -> None:
-        """Raise unless scores are the scorer's and sealing stores exactly what the specification keeps."""
+        """Raise unless scores are the scorer's and sealing stores exactly what the specification
+        keeps.
+        """
         views = (x.transpose(0, 1) for x in (self.q, self.k, self.v))
         scores = self.scores()
         torch.testing.assert_close(
@@ -124,12 +156,17 @@ class Layer:
             for half, source in enumerate((self.k, self.v)):
                 stored = self.pool[pages, 0, half].reshape(-1, DIM)
                 if not torch.equal(stored, source[positions, head]):
-                    raise SystemExit(f"sealing differs from the specification in head {head}: nothing is reported")
+                    raise SystemExit(
+                        f"sealing differs from the specification in head {head}: nothing is "
+                        "reported"
+                    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the table, keep the raw figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--chunk-tokens", type=int, default=2048)
     parser.add_argument("--past-tokens", default="0,8192,32768")
     parser.add_argument("--retention", type=float, default=0.25)
@@ -145,9 +182,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         layer.check()
         scores = layer.scores()
         parts: dict[str, Callable[[], Any]] = {
-            "attention": layer.attend, "products": layer.multiply, "scores": layer.scores,
+            "attention": layer.attend,
+            "products": layer.multiply,
+            "scores": layer.scores,
             "seal": lambda layer=layer, scores=scores: layer.seal(scores),
-        }  # fmt: skip
+        }
         row: dict[str, Any] = {name: median_us(call, cold) for name, call in parts.items()}
         prefill_us = row["attention"][0] + row["products"][0]
         row |= {"past_tokens": past, "share": (row["scores"][0] + row["seal"][0]) / prefill_us}
@@ -157,7 +196,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def report(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     """Print the table and keep the raw figures."""
-    title = f"one layer of Llama-3.1-8B, chunk of {options.chunk_tokens}, bfloat16: µs, cold L2, median of {REPLAYS}"
+    title = (
+        f"one layer of Llama-3.1-8B, chunk of {options.chunk_tokens}, bfloat16: µs, cold L2, "
+        f"median of {REPLAYS}"
+    )
     table = Table(title=title)
     for column in ("past tokens", "attention", "products", "scores", "seal", "sealing / prefill"):
         table.add_column(column, justify="right")
@@ -166,9 +208,11 @@ def report(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
         table.add_row(f"{row['past_tokens']:,}", *figures, f"{row['share']:.1%}")
     Console(width=120).print(table)
     content = {
-        "command": "python -m bench.kernels.sealing", "environment": environment(), "rows": rows,
+        "command": "python -m bench.kernels.sealing",
+        "environment": environment(),
+        "rows": rows,
         "options": {name: str(value) for name, value in vars(options).items() if name != "out"},
-    }  # fmt: skip
+    }
     (options.out / "kernels_sealing.json").write_text(json.dumps(content, indent=1) + "\n")
 
 

@@ -6,12 +6,15 @@ import statistics
 from typing import Any
 
 BEST = "best flashinfer"
+EVEN = " even"  # ends the name of a case's twin, whose entries are dealt out evenly
 Row = dict[str, Any]
 
 
 def names(rows: list[Row], ours: bool) -> list[str]:
     """Contenders, in the order in which they first appear."""
-    return list(dict.fromkeys(c["name"] for row in rows for c in row["contenders"] if c["ours"] is ours))
+    return list(
+        dict.fromkeys(c["name"] for row in rows for c in row["contenders"] if c["ours"] is ours)
+    )
 
 
 def device_us(row: Row) -> dict[str, float]:
@@ -20,8 +23,12 @@ def device_us(row: Row) -> dict[str, float]:
 
 
 def wall_us(row: Row) -> dict[str, float]:
-    """Wall time of a decode step: with planning for whoever plans at every step. Empty if it was not measured."""
-    steps = {c["name"]: c["wall_us"] if c["each_step"] else c["wall_kept_us"] for c in row["contenders"]}
+    """Wall time of a decode step: with planning for whoever plans at every step. Empty if it was
+    not measured.
+    """
+    steps = {
+        c["name"]: c["wall_us"] if c["each_step"] else c["wall_kept_us"] for c in row["contenders"]
+    }
     return _with_best({name: value for name, value in steps.items() if value is not None})
 
 
@@ -39,15 +46,53 @@ def ratios(rows: list[Row], variant: str, peer: str, *, wall: bool = False) -> l
 def means(rows: list[Row], *, wall: bool = False) -> dict[str, dict[str, float]]:
     """Per variant of ours, per peer: the geometric mean of `ratios`."""
     found = {
-        variant: {peer: ratios(rows, variant, peer, wall=wall) for peer in [*names(rows, ours=False), BEST]}
+        variant: {
+            peer: ratios(rows, variant, peer, wall=wall)
+            for peer in [*names(rows, ours=False), BEST]
+        }
         for variant in names(rows, ours=True)
     }
     return {
-        variant: {peer: statistics.geometric_mean(values) for peer, values in against.items() if values}
+        variant: {
+            peer: statistics.geometric_mean(values) for peer, values in against.items() if values
+        }
         for variant, against in found.items()
     }
 
 
 def by_group(rows: list[Row]) -> dict[str, list[Row]]:
     """Rows of each group, in the order in which groups first appear."""
-    return {group: [row for row in rows if row["group"] == group] for group in dict.fromkeys(r["group"] for r in rows)}
+    return {
+        group: [row for row in rows if row["group"] == group]
+        for group in dict.fromkeys(r["group"] for r in rows)
+    }
+
+
+def mean_us(rows: list[Row], name: str, *, wall: bool = False) -> float | None:
+    """The mean time of a contender, device or wall; None if a row lacks it."""
+    times = [(wall_us if wall else device_us)(row).get(name) for row in rows]
+    there = [time for time in times if time is not None]
+    return statistics.fmean(there) if len(there) == len(rows) else None
+
+
+def without_twins(rows: list[Row]) -> list[Row]:
+    """Rows of cases whose entries lie as the profile says."""
+    return [row for row in rows if not row["case"].endswith(EVEN)]
+
+
+def balance(rows: list[Row], among: list[Row]) -> list[float]:
+    """AOT's time over its time in the even twin, which is `among` others, for every row that has
+    one.
+    """
+    aot = {row["case"]: device_us(row)["aot"] for row in among if "aot" in device_us(row)}
+    twins = [(aot[row["case"]], aot.get(row["case"] + EVEN)) for row in rows]
+    return [own / even for own, even in twins if even is not None]
+
+
+def over_chosen(cases: list[dict[str, Any]], name: str, clock: str) -> list[float]:
+    """A route's time over that of the schedule which the policy chose, for every case
+    that has it.
+    """
+    return [
+        case[clock][name] / case[clock][case["chosen"]] for case in cases if name in case[clock]
+    ]

@@ -1,10 +1,11 @@
-"""What the books cost on the host, by heads per page: pages taken, tables written, prefixes published (no device).
+"""What the books cost on the host, by heads per page: pages taken, tables written, prefixes
+published (no device).
 
     python -m bench.kernels.tables [--profile NAME] [--rows 64] [--tokens 32768]
 
-A batch of rows as a server holds it, of one profile's heads: time to take in a sealed chunk, for a decode step of the
-whole batch within a page and into a new page, and to close a row. Fewer heads a page waste less memory and write more
-tables.
+A batch of rows as a server holds it, of one profile's heads: time to take in a sealed chunk, for a
+decode step of the whole batch within a page and into a new page, and to close a row. Fewer heads a
+page waste less memory and write more tables.
 """
 
 from __future__ import annotations
@@ -45,12 +46,16 @@ class Books:
         windows = (None,) * (max(profile.layers) + 1)
         geometry = Geometry(
             len(windows), model.kv_heads, model.query_heads, model.head_dim, 50_000, limit, windows
-        )  # fmt: skip
+        )
         layout = Layout.build(
-            geometry, chunk_tokens=profile.chunk_tokens, page_tokens=profile.page_tokens,
-            heads_per_page=profile.heads_per_page, max_tokens=limit, groups=profile.groups,
+            geometry,
+            chunk_tokens=profile.chunk_tokens,
+            page_tokens=profile.page_tokens,
+            heads_per_page=profile.heads_per_page,
+            max_tokens=limit,
+            groups=profile.groups,
             sealed_pages=profile.sealed_pages,
-        )  # fmt: skip
+        )
         self.retention = Retention(profile.kv_retention, layout, "profile")
         self.cache = CacheManager(
             [self.retention],
@@ -105,28 +110,44 @@ def measured(profile: Profile, rows: int, tokens: int) -> dict[str, Any]:
     books = Books(profile, rows, tokens - tokens % profile.chunk_tokens)
     seal = books.fill(tokens - tokens % profile.chunk_tokens)
     steps = [_ms(books.decode) for _ in range(STEPS)]
-    within = [step for number, step in enumerate(steps) if number % PAGE_TOKENS not in (0, PAGE_TOKENS - 1)]
+    within = [
+        step
+        for number, step in enumerate(steps)
+        if number % PAGE_TOKENS not in (0, PAGE_TOKENS - 1)
+    ]
     books.cache.check()
     close = [_ms(lambda seq=seq: books.cache.close(seq)) for seq in list(books.sequences)]
     return {
-        "heads_per_page": profile.heads_per_page, "groups": len(books.layout.groups),
-        "table_entries": int(books.layout.group_offset[-1]), "seal_ms": seal, "decode_within_page_ms": within,
-        "decode_into_page_ms": steps[::PAGE_TOKENS], "close_ms": close,
-    }  # fmt: skip
+        "heads_per_page": profile.heads_per_page,
+        "groups": len(books.layout.groups),
+        "table_entries": int(books.layout.group_offset[-1]),
+        "seal_ms": seal,
+        "decode_within_page_ms": within,
+        "decode_into_page_ms": steps[::PAGE_TOKENS],
+        "close_ms": close,
+    }
 
 
 def main() -> None:
     """Measure, print the table, keep the raw figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--profile", default=SHIPPED[0])
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    profiles = [load(options.profile, None, page_tokens=PAGE_TOKENS, heads_per_page=heads) for heads in HEADS_PER_PAGE]
+    profiles = [
+        load(options.profile, None, page_tokens=PAGE_TOKENS, heads_per_page=heads)
+        for heads in HEADS_PER_PAGE
+    ]
     lines = [measured(profile, options.rows, options.tokens) for profile in profiles]
     timed = ("seal_ms", "decode_within_page_ms", "decode_into_page_ms", "close_ms")
-    table = Table(title=f"{options.profile}: {options.rows} rows of {options.tokens} tokens; medians on one thread, ms")
+    table = Table(
+        title=f"{options.profile}: {options.rows} rows of {options.tokens} tokens; medians on one "
+        "thread, ms"
+    )
     for column in ("Hp", "groups", "seal a chunk", "decode step", "into new pages", "close a row"):
         table.add_column(column, justify="right")
     for line in lines:
@@ -134,9 +155,11 @@ def main() -> None:
         table.add_row(str(line["heads_per_page"]), str(line["groups"]), *figures)
     Console(width=120).print(table)
     content = {
-        "command": "python -m bench.kernels.tables", "environment": environment(),
-        "options": {name: str(value) for name, value in vars(options).items() if name != "out"}, "rows": lines,
-    }  # fmt: skip
+        "command": "python -m bench.kernels.tables",
+        "environment": environment(),
+        "options": {name: str(value) for name, value in vars(options).items() if name != "out"},
+        "rows": lines,
+    }
     (options.out / "kernels_tables.json").write_text(json.dumps(content, indent=1) + "\n")
 
 

@@ -1,10 +1,14 @@
-"""One engine under the loads of docs/serving.md; run it once for each engine, in one go on one machine.
+"""One engine under the loads of docs/serving.md; run it once for each engine, in one go on one
+machine.
 
     python -m bench.serving.compare vllm -o bench/results
-    python -m bench.serving.compare tangram --kv-retention 0.25 -o bench/results [--cases prefill,sessions-96]
-    python -m bench.serving.compare vllm --cases trace --trace mooncake.jsonl --speeds 0.3,0.4 --max-model-len 131072 …
+    python -m bench.serving.compare tangram --kv-retention 0.25 -o bench/results \
+        [--cases prefill,sessions-96]
+    python -m bench.serving.compare vllm --cases trace --trace mooncake.jsonl --speeds 0.3,0.4 \
+        --max-model-len 131072 …
 
-Writes serving_NAME.json and trace_NAME.json after every case: what was measured is kept whatever comes after it.
+Writes serving_NAME.json and trace_NAME.json after every case: what was measured is kept whatever
+comes after it.
 """
 
 from __future__ import annotations
@@ -22,7 +26,14 @@ from typing import Any
 from bench.serving.engines import Served, Tangram, Vllm, vocab_size
 from tangram.lab.environment import environment
 from tangram.lab.load.asks import Ask, alike, arriving, made_up, next_turn, traced
-from tangram.lab.load.clock import NO_LIMITS, GivenUpError, LatencyLimits, Patience, Summary, TimedAnswer
+from tangram.lab.load.clock import (
+    NO_LIMITS,
+    GivenUpError,
+    LatencyLimits,
+    Patience,
+    Summary,
+    TimedAnswer,
+)
 
 # A case gives its parts one by one, as they are measured.
 Case = Callable[[Served], Iterator[tuple[str, list[TimedAnswer]]]]
@@ -30,11 +41,13 @@ Case = Callable[[Served], Iterator[tuple[str, list[TimedAnswer]]]]
 
 def requests(
     count: int, input_tokens: int, output_tokens: int, shared_tokens: int = 0, repeats: int = 1
-) -> Case:  # fmt: skip
+) -> Case:
     """`count` requests at once, as often as it says, each time with an empty cache."""
 
     def run(engine: Served) -> Iterator[tuple[str, list[TimedAnswer]]]:
-        asks = alike(count, input_tokens, output_tokens, shared_tokens=shared_tokens, vocab_size=vocab_size())
+        asks = alike(
+            count, input_tokens, output_tokens, shared_tokens=shared_tokens, vocab_size=vocab_size()
+        )
         for number in range(repeats):
             engine.clear_cache()
             yield f"run {number + 1}", _complete(engine, asks)
@@ -42,7 +55,13 @@ def requests(
     return run
 
 
-def sessions(count: int, history_tokens: int, turns: int = 3, user_tokens: int = 128, output_tokens: int = 128) -> Case:
+def sessions(
+    count: int,
+    history_tokens: int,
+    turns: int = 3,
+    user_tokens: int = 128,
+    output_tokens: int = 128,
+) -> Case:
     """`count` conversations; all take their turns together, each with its whole history."""
 
     def run(engine: Served) -> Iterator[tuple[str, list[TimedAnswer]]]:
@@ -52,22 +71,35 @@ def sessions(count: int, history_tokens: int, turns: int = 3, user_tokens: int =
             asks = next_turn(histories, turn, user_tokens, output_tokens, vocab_size())
             answers = _complete(engine, asks)
             yield f"turn {turn}", answers
-            histories = [ask.tokens + tuple(answer.token_ids) for ask, answer in zip(asks, answers, strict=True)]
+            histories = [
+                ask.tokens + tuple(answer.token_ids)
+                for ask, answer in zip(asks, answers, strict=True)
+            ]
 
     return run
 
 
 def short_turns(
-    count: int, history_tokens: int, turns: int, rate: float, user_tokens: int = 128, output_tokens: int = 128
-) -> Case:  # fmt: skip
-    """`count` conversations, whose turns arrive at random, `rate` a second, while others are answered."""
+    count: int,
+    history_tokens: int,
+    turns: int,
+    rate: float,
+    user_tokens: int = 128,
+    output_tokens: int = 128,
+) -> Case:
+    """`count` conversations, whose turns arrive at random, `rate` a second, while others are
+    answered.
+    """
 
     def run(engine: Served) -> Iterator[tuple[str, list[TimedAnswer]]]:
         engine.clear_cache()
         histories = [made_up(history_tokens, vocab_size(), 6, number) for number in range(count)]
         yield "histories", _complete(engine, [Ask(history, 1) for history in histories])
         asks = [
-            Ask(histories[number % count] + made_up(user_tokens, vocab_size(), 7, number), output_tokens)
+            Ask(
+                histories[number % count] + made_up(user_tokens, vocab_size(), 7, number),
+                output_tokens,
+            )
             for number in range(turns)
         ]
         yield "turns", _complete(engine, arriving(asks, rate))
@@ -76,12 +108,16 @@ def short_turns(
 
 
 def replayed(options: argparse.Namespace) -> Case:
-    """The first minutes of a recorded trace, at each speed; ends with the first that is too fast."""
+    """The first minutes of a recorded trace, at each speed; ends with the first that is
+    too fast.
+    """
 
     def run(engine: Served) -> Iterator[tuple[str, list[TimedAnswer]]]:
         for speed in map(float, options.speeds.split(",")):
             engine.clear_cache()
-            asks = traced(options.trace, seconds=options.seconds, speed=speed, vocab_size=vocab_size())
+            asks = traced(
+                options.trace, seconds=options.seconds, speed=speed, vocab_size=vocab_size()
+            )
             try:
                 yield f"speed {speed:g}", engine.answered(asks, Patience(options.hold_ttft_s))
             except GivenUpError as error:
@@ -94,7 +130,10 @@ def _complete(engine: Served, asks: Sequence[Ask]) -> list[TimedAnswer]:
     answers = engine.answered(asks)
     for number, (ask, answer) in enumerate(zip(asks, answers, strict=True)):
         if len(answer.token_ids) != ask.output_tokens:
-            raise SystemExit(f"answer {number} has {len(answer.token_ids)} tokens, {ask.output_tokens} were asked for")
+            raise SystemExit(
+                f"answer {number} has {len(answer.token_ids)} tokens, {ask.output_tokens} were "
+                "asked for"
+            )
     return answers
 
 
@@ -111,9 +150,14 @@ CASES: dict[str, Case] = {
 
 
 def measured(
-    engine: Served, cases: Mapping[str, Case], keep: Callable[[dict[str, Any]], None], limits: LatencyLimits = NO_LIMITS
-) -> None:  # fmt: skip
-    """Run `cases`; `keep` is given all results so far after every part. `limits` say what of a trace is goodput."""
+    engine: Served,
+    cases: Mapping[str, Case],
+    keep: Callable[[dict[str, Any]], None],
+    limits: LatencyLimits = NO_LIMITS,
+) -> None:
+    """Run `cases`; `keep` is given all results so far after every part. `limits` say what of a
+    trace is goodput.
+    """
     results: dict[str, Any] = {}
     for name, case in cases.items():
         kept = results.setdefault(name, {})
@@ -131,45 +175,65 @@ def measured(
 
 def warm(engine: Served) -> None:
     """What is compiled at its first use is compiled then."""
-    for asks in (alike(2, 4104, 4, shared_tokens=0, vocab_size=vocab_size()),
-                 alike(64, 40, 8, shared_tokens=2100, vocab_size=vocab_size())):  # fmt: skip
+    for asks in (
+        alike(2, 4104, 4, shared_tokens=0, vocab_size=vocab_size()),
+        alike(64, 40, 8, shared_tokens=2100, vocab_size=vocab_size()),
+    ):
         engine.answered(asks)
 
 
 def _line(summary: Summary) -> str:
     return (
         f"{summary.seconds:7.2f} s {summary.requests_per_s:7.2f} requests/s "
-        f"{summary.prompt_tokens / summary.seconds:9,.0f} prompt tokens/s, from cache {summary.cached_share:4.0%}, "
+        f"{summary.prompt_tokens / summary.seconds:9,.0f} prompt tokens/s, from cache "
+        f"{summary.cached_share:4.0%}, "
         f"TTFT s p50 {summary.ttft_s['p50']:.2f} p90 {summary.ttft_s['p90']:.2f}"
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Start the engine, run the cases, keep the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("engine", choices=("tangram", "vllm"))
     parser.add_argument("--kv-retention", type=float, help="of tangram; 0.25")
     parser.add_argument("--chunk-tokens", type=int, help="of tangram; 512")
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), help="of tangram; auto")
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("-o", "--output", type=Path, required=True)
-    parser.add_argument("--series", default="serving", help="files' name; what one lease measured has one")
-    parser.add_argument("--trace", type=Path, help="a Mooncake trace (JSON lines), for the case trace")
-    parser.add_argument("--seconds", type=float, default=600.0, help="how much of the trace, by its own clock")
+    parser.add_argument(
+        "--series", default="serving", help="files' name; what one lease measured has one"
+    )
+    parser.add_argument(
+        "--trace", type=Path, help="a Mooncake trace (JSON lines), for the case trace"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=600.0, help="how much of the trace, by its own clock"
+    )
     parser.add_argument("--speeds", default="1", help="times as fast as recorded, slowest first")
-    parser.add_argument("--hold-ttft-s", type=float, default=5.0, help="too fast: a tenth waits longer than that")
+    parser.add_argument(
+        "--hold-ttft-s", type=float, default=5.0, help="too fast: a tenth waits longer than that"
+    )
     parser.add_argument("--max-model-len", type=int, default=40960)
     parser.add_argument(
-        "--offload-gib", type=float, default=0.0, help="host memory behind the KV pool, of either engine"
+        "--offload-gib",
+        type=float,
+        default=0.0,
+        help="host memory behind the KV pool, of either engine",
     )
     options = parser.parse_args(arguments)
     own = (options.kv_retention, options.chunk_tokens, options.kv_cache_dtype)
     if options.engine == "vllm" and own != (None, None, None):
-        parser.error("vLLM is asked as it comes, without kv-retention, chunk-tokens and kv-cache-dtype: leave them out")
+        parser.error(
+            "vLLM is asked as it comes, without kv-retention, chunk-tokens and kv-cache-dtype: "
+            "leave them out"
+        )
     known = CASES | ({"trace": replayed(options)} if options.trace else {})
     if unknown := set(options.cases.split(",")) - set(known):
         parser.error(
-            f"cases {', '.join(sorted(unknown))} are not known, there are {', '.join(known)}; trace has --trace"
+            f"cases {', '.join(sorted(unknown))} are not known, there are {', '.join(known)}; "
+            "trace has --trace"
         )
     engine: Served
     kv_retention = 0.25 if options.kv_retention is None else options.kv_retention
@@ -181,18 +245,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         engine = Vllm(options.max_model_len, options.offload_gib)
     else:
         cache_dtype = options.kv_cache_dtype or "auto"
-        engine = Tangram(kv_retention, chunk_tokens, options.max_model_len, options.offload_gib, cache_dtype)
+        engine = Tangram(
+            kv_retention, chunk_tokens, options.max_model_len, options.offload_gib, cache_dtype
+        )
     written = {
         "command": shlex.join(["python", "-m", "bench.serving.compare", *sys.argv[1:]]),
-        "environment": environment(), "engine": name, "options": engine.options,
-    }  # fmt: skip
+        "environment": environment(),
+        "engine": name,
+        "options": engine.options,
+    }
     warm(engine)
     cases = {case: known[case] for case in options.cases.split(",")}
     limits = LatencyLimits(ttft_s=options.hold_ttft_s)
     measured(engine, cases, partial(_keep, options.output, options.series, name, written), limits)
 
 
-def _keep(folder: Path, series: str, name: str, written: dict[str, Any], results: dict[str, Any]) -> None:
+def _keep(
+    folder: Path, series: str, name: str, written: dict[str, Any], results: dict[str, Any]
+) -> None:
     for kind, wanted in (("trace", {"trace"}), (series, set(results) - {"trace"})):
         if found := {case: parts for case, parts in results.items() if case in wanted}:
             path = folder / f"{kind}_{name}.json"

@@ -1,4 +1,6 @@
-"""The engines that `bench.serving.compare` asks, each in a process of its own, on random weights of one config.json."""
+"""The engines that `bench.serving.compare` asks, each in a process of its own, on random weights of
+one config.json.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class Served(Protocol):
         ...
 
     def answered(self, asks: Sequence[Ask], patience: Patience | None = None) -> list[TimedAnswer]:
-        """As `tangram.lab.load.clock.answered`: all of `asks`, each at its time, greedily and to the last token."""
+        """As `tangram.lab.load.clock.answered`: all of `asks`, each at its time, greedily and to
+        the last token.
+        """
         ...
 
 
@@ -34,25 +38,39 @@ class Tangram:
     """This engine at one retention ratio, with the budgets that ship for the model."""
 
     def __init__(
-        self, kv_retention: float, chunk_tokens: int, most_tokens: int, offload_gib: float = 0.0,
+        self,
+        kv_retention: float,
+        chunk_tokens: int,
+        most_tokens: int,
+        offload_gib: float = 0.0,
         cache_dtype: Literal["auto", "fp8"] = "auto",
-    ) -> None:  # fmt: skip
+    ) -> None:
         from tangram.config import EngineConfig
         from tangram.engine.build import build_engine
 
         self.options = {
-            "load_format": "dummy", "dtype": "bfloat16", "kv_retention": kv_retention, "scorer": "keydiff",
-            "scope": "model", "chunk_tokens": chunk_tokens, "max_model_len": most_tokens, "max_num_seqs": MOST_REQUESTS,
-            "max_num_batched_tokens": 8192 + MOST_REQUESTS, "kv_offload_gib": offload_gib,
+            "load_format": "dummy",
+            "dtype": "bfloat16",
+            "kv_retention": kv_retention,
+            "scorer": "keydiff",
+            "scope": "model",
+            "chunk_tokens": chunk_tokens,
+            "max_model_len": most_tokens,
+            "max_num_seqs": MOST_REQUESTS,
+            "max_num_batched_tokens": 8192 + MOST_REQUESTS,
+            "kv_offload_gib": offload_gib,
             "kv_cache_dtype": cache_dtype,
-        }  # fmt: skip
+        }
         self._engine = build_engine(EngineConfig(model=str(MODEL), **self.options))
         stats, config = self._engine.stats(), self._engine.config
         self.options |= {
-            "fits_tokens": stats.capacity_tokens, "cache_dtype": stats.cache_dtype, "pool_bytes": stats.pool_bytes,
-            "page_tokens": config.page_tokens, "heads_per_page": config.heads_per_page,
+            "fits_tokens": stats.capacity_tokens,
+            "cache_dtype": stats.cache_dtype,
+            "pool_bytes": stats.pool_bytes,
+            "page_tokens": config.page_tokens,
+            "heads_per_page": config.heads_per_page,
             "gpu_memory_utilization": config.gpu_memory_utilization,
-        }  # fmt: skip
+        }
 
     def clear_cache(self) -> None:
         """See `Served`."""
@@ -72,13 +90,21 @@ class Vllm:
         from vllm import LLM
 
         self.options = {
-            "load_format": "dummy", "dtype": "bfloat16", "max_model_len": most_tokens, "max_num_seqs": MOST_REQUESTS,
-            "gpu_memory_utilization": 0.9, "enable_prefix_caching": True, "kv_offloading_size": offload_gib or None,
-        }  # fmt: skip
-        self._llm: Any = LLM(model=str(MODEL), skip_tokenizer_init=True, disable_log_stats=True, **self.options)
+            "load_format": "dummy",
+            "dtype": "bfloat16",
+            "max_model_len": most_tokens,
+            "max_num_seqs": MOST_REQUESTS,
+            "gpu_memory_utilization": 0.9,
+            "enable_prefix_caching": True,
+            "kv_offloading_size": offload_gib or None,
+        }
+        self._llm: Any = LLM(
+            model=str(MODEL), skip_tokenizer_init=True, disable_log_stats=True, **self.options
+        )
         config = self._llm.llm_engine.vllm_config
         self.options |= {
-            "fits_tokens": (config.cache_config.num_gpu_blocks or 0) * config.cache_config.block_size,
+            "fits_tokens": (config.cache_config.num_gpu_blocks or 0)
+            * config.cache_config.block_size,
             "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
         }
         self._count = 0
@@ -103,12 +129,16 @@ class Vllm:
                 self._count += 1
                 by_id[str(self._count)] = answers[number]
                 engine.add_request(
-                    str(self._count), {"prompt_token_ids": list(asks[number].tokens)},
+                    str(self._count),
+                    {"prompt_token_ids": list(asks[number].tokens)},
                     SamplingParams(
-                        temperature=0.0, max_tokens=asks[number].output_tokens, ignore_eos=True, detokenize=False,
+                        temperature=0.0,
+                        max_tokens=asks[number].output_tokens,
+                        ignore_eos=True,
+                        detokenize=False,
                         output_kind=RequestOutputKind.DELTA,
                     ),
-                )  # fmt: skip
+                )
             if patience is not None and now >= look_s:
                 look_s = now + patience.every_s
                 if patience.ends(answers, now):

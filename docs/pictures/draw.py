@@ -25,7 +25,9 @@ CHUNKS, TAIL_TOKENS = 2, 22
 
 
 def example() -> tuple[CacheManager, Layout, int]:
-    """A cache with one sequence of two sealed chunks and a raw tail, after others have come and gone."""
+    """A cache with one sequence of two sealed chunks and a raw tail, after others have come and
+    gone.
+    """
     geometry = Geometry(2, 2, 4, 8, 1000, 256, (None, None))
     layout = Layout.build(
         geometry,
@@ -36,7 +38,9 @@ def example() -> tuple[CacheManager, Layout, int]:
         groups=[[(0, 0), (1, 1)], [(1, 0), (0, 1)]],
         sealed_pages=[3, 1],
     )
-    cache = CacheManager([("example", layout)], total_pages=24, max_sequences=4, prefix_caching=False)
+    cache = CacheManager(
+        [("example", layout)], total_pages=24, max_sequences=4, prefix_caching=False
+    )
     cache.ledger.take(24)
     cache.ledger.release(np.random.default_rng(3).permutation(24).astype(np.int32))
     tokens = np.arange(CHUNKS * layout.chunk_tokens + TAIL_TOKENS)
@@ -67,11 +71,20 @@ def head_name(head: tuple[int, int]) -> str:
 
 def draw_kept(ax: Axes, layout: Layout) -> None:
     """Left: one bar a head, as long as what it keeps."""
-    ax.text(0.15, 6.1, "1 · each head keeps what it needs", size=12, weight="bold", color=INK, va="center")
+    ax.text(
+        0.15,
+        6.1,
+        "1 · each head keeps what it needs",
+        size=12,
+        weight="bold",
+        color=INK,
+        va="center",
+    )
     ax.text(
         0.15,
         5.8,
-        f"a sequence of {CHUNKS} × {layout.chunk_tokens} + {TAIL_TOKENS} tokens; what is dropped is grey",
+        f"a sequence of {CHUNKS} × {layout.chunk_tokens} + {TAIL_TOKENS} tokens; what is dropped "
+        "is grey",
         size=9,
         color=SOFT,
         va="center",
@@ -81,20 +94,37 @@ def draw_kept(ax: Axes, layout: Layout) -> None:
     for group, members in enumerate(layout.groups):
         for column, head in enumerate(members):
             colour = HEADS[2 * group + column]
-            ax.text(left - 0.1, y + 0.13, head_name(head), size=9, ha="right", va="center", color=INK)
+            ax.text(
+                left - 0.1, y + 0.13, head_name(head), size=9, ha="right", va="center", color=INK
+            )
             for chunk in range(CHUNKS):
                 x = left + chunk * layout.chunk_tokens * scale
                 kept = int(layout.sealed_pages[group]) * layout.page_tokens
-                ax.add_patch(Rectangle((x, y), layout.chunk_tokens * scale, 0.26, fc="#e6e9ec", ec=PAPER, lw=1.5))
+                ax.add_patch(
+                    Rectangle(
+                        (x, y), layout.chunk_tokens * scale, 0.26, fc="#e6e9ec", ec=PAPER, lw=1.5
+                    )
+                )
                 ax.add_patch(Rectangle((x, y), kept * scale, 0.26, fc=colour, ec=PAPER, lw=1.5))
             x = left + CHUNKS * layout.chunk_tokens * scale
             ax.add_patch(
-                Rectangle((x, y), TAIL_TOKENS * scale, 0.26, fc=colour, ec=PAPER, lw=1.5, hatch="////", alpha=0.75)
+                Rectangle(
+                    (x, y),
+                    TAIL_TOKENS * scale,
+                    0.26,
+                    fc=colour,
+                    ec=PAPER,
+                    lw=1.5,
+                    hatch="////",
+                    alpha=0.75,
+                )
             )
             y -= 0.38
         y -= 0.12
     for x, label in ((0.5, "chunk 0"), (1.5, "chunk 1")):
-        ax.text(left + x * layout.chunk_tokens * scale, y + 0.24, label, size=9, ha="center", color=SOFT)
+        ax.text(
+            left + x * layout.chunk_tokens * scale, y + 0.24, label, size=9, ha="center", color=SOFT
+        )
     ax.text(
         left + (CHUNKS * layout.chunk_tokens + TAIL_TOKENS / 2) * scale,
         y + 0.24,
@@ -105,11 +135,28 @@ def draw_kept(ax: Axes, layout: Layout) -> None:
     )
 
 
-def draw_tables(ax: Axes, cache: CacheManager, layout: Layout, slot: int) -> dict[int, tuple[int, bool, int]]:
+def draw_tables(
+    ax: Axes, cache: CacheManager, layout: Layout, slot: int
+) -> dict[int, tuple[int, bool, int]]:
     """Right: the groups' block tables. Returns page → (group, is raw, entries used)."""
     left, size = 5.0, 0.36
-    ax.text(left, 6.1, "2 · heads of similar need share a page table", size=12, weight="bold", color=INK, va="center")
-    ax.text(left, 5.8, "sealed chunk after sealed chunk, then the raw tail", size=9, color=SOFT, va="center")
+    ax.text(
+        left,
+        6.1,
+        "2 · heads of similar need share a page table",
+        size=12,
+        weight="bold",
+        color=INK,
+        va="center",
+    )
+    ax.text(
+        left,
+        5.8,
+        "sealed chunk after sealed chunk, then the raw tail",
+        size=9,
+        color=SOFT,
+        va="center",
+    )
     used: dict[int, tuple[int, bool, int]] = {}
     for group, members in enumerate(layout.groups):
         y = 4.98 - group * 0.92
@@ -134,23 +181,45 @@ def draw_tables(ax: Axes, cache: CacheManager, layout: Layout, slot: int) -> dic
                 + (0.12 if raw else 0)
             )
             ax.add_patch(
-                Rectangle((x, y), size, size, fc=PAPER, ec=HEADS[2 * group], lw=1.4, linestyle="--" if raw else "-")
+                Rectangle(
+                    (x, y),
+                    size,
+                    size,
+                    fc=PAPER,
+                    ec=HEADS[2 * group],
+                    lw=1.4,
+                    linestyle="--" if raw else "-",
+                )
             )
-            ax.text(x + size / 2, y + size / 2, str(page), size=10, ha="center", va="center", color=INK)
+            ax.text(
+                x + size / 2, y + size / 2, str(page), size=10, ha="center", va="center", color=INK
+            )
         x = left + pages * (size + 0.05) + 0.42
         ax.text(x, y + size / 2, f"length {length}", size=9, va="center", color=SOFT)
-    whole = layout.max_raw_pages * CHUNKS + len(layout.groups) * -(-TAIL_TOKENS // layout.page_tokens)
-    ax.text(left, 3.52, f"{len(used)} pages; uncompressed it would be {whole}", size=9, color=SOFT, va="center")
+    whole = layout.max_raw_pages * CHUNKS + len(layout.groups) * -(
+        -TAIL_TOKENS // layout.page_tokens
+    )
+    ax.text(
+        left,
+        3.52,
+        f"{len(used)} pages; uncompressed it would be {whole}",
+        size=9,
+        color=SOFT,
+        va="center",
+    )
     return used
 
 
 def draw_pool(ax: Axes, total: int, used: dict[int, tuple[int, bool, int]], layout: Layout) -> None:
     """Below: the one pool; every page has Hp columns of P entries."""
-    ax.text(0.15, 3.02, "3 · one pool for all layers", size=12, weight="bold", color=INK, va="center")
+    ax.text(
+        0.15, 3.02, "3 · one pool for all layers", size=12, weight="bold", color=INK, va="center"
+    )
     ax.text(
         0.15,
         2.72,
-        "a page = Hp columns (here 2), each a contiguous block of P keys and P values (here 16) of one head;"
+        "a page = Hp columns (here 2), each a contiguous block of P keys and P values (here 16) "
+        "of one head;"
         " any free page serves any group",
         size=9,
         color=SOFT,
@@ -160,9 +229,18 @@ def draw_pool(ax: Axes, total: int, used: dict[int, tuple[int, bool, int]], layo
     for page in range(total):
         x = left + (page % columns) * (width + 0.152)
         y = top - (page // columns) * (height + 0.34)
-        ax.text(x + width / 2, y + height + 0.04, str(page), size=8.5, ha="center", color=INK if page in used else SOFT)
+        ax.text(
+            x + width / 2,
+            y + height + 0.04,
+            str(page),
+            size=8.5,
+            ha="center",
+            color=INK if page in used else SOFT,
+        )
         for column in range(layout.heads_per_page):
-            draw_column(ax, x + column * width / 2, y, width / 2, height, used.get(page), column, layout)
+            draw_column(
+                ax, x + column * width / 2, y, width / 2, height, used.get(page), column, layout
+            )
         edge = HEADS[2 * used[page][0]] if page in used else "#c9d0d6"
         style = "--" if page in used and used[page][1] else "-"
         ax.add_patch(Rectangle((x, y), width, height, fc="none", ec=edge, lw=1.4, linestyle=style))
@@ -210,9 +288,16 @@ def main(folder: Path, suffix: str) -> None:
     }
     for name, draw in (("walk", draw_walk), ("pages", draw_pages)):
         draw()
-        plt.savefig(folder / f"{name}.{suffix}", dpi=110, metadata={"Date": None} if suffix == "svg" else None)
+        plt.savefig(
+            folder / f"{name}.{suffix}",
+            dpi=110,
+            metadata={"Date": None} if suffix == "svg" else None,
+        )
         plt.close()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent, sys.argv[2] if len(sys.argv) > 2 else "svg")
+    main(
+        Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent,
+        sys.argv[2] if len(sys.argv) > 2 else "svg",
+    )

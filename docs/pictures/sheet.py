@@ -12,20 +12,60 @@ HOST_EDGE, DEVICE_EDGE, WIRE_EDGE = "#3b74b8", "#c8771c", "#8a96a3"
 
 
 def box(
-    ax: Axes, x: float, y: float, width: float, height: float, title: str, lines: str, colours: tuple[str, str]
+    ax: Axes,
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    title: str,
+    lines: str,
+    colours: tuple[str, str],
 ) -> None:
     """A rounded box with a title and smaller lines below it."""
     face, edge = colours
     ax.add_patch(
-        FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0,rounding_size=0.10", fc=face, ec=edge, lw=1.3)
+        FancyBboxPatch(
+            (x, y),
+            width,
+            height,
+            boxstyle="round,pad=0,rounding_size=0.10",
+            fc=face,
+            ec=edge,
+            lw=1.3,
+        )
     )
-    ax.text(x + width / 2, y + height - 0.2, title, ha="center", va="top", size=12, weight="bold", color=INK)
-    ax.text(x + width / 2, y + height - 0.58, lines, ha="center", va="top", size=9, color=INK, linespacing=1.45)
+    ax.text(
+        x + width / 2,
+        y + height - 0.2,
+        title,
+        ha="center",
+        va="top",
+        size=12,
+        weight="bold",
+        color=INK,
+    )
+    ax.text(
+        x + width / 2,
+        y + height - 0.58,
+        lines,
+        ha="center",
+        va="top",
+        size=9,
+        color=INK,
+        linespacing=1.45,
+    )
 
 
 def arrow(ax: Axes, start: tuple[float, float], end: tuple[float, float], **style: object) -> None:
     """An arrow between two points."""
-    options = {"arrowstyle": "-|>", "mutation_scale": 13, "lw": 1.3, "color": INK, "shrinkA": 0, "shrinkB": 0}
+    options = {
+        "arrowstyle": "-|>",
+        "mutation_scale": 13,
+        "lw": 1.3,
+        "color": INK,
+        "shrinkA": 0,
+        "shrinkB": 0,
+    }
     ax.add_patch(FancyArrowPatch(start, end, **(options | style)))
 
 

@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 from matplotlib.patches import Rectangle
-from sheet import DEVICE, DEVICE_EDGE, HOST, HOST_EDGE, INK, SOFT, WIRE, WIRE_EDGE, arrow, box, canvas
+from sheet import (
+    DEVICE,
+    DEVICE_EDGE,
+    HOST,
+    HOST_EDGE,
+    INK,
+    SOFT,
+    WIRE,
+    WIRE_EDGE,
+    arrow,
+    box,
+    canvas,
+)
 
 
 def draw_walk() -> None:
@@ -13,8 +25,16 @@ def draw_walk() -> None:
     first = [
         ("text", "chat template,\ntokenizer\n\nengine/text.py", (WIRE, WIRE_EDGE)),
         ("tokens", "prefix cache: which\nchunks are known?\n\ncache/prefix.py", (HOST, HOST_EDGE)),
-        ("pages reserved", "counts are a formula\nof the length\n\ncache/manager.py", (HOST, HOST_EDGE)),
-        ("plan", "which task reads which\nentries, longest first\n\nplan/aot.py", (HOST, HOST_EDGE)),
+        (
+            "pages reserved",
+            "counts are a formula\nof the length\n\ncache/manager.py",
+            (HOST, HOST_EDGE),
+        ),
+        (
+            "plan",
+            "which task reads which\nentries, longest first\n\nplan/aot.py",
+            (HOST, HOST_EDGE),
+        ),
         ("kernel", "append, attend,\nmerge over pages\n\nkernels/", (DEVICE, DEVICE_EDGE)),
     ]
     for number, (title, lines, colours) in enumerate(first):
@@ -51,7 +71,8 @@ def draw_walk() -> None:
         3 * width + 2 * gap,
         low + height - seal_low,
         "a full chunk of C tokens is sealed",
-        "each head keeps its own fixed number of entries, packed into their final pages\nmodel/sealing.py · compress/",
+        "each head keeps its own fixed number of entries, packed into their final "
+        "pages\nmodel/sealing.py · compress/",
         (DEVICE, DEVICE_EDGE),
     )
     middle, line = column[4] + width / 2, 0.74

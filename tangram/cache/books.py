@@ -12,10 +12,11 @@ from tangram.errors import IntegrityError
 
 @dataclass(frozen=True)
 class PageStates:
-    """Where the pages of the pool are: `held` by sequences, `cached` by the prefix cache alone (evictable), `free`.
+    """Where the pages of the pool are: `held` by sequences, `cached` by the prefix cache alone
+    (evictable), `free`.
 
-    These add up to the pool. `promised` are pages that sequences were promised and have not taken yet: nobody's in
-    particular, out of those that are cached or free.
+    These add up to the pool. `promised` are pages that sequences were promised and have not taken
+    yet: nobody's in particular, out of those that are cached or free.
     """
 
     held: int
@@ -27,23 +28,32 @@ class PageStates:
     def of(cls, cache: CacheManager) -> PageStates:
         """The states now, from the totals that the cache keeps."""
         cached, free = cache.prefix.idle_pages, cache.ledger.free
-        return cls(cache.ledger.total - cached - free, cached, free, cached + free - cache.spare_pages)
+        return cls(
+            cache.ledger.total - cached - free, cached, free, cached + free - cache.spare_pages
+        )
 
 
 def check_books(cache: CacheManager) -> None:
-    """Raise `IntegrityError` unless pages are accounted for, formulas hold and promises are covered."""
+    """Raise `IntegrityError` unless pages are accounted for, formulas hold and promises are
+    covered.
+    """
     expected = np.zeros(cache.ledger.total, np.int32)
     for seq in cache.sequences.values():
         for pages in (*seq.spans, *seq.window_spans, *seq.raw_pages):
             expected[pages] += 1
         if seq.held_pages != seq.formula_pages:
-            raise IntegrityError(f"slot {seq.slot} holds {seq.held_pages} pages, the formula says {seq.formula_pages}")
+            raise IntegrityError(
+                f"slot {seq.slot} holds {seq.held_pages} pages, the formula says "
+                f"{seq.formula_pages}"
+            )
     for node in cache.prefix.nodes.values():
         expected[node.pages] += 1
     cache.ledger.check(expected)
     cache.host.check()
     idle = sum(len(node.pages) for node in cache.prefix.nodes.values() if node.users == 0)
     if idle != cache.prefix.idle_pages:
-        raise IntegrityError(f"{idle} cached pages are idle, the books say {cache.prefix.idle_pages}")
+        raise IntegrityError(
+            f"{idle} cached pages are idle, the books say {cache.prefix.idle_pages}"
+        )
     if cache.spare_pages < 0:
         raise IntegrityError(f"{-cache.spare_pages} pages were promised that do not exist")

@@ -1,7 +1,8 @@
 """Host memory behind the pool: links that fell out of the device, by prefix key. Integers only.
 
-The tier is inclusive: what comes back keeps its copy, so that the device can let it go again for nothing. What is to be
-copied is noted as `PageMove`s, in the order in which it must happen; the device makes them before the next step.
+The tier is inclusive: what comes back keeps its copy, so that the device can let it go again for
+nothing. What is to be copied is noted as `PageMove`s, in the order in which it must happen; the
+device makes them before the next step.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from tangram.types import Int32, PageMove
 class HostTier:
     """Links over `total` host pages, least recently used first out; with 0 pages it keeps nothing.
 
-    `arriving` bool [device pages] marks what moves that nobody has taken yet will fill. Counters since the start:
-    `dropped` links that had to leave or found no room, `pages_out` and `pages_in` moved, and `restored_tokens`, which
-    the owner counts.
+    `arriving` bool [device pages] marks what moves that nobody has taken yet will fill. Counters
+    since the start: `dropped` links that had to leave or found no room, `pages_out` and `pages_in`
+    moved, and `restored_tokens`, which the owner counts.
     """
 
     def __init__(self, total: int, device_pages: int) -> None:
@@ -45,7 +46,9 @@ class HostTier:
 
     @contextmanager
     def holding(self, chain: Sequence[bytes]) -> Iterator[None]:
-        """Those of `chain` that are here are in use now, parents after children, and none of them is let go within."""
+        """Those of `chain` that are here are in use now, parents after children, and none of them
+        is let go within.
+        """
         for key in reversed(chain):
             if key in self.links:
                 self.links.move_to_end(key)
@@ -56,10 +59,14 @@ class HostTier:
             self._held = frozenset()
 
     def offer(self, key: bytes, pages: Int32, parent: bytes | None = None) -> None:
-        """The device lets go of link `key` below `parent`: copy its `pages` unless there is a copy or no room."""
+        """The device lets go of link `key` below `parent`: copy its `pages` unless there is a copy
+        or no room.
+        """
         if key in self.links:
             self.links.move_to_end(key)
-        elif self.arriving[pages].any() or not self._make_room(len(pages)):  # what is still to come cannot leave yet
+        elif self.arriving[pages].any() or not self._make_room(
+            len(pages)
+        ):  # what is still to come cannot leave yet
             self.dropped += 1
         else:
             self.links[key] = self.ledger.take(len(pages))
@@ -75,19 +82,25 @@ class HostTier:
         self.pages_in += len(pages)
 
     def take_moves(self) -> tuple[PageMove, ...]:
-        """What was noted since the last call. The next step but one, at the latest, must find it done."""
+        """What was noted since the last call. The next step but one, at the latest, must find it
+        done.
+        """
         moves, self._moves = tuple(self._moves), []
         for move in moves:
             self.arriving[move.pages] = False
         return moves
 
     def clear(self) -> None:
-        """Forget every link. Moves that were noted are still made: sequences stand on what they bring."""
+        """Forget every link. Moves that were noted are still made: sequences stand on what they
+        bring.
+        """
         for key in list(self.links):
             self._drop(key)
 
     def forget(self, keys: set[bytes]) -> None:
-        """Forget the links of `keys`, and those that descend from them; as in `clear`, moves are still made."""
+        """Forget the links of `keys`, and those that descend from them; as in `clear`, moves are
+        still made.
+        """
         lost = set(keys)
         while found := [key for key in self.links if key in lost or self._parents.get(key) in lost]:
             lost.update(found)

@@ -1,13 +1,14 @@
 """Where every head's KV entries lie: head groups, columns and slot arithmetic. Integers only.
 
-A *head group* is up to `Hp` (layer, head) pairs that share one page table; a page of the one pool holds `Hp` *columns*,
-each a contiguous single-head block of `P` keys and `P` values. A sequence's table for group g reads
+A *head group* is up to `Hp` (layer, head) pairs that share one page table; a page of the one pool
+holds `Hp` *columns*, each a contiguous single-head block of `P` keys and `P` values. A sequence's
+table for group g reads
 
     [ chunk 0: sealed_pages[g] ] [ chunk 1: sealed_pages[g] ] … [ raw tail: up to C / P pages ]
 
-so a head's length after s sealed chunks and r raw tokens is  s · sealed_pages[g] · P + r  (Tangram, ragged paging).
-Groups of sliding-window layers come last, keep every entry of a chunk and only the newest `window_chunks` chunks;
-an entry's index in their tables equals its position.
+so a head's length after s sealed chunks and r raw tokens is  s · sealed_pages[g] · P + r  (Tangram,
+ragged paging). Groups of sliding-window layers come last, keep every entry of a chunk and only the
+newest `window_chunks` chunks; an entry's index in their tables equals its position.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ Head = tuple[int, int]  # (layer, KV head)
 class Layout:
     """The layout of one (profile, page size). Build it with `Layout.build`.
 
-    `groups[g]` lists the member heads by column. `sealed_pages[g]` is what each keeps of a sealed chunk, in pages.
-    The first `full_groups` groups see the whole context; the others hold their newest `window_chunks` sealed chunks.
+    `groups[g]` lists the member heads by column. `sealed_pages[g]` is what each keeps of a sealed
+    chunk, in pages. The first `full_groups` groups see the whole context; the others hold their
+    newest `window_chunks` sealed chunks.
     """
 
     geometry: Geometry
@@ -55,21 +57,30 @@ class Layout:
         groups: Sequence[Sequence[Head]],
         sealed_pages: Sequence[int],
     ) -> Layout:
-        """A layout from the groups of the full-attention layers and their page counts; window layers are added whole.
+        """A layout from the groups of the full-attention layers and their page counts; window
+        layers are added whole.
 
-        Raises `ConfigError` unless the groups cover each full-attention head exactly once and counts are in range.
+        Raises `ConfigError` unless the groups cover each full-attention head exactly once and
+        counts are in range.
         """
         chunk_pages = chunk_tokens // page_tokens
         members = sorted(head for group in groups for head in group)
-        expected = [(layer, head) for layer in geometry.full_layers for head in range(geometry.kv_heads)]
+        expected = [
+            (layer, head) for layer in geometry.full_layers for head in range(geometry.kv_heads)
+        ]
         if members != expected:
             raise ConfigError(
-                f"groups cover {len(members)} heads, the model's full-attention layers have {len(expected)}"
+                f"groups cover {len(members)} heads, the model's full-attention layers have "
+                f"{len(expected)}"
             )
         if any(not 1 <= len(group) <= heads_per_page for group in groups):
             raise ConfigError(f"every group must have 1 to {heads_per_page} heads (heads_per_page)")
-        if any(not 1 <= pages <= chunk_pages for pages in sealed_pages) or len(sealed_pages) != len(groups):
-            raise ConfigError(f"sealed_pages must give 1 to {chunk_pages} pages for each of {len(groups)} groups")
+        if any(not 1 <= pages <= chunk_pages for pages in sealed_pages) or len(sealed_pages) != len(
+            groups
+        ):
+            raise ConfigError(
+                f"sealed_pages must give 1 to {chunk_pages} pages for each of {len(groups)} groups"
+            )
         all_groups = [tuple(group) for group in groups]
         counts = list(sealed_pages)
         window_chunks = 0
@@ -81,20 +92,40 @@ class Layout:
                 all_groups.append(group)
                 counts.append(chunk_pages)
         return cls(
-            geometry, chunk_tokens, page_tokens, heads_per_page, max_tokens,
-            tuple(all_groups), np.asarray(counts, np.int32), len(groups), window_chunks,
-        )  # fmt: skip
+            geometry,
+            chunk_tokens,
+            page_tokens,
+            heads_per_page,
+            max_tokens,
+            tuple(all_groups),
+            np.asarray(counts, np.int32),
+            len(groups),
+            window_chunks,
+        )
 
     @classmethod
     def uncompressed(
-        cls, geometry: Geometry, *, chunk_tokens: int, page_tokens: int, heads_per_page: int, max_tokens: int
+        cls,
+        geometry: Geometry,
+        *,
+        chunk_tokens: int,
+        page_tokens: int,
+        heads_per_page: int,
+        max_tokens: int,
     ) -> Layout:
-        """The layout of ρ = 1.0: adjacent heads share pages and every chunk keeps all of its tokens."""
+        """The layout of ρ = 1.0: adjacent heads share pages and every chunk keeps all of its
+        tokens.
+        """
         groups = adjacent_groups(geometry.full_layers, geometry.kv_heads, heads_per_page)
         return cls.build(
-            geometry, chunk_tokens=chunk_tokens, page_tokens=page_tokens, heads_per_page=heads_per_page,
-            max_tokens=max_tokens, groups=groups, sealed_pages=[chunk_tokens // page_tokens] * len(groups),
-        )  # fmt: skip
+            geometry,
+            chunk_tokens=chunk_tokens,
+            page_tokens=page_tokens,
+            heads_per_page=heads_per_page,
+            max_tokens=max_tokens,
+            groups=groups,
+            sealed_pages=[chunk_tokens // page_tokens] * len(groups),
+        )
 
     @property
     def chunk_pages(self) -> int:
@@ -130,13 +161,19 @@ class Layout:
 
     @cached_property
     def group_offset(self) -> Int64:
-        """[groups + 1]: where each group's entries begin in a row of the block tables; the last is the row's width."""
+        """[groups + 1]: where each group's entries begin in a row of the block tables; the last is
+        the row's width.
+        """
         chunks = -(-self.max_tokens // self.chunk_tokens)
-        return np.concatenate([[0], np.cumsum(self.sealed_pages.astype(np.int64) * chunks + self.chunk_pages)])
+        return np.concatenate(
+            [[0], np.cumsum(self.sealed_pages.astype(np.int64) * chunks + self.chunk_pages)]
+        )
 
     @cached_property
     def span_group(self) -> Int32:
-        """[pages of a sealed chunk]: the group of each page, in the order a span lists its pages."""
+        """[pages of a sealed chunk]: the group of each page, in the order a span lists
+        its pages.
+        """
         return np.repeat(np.arange(len(self.groups), dtype=np.int32), self.sealed_pages)
 
     @cached_property
@@ -155,7 +192,9 @@ class Layout:
         return self.chunk_pages * len(self.groups)
 
     def span_entries(self, chunk: int | Int64) -> Int64:
-        """[…, span pages]: offsets, within a row of the block tables, of a sealed chunk's pages in span order."""
+        """[…, span pages]: offsets, within a row of the block tables, of a sealed chunk's pages in
+        span order.
+        """
         first, step = self._span_first
         return first + np.asarray(chunk, np.int64)[..., None] * step
 
@@ -166,12 +205,15 @@ class Layout:
         return self.group_offset[self.span_group] + self._span_rank, step
 
     def raw_entries(self, sealed_chunks: int, page: int | Int64) -> Int64:
-        """[…, groups]: offsets, within a row of the block tables, of a raw tail page of every group."""
+        """[…, groups]: offsets, within a row of the block tables, of a raw tail page of every
+        group.
+        """
         first = self.group_offset[:-1] + sealed_chunks * self.sealed_pages.astype(np.int64)
         return np.asarray(first + np.asarray(page, np.int64)[..., None], np.int64)
 
     def lengths(self, sealed_chunks: int | Int64, raw_tokens: int | Int64) -> Int32:
-        """[…, groups]: entries each member head of a group can address (a window group counts its dropped ones too).
+        """[…, groups]: entries each member head of a group can address (a window group counts its
+        dropped ones too).
 
         Counts of one row, or arrays of them.
         """
@@ -180,7 +222,9 @@ class Layout:
 
     @cached_property
     def full_span_pages(self) -> int:
-        """Pages of one sealed chunk over the groups that see the whole context; a span lists them first."""
+        """Pages of one sealed chunk over the groups that see the whole context; a span lists them
+        first.
+        """
         return int(self.sealed_pages[: self.full_groups].sum())
 
     @property
@@ -193,23 +237,33 @@ class Layout:
         return pages * self.chunk_tokens // self.span_pages
 
     def held_pages(self, sealed_chunks: int, raw_tokens: int) -> int:
-        """Pages held with `sealed_chunks` sealed chunks and `raw_tokens` raw tokens: the footprint formula."""
+        """Pages held with `sealed_chunks` sealed chunks and `raw_tokens` raw tokens: the footprint
+        formula.
+        """
         windowed = min(sealed_chunks, self.window_chunks) * self.window_span_pages
         raw = -(-raw_tokens // self.page_tokens) * len(self.groups)
         return sealed_chunks * self.full_span_pages + windowed + raw
 
     def held_entries(self, sealed_chunks: int, raw_tokens: int) -> int:
-        """KV entries in the pages of `held_pages`, over all heads; other slots are unused columns and raw ends."""
+        """KV entries in the pages of `held_pages`, over all heads; other slots are unused columns
+        and raw ends.
+        """
         windowed = min(sealed_chunks, self.window_chunks)
         full, window, heads = self._chunk_entries
         return sealed_chunks * full + windowed * window + raw_tokens * heads
 
     @cached_property
     def _chunk_entries(self) -> tuple[int, int, int]:
-        """Entries of a sealed chunk in the groups that see everything, in those with a window, and the heads of all."""
+        """Entries of a sealed chunk in the groups that see everything, in those with a window, and
+        the heads of all.
+        """
         members = np.asarray([len(group) for group in self.groups], np.int64)
         kept = members * self.sealed_pages * self.page_tokens
-        return int(kept[: self.full_groups].sum()), int(kept[self.full_groups :].sum()), int(members.sum())
+        return (
+            int(kept[: self.full_groups].sum()),
+            int(kept[self.full_groups :].sum()),
+            int(members.sum()),
+        )
 
     @property
     def page_slots(self) -> int:
@@ -223,10 +277,15 @@ class Layout:
         return max(before_last_seal, self.held_pages(full, rest))
 
     def promised_pages(self, tokens: int, limit: int) -> int:
-        """What a sequence of `tokens` tokens may need until its current chunk, or the sequence at `limit`, ends."""
+        """What a sequence of `tokens` tokens may need until its current chunk, or the sequence at
+        `limit`, ends.
+        """
         sealed = tokens // self.chunk_tokens
-        growing = self.held_pages(sealed, min(self.chunk_tokens, limit - sealed * self.chunk_tokens))
-        # While a chunk is sealed its queries still read the window part that goes when the step is done.
+        growing = self.held_pages(
+            sealed, min(self.chunk_tokens, limit - sealed * self.chunk_tokens)
+        )
+        # While a chunk is sealed its queries still read the window part that goes when the step is
+        # done.
         overdue = self.window_span_pages if sealed > self.window_chunks else 0
         return max(growing, self.held_pages(sealed, 0) + overdue)
 
@@ -235,8 +294,13 @@ class Layout:
         return max(self.peak_pages(tokens), self.promised_pages(tokens, tokens))
 
     def uncompressed_entries(self, tokens: int) -> int:
-        """KV entries, over all heads, that `tokens` tokens have with nothing dropped but what slid out of a window."""
-        seen = sum(count * (tokens if window is None else min(tokens, window)) for window, count in self._windows)
+        """KV entries, over all heads, that `tokens` tokens have with nothing dropped but what slid
+        out of a window.
+        """
+        seen = sum(
+            count * (tokens if window is None else min(tokens, window))
+            for window, count in self._windows
+        )
         return seen * self.geometry.kv_heads
 
     @cached_property
@@ -249,7 +313,14 @@ class Layout:
         return self.heads_per_page * 2 * self.page_tokens * self.geometry.head_dim * element_bytes
 
 
-def adjacent_groups(layers: Sequence[int], kv_heads: int, heads_per_page: int) -> list[tuple[Head, ...]]:
-    """Cut the heads of `layers`, in their natural order, into runs of `heads_per_page`; the last may be short."""
+def adjacent_groups(
+    layers: Sequence[int], kv_heads: int, heads_per_page: int
+) -> list[tuple[Head, ...]]:
+    """Cut the heads of `layers`, in their natural order, into runs of `heads_per_page`; the last
+    may be short.
+    """
     heads = [(layer, head) for layer in layers for head in range(kv_heads)]
-    return [tuple(heads[start : start + heads_per_page]) for start in range(0, len(heads), heads_per_page)]
+    return [
+        tuple(heads[start : start + heads_per_page])
+        for start in range(0, len(heads), heads_per_page)
+    ]

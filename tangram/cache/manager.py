@@ -1,7 +1,9 @@
-"""Pages for sequences: admit, grow, seal, commit, close. Host integers only; positions never come here.
+"""Pages for sequences: admit, grow, seal, commit, close. Host integers only; positions never come
+here.
 
-Admission promises a sequence every page it will need until its chunk ends (Tangram, budget reservation): the counts are
-a formula of its length, so the promise is exact and nothing is reclaimed. The books always satisfy
+Admission promises a sequence every page it will need until its chunk ends (Tangram, budget
+reservation): the counts are a formula of its length, so the promise is exact and nothing is
+reclaimed. The books always satisfy
 
     Σ (promised − held)  +  crowded transient pages   ≤   free + idle cached pages
 """
@@ -26,8 +28,9 @@ from tangram.types import Int32, Int64, PageMove
 class CacheManager:
     """The one owner of the pool's pages and, if there are any, of the `host_pages` behind them.
 
-    `tables` is int32 [max_sequences, width]: row `slot` holds the page ids of every group at `Layout.group_offset`;
-    `follower`, if set, hears where in a row is written. `lengths` is int32 [max_sequences, groups]: entries by group.
+    `tables` is int32 [max_sequences, width]: row `slot` holds the page ids of every group at
+    `Layout.group_offset`; `follower`, if set, hears where in a row is written. `lengths` is int32
+    [max_sequences, groups]: entries by group.
     """
 
     def __init__(
@@ -52,7 +55,7 @@ class CacheManager:
         self._slots = list(range(max_sequences - 1, -1, -1))
         self.sequences: dict[int, SequenceCache] = {}
 
-    # -- room -----------------------------------------------------------------------------------------------------
+    # -- room --------------------------------------------------------------------------------------
 
     @property
     def spare_pages(self) -> int:
@@ -61,7 +64,9 @@ class CacheManager:
         return self.ledger.free + self.prefix.idle_pages - self.prefix.crowded_pages - owed
 
     def extend(self, seq: SequenceCache, limit: int) -> bool:
-        """Promise `seq` what it needs until its current chunk ends; False if there is no room now."""
+        """Promise `seq` what it needs until its current chunk ends; False if there is
+        no room now.
+        """
         wanted = seq.layout.promised_pages(seq.sealed_chunks * seq.layout.chunk_tokens, limit)
         if (more := wanted - seq.promised_pages) > 0 and more > self.spare_pages:
             return False
@@ -69,17 +74,22 @@ class CacheManager:
         return True
 
     def new_tokens(self, keys: ChunkKeys, tokens: Int64) -> int:
-        """How many of a sequence's `tokens` are not in cached chunks now, so that they would have to be computed."""
-        return len(tokens) - len(self._chain(keys, tokens).chunks) * keys.retention.layout.chunk_tokens
+        """How many of a sequence's `tokens` are not in cached chunks now, so that they would have
+        to be computed.
+        """
+        return (
+            len(tokens) - len(self._chain(keys, tokens).chunks) * keys.retention.layout.chunk_tokens
+        )
 
-    # -- a sequence's life ----------------------------------------------------------------------------------------
+    # -- a sequence's life -------------------------------------------------------------------------
 
     def admit(self, keys: ChunkKeys, tokens: Int64, limit: int) -> SequenceCache | None:
-        """Take in the sequence of `keys`, which knows `tokens` and may grow to `limit` tokens; None if no room now.
+        """Take in the sequence of `keys`, which knows `tokens` and may grow to `limit` tokens; None
+        if no room now.
 
-        What the prefix cache has of it, on the device or in host memory, is attached: `cached_tokens` says how much. At
-        least one token is always left to compute, and a chunk that the tokens fill is either wholly cached or wholly
-        computed.
+        What the prefix cache has of it, on the device or in host memory, is attached:
+        `cached_tokens` says how much. At least one token is always left to compute, and a chunk
+        that the tokens fill is either wholly cached or wholly computed.
         """
         if not self._slots:
             return None
@@ -87,7 +97,8 @@ class CacheManager:
         here = [node for key in chain.keys if (node := self.prefix.find(key)) is not None]
         for node in here:
             self.prefix.acquire(node)
-        # Pages that are brought back or found raw come out of the promise, so they change nothing here.
+        # Pages that are brought back or found raw come out of the promise, so they change nothing
+        # here.
         promise = self._promise(layout, len(tokens), limit)
         if promise - sum(len(node.pages) for node in here) > self.spare_pages:
             for node in reversed(here):
@@ -106,7 +117,8 @@ class CacheManager:
         return seq
 
     def take_moves(self, slots: Iterable[int]) -> tuple[tuple[PageMove, ...], bool]:
-        """What the device must copy before the next step, in order, and whether a row of `slots` touches what it fills.
+        """What the device must copy before the next step, in order, and whether a row of `slots`
+        touches what it fills.
 
         The steps after that one find everything in its place.
         """
@@ -120,7 +132,9 @@ class CacheManager:
         layout = seq.layout
         wanted = -(-(seq.raw_tokens + tokens) // layout.page_tokens)
         if seq.raw_tokens + tokens > layout.chunk_tokens:
-            raise IntegrityError(f"{seq.raw_tokens} + {tokens} raw tokens exceed the chunk of {layout.chunk_tokens}")
+            raise IntegrityError(
+                f"{seq.raw_tokens} + {tokens} raw tokens exceed the chunk of {layout.chunk_tokens}"
+            )
         while len(seq.raw_pages) < wanted:
             pages = self._take(len(layout.groups))
             self._enter(seq, layout.raw_entries(seq.sealed_chunks, len(seq.raw_pages)), pages)
@@ -129,7 +143,9 @@ class CacheManager:
         self.lengths[seq.slot, : len(layout.groups)] += tokens
 
     def seal(self, seq: SequenceCache) -> None:
-        """Let the raw tail go and take the final pages of the current chunk; the step that follows fills them whole."""
+        """Let the raw tail go and take the final pages of the current chunk; the step that follows
+        fills them whole.
+        """
         self._drop_raw(seq)
         layout, chunk = seq.layout, seq.sealed_chunks
         pages = self._take_span(seq)
@@ -140,9 +156,11 @@ class CacheManager:
         self._write_lengths(seq)
 
     def commit(self, seq: SequenceCache, tokens: Int64) -> None:
-        """After the step: let go what slid out of the window, and offer to others the newest chunk or full raw pages.
+        """After the step: let go what slid out of the window, and offer to others the newest chunk
+        or full raw pages.
 
-        `tokens` are all tokens of the sequence. Where the cache already has the link, its pages replace the copies.
+        `tokens` are all tokens of the sequence. Where the cache already has the link, its pages
+        replace the copies.
         """
         layout = seq.layout
         if len(seq.window_spans) > layout.window_chunks:
@@ -167,13 +185,15 @@ class CacheManager:
         self._slots.append(seq.slot)
 
     def next_key(self, seq: SequenceCache, tokens: Int64) -> bytes | None:
-        """The prefix key of the chunk of `tokens` that `seq` seals next; None if not full or for nobody else."""
+        """The prefix key of the chunk of `tokens` that `seq` seals next; None if not full or for
+        nobody else.
+        """
         filled = seq.sealed_chunks + 1
         if not self.prefix_caching or len(tokens) < filled * seq.layout.chunk_tokens:
             return None
         return seq.keys.after(filled, tokens)
 
-    # -- inside ---------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def _chain(self, keys: ChunkKeys, tokens: Int64) -> Chain:
         return self.prefix.longest(keys, tokens if self.prefix_caching else tokens[:0])
@@ -205,7 +225,9 @@ class CacheManager:
         return layout.lengths(*divmod(position, layout.chunk_tokens))
 
     def _write_lengths(self, seq: SequenceCache) -> None:
-        self.lengths[seq.slot, : len(seq.layout.groups)] = self.past_lengths(seq.slot, seq.layout, seq.computed_tokens)
+        self.lengths[seq.slot, : len(seq.layout.groups)] = self.past_lengths(
+            seq.slot, seq.layout, seq.computed_tokens
+        )
 
     def _drop_raw(self, seq: SequenceCache) -> None:
         for pages in seq.raw_pages:
@@ -221,22 +243,40 @@ class CacheManager:
             self.prefix.release(seq.window_nodes.pop(0))
 
     def _attach(self, seq: SequenceCache, chain: Chain) -> None:
-        """Stand `seq` on `chain`, whose links on the device it has acquired; the others are brought back."""
+        """Stand `seq` on `chain`, whose links on the device it has acquired; the others are brought
+        back.
+        """
         layout, full = seq.layout, seq.layout.full_span_pages
         windows = list(enumerate(chain.windows, len(chain.chunks) - len(chain.windows)))
-        absent = {chunk for chunk, key in [*enumerate(chain.chunks), *windows] if self.prefix.find(key) is None}
+        absent = {
+            chunk
+            for chunk, key in [*enumerate(chain.chunks), *windows]
+            if self.prefix.find(key) is None
+        }
         self.host.restored_tokens += len(absent) * layout.chunk_tokens
         for chunk, key in enumerate(chain.chunks):
-            seq.chunk_nodes.append(self._reached(key, seq.chunk_nodes[-1] if chunk else None, Link.CHUNK, full))
+            seq.chunk_nodes.append(
+                self._reached(key, seq.chunk_nodes[-1] if chunk else None, Link.CHUNK, full)
+            )
         for chunk, key in windows:
-            seq.window_nodes.append(self._reached(key, seq.chunk_nodes[chunk], Link.WINDOW, layout.window_span_pages))
-        seq.spans, seq.window_spans = ([node.pages for node in nodes] for nodes in (seq.chunk_nodes, seq.window_nodes))
+            seq.window_nodes.append(
+                self._reached(key, seq.chunk_nodes[chunk], Link.WINDOW, layout.window_span_pages)
+            )
+        seq.spans, seq.window_spans = (
+            [node.pages for node in nodes] for nodes in (seq.chunk_nodes, seq.window_nodes)
+        )
         chunks = np.arange(len(chain.chunks))
         self._enter_all(seq, layout.span_entries(chunks)[:, :full], seq.spans)
-        self._enter_all(seq, layout.span_entries(chunks[len(chunks) - len(windows) :])[:, full:], seq.window_spans)
+        self._enter_all(
+            seq,
+            layout.span_entries(chunks[len(chunks) - len(windows) :])[:, full:],
+            seq.window_spans,
+        )
 
     def _reached(self, key: bytes, parent: Node | None, link: Link, pages: int) -> Node:
-        """The link for `key`, acquired and shared already, or brought back from host memory into new pages."""
+        """The link for `key`, acquired and shared already, or brought back from host memory into
+        new pages.
+        """
         node = self.prefix.find(key)
         if node is not None:
             return node
@@ -248,7 +288,9 @@ class CacheManager:
 
     def _attach_raw(self, seq: SequenceCache, tokens: Int64) -> None:
         layout, key = seq.layout, seq.keys.after(seq.sealed_chunks, tokens)
-        for begin in range(seq.computed_tokens, len(tokens) - layout.page_tokens, layout.page_tokens):
+        for begin in range(
+            seq.computed_tokens, len(tokens) - layout.page_tokens, layout.page_tokens
+        ):
             key = raw_key(key, tokens[begin : begin + layout.page_tokens])
             node = self.prefix.find(key)
             if node is None:
@@ -259,7 +301,9 @@ class CacheManager:
         seq.raw_tokens = len(seq.raw_pages) * layout.page_tokens
         if seq.raw_pages:
             self.ledger.share(np.concatenate(seq.raw_pages))
-        self._enter_all(seq, layout.raw_entries(seq.sealed_chunks, np.arange(len(seq.raw_pages))), seq.raw_pages)
+        self._enter_all(
+            seq, layout.raw_entries(seq.sealed_chunks, np.arange(len(seq.raw_pages))), seq.raw_pages
+        )
 
     def _publish_chunk(self, seq: SequenceCache, tokens: Int64) -> None:
         layout, chunk = seq.layout, len(seq.chunk_nodes)
@@ -270,7 +314,9 @@ class CacheManager:
         seq.spans[chunk] = node.pages
         seq.chunk_nodes.append(node)
         if layout.window_span_pages:
-            newest = self._adopt(seq, entries[full:], window_key(key), node, seq.window_spans[-1], Link.WINDOW)
+            newest = self._adopt(
+                seq, entries[full:], window_key(key), node, seq.window_spans[-1], Link.WINDOW
+            )
             seq.window_spans[-1] = newest.pages
             seq.window_nodes.append(newest)
 
@@ -278,7 +324,9 @@ class CacheManager:
         layout, before = seq.layout, seq.raw_nodes or seq.chunk_nodes
         parent = before[-1] if before else None
         begin = seq.sealed_chunks * layout.chunk_tokens + page * layout.page_tokens
-        parent_key = seq.raw_nodes[-1].key if seq.raw_nodes else seq.keys.after(seq.sealed_chunks, tokens)
+        parent_key = (
+            seq.raw_nodes[-1].key if seq.raw_nodes else seq.keys.after(seq.sealed_chunks, tokens)
+        )
         key = raw_key(parent_key, tokens[begin : begin + layout.page_tokens])
         entries = layout.raw_entries(seq.sealed_chunks, page)
         node = self._adopt(seq, entries, key, parent, seq.raw_pages[page], Link.RAW)
@@ -286,9 +334,17 @@ class CacheManager:
         seq.raw_nodes.append(node)
 
     def _adopt(
-        self, seq: SequenceCache, entries: Int64, key: bytes, parent: Node | None, pages: Int32, link: Link
-    ) -> Node:  # fmt: skip
-        """The link for `key`, made of `pages` if new; if not, its pages take the place of `pages` at `entries`."""
+        self,
+        seq: SequenceCache,
+        entries: Int64,
+        key: bytes,
+        parent: Node | None,
+        pages: Int32,
+        link: Link,
+    ) -> Node:
+        """The link for `key`, made of `pages` if new; if not, its pages take the place of `pages`
+        at `entries`.
+        """
         node = self.prefix.find(key)
         if node is None:
             node = self.prefix.insert(key, parent, pages, link)

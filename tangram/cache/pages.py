@@ -1,4 +1,6 @@
-"""The ledger: which pages of the one pool are free, and how often each of the others is referenced."""
+"""The ledger: which pages of the one pool are free, and how often each of the others is
+referenced.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from tangram.types import Int32
 
 
 class Ledger:
-    """Reference counts for `total` pages. Vectorised; a page returns to the free stack when its count reaches 0."""
+    """Reference counts for `total` pages. Vectorised; a page returns to the free stack when its
+    count reaches 0.
+    """
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -18,9 +22,13 @@ class Ledger:
         self.free = total
 
     def take(self, count: int) -> Int32:
-        """`count` free pages, each with one reference. Raises `IntegrityError` if there are not so many."""
+        """`count` free pages, each with one reference. Raises `IntegrityError` if there are not so
+        many.
+        """
         if count > self.free:
-            raise IntegrityError(f"{count} pages were asked for, {self.free} of {self.total} are free")
+            raise IntegrityError(
+                f"{count} pages were asked for, {self.free} of {self.total} are free"
+            )
         self.free -= count
         pages = self._stack[self.free : self.free + count].copy()
         self.references[pages] = 1
@@ -38,14 +46,19 @@ class Ledger:
         self.free += len(freed)
 
     def check(self, expected: Int32) -> None:
-        """Raise `IntegrityError` unless the counts equal `expected` [total] and the free stack holds the rest once."""
+        """Raise `IntegrityError` unless the counts equal `expected` [total] and the free stack
+        holds the rest once.
+        """
         wrong = np.flatnonzero(self.references != expected)
         if len(wrong):
             page = int(wrong[0])
             raise IntegrityError(
-                f"{len(wrong)} pages are miscounted: page {page} has {self.references[page]} references, "
+                f"{len(wrong)} pages are miscounted: page {page} has {self.references[page]} "
+                "references, "
                 f"{expected[page]} holders are known"
             )
         free = np.sort(self._stack[: self.free])
         if not np.array_equal(free, np.flatnonzero(expected == 0)):
-            raise IntegrityError(f"the free stack of {self.free} pages is not the set of unreferenced pages")
+            raise IntegrityError(
+                f"the free stack of {self.free} pages is not the set of unreferenced pages"
+            )

@@ -19,7 +19,9 @@ from tangram.types import Int32, Int64
 
 
 class Link(Enum):
-    """What a link holds: a sealed chunk of the full-attention groups, its sliding-window part, or a raw page."""
+    """What a link holds: a sealed chunk of the full-attention groups, its sliding-window part, or a
+    raw page.
+    """
 
     CHUNK = "chunk"
     WINDOW = "window"
@@ -28,7 +30,9 @@ class Link(Enum):
 
 @dataclass(eq=False)
 class Node:
-    """One link: the cache holds one reference to each of `pages`. `users` counts the sequences that stand on it."""
+    """One link: the cache holds one reference to each of `pages`. `users` counts the sequences that
+    stand on it.
+    """
 
     key: bytes
     parent: Node | None
@@ -59,9 +63,10 @@ class Chain:
 
 @dataclass
 class PrefixCache:
-    """Links by key over a ledger, with host memory behind it. `idle_pages` could be evicted now; `crowded_pages` counts
-    the transient pages that more than one sequence stands on, once for each further sequence: each of them may need a
-    page of its own later."""
+    """Links by key over a ledger, with host memory behind it. `idle_pages` could be evicted now;
+    `crowded_pages` counts the transient pages that more than one sequence stands on, once for each
+    further sequence: each of them may need a page of its own later.
+    """
 
     ledger: Ledger
     host: HostTier
@@ -76,9 +81,11 @@ class PrefixCache:
         return self.nodes.get(key)
 
     def longest(self, keys: ChunkKeys, tokens: Int64) -> Chain:
-        """What the device or host memory has of `tokens`, a sequence's, of which it leaves one to compute.
+        """What the device or host memory has of `tokens`, a sequence's, of which it leaves one to
+        compute.
 
-        The next query must find in its windows what it sees, so chunks without these parts are left out.
+        The next query must find in its windows what it sees, so chunks without these parts are left
+        out.
         """
         layout, chunks = keys.retention.layout, list[bytes]()
         for number in range(1, (len(tokens) - 1) // layout.chunk_tokens + 1):
@@ -87,7 +94,9 @@ class PrefixCache:
                 break
             chunks.append(key)
         while chunks:
-            windows = [window_key(key) for key in chunks[max(0, len(chunks) - layout.window_chunks) :]]
+            windows = [
+                window_key(key) for key in chunks[max(0, len(chunks) - layout.window_chunks) :]
+            ]
             if all(map(self._known, windows)):
                 return Chain(chunks, windows)
             chunks.pop()
@@ -126,7 +135,9 @@ class PrefixCache:
             self.crowded_pages -= len(node.pages)
 
     def evict(self, pages: int, *, keep: bool = True) -> None:
-        """Free at least `pages` pages of links that nobody uses, or all there are. `keep` offers them to the host."""
+        """Free at least `pages` pages of links that nobody uses, or all there are. `keep` offers
+        them to the host.
+        """
         target = self.ledger.free + pages
         while self.ledger.free < target and self._heap:
             stamp, key = heapq.heappop(self._heap)
@@ -144,9 +155,12 @@ class PrefixCache:
     def _offer(self, node: Node) -> None:
         if _evictable(node):
             heapq.heappush(self._heap, (node.last_used, node.key))
-        # Links in steady use leave a stale entry each time: without evictions nobody else would clear them away.
+        # Links in steady use leave a stale entry each time: without evictions nobody else would
+        # clear them away.
         if len(self._heap) > 2 * len(self.nodes) + 64:
-            self._heap = [(link.last_used, link.key) for link in self.nodes.values() if _evictable(link)]
+            self._heap = [
+                (link.last_used, link.key) for link in self.nodes.values() if _evictable(link)
+            ]
             heapq.heapify(self._heap)
 
     def remove(self, node: Node) -> None:

@@ -1,4 +1,6 @@
-"""What one sequence holds in the pool: its state is (sealed chunks, raw tokens) and nothing else."""
+"""What one sequence holds in the pool: its state is (sealed chunks, raw tokens) and
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,11 @@ from tangram.types import Int32
 class SequenceCache:
     """The pages of one sequence and its place in the block tables (`slot`).
 
-    `spans[c]` are the pages of sealed chunk c over the full-attention groups, `window_spans` those of the newest chunks
-    over the sliding-window groups (oldest first), `raw_pages` the tail. `keys` are those of the sequence.
-    The node lists name the prefix-cache links it stands on. `promised_pages` is what it may grow to without asking.
-    `arriving` says that its tables name pages which the moves before the next step fill.
+    `spans[c]` are the pages of sealed chunk c over the full-attention groups, `window_spans` those
+    of the newest chunks over the sliding-window groups (oldest first), `raw_pages` the tail. `keys`
+    are those of the sequence. The node lists name the prefix-cache links it stands on.
+    `promised_pages` is what it may grow to without asking. `arriving` says that its tables name
+    pages which the moves before the next step fill.
     """
 
     slot: int
@@ -51,7 +54,11 @@ class SequenceCache:
     @property
     def held_pages(self) -> int:
         """Pages held now; equals `layout.held_pages(sealed_chunks, raw_tokens)`."""
-        return sum(map(len, self.spans)) + sum(map(len, self.window_spans)) + sum(map(len, self.raw_pages))
+        return (
+            sum(map(len, self.spans))
+            + sum(map(len, self.window_spans))
+            + sum(map(len, self.raw_pages))
+        )
 
     @property
     def formula_pages(self) -> int:
@@ -60,6 +67,8 @@ class SequenceCache:
 
     @property
     def booked_pages(self) -> int:
-        """`held_pages` without counting: the formula, and a window part that the running step still reads."""
+        """`held_pages` without counting: the formula, and a window part that the running step still
+        reads.
+        """
         overdue = len(self.window_spans) > self.layout.window_chunks
         return self.formula_pages + (self.layout.window_span_pages if overdue else 0)

@@ -12,8 +12,8 @@ from tangram.types import Int64, PageMove
 class RowKind(Enum):
     """What one row of a step does.
 
-    DECODE one token against the row's cache · TAIL the rest of a prompt that does not fill its chunk, kept raw ·
-    SEAL one whole chunk, computed in one piece and packed into its final pages.
+    DECODE one token against the row's cache · TAIL the rest of a prompt that does not fill its
+    chunk, kept raw · SEAL one whole chunk, computed in one piece and packed into its final pages.
     """
 
     DECODE = "decode"
@@ -25,9 +25,9 @@ class RowKind(Enum):
 class Row:
     """One request's share of a step. `start` is the position of `tokens[0]`; `tokens` is int64 [n].
 
-    `preceding` are the few tokens before them, for scorers that name the place. `slot` is the row of
-    the block tables. With `pending` the last of `tokens` is what the step before samples, and only the
-    device knows it yet.
+    `preceding` are the few tokens before them, for scorers that name the place. `slot` is the row
+    of the block tables. With `pending` the last of `tokens` is what the step before samples, and
+    only the device knows it yet.
     """
 
     request_id: str
@@ -43,11 +43,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Step:
-    """One forward pass: DECODE rows first, then SEAL and TAIL rows. `epoch` changes when the DECODE membership does.
+    """One forward pass: DECODE rows first, then SEAL and TAIL rows. `epoch` changes when the DECODE
+    membership does.
 
-    A sequence may have several SEAL rows and a TAIL row, in the order of its tokens; each attends to what those before
-    it have left. `moves` are made before it, in their order; unless they are `awaited`, no row touches a page that they
-    fill, so the step may run beside them. Later steps find them done.
+    A sequence may have several SEAL rows and a TAIL row, in the order of its tokens; each attends
+    to what those before it have left. `moves` are made before it, in their order; unless they are
+    `awaited`, no row touches a page that they fill, so the step may run beside them. Later steps
+    find them done.
     """
 
     rows: tuple[Row, ...]

@@ -1,4 +1,6 @@
-"""How far samples, and kinds of text, agree on which heads need most: Spearman's rank correlation."""
+"""How far samples, and kinds of text, agree on which heads need most: Spearman's rank
+correlation.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from tangram.types import Float64
 
 
 def rank_correlations(rows: npt.ArrayLike) -> Float64 | None:
-    """Spearman's correlation of each row with each, float64 [n, n], for rows [n, …] of one value a head.
+    """Spearman's correlation of each row with each, float64 [n, n], for rows [n, …] of one value a
+    head.
 
     None when there is nothing to rank: a row that gives every head the same.
     """
@@ -27,9 +30,11 @@ def rank_correlations(rows: npt.ArrayLike) -> Float64 | None:
 
 
 def rank_stability(fractions: Float64) -> RankStability | None:
-    """Spearman's correlation of the heads' ranking over all pairs of samples; `fractions` is [samples, L, H].
+    """Spearman's correlation of the heads' ranking over all pairs of samples; `fractions` is
+    [samples, L, H].
 
-    None when there is nothing to compare: fewer than two samples, or a sample that gives every head the same.
+    None when there is nothing to compare: fewer than two samples, or a sample that gives every head
+    the same.
     """
     correlations = rank_correlations(fractions)
     if correlations is None or len(correlations) < 2:
@@ -38,7 +43,8 @@ def rank_stability(fractions: Float64) -> RankStability | None:
 
 
 def agreement(fractions: Float64, kinds: Sequence[str]) -> dict[str, RankStability]:
-    """`rank_stability` over pairs of one kind ("same kind") and of two ("other kind"); `kinds` names each sample's.
+    """`rank_stability` over pairs of one kind ("same kind") and of two ("other kind"); `kinds`
+    names each sample's.
 
     What has no pairs is left out, and so is all where a sample gives every head the same.
     """
@@ -52,7 +58,9 @@ def agreement(fractions: Float64, kinds: Sequence[str]) -> dict[str, RankStabili
 
 
 def kind_correlations(fractions: Float64, kinds: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Spearman's correlation of the mean shares of each kind with those of each; empty if a kind cannot be ranked."""
+    """Spearman's correlation of the mean shares of each kind with those of each; empty if a kind
+    cannot be ranked.
+    """
     named = list(dict.fromkeys(kinds))
     members = np.asarray(kinds)
     table = rank_correlations(np.stack([fractions[members == kind].mean(axis=0) for kind in named]))

@@ -15,9 +15,11 @@ from tangram.types import Float64
 
 @dataclass(frozen=True)
 class Evidence:
-    """One ρ of one calibration: the profile, and what dynamic selection gave each head of each sample.
+    """One ρ of one calibration: the profile, and what dynamic selection gave each head of each
+    sample.
 
-    `wishes[n]` is float64 [chunks, L, H], fractions of C, of sample n; `kinds[n]` names the kind of its text.
+    `wishes[n]` is float64 [chunks, L, H], fractions of C, of sample n; `kinds[n]` names the kind of
+    its text.
     """
 
     profile: Profile
@@ -26,13 +28,18 @@ class Evidence:
 
     def __post_init__(self) -> None:
         if len(self.wishes) != len(self.kinds):
-            raise ConfigError(f"kinds has {len(self.kinds)} names for {len(self.wishes)} samples, give one for each")
+            raise ConfigError(
+                f"kinds has {len(self.kinds)} names for {len(self.wishes)} samples, give one for "
+                "each"
+            )
 
     @classmethod
     def gathered(
         cls, profiles: Sequence[Profile], shares: Sequence[Float64], kinds: Sequence[str]
-    ) -> list[Evidence]:  # fmt: skip
-        """One for each of the profiles of `calibrate`, from the shares [ρ, chunks, L, H] that it let observe."""
+    ) -> list[Evidence]:
+        """One for each of the profiles of `calibrate`, from the shares [ρ, chunks, L, H] that it
+        let observe.
+        """
         return [
             cls(profile, tuple(sample[number] for sample in shares), tuple(kinds))
             for number, profile in enumerate(profiles)
@@ -54,7 +61,9 @@ class Evidence:
         """
         chosen = self.fractions[list(numbers)]
         return self.profile.with_statistics(
-            chosen.mean(axis=0), chosen.std(axis=0), alpha=self.profile.alpha if alpha is None else alpha
+            chosen.mean(axis=0),
+            chosen.std(axis=0),
+            alpha=self.profile.alpha if alpha is None else alpha,
         )
 
 
@@ -64,7 +73,9 @@ def reserved(profile: Profile) -> Float64:
 
 
 def share_of_heads(profile: Profile, pages: Sequence[int]) -> Float64:
-    """[L, H] float64: the fraction of a chunk's entries that each head has with so many pages for each group."""
+    """[L, H] float64: the fraction of a chunk's entries that each head has with so many pages for
+    each group.
+    """
     row = {layer: index for index, layer in enumerate(profile.layers)}
     share = np.zeros((len(profile.layers), profile.model.kv_heads))
     for group, count in zip(profile.groups, pages, strict=True):

@@ -10,16 +10,19 @@ from tangram.foreign_files import parse_json, read_text
 
 
 def read_texts(path: str | Path) -> list[str]:
-    """The texts of a calibration file: `.jsonl` holds one object a line, any other file is one text.
+    """The texts of a calibration file: `.jsonl` holds one object a line, any other file is one
+    text.
 
-    A line has "text", "prompt" or "messages" (chat messages, joined as `role: content`). Blank lines are skipped.
-    Raises `ConfigError` naming the file and the line.
+    A line has "text", "prompt" or "messages" (chat messages, joined as `role: content`). Blank
+    lines are skipped. Raises `ConfigError` naming the file and the line.
     """
     return [text for text, _ in _read(path)]
 
 
 def read_kinds(path: str | Path) -> list[str]:
-    """The kind of each of the texts of `read_texts`: "kind" of its line, or the file's name without its ending."""
+    """The kind of each of the texts of `read_texts`: "kind" of its line, or the file's name without
+    its ending.
+    """
     return [kind for _, kind in _read(path)]
 
 
@@ -35,7 +38,11 @@ def _read(path: str | Path) -> list[tuple[str, str]]:
     else:
         # Not splitlines(): a JSON string may hold the line separators of Unicode.
         numbered = enumerate(content.split("\n"), start=1)
-        read = [_record(line, f"data {path}, line {number}", name) for number, line in numbered if line.strip()]
+        read = [
+            _record(line, f"data {path}, line {number}", name)
+            for number, line in numbered
+            if line.strip()
+        ]
     if not any(text.strip() for text, _ in read):
         raise ConfigError(f"data {path}: holds no text")
     return read
@@ -47,7 +54,9 @@ def _record(line: str, place: str, name: str) -> tuple[str, str]:
     except ValueError as error:
         raise ConfigError(f"{place}: not valid JSON: {error}") from error
     if not isinstance(record, dict):
-        raise ConfigError(f'{place}: needs an object with "text" or "prompt" (a string) or "messages" (a list)')
+        raise ConfigError(
+            f'{place}: needs an object with "text" or "prompt" (a string) or "messages" (a list)'
+        )
     kind = record.get("kind", name)
     if not isinstance(kind, str):
         raise ConfigError(f'{place}: "kind" is {kind!r}, it must be a string')
@@ -60,7 +69,9 @@ def _text_of(record: dict[str, Any], place: str) -> str:
             return str(record[key])
     if isinstance(record.get("messages"), list):
         return "\n".join(_message_text(message, place) for message in record["messages"])
-    raise ConfigError(f'{place}: needs an object with "text" or "prompt" (a string) or "messages" (a list)')
+    raise ConfigError(
+        f'{place}: needs an object with "text" or "prompt" (a string) or "messages" (a list)'
+    )
 
 
 def _message_text(message: object, place: str) -> str:

@@ -1,7 +1,8 @@
-"""Pilot texts for calibration, from what every machine has: made-up retrieval tasks and Python's own sources and docs.
+"""Pilot texts for calibration, from what every machine has: made-up retrieval tasks and Python's
+own sources and docs.
 
-Head budgets come out nearly the same for any text of one kind and less so across kinds, so the kinds are mixed evenly
-and every run of `len(KINDS)` texts holds each kind once.
+Head budgets come out nearly the same for any text of one kind and less so across kinds, so the
+kinds are mixed evenly and every run of `len(KINDS)` texts holds each kind once.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from pathlib import Path
 
 from tangram.errors import ConfigError
 
-# Takes a random generator and a length in characters; writes up to _LONGEST_LINE characters less, never more.
+# Takes a random generator and a length in characters; writes up to _LONGEST_LINE characters less,
+# never more.
 Writer = Callable[[random.Random, int], str]
 
 _SHORTEST = 1_000
@@ -23,36 +25,116 @@ _LONGEST_LINE = 200
 _SPREAD = 1.5
 
 _PEOPLE = (
-    "Amara Boateng", "Lucas Ferreira", "Ingrid Solberg", "Kenji Watanabe", "Priya Raman", "Tomasz Nowak",
-    "Leila Haddad", "Oliver Grant", "Sofia Marchetti", "Daniel Okafor", "Hana Novakova", "Miguel Torres",
-    "Ruth Abrams", "Farid Karimi", "Elsa Lindqvist", "Wei Zhang",
-)  # fmt: skip
+    "Amara Boateng",
+    "Lucas Ferreira",
+    "Ingrid Solberg",
+    "Kenji Watanabe",
+    "Priya Raman",
+    "Tomasz Nowak",
+    "Leila Haddad",
+    "Oliver Grant",
+    "Sofia Marchetti",
+    "Daniel Okafor",
+    "Hana Novakova",
+    "Miguel Torres",
+    "Ruth Abrams",
+    "Farid Karimi",
+    "Elsa Lindqvist",
+    "Wei Zhang",
+)
 _PLACES = (
-    "the old harbour", "the northern archive", "the railway museum", "the botanical garden", "the river market",
-    "the observatory", "the glass workshop", "the city library", "the mountain hut", "the ferry terminal",
-    "the concert hall", "the salt mine", "the lighthouse", "the weather station", "the print shop", "the quarry",
-)  # fmt: skip
+    "the old harbour",
+    "the northern archive",
+    "the railway museum",
+    "the botanical garden",
+    "the river market",
+    "the observatory",
+    "the glass workshop",
+    "the city library",
+    "the mountain hut",
+    "the ferry terminal",
+    "the concert hall",
+    "the salt mine",
+    "the lighthouse",
+    "the weather station",
+    "the print shop",
+    "the quarry",
+)
 _THINGS = (
-    "ledger", "lantern", "telescope", "manuscript", "compass", "engine", "mosaic", "violin", "seed bank", "turbine",
-    "tapestry", "chronometer", "map", "kiln", "bridge", "recording", "sculpture", "barometer", "loom", "sailing boat",
-)  # fmt: skip
+    "ledger",
+    "lantern",
+    "telescope",
+    "manuscript",
+    "compass",
+    "engine",
+    "mosaic",
+    "violin",
+    "seed bank",
+    "turbine",
+    "tapestry",
+    "chronometer",
+    "map",
+    "kiln",
+    "bridge",
+    "recording",
+    "sculpture",
+    "barometer",
+    "loom",
+    "sailing boat",
+)
 _TRAITS = (
-    "fragile", "carefully restored", "half forgotten", "surprisingly heavy", "locally famous", "poorly documented",
-    "freshly painted", "slightly damaged", "remarkably quiet", "hand made", "costly", "much older than expected",
-)  # fmt: skip
+    "fragile",
+    "carefully restored",
+    "half forgotten",
+    "surprisingly heavy",
+    "locally famous",
+    "poorly documented",
+    "freshly painted",
+    "slightly damaged",
+    "remarkably quiet",
+    "hand made",
+    "costly",
+    "much older than expected",
+)
 _ACTIONS = (
-    "catalogued", "repaired", "photographed", "borrowed", "measured", "described", "moved", "insured", "tested",
-    "drew", "cleaned", "compared", "sold", "rebuilt",
-)  # fmt: skip
+    "catalogued",
+    "repaired",
+    "photographed",
+    "borrowed",
+    "measured",
+    "described",
+    "moved",
+    "insured",
+    "tested",
+    "drew",
+    "cleaned",
+    "compared",
+    "sold",
+    "rebuilt",
+)
 _TIMES = (
-    "In early spring", "After the flood", "Before sunrise", "During the long winter", "On a rainy Tuesday",
-    "Two years later", "At the end of the season", "While the others slept", "Shortly after noon", "Last October",
-)  # fmt: skip
+    "In early spring",
+    "After the flood",
+    "Before sunrise",
+    "During the long winter",
+    "On a rainy Tuesday",
+    "Two years later",
+    "At the end of the season",
+    "While the others slept",
+    "Shortly after noon",
+    "Last October",
+)
 _REASONS = (
-    "because the insurance demanded it", "although nobody had asked for it", "so that the visitors could see it",
-    "since the budget was running out", "without telling the committee", "as the letter had instructed",
-    "despite the broken heating", "in the hope of a better offer", "until the roof was finished",
-)  # fmt: skip
+    "because the insurance demanded it",
+    "although nobody had asked for it",
+    "so that the visitors could see it",
+    "since the budget was running out",
+    "without telling the committee",
+    "as the letter had instructed",
+    "despite the broken heating",
+    "in the hope of a better offer",
+    "until the roof was finished",
+)
 _SENTENCES = (
     "{time}, {person} {action} the {thing} at {place}, {reason}.",
     "The {thing} of {place} is {trait}, and {person} has {number} pages of notes about it.",
@@ -62,25 +144,32 @@ _SENTENCES = (
     "There were {number} visitors that day; most of them came for the {thing}, which was {trait}.",
     "If the {thing} had not been {trait}, {person} would have {action} it {reason}.",
     "How did a {trait} {thing} reach {place}? {person} asked {other_person}, who only smiled.",
-    "{time} the work stopped: {person} had {action} the wrong {thing}, and {other_person} noticed it at {other}.",
+    "{time} the work stopped: {person} had {action} the wrong {thing}, and {other_person} noticed "
+    "it at {other}.",
     "A short report about {place} lists the {thing}, {number} chairs and a {trait} {other_thing}.",
 )
 
 
-QUICK_SAMPLES = 8  # enough for a usable ranking of heads at a first start; `tangram calibrate` takes 50
+QUICK_SAMPLES = (
+    8  # enough for a usable ranking of heads at a first start; `tangram calibrate` takes 50
+)
 
 
 def pilot_texts(count: int = 50, seed: int = 0, *, min_characters: int = 8_000) -> list[str]:
     """`count` texts of mixed kinds, each `min_characters` to about 1.5 times that long.
 
-    The same Python version, seed and count give the same texts. Plain English has 4 to 5 characters a token, so
-    `min_characters` of 6 · C fills a chunk of C tokens. Raises `ConfigError` if an argument is out of range.
+    The same Python version, seed and count give the same texts. Plain English has 4 to 5 characters
+    a token, so `min_characters` of 6 · C fills a chunk of C tokens. Raises `ConfigError` if an
+    argument is out of range.
     """
     if count < 1:
         raise ConfigError(f"count is {count}, it must be at least 1")
     if min_characters < _SHORTEST:
         raise ConfigError(f"min_characters is {min_characters}, it must be at least {_SHORTEST}")
-    return [_one(kind, KINDS[kind], f"{seed}/{index}", min_characters) for index, kind in enumerate(pilot_kinds(count))]
+    return [
+        _one(kind, KINDS[kind], f"{seed}/{index}", min_characters)
+        for index, kind in enumerate(pilot_kinds(count))
+    ]
 
 
 def pilot_kinds(count: int) -> list[str]:
@@ -94,7 +183,9 @@ def _one(kind: str, write: Writer, seed: str, min_characters: int) -> str:
 
 
 def _filled(pieces: Iterator[str], characters: int, separator: str) -> str:
-    """Pieces joined until they reach `characters`, then cut back to a line end (or a word's, in prose)."""
+    """Pieces joined until they reach `characters`, then cut back to a line end (or a word's, in
+    prose).
+    """
     text = next(pieces)
     while len(text) < characters:
         text += separator + next(pieces)
@@ -105,11 +196,18 @@ def _filled(pieces: Iterator[str], characters: int, separator: str) -> str:
 def sentence(rng: random.Random) -> str:
     """One of ten patterns of made-up English, filled in at random, of some 100 characters."""
     return rng.choice(_SENTENCES).format(
-        time=rng.choice(_TIMES), person=rng.choice(_PEOPLE), other_person=rng.choice(_PEOPLE),
-        action=rng.choice(_ACTIONS), thing=rng.choice(_THINGS), other_thing=rng.choice(_THINGS),
-        place=rng.choice(_PLACES), other=rng.choice(_PLACES), trait=rng.choice(_TRAITS),
-        reason=rng.choice(_REASONS), number=rng.randint(2, 400),
-    )  # fmt: skip
+        time=rng.choice(_TIMES),
+        person=rng.choice(_PEOPLE),
+        other_person=rng.choice(_PEOPLE),
+        action=rng.choice(_ACTIONS),
+        thing=rng.choice(_THINGS),
+        other_thing=rng.choice(_THINGS),
+        place=rng.choice(_PLACES),
+        other=rng.choice(_PLACES),
+        trait=rng.choice(_TRAITS),
+        reason=rng.choice(_REASONS),
+        number=rng.randint(2, 400),
+    )
 
 
 def _paragraphs(rng: random.Random) -> Iterator[str]:
@@ -133,20 +231,33 @@ def _hidden(rng: random.Random, characters: int, facts: list[str], questions: li
 def _needle(rng: random.Random, characters: int) -> str:
     place = rng.choice(_PLACES)
     fact = f"The secret pass phrase of {place} is {_code(rng)}."
-    return _hidden(rng, characters, [fact], [f"Question: What is the secret pass phrase of {place}?", "Answer:"])
+    return _hidden(
+        rng,
+        characters,
+        [fact],
+        [f"Question: What is the secret pass phrase of {place}?", "Answer:"],
+    )
 
 
 def _facts(rng: random.Random, characters: int) -> str:
     people = rng.sample(_PEOPLE, 6)
-    facts = [f"Note: {person} was born in {rng.randint(1900, 1999)} and keeps the {_code(rng)}." for person in people]
+    facts = [
+        f"Note: {person} was born in {rng.randint(1900, 1999)} and keeps the {_code(rng)}."
+        for person in people
+    ]
     asked = rng.sample(people, 3)
-    return _hidden(rng, characters, facts, [f"Question: When was {person} born?" for person in asked])
+    return _hidden(
+        rng, characters, facts, [f"Question: When was {person} born?" for person in asked]
+    )
 
 
 def _key_values(rng: random.Random, characters: int) -> str:
     def lines() -> Iterator[str]:
         while True:
-            yield f'  "{rng.choice(_TRAITS)} {rng.choice(_THINGS)} {rng.randint(100, 9999)}": "{_code(rng)}",'
+            yield (
+                f'  "{rng.choice(_TRAITS)} {rng.choice(_THINGS)} {rng.randint(100, 9999)}": '
+                f'"{_code(rng)}",'
+            )
 
     head, tail = "Below is a JSON object.\n{\n", '\n}\nThe value of the key "{key}" is'
     body = _filled(lines(), characters - len(head + tail) - 60, "\n")
@@ -159,10 +270,16 @@ def _table(rng: random.Random, characters: int) -> str:
         for number in itertools.count(1):
             date = f"2024-{rng.randint(1, 12):02}-{rng.randint(1, 28):02}"
             thing, place = rng.choice(_THINGS), rng.choice(_PLACES)
-            yield f"| {number} | {date} | {thing} | {place} | {rng.randint(1, 90)} | {rng.uniform(1, 900):.2f} |"
+            yield (
+                f"| {number} | {date} | {thing} | {place} | {rng.randint(1, 90)} | "
+                f"{rng.uniform(1, 900):.2f} |"
+            )
 
     head = "| No | Date | Item | Place | Quantity | Price |\n|---|---|---|---|---|---|\n"
-    question = f"\n\nWhich row holds the highest price of any {rng.choice(_THINGS)}, and where was it sold?"
+    question = (
+        f"\n\nWhich row holds the highest price of any {rng.choice(_THINGS)}, and where "
+        "was it sold?"
+    )
     return head + _filled(rows(), characters - len(head + question), "\n") + question
 
 
@@ -179,18 +296,28 @@ def _dialogue(rng: random.Random, characters: int) -> str:
 
 def _log(rng: random.Random, characters: int) -> str:
     services = ("gateway", "billing", "search", "mailer", "scheduler")
-    outcomes = ("INFO request served", "INFO cache refreshed", "WARN retrying upstream", "ERROR connection reset")
+    outcomes = (
+        "INFO request served",
+        "INFO cache refreshed",
+        "WARN retrying upstream",
+        "ERROR connection reset",
+    )
 
     def lines() -> Iterator[str]:
         for clock in itertools.count(rng.randint(0, 3600), rng.randint(2, 30)):
             time = f"{clock // 3600 % 24:02}:{clock // 60 % 60:02}:{clock % 60:02}"
-            yield f"{time} {rng.choice(services)} {rng.choice(outcomes)} id={_code(rng)} ms={rng.randint(1, 4000)}"
+            yield (
+                f"{time} {rng.choice(services)} {rng.choice(outcomes)} id={_code(rng)} "
+                f"ms={rng.randint(1, 4000)}"
+            )
 
     return _filled(lines(), characters, "\n")
 
 
 def _source(rng: random.Random, characters: int) -> str:
-    """Modules of the standard library, one after another; its documentation where the sources are not installed."""
+    """Modules of the standard library, one after another; its documentation where the sources are
+    not installed.
+    """
     paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     rng.shuffle(paths)
     modules = (path.read_text(encoding="utf-8", errors="replace") for path in paths)

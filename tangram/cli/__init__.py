@@ -1,4 +1,6 @@
-"""Tangram serves language models with a KV cache compressed head by head and reused between turns."""
+"""Tangram serves language models with a KV cache compressed head by head and reused
+between turns.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ bench.commands.add_typer(serving.commands, name="serving")
 app.command(cls=Command)(serve.serve)
 app.command(cls=Command)(chat.chat)
 app.command(cls=Command)(generate.generate)
-app.command(cls=Command, context_settings=renamed(samples="calibration-samples"))(calibrate.calibrate)
+app.command(cls=Command, context_settings=renamed(samples="calibration-samples"))(
+    calibrate.calibrate
+)
 app.command("eval", cls=Command, context_settings=evaluate.RENAMED)(evaluate.evaluate)
 app.command(cls=Command, context_settings=renamed(context="context-tokens"))(size.size)
 app.add_typer(bench.commands, name="bench")
@@ -37,7 +41,10 @@ def _print_version(asked: bool) -> None:
 @app.callback(help=__doc__)
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and exit")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="print the version and exit"
+        ),
     ] = False,
 ) -> None:
     """What `tangram` knows before a command; the callback has answered by then."""

@@ -1,4 +1,6 @@
-"""One answer, step by step on the caller's thread: its text as it comes, its end when asked for, what it took."""
+"""One answer, step by step on the caller's thread: its text as it comes, its end when asked for,
+what it took.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ def shown(text: str) -> str:
 class Interrupts:
     """A context in which the first Ctrl-C is only noted; the second raises `KeyboardInterrupt`.
 
-    A step of the engine that is broken off leaves nothing cached, so an answer is ended between two steps.
+    A step of the engine that is broken off leaves nothing cached, so an answer is ended between two
+    steps.
     """
 
     def __init__(self) -> None:
@@ -89,9 +92,11 @@ def answered(
     kv_retention: float | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Answer:
-    """The answer to `prompt`, whose text is handed to `write` as it comes; it ends early once `stopped` says so.
+    """The answer to `prompt`, whose text is handed to `write` as it comes; it ends early once
+    `stopped` says so.
 
-    Raises `RequestError` if the request can never be served, `TangramError` if the engine gives it up.
+    Raises `RequestError` if the request can never be served, `TangramError` if the engine gives it
+    up.
     """
     events, answer = deque[Event](), Answer()
     request = Request(uuid.uuid4().hex, prompt, sampling, events.append, kv_retention)
@@ -111,20 +116,26 @@ def answered(
 
 
 def memory_told(usage: Usage, kv_retention: float, chunk_tokens: int) -> str:
-    """What an answer's pages hold, beside what nothing dropped would take, and why that is not the retention ratio.
+    """What an answer's pages hold, beside what nothing dropped would take, and why that is not the
+    retention ratio.
 
-    Pages hold entries of several heads and tokens, and the last of them are not full: below one chunk, where nothing
-    is dropped yet, they take more than their entries would.
+    Pages hold entries of several heads and tokens, and the last of them are not full: below one
+    chunk, where nothing is dropped yet, they take more than their entries would.
     """
     held = f"KV {usage.kv_bytes / 2**20:.1f} MiB"
     if kv_retention == 1.0:
         return f"{held}, ρ 1.0 drops nothing"
     computed = usage.prompt_tokens + usage.completion_tokens - 1
     chunks, whole = divmod(computed, chunk_tokens)
-    if chunks and not whole and usage.completion_tokens > 1:  # decode has just filled it: it is sealed in the next step
+    if (
+        chunks and not whole and usage.completion_tokens > 1
+    ):  # decode has just filled it: it is sealed in the next step
         chunks, whole = chunks - 1, chunk_tokens
     if not chunks:
         return f"{held}, nothing to compress yet (below one chunk of {chunk_tokens} tokens)"
     share = usage.kv_bytes / usage.kv_bytes_uncompressed
     beside = f"{share:.0%} of uncompressed" if share < 1 else "no less than uncompressed"
-    return f"{held}, {beside} (ρ {kv_retention:g}{f', the newest {whole} tokens are whole' if whole else ''})"
+    return (
+        f"{held}, {beside} (ρ "
+        f"{kv_retention:g}{f', the newest {whole} tokens are whole' if whole else ''})"
+    )

@@ -14,14 +14,18 @@ from tangram.config import EngineConfig
 from tangram.errors import ConfigError
 
 
-def answer_batch(config: EngineConfig, source: Path, target: Path | None, others: Mapping[str, object]) -> None:
+def answer_batch(
+    config: EngineConfig, source: Path, target: Path | None, others: Mapping[str, object]
+) -> None:
     """Answer the requests of `source` into `target`; exit code 1 if a line got an error.
 
     Raises `ConfigError` if one of the `others` is set too.
     """
     for name, value in others.items():
         if value is not None:
-            raise ConfigError(f"{name} is {value!r}, with --batch each line says it by itself: leave it out")
+            raise ConfigError(
+                f"{name} is {value!r}, with --batch each line says it by itself: leave it out"
+            )
     if target is None:
         raise ConfigError("output is not set: --batch wants -o OUT.jsonl for the answers")
     check_regular("output", target)
@@ -32,11 +36,14 @@ def answer_batch(config: EngineConfig, source: Path, target: Path | None, others
     from tangram.serve.service import Service
 
     files = BatchFiles(source, target)
-    service = Service(build_engine(config), served_name(config))
-    with progress() as bar:
-        task = bar.add_task("Answering", total=files.total, completed=files.skipped)
-        # Twice as many as run at once, so that there is always one that waits.
-        failed = answer_all(service, files, at_once=2 * config.max_num_seqs, on_line=lambda: bar.advance(task))
+    with files.output:
+        service = Service(build_engine(config), served_name(config))
+        with progress() as bar:
+            task = bar.add_task("Answering", total=files.total, completed=files.skipped)
+            # Twice as many as run at once, so that there is always one that waits.
+            failed = answer_all(
+                service, files, at_once=2 * config.max_num_seqs, on_line=lambda: bar.advance(task)
+            )
     answered = files.total - files.skipped - failed
     tell(f"{target}: {answered} answered, {failed} with errors, {files.skipped} were there already")
     if failed:

@@ -40,7 +40,9 @@ class HalfType(StrEnum):
 def calibrate_policy(
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="where the policy goes (JSON)", show_default="kept for this GPU"),
+        typer.Option(
+            "--output", "-o", help="where the policy goes (JSON)", show_default="kept for this GPU"
+        ),
     ] = None,
     heads: Annotated[str, typer.Option(help="query/KV heads of a layer")] = "32/8",
     head_dim: Annotated[int, number(Bounds(1, 2**16), "size of a head")] = 128,
@@ -51,7 +53,9 @@ def calibrate_policy(
     ] = None,
     dtype: Annotated[HalfType, typer.Option(help="dtype of the KV cache")] = HalfType.bfloat16,
 ) -> None:
-    """Time every decode schedule on this GPU and write down which suits which step. Takes a few minutes."""
+    """Time every decode schedule on this GPU and write down which suits which step. Takes a few
+    minutes.
+    """
     import torch
 
     from tangram.lab.kernel_benchmarks.case import BatchGeometry
@@ -63,19 +67,32 @@ def calibrate_policy(
     cases = _shown(calibration(geometry), "calibrating")
     policy = calibrate_policy(geometry, getattr(torch, dtype.value), device, cases)
     name = policy_name(
-        policy.device, kv_heads=geometry.kv_heads, group=geometry.group, head_dim=head_dim, dtype=dtype.value
+        policy.device,
+        kv_heads=geometry.kv_heads,
+        group=geometry.group,
+        head_dim=head_dim,
+        dtype=dtype.value,
     )
     path = output or cache_folder() / "policies" / name
     policy.save(path)
-    console.tell(f"{path}: {len(policy.schedules)} schedules on {len(policy.loads)} traces of {policy.device}")
+    console.tell(
+        f"{path}: {len(policy.schedules)} schedules on {len(policy.loads)} traces of "
+        f"{policy.device}"
+    )
 
 
 @commands.command("check-policy", cls=Command)
 def check_policy(
-    policy_file: Annotated[Path, typer.Argument(metavar="POLICY", help="what calibrate-policy wrote")],
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="keep every time here (JSON)")] = None,
+    policy_file: Annotated[
+        Path, typer.Argument(metavar="POLICY", help="what calibrate-policy wrote")
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="keep every time here (JSON)")
+    ] = None,
 ) -> None:
-    """Time the policy's choices on held-out traces, beside every single schedule and FlashInfer where installed."""
+    """Time the policy's choices on held-out traces, beside every single schedule and FlashInfer
+    where installed.
+    """
     import torch
 
     from tangram.lab.environment import environment
@@ -93,14 +110,19 @@ def check_policy(
     worst = max(verdicts, key=lambda verdict: regret(verdict, single))
     _show(verdicts, single)
     console.output().print(
-        f"best single schedule: {single}; the policy at worst {regret(worst, single):+.1%} ({worst.name})"
+        f"best single schedule: {single}; the policy at worst {regret(worst, single):+.1%} "
+        f"({worst.name})"
     )
     if output is not None:
         content = {
-            "command": "tangram bench check-policy", "environment": environment(), "policy": str(policy_file),
-            "geometry": policy.geometry, "best_single": single, "worst_regret": regret(worst, single),
+            "command": "tangram bench check-policy",
+            "environment": environment(),
+            "policy": str(policy_file),
+            "geometry": policy.geometry,
+            "best_single": single,
+            "worst_regret": regret(worst, single),
             "verdicts": [asdict(verdict) for verdict in verdicts],
-        }  # fmt: skip
+        }
         output.write_text(json.dumps(content, indent=1) + "\n")
 
 
@@ -108,7 +130,9 @@ def _gpu() -> Any:
     import torch
 
     if not torch.cuda.is_available():
-        raise ConfigError("device is cpu: a policy is measured on a CUDA device, and torch finds none")
+        raise ConfigError(
+            "device is cpu: a policy is measured on a CUDA device, and torch finds none"
+        )
     return torch.device("cuda")
 
 
@@ -117,7 +141,9 @@ def _shown(cases: Sequence[Named], title: str) -> Any:
 
 
 def _show(verdicts: Sequence[Verdict], single: str) -> None:
-    """A line per family: how many times faster than the best single schedule and than FlashInfer."""
+    """A line per family: how many times faster than the best single schedule and than
+    FlashInfer.
+    """
     from tangram.lab.kernel_benchmarks.policy_calibration import regret
 
     table = Table(title="the policy on held-out traces: geometric means")
@@ -125,7 +151,9 @@ def _show(verdicts: Sequence[Verdict], single: str) -> None:
         table.add_column(column)
     for family in dict.fromkeys(verdict.family for verdict in verdicts):
         members = [verdict for verdict in verdicts if verdict.family == family]
-        faster = statistics.geometric_mean([1 / (1 + regret(verdict, single)) for verdict in members])
+        faster = statistics.geometric_mean(
+            [1 / (1 + regret(verdict, single)) for verdict in members]
+        )
         chosen = ", ".join(dict.fromkeys(verdict.chosen for verdict in members))
         against = [_against(members, clock) for clock in ("device_us", "wall_us")]
         table.add_row(family, str(len(members)), f"{faster:.2f}", *against, chosen)

@@ -12,7 +12,13 @@ from tangram.cli import calibration
 from tangram.cli.checks import check_regular, check_start
 from tangram.cli.console import tell
 from tangram.cli.gate import refuse_with_gate, train_and_report
-from tangram.cli.options import CALIBRATION_PARAMETERS, PilotSamples, calibration_config, changed, configured_by
+from tangram.cli.options import (
+    CALIBRATION_PARAMETERS,
+    PilotSamples,
+    calibration_config,
+    changed,
+    configured_by,
+)
 from tangram.compress.profile import Profile
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
@@ -21,12 +27,21 @@ from tangram.errors import ConfigError
 @configured_by(CALIBRATION_PARAMETERS, calibration_config)
 def calibrate(
     config: EngineConfig,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="where the profile goes")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="where the profile goes")
+    ] = None,
     calibration_samples: PilotSamples = None,
-    data: Annotated[Path | None, typer.Option(help="calibrate on these texts instead (.jsonl, or plain text)")] = None,
-    import_from: Annotated[Path | None, typer.Option("--import", help="published budgets (.npz) to convert")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="calibrate on these texts instead (.jsonl, or plain text)")
+    ] = None,
+    import_from: Annotated[
+        Path | None, typer.Option("--import", help="published budgets (.npz) to convert")
+    ] = None,
     train_gate: Annotated[
-        Path | None, typer.Option(help="instead of a profile, train a gate for the scorer fastkvzip, and write it here")
+        Path | None,
+        typer.Option(
+            help="instead of a profile, train a gate for the scorer fastkvzip, and write it here"
+        ),
     ] = None,
     plot: calibration.Plot = None,
     report: calibration.ReportFile = None,
@@ -38,19 +53,34 @@ def calibrate(
         check_start(config)
     samples = 50 if calibration_samples is None else calibration_samples
     if train_gate is not None:
-        others = {"--output": output, "--import": import_from, "--plot": plot, "--report": report, "--also-at": also_at}
+        others = {
+            "--output": output,
+            "--import": import_from,
+            "--plot": plot,
+            "--report": report,
+            "--also-at": also_at,
+        }
         refuse_with_gate(config, others)
         train_and_report(config, train_gate, _texts(config, samples, data), _source(config, data))
         return
     if output is None:
-        raise ConfigError("output is not set: give -o PROFILE.json, or --train-gate GATE.safetensors")
+        raise ConfigError(
+            "output is not set: give -o PROFILE.json, or --train-gate GATE.safetensors"
+        )
     check_regular("output", output)
     study = calibration.Study.asked(plot, report, also_at, import_from)
-    profile = _import(config, import_from) if import_from else _measure(config, samples, data, study)
+    profile = (
+        _import(config, import_from) if import_from else _measure(config, samples, data, study)
+    )
     profile.save(output)
     stability = profile.calibration.rank_stability
-    agreement = f", rank stability {stability.mean:.3f} (lowest {stability.min:.3f})" if stability else ""
-    tell(f"{output}: realised retention {profile.realised_retention:.4f} of {profile.kv_retention}{agreement}")
+    agreement = (
+        f", rank stability {stability.mean:.3f} (lowest {stability.min:.3f})" if stability else ""
+    )
+    tell(
+        f"{output}: realised retention {profile.realised_retention:.4f} of "
+        f"{profile.kv_retention}{agreement}"
+    )
     for sentence in calibration.meaning(profile):
         tell(sentence)
     tell("Serve with it:")
@@ -58,20 +88,38 @@ def calibrate(
 
 
 def _refuse_ignored(
-    config: EngineConfig, samples: int | None, data: Path | None, import_from: Path | None, train_gate: Path | None
+    config: EngineConfig,
+    samples: int | None,
+    data: Path | None,
+    import_from: Path | None,
+    train_gate: Path | None,
 ) -> None:
-    """Raise `ConfigError` for what would not be looked at beside other options; `refuse_with_gate` knows more."""
+    """Raise `ConfigError` for what would not be looked at beside other options; `refuse_with_gate`
+    knows more.
+    """
     if samples is not None and data is not None:
         raise ConfigError(
-            f"calibration_samples is {samples} and data {str(data)!r}: give one of them, the first counts the built-in "
+            f"calibration_samples is {samples} and data {str(data)!r}: give one of them, the "
+            "first counts the built-in "
             "pilot texts"
         )
     if data is not None and train_gate is None and config.seed != EngineConfig.seed:
-        raise ConfigError(f"seed is {config.seed}, with --data there are no pilot texts to draw: leave it out")
+        raise ConfigError(
+            f"seed is {config.seed}, with --data there are no pilot texts to draw: leave it out"
+        )
     if import_from is not None and train_gate is None:
-        texts = {name: value for name, value in (("calibration_samples", samples), ("data", data)) if value is not None}
-        for name, value in (texts | changed(config, "dtype", "load_format", "device", "threads", "seed")).items():
-            raise ConfigError(f"{name} is {value}, with --import no text is read and no model loaded: leave it out")
+        texts = {
+            name: value
+            for name, value in (("calibration_samples", samples), ("data", data))
+            if value is not None
+        }
+        for name, value in (
+            texts | changed(config, "dtype", "load_format", "device", "threads", "seed")
+        ).items():
+            raise ConfigError(
+                f"{name} is {value}, with --import no text is read and no model loaded: leave it "
+                "out"
+            )
 
 
 def _import(config: EngineConfig, path: Path) -> Profile:
@@ -82,12 +130,20 @@ def _import(config: EngineConfig, path: Path) -> Profile:
     chosen = choose(config, None, {})
     scorer = make_scorer(chosen.scorer, gate=Path(config.gate) if config.gate else None)
     return import_published(
-        path, config.model, scorer_spec(scorer), chosen.scope, config.kv_retention,
-        chunk_tokens=config.chunk_tokens, page_tokens=config.page_tokens, heads_per_page=config.heads_per_page,
-    )  # fmt: skip
+        path,
+        config.model,
+        scorer_spec(scorer),
+        chosen.scope,
+        config.kv_retention,
+        chunk_tokens=config.chunk_tokens,
+        page_tokens=config.page_tokens,
+        heads_per_page=config.heads_per_page,
+    )
 
 
-def _measure(config: EngineConfig, samples: int, data: Path | None, study: calibration.Study) -> Profile:
+def _measure(
+    config: EngineConfig, samples: int, data: Path | None, study: calibration.Study
+) -> Profile:
     from tangram.calibrate.files import read_kinds
     from tangram.calibrate.texts import pilot_kinds
     from tangram.engine.profiles import Compression, calibrate_model, check_chunk
@@ -95,7 +151,9 @@ def _measure(config: EngineConfig, samples: int, data: Path | None, study: calib
 
     texts, source = _texts(config, samples, data), _source(config, data)
     study.check(samples if data is None else len(texts()))
-    loaded = load_model(config.model, dtype=config.dtype, device=config.device, load_format=config.load_format)
+    loaded = load_model(
+        config.model, dtype=config.dtype, device=config.device, load_format=config.load_format
+    )
     check_chunk(config, loaded)
     compression = Compression.of(config, loaded.fingerprint)
     config, scorer = compression.config, compression.make_scorer(loaded.fingerprint)
@@ -114,7 +172,9 @@ def _measure(config: EngineConfig, samples: int, data: Path | None, study: calib
 
 
 def _texts(config: EngineConfig, samples: int, data: Path | None) -> Callable[[], list[str]]:
-    """Those of a file are read now. Those made up can be long: once the model says that chunks can be."""
+    """Those of a file are read now. Those made up can be long: once the model says that chunks can
+    be.
+    """
     from tangram.calibrate.files import read_texts
     from tangram.calibrate.texts import pilot_texts
 

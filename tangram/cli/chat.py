@@ -27,7 +27,9 @@ _PROMPT = "you  "
 def chat(
     config: EngineConfig,
     max_tokens: Annotated[int, number(BOUNDS["max_tokens"], "most tokens of an answer")] = 512,
-    temperature: Annotated[float, number(BOUNDS["temperature"], "0 takes the likeliest token")] = 0.0,
+    temperature: Annotated[
+        float, number(BOUNDS["temperature"], "0 takes the likeliest token")
+    ] = 0.0,
 ) -> None:
     """Talk to MODEL in the terminal. /help lists commands, Ctrl-C stops an answer, Ctrl-D ends."""
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature)
@@ -100,7 +102,8 @@ class Talk:
         prompt = engine.codec.chat_prompt(talk.asked(question))
         room = max(1, engine.max_model_len - len(prompt))
         sampling = SamplingParams(
-            max_tokens=min(self._sampling.max_tokens or room, room), temperature=self._sampling.temperature
+            max_tokens=min(self._sampling.max_tokens or room, room),
+            temperature=self._sampling.temperature,
         )
         with Interrupts() as interrupts, ExitStack() as reading:
             if messages().is_terminal:
@@ -120,7 +123,11 @@ class Talk:
                 stopped=lambda: interrupts.noted,
             )
         if not answer.text:
-            _grey("stopped before the answer began: your question is not kept" if interrupts.noted else "no answer")
+            _grey(
+                "stopped before the answer began: your question is not kept"
+                if interrupts.noted
+                else "no answer"
+            )
             return interrupts.noted
         sys.stdout.write("\n")
         sys.stdout.flush()
@@ -140,7 +147,9 @@ class Talk:
             *([ends[answer.reason]] if answer.reason in ends else []),
             f"reused {answer.usage.cached_tokens:,} of {answer.usage.prompt_tokens:,} tokens",
             answer.speed,
-            memory_told(answer.usage, self._conversation.retention, self._engine.config.chunk_tokens),
+            memory_told(
+                answer.usage, self._conversation.retention, self._engine.config.chunk_tokens
+            ),
         ]
         _grey(" · ".join(parts))
 

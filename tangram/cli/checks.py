@@ -12,7 +12,7 @@ import typer
 from tangram.cli.console import tell_error
 from tangram.config import EngineConfig, cache_folder
 from tangram.errors import ConfigError
-from tangram.foreign_files import is_text
+from tangram.foreign_files import expanded, is_text
 from tangram.limits import Bounds
 from tangram.model.source import check_source
 
@@ -51,18 +51,29 @@ def as_text(name: str, value: Any) -> Any:
     try:
         return os.fsencode(value).decode()
     except UnicodeError as error:
-        raise ConfigError(f"{name} has bytes that are not UTF-8: give a text") from error
+        raise ConfigError(
+            f"{name} is no text, it has bytes that are not UTF-8: give one"
+        ) from error
 
 
 def check_outputs(values: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if one of the files to write could not be written, or is named twice or also read."""
+    """Raise `ConfigError` if one of the files to write could not be written, or is named twice or
+    also read.
+    """
     for name in (name for name in OUTPUTS if values.get(name) is not None):
         path = values[name]
         check_output(name, path)
-        others = ((other, given) for other, value in values.items() for given in _paths(other, value) if other != name)
+        others = (
+            (other, given)
+            for other, value in values.items()
+            for given in _paths(other, value)
+            if other != name
+        )
         for other, given in others:
-            if given.expanduser().absolute().resolve() == path.absolute().resolve():
-                raise ConfigError(f"{name} is {path}, and so is {other}: give each a file of its own")
+            if os.path.realpath(expanded(given)) == os.path.realpath(path):
+                raise ConfigError(
+                    f"{name} is {path}, and so is {other}: give each a file of its own"
+                )
 
 
 def check_output(name: str, path: Path) -> None:
@@ -82,7 +93,9 @@ def check_output(name: str, path: Path) -> None:
 
 
 def check_regular(name: str, path: Path) -> None:
-    """Raise `ConfigError` for a device or a pipe, where a whole file replaces what is there or goes on with it."""
+    """Raise `ConfigError` for a device or a pipe, where a whole file replaces what is there or goes
+    on with it.
+    """
     if path.exists() and not path.is_file():
         raise ConfigError(f"{name} is {path}, it is not a regular file: name another")
 
@@ -95,7 +108,17 @@ def _paths(name: str, value: Any) -> Iterable[Path]:
 
 
 def check_start(config: EngineConfig) -> None:
-    """Raise `ModelError` where the model is not there; print a line where the cache cannot be read."""
+    """Raise `ModelError` where the model is not there, `ConfigError` where the current folder is
+    gone.
+
+    Print a line where the cache cannot be read.
+    """
+    try:
+        Path.cwd()
+    except OSError as error:  # libraries would say that they cannot be loaded
+        raise ConfigError(
+            f"the current folder cannot be used ({error.strerror}): change to another"
+        ) from error
     check_source(config.model)
     _check_cache_folder()
 

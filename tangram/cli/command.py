@@ -22,10 +22,14 @@ from tangram.errors import EngineError, TangramError
 
 
 class Command(TyperCommand):
-    """Takes `--x` where a flag is called `--no-x`, and says of other engines' options what is here instead."""
+    """Takes `--x` where a flag is called `--no-x`, and says of other engines' options what is here
+    instead.
+    """
 
     def make_parser(self, ctx: Context) -> Any:
-        """Click's, with the positive names of flags that have only the negative one: for what is on by itself."""
+        """Click's, with the positive names of flags that have only the negative one: for what is on
+        by itself.
+        """
         parser = super().make_parser(ctx)
         for param in (param for param in self.params if isinstance(param, TyperOption)):
             for name in _positive(param):
@@ -33,7 +37,9 @@ class Command(TyperCommand):
         return parser
 
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
-        """Click's, but for what is said of an option that is known elsewhere; values are checked."""
+        """Click's, but for what is said of an option that is known elsewhere; values
+        are checked.
+        """
         with _told(), _explained(args, self.params):
             rest = super().parse_args(ctx, args)
             if not ctx.resilient_parsing:  # of a shell that completes
@@ -67,7 +73,9 @@ def exit_code(error: TangramError) -> int:
 
 
 def renamed(**names: str) -> dict[str, Any]:
-    """Context settings under which options also go by names they once had: `old_name="new-name"`."""
+    """Context settings under which options also go by names they once had:
+    `old_name="new-name"`.
+    """
     new = {old.replace("_", "-"): name for old, name in names.items()}
     return {"token_normalize_func": lambda name: new.get(name, name)}
 
@@ -94,7 +102,9 @@ def _told() -> Iterator[None]:
 
 @contextmanager
 def _explained(args: list[str], params: Iterable[Any]) -> Iterator[None]:
-    """Errors inside say of vLLM's and llama.cpp's options what is here instead; others stay as they are."""
+    """Errors inside say of vLLM's and llama.cpp's options what is here instead; others stay as they
+    are.
+    """
     given = [arg.partition("=")[0] for arg in args]  # click empties the list
     try:
         yield
@@ -115,5 +125,7 @@ def _positive(param: Any) -> list[str]:
 
 
 def _is_meant(arg: str, option_name: str) -> bool:
-    """Whether click complains of `arg`: of `-ngl` it names the first letter that it does not know."""
+    """Whether click complains of `arg`: of `-ngl` it names the first letter that it
+    does not know.
+    """
     return arg == option_name or (arg[:1] == "-" != arg[1:2] and option_name[1:] in arg[1:])

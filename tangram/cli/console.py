@@ -1,4 +1,6 @@
-"""What commands write to the terminal: paths, names and errors are shown as they are, none is read as markup."""
+"""What commands write to the terminal: paths, names and errors are shown as they are, none is read
+as markup.
+"""
 
 from __future__ import annotations
 

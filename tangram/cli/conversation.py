@@ -1,4 +1,6 @@
-"""What has been said in `tangram chat`, and the commands that change it. Knows nothing of terminals."""
+"""What has been said in `tangram chat`, and the commands that change it. Knows nothing of
+terminals.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tangram.errors import RequestError
+from tangram.foreign_files import expanded
 
 Message = dict[str, str]
 
@@ -16,7 +19,9 @@ COMMANDS = {
     "/clear": "forget the conversation; the system text stays",
     "/system TEXT": "tell the model how to answer; without TEXT take that back",
     "/file PATH": "put a text file before your next question",
-    "/retention RATIO": "keep this fraction of KV entries from now on, 1.0 drops nothing; without RATIO say which",
+    "/retention RATIO": (
+        "keep this fraction of KV entries from now on, 1.0 drops nothing; without RATIO say which"
+    ),
     "/exit": "end, as Ctrl-D does",
 }
 KEYS = (
@@ -30,8 +35,9 @@ _COMMAND = re.compile(r"(/[a-z]+)(?:\s+(.*))?", re.DOTALL)
 class Conversation:
     """Messages so far, a system text, and documents that wait for the next question.
 
-    `count` says how many tokens a text has, `most_tokens` how many fit and `most_bytes` how long a file may be that has
-    so few; `check` raises `RequestError` for a retention ratio that is not served. `kv_retention` None is the default.
+    `count` says how many tokens a text has, `most_tokens` how many fit and `most_bytes` how long a
+    file may be that has so few; `check` raises `RequestError` for a retention ratio that is not
+    served. `kv_retention` None is the default.
     """
 
     count: Callable[[str], int]
@@ -50,18 +56,24 @@ class Conversation:
         return self.default_retention if self.kv_retention is None else self.kv_retention
 
     def asked(self, question: str) -> list[Message]:
-        """All messages up to `question`, with the documents that wait before it. Nothing is changed."""
+        """All messages up to `question`, with the documents that wait before it. Nothing is
+        changed.
+        """
         head = [{"role": "system", "content": self.system}] if self.system else []
         content = "\n\n".join([*self.documents, question])
         return [*head, *self.turns, {"role": "user", "content": content}]
 
     def enter(self, question: str, answer: str) -> None:
         """Keep a question and its answer, or what there is of it."""
-        self.turns = [*self.asked(question)[bool(self.system) :], {"role": "assistant", "content": answer}]
+        self.turns = [
+            *self.asked(question)[bool(self.system) :],
+            {"role": "assistant", "content": answer},
+        ]
         self.documents = []
 
     def command(self, line: str) -> str | None:
-        """Do what a line like "/clear" says and return what to tell of it; None if it is no command.
+        """Do what a line like "/clear" says and return what to tell of it; None if it is no
+        command.
 
         Raises `RequestError` if it cannot be done; then nothing has changed.
         """
@@ -104,11 +116,14 @@ class Conversation:
         return f"answers are computed at kv_retention {self.retention:g}"
 
     def _file(self, path: str) -> str:
-        source = Path(path.strip("'\"")).expanduser()
+        source = expanded(path.strip("'\""))
         text = self._read(source)
         tokens = self.count(text)
         if tokens >= self.most_tokens:
-            raise _unusable(source, f"has {tokens:,} tokens, fewer than {self.most_tokens:,} must be left for all")
+            raise _unusable(
+                source,
+                f"has {tokens:,} tokens, fewer than {self.most_tokens:,} must be left for all",
+            )
         self.documents.append(f"[{source.name}]\n{text.strip()}")
         return f"{source.name}, {tokens:,} tokens, goes before your next question"
 
@@ -118,7 +133,9 @@ class Conversation:
                 raise _unusable(source, "is a folder" if source.is_dir() else "is not there")
             if (size := source.stat().st_size) > self.most_bytes:
                 most = self.most_tokens
-                raise _unusable(source, f"has {size:,} bytes, the context of {most:,} tokens cannot hold them")
+                raise _unusable(
+                    source, f"has {size:,} bytes, the context of {most:,} tokens cannot hold them"
+                )
             text = source.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise _unusable(source, "is no text in UTF-8") from error

@@ -71,9 +71,23 @@ Number = TypeVar("Number", int, float)
 RENAMED = renamed(scorers="scorer", retentions="kv-retention", scopes="scope")
 # What --quick settles by itself.
 _SETTLED = (
-    "suites", "methods", "samples", "context_tokens", "max_questions", "locomo", "text", "chunk_tokens", "alphas",
-    "scope", "sink_tokens", "window_tokens", "align", "align_tokens", "calibration_samples", "seed",
-)  # fmt: skip
+    "suites",
+    "methods",
+    "samples",
+    "context_tokens",
+    "max_questions",
+    "locomo",
+    "text",
+    "chunk_tokens",
+    "alphas",
+    "scope",
+    "sink_tokens",
+    "window_tokens",
+    "align",
+    "align_tokens",
+    "calibration_samples",
+    "seed",
+)
 
 
 def evaluate(
@@ -115,7 +129,9 @@ def evaluate(
     threads: Threads = None,
     seed: Seed = 0,
 ) -> None:
-    """Ask MODEL the questions of suites under each way of keeping KV entries, and grade its replies."""
+    """Ask MODEL the questions of suites under each way of keeping KV entries, and grade its
+    replies.
+    """
     from tangram.lab.accuracy.methods import Grid
     from tangram.lab.accuracy.plot import check_plot
     from tangram.lab.accuracy.quick import NEEDLES, RETENTIONS, TEXT
@@ -131,20 +147,34 @@ def evaluate(
         )
     else:
         grid = Grid(
-            cast(Any, _words(methods)), scorers, (0.7, 0.5, 0.3) if retentions is None else retentions,
-            _numbers("chunk_tokens", chunk_tokens, int), _numbers("alphas", alphas, float),
+            cast(Any, _words(methods)),
+            scorers,
+            (0.7, 0.5, 0.3) if retentions is None else retentions,
+            _numbers("chunk_tokens", chunk_tokens, int),
+            _numbers("alphas", alphas, float),
             cast(Any, _words(scope)) if scope is not None else None,
-            SINK_TOKENS if sink_tokens is None else sink_tokens, window_tokens,
-        )  # fmt: skip
-        asked = _asked(suites, samples, context_tokens, seed, max_questions, {"locomo": locomo, "text": text})
+            SINK_TOKENS if sink_tokens is None else sink_tokens,
+            window_tokens,
+        )
+        asked = _asked(
+            suites, samples, context_tokens, seed, max_questions, {"locomo": locomo, "text": text}
+        )
     base = EngineConfig(
-        model=model, page_tokens=page_tokens, heads_per_page=heads_per_page, gate=gate, kv_cache_gib=kv_cache_gib,
-        gpu_memory_utilization=gpu_memory_utilization, max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens, dtype=dtype,
-        kv_cache_dtype=kv_cache_dtype, load_format=load_format, enforce_eager=enforce_eager,
+        model=model,
+        page_tokens=page_tokens,
+        heads_per_page=heads_per_page,
+        gate=gate,
+        kv_cache_gib=kv_cache_gib,
+        gpu_memory_utilization=gpu_memory_utilization,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
+        load_format=load_format,
+        enforce_eager=enforce_eager,
         device=device,
         threads=threads,
-    )  # fmt: skip
+    )
     if plot is not None:
         check_plot(plot)
     check_start(base)
@@ -155,16 +185,25 @@ def evaluate(
         tell(_QUICK.format(kept=", ".join(f"{value:g}" for value in grid.retentions)))
     with Bar() as bar:
         cells = compare(
-            base, grid, asked, align=align, calibration_samples=None if quick else calibration_samples,
-            output=output, command=command, watch=bar, align_tokens=align_tokens,
+            base,
+            grid,
+            asked,
+            align=align,
+            calibration_samples=None if quick else calibration_samples,
+            output=output,
+            command=command,
+            watch=bar,
+            align_tokens=align_tokens,
             before=_say_how_long if quick else None,
-        )  # fmt: skip
+        )
     _publish(cells, report, plot)
 
 
 _QUICK = (
-    "12 questions about 8 contexts and 5 passages of real text, with everything kept and as served at ρ {kept}. "
-    "With 135 M parameters on two CPU cores that takes less than six minutes; how long here is said when MODEL is "
+    "12 questions about 8 contexts and 5 passages of real text, with everything kept and as "
+    "served at ρ {kept}. "
+    "With 135 M parameters on two CPU cores that takes less than six minutes; how long here is "
+    "said when MODEL is "
     "loaded."
 )
 
@@ -181,14 +220,23 @@ def _refuse_settled(context: typer.Context) -> None:
     for name in _SETTLED:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
-            raise ConfigError(f"{name} is {context.params[name]}, with --quick that is settled: leave one of them out")
+            raise ConfigError(
+                f"{name} is {context.params[name]}, with --quick that is settled: leave one of "
+                "them out"
+            )
 
 
 def _asked(
-    suites: str, samples: int | None, context_tokens: int, seed: int, max_questions: int | None,
+    suites: str,
+    samples: int | None,
+    context_tokens: int,
+    seed: int,
+    max_questions: int | None,
     files: dict[str, Path | None],
-) -> list[Questions | RealText]:  # fmt: skip
-    """By suite. Raises `ConfigError` for one that is not known, and for what none of them looks at."""
+) -> list[Questions | RealText]:
+    """By suite. Raises `ConfigError` for one that is not known, and for what none of
+    them looks at.
+    """
     from tangram.lab.accuracy.passages import SUITE, RealText
     from tangram.lab.accuracy.prompts import Questions, parse_suites
 
@@ -196,7 +244,8 @@ def _asked(
     for option, suite in (("locomo", "locomo"), ("text", SUITE)):
         if files[option] is not None and suite not in found:
             raise ConfigError(
-                f"{option} is {files[option]}, but suites is {suites}: add {suite} there, or leave the path out"
+                f"{option} is {files[option]}, but suites is {suites}: add {suite} there, or "
+                "leave the path out"
             )
     if max_questions is not None and list(found) == [SUITE]:
         raise ConfigError(f"max_questions is {max_questions}, but {SUITE} asks none: leave it out")
@@ -204,14 +253,22 @@ def _asked(
         RealText(samples, context_tokens, seed, files["text"])
         if suite == SUITE
         else Questions(
-            suite, tasks, samples, context_tokens, seed, max_questions, files["locomo"] if suite == "locomo" else None
+            suite,
+            tasks,
+            samples,
+            context_tokens,
+            seed,
+            max_questions,
+            files["locomo"] if suite == "locomo" else None,
         )
         for suite, tasks in found.items()
     ]
 
 
 class Bar:
-    """A `tangram.lab.accuracy.run.Watch` in the terminal; where standard error is none, a line for each thing done."""
+    """A `tangram.lab.accuracy.run.Watch` in the terminal; where standard error is none, a line for
+    each thing done.
+    """
 
     def __init__(self) -> None:
         self._progress = progress()

@@ -29,11 +29,18 @@ Quick = Annotated[
 ]
 Suites = Annotated[
     str,
-    typer.Option(help="ruler, multiturn, locomo, fidelity, or SUITE/TASK for one task; comma-separated"),
+    typer.Option(
+        help="ruler, multiturn, locomo, fidelity, or SUITE/TASK for one task; comma-separated"
+    ),
 ]
-Methods = Annotated[str, typer.Option(help="full, uniform, dynamic, static, one-shot; comma-separated")]
+Methods = Annotated[
+    str, typer.Option(help="full, uniform, dynamic, static, one-shot; comma-separated")
+]
 Scorers = Annotated[
-    str | None, option(_COMPRESSION, f"{OPTIONS['scorer'].text}; several, comma-separated", default=SERVED_SCORER)
+    str | None,
+    option(
+        _COMPRESSION, f"{OPTIONS['scorer'].text}; several, comma-separated", default=SERVED_SCORER
+    ),
 ]
 Retentions = Annotated[
     str | None,
@@ -45,12 +52,20 @@ Retentions = Annotated[
 ]
 Chunks = Annotated[
     str,
-    option(_COMPRESSION, "tokens that are computed and sealed in one piece; several, comma-separated"),
+    option(
+        _COMPRESSION, "tokens that are computed and sealed in one piece; several, comma-separated"
+    ),
 ]
-Alphas = Annotated[str, option(_COMPRESSION, "α of static: budgets are mean + α · std; comma-separated")]
+Alphas = Annotated[
+    str, option(_COMPRESSION, "α of static: budgets are mean + α · std; comma-separated")
+]
 Scopes = Annotated[
     str | None,
-    option(_COMPRESSION, f"{OPTIONS['scope'].text}; both, comma-separated", default="as each scorer is served"),
+    option(
+        _COMPRESSION,
+        f"{OPTIONS['scope'].text}; both, comma-separated",
+        default="as each scorer is served",
+    ),
 ]
 Samples = Annotated[
     int | None,
@@ -60,14 +75,20 @@ Samples = Annotated[
         show_default="52, or what files given hold",
     ),
 ]
-Context = Annotated[int, number(Bounds(1, MOST_TOKENS), "tokens of a context, chat template included")]
+Context = Annotated[
+    int, number(Bounds(1, MOST_TOKENS), "tokens of a context, chat template included")
+]
 MostQuestions = Annotated[
     int | None, number(Bounds(1, 2**31 - 1), "most questions about a context", show_default="all")
 ]
-Locomo = Annotated[Path | None, typer.Option(help="LoCoMo's file, or a folder of such, for suite locomo")]
+Locomo = Annotated[
+    Path | None, typer.Option(help="LoCoMo's file, or a folder of such, for suite locomo")
+]
 Text = Annotated[
     Path | None,
-    typer.Option(help="a text file for suite fidelity", show_default="sources that come with Python"),
+    typer.Option(
+        help="a text file for suite fidelity", show_default="sources that come with Python"
+    ),
 ]
 Sinks = Annotated[
     int | None,

@@ -1,4 +1,6 @@
-"""Options of vLLM and llama.cpp by the names used there, and what stands for each here, or that nothing does."""
+"""Options of vLLM and llama.cpp by the names used there, and what stands for each here, or that
+nothing does.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Foreign:
-    """What is here instead: an option, or none where `ours` is None; `note` says what one must know of it."""
+    """What is here instead: an option, or none where `ours` is None; `note` says what one must know
+    of it.
+    """
 
     ours: str | None
     note: str
@@ -57,7 +61,8 @@ _INSTEAD = (
 # Why there is none, their names.
 _NONE = (
     (
-        "The model is the argument without a name: tangram serve MODEL, an id, a folder or a GGUF file",
+        "The model is the argument without a name: tangram serve MODEL, an id, a folder or a GGUF "
+        "file",
         "-m --model -mu --model-url -hf --hf-repo -hff --hf-file",
     ),
     ("There is none: what is downloaded lies where HF_HOME says", "--download-dir"),
@@ -71,24 +76,31 @@ _NONE = (
     ("There is none: code that comes with a model is never run", "--trust-remote-code"),
     (
         "There is none: the model's config.json is taken as it is, so change it there",
-        "--hf-overrides --config-format --override-kv --rope-scaling --rope-theta --rope-scale --rope-freq-base "
-        "--rope-freq-scale --yarn-orig-ctx --yarn-ext-factor --yarn-attn-factor --yarn-beta-slow --yarn-beta-fast",
+        "--hf-overrides --config-format --override-kv --rope-scaling --rope-theta --rope-scale "
+        "--rope-freq-base "
+        "--rope-freq-scale --yarn-orig-ctx --yarn-ext-factor --yarn-attn-factor --yarn-beta-slow "
+        "--yarn-beta-fast",
     ),
     (
-        "There is none yet: a server uses one device; start one for each, with CUDA_VISIBLE_DEVICES",
-        "-tp --tensor-parallel-size -pp --pipeline-parallel-size -dp --data-parallel-size --enable-expert-parallel "
-        "--distributed-executor-backend --disable-custom-all-reduce -sm --split-mode -ts --tensor-split --rpc",
+        "There is none yet: a server uses one device; start one for each, with "
+        "CUDA_VISIBLE_DEVICES",
+        "-tp --tensor-parallel-size -pp --pipeline-parallel-size -dp --data-parallel-size "
+        "--enable-expert-parallel "
+        "--distributed-executor-backend --disable-custom-all-reduce -sm --split-mode -ts "
+        "--tensor-split --rpc",
     ),
     (
         "There is none: the whole model lies on --device",
-        "-ngl --gpu-layers --n-gpu-layers --cpu-offload-gb -ot --override-tensor -cmoe --cpu-moe -ncmoe --n-cpu-moe",
+        "-ngl --gpu-layers --n-gpu-layers --cpu-offload-gb -ot --override-tensor -cmoe --cpu-moe "
+        "-ncmoe --n-cpu-moe",
     ),
     (
         "There is none: KV pages lie on --device, what they have no room for in --kv-offload-gib",
         "-kvo --kv-offload -nkvo --no-kv-offload",
     ),
     (
-        "There is none: weights run in --dtype, a GGUF file's are expanded; --kv-cache-dtype fp8 halves the cache",
+        "There is none: weights run in --dtype, a GGUF file's are expanded; --kv-cache-dtype fp8 "
+        "halves the cache",
         "-q --quantization",
     ),
     (
@@ -117,11 +129,13 @@ _NONE = (
     ),
     (
         "There is none: speculative decoding is not supported",
-        "--speculative-config --speculative-model --num-speculative-tokens -md --model-draft --draft --draft-max",
+        "--speculative-config --speculative-model --num-speculative-tokens -md --model-draft "
+        "--draft --draft-max",
     ),
     (
         "There is none: images and sound are not supported",
-        "--limit-mm-per-prompt --mm-processor-kwargs --allowed-local-media-path -mm --mmproj --mmproj-url",
+        "--limit-mm-per-prompt --mm-processor-kwargs --allowed-local-media-path -mm --mmproj "
+        "--mmproj-url",
     ),
     (
         "There is none: Tangram generates text, and has no embeddings",
@@ -132,12 +146,15 @@ _NONE = (
         "--chat-template --chat-template-file --jinja --no-jinja --chat-template-content-format",
     ),
     (
-        "There is none: the model's own form of calls and thoughts is read, there is no parser to choose",
-        "--tool-call-parser --enable-auto-tool-choice --reasoning-parser --enable-reasoning --reasoning-format",
+        "There is none: the model's own form of calls and thoughts is read, there is no parser to "
+        "choose",
+        "--tool-call-parser --enable-auto-tool-choice --reasoning-parser --enable-reasoning "
+        "--reasoning-format",
     ),
     (
         "There is none: each request says it, as response_format",
-        "--guided-decoding-backend --structured-outputs-config --grammar --grammar-file -j --json-schema",
+        "--guided-decoding-backend --structured-outputs-config --grammar --grammar-file -j "
+        "--json-schema",
     ),
     (
         "There is none: each request to a server says it, under the same name",
@@ -154,11 +171,13 @@ _NONE = (
     ),
     (
         "There is none: put a proxy before the server",
-        "--ssl-keyfile --ssl-certfile --ssl-ca-certs --ssl-key-file --ssl-cert-file --root-path --api-prefix --uds",
+        "--ssl-keyfile --ssl-certfile --ssl-ca-certs --ssl-key-file --ssl-cert-file --root-path "
+        "--api-prefix --uds",
     ),
     (
         "There is none: requests are in the metrics, and in the log with --log-format json",
-        "--disable-log-requests --disable-log-stats --max-log-len --uvicorn-log-level --log-disable --log-file -v "
+        "--disable-log-requests --disable-log-stats --max-log-len --uvicorn-log-level "
+        "--log-disable --log-file -v "
         "--verbose",
     ),
     ("There is none: /metrics is always there", "--metrics --slots --props"),
@@ -192,11 +211,16 @@ FOREIGN = dict(_table())
 
 
 def explain(name: str, options: list[str]) -> str | None:
-    """What to say of `name`, which none of a command's `options` is called; None of a name that is known nowhere."""
+    """What to say of `name`, which none of a command's `options` is called; None of a name that is
+    known nowhere.
+    """
     found = FOREIGN.get(name)
     if found is None:
         return None
     if found.ours is None:
         return f"No such option: {name}. {found.note}."
     missing = "" if found.ours in options else ", which this command does not have"
-    return f"No such option: {name}. It is {found.ours} in Tangram{missing}{found.note and f' ({found.note})'}."
+    return (
+        f"No such option: {name}. It is {found.ours} in "
+        f"Tangram{missing}{found.note and f' ({found.note})'}."
+    )

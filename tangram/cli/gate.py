@@ -17,17 +17,24 @@ from tangram.errors import ConfigError
 def refuse_with_gate(config: EngineConfig, options: Mapping[str, Path | str | None]) -> None:
     """Raise `ConfigError` for what a profile needs and the training of a gate would not look at."""
     given = [f"{name} {value}" for name, value in options.items() if value is not None]
-    others = changed(config, "kv_retention", "scorer", "scope", "page_tokens", "heads_per_page", "gate")
+    others = changed(
+        config, "kv_retention", "scorer", "scope", "page_tokens", "heads_per_page", "gate"
+    )
     given += [f"--{name.replace('_', '-')} {value}" for name, value in others.items()]
     if given:
         raise ConfigError(
-            f"--train-gate was given together with {', '.join(given)}: leave that out, a gate learns from KVzip; when "
+            f"--train-gate was given together with {', '.join(given)}: leave that out, a gate "
+            "learns from KVzip; when "
             f"it is there, make a profile with -o PROFILE --scorer fastkvzip --gate GATE"
         )
 
 
-def train_and_report(config: EngineConfig, path: Path, texts: Callable[[], Sequence[str]], source: str) -> None:
-    """Train a gate on `texts`, write it to `path`, and print how far it agrees with KVzip on texts it has not seen."""
+def train_and_report(
+    config: EngineConfig, path: Path, texts: Callable[[], Sequence[str]], source: str
+) -> None:
+    """Train a gate on `texts`, write it to `path`, and print how far it agrees with KVzip on texts
+    it has not seen.
+    """
     from tangram.compress.scorers.gate import check_path, save_gate
     from tangram.engine.profiles import check_chunk
     from tangram.gate_training.fit import Recipe
@@ -38,12 +45,22 @@ def train_and_report(config: EngineConfig, path: Path, texts: Callable[[], Seque
     check_regular("train_gate", path)
     check_path(path)
     use_threads(config.threads)
-    loaded = load_model(config.model, dtype=config.dtype, device=config.device, load_format=config.load_format)
+    loaded = load_model(
+        config.model, dtype=config.dtype, device=config.device, load_format=config.load_format
+    )
     check_chunk(config, loaded)
     recipe = Recipe(seed=config.seed)
-    gate, unseen = distil_gate(loaded, texts(), chunk_tokens=config.chunk_tokens, source=source, recipe=recipe)
+    gate, unseen = distil_gate(
+        loaded, texts(), chunk_tokens=config.chunk_tokens, source=source, recipe=recipe
+    )
     save_gate(path, gate)
-    table = Table("ρ", "what competes", "gate", "keydiff", title=f"Kept as KVzip would, in {len(unseen)} unseen texts")
+    table = Table(
+        "ρ",
+        "what competes",
+        "gate",
+        "keydiff",
+        title=f"Kept as KVzip would, in {len(unseen)} unseen texts",
+    )
     for found in agreements(loaded, gate, unseen, chunk_tokens=config.chunk_tokens):
         competing = "entries of the model" if found.scope else "entries of a head"
         table.add_row(str(found.retention), competing, f"{found.gate:.3f}", f"{found.keydiff:.3f}")

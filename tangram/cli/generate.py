@@ -15,10 +15,11 @@ from tangram.cli.options import number, with_config
 from tangram.cli.telemetry import warnings_as_text
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
-from tangram.limits import BOUNDS
+from tangram.limits import BOUNDS, check_size
 from tangram.types import SamplingParams
 
 _STANDARD_INPUT = "-"
+_MOST_PIPED_BYTES = 256 * 2**20  # more than any model takes; a pipe may have no end
 
 
 @with_config
@@ -32,53 +33,88 @@ def generate(
             help="the text to complete; - reads standard input, as does no text in a pipe",
         ),
     ] = None,
-    max_tokens: Annotated[int | None, number(BOUNDS["max_tokens"], "most tokens to generate; 128 if not given")] = None,
+    max_tokens: Annotated[
+        int | None, number(BOUNDS["max_tokens"], "most tokens to generate; 128 if not given")
+    ] = None,
     temperature: Annotated[
         float | None,
-        number(BOUNDS["temperature"], "0 takes the likeliest token, which is what happens if not given"),
+        number(
+            BOUNDS["temperature"], "0 takes the likeliest token, which is what happens if not given"
+        ),
     ] = None,
     batch: Annotated[
         Path | None,
-        typer.Option(help="instead of a prompt, a file of requests in OpenAI's batch format (.jsonl)"),
+        typer.Option(
+            help="instead of a prompt, a file of requests in OpenAI's batch format (.jsonl)"
+        ),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="where the answers to --batch go; what is there is skipped"),
+        typer.Option(
+            "--output", "-o", help="where the answers to --batch go; what is there is skipped"
+        ),
     ] = None,
 ) -> None:
     """Complete one text and say what the KV cache held; or answer a file of requests."""
     if batch is not None:
-        answer_batch(config, batch, output, {"prompt": prompt, "max_tokens": max_tokens, "temperature": temperature})
+        answer_batch(
+            config,
+            batch,
+            output,
+            {"prompt": prompt, "max_tokens": max_tokens, "temperature": temperature},
+        )
         return
     if output is not None:
         raise ConfigError(
-            "prompt is not set or output is without batch: give -p TEXT, or --batch IN.jsonl -o OUT.jsonl"
+            "prompt is not set or output is without batch: give -p TEXT, or --batch IN.jsonl -o "
+            "OUT.jsonl"
         )
-    text = _piped() if prompt == _STANDARD_INPUT or (prompt is None and not sys.stdin.isatty()) else prompt
+    text = (
+        _piped()
+        if prompt == _STANDARD_INPUT or (prompt is None and not sys.stdin.isatty())
+        else prompt
+    )
     if text is None:
-        raise ConfigError("prompt is not set: give -p TEXT, a text on standard input, or --batch IN.jsonl -o OUT.jsonl")
-    sampling = SamplingParams(max_tokens=128 if max_tokens is None else max_tokens, temperature=temperature or 0.0)
+        raise ConfigError(
+            "prompt is not set: give -p TEXT, a text on standard input, or --batch IN.jsonl -o "
+            "OUT.jsonl"
+        )
+    sampling = SamplingParams(
+        max_tokens=128 if max_tokens is None else max_tokens, temperature=temperature or 0.0
+    )
     with warnings_as_text():
         _complete(config, text, sampling)
 
 
 def _piped() -> str:
-    """Standard input without its last line break, which `echo` adds. Raises `ConfigError` if that is no text."""
+    """Standard input without its last line break, which `echo` adds. Raises `ConfigError` if that
+    is no text.
+    """
+    data = sys.stdin.buffer.read(_MOST_PIPED_BYTES + 1)
+    if len(data) > _MOST_PIPED_BYTES:
+        raise ConfigError(
+            f"prompt on standard input has more than {_MOST_PIPED_BYTES} bytes: shorten it"
+        )
     try:
-        text = sys.stdin.buffer.read().decode()
+        text = data.decode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"prompt on standard input is no text in UTF-8: {error}") from error
     text = text.removesuffix("\n").removesuffix("\r")
     if not text:
-        raise ConfigError("prompt is not set and standard input is empty: give -p TEXT, or a text there")
+        raise ConfigError(
+            "prompt is not set and standard input is empty: give -p TEXT, or a text there"
+        )
     return text
 
 
 def _complete(config: EngineConfig, text: str, sampling: SamplingParams) -> None:
-    """Write the completion of `text` to standard output as it comes, and what it took to standard error."""
+    """Write the completion of `text` to standard output as it comes, and what it took to standard
+    error.
+    """
     from tangram.engine.build import build_engine
 
     engine = build_engine(config)
+    check_size([text], "prompt", engine.max_model_len, engine.codec.longest_token_bytes)
     clean = shown if sys.stdout.isatty() else str
 
     def write(piece: str) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from tangram.cli.checks import check_start, within
 from tangram.config import OPTIONS, SERVED_SCORER, TYPES, EngineConfig
+from tangram.foreign_files import expanded
 from tangram.limits import Bounds
 
 
@@ -35,10 +35,16 @@ class Panel(StrEnum):
     expert = "Expert"
 
 
-def option(panel: Panel, help_text: str, *names: str, default: str | None = None, **more: Any) -> Any:
-    """A `typer.Option` in a panel; `default` says what holds where nothing is given and no value stands for it."""
+def option(
+    panel: Panel, help_text: str, *names: str, default: str | None = None, **more: Any
+) -> Any:
+    """A `typer.Option` in a panel; `default` says what holds where nothing is given and no value
+    stands for it.
+    """
     shown: bool | str = True if default is None else default
-    return typer.Option(*names, help=help_text, rich_help_panel=panel.value, show_default=shown, **more)
+    return typer.Option(
+        *names, help=help_text, rich_help_panel=panel.value, show_default=shown, **more
+    )
 
 
 def number(bounds: Bounds, help_text: str, **more: Any) -> Any:
@@ -53,7 +59,9 @@ def engine_option(
     unset: str | None = None,
     panel: Panel | None = None,
 ) -> Any:
-    """The `typer.Option` of a field of `EngineConfig`; `text` and `unset` say it otherwise for one command."""
+    """The `typer.Option` of a field of `EngineConfig`; `text` and `unset` say it otherwise for one
+    command.
+    """
     about = OPTIONS[name]
     more: dict[str, Any] = {}
     if about.bounds is not None:
@@ -92,11 +100,15 @@ Device = Annotated[str, engine_option("device")]
 Threads = Annotated[int | None, engine_option("threads")]
 
 PILOT_SAMPLES = Bounds(1, 10_000)
-PilotSamples = Annotated[int | None, number(PILOT_SAMPLES, "built-in pilot texts to calibrate on", show_default="50")]
+PilotSamples = Annotated[
+    int | None, number(PILOT_SAMPLES, "built-in pilot texts to calibrate on", show_default="50")
+]
 
 
 def _parameter(name: str, info: Any = None) -> inspect.Parameter:
-    """The parameter of a command for the field `name`; a flag that is on by itself has its negative name."""
+    """The parameter of a command for the field `name`; a flag that is on by itself has its negative
+    name.
+    """
     kind, value = TYPES[name], getattr(EngineConfig, name)
     if name == "model":
         return inspect.Parameter(name, _KEYWORD, default=value, annotation=Model)
@@ -116,7 +128,9 @@ def _config(**options: Any) -> EngineConfig:
 
 
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
-ENGINE_PARAMETERS = tuple(_parameter(name) for name, about in OPTIONS.items() if not about.served_alone)
+ENGINE_PARAMETERS = tuple(
+    _parameter(name) for name, about in OPTIONS.items() if not about.served_alone
+)
 _CALIBRATED = {
     "scorer": engine_option("scorer", unset=SERVED_SCORER),
     "scope": engine_option("scope", unset="model (tova: layer)"),
@@ -135,23 +149,32 @@ def calibration_config(**options: Any) -> EngineConfig:
     """What a calibration looks at; no engine is built, so the rest is as by default."""
     # A config must have room for a chunk in one step, whether or not there are any steps.
     least = options["chunk_tokens"] + EngineConfig.max_num_seqs
-    return _config(**options, max_num_batched_tokens=max(EngineConfig.max_num_batched_tokens, least))
+    return _config(
+        **options, max_num_batched_tokens=max(EngineConfig.max_num_batched_tokens, least)
+    )
 
 
 def changed(config: EngineConfig, *names: str) -> dict[str, object]:
     """Of the fields called `names`, those that are not as by default."""
-    return {name: value for name in names if (value := getattr(config, name)) != getattr(EngineConfig, name)}
+    return {
+        name: value
+        for name in names
+        if (value := getattr(config, name)) != getattr(EngineConfig, name)
+    }
 
 
 def served_name(config: EngineConfig) -> str:
-    """The model's name in the API: what was given, but of a local folder its last part, of a file that without suffix.
+    """The model's name in the API: what was given, but of a local folder its last part, of a file
+    that without suffix.
 
     Whoever asks is told it in every answer, and where a model lies is not theirs to know.
     """
-    path = Path(config.model).expanduser()
+    path = expanded(config.model)
     if not path.exists():
         return config.model
-    named = path if path.name.strip(".") else path.resolve()  # "." and ".." have no name; a link keeps its own
+    named = (
+        path if path.name.strip(".") else path.resolve()
+    )  # "." and ".." have no name; a link keeps its own
     return named.name if path.is_dir() else named.stem
 
 
@@ -163,7 +186,8 @@ def configured_by(
     make: Callable[..., EngineConfig],
     check: Callable[[EngineConfig], None] | None = None,
 ) -> Callable[[Command], Command]:
-    """A decorator: the command takes the `shared` options, whose `EngineConfig` becomes its first argument.
+    """A decorator: the command takes the `shared` options, whose `EngineConfig` becomes its first
+    argument.
 
     `check` raises what stands in the way of the command, whatever its own options are.
     """
@@ -191,4 +215,6 @@ def _place(parameter: inspect.Parameter) -> int:
     return -1 if info.rich_help_panel is None else list(Panel).index(Panel(info.rich_help_panel))
 
 
-with_config = configured_by(ENGINE_PARAMETERS, _config, check_start)  # for commands that build an engine
+with_config = configured_by(
+    ENGINE_PARAMETERS, _config, check_start
+)  # for commands that build an engine

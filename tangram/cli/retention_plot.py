@@ -1,4 +1,6 @@
-"""The picture of a calibration: what each head kept over samples, and what is reserved for it (Tangram, figure 5)."""
+"""The picture of a calibration: what each head kept over samples, and what is reserved for it
+(Tangram, figure 5).
+"""
 
 from __future__ import annotations
 
@@ -18,18 +20,25 @@ _ROW_INCHES = 3.4
 
 
 def drawn(evidence: Sequence[Evidence], title: str) -> Figure:
-    """One box a head and ρ, the head with the most pages first, as many rows of heads as stay readable.
+    """One box a head and ρ, the head with the most pages first, as many rows of heads as stay
+    readable.
 
-    A box spans the quartiles of a head's shares over samples, its whiskers all of them; dots are the means of each kind
-    of text, the line is what `sealed_pages` reserves.
+    A box spans the quartiles of a head's shares over samples, its whiskers all of them; dots are
+    the means of each kind of text, the line is what `sealed_pages` reserves.
     """
     from matplotlib.figure import Figure
 
     rows = [(entry, heads) for entry in evidence for heads in _rows(entry)]
     picture = Figure(figsize=(16, _ROW_INCHES * len(rows) + 0.6), layout="constrained")
-    for axes, (entry, heads) in zip(np.atleast_1d(picture.subplots(len(rows), 1, squeeze=True)), rows, strict=True):
+    for axes, (entry, heads) in zip(
+        np.atleast_1d(picture.subplots(len(rows), 1, squeeze=True)), rows, strict=True
+    ):
         _boxes(axes, entry, heads)
-        axes.set(ylabel=f"share kept, ρ {entry.profile.kv_retention:g}", xlim=(-1, _widest(entry)), ylim=(0, 1.02))
+        axes.set(
+            ylabel=f"share kept, ρ {entry.profile.kv_retention:g}",
+            xlim=(-1, _widest(entry)),
+            ylim=(0, 1.02),
+        )
     picture.axes[0].legend(loc="upper right", ncols=5, fontsize=7)
     picture.axes[-1].set_xlabel("layer.head, most reserved first")
     picture.suptitle(title, fontsize=10)
@@ -37,7 +46,9 @@ def drawn(evidence: Sequence[Evidence], title: str) -> Figure:
 
 
 def _rows(entry: Evidence) -> list[npt.NDArray[np.intp]]:
-    """Flat numbers of the heads, by what is reserved, then by what they keep, cut into rows of one length."""
+    """Flat numbers of the heads, by what is reserved, then by what they keep, cut into rows of one
+    length.
+    """
     order = np.lexsort((-entry.fractions.mean(axis=0).ravel(), -reserved(entry.profile).ravel()))
     return np.array_split(order, -(-order.size // _ROW_HEADS))
 
@@ -51,14 +62,35 @@ def _boxes(axes: Any, entry: Evidence, heads: npt.NDArray[np.intp]) -> None:
     shares = entry.fractions.reshape(len(entry.kinds), -1)[:, heads]
     places = np.arange(heads.size)
     axes.boxplot(
-        shares, positions=places, widths=0.6, whis=(0, 100), patch_artist=True, manage_ticks=False,
-        boxprops={"facecolor": "0.85", "linewidth": 0.5}, medianprops={"color": "0.2", "linewidth": 1},
-        whiskerprops={"linewidth": 0.5}, capprops={"linewidth": 0.5},
-    )  # fmt: skip
+        shares,
+        positions=places,
+        widths=0.6,
+        whis=(0, 100),
+        patch_artist=True,
+        manage_ticks=False,
+        boxprops={"facecolor": "0.85", "linewidth": 0.5},
+        medianprops={"color": "0.2", "linewidth": 1},
+        whiskerprops={"linewidth": 0.5},
+        capprops={"linewidth": 0.5},
+    )
     for kind, colour in _colours(entry.kinds).items():
-        axes.scatter(places, shares[entry.of_kind(kind)].mean(axis=0), s=7, color=colour, zorder=3, label=kind)
+        axes.scatter(
+            places,
+            shares[entry.of_kind(kind)].mean(axis=0),
+            s=7,
+            color=colour,
+            zorder=3,
+            label=kind,
+        )
     edges = np.arange(heads.size + 1) - 0.5
-    axes.stairs(reserved(entry.profile).ravel()[heads], edges, color="black", linewidth=1.4, zorder=4, label="reserved")
+    axes.stairs(
+        reserved(entry.profile).ravel()[heads],
+        edges,
+        color="black",
+        linewidth=1.4,
+        zorder=4,
+        label="reserved",
+    )
     layers, columns = entry.profile.layers, entry.profile.model.kv_heads
     names = [f"{layers[head // columns]}.{head % columns}" for head in heads]
     axes.set_xticks(places, names, rotation=90, fontsize=6)
@@ -69,4 +101,6 @@ def _colours(kinds: Sequence[str]) -> dict[str, Any]:
     from matplotlib import colormaps
 
     named = list(dict.fromkeys(kinds))
-    return {kind: colormaps["turbo"]((index + 0.5) / len(named)) for index, kind in enumerate(named)}
+    return {
+        kind: colormaps["turbo"]((index + 0.5) / len(named)) for index, kind in enumerate(named)
+    }

@@ -16,11 +16,18 @@ from typing import Annotated
 from tangram.cli import console
 from tangram.cli.checks import within
 from tangram.cli.options import Panel, engine_option, option, served_name, with_config
-from tangram.cli.telemetry import LogForm, LogFormat, MetricsAliases, OtlpEndpoint, OverflowEvery, logging_as
+from tangram.cli.telemetry import (
+    LogForm,
+    LogFormat,
+    MetricsAliases,
+    OtlpEndpoint,
+    OverflowEvery,
+    logging_as,
+)
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
 from tangram.limits import Bounds
-from tangram.serve.guard import Protection
+from tangram.serve.guard import Protection, check_served_name
 from tangram.serve.listening import Listener
 
 KEY_VARIABLE = "TANGRAM_API_KEY"
@@ -38,9 +45,14 @@ class UnknownFields(StrEnum):
 def serve(
     config: EngineConfig,
     host: Annotated[str, option(Panel.server, "address to listen on")] = "127.0.0.1",
-    port: Annotated[int, option(Panel.server, "port to listen on", callback=within(Bounds(0, 65535)))] = 8000,
+    port: Annotated[
+        int, option(Panel.server, "port to listen on", callback=within(Bounds(0, 65535)))
+    ] = 8000,
     served_model_name: Annotated[
-        str | None, option(Panel.server, "name of the model in the API", default="MODEL, of a path its last part")
+        str | None,
+        option(
+            Panel.server, "name of the model in the API", default="MODEL, of a path its last part"
+        ),
     ] = None,
     api_key: Annotated[
         list[str] | None,
@@ -54,12 +66,16 @@ def serve(
         list[str] | None,
         option(
             Panel.server,
-            "web pages of this origin (https://HOST) may ask from a browser, again for more; * is all",
+            "web pages of this origin (https://HOST) may ask from a browser, again for more; * is "
+            "all",
         ),
     ] = None,
     unknown_fields: Annotated[
         UnknownFields,
-        option(Panel.server, "refuse requests with fields that are not served; warn logs and counts them"),
+        option(
+            Panel.server,
+            "refuse requests with fields that are not served; warn logs and counts them",
+        ),
     ] = UnknownFields.refuse,
     max_body_mb: Annotated[
         float,
@@ -97,15 +113,18 @@ def serve(
     """Serve MODEL over an OpenAI-compatible HTTP API."""
     begin_s = time.monotonic()
     if not api_key and KEY_VARIABLE in os.environ:
-        raise ConfigError(f"{KEY_VARIABLE} is set and holds no key: unset it to serve everybody, or put a key in it")
+        raise ConfigError(
+            f"{KEY_VARIABLE} is set and holds no key: unset it to serve everybody, or put a key "
+            "in it"
+        )
     name = served_name(config) if served_model_name is None else served_model_name
-    if not name.strip():
-        raise ConfigError(f"served_model_name is {name!r}, it must be a text that is not empty")
+    check_served_name(name)
     with closing(Listener.at(host, port)) as listener, logging_as(log_format):
         protection = Protection(tuple(api_key or ()), max_body_mb, tuple(allowed_origins or ()))
         where = f"{listener.url}{', on all interfaces' if listener.is_open_to_all else ''}"
         _log.info("listening at %s; loading PyTorch, then %s", where, config.model)
-        # Imports and weights live as long as the process: to collect among them costs half a second.
+        # Imports and weights live as long as the process: to collect among them costs half a
+        # second.
         gc.disable()
         try:
             from tangram.engine.build import build_engine
@@ -115,7 +134,9 @@ def serve(
 
             limits = Limits(request_timeout_s, max_queue=max_queue)
             telemetry = Telemetry(metrics_aliases is not None, traces_to(otlp_endpoint, name))
-            engine = build_engine(replace(config, max_queue=max_queue, overflow_every=overflow_every))
+            engine = build_engine(
+                replace(config, max_queue=max_queue, overflow_every=overflow_every)
+            )
             app = build_app(
                 engine,
                 served_model_name=name,
@@ -138,7 +159,8 @@ def serve(
         try:
             serve_on(listener, engine, app, shutdown_grace_s=shutdown_grace_s, on_ready=tell)
         finally:
-            gc.unfreeze()  # what is frozen is not freed at the end, and Triton's bindings report it as leaked
+            # What is frozen is not freed at the end, and Triton's bindings report it as leaked
+            gc.unfreeze()
 
 
 def first_request(url: str, model: str, *, chats: bool, locked: bool) -> str:

@@ -27,13 +27,19 @@ if TYPE_CHECKING:
     from tangram.lab.load.asks import Ask
     from tangram.lab.load.clock import LatencyLimits, Patience, Summary, TimedAnswer
 
-commands = typer.Typer(cls=Group, help="An engine under load, in this process.", no_args_is_help=True)
+commands = typer.Typer(
+    cls=Group, help="An engine under load, in this process.", no_args_is_help=True
+)
 _TOKENS, _NUMBER, _MORE = Bounds(1, MOST_TOKENS), Bounds(1, 10**6), Bounds(0, MOST_TOKENS)
 _SECONDS = Bounds(0.0, 1e9, open_low=True)
 
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="keep the figures here (JSON)")]
-TtftLimit = Annotated[float | None, number(_SECONDS, "goodput counts requests whose first token came by then")]
-TpotLimit = Annotated[float | None, number(_SECONDS, "goodput counts requests whose tokens came as fast on average")]
+TtftLimit = Annotated[
+    float | None, number(_SECONDS, "goodput counts requests whose first token came by then")
+]
+TpotLimit = Annotated[
+    float | None, number(_SECONDS, "goodput counts requests whose tokens came as fast on average")
+]
 Repeats = Annotated[int, number(Bounds(1, 1000), "times to measure, each with an empty cache")]
 
 
@@ -55,10 +61,19 @@ def throughput(
     own_tokens = shared_tokens + input_tokens
     check_lengths("input_tokens", requests, own_tokens, output_tokens, engine.max_model_len)
     asks = alike(
-        requests, input_tokens, output_tokens, shared_tokens=shared_tokens, vocab_size=engine.geometry.vocab_size
+        requests,
+        input_tokens,
+        output_tokens,
+        shared_tokens=shared_tokens,
+        vocab_size=engine.geometry.vocab_size,
     )
     parts = [(f"run {number + 1}", _fresh(engine, asks)) for number in range(repeats)]
-    _report(f"{requests} × ({shared_tokens} shared + {input_tokens} in, {output_tokens} out)", engine, parts, output)
+    _report(
+        f"{requests} × ({shared_tokens} shared + {input_tokens} in, {output_tokens} out)",
+        engine,
+        parts,
+        output,
+    )
 
 
 @commands.command("multi-turn", cls=Command)
@@ -83,9 +98,14 @@ def multi_turn(
     for turn in range(1, turns + 1):
         asks = next_turn(histories, turn, user_tokens, output_tokens, vocabulary)
         answers = _answered(engine, asks)
-        histories = [ask.tokens + tuple(answer.token_ids) for ask, answer in zip(asks, answers, strict=True)]
+        histories = [
+            ask.tokens + tuple(answer.token_ids) for ask, answer in zip(asks, answers, strict=True)
+        ]
         parts.append((f"turn {turn}", answers))
-    title = f"{sessions} sessions × {history_tokens} tokens, +{user_tokens} in, {output_tokens} out a turn"
+    title = (
+        f"{sessions} sessions × {history_tokens} tokens, +{user_tokens} in, {output_tokens} "
+        "out a turn"
+    )
     _report(title, engine, parts, output)
 
 
@@ -95,9 +115,12 @@ def trace(
     config: EngineConfig,
     file: Annotated[Path, typer.Option(help="a Mooncake trace (JSON lines)")],
     seconds: Annotated[float, number(_SECONDS, "how much of the trace, by its own clock")] = 600.0,
-    speed: Annotated[str, typer.Option(help="times as fast as recorded; several, comma-separated, run in turn")] = "1",
+    speed: Annotated[
+        str, typer.Option(help="times as fast as recorded; several, comma-separated, run in turn")
+    ] = "1",
     hold_ttft_s: Annotated[
-        float | None, number(_SECONDS, "end when a tenth of the requests waits longer for a first token")
+        float | None,
+        number(_SECONDS, "end when a tenth of the requests waits longer for a first token"),
     ] = None,
     ttft_limit_s: TtftLimit = None,
     tpot_limit_ms: TpotLimit = None,
@@ -107,7 +130,10 @@ def trace(
     from tangram.lab.load.asks import traced
     from tangram.lab.load.clock import GivenUpError, LatencyLimits, Patience
 
-    speeds, limits = [positive("speed", text) for text in speed.split(",")], LatencyLimits(ttft_limit_s, tpot_limit_ms)
+    speeds, limits = (
+        [positive("speed", text) for text in speed.split(",")],
+        LatencyLimits(ttft_limit_s, tpot_limit_ms),
+    )
     patience = None if hold_ttft_s is None else Patience(hold_ttft_s)
     engine, parts, given_up = _engine(config), [], {}
     for factor in speeds:
@@ -122,7 +148,9 @@ def trace(
 
 
 def positive(name: str, text: str) -> float:
-    """The number that `text` is. Raises `ConfigError` naming the option unless it is greater than 0."""
+    """The number that `text` is. Raises `ConfigError` naming the option unless it is greater than
+    0.
+    """
     try:
         value = float(text)
     except ValueError:
@@ -146,23 +174,33 @@ def _engine(config: EngineConfig) -> Engine:
     return engine
 
 
-def _fresh(engine: Engine, asks: Sequence[Ask], patience: Patience | None = None) -> list[TimedAnswer]:
+def _fresh(
+    engine: Engine, asks: Sequence[Ask], patience: Patience | None = None
+) -> list[TimedAnswer]:
     engine.clear_cache()
     return _answered(engine, asks, patience)
 
 
-def _answered(engine: Engine, asks: Sequence[Ask], patience: Patience | None = None) -> list[TimedAnswer]:
+def _answered(
+    engine: Engine, asks: Sequence[Ask], patience: Patience | None = None
+) -> list[TimedAnswer]:
     from tangram.lab.load.clock import answered
 
     with console.progress(counted=False) as bar:
         task = bar.add_task("requests", total=len(asks))
-        return answered(engine, asks, lambda done: bar.update(task, completed=done), patience=patience)
+        return answered(
+            engine, asks, lambda done: bar.update(task, completed=done), patience=patience
+        )
 
 
 def _report(
-    title: str, engine: Engine, parts: Sequence[tuple[str, list[TimedAnswer]]], output: Path | None,
-    limits: LatencyLimits | None = None, told: Mapping[str, str] = MappingProxyType({}),
-) -> None:  # fmt: skip
+    title: str,
+    engine: Engine,
+    parts: Sequence[tuple[str, list[TimedAnswer]]],
+    output: Path | None,
+    limits: LatencyLimits | None = None,
+    told: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """A line a part, and the JSON, in which `told` stands too."""
     from tangram.lab.load.clock import NO_LIMITS, Summary
 
@@ -176,7 +214,8 @@ def _report(
     console.output().print(table)
     stats = asdict(engine.stats())
     console.output().print(
-        f"{stats['pages_total']:,} pages, {stats['capacity_tokens']:,} tokens fit; {stats['preemptions']} preemptions"
+        f"{stats['pages_total']:,} pages, {stats['capacity_tokens']:,} tokens fit; "
+        f"{stats['preemptions']} preemptions"
     )
     kept = {name: asdict(summary) for name, summary in summaries.items()}
     keep(output, title, engine.config, {"stats": stats, "parts": kept, **told})
@@ -188,9 +227,12 @@ def keep(output: Path | None, load: str, config: EngineConfig, figures: dict[str
 
     if output is not None:
         content = {
-            "command": shlex.join(["tangram", *sys.argv[1:]]), "load": load, "environment": environment(),
-            "config": {field.name: getattr(config, field.name) for field in fields(EngineConfig)}, **figures,
-        }  # fmt: skip
+            "command": shlex.join(["tangram", *sys.argv[1:]]),
+            "load": load,
+            "environment": environment(),
+            "config": {field.name: getattr(config, field.name) for field in fields(EngineConfig)},
+            **figures,
+        }
         output.write_text(json.dumps(content, indent=1) + "\n")
 
 
@@ -208,4 +250,6 @@ _COLUMNS: dict[str, Callable[[Summary], str]] = {
     "TTFT s, p50 / 90 / 99": lambda summary: percentiles(summary.ttft_s, 2),
     "TPOT ms, p50 / 90 / 99": lambda summary: percentiles(summary.tpot_ms, 1),
 }
-_GOODPUT: dict[str, Callable[[Summary], str]] = {"goodput/s": lambda summary: f"{summary.goodput_per_s:.2f}"}
+_GOODPUT: dict[str, Callable[[Summary], str]] = {
+    "goodput/s": lambda summary: f"{summary.goodput_per_s:.2f}"
+}

@@ -15,13 +15,17 @@ from tangram.limits import Bounds
 from tangram.size import as_json, kv_size, render
 from tangram.weights import Weights, read_weights, weights_dtype
 
-# By the dtypes of `serve`, and by the short names that this command alone had before, when fp8 was one of them.
+# By the dtypes of `serve`, and by the short names that this command alone had before, when fp8 was
+# one of them.
 _SHORT: dict[str, Any] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _LONG = {short: long for long, short in _SHORT.items()}
 
 Named = Annotated[
     str,
-    typer.Argument(help="a preset such as llama-3.1-8b, a Hugging Face id, a folder with config.json, or such a file"),
+    typer.Argument(
+        help="a preset such as llama-3.1-8b, a Hugging Face id, a folder with config.json, or "
+        "such a file"
+    ),
 ]
 Dtype = Annotated[
     str,
@@ -35,7 +39,8 @@ MemoryGib = Annotated[
     float | None,
     number(
         Bounds(0.0, 2.0**40, open_low=True),
-        "also say how many such sequences, and tokens, fit into this much memory beside the weights",
+        "also say how many such sequences, and tokens, fit into this much memory beside the "
+        "weights",
     ),
 ]
 
@@ -52,7 +57,9 @@ def size(
     page_tokens: Page = 16,
     heads_per_page: Heads = 4,
 ) -> None:
-    """Print what the weights and a KV cache take, and how many caches fit (GQA, MHA and MLA models)."""
+    """Print what the weights and a KV cache take, and how many caches fit (GQA, MHA and MLA
+    models).
+    """
     config = read_config(model)
     computed = weights_dtype(config, "auto" if dtype == "fp8" else _LONG.get(dtype, dtype))
     weights, missing = _weights(config, computed)

@@ -1,4 +1,6 @@
-"""What `tangram serve` tells of itself: how it logs, and under which names and where else it is watched."""
+"""What `tangram serve` tells of itself: how it logs, and under which names and where else it is
+watched.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from tangram.cli.console import messages
 from tangram.cli.options import Panel, engine_option, option
 from tangram.errors import TangramError
 
-# Conversion and weight loading have progress bars of their own; requests are in the metrics, and in the log as JSON.
+# Conversion and weight loading have progress bars of their own; requests are in the metrics, and in
+# the log as JSON.
 _QUIET = ("httpx", "transformers", "uvicorn.access")
 _PLAIN = "%(asctime)s %(levelname)s %(message)s"
 _log = logging.getLogger("tangram")
@@ -36,10 +39,12 @@ class OtherNames(StrEnum):
 
 
 LogFormat = Annotated[
-    LogForm, option(Panel.server, "json: an object a line on standard output, and one for each request")
+    LogForm,
+    option(Panel.server, "json: an object a line on standard output, and one for each request"),
 ]
 MetricsAliases = Annotated[
-    OtherNames | None, option(Panel.server, "show metrics under vLLM's names, too", default="only their own")
+    OtherNames | None,
+    option(Panel.server, "show metrics under vLLM's names, too", default="only their own"),
 ]
 OtlpEndpoint = Annotated[
     str | None,
@@ -77,7 +82,9 @@ def warnings_as_text() -> Iterator[None]:
 
 @contextmanager
 def logging_as(form: LogForm) -> Iterator[None]:
-    """Log in this form while inside. An error that ends the command is a line of the log where that is JSON."""
+    """Log in this form while inside. An error that ends the command is a line of the log where that
+    is JSON.
+    """
     quiet = (*_QUIET, "tangram.requests") if form is LogForm.text else _QUIET
     with _quieted(quiet):
         if form is LogForm.text:
@@ -90,7 +97,9 @@ def logging_as(form: LogForm) -> Iterator[None]:
 
 @contextmanager
 def _quieted(names: Iterable[str]) -> Iterator[None]:
-    """Of these loggers only warnings and worse while inside; afterwards all of logging is as before."""
+    """Of these loggers only warnings and worse while inside; afterwards all of logging is as
+    before.
+    """
     root, loggers = logging.getLogger(), [logging.getLogger(name) for name in names]
     handlers, levels = root.handlers[:], [logger.level for logger in (root, *loggers)]
     for logger in loggers:

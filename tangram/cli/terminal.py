@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -11,29 +12,33 @@ from pathlib import Path
 
 from tangram.cli.checks import as_text
 from tangram.errors import ConfigError
+from tangram.foreign_files import expanded
 
 MOST_HISTORY_LINES = 1000
+_MOST_LINE_BYTES = 64 * 2**20
 _QUOTES = '"""'
 
 
 def history_file() -> Path:
     """Where lines are kept: in the user's folder of state."""
-    home = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    home = os.environ.get("XDG_STATE_HOME") or expanded("~/.local/state")
     return Path(home) / "tangram" / "chat_history"
 
 
 @contextlib.contextmanager
 def history() -> Iterator[None]:
-    """Inside, arrow keys bring back the lines of this conversation and of those before, where somebody types.
+    """Inside, arrow keys bring back the lines of this conversation and of those before, where
+    somebody types.
 
-    The file is for its owner alone. Where it cannot be read or written there is none.
+    The file is for its owner alone. Where it cannot be read or written, or nobody has a home, there
+    is none.
     """
-    if not sys.stdin.isatty() or find_spec("readline") is None:
+    path = history_file()
+    if not sys.stdin.isatty() or find_spec("readline") is None or not path.is_absolute():
         yield
         return
     import readline
 
-    path = history_file()
     with contextlib.suppress(OSError):
         readline.read_history_file(path)
     readline.set_history_length(MOST_HISTORY_LINES)
@@ -47,8 +52,8 @@ def history() -> Iterator[None]:
 
 
 def typed(prompt: str) -> str:
-    r"""One line from standard input. `prompt` is shown to who types, in bold. Raises `EOFError` at the end,
-    `ConfigError` for a line that is no UTF-8.
+    r"""One line from standard input. `prompt` is shown to who types, in bold. Raises `EOFError` at
+    the end, `ConfigError` for a line that is no UTF-8.
 
     \001 and \002 tell readline which characters take no room.
     """
@@ -66,8 +71,14 @@ def typed(prompt: str) -> str:
 
 
 def _piped() -> str:
-    """The next line of a pipe or file, of which one bad line spoils no other."""
-    line = sys.stdin.buffer.readline()
+    """The next line of a pipe or file, of which one bad line spoils no other. Raises `OSError` for
+    one without end.
+    """
+    line = sys.stdin.buffer.readline(_MOST_LINE_BYTES)
+    if len(line) == _MOST_LINE_BYTES:
+        raise OSError(
+            errno.EFBIG, f"a line has more than {_MOST_LINE_BYTES} bytes", "standard input"
+        )
     if not line:
         raise EOFError
     try:

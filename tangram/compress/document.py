@@ -1,4 +1,6 @@
-"""A JSON object on disk that says its version and carries its own digest: the file form of a profile."""
+"""A JSON object on disk that says its version and carries its own digest: the file form of a
+profile.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from tangram.foreign_files import parse_json, read_text
 
 def canonical(value: object) -> str:
     """JSON text that is the same for equal values."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return json.dumps(
+        value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    )
 
 
 def digest(value: object) -> str:
@@ -24,7 +28,8 @@ def digest(value: object) -> str:
 
 
 def read_object(path: str | Path, version: int) -> dict[str, Any]:
-    """The file's JSON object; its `format_version` is checked first, so that a newer file is not called damaged.
+    """The file's JSON object; its `format_version` is checked first, so that a newer file is not
+    called damaged.
 
     Raises `ProfileError` naming the file and what is wrong with it.
     """
@@ -35,15 +40,20 @@ def read_object(path: str | Path, version: int) -> dict[str, Any]:
     except ValueError as error:
         raise ProfileError(f"profile {path}: not valid JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ProfileError(f"profile {path}: holds a {type(content).__name__}, a profile is a JSON object")
+        raise ProfileError(
+            f"profile {path}: holds a {type(content).__name__}, a profile is a JSON object"
+        )
     if content.get("format_version") != version:
         raise ProfileError(
-            f"profile {path}: format_version is {content.get('format_version')!r}, this Tangram reads "
+            f"profile {path}: format_version is {content.get('format_version')!r}, this Tangram "
+            "reads "
             f"{version}: calibrate again, or use the Tangram that wrote it"
         )
     for place, number in _numbers(content, ""):
         if not math.isfinite(number):
-            raise ProfileError(f"profile {path}: {place} is {json.dumps(number)}, it must be a finite number")
+            raise ProfileError(
+                f"profile {path}: {place} is {json.dumps(number)}, it must be a finite number"
+            )
     return content
 
 

@@ -1,10 +1,12 @@
-"""Which heads share pages, and how many pages each group keeps of a sealed chunk (Tangram, ragged paging).
+"""Which heads share pages, and how many pages each group keeps of a sealed chunk (Tangram, ragged
+paging).
 
 Two pure steps, both on the host and both done once a profile is made:
 
-1. `cluster` sorts heads by budget and cuts the order into runs of `Hp` (budget-aware clustering), because a group is as
-   deep as its deepest member: neighbours in the order waste least.
-2. `allot_pages` gives whole pages to groups so that what a sealed chunk really occupies is at most ρ of the chunk.
+1. `cluster` sorts heads by budget and cuts the order into runs of `Hp` (budget-aware clustering),
+   because a group is as deep as its deepest member: neighbours in the order waste least.
+2. `allot_pages` gives whole pages to groups so that what a sealed chunk really occupies is at most
+   ρ of the chunk.
 """
 
 from __future__ import annotations
@@ -28,7 +30,12 @@ _SMALLEST_BUDGET = 1e-12
 
 
 def cluster(
-    budgets: npt.ArrayLike, layers: Sequence[int], heads_per_page: int, across: Grouping, *, ordered: bool = True
+    budgets: npt.ArrayLike,
+    layers: Sequence[int],
+    heads_per_page: int,
+    across: Grouping,
+    *,
+    ordered: bool = True,
 ) -> list[tuple[Head, ...]]:
     """Cut the heads into groups of `Hp` with similar budgets; the last group of a run may be short.
 
@@ -57,11 +64,17 @@ def cluster(
     return groups
 
 
-def group_budgets(budgets: npt.ArrayLike, layers: Sequence[int], groups: Sequence[Sequence[Head]]) -> Float64:
-    """[groups]: the largest budget of each group's members; float64. `budgets` is [L, H] as for `cluster`."""
+def group_budgets(
+    budgets: npt.ArrayLike, layers: Sequence[int], groups: Sequence[Sequence[Head]]
+) -> Float64:
+    """[groups]: the largest budget of each group's members; float64. `budgets` is [L, H] as for
+    `cluster`.
+    """
     table = _checked_budgets(budgets, len(layers))
     row = {layer: index for index, layer in enumerate(layers)}
-    return np.array([max(table[row[layer], head] for layer, head in group) for group in groups], np.float64)
+    return np.array(
+        [max(table[row[layer], head] for layer, head in group) for group in groups], np.float64
+    )
 
 
 def allot_pages(
@@ -74,12 +87,14 @@ def allot_pages(
     retention: float,
     min_pages: int,
 ) -> list[int]:
-    """Pages each group keeps of a sealed chunk, so that the realised footprint is at most ρ of the chunk.
+    """Pages each group keeps of a sealed chunk, so that the realised footprint is at most ρ of the
+    chunk.
 
-    Every page costs `Hp · P` entries, a short group's empty columns included, and a chunk has `heads · C` entries, so ρ
-    buys a fixed number of pages. Each group first gets `min_pages`; the rest go one at a time to the group with the
-    smallest (n − ½) / budget for its n-th page (Sainte-Laguë), up to C / P. So counts follow budgets, ties go to the
-    earlier group, nothing is left while a group could take another page, and a larger ρ never takes a page away.
+    Every page costs `Hp · P` entries, a short group's empty columns included, and a chunk has
+    `heads · C` entries, so ρ buys a fixed number of pages. Each group first gets `min_pages`; the
+    rest go one at a time to the group with the smallest (n − ½) / budget for its n-th page
+    (Sainte-Laguë), up to C / P. So counts follow budgets, ties go to the earlier group, nothing is
+    left while a group could take another page, and a larger ρ never takes a page away.
 
     Example: ρ 0.5, C 64, P 16, Hp 1, budgets 0.9 and 0.3: 4 pages; (0.9: 3, 0.3: 1).
 
@@ -89,31 +104,49 @@ def allot_pages(
         retention: ρ in (0, 1).
         min_pages: pages that the always-kept positions need.
 
-    Raises `ConfigError` for an option out of range, or naming the smallest ρ if `min_pages` everywhere exceeds ρ.
+    Raises `ConfigError` for an option out of range, or naming the smallest ρ if `min_pages`
+    everywhere exceeds ρ.
     """
     wanted = np.asarray(budgets, np.float64)
-    chunk_pages = _checked_shape(wanted, group_sizes, chunk_tokens, page_tokens, heads_per_page, min_pages)
-    affordable = _affordable_pages(sum(group_sizes), chunk_tokens, page_tokens, heads_per_page, retention)
+    chunk_pages = _checked_shape(
+        wanted, group_sizes, chunk_tokens, page_tokens, heads_per_page, min_pages
+    )
+    affordable = _affordable_pages(
+        sum(group_sizes), chunk_tokens, page_tokens, heads_per_page, retention
+    )
     spare = affordable - min_pages * wanted.size
     if spare < 0:
-        smallest = min_pages * wanted.size * heads_per_page * page_tokens / (sum(group_sizes) * chunk_tokens)
+        smallest = (
+            min_pages
+            * wanted.size
+            * heads_per_page
+            * page_tokens
+            / (sum(group_sizes) * chunk_tokens)
+        )
         if smallest >= 1:
             raise ConfigError(
-                f"heads_per_page is {heads_per_page} and page_tokens {page_tokens}: {min_pages} page(s) for each of "
-                f"{wanted.size} groups hold more entries than chunks of {chunk_tokens} tokens have, so nothing could "
+                f"heads_per_page is {heads_per_page} and page_tokens {page_tokens}: {min_pages} "
+                "page(s) for each of "
+                f"{wanted.size} groups hold more entries than chunks of {chunk_tokens} tokens "
+                "have, so nothing could "
                 f"be dropped; raise chunk_tokens, or lower page_tokens or heads_per_page"
             )
         raise ConfigError(
-            f"kv_retention is {retention}, the smallest possible is {math.ceil(smallest * 1e4) / 1e4}: each of "
-            f"{wanted.size} groups needs {min_pages} page(s) of {heads_per_page} x {page_tokens} entries for the "
-            f"always-kept positions of a {chunk_tokens}-token chunk; raise kv_retention or chunk_tokens, or lower "
+            f"kv_retention is {retention}, the smallest possible is "
+            f"{math.ceil(smallest * 1e4) / 1e4}: each of "
+            f"{wanted.size} groups needs {min_pages} page(s) of {heads_per_page} x {page_tokens} "
+            "entries for the "
+            f"always-kept positions of a {chunk_tokens}-token chunk; raise kv_retention or "
+            "chunk_tokens, or lower "
             f"page_tokens or heads_per_page"
         )
     return _next_pages(wanted, min_pages, chunk_pages, spare)
 
 
 def _next_pages(budgets: Float64, min_pages: int, chunk_pages: int, spare: int) -> list[int]:
-    """Give `spare` pages by ascending (n − ½) / budget; equal turns go to the larger budget, then the earlier group."""
+    """Give `spare` pages by ascending (n − ½) / budget; equal turns go to the larger budget, then
+    the earlier group.
+    """
     numbers = np.arange(min_pages + 1, chunk_pages + 1)
     group = np.repeat(np.arange(budgets.size), numbers.size)
     number = np.tile(numbers, budgets.size)
@@ -125,28 +158,46 @@ def _next_pages(budgets: Float64, min_pages: int, chunk_pages: int, spare: int) 
 def adjacent(
     groups: Sequence[Sequence[Head]], sealed_pages: Sequence[int], heads_per_page: int
 ) -> tuple[list[tuple[Head, ...]], list[int]]:
-    """The heads of `groups` in their natural order, cut into runs of `heads_per_page`, each as deep as its deepest.
+    """The heads of `groups` in their natural order, cut into runs of `heads_per_page`, each as deep
+    as its deepest.
 
-    Nobody keeps fewer pages than `sealed_pages` gave its old group; together they occupy what that grouping costs.
-    With H heads a page a run is a layer. Returns the groups and their pages, as `cluster` and `allot_pages` do.
+    Nobody keeps fewer pages than `sealed_pages` gave its old group; together they occupy what that
+    grouping costs. With H heads a page a run is a layer. Returns the groups and their pages, as
+    `cluster` and `allot_pages` do.
     """
-    kept = {head: pages for group, pages in zip(groups, sealed_pages, strict=True) for head in group}
+    kept = {
+        head: pages for group, pages in zip(groups, sealed_pages, strict=True) for head in group
+    }
     runs = _cut(sorted(kept), heads_per_page)
     return runs, [max(kept[head] for head in run) for run in runs]
 
 
 def realised_retention(
-    sealed_pages: Sequence[int], heads: int, *, chunk_tokens: int, page_tokens: int, heads_per_page: int
+    sealed_pages: Sequence[int],
+    heads: int,
+    *,
+    chunk_tokens: int,
+    page_tokens: int,
+    heads_per_page: int,
 ) -> float:
-    """The share of a chunk's `heads · C` entries that its sealed pages occupy, empty columns included."""
+    """The share of a chunk's `heads · C` entries that its sealed pages occupy, empty columns
+    included.
+    """
     return sum(sealed_pages) * heads_per_page * page_tokens / (heads * chunk_tokens)
 
 
-def _affordable_pages(heads: int, chunk_tokens: int, page_tokens: int, heads_per_page: int, retention: float) -> int:
+def _affordable_pages(
+    heads: int, chunk_tokens: int, page_tokens: int, heads_per_page: int, retention: float
+) -> int:
     if not (math.isfinite(retention) and 0.0 < retention < 1.0):
-        raise ConfigError(f"kv_retention is {retention}, a profile needs it in (0, 1): 1.0 keeps all and needs none")
+        raise ConfigError(
+            f"kv_retention is {retention}, a profile needs it in (0, 1): 1.0 keeps all and needs "
+            "none"
+        )
     # Exact, so that 0.3 of 10 pages is 3 whichever way the binary fraction errs.
-    return int(Fraction(str(float(retention))) * heads * chunk_tokens // (page_tokens * heads_per_page))
+    return int(
+        Fraction(str(float(retention))) * heads * chunk_tokens // (page_tokens * heads_per_page)
+    )
 
 
 def _cut(heads: Sequence[Head], size: int) -> list[tuple[Head, ...]]:
@@ -158,22 +209,39 @@ def _checked_budgets(budgets: npt.ArrayLike, layers: int) -> Float64:
     if table.ndim != 2 or table.shape[0] != layers or table.size == 0:
         raise ConfigError(f"budgets has shape {table.shape}, it must be [{layers} layers, heads]")
     if not (np.isfinite(table).all() and (table >= 0).all()):
-        raise ConfigError("budgets holds a negative or non-finite value, each must be a fraction of a head's entries")
+        raise ConfigError(
+            "budgets holds a negative or non-finite value, each must be a fraction of a head's "
+            "entries"
+        )
     return table
 
 
 def _checked_shape(
-    budgets: Float64, group_sizes: Sequence[int], chunk_tokens: int, page_tokens: int, heads_per_page: int, minimum: int
+    budgets: Float64,
+    group_sizes: Sequence[int],
+    chunk_tokens: int,
+    page_tokens: int,
+    heads_per_page: int,
+    minimum: int,
 ) -> int:
     """Chunk pages C / P, or `ConfigError` naming what is out of range."""
     if page_tokens < 1 or chunk_tokens < 1 or chunk_tokens % page_tokens:
-        raise ConfigError(f"chunk_tokens is {chunk_tokens}, it must be a multiple of page_tokens ({page_tokens})")
+        raise ConfigError(
+            f"chunk_tokens is {chunk_tokens}, it must be a multiple of page_tokens ({page_tokens})"
+        )
     if budgets.size != len(group_sizes) or not len(group_sizes):
-        raise ConfigError(f"there are {budgets.size} budgets for {len(group_sizes)} groups, give one for each")
+        raise ConfigError(
+            f"there are {budgets.size} budgets for {len(group_sizes)} groups, give one for each"
+        )
     if not (np.isfinite(budgets).all() and (budgets >= 0).all()):
-        raise ConfigError("budgets holds a negative or non-finite value, each must be a fraction of a head's entries")
+        raise ConfigError(
+            "budgets holds a negative or non-finite value, each must be a fraction of a head's "
+            "entries"
+        )
     if any(not 1 <= size <= heads_per_page for size in group_sizes):
         raise ConfigError(f"every group must have 1 to {heads_per_page} heads (heads_per_page)")
     if not 1 <= minimum <= chunk_tokens // page_tokens:
-        raise ConfigError(f"min_pages is {minimum}, it must lie in [1, {chunk_tokens // page_tokens}] (C / P)")
+        raise ConfigError(
+            f"min_pages is {minimum}, it must lie in [1, {chunk_tokens // page_tokens}] (C / P)"
+        )
     return chunk_tokens // page_tokens

@@ -36,18 +36,25 @@ def find_profile(
     chunk_tokens: int,
     parameters: Mapping[str, Parameter] | None = None,
 ) -> Profile | None:
-    """The first `*.json` that fits, in the order of the directories and of the names in each; None if none does.
+    """The first `*.json` that fits, in the order of the directories and of the names in each; None
+    if none does.
 
-    A profile of exactly these weights goes before one that names no weights. A file that is no whole profile is passed
-    over with a logged warning that says what is wrong with it; folders that do not exist are empty. `parameters` are
-    those of the scorer that will run; None leaves them unchecked.
+    A profile of exactly these weights goes before one that names no weights. A file that is no
+    whole profile is passed over with a logged warning that says what is wrong with it; folders that
+    do not exist are empty. `parameters` are those of the scorer that will run; None leaves them
+    unchecked.
     """
     options: _Options = {
-        "scorer": scorer, "scope": scope, "kv_retention": kv_retention, "chunk_tokens": chunk_tokens,
+        "scorer": scorer,
+        "scope": scope,
+        "kv_retention": kv_retention,
+        "chunk_tokens": chunk_tokens,
         "parameters": parameters,
-    }  # fmt: skip
+    }
     without_weights: Profile | None = None
-    for path in (path for directory in directories for path in sorted(Path(directory).glob("*.json"))):
+    for path in (
+        path for directory in directories for path in sorted(Path(directory).glob("*.json"))
+    ):
         profile = _loaded(path)
         if profile is None or not _fits(profile, fingerprint, options):
             continue

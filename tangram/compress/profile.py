@@ -1,15 +1,16 @@
-"""HOW MANY entries each head keeps: one calibrated blueprint of one model, as one JSON file (Tangram, offline profile).
+"""HOW MANY entries each head keeps: one calibrated blueprint of one model, as one JSON file
+(Tangram, offline profile).
 
-A profile holds what calibration measured (the mean and the spread of each head's kept fraction) and what follows from
-it for one page shape: head groups and the pages each keeps of a sealed chunk. Which entries stay is decided on the
-device; how many, and so every length and every footprint, is fixed here, before any request is seen.
+A profile holds what calibration measured (the mean and the spread of each head's kept fraction) and
+what follows from it for one page shape: head groups and the pages each keeps of a sealed chunk.
+Which entries stay is decided on the device; how many, and so every length and every footprint, is
+fixed here, before any request is seen.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,7 +20,14 @@ import numpy.typing as npt
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from tangram.compress.document import canonical, digest, read_object
-from tangram.compress.groups import Grouping, Head, allot_pages, cluster, group_budgets, realised_retention
+from tangram.compress.groups import (
+    Grouping,
+    Head,
+    allot_pages,
+    cluster,
+    group_budgets,
+    realised_retention,
+)
 from tangram.compress.provenance import (
     STRICT,
     Calibration,
@@ -30,22 +38,45 @@ from tangram.compress.provenance import (
     ScorerSpec,
 )
 from tangram.errors import ConfigError, ProfileError
+from tangram.foreign_files import replaced
 from tangram.types import Float64
 
-__all__ = ["Calibration", "ModelFingerprint", "Profile", "RankStability", "Scope", "ScorerSpec", "default_scope"]
+__all__ = [
+    "Calibration",
+    "ModelFingerprint",
+    "Profile",
+    "RankStability",
+    "Scope",
+    "ScorerSpec",
+    "default_scope",
+]
 
 FORMAT_VERSION = 1
 SINK_TOKENS = 4
-ALPHA = 0.0  # at a fixed ρ, room for heads that vary is taken from others, which costs answers (docs/accuracy.md)
+# At a fixed ρ, room for heads that vary is taken from others, which costs answers
+# (docs/accuracy.md)
+ALPHA = 0.0
 PAPER_ALPHA = 2.0  # of Tangram's own budgets, published ones among them
 _DIGITS = 5  # of the statistics: finer than any two calibrations agree, and it keeps files small
 _OPTIONS = (
-    "model", "layers", "scorer", "scope", "kv_retention", "chunk_tokens", "calibration", "page_tokens",
-    "heads_per_page", "grouping", "alpha", "sink_tokens", "window_tokens",
-)  # fmt: skip
+    "model",
+    "layers",
+    "scorer",
+    "scope",
+    "kv_retention",
+    "chunk_tokens",
+    "calibration",
+    "page_tokens",
+    "heads_per_page",
+    "grouping",
+    "alpha",
+    "sink_tokens",
+    "window_tokens",
+)
 
 Scope = Literal["layer", "model"]
-# They rank the tokens of a layer once for all of its heads: scores of different layers say nothing about each other.
+# They rank the tokens of a layer once for all of its heads: scores of different layers say nothing
+# about each other.
 _WITHIN_LAYERS = frozenset({"tova"})
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -58,10 +89,11 @@ def default_scope(scorer: str) -> Scope:
 class Profile(BaseModel):
     """One calibrated profile; immutable. Build it with `from_statistics` or `load`.
 
-    `mean` (μ) and `std` (σ) are [L][H] over the compressed `layers`, fractions of a chunk's entries. `groups[g]` lists
-    (layer, head) by column, layers by the model's own index; `sealed_pages[g]` is what each member keeps of a sealed
-    chunk of `chunk_tokens`, in pages of `page_tokens`. `realised_retention` is what those pages occupy, at most
-    `kv_retention`. The first `sink_tokens` of a sequence and the last `window_tokens` of each chunk are always kept.
+    `mean` (μ) and `std` (σ) are [L][H] over the compressed `layers`, fractions of a chunk's
+    entries. `groups[g]` lists (layer, head) by column, layers by the model's own index;
+    `sealed_pages[g]` is what each member keeps of a sealed chunk of `chunk_tokens`, in pages of
+    `page_tokens`. `realised_retention` is what those pages occupy, at most `kv_retention`. The
+    first `sink_tokens` of a sequence and the last `window_tokens` of each chunk are always kept.
     """
 
     model_config = STRICT
@@ -106,42 +138,73 @@ class Profile(BaseModel):
         sink_tokens: int = SINK_TOKENS,
         window_tokens: int | None = None,
     ) -> Profile:
-        """The profile of measured kept fractions μ = `mean` and σ = `std`, float [L, H] (Tangram: B = min(1, μ + α·σ)).
+        """The profile of measured kept fractions μ = `mean` and σ = `std`, float [L, H] (Tangram: B
+        = min(1, μ + α·σ)).
 
-        `window_tokens` None means C / 64. Statistics are rounded to 5 digits first, so that a saved profile derives the
-        same counts. Raises `ConfigError` if ρ cannot be met or an option is out of range.
+        `window_tokens` None means C / 64. Statistics are rounded to 5 digits first, so that a saved
+        profile derives the same counts. Raises `ConfigError` if ρ cannot be met or an option is out
+        of range.
         """
         mu, sigma = _rounded(mean), _rounded(std)
         window = chunk_tokens // 64 if window_tokens is None else window_tokens
         if mu.shape != sigma.shape:
-            raise ConfigError(f"mean has shape {mu.shape} and std {sigma.shape}, both must be [L, H]")
+            raise ConfigError(
+                f"mean has shape {mu.shape} and std {sigma.shape}, both must be [L, H]"
+            )
         budgets = _budgets(mu, sigma, alpha)
         groups = cluster(budgets, layers, heads_per_page, grouping)
         pages = allot_pages(
-            group_budgets(budgets, layers, groups), [len(group) for group in groups],
-            chunk_tokens=chunk_tokens, page_tokens=page_tokens, heads_per_page=heads_per_page,
-            retention=kv_retention, min_pages=fewest_pages(sink_tokens, window, page_tokens),
-        )  # fmt: skip
+            group_budgets(budgets, layers, groups),
+            [len(group) for group in groups],
+            chunk_tokens=chunk_tokens,
+            page_tokens=page_tokens,
+            heads_per_page=heads_per_page,
+            retention=kv_retention,
+            min_pages=fewest_pages(sink_tokens, window, page_tokens),
+        )
         realised = realised_retention(
-            pages, mu.size, chunk_tokens=chunk_tokens, page_tokens=page_tokens, heads_per_page=heads_per_page
+            pages,
+            mu.size,
+            chunk_tokens=chunk_tokens,
+            page_tokens=page_tokens,
+            heads_per_page=heads_per_page,
         )
         try:
             return cls(
-                model=model, scorer=scorer, scope=scope, kv_retention=kv_retention, alpha=alpha,
-                sink_tokens=sink_tokens, window_tokens=window, chunk_tokens=chunk_tokens, page_tokens=page_tokens,
-                heads_per_page=heads_per_page, grouping=grouping, layers=tuple(layers), mean=_rows(mu),
-                std=_rows(sigma), groups=tuple(groups), sealed_pages=tuple(pages), realised_retention=realised,
+                model=model,
+                scorer=scorer,
+                scope=scope,
+                kv_retention=kv_retention,
+                alpha=alpha,
+                sink_tokens=sink_tokens,
+                window_tokens=window,
+                chunk_tokens=chunk_tokens,
+                page_tokens=page_tokens,
+                heads_per_page=heads_per_page,
+                grouping=grouping,
+                layers=tuple(layers),
+                mean=_rows(mu),
+                std=_rows(sigma),
+                groups=tuple(groups),
+                sealed_pages=tuple(pages),
+                realised_retention=realised,
                 calibration=calibration,
-            )  # fmt: skip
+            )
         except ValidationError as error:
             raise ConfigError(_explain(error)) from error
 
     def with_pages(self, page_tokens: int, heads_per_page: int) -> Profile:
-        """The same statistics, grouped for another page shape. Raises `ConfigError` if ρ cannot be met."""
-        return self._derived(self.mean, self.std, page_tokens=page_tokens, heads_per_page=heads_per_page)
+        """The same statistics, grouped for another page shape. Raises `ConfigError` if ρ cannot be
+        met.
+        """
+        return self._derived(
+            self.mean, self.std, page_tokens=page_tokens, heads_per_page=heads_per_page
+        )
 
     def with_statistics(self, mean: npt.ArrayLike, std: npt.ArrayLike, *, alpha: float) -> Profile:
-        """The same options over other statistics, float [L, H]; `calibration` stays that of this profile."""
+        """The same options over other statistics, float [L, H]; `calibration` stays that of this
+        profile.
+        """
         return self._derived(mean, std, alpha=alpha)
 
     def _derived(self, mean: npt.ArrayLike, std: npt.ArrayLike, **changes: float) -> Profile:
@@ -152,19 +215,33 @@ class Profile(BaseModel):
     @property
     def budgets(self) -> Float64:
         """[L, H] float64: B = min(1, μ + α·σ), the wish that `sealed_pages` answers."""
-        return _budgets(np.asarray(self.mean, np.float64), np.asarray(self.std, np.float64), self.alpha)
+        return _budgets(
+            np.asarray(self.mean, np.float64), np.asarray(self.std, np.float64), self.alpha
+        )
 
     @property
     def file_name(self) -> str:
         """The conventional file name: model, scorer, scope, chunk and ρ."""
         stem = self.model.name.rsplit("/", 1)[-1].lower()
-        return f"{stem}.{self.scorer.name}.{self.scope}.c{self.chunk_tokens}.r{self.kv_retention:g}.json"
+        return (
+            f"{stem}.{self.scorer.name}.{self.scope}.c{self.chunk_tokens}.r{self.kv_retention}.json"
+        )
 
     def fingerprint(self) -> str:
-        """SHA-256 (hex) over exactly the fields that determine a sequence's KV state, for prefix-cache keys."""
+        """SHA-256 (hex) over exactly the fields that determine a sequence's KV state, for
+        prefix-cache keys.
+        """
         state = self.model_dump(
             mode="json",
-            include={"model", "scorer", "chunk_tokens", "page_tokens", "sink_tokens", "window_tokens", "groups"}
+            include={
+                "model",
+                "scorer",
+                "chunk_tokens",
+                "page_tokens",
+                "sink_tokens",
+                "window_tokens",
+                "groups",
+            }
             | {"sealed_pages"},
         )
         del state["model"]["name"]
@@ -172,7 +249,10 @@ class Profile(BaseModel):
 
     def check_model(self, fingerprint: ModelFingerprint) -> None:
         """Raise `ProfileError` naming every mismatch with the model, with both values."""
-        _refuse(self.model.mismatches(fingerprint), "calibrate this model, or give a profile made for it")
+        _refuse(
+            self.model.mismatches(fingerprint),
+            "calibrate this model, or give a profile made for it",
+        )
 
     def check_options(
         self,
@@ -193,27 +273,35 @@ class Profile(BaseModel):
             "scope": (self.scope, scope),
             "kv_retention": (self.kv_retention, float(kv_retention)),
             "chunk_tokens": (self.chunk_tokens, chunk_tokens),
-            "scorer parameters": (mine_parameters, mine_parameters if parameters is None else dict(parameters)),
+            "scorer parameters": (
+                mine_parameters,
+                mine_parameters if parameters is None else dict(parameters),
+            ),
         }
         _refuse(
-            [f"{name} is {mine!r} in the profile, {asked!r} was asked" for name, (mine, asked) in pairs.items()
-             if mine != asked],
+            [
+                f"{name} is {mine!r} in the profile, {asked!r} was asked"
+                for name, (mine, asked) in pairs.items()
+                if mine != asked
+            ],
             "change the option, or calibrate with it",
-        )  # fmt: skip
+        )
 
     def save(self, path: str | Path) -> None:
         """Write the file with its checksum, whole or not at all."""
         content = self.model_dump(mode="json")
         content["checksum"] = digest(content)
-        lines = ",\n".join(f"{json.dumps(key)}: {canonical(value)}" for key, value in content.items())
-        target = Path(path)
-        partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-        partial.write_text("{\n" + lines + "\n}\n", encoding="utf-8")
-        partial.replace(target)
+        lines = ",\n".join(
+            f"{json.dumps(key)}: {canonical(value)}" for key, value in content.items()
+        )
+        with replaced(path) as file:
+            file.write_text("{\n" + lines + "\n}\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        """Read a profile. Raises `ProfileError` naming the file, the field and what is wrong with it."""
+        """Read a profile. Raises `ProfileError` naming the file, the field and what is wrong with
+        it.
+        """
         content = read_object(path, FORMAT_VERSION)
         checksum = content.pop("checksum", None)
         try:
@@ -222,7 +310,8 @@ class Profile(BaseModel):
             raise ProfileError(f"profile {path}: {_explain(error)}") from error
         if checksum != digest(content):
             raise ProfileError(
-                f"profile {path}: checksum is {checksum!r}, the content's is {digest(content)!r}: the file was "
+                f"profile {path}: checksum is {checksum!r}, the content's is {digest(content)!r}: "
+                "the file was "
                 f"damaged or edited, write it again with `tangram calibrate`"
             )
         return profile
@@ -232,14 +321,23 @@ class Profile(BaseModel):
         shape = (len(self.layers), self.model.kv_heads)
         for name, rows in (("mean", self.mean), ("std", self.std)):
             if len(rows) != shape[0] or any(len(row) != shape[1] for row in rows):
-                raise ValueError(f"{name} must be [{shape[0]} layers][{shape[1]} heads], it has another shape")
+                raise ValueError(
+                    f"{name} must be [{shape[0]} layers][{shape[1]} heads], it has another shape"
+                )
         if list(self.layers) != sorted(set(self.layers) & set(range(self.model.layers))):
-            raise ValueError(f"layers must ascend within the model's {self.model.layers}, they are {list(self.layers)}")
+            raise ValueError(
+                f"layers must ascend within the model's {self.model.layers}, they are "
+                f"{list(self.layers)}"
+            )
         heads = [(layer, head) for layer in self.layers for head in range(shape[1])]
         if sorted(head for group in self.groups for head in group) != heads:
-            raise ValueError(f"groups must hold each of the {len(heads)} compressed heads exactly once")
+            raise ValueError(
+                f"groups must hold each of the {len(heads)} compressed heads exactly once"
+            )
         if any(not 1 <= len(group) <= self.heads_per_page for group in self.groups):
-            raise ValueError(f"groups must have 1 to {self.heads_per_page} heads each (heads_per_page)")
+            raise ValueError(
+                f"groups must have 1 to {self.heads_per_page} heads each (heads_per_page)"
+            )
         self._check_counts(len(heads))
         return self
 
@@ -247,18 +345,31 @@ class Profile(BaseModel):
         fewest = fewest_pages(self.sink_tokens, self.window_tokens, self.page_tokens)
         most, rest = divmod(self.chunk_tokens, self.page_tokens)
         if rest:
-            raise ValueError(f"chunk_tokens is {self.chunk_tokens}, not a multiple of page_tokens ({self.page_tokens})")
-        if len(self.sealed_pages) != len(self.groups):
-            raise ValueError(f"sealed_pages has {len(self.sealed_pages)} counts for {len(self.groups)} groups")
-        if any(not fewest <= pages <= most for pages in self.sealed_pages):
-            raise ValueError(f"sealed_pages must lie in [{fewest}, {most}] (always-kept positions, whole chunk)")
-        realised = realised_retention(
-            self.sealed_pages, heads,
-            chunk_tokens=self.chunk_tokens, page_tokens=self.page_tokens, heads_per_page=self.heads_per_page,
-        )  # fmt: skip
-        if not math.isclose(realised, self.realised_retention) or realised > self.kv_retention * (1 + 1e-12):
             raise ValueError(
-                f"realised_retention is {self.realised_retention}, sealed_pages occupy {realised} and kv_retention "
+                f"chunk_tokens is {self.chunk_tokens}, not a multiple of page_tokens "
+                f"({self.page_tokens})"
+            )
+        if len(self.sealed_pages) != len(self.groups):
+            raise ValueError(
+                f"sealed_pages has {len(self.sealed_pages)} counts for {len(self.groups)} groups"
+            )
+        if any(not fewest <= pages <= most for pages in self.sealed_pages):
+            raise ValueError(
+                f"sealed_pages must lie in [{fewest}, {most}] (always-kept positions, whole chunk)"
+            )
+        realised = realised_retention(
+            self.sealed_pages,
+            heads,
+            chunk_tokens=self.chunk_tokens,
+            page_tokens=self.page_tokens,
+            heads_per_page=self.heads_per_page,
+        )
+        if not math.isclose(realised, self.realised_retention) or realised > self.kv_retention * (
+            1 + 1e-12
+        ):
+            raise ValueError(
+                f"realised_retention is {self.realised_retention}, sealed_pages occupy {realised} "
+                "and kv_retention "
                 f"allows {self.kv_retention}"
             )
 
@@ -289,4 +400,6 @@ def _explain(error: ValidationError) -> str:
 
 def _refuse(mismatches: Sequence[str], remedy: str) -> None:
     if mismatches:
-        raise ProfileError(f"the profile does not fit: {'; '.join(mismatches)}. To mend it, {remedy}")
+        raise ProfileError(
+            f"the profile does not fit: {'; '.join(mismatches)}. To mend it, {remedy}"
+        )

@@ -8,7 +8,9 @@ from typing import Annotated, ClassVar
 
 from pydantic import ConfigDict, Field
 
-STRICT = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, revalidate_instances="always")
+STRICT = ConfigDict(
+    extra="forbid", strict=True, frozen=True, allow_inf_nan=False, revalidate_instances="always"
+)
 
 Count = Annotated[int, Field(ge=1)]
 Correlation = Annotated[float, Field(ge=-1.0, le=1.0)]
@@ -17,10 +19,11 @@ Parameter = bool | int | float | str | None
 
 @dataclass(frozen=True)
 class ModelFingerprint:
-    """Which model a profile was made for. `architecture` is the Transformers `model_type`, such as "llama".
+    """Which model a profile was made for. `architecture` is the Transformers `model_type`, such as
+    "llama".
 
-    `weights_sha256` and `vocab_size` are None where unknown (published profiles); None matches any value.
-    `name` is for people: the same weights may lie under many names, so it is never compared.
+    `weights_sha256` and `vocab_size` are None where unknown (published profiles); None matches any
+    value. `name` is for people: the same weights may lie under many names, so it is never compared.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -35,7 +38,9 @@ class ModelFingerprint:
     weights_sha256: str | None = None
 
     def mismatches(self, other: ModelFingerprint, holder: str = "the profile") -> list[str]:
-        """One phrase for each field that differs, with this fingerprint's value, in `holder`, and the other's."""
+        """One phrase for each field that differs, with this fingerprint's value, in `holder`, and
+        the other's.
+        """
         pairs = {
             entry.name: (getattr(self, entry.name), getattr(other, entry.name))
             for entry in fields(self)
@@ -50,7 +55,9 @@ class ModelFingerprint:
 
 @dataclass(frozen=True)
 class ScorerSpec:
-    """A scoring method by name, with every parameter that changes its scores (`Scorer.parameters()`)."""
+    """A scoring method by name, with every parameter that changes its scores
+    (`Scorer.parameters()`).
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
@@ -70,7 +77,9 @@ class RankStability:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Where the statistics come from. `tokens` (all samples together) and `rank_stability` are None if unknown."""
+    """Where the statistics come from. `tokens` (all samples together) and `rank_stability` are None
+    if unknown.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
@@ -82,9 +91,11 @@ class Calibration:
 
 @dataclass(frozen=True)
 class GateTraining:
-    """What a gate was trained from: the scores of `teacher` over `tokens` tokens of `samples` texts of `source`.
+    """What a gate was trained from: the scores of `teacher` over `tokens` tokens of `samples` texts
+    of `source`.
 
-    The texts went through `model` in chunks of `chunk_tokens`. `seed` drew texts, tokens and the first weights.
+    The texts went through `model` in chunks of `chunk_tokens`. `seed` drew texts, tokens and the
+    first weights.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT

@@ -1,7 +1,9 @@
-"""WHICH tokens stay: scores and counts in, kept positions out. Runs on the scores' device without waiting for it.
+"""WHICH tokens stay: scores and counts in, kept positions out. Runs on the scores' device without
+waiting for it.
 
-The order is the same everywhere: higher scores first, equal scores by lower index, NaN last. So the same scores give
-the same positions on any machine. Shape letters: `L` layers · `H` KV heads · `C` tokens of the chunk.
+The order is the same everywhere: higher scores first, equal scores by lower index, NaN last. So the
+same scores give the same positions on any machine. Shape letters: `L` layers · `H` KV heads · `C`
+tokens of the chunk.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from tangram.types import Int32
 def protect(scores: Tensor, start: int, sinks: int, window: int) -> Tensor:
     """A copy of `scores` [..., C] with +inf where a token is always kept.
 
-    That is the first `sinks` tokens of the sequence (so only where `start` is 0) and the last `window` of the chunk.
+    That is the first `sinks` tokens of the sequence (so only where `start` is 0) and the last
+    `window` of the chunk.
     """
     forced = scores.clone()
     forced[..., : sinks if start == 0 else 0] = math.inf
@@ -31,13 +34,15 @@ def protect(scores: Tensor, start: int, sinks: int, window: int) -> Tensor:
 def keep(scores: Tensor, counts: Sequence[int] | Int32) -> list[Tensor]:
     """The `counts[h]` best positions of each head: int64 [counts[h]], ascending.
 
-    `scores` is [H, C], already protected. Selection is one batch over the heads; the result is views of one tensor.
-    `IntegrityError` unless there is one count of 0 to C for each head.
+    `scores` is [H, C], already protected. Selection is one batch over the heads; the result is
+    views of one tensor. `IntegrityError` unless there is one count of 0 to C for each head.
     """
     heads, tokens = scores.shape
     limits = [int(count) for count in counts]
     if len(limits) != heads or any(not 0 <= count <= tokens for count in limits):
-        raise IntegrityError(f"counts are {limits}, there must be {heads} of them, each 0 to {tokens}")
+        raise IntegrityError(
+            f"counts are {limits}, there must be {heads} of them, each 0 to {tokens}"
+        )
     # A blocking copy would make the host wait for all work queued on the device.
     dropped = ~chosen(scores, torch.tensor(limits).to(scores.device, non_blocking=True))
     # A stable sort of the flags puts the kept positions first and leaves them ascending.
@@ -50,18 +55,27 @@ def chosen(scores: Tensor, counts: Tensor) -> Tensor:
     return _ranks(scores) < counts.unsqueeze(1)
 
 
-def dynamic_fractions(scores: Tensor, retention: float, scope: Scope, sinks: int, window: int, start: int) -> Tensor:
+def dynamic_fractions(
+    scores: Tensor, retention: float, scope: Scope, sinks: int, window: int, start: int
+) -> Tensor:
     """[L, H] float64: the fraction of its tokens each head gets by `dynamic_choice`."""
-    return dynamic_choice(scores, retention, scope, sinks, window, start).to(torch.float64).mean(dim=-1)
+    return (
+        dynamic_choice(scores, retention, scope, sinks, window, start)
+        .to(torch.float64)
+        .mean(dim=-1)
+    )
 
 
-def dynamic_choice(scores: Tensor, retention: float, scope: Scope, sinks: int, window: int, start: int) -> Tensor:
+def dynamic_choice(
+    scores: Tensor, retention: float, scope: Scope, sinks: int, window: int, start: int
+) -> Tensor:
     """[L, H, C] bool: what stays when the best `retention` of all entries are kept together.
 
-    `scores` is [L, H, C] float32. In scope "layer" the heads of a layer compete
-    (Ada-KV, arXiv 2407.11550, without its floor), in scope "model" those of all layers, by their raw scores (KVzip).
-    Protected tokens are kept first and count towards the total; if they alone exceed it, they alone are kept.
-    Equal scores go to the lower position, then to the lower head, so that no head wins by its number.
+    `scores` is [L, H, C] float32. In scope "layer" the heads of a layer compete (Ada-KV, arXiv
+    2407.11550, without its floor), in scope "model" those of all layers, by their raw scores
+    (KVzip). Protected tokens are kept first and count towards the total; if they alone exceed it,
+    they alone are kept. Equal scores go to the lower position, then to the lower head, so that no
+    head wins by its number.
     """
     tokens = scores.shape[-1]
     forced = protect(scores, start, sinks, window)
@@ -76,7 +90,8 @@ def dynamic_choice(scores: Tensor, retention: float, scope: Scope, sinks: int, w
 
 def _ranks(scores: Tensor) -> Tensor:
     """The place of each entry along the last dimension, int64, 0 = best."""
-    # Ascending order of the negated scores: torch sorts NaN above everything, so here it comes last.
+    # Ascending order of the negated scores: torch sorts NaN above everything, so here it comes
+    # last.
     order = torch.argsort(scores.neg(), dim=-1, stable=True)
     places = torch.arange(scores.shape[-1], device=scores.device).expand_as(order)
     return torch.empty_like(order).scatter_(-1, order, places)

@@ -1,4 +1,6 @@
-"""What the pool can take: the checks a request must pass before it is queued, and the accounts in bytes."""
+"""What the pool can take: the checks a request must pass before it is queued, and the accounts in
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,11 @@ from tangram.types import Request, Usage
 
 @dataclass(frozen=True)
 class Admission:
-    """The ways to keep KV entries that are served (the first is the default) over a pool of `total_pages` pages.
+    """The ways to keep KV entries that are served (the first is the default) over a pool of
+    `total_pages` pages.
 
-    `cache_dtype` is the name of the KV cache's dtype, `element_bytes` the size of one of its elements.
+    `cache_dtype` is the name of the KV cache's dtype, `element_bytes` the size of one of its
+    elements.
     """
 
     retentions: Sequence[Retention]
@@ -45,26 +49,33 @@ class Admission:
         )
 
     def max_tokens_for(self, request: Request, retention: Retention) -> int:
-        """How many tokens `request` may generate. Raises `RequestError` if it is malformed or can never fit."""
+        """How many tokens `request` may generate. Raises `RequestError` if it is malformed or can
+        never fit.
+        """
         prompt = request.prompt_token_ids
         if not prompt:
             raise RequestError("prompt is empty, it must have at least one token", "prompt")
         geometry = self.retentions[0].layout.geometry
         for token in (min(prompt), max(prompt)):
             if not 0 <= token < geometry.vocab_size:
-                message = f"prompt has token {shortened(token)}, it must lie in [0, {geometry.vocab_size - 1}]"
+                message = (
+                    f"prompt has token {shortened(token)}, it must lie in [0, "
+                    f"{geometry.vocab_size - 1}]"
+                )
                 raise RequestError(message, "prompt")
         room = self.max_model_len - len(prompt)
         if room < 1:
             raise RequestError(
-                f"prompt has {len(prompt)} tokens, at most {self.max_model_len - 1} and one generated fit here "
+                f"prompt has {len(prompt)} tokens, at most {self.max_model_len - 1} and one "
+                "generated fit here "
                 f"(max_model_len {self.max_model_len}): shorten the prompt",
                 "prompt",
             )
         wanted = request.sampling.max_tokens
         if wanted is not None and wanted > room:
             raise RequestError(
-                f"max_tokens is {wanted}, but after {len(prompt)} prompt tokens {room} of max_model_len "
+                f"max_tokens is {wanted}, but after {len(prompt)} prompt tokens {room} of "
+                "max_model_len "
                 f"{self.max_model_len} are left: lower max_tokens or shorten the prompt",
                 "max_tokens",
             )
@@ -72,19 +83,25 @@ class Admission:
         needed = retention.layout.most_pages(len(prompt) + granted - 1)
         if needed > self.total_pages:
             raise RequestError(
-                f"the request needs up to {needed} KV pages at kv_retention {retention.kv_retention}, "
-                f"the pool has {self.total_pages}: shorten the prompt, lower max_tokens, or raise kv_cache_gib",
+                f"the request needs up to {needed} KV pages at kv_retention "
+                f"{retention.kv_retention}, "
+                f"the pool has {self.total_pages}: shorten the prompt, lower max_tokens, or raise "
+                "kv_cache_gib",
                 "max_tokens",
             )
         return granted
 
     def usage(self, sequence: TokenSequence, completion_tokens: int) -> Usage:
-        """The accounts of one sequence now; of one that was preempted, what it held when it was last computed."""
+        """The accounts of one sequence now; of one that was preempted, what it held when it was
+        last computed.
+        """
         cache, layout = sequence.cache, sequence.retention.layout
         if cache is not None:
             held, computed = cache.held_pages, cache.computed_tokens
         else:
-            computed = 0 if sequence.cached_tokens is None else sequence.known - 1 - sequence.pending
+            computed = (
+                0 if sequence.cached_tokens is None else sequence.known - 1 - sequence.pending
+            )
             held = layout.held_pages(*divmod(computed, layout.chunk_tokens))
         return Usage(
             prompt_tokens=sequence.prompt_tokens,
@@ -115,7 +132,9 @@ class Admission:
             pages_free=pages.free,
             pages_promised=pages.promised,
             slots_held=sum(seq.held_pages for seq in held) * layout.page_slots,
-            slots_used=sum(seq.layout.held_entries(seq.sealed_chunks, seq.raw_tokens) for seq in held),
+            slots_used=sum(
+                seq.layout.held_entries(seq.sealed_chunks, seq.raw_tokens) for seq in held
+            ),
             capacity_tokens=layout.tokens_in(self.total_pages),
             capacity_uncompressed_tokens=self.uncompressed.tokens_in(self.total_pages),
             cache_dtype=self.cache_dtype,

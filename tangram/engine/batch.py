@@ -1,4 +1,6 @@
-"""From a step's rows to what the attention of its forward pass needs: addresses, lengths and the decode plan."""
+"""From a step's rows to what the attention of its forward pass needs: addresses, lengths and the
+decode plan.
+"""
 
 from __future__ import annotations
 
@@ -29,21 +31,28 @@ from tangram.plan.schedule import Decoding
 from tangram.types import Int32, Int64
 
 WHOLE_ROW = 16  # a block table of which this part was written is copied as a whole
-GROWTH_TOKENS = 128  # what a row grows by in the first half of a plan's life, as far as planning knows
-# Prefill rows that are passes of their own, and their tokens. Graphs launch those faster than a host launches all in
-# one pass; more rows keep the device busy for so long that it does not matter (H200).
+GROWTH_TOKENS = (
+    128  # what a row grows by in the first half of a plan's life, as far as planning knows
+)
+# Prefill rows that are passes of their own, and their tokens. Graphs launch those faster than a
+# host launches all in one pass; more rows keep the device busy for so long that it does not matter
+# (H200).
 MOST_APART, MOST_TOKENS_APART = 4, 2048
 LEAST_ROOM = 64
 
 
 class DeviceTables:
-    """Block tables where the pool is: a copy of those of `cache` that follows every write; in host memory, those."""
+    """Block tables where the pool is: a copy of those of `cache` that follows every write; in host
+    memory, those.
+    """
 
     def __init__(self, cache: CacheManager, device: torch.device) -> None:
         self._host, self._device = cache.tables, torch.from_numpy(cache.tables).to(device)
         self._written: dict[int, list[Int64]] = {}
         if not self._device.is_cpu:
-            cache.follower = lambda slot, entries: self._written.setdefault(slot, []).append(entries)
+            cache.follower = lambda slot, entries: self._written.setdefault(slot, []).append(
+                entries
+            )
 
     def flat(self) -> Tensor:
         """int32: the block tables of all sequences, end to end, as they are now."""
@@ -63,7 +72,9 @@ class DeviceTables:
         """A place that was written twice is copied twice, as it is now."""
         if places:
             where = np.concatenate(places)
-            target, pages = placed(np.stack([where, self._host.ravel().take(where)]), self._device.device)
+            target, pages = placed(
+                np.stack([where, self._host.ravel().take(where)]), self._device.device
+            )
             # Their low halves: without a conversion, which is a launch at every step.
             self._device.view(-1).index_copy_(0, target, pages.view(torch.int32)[::2])
 
@@ -100,8 +111,8 @@ class Batcher:
     def passes(self, step: Step, graphs: bool) -> list[tuple[tuple[Row, ...], bool]]:
         """The rows of each forward pass of `step`, and whether a graph may replay it.
 
-        All go in one pass, unless there are `graphs` and few prefill rows: then the decode rows go in
-        one, and each prefill row in a pass of its own.
+        All go in one pass, unless there are `graphs` and few prefill rows: then the decode rows go
+        in one, and each prefill row in a pass of its own.
         """
         decode, rest = step.rows[: step.decode_rows], step.rows[step.decode_rows :]
         if not graphs or not self.apart(rest):
@@ -109,7 +120,8 @@ class Batcher:
         return [(rows, True) for rows in (decode, *((row,) for row in rest)) if rows]
 
     def attention(self, rows: Sequence[Row], epoch: int, *, padded: bool = False) -> StepAttention:
-        """The attention of a pass of `rows`, whose pages the scheduler has taken; DECODE rows come first.
+        """The attention of a pass of `rows`, whose pages the scheduler has taken; DECODE rows come
+        first.
 
         `epoch` names those of them that decode. A `padded` pass of one prefill row has room, if the
         kernels can.
@@ -140,7 +152,9 @@ class Batcher:
         self.meters.plans[self.kernels.load(batch, self._width)] += 1
 
     def _room(self, row: Row) -> Room:
-        """What passes of one prefill row like this share: tokens, in powers of two, and the longest past."""
+        """What passes of one prefill row like this share: tokens, in powers of two, and the longest
+        past.
+        """
         layout = row.retention.layout
         tokens = len(row.tokens)
         if row.kind is RowKind.TAIL:
@@ -149,7 +163,9 @@ class Batcher:
         return Room(tokens, past, (row.retention, row.kind))
 
     def apart(self, rows: Sequence[Row]) -> bool:
-        """Whether each of the prefill `rows` of a step is a pass of its own, as a graph can replay it."""
+        """Whether each of the prefill `rows` of a step is a pass of its own, as a graph can replay
+        it.
+        """
         if not rows:
             return True
         few = len(rows) <= MOST_APART and sum(len(row.tokens) for row in rows) <= MOST_TOKENS_APART
@@ -158,9 +174,13 @@ class Batcher:
         return all(isinstance(sealer, FusedSealer) for sealer in self._sealers(rows))
 
     def typical(self) -> Iterator[Row]:
-        """Prefill rows, made up, of the default ρ and of every size of room, if they are `apart`: a chunk, tails."""
+        """Prefill rows, made up, of the default ρ and of every size of room, if they are `apart`: a
+        chunk, tails.
+        """
         chunk, nothing = self.retentions[0].layout.chunk_tokens, np.zeros(0, np.int64)
-        sizes = [1 << bits for bits in range(LEAST_ROOM.bit_length() - 1, (chunk - 1).bit_length() + 1)]
+        sizes = [
+            1 << bits for bits in range(LEAST_ROOM.bit_length() - 1, (chunk - 1).bit_length() + 1)
+        ]
         tails = sorted({min(size, chunk - 1) for size in sizes})
         for kind, size in ((RowKind.SEAL, chunk), *((RowKind.TAIL, size) for size in tails)):
             tokens = np.zeros(size, np.int64)
@@ -169,14 +189,22 @@ class Batcher:
                 yield row
 
     def rehearse(self, rows: int) -> StepAttention:
-        """The attention of `rows` decoding rows that hold nothing, planned as if they were long and shared nothing."""
+        """The attention of `rows` decoding rows that hold nothing, planned as if they were long and
+        shared nothing.
+        """
         most = self.retentions[0].layout.max_tokens
-        self.kernels.load(self._made_up(np.linspace(most - 1, most // 8, rows, dtype=np.int64)), self._width)
+        self.kernels.load(
+            self._made_up(np.linspace(most - 1, most // 8, rows, dtype=np.int64)), self._width
+        )
         return self._rehearsed()
 
     def rehearsals(self, rows: int) -> Iterator[StepAttention]:
-        """The attention of `rows` decoding rows that hold nothing, under plans that launch every kernel there is."""
-        for _ in self.kernels.rehearsals(self._made_up(np.zeros(rows, np.int64)), self.kernels.width(rows)):
+        """The attention of `rows` decoding rows that hold nothing, under plans that launch every
+        kernel there is.
+        """
+        for _ in self.kernels.rehearsals(
+            self._made_up(np.zeros(rows, np.int64)), self.kernels.width(rows)
+        ):
             yield self._rehearsed()
 
     def _made_up(self, positions: Int64) -> Decoding:
@@ -188,7 +216,9 @@ class Batcher:
             for slot, position in enumerate(positions)
         ]
         lengths = np.zeros_like(self.cache.lengths)
-        lengths[:rows, : len(layout.groups)] = layout.lengths(*np.divmod(positions, layout.chunk_tokens))
+        lengths[:rows, : len(layout.groups)] = layout.lengths(
+            *np.divmod(positions, layout.chunk_tokens)
+        )
         apart = np.arange(self.cache.tables.size, dtype=np.int32).reshape(self.cache.tables.shape)
         self._width, self._epoch = self.kernels.width(rows), None
         return self._decoding(made_up, apart, lengths)
@@ -196,10 +226,16 @@ class Batcher:
     def _rehearsed(self) -> StepAttention:
         prefill = self._prefill_rows((), self._width)
         self._begin(self._width, prefill)
-        return StepAttention(self.kernels, self.windows, self._width, prefill, (), self.meters.sealing)
+        return StepAttention(
+            self.kernels, self.windows, self._width, prefill, (), self.meters.sealing
+        )
 
-    def repetition(self, attention: StepAttention, sealer: ChunkSealer, tokens: int) -> RepeatAttention:
-        """The attention of a second pass of `tokens` tokens for a chunk that waits since the step of `attention`."""
+    def repetition(
+        self, attention: StepAttention, sealer: ChunkSealer, tokens: int
+    ) -> RepeatAttention:
+        """The attention of a second pass of `tokens` tokens for a chunk that waits since the step
+        of `attention`.
+        """
         self._begin(0, attention.prefill.repeated(sealer.number, tokens))
         return RepeatAttention(self.kernels, self.windows, sealer, self.meters.sealing)
 
@@ -227,7 +263,9 @@ class Batcher:
         return Decoding(decode, lengths.reshape(-1), group, kept, prefixes)
 
     def _decode_rows(self, rows: Sequence[Row]) -> DecodeRows:
-        slots, start = (np.array([getattr(row, name) for row in rows]) for name in ("slot", "start"))
+        slots, start = (
+            np.array([getattr(row, name) for row in rows]) for name in ("slot", "start")
+        )
         first = self.retentions[0].layout
         shape = (len(rows), *first.head_group.shape)
         table, column, index = (np.empty(shape, np.int64) for _ in range(3))
@@ -252,18 +290,28 @@ class Batcher:
             past = self.cache.past_lengths(row.slot, layout, row.start)
             address[:, number, :, :2] = self._address(row)
             address[:, number, :, 2] = past[layout.head_group]
-            spans[number] = first, first + len(row.tokens), first, first + len(row.tokens), row.start
+            spans[number] = (
+                first,
+                first + len(row.tokens),
+                first,
+                first + len(row.tokens),
+                row.start,
+            )
             kept[:, number] = self._stored_tokens(row)
             first += len(row.tokens)
         return PrefillRows(address, spans, kept, slice(0, len(rows)))
 
     def _stored_tokens(self, row: Row) -> Int32 | int:
         """How many entries of a prefill row the pass stores: [L, H], or the same of every head."""
-        return row.retention.layout.head_kept_tokens if row.kind is RowKind.SEAL else len(row.tokens)
+        return (
+            row.retention.layout.head_kept_tokens if row.kind is RowKind.SEAL else len(row.tokens)
+        )
 
     def _sealers(self, rows: Sequence[Row]) -> Iterator[ChunkSealer | FusedSealer]:
         """Who seals `rows`; those that follow on each other together, where the kernels can."""
-        for (retention, kind), group in groupby(range(len(rows)), lambda at: (rows[at].retention, rows[at].kind)):
+        for (retention, kind), group in groupby(
+            range(len(rows)), lambda at: (rows[at].retention, rows[at].kind)
+        ):
             if kind is RowKind.SEAL and retention.scored:
                 yield from self._sealers_of(retention, rows, list(group))
 
@@ -289,7 +337,9 @@ class Batcher:
             raise IntegrityError("a chunk is to be scored, and there is no scorer")
         return self.scorer
 
-    def _chunk_sealer(self, scorer: Scorer, row: Row, number: int, wishes: Wishes | None) -> ChunkSealer:
+    def _chunk_sealer(
+        self, scorer: Scorer, row: Row, number: int, wishes: Wishes | None
+    ) -> ChunkSealer:
         return ChunkSealer(scorer, self.kernels, row, number, self.rotary, self.observer, wishes)
 
     def _wishes(self, row: Row) -> Wishes | None:
@@ -297,19 +347,29 @@ class Batcher:
         return None if overflow is None else overflow.sample(row.retention, row.start)
 
 
-def _prefixes(rows: Sequence[Row], layouts: Sequence[Layout], table: Int64, tables: Int32) -> Forest:
-    """Who shares what, as one head of `table` [R, L, H] shows: sealed chunks, and the full pages of raw tails."""
+def _prefixes(
+    rows: Sequence[Row], layouts: Sequence[Layout], table: Int64, tables: Int32
+) -> Forest:
+    """Who shares what, as one head of `table` [R, L, H] shows: sealed chunks, and the full pages of
+    raw tails.
+    """
     full = layouts[0].geometry.full_layers
-    starts = [divmod(row.start, layout.chunk_tokens) for row, layout in zip(rows, layouts, strict=True)]
+    starts = [
+        divmod(row.start, layout.chunk_tokens) for row, layout in zip(rows, layouts, strict=True)
+    ]
     chunks, raw = np.asarray(starts if full else [(0, 0)] * len(rows), np.int64).T
     probe = full[0] if full else 0
-    sealed = np.asarray([layout.sealed_pages[layout.head_group[probe, 0]] for layout in layouts], np.int64)
+    sealed = np.asarray(
+        [layout.sealed_pages[layout.head_group[probe, 0]] for layout in layouts], np.int64
+    )
     raw_pages = raw // layouts[0].page_tokens
     units = units_of(tables, table[:, probe, 0], sealed, chunks, raw_pages)
     return build_forest(*units, chunks)
 
 
 def _expected(layout: Layout, positions: Int64) -> Int32:
-    """[R, groups]: entries of rows at `positions` [R] in mid-life of a plan; who seals a chunk is planned anew."""
+    """[R, groups]: entries of rows at `positions` [R] in mid-life of a plan; who seals a chunk is
+    planned anew.
+    """
     sealed, raw = np.divmod(positions, layout.chunk_tokens)
     return layout.lengths(sealed, np.minimum(raw + GROWTH_TOKENS, layout.chunk_tokens))

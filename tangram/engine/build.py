@@ -40,14 +40,22 @@ _log = logging.getLogger("tangram")
 
 
 def build_engine(config: EngineConfig) -> Engine:
-    """Everything `config` asks for, ready to `submit` to. Raises the errors of `tangram.errors` with what to change."""
+    """Everything `config` asks for, ready to `submit` to. Raises the errors of `tangram.errors`
+    with what to change.
+    """
     with explained(config):
-        loaded = load_model(config.model, dtype=config.dtype, device=config.device, load_format=config.load_format)
+        loaded = load_model(
+            config.model, dtype=config.dtype, device=config.device, load_format=config.load_format
+        )
         return engine_of(config, loaded)
 
 
-def engine_of(config: EngineConfig, loaded: LoadedModel, kernels: KernelChoice | None = None) -> Engine:
-    """`build_engine` for a model that is loaded already; `kernels`, if given, chooses what serves its pool."""
+def engine_of(
+    config: EngineConfig, loaded: LoadedModel, kernels: KernelChoice | None = None
+) -> Engine:
+    """`build_engine` for a model that is loaded already; `kernels`, if given, chooses what serves
+    its pool.
+    """
     return EngineBuilder(config, loaded, kernels).engine()
 
 
@@ -57,12 +65,15 @@ class EngineBuilder:
     The config it goes by names scorer and scope. Raises as `build_engine`.
     """
 
-    def __init__(self, config: EngineConfig, loaded: LoadedModel, kernels: KernelChoice | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, loaded: LoadedModel, kernels: KernelChoice | None = None
+    ) -> None:
         use_threads(config.threads)
         limit = loaded.geometry.max_positions
         if config.max_model_len is not None and config.max_model_len > limit:
             raise ConfigError(
-                f"max_model_len is {config.max_model_len}, the model was made for at most {limit} positions"
+                f"max_model_len is {config.max_model_len}, the model was made for at most {limit} "
+                "positions"
             )
         self.loaded = loaded
         self.compression = Compression.of(config, loaded.fingerprint)
@@ -77,6 +88,9 @@ class EngineBuilder:
     def parts(self) -> Parts:
         """Who may come in, who runs next, and what computes it."""
         config, loaded = self.config, self.loaded
+        kernels = (
+            self._given_kernels or self.kernels()
+        )  # before a calibration, which takes a minute
         scorer, retentions = self.retentions()
         default, layouts = retentions[0], [retention.layout for retention in retentions]
         dtype = cache_dtype(config, loaded)
@@ -85,20 +99,27 @@ class EngineBuilder:
         max_model_len = _fit_model_len(config, default, pages, self.most_tokens)
         span_bytes = default.layout.span_pages * page_bytes
         cache = self.cache(retentions, pages, offload_bytes(config, span_bytes) // page_bytes)
-        runner = self._ready_runner(retentions, scorer, pages, cache, dtype)
-        admission = Admission(retentions, pages, str(dtype).removeprefix("torch."), dtype.itemsize, max_model_len)
+        runner = self._ready_runner(
+            retentions, scorer, cache=cache, pages=pages, kernels=kernels, cache_dtype=dtype
+        )
+        admission = Admission(
+            retentions, pages, str(dtype).removeprefix("torch."), dtype.itemsize, max_model_len
+        )
         announce(config, loaded, admission, cache.host.total)
         return admission, Scheduler(config, cache), runner
 
     def retentions(self) -> tuple[Scorer | None, list[Retention]]:
-        """The scorer, if one is needed; the default ρ first, then 1.0, then those of other profiles.
+        """The scorer, if one is needed; the default ρ first, then 1.0, then those of other
+        profiles.
 
         All are in pages of one shape.
         """
         config = self.config
         full = Retention(1.0, self.uncompressed(), self._full_fingerprint())
         if not self.loaded.geometry.full_layers:
-            _log.warning("%s has sliding-window layers only: there is nothing to compress", config.model)
+            _log.warning(
+                "%s has sliding-window layers only: there is nothing to compress", config.model
+            )
             return None, [full]
         if config.kv_retention == 1.0 and not config.profile:
             return None, [full]
@@ -110,7 +131,9 @@ class EngineBuilder:
         return scorer, [default, *(entry for entry in (full, *found) if entry is not default)]
 
     def _full_fingerprint(self) -> str:
-        """ρ = 1.0 depends on the model alone: its weights stand in for the profile's fingerprint."""
+        """ρ = 1.0 depends on the model alone: its weights stand in for the profile's
+        fingerprint.
+        """
         return f"full:{self.loaded.fingerprint.weights_sha256}:{self.config.chunk_tokens}"
 
     def uncompressed(self) -> Layout:
@@ -125,7 +148,9 @@ class EngineBuilder:
 
     def retention(self, profile: Profile, scorer: Scorer) -> Retention:
         """How `profile` keeps KV entries."""
-        return self.budgeted(profile, scorer, profile.groups, profile.sealed_pages, profile.fingerprint())
+        return self.budgeted(
+            profile, scorer, profile.groups, profile.sealed_pages, profile.fingerprint()
+        )
 
     def budgeted(
         self,
@@ -189,9 +214,9 @@ class EngineBuilder:
         self,
         retentions: Sequence[Retention],
         scorer: Scorer | None,
-        pages: int,
+        *,
         cache: CacheManager,
-        dtype: torch.dtype,
+        **options: Any,
     ) -> Runner:
         """A runner whose kernels are compiled and whose graphs are captured."""
         config, loaded = self.config, self.loaded
@@ -200,15 +225,9 @@ class EngineBuilder:
             join_projections(loaded.model)
             compile_layers(loaded.model)
         every, scope = config.overflow_every, self.compression.choice.scope
+        overflow = None if every is None else Overflow(retentions, scope, every)
         runner = self.runner(
-            retentions,
-            scorer,
-            cache=cache,
-            pages=pages,
-            kernels=self._given_kernels or self.kernels(),
-            graphs=fast,
-            cache_dtype=dtype,
-            overflow=None if every is None else Overflow(retentions, scope, every),
+            retentions, scorer, cache=cache, graphs=fast, overflow=overflow, **options
         )
         if loaded.device.type == "cuda":
             runner.rehearse(config.max_num_seqs, config.max_num_batched_tokens)
@@ -221,10 +240,16 @@ class EngineBuilder:
         """The policy asked for, or the one that was kept for this GPU and geometry."""
         config, loaded, shape = self.config, self.loaded, self.loaded.geometry
         fits: dict[str, Any] = {
-            "kv_heads": shape.kv_heads, "group": shape.group_size, "head_dim": shape.head_dim,
+            "kv_heads": shape.kv_heads,
+            "group": shape.group_size,
+            "head_dim": shape.head_dim,
             "dtype": str(cache_dtype(config, loaded)).removeprefix("torch."),
-        }  # fmt: skip
-        device = torch.cuda.get_device_name(loaded.device) if loaded.device.type == "cuda" else str(loaded.device)
+        }
+        device = (
+            torch.cuda.get_device_name(loaded.device)
+            if loaded.device.type == "cuda"
+            else str(loaded.device)
+        )
         if config.decode_policy is not None:
             policy = Policy.load(Path(config.decode_policy))
             policy.check(device, fits)
@@ -238,15 +263,25 @@ class EngineBuilder:
 
 
 def _fit_model_len(config: EngineConfig, default: Retention, pages: int, wanted: int) -> int:
-    """`wanted`, or as many tokens as the pool can hold in one sequence if nobody insists on more."""
+    """`wanted`, or as many tokens as the pool can hold in one sequence if nobody
+    insists on more.
+    """
     layout = default.layout
     if layout.most_pages(wanted) <= pages:
         return wanted
-    fits = max((n for n in range(0, wanted, layout.page_tokens) if layout.most_pages(n) <= pages), default=0)
+    fits = max(
+        (n for n in range(0, wanted, layout.page_tokens) if layout.most_pages(n) <= pages),
+        default=0,
+    )
     if config.max_model_len is not None or fits == 0:
         raise ConfigError(
-            f"max_model_len {wanted} needs {layout.most_pages(wanted)} KV pages in one sequence, kv_cache_gib gives "
+            f"max_model_len {wanted} needs {layout.most_pages(wanted)} KV pages in one sequence, "
+            "kv_cache_gib gives "
             f"{pages}, which hold {fits} tokens: raise kv_cache_gib or lower max_model_len"
         )
-    _log.warning("max_model_len is lowered from %d to %d: the KV cache holds no more in one sequence", wanted, fits)
+    _log.warning(
+        "max_model_len is lowered from %d to %d: the KV cache holds no more in one sequence",
+        wanted,
+        fits,
+    )
     return fits

@@ -1,4 +1,6 @@
-"""One completion while it is being written: its sequence, its sampler, its text; and all of them by request."""
+"""One completion while it is being written: its sequence, its sampler, its text; and all of them by
+request.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,9 @@ _log = logging.getLogger("tangram")
 class Completion:
     """Number `index` of the `n` completions of `request`.
 
-    `begin` makes its sampler and its text, for the first token that is sampled: who waits for that holds neither.
-    `error` says why nothing more can be written, and which field of the request is to blame, if one is.
+    `begin` makes its sampler and its text, for the first token that is sampled: who waits for that
+    holds neither. `error` says why nothing more can be written, and which field of the request is
+    to blame, if one is.
     """
 
     request: Request
@@ -40,14 +43,23 @@ class Completion:
 
     @cached_property
     def sampler(self) -> SampleRow:
-        """How its tokens are chosen. Where it cannot be made there is an `error`, and the first token means nothing."""
+        """How its tokens are chosen. Where it cannot be made there is an `error`, and the first
+        token means nothing.
+        """
         try:
             sampler, self.text = self.begin()
         except Exception:
             request_id = self.request.request_id
-            _log.exception("request %s could not begin", request_id, extra={"request_id": request_id})
-            self.error = "the engine could not begin to answer this request: the log has the reason", None
-            return SampleRow(SamplingParams(temperature=0.0), prompt_token_ids=(), vocab_size=1, seed=0)
+            _log.exception(
+                "request %s could not begin", request_id, extra={"request_id": request_id}
+            )
+            self.error = (
+                "the engine could not begin to answer this request: the log has the reason",
+                None,
+            )
+            return SampleRow(
+                SamplingParams(temperature=0.0), prompt_token_ids=(), vocab_size=1, seed=0
+            )
         return sampler
 
     @property
@@ -56,7 +68,8 @@ class Completion:
         return self.sampler.matcher is not None
 
     def take(self, token: TokenLogprob) -> tuple[str, FinishReason | None]:
-        """Enter the token that was expected: the text that is certain now, and the reason to end if there is one.
+        """Enter the token that was expected: the text that is certain now, and the reason to end if
+        there is one.
 
         After an `error` there is neither.
         """
@@ -77,9 +90,14 @@ class Completion:
         return delta, None
 
     def event(
-        self, usage: Usage, token: TokenLogprob | None, text: str, reason: FinishReason | None,
-        error: str | None = None, error_field: str | None = None,
-    ) -> Event:  # fmt: skip
+        self,
+        usage: Usage,
+        token: TokenLogprob | None,
+        text: str,
+        reason: FinishReason | None,
+        error: str | None = None,
+        error_field: str | None = None,
+    ) -> Event:
         """The news for the client."""
         wants_logprobs = self.request.sampling.logprobs is not None
         return Event(
@@ -111,9 +129,13 @@ def refused(request: Request, index: int, error: str) -> Event:
 
 
 class Answers:
-    """All completions that are being written, by request. `seed` seeds the requests that bring no seed."""
+    """All completions that are being written, by request. `seed` seeds the requests that bring no
+    seed.
+    """
 
-    def __init__(self, codec: TextCodec, *, vocab_size: int, device: torch.device, seed: int) -> None:
+    def __init__(
+        self, codec: TextCodec, *, vocab_size: int, device: torch.device, seed: int
+    ) -> None:
         self._codec, self._vocab_size, self._device = codec, vocab_size, device
         self._seeds = random.Random(seed)
         self._arrivals = 0
@@ -129,17 +151,23 @@ class Answers:
         return list(dict.fromkeys(request_id for request_id, _ in self._all))
 
     def begin(self, request: Request, retention: Retention, max_tokens: int) -> Completion:
-        """The first completion of a new request; `siblings` has the others. Where it fails nothing is entered."""
+        """The first completion of a new request; `siblings` has the others. Where it fails nothing
+        is entered.
+        """
         sampling, request_id = request.sampling, request.request_id
         seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
-        ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._codec.eos_token_ids)
+        ends = frozenset(sampling.stop_token_ids) | (
+            frozenset() if sampling.ignore_eos else self._codec.eos_token_ids
+        )
         prompt = np.asarray(request.prompt_token_ids, np.int64)
         limit = len(prompt) + max_tokens - 1
         first, *others = [
             Completion(
                 request,
                 index,
-                sequence_of(request_id, self._arrivals + index, retention, request.cache_salt, prompt, limit),
+                sequence_of(
+                    request_id, self._arrivals + index, retention, request.cache_salt, prompt, limit
+                ),
                 ends,
                 partial(self._begin, request, index, seed, ends),
             )
@@ -162,9 +190,10 @@ class Answers:
     def of(self, step: Step) -> list[Completion]:
         """The completions that get a token from `step`, in the order of its rows."""
         by_slot = {
-            completion.sequence.cache.slot: completion for completion in self._all.values()
+            completion.sequence.cache.slot: completion
+            for completion in self._all.values()
             if completion.sequence.cache is not None
-        }  # fmt: skip
+        }
         return [by_slot[row.slot] for row in step.rows if row.sample]
 
     def remove(self, completion: Completion) -> None:
@@ -175,11 +204,20 @@ class Answers:
         """The completions of one request, those that still wait for the first too."""
         return [completion for key, completion in self._all.items() if key[0] == request_id]
 
-    def _begin(self, request: Request, index: int, seed: int, ends: frozenset[int]) -> tuple[SampleRow, TextStream]:
+    def _begin(
+        self, request: Request, index: int, seed: int, ends: frozenset[int]
+    ) -> tuple[SampleRow, TextStream]:
         prompt, sampling = request.prompt_token_ids, request.sampling
         sampler = SampleRow(
-            sampling, prompt_token_ids=prompt, vocab_size=self._vocab_size, seed=seed, sample_index=index,
-            device=self._device, matcher=None if request.grammar is None else request.grammar.begin(),
+            sampling,
+            prompt_token_ids=prompt,
+            vocab_size=self._vocab_size,
+            seed=seed,
+            sample_index=index,
+            device=self._device,
+            matcher=None if request.grammar is None else request.grammar.begin(),
             end_token_ids=ends,
-        )  # fmt: skip
-        return sampler, TextStream(self._codec, stop=sampling.stop, prompt_token_ids=prompt, marks=request.marks)
+        )
+        return sampler, TextStream(
+            self._codec, stop=sampling.stop, prompt_token_ids=prompt, marks=request.marks
+        )

@@ -1,9 +1,11 @@
-"""Which token a random row gets: an exponential race among the tokens, run with numbers of their own.
+"""Which token a random row gets: an exponential race among the tokens, run with numbers of their
+own.
 
-Token i gets a number e[i] from the exponential distribution, hashed from the row's key and i alone, and the token with
-the largest weight[i] / e[i] wins: with probability weight[i] / sum (the Gumbel-max trick; Maddison et al. 2014,
-arXiv 1411.0030, section 2). A last bit of a logit moves the result only if the two best are that near to each other.
-Inverting the cumulative sum instead moves every later token's range with each weight.
+Token i gets a number e[i] from the exponential distribution, hashed from the row's key and i alone,
+and the token with the largest weight[i] / e[i] wins: with probability weight[i] / sum (the
+Gumbel-max trick; Maddison et al. 2014, arXiv 1411.0030, section 2). A last bit of a logit moves the
+result only if the two best are that near to each other. Inverting the cumulative sum instead moves
+every later token's range with each weight.
 """
 
 from __future__ import annotations
@@ -17,9 +19,12 @@ from torch import Tensor
 
 from tangram.engine.filters import on_device
 
-_ENTRIES_AT_ONCE = 2**24  # of rows x vocabulary on a GPU, 64 MiB a tensor; a CPU keeps one row in its cache
+_ENTRIES_AT_ONCE = (
+    2**24
+)  # of rows x vocabulary on a GPU, 64 MiB a tensor; a CPU keeps one row in its cache
 _INCREMENT = -0x61C88647  # 2**32 / the golden ratio, as int32
-# Xor-shift and product, each twice (lowbias32 of C. Wellons' hash-prospector): shift right, then multiply.
+# Xor-shift and product, each twice (lowbias32 of C. Wellons' hash-prospector): shift right, then
+# multiply.
 _ROUND = ((16, 0x7FEB352D), (15, -0x7B935975))
 
 
@@ -32,23 +37,29 @@ def row_key(seed: int, sample_index: int, step: int) -> int:
 def draw(weights: Tensor, keys: Sequence[int]) -> Tensor:
     """[R] int64: of each row of `weights` [R, V] (int64) token i with probability weights[i] / sum.
 
-    `keys` are those of the rows. A token of weight 0 is never drawn while another weighs more; one of less than 2**-32
-    of the sum hardly ever is.
+    `keys` are those of the rows. A token of weight 0 is never drawn while another weighs more; one
+    of less than 2**-32 of the sum hardly ever is.
     """
     places = on_device(weights.device, keys)
     rows = max(1, _ENTRIES_AT_ONCE // weights.shape[1]) if weights.is_cuda else 1
     pairs = zip(torch.split(weights, rows), torch.split(places, rows), strict=True)
-    return torch.cat([part.float().div_(exponentials(key, part.shape[1])).argmax(dim=-1) for part, key in pairs])
+    return torch.cat(
+        [part.float().div_(exponentials(key, part.shape[1])).argmax(dim=-1) for part, key in pairs]
+    )
 
 
 def exponentials(keys: Tensor, count: int) -> Tensor:
     """[R, count] float32 from the exponential distribution of mean 1, for `keys` int64 [R]."""
     halves = keys.view(torch.int32).view(-1, 2)
-    numbers = torch.arange(1, count + 1, dtype=torch.int32, device=keys.device).mul_(_INCREMENT)[None] + halves[:, :1]
+    numbers = (
+        torch.arange(1, count + 1, dtype=torch.int32, device=keys.device).mul_(_INCREMENT)[None]
+        + halves[:, :1]
+    )
     shifted = torch.empty_like(numbers)
     _mix(numbers, shifted)
     _mix(numbers.add_(halves[:, 1:]), shifted)
-    # 31 bits and a half: uniform in (0, 1), exact where it is small, since the smallest number wins.
+    # 31 bits and a half: uniform in (0, 1), exact where it is small, since the smallest number
+    # wins.
     return _shift(numbers, 1, shifted).float().add_(0.5).mul_(-(2.0**-31)).log1p_().neg_()
 
 

@@ -1,7 +1,8 @@
-"""Which tokens a random row draws from: integer weights after temperature, min-p, top-k and top-p, in vLLM's order.
+"""Which tokens a random row draws from: integer weights after temperature, min-p, top-k and top-p,
+in vLLM's order.
 
-A weight is `floor(exp((x - max) / temperature) · 2**40)`. Integer sums do not depend on their order, so a row's weights
-are the same alone or in any batch, and a filtered token has weight 0.
+A weight is `floor(exp((x - max) / temperature) · 2**40)`. Integer sums do not depend on their
+order, so a row's weights are the same alone or in any batch, and a filtered token has weight 0.
 """
 
 from __future__ import annotations
@@ -17,15 +18,24 @@ from tangram.kernels.transfer import placed
 from tangram.types import SamplingParams
 
 ONE = 2**40  # the weight of the likeliest token: 2**22 of them still fit in an int64
-_NUCLEUS_WIDTHS = (128, 2048)  # top-p looks at that many of the likeliest tokens before it sorts the vocabulary
+_NUCLEUS_WIDTHS = (
+    128,
+    2048,
+)  # top-p looks at that many of the likeliest tokens before it sorts the vocabulary
 
 
 def weights_of(logits: Tensor, rows: Sequence[SamplingParams]) -> Tensor:
-    """[R, V] int64 weights after temperature, min-p, top-k and top-p; ties with the last token kept stay."""
+    """[R, V] int64 weights after temperature, min-p, top-k and top-p; ties with the last token kept
+    stay.
+    """
     temperature = on_device(logits.device, [row.temperature for row in rows]).float()[:, None]
     weights = (logits - logits.amax(dim=-1, keepdim=True)).div_(temperature).exp_().mul_(ONE).long()
     vocab_size = weights.shape[1]
-    _keep(weights, [math.ceil(row.min_p * ONE) if row.min_p > 0 else None for row in rows], _min_p_floor)
+    _keep(
+        weights,
+        [math.ceil(row.min_p * ONE) if row.min_p > 0 else None for row in rows],
+        _min_p_floor,
+    )
     top_k = [row.top_k for row in rows]
     _keep(weights, [k if k is not None and k < vocab_size else None for k in top_k], _top_k_floor)
     _keep(weights, [row.top_p if row.top_p < 1.0 else None for row in rows], _top_p_floor)
@@ -34,7 +44,11 @@ def weights_of(logits: Tensor, rows: Sequence[SamplingParams]) -> Tensor:
 
 def pick(values: Tensor, rows: Sequence[int]) -> Tensor:
     """The chosen rows, without a copy when all are chosen."""
-    return values if len(rows) == len(values) else values.index_select(0, on_device(values.device, rows))
+    return (
+        values
+        if len(rows) == len(values)
+        else values.index_select(0, on_device(values.device, rows))
+    )
 
 
 def on_device(device: torch.device, values: Sequence[float]) -> Tensor:
@@ -42,8 +56,14 @@ def on_device(device: torch.device, values: Sequence[float]) -> Tensor:
     return placed(np.asarray(values), device)
 
 
-def _keep(weights: Tensor, values: Sequence[float | None], floor: Callable[[Tensor, Sequence[float]], Tensor]) -> None:
-    """Zero, in place, the weights below their row's floor; rows whose value is None are left alone."""
+def _keep(
+    weights: Tensor,
+    values: Sequence[float | None],
+    floor: Callable[[Tensor, Sequence[float]], Tensor],
+) -> None:
+    """Zero, in place, the weights below their row's floor; rows whose value is None are
+    left alone.
+    """
     rows = [index for index, value in enumerate(values) if value is not None]
     if not rows:
         return
@@ -63,13 +83,17 @@ def _top_k_floor(weights: Tensor, top_k: Sequence[float]) -> Tensor:
 
 
 def _top_p_floor(weights: Tensor, top_p: Sequence[float]) -> Tensor:
-    """[R]: the smallest weight in the nucleus, the fewest tokens that reach top-p (Holtzman et al. 2020, section 3)."""
+    """[R]: the smallest weight in the nucleus, the fewest tokens that reach top-p (Holtzman et al.
+    2020, section 3).
+    """
     needed = (weights.sum(dim=-1) * on_device(weights.device, top_p)).ceil().long().clamp_(min=1)
     return halved(weights, needed) if weights.is_cuda else sorted_through(weights, needed)
 
 
 def halved(weights: Tensor, needed: Tensor) -> Tensor:
-    """[R]: the largest weight such that it and all larger ones reach `needed`, by halving: nothing waits for a GPU."""
+    """[R]: the largest weight such that it and all larger ones reach `needed`, by halving: nothing
+    waits for a GPU.
+    """
     low, high = torch.zeros_like(needed), torch.full_like(needed, ONE)
     for _ in range(ONE.bit_length()):
         middle = (low + high + 1) // 2

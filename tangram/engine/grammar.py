@@ -1,7 +1,9 @@
-"""Grammars that answers must follow, by llguidance: an Earley parser over the tokens' bytes, its lexer made on the go.
+"""Grammars that answers must follow, by llguidance: an Earley parser over the tokens' bytes, its
+lexer made on the go.
 
-A grammar is text in llguidance's Lark dialect, with JSON schemas as `%json {...}`. It is compiled off the engine's
-thread; what remains for each token is to look up which tokens may follow, some tens of microseconds.
+A grammar is text in llguidance's Lark dialect, with JSON schemas as `%json {...}`. It is compiled
+off the engine's thread; what remains for each token is to look up which tokens may follow, some
+tens of microseconds.
 """
 
 from __future__ import annotations
@@ -59,21 +61,32 @@ class _Recent(OrderedDict[tuple[str, str], T]):
 
 
 class GrammarCompiler:
-    """Makes grammars for one model's tokens; `end_token_ids` end its texts. Safe to share between threads."""
+    """Makes grammars for one model's tokens; `end_token_ids` end its texts. Safe to share between
+    threads.
+    """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, end_token_ids: Iterable[int]) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, end_token_ids: Iterable[int]
+    ) -> None:
         self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, sorted(end_token_ids)
-        # Conversations bring the same tools with every turn. Refusals are kept apart: many push no grammar out.
+        # Conversations bring the same tools with every turn. Refusals are kept apart: many push no
+        # grammar out.
         self._compiled = _Recent[CompiledGrammar](_KEPT_GRAMMARS)
         self._refused = _Recent[str](_KEPT_REFUSALS)
         self._keeping = threading.Lock()
 
     @cached_property
     def _tokens(self) -> LLTokenizer | None:
-        """None if this tokenizer's tokens are no bytes. Made once, which keeps the interpreter busy for that long."""
+        """None if this tokenizer's tokens are no bytes. Made once, which keeps the interpreter busy
+        for that long.
+        """
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         try:
-            return None if backend is None else LLTokenizer(backend.to_str(), self._vocab_size, self._ends or None)
+            return (
+                None
+                if backend is None
+                else LLTokenizer(backend.to_str(), self._vocab_size, self._ends or None)
+            )
         except (ValueError, RuntimeError):
             return None
 
@@ -82,7 +95,8 @@ class GrammarCompiler:
         _ = self._tokens
 
     def known(self, source: str, field: str) -> CompiledGrammar | None:
-        """The grammar `source` as `compile` has made it before, at once; None if that has not seen it of late.
+        """The grammar `source` as `compile` has made it before, at once; None if that has not seen
+        it of late.
 
         Raises the `RequestError` (`field`) that `compile` has raised.
         """
@@ -93,9 +107,11 @@ class GrammarCompiler:
             return self._compiled.find((source, field))
 
     def compile(self, source: str, field: str) -> CompiledGrammar:
-        """The grammar `source`; its first mask is computed too. What comes of it is kept for those who ask again.
+        """The grammar `source`; its first mask is computed too. What comes of it is kept for those
+        who ask again.
 
-        Raises `RequestError` (`field`) with what is wrong, `MachineError` if it could not be found out.
+        Raises `RequestError` (`field`) with what is wrong, `MachineError` if it could not be found
+        out.
         """
         grammar = self.known(source, field)
         if grammar is not None:
@@ -112,10 +128,15 @@ class GrammarCompiler:
 
     def _compile(self, source: str, field: str) -> CompiledGrammar:
         if self._tokens is None:
-            message = f"{field}: this model's tokens cannot be held to a grammar, its tokenizer says too little of them"
+            message = (
+                f"{field}: this model's tokens cannot be held to a grammar, its tokenizer "
+                "says too little of them"
+            )
             raise RequestError(f"{message}: leave the field out", field)
         _try(source, field)
-        matcher = LLMatcher(self._tokens, LLMatcher.grammar_from_lark(source), log_level=0, limits=LIMITS)
+        matcher = LLMatcher(
+            self._tokens, LLMatcher.grammar_from_lark(source), log_level=0, limits=LIMITS
+        )
         if not matcher.is_error():
             matcher.compute_bitmask()
         if matcher.is_error():
@@ -124,13 +145,16 @@ class GrammarCompiler:
 
 
 def _try(source: str, field: str) -> None:
-    """Raise `RequestError` (`field`) if no grammar can be made of `source` within bounds of time and memory.
+    """Raise `RequestError` (`field`) if no grammar can be made of `source` within bounds of time
+    and memory.
 
     Raises `MachineError` if the trial could not be held, for which the log has the reason.
     """
     command = [sys.executable, "-P", str(Path(grammar_trial.__file__))]
     try:
-        ended = subprocess.run(command, input=source.encode(), capture_output=True, timeout=MOST_S, check=False)
+        ended = subprocess.run(
+            command, input=source.encode(), capture_output=True, timeout=MOST_S, check=False
+        )
         code, begun = ended.returncode, ended.stdout == BEGUN
         reason = f"code {code}, {ended.stderr[-_MOST_REASON_CHARACTERS:]!r}"
     except subprocess.TimeoutExpired as slow:
@@ -141,9 +165,14 @@ def _try(source: str, field: str) -> None:
         return
     if not begun or code in _ENDED_FROM_OUTSIDE:
         _log.error("a grammar could not be tried in a process of its own: %s", reason)
-        raise MachineError(f"{field}: the server could not try the grammar just now: send the request again in a while")
+        raise MachineError(
+            f"{field}: the server could not try the grammar just now: send the request again in a "
+            "while"
+        )
     raise RequestError(
-        f"{field} takes more than {MOST_S} s or too much memory to make a grammar of: make it simpler", field
+        f"{field} takes more than {MOST_S} s or too much memory to make a grammar of: make it "
+        "simpler",
+        field,
     )
 
 
@@ -166,13 +195,18 @@ class GrammarMatcher:
         self.error: RequestError | None = None
 
     def allowed(self) -> UInt8:
-        """As `types.Matcher` says; a grammar that is too much work for one token becomes an error with the next one."""
+        """As `types.Matcher` says; a grammar that is too much work for one token becomes an error
+        with the next one.
+        """
         return np.frombuffer(bytearray(self._matcher.compute_bitmask()), np.uint8)
 
     def take(self, token: int) -> None:
         """As `types.Matcher` says."""
         if self._matcher.is_error() or not self._matcher.consume_token(token):
-            message = f"{self._field} makes a grammar that cannot be followed any further: {_reason(self._matcher)}"
+            message = (
+                f"{self._field} makes a grammar that cannot be followed any further: "
+                f"{_reason(self._matcher)}"
+            )
             self.error = RequestError(f"{message}: make it simpler", self._field)
 
 

@@ -1,7 +1,8 @@
-"""Tries in a process of its own whether a grammar can be made: one that has little memory, and can be ended.
+"""Tries in a process of its own whether a grammar can be made: one that has little memory, and can
+be ended.
 
-llguidance bounds its work but for one part: whether what several expressions ask for together can be met at all. That
-multiplies out, in time and memory, and nobody can stop a thread that is at it.
+llguidance bounds its work but for one part: whether what several expressions ask for together can
+be met at all. That multiplies out, in time and memory, and nobody can stop a thread that is at it.
 
     python -P grammar_trial.py < SOURCE     # code 0: it ends, well or with a reason
 
@@ -24,9 +25,14 @@ BEGUN = b"begun\n"
 
 # Bounds on work, in llguidance's units: about 20 ms of making a lexer, 7 ms for a token.
 LIMITS = LLParserLimits(
-    max_items_in_row=5_000, initial_lexer_fuel=1_000_000, step_lexer_fuel=100_000, step_max_items=50_000,
-    max_lexer_states=50_000, max_grammar_size=200_000, verbose_errors=False,
-)  # fmt: skip
+    max_items_in_row=5_000,
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=100_000,
+    step_max_items=50_000,
+    max_lexer_states=50_000,
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
 
 
 def main() -> None:

@@ -14,15 +14,19 @@ _MOST_WAIT_S = 60
 
 
 class Intake:
-    """Whoever comes while fewer than `most_waiting` completions wait is taken in whole; None takes in everybody. Who
-    wants more completions than that and the `places` there are to run never is. One thread at a time.
-    `entering` are those that were taken in and are still on their way to the queue.
+    """Whoever comes while fewer than `most_waiting` completions wait is taken in whole; None takes
+    in everybody. Who wants more completions than that and the `places` there are to run never is.
+    One thread at a time. `entering` are those that were taken in and are still on their way to the
+    queue.
 
-    Where they leave the queue at `r` a second, `w` of them are gone in `w / r` seconds: that is what a refused one
-    is told, at least 1 s and, because by then others may have given up, at most a minute.
+    Where they leave the queue at `r` a second, `w` of them are gone in `w / r` seconds: that is
+    what a refused one is told, at least 1 s and, because by then others may have given up, at most
+    a minute.
     """
 
-    def __init__(self, most_waiting: int | None, places: int, clock_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, most_waiting: int | None, places: int, clock_s: Callable[[], float] = time.monotonic
+    ) -> None:
         self._most_waiting, self._places, self._clock_s = most_waiting, places, clock_s
         self.entering = 0
         self._starts_s: deque[float] = deque(maxlen=_MEASURED_STARTS)
@@ -43,13 +47,16 @@ class Intake:
     def _check(self, most_waiting: int, waiting: int, coming: int, field: str) -> None:
         if coming > self._places + most_waiting:
             raise RequestError(
-                f"{field} asks for {coming} completions at once, {self._places} may run and {most_waiting} wait "
-                f"(max_num_seqs, max_queue): send fewer at a time, or have the server started with a longer queue",
+                f"{field} asks for {coming} completions at once, {self._places} may run and "
+                f"{most_waiting} wait "
+                "(max_num_seqs, max_queue): send fewer at a time, or have the server started "
+                "with a longer queue",
                 field,
             )
         if waiting >= most_waiting:
             raise OverloadError(
-                f"{waiting} completions wait, max_queue is {most_waiting}: try again later, or have the server "
+                f"{waiting} completions wait, max_queue is {most_waiting}: try again later, or "
+                "have the server "
                 f"started with a longer queue",
                 self._retry_after_s(waiting),
             )

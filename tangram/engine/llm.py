@@ -34,7 +34,9 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """Everything about one finished request. `kv_bytes` is what its pages held at the end, over all its completions."""
+    """Everything about one finished request. `kv_bytes` is what its pages held at the end, over all
+    its completions.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -67,7 +69,8 @@ def _with_options_of(
 class LLM:
     """A model with a compressed KV cache, for offline use.
 
-    The keywords are the fields of `EngineConfig`. `generate` and `chat` keep prefixes in the cache between calls.
+    The keywords are the fields of `EngineConfig`. `generate` and `chat` keep prefixes in the cache
+    between calls.
     """
 
     @_with_options_of(EngineConfig)
@@ -93,9 +96,11 @@ class LLM:
         kv_retention: float | None = None,
         cache_salt: str = "",
     ) -> list[RequestOutput]:
-        """Complete prompts, texts or `{"prompt_token_ids": [...]}`, together; results in the order of the prompts.
+        """Complete prompts, texts or `{"prompt_token_ids": [...]}`, together; results in the order
+        of the prompts.
 
-        Raises `RequestError` naming the field if a request is malformed or can never fit; then none of them is run.
+        Raises `RequestError` naming the field if a request is malformed or can never fit; then none
+        of them is run.
         """
         listed = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
         tokens = [self._tokens(prompt) for prompt in listed]
@@ -109,7 +114,9 @@ class LLM:
         kv_retention: float | None = None,
         cache_salt: str = "",
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of messages) or several, through the model's chat template."""
+        """Answer one conversation (a list of messages) or several, through the model's chat
+        template.
+        """
         several = bool(messages) and not isinstance(messages[0], Mapping)
         tokens = [self.engine.codec.chat_prompt(m) for m in (messages if several else [messages])]  # type: ignore[arg-type]
         return self._complete(tokens, sampling_params, kv_retention, cache_salt)
@@ -119,7 +126,8 @@ class LLM:
             return self.engine.codec.encode(prompt)
         if set(prompt) != {"prompt_token_ids"}:
             raise RequestError(
-                f"a prompt is a text or {{'prompt_token_ids': [...]}}, this has {sorted(prompt)}", "prompt"
+                f"a prompt is a text or {{'prompt_token_ids': [...]}}, this has {sorted(prompt)}",
+                "prompt",
             )
         return tuple(int(token) for token in prompt["prompt_token_ids"])
 
@@ -131,11 +139,22 @@ class LLM:
         cache_salt: str,
     ) -> list[RequestOutput]:
         params = _per_prompt(sampling_params, len(prompts))
-        collectors = [_Collector(prompt, each.n) for prompt, each in zip(prompts, params, strict=True)]
+        collectors = [
+            _Collector(prompt, each.n) for prompt, each in zip(prompts, params, strict=True)
+        ]
         requests = []
         for collector, each in zip(collectors, params, strict=True):
             self._count += 1
-            requests.append(Request(str(self._count), collector.prompt, each, collector.take, kv_retention, cache_salt))
+            requests.append(
+                Request(
+                    str(self._count),
+                    collector.prompt,
+                    each,
+                    collector.take,
+                    kv_retention,
+                    cache_salt,
+                )
+            )
         self.engine.submit(*requests)
         console = Console(stderr=True)
         with Progress(console=console, disable=not console.is_terminal) as progress:
@@ -143,14 +162,22 @@ class LLM:
             while self.engine.busy:
                 self.engine.step()
                 progress.update(task, completed=sum(collector.done for collector in collectors))
-        return [collector.output(request) for collector, request in zip(collectors, requests, strict=True)]
+        return [
+            collector.output(request)
+            for collector, request in zip(collectors, requests, strict=True)
+        ]
 
 
-def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, prompts: int) -> Sequence[SamplingParams]:
+def _per_prompt(
+    params: SamplingParams | Sequence[SamplingParams] | None, prompts: int
+) -> Sequence[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * prompts
     if len(params) != prompts:
-        raise ConfigError(f"sampling_params has {len(params)} entries for {prompts} prompts: give one, or one for each")
+        raise ConfigError(
+            f"sampling_params has {len(params)} entries for {prompts} prompts: give one, or one "
+            "for each"
+        )
     return params
 
 
@@ -184,12 +211,16 @@ class _Collector:
         events = self._events[index]
         reason = events[-1].finish_reason
         if reason is None or reason is FinishReason.ABORT:
-            raise TangramError(f"request {request.request_id} was ended by the engine: {events[-1].error}")
+            raise TangramError(
+                f"request {request.request_id} was ended by the engine: {events[-1].error}"
+            )
         wanted = request.sampling.logprobs is not None
         return CompletionOutput(
             index=index,
             text="".join(event.text for event in events),
             token_ids=tuple(token for event in events for token in event.token_ids),
-            logprobs=tuple(entry for event in events for entry in event.logprobs) if wanted else None,
+            logprobs=tuple(entry for event in events for entry in event.logprobs)
+            if wanted
+            else None,
             finish_reason=reason.value,
         )

@@ -1,8 +1,10 @@
-"""The engine's loop: schedule, plan, run, commit, emit. The only room that knows both the scheduler and the runner.
+"""The engine's loop: schedule, plan, run, commit, emit. The only room that knows both the scheduler
+and the runner.
 
-Where the model runs beside the host, on a GPU, a step is launched before the tokens of the one before are read: the
-device takes them from where it left them. Only counts are needed to schedule, and they are known. What is noticed when
-tokens are read, an end token or a stop string, ends a completion whose next token is under way: that token is dropped.
+Where the model runs beside the host, on a GPU, a step is launched before the tokens of the one
+before are read: the device takes them from where it left them. Only counts are needed to schedule,
+and they are known. What is noticed when tokens are read, an end token or a stop string, ends a
+completion whose next token is under way: that token is dropped.
 """
 
 from __future__ import annotations
@@ -41,24 +43,36 @@ _log = logging.getLogger("tangram")
 class Engine:
     """Serves requests one step at a time: call `step` yourself, or `start` a thread that does.
 
-    `submit`, `abort`, `stats` and `waiting` may be called from any thread, and wait for no step: they
-    leave jobs for whoever steps, and read what that one has published. Build it with
-    `tangram.engine.build.build_engine`.
-    With `ahead` a step is launched before the tokens of the one before are read.
+    `submit`, `abort`, `stats` and `waiting` may be called from any thread, and wait for no step:
+    they leave jobs for whoever steps, and read what that one has published. Build it with
+    `tangram.engine.build.build_engine`. With `ahead` a step is launched before the tokens of the
+    one before are read.
     """
 
     def __init__(
-        self, config: EngineConfig, loaded: LoadedModel, admission: Admission, scheduler: Scheduler, runner: Runner
+        self,
+        config: EngineConfig,
+        loaded: LoadedModel,
+        admission: Admission,
+        scheduler: Scheduler,
+        runner: Runner,
     ) -> None:
         self.config = config
         self.codec = TextCodec(loaded.tokenizer, eos_token_ids=loaded.eos_token_ids)
         self.healthy = True
         self.ahead = loaded.device.type != "cpu"
-        self._loaded, self._admission, self._scheduler, self._runner = loaded, admission, scheduler, runner
-        self.grammars = GrammarCompiler(loaded.tokenizer, self.geometry.vocab_size, self.codec.eos_token_ids)
+        self._loaded, self._admission, self._scheduler, self._runner = (
+            loaded,
+            admission,
+            scheduler,
+            runner,
+        )
+        self.grammars = GrammarCompiler(
+            loaded.tokenizer, self.geometry.vocab_size, self.codec.eos_token_ids
+        )
         self._answers = Answers(
             self.codec, vocab_size=self.geometry.vocab_size, device=loaded.device, seed=config.seed
-        )  # fmt: skip
+        )
         self._flight: Flight | None = None
         self._mail = Mailbox(Intake(config.max_queue, config.max_num_seqs), config.max_num_seqs)
         self._stats = admission.stats(scheduler, runner.meters)
@@ -86,21 +100,23 @@ class Engine:
         """The most tokens, prompt and answer, of one sequence."""
         return self._admission.max_model_len
 
-    # -- from any thread --------------------------------------------------------------------------------------------
+    # -- from any thread ---------------------------------------------------------------------------
 
     def submit(self, *requests: Request) -> None:
         """Queue `requests`, all or none; their events come through `on_event` of each.
 
-        Raises `RequestError` at once if one is malformed or can never fit, or they are more completions than may ever
-        run and wait; `OverloadError` if `max_queue` completions wait. Then nothing is queued. Raises `EngineError` once
-        the engine's thread has ended.
+        Raises `RequestError` at once if one is malformed or can never fit, or they are more
+        completions than may ever run and wait; `OverloadError` if `max_queue` completions wait.
+        Then nothing is queued. Raises `EngineError` once the engine's thread has ended.
         """
         jobs: list[Job] = [partial(self._accept, entry, *self.check(entry)) for entry in requests]
         coming = sum(request.sampling.n for request in requests)
         self._mail.submit(jobs, coming, "n" if len(requests) == 1 else "prompt")
 
     def check(self, request: Request) -> tuple[Retention, int]:
-        """What `submit` checks: how `request` would keep KV entries, and the tokens it may generate."""
+        """What `submit` checks: how `request` would keep KV entries, and the tokens it may
+        generate.
+        """
         retention = self._admission.retention_for(request)
         check_tokens(request.sampling, self.geometry.vocab_size)
         return retention, self._admission.max_tokens_for(request, retention)
@@ -134,7 +150,7 @@ class Engine:
         if self._thread is not None:
             self._thread.join()
 
-    # -- the loop ---------------------------------------------------------------------------------------------------
+    # -- the loop ----------------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
@@ -144,7 +160,8 @@ class Engine:
     def step(self) -> bool:
         """One step: schedule, plan, run, commit, emit. False if there was nothing to do.
 
-        Where it fails, all requests are ended and nothing stays cached: what it has written is not known.
+        Where it fails, all requests are ended and nothing stays cached: what it has written is not
+        known.
         """
         try:
             return self._runner.meters.timed(self._step)
@@ -166,8 +183,12 @@ class Engine:
             self._publish_stats()
         self._checked = False
         sampled = self._answers.of(step)
-        samplers, constrained = [entry.sampler for entry in sampled], any(entry.constrained for entry in sampled)
-        # What a grammar allows next depends on the token before, which is read while the device computes this step.
+        samplers, constrained = (
+            [entry.sampler for entry in sampled],
+            any(entry.constrained for entry in sampled),
+        )
+        # What a grammar allows next depends on the token before, which is read while the device
+        # computes this step.
         choice = self._runner.run(step, samplers, self._land if constrained else lambda: None)
         self._land()
         self._runner.meters.collect()
@@ -211,9 +232,16 @@ class Engine:
         self._stats_s = time.monotonic()
 
     def _fail(self, completion: Completion) -> None:
-        """End a request whose logits say that its state is not sound, and leave none of that state to others."""
+        """End a request whose logits say that its state is not sound, and leave none of that state
+        to others.
+        """
         request_id = completion.request.request_id
-        _log.error("request %s is ended: its logits %s", request_id, BROKEN_LOGITS, extra={"request_id": request_id})
+        _log.error(
+            "request %s is ended: its logits %s",
+            request_id,
+            BROKEN_LOGITS,
+            extra={"request_id": request_id},
+        )
         self._runner.clear(self._scheduler.quarantine(completion.sequence))
         self._drop(request_id, f"the logits of this request {BROKEN_LOGITS}")
 
@@ -232,7 +260,9 @@ class Engine:
         self._between_steps(self._scheduler.cache.prefix.clear)
 
     def check_books(self) -> None:
-        """Raise `IntegrityError` unless every page is accounted for and every footprint is what the formula says."""
+        """Raise `IntegrityError` unless every page is accounted for and every footprint is what the
+        formula says.
+        """
         self._between_steps(partial(check_books, self._scheduler.cache))
 
     def _between_steps(self, work: Callable[[], None]) -> None:
@@ -268,15 +298,20 @@ class Engine:
         self._publish_queue()
         self._publish_stats()
 
-    # -- requests ---------------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     def _accept(self, request: Request, retention: Retention, max_tokens: int) -> None:
         self._mail.arrive(request.sampling.n)
         try:
             self._scheduler.add(self._answers.begin(request, retention, max_tokens).sequence)
         except Exception:
-            request_id, error = request.request_id, "the engine could not take in this request: the log has the reason"
-            _log.exception("request %s could not be taken in", request_id, extra={"request_id": request_id})
+            request_id, error = (
+                request.request_id,
+                "the engine could not take in this request: the log has the reason",
+            )
+            _log.exception(
+                "request %s could not be taken in", request_id, extra={"request_id": request_id}
+            )
             if self._answers.of_request(request_id):
                 self._drop(request_id, error)
             else:
@@ -284,7 +319,9 @@ class Engine:
                     request.on_event(refused(request, index, error))
 
     def _started(self, completion: Completion) -> None:
-        """It has its first token: the others of its request, of which the first computes the prompt, may go on."""
+        """It has its first token: the others of its request, of which the first computes the
+        prompt, may go on.
+        """
         self._mail.start()
         for sibling in self._answers.siblings(completion.request.request_id):
             self._scheduler.add(sibling.sequence)
@@ -296,9 +333,11 @@ class Engine:
             usage = self._usage(completion)
             self._end(completion)
             self._publish_stats()  # who is told that it has ended finds no trace of it
-            completion.request.on_event(completion.event(usage, None, "", FinishReason.ABORT, error, field))
+            completion.request.on_event(
+                completion.event(usage, None, "", FinishReason.ABORT, error, field)
+            )
 
-    # -- emit -------------------------------------------------------------------------------------------------------
+    # -- emit --------------------------------------------------------------------------------------
 
     def _take(self, completion: Completion, token: TokenLogprob) -> None:
         text, reason = completion.take(token)

@@ -1,4 +1,6 @@
-"""What other threads leave for whoever steps an engine, and the length of the queue that they are told."""
+"""What other threads leave for whoever steps an engine, and the length of the queue that they are
+told.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ Job = Callable[[], None]
 
 
 class Mailbox:
-    """Jobs for the engine's thread, and the bound of its queue. Any thread may call; nobody waits long.
+    """Jobs for the engine's thread, and the bound of its queue. Any thread may call; nobody waits
+    long.
 
     The lock is held for as long as it takes to enter or to take out jobs, never while one is done.
     `places` are those of a batch, of which at first none is taken.

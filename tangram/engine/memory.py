@@ -1,4 +1,6 @@
-"""How much memory KV pages may take: a run of the largest step says what the model needs besides them."""
+"""How much memory KV pages may take: a run of the largest step says what the model needs besides
+them.
+"""
 
 from __future__ import annotations
 
@@ -40,21 +42,27 @@ def cache_dtype(config: EngineConfig, loaded: LoadedModel) -> torch.dtype:
 
 
 def table_bytes(config: EngineConfig, layouts: Sequence[Layout]) -> int:
-    """What block tables take where the pool is. Raises `ConfigError` if they have more entries than kernels address."""
+    """What block tables take where the pool is. Raises `ConfigError` if they have more entries than
+    kernels address.
+    """
     entries = config.max_num_seqs * max(int(layout.group_offset[-1]) for layout in layouts)
     if entries > _MOST_ENTRIES:
         raise ConfigError(
-            f"max_num_seqs is {config.max_num_seqs} and a sequence may have {layouts[0].max_tokens} tokens: block "
-            f"tables would have {entries} entries, at most {_MOST_ENTRIES} can be addressed: lower max_num_seqs or "
+            f"max_num_seqs is {config.max_num_seqs} and a sequence may have "
+            f"{layouts[0].max_tokens} tokens: block "
+            f"tables would have {entries} entries, at most {_MOST_ENTRIES} can be addressed: "
+            "lower max_num_seqs or "
             "max_model_len"
         )
     return entries * np.dtype(np.int32).itemsize
 
 
 def kv_bytes(config: EngineConfig, loaded: LoadedModel, beside: int = 0) -> int:
-    """Bytes for KV pages: as told, a share of the GPU's memory, or 4 GiB and at most a quarter of the host's.
+    """Bytes for KV pages: as told, a share of the GPU's memory, or 4 GiB and at most a quarter of
+    the host's.
 
-    A GPU's share also holds `beside`: bytes of what is kept there besides the model, its steps and the pages.
+    A GPU's share also holds `beside`: bytes of what is kept there besides the model, its steps and
+    the pages.
 
     Raises `ConfigError` if the share leaves nothing for pages, or if a host has not so much.
     """
@@ -62,22 +70,28 @@ def kv_bytes(config: EngineConfig, loaded: LoadedModel, beside: int = 0) -> int:
         wanted, host = int(config.kv_cache_gib * GIB), _host_bytes()
         if loaded.device.type != "cuda" and wanted > host:
             raise ConfigError(
-                f"kv_cache_gib is {config.kv_cache_gib}, this machine lets the process have {host / GIB:.1f} GiB in "
+                f"kv_cache_gib is {config.kv_cache_gib}, this machine lets the process have "
+                f"{host / GIB:.1f} GiB in "
                 "all: lower kv_cache_gib"
             )
         return wanted
     if loaded.device.type != "cuda":
         return min(_DEFAULT_CPU_BYTES, _host_bytes() // 4)
-    needed = _activation_bytes(config, loaded) + _gathered_bytes(config, loaded) + _GRAPH_BYTES + beside
+    needed = (
+        _activation_bytes(config, loaded) + _gathered_bytes(config, loaded) + _GRAPH_BYTES + beside
+    )
     needed += STAGING_BYTES if config.kv_offload_gib else 0
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(loaded.device)
     room = int(total * config.gpu_memory_utilization) - (total - free) - needed
     if room <= 0:
         raise ConfigError(
-            f"gpu_memory_utilization is {config.gpu_memory_utilization} of {total / GIB:.1f} GiB; weights and others "
-            f"take {(total - free) / GIB:.1f} GiB, a step of {config.max_num_batched_tokens} tokens and graphs "
-            f"{needed / GIB:.1f} GiB, which leaves nothing for KV pages: raise it, or lower max_num_batched_tokens"
+            f"gpu_memory_utilization is {config.gpu_memory_utilization} of {total / GIB:.1f} GiB; "
+            "weights and others "
+            f"take {(total - free) / GIB:.1f} GiB, a step of {config.max_num_batched_tokens} "
+            "tokens and graphs "
+            f"{needed / GIB:.1f} GiB, which leaves nothing for KV pages: raise it, or lower "
+            "max_num_batched_tokens"
         )
     return room
 
@@ -90,8 +104,10 @@ def offload_bytes(config: EngineConfig, chunk_bytes: int) -> int:
     wanted, most = int(config.kv_offload_gib * GIB), _host_bytes()
     if wanted and not chunk_bytes <= wanted <= most:
         raise ConfigError(
-            f"kv_offload_gib is {config.kv_offload_gib}, it must be 0 or lie between {chunk_bytes / GIB:.4f}, "
-            f"one chunk at kv_retention {config.kv_retention}, and {most / GIB:.1f}, the memory of this machine"
+            f"kv_offload_gib is {config.kv_offload_gib}, it must be 0 or lie between "
+            f"{chunk_bytes / GIB:.4f}, "
+            f"one chunk at kv_retention {config.kv_retention}, and {most / GIB:.1f}, the memory "
+            "of this machine"
         )
     return wanted
 
@@ -105,9 +121,12 @@ def explained(config: EngineConfig) -> Iterator[None]:
         if not memory_ran_out(error):
             raise
         raise ConfigError(
-            f"memory has run out at the start, with kv_cache_gib {config.kv_cache_gib}, kv_offload_gib "
-            f"{config.kv_offload_gib}, gpu_memory_utilization {config.gpu_memory_utilization}, max_num_batched_tokens "
-            f"{config.max_num_batched_tokens} and max_num_seqs {config.max_num_seqs}: lower one of them"
+            f"memory has run out at the start, with kv_cache_gib {config.kv_cache_gib}, "
+            "kv_offload_gib "
+            f"{config.kv_offload_gib}, gpu_memory_utilization {config.gpu_memory_utilization}, "
+            "max_num_batched_tokens "
+            f"{config.max_num_batched_tokens} and max_num_seqs {config.max_num_seqs}: lower one "
+            "of them"
         ) from error
 
 
@@ -119,7 +138,9 @@ def _host_bytes() -> int:
 
 
 def _gathered_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
-    """What prefill copies out of pages at a time: at least the keys and values of one layer of the longest sequence."""
+    """What prefill copies out of pages at a time: at least the keys and values of one layer of the
+    longest sequence.
+    """
     shape = loaded.geometry
     longest = config.max_model_len or shape.max_positions
     return max(MOST_BYTES, 2 * shape.kv_heads * longest * shape.head_dim * loaded.dtype.itemsize)
@@ -128,13 +149,18 @@ def _gathered_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
 def _activation_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
     """The most that a forward pass over the largest step takes."""
     tokens = torch.zeros(1, config.max_num_batched_tokens, dtype=torch.int64, device=loaded.device)
-    positions = torch.arange(tokens.shape[1], device=loaded.device)[None] % loaded.geometry.max_positions
+    positions = (
+        torch.arange(tokens.shape[1], device=loaded.device)[None] % loaded.geometry.max_positions
+    )
     torch.cuda.reset_peak_memory_stats(loaded.device)
     before = torch.cuda.memory_allocated(loaded.device)
     with torch.inference_mode():
         output = loaded.model(
-            input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=config.max_num_seqs,
+            input_ids=tokens,
+            position_ids=positions,
+            use_cache=False,
+            logits_to_keep=config.max_num_seqs,
             tangram=_NoAttention(),
-        )  # fmt: skip
+        )
         output.logits.float()
     return torch.cuda.max_memory_allocated(loaded.device) - before

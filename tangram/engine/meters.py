@@ -1,4 +1,6 @@
-"""What an engine measures about itself while it serves: clocks, plans, and how well its budgets fit."""
+"""What an engine measures about itself while it serves: clocks, plans, and how well its budgets
+fit.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,12 @@ from tangram.model.overflow import Overflow
 
 @dataclass
 class Meters:
-    """Since the start. `sealing` times scoring, selection and storing of chunks on the device; `overflow` is None
-    unless somebody asked for it.
+    """Since the start. `sealing` times scoring, selection and storing of chunks on the device;
+    `overflow` is None unless somebody asked for it.
 
-    `step_s` are the seconds of the engine's steps, and `device_s` those of them in which the host waits for the device,
-    or, on a CPU, is the device: runs the model's forward passes. The rest is the host's own work. `plans` counts decode
-    plans by the kind of planner.
+    `step_s` are the seconds of the engine's steps, and `device_s` those of them in which the host
+    waits for the device, or, on a CPU, is the device: runs the model's forward passes. The rest is
+    the host's own work. `plans` counts decode plans by the kind of planner.
     """
 
     sealing: Stopwatch

@@ -1,4 +1,6 @@
-"""Real text, chunk by chunk, through the engine's own prefill: what calibration and the training of gates listen to."""
+"""Real text, chunk by chunk, through the engine's own prefill: what calibration and the training of
+gates listen to.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,11 @@ Scores = npt.NDArray[np.float32]
 def score_source(
     loaded: LoadedModel, scorer: Scorer, *, chunk_tokens: int
 ) -> Callable[[Sequence[int]], Iterator[Scores]]:
-    """A function from one sample's token ids to the scores float32 [L, H, C] of its full chunks, first chunk first.
+    """A function from one sample's token ids to the scores float32 [L, H, C] of its full chunks,
+    first chunk first.
 
-    L counts the full-attention layers. Every chunk sees its past uncompressed, as the methods were published.
+    L counts the full-attention layers. Every chunk sees its past uncompressed, as the methods were
+    published.
     """
     seen: dict[int, Scores] = {}
 
@@ -47,9 +51,11 @@ def score_source(
 def chunk_source(
     loaded: LoadedModel, scorer: Scorer, observer: ScoreObserver, *, chunk_tokens: int
 ) -> Callable[[Sequence[int]], Iterator[int]]:
-    """A function from one sample's token ids to the positions of its full chunks, each when it has been scored.
+    """A function from one sample's token ids to the positions of its full chunks, each when it has
+    been scored.
 
-    By then `observer` has seen it and its scores in every full-attention layer. Every chunk sees its past uncompressed.
+    By then `observer` has seen it and its scores in every full-attention layer. Every chunk sees
+    its past uncompressed.
     """
     geometry = loaded.geometry
     layout = Layout.uncompressed(
@@ -70,9 +76,12 @@ def chunk_source(
     )
     cache = CacheManager([retention], total_pages=pages, max_sequences=1, prefix_caching=False)
     config = EngineConfig(
-        kv_retention=1.0, chunk_tokens=chunk_tokens, page_tokens=chunk_tokens, max_num_seqs=1,
+        kv_retention=1.0,
+        chunk_tokens=chunk_tokens,
+        page_tokens=chunk_tokens,
+        max_num_seqs=1,
         max_num_batched_tokens=chunk_tokens + 1,
-    )  # fmt: skip
+    )
     runner = Runner(loaded, [retention], scorer, pages=pages, cache=cache, observer=observer)
 
     def chunks_of(tokens: Sequence[int]) -> Iterator[int]:

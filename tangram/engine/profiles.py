@@ -1,4 +1,6 @@
-"""Which profile an engine serves with: those named, one that ships or is kept, or a calibration now."""
+"""Which profile an engine serves with: those named, one that ships or is kept, or a calibration
+now.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class Compression:
 
     @classmethod
     def of(cls, config: EngineConfig, model: ModelFingerprint) -> Compression:
-        """Raises `ProfileError` or `ConfigError` for profiles that cannot be read or do not agree."""
+        """Raises `ProfileError` or `ConfigError` for profiles that cannot be read or do
+        not agree.
+        """
         profiles = read_profiles(config)
         choice = choose(config, model, profiles)
         return cls(replace(config, **choice._asdict()), choice, list(profiles.values()))
@@ -53,8 +57,8 @@ class Compression:
     def served_profiles(self, loaded: LoadedModel, scorer: Scorer) -> list[Profile]:
         """The profiles that are served beside ρ = 1.0, cut to pages.
 
-        Where none is named and ρ is less, one is found or made. Raises `ProfileError` if those named
-        have no such ρ.
+        Where none is named and ρ is less, one is found or made. Raises `ProfileError` if those
+        named have no such ρ.
         """
         config = self.config
         profiles = [self._checked(profile, loaded, scorer) for profile in self.named]
@@ -81,26 +85,45 @@ class Compression:
         return profile.with_pages(config.page_tokens, config.heads_per_page)
 
 
-def find_or_make_profile(config: EngineConfig, loaded: LoadedModel, scorer: Scorer, scope: Scope) -> Profile:
+def find_or_make_profile(
+    config: EngineConfig, loaded: LoadedModel, scorer: Scorer, scope: Scope
+) -> Profile:
     """A shipped or kept profile that fits, or a short calibration, which is kept."""
     kept = cache_folder() / "profiles"
     profile = find_profile(
-        [shipped_profiles(), kept], loaded.fingerprint, scorer=scorer.name, scope=scope,
-        kv_retention=config.kv_retention, chunk_tokens=config.chunk_tokens, parameters=scorer.parameters(),
-    )  # fmt: skip
+        [shipped_profiles(), kept],
+        loaded.fingerprint,
+        scorer=scorer.name,
+        scope=scope,
+        kv_retention=config.kv_retention,
+        chunk_tokens=config.chunk_tokens,
+        parameters=scorer.parameters(),
+    )
     if profile is not None:
         return profile.with_pages(config.page_tokens, config.heads_per_page)
     _log.warning(
-        "no profile for %s with scorer %s, scope %s, kv_retention %s, chunk_tokens %s: calibrating on %d samples now, "
+        "no profile for %s with scorer %s, scope %s, kv_retention %s, chunk_tokens %s: "
+        "calibrating on %d samples now, "
         "once (`tangram calibrate` takes 50 and is more exact)",
-        config.model, scorer.name, scope, config.kv_retention, config.chunk_tokens, QUICK_SAMPLES,
-    )  # fmt: skip
+        config.model,
+        scorer.name,
+        scope,
+        config.kv_retention,
+        config.chunk_tokens,
+        QUICK_SAMPLES,
+    )
     check_chunk(config, loaded)
     texts = pilot_texts(QUICK_SAMPLES, min_characters=max(8_000, 6 * config.chunk_tokens))
     profile = calibrate_model(
-        loaded, scorer, scope, config, retentions=[config.kv_retention], texts=texts,
-        source="built-in pilot texts, quick", foretell=True,
-    )[0]  # fmt: skip
+        loaded,
+        scorer,
+        scope,
+        config,
+        retentions=[config.kv_retention],
+        texts=texts,
+        source="built-in pilot texts, quick",
+        foretell=True,
+    )[0]
     path = kept / f"{loaded.fingerprint.weights_sha256}-{profile.file_name}"
     try:
         kept.mkdir(parents=True, exist_ok=True)
@@ -112,7 +135,9 @@ def find_or_make_profile(config: EngineConfig, loaded: LoadedModel, scorer: Scor
 
 
 def check_chunk(config: EngineConfig, loaded: LoadedModel) -> None:
-    """Raise `ConfigError` for chunks that no sequence of the model fills: texts of that length come next."""
+    """Raise `ConfigError` for chunks that no sequence of the model fills: texts of that length come
+    next.
+    """
     if config.chunk_tokens > loaded.geometry.max_positions:
         raise ConfigError(
             f"chunk_tokens is {config.chunk_tokens}, the model was made for at most "
@@ -126,13 +151,22 @@ def scorer_spec(scorer: Scorer) -> ScorerSpec:
 
 
 def calibrate_model(
-    loaded: LoadedModel, scorer: Scorer, scope: Scope, config: EngineConfig, *, retentions: Sequence[float],
-    texts: Sequence[str], source: str, observe: Observer | None = None, foretell: bool = False,
-) -> list[Profile]:  # fmt: skip
-    """One profile of `loaded` for each ρ, from the scores of `texts`; draws a progress bar in a terminal.
+    loaded: LoadedModel,
+    scorer: Scorer,
+    scope: Scope,
+    config: EngineConfig,
+    *,
+    retentions: Sequence[float],
+    texts: Sequence[str],
+    source: str,
+    observe: Observer | None = None,
+    foretell: bool = False,
+) -> list[Profile]:
+    """One profile of `loaded` for each ρ, from the scores of `texts`; draws a progress bar in a
+    terminal.
 
-    `observe` is handed each text's shares, as in `tangram.calibrate.calibrate`. With `foretell` the log says first how
-    long it takes.
+    `observe` is handed each text's shares, as in `tangram.calibrate.calibrate`. With `foretell` the
+    log says first how long it takes.
     """
     use_threads(config.threads)
     scorer.check_model(loaded.fingerprint)
@@ -141,8 +175,17 @@ def calibrate_model(
     if foretell:
         foretell_calibration(scores, samples, config.chunk_tokens)
     return calibrate(
-        scores, samples, geometry=loaded.geometry,
-        fingerprint=loaded.fingerprint, scorer=scorer_spec(scorer), scope=scope, retentions=retentions,
-        chunk_tokens=config.chunk_tokens, source=source, page_tokens=config.page_tokens,
-        heads_per_page=config.heads_per_page, track=show_progress, observe=observe,
-    )  # fmt: skip
+        scores,
+        samples,
+        geometry=loaded.geometry,
+        fingerprint=loaded.fingerprint,
+        scorer=scorer_spec(scorer),
+        scope=scope,
+        retentions=retentions,
+        chunk_tokens=config.chunk_tokens,
+        source=source,
+        page_tokens=config.page_tokens,
+        heads_per_page=config.heads_per_page,
+        track=show_progress,
+        observe=observe,
+    )

@@ -32,8 +32,8 @@ from tangram.types import Int32, Int64
 
 
 class Runner:
-    """Runs steps of one model over one pool, [pages, Hp, 2, P, D] of `cache_dtype`, whose pages `cache` manages, and
-    over what host memory it has.
+    """Runs steps of one model over one pool, [pages, Hp, 2, P, D] of `cache_dtype`, whose pages
+    `cache` manages, and over what host memory it has.
 
     `scorer` scores what retentions want scored. `graphs` runs passes that only decode, and those of
     few prefill rows, as CUDA graphs. `cache_dtype` None is the model's own. `meters` measure; with
@@ -75,12 +75,16 @@ class Runner:
 
     @torch.inference_mode()
     def run(
-        self, step: Step, sample_rows: Sequence[SampleRow], before_choosing: Callable[[], object] = lambda: None
+        self,
+        step: Step,
+        sample_rows: Sequence[SampleRow],
+        before_choosing: Callable[[], object] = lambda: None,
     ) -> SampledTokens | None:
-        """Compute `step` and choose a token for each of its rows with `sample`; `sample_rows` are theirs, in order.
+        """Compute `step` and choose a token for each of its rows with `sample`; `sample_rows` are
+        theirs, in order.
 
-        A GPU goes on with it while the host does something else. What is `pending` in a row comes from the last step.
-        `before_choosing` is called when all but the choice is launched.
+        A GPU goes on with it while the host does something else. What is `pending` in a row comes
+        from the last step. `before_choosing` is called when all but the choice is launched.
         """
         self._host.move(step.moves, awaited=step.awaited)
         passes = self._batcher.passes(step, graphs=self._graphs is not None)
@@ -96,7 +100,9 @@ class Runner:
         return choice
 
     def _pass(self, rows: Sequence[Row], epoch: int, replayed: bool) -> Tensor:
-        """Logits [rows that sample, V] of one pass; if it may be `replayed`, by a graph that fits it."""
+        """Logits [rows that sample, V] of one pass; if it may be `replayed`, by a graph that fits
+        it.
+        """
         attention = self._batcher.attention(rows, epoch, padded=replayed)
         tokens, positions, ends = _flattened(rows, attention)
         sampled, carried = ends[[row.sample for row in rows]], self._carried(rows, ends)
@@ -116,11 +122,15 @@ class Runner:
     def clear(self, pages: Int32) -> None:
         """Fill `pages` [n] of the pool with zeros, after what the device still has to do."""
         if len(pages):
-            self.pool.view(torch.uint8).index_fill_(0, placed(pages.astype(np.int64), self.pool.device), 0)
+            self.pool.view(torch.uint8).index_fill_(
+                0, placed(pages.astype(np.int64), self.pool.device), 0
+            )
 
     @torch.inference_mode()
     def tail_logits(self, step: Step) -> Tensor:
-        """Compute `step`; logits [n, V] of all tokens of its TAIL rows, in their order. Nothing may be pending."""
+        """Compute `step`; logits [n, V] of all tokens of its TAIL rows, in their order. Nothing may
+        be pending.
+        """
         self._host.move(step.moves, awaited=step.awaited)
         attention = self._batcher.attention(step.rows, step.epoch)
         tokens, positions, ends = _flattened(step.rows, attention)
@@ -129,7 +139,9 @@ class Runner:
             for row, end in zip(step.rows, ends, strict=True)
             if row.kind is RowKind.TAIL
         ]
-        logits = self._forward(attention, *self._uploaded(tokens, positions, np.concatenate(wanted)))
+        logits = self._forward(
+            attention, *self._uploaded(tokens, positions, np.concatenate(wanted))
+        )
         self._finish(attention)
         return logits
 
@@ -139,7 +151,8 @@ class Runner:
 
     @torch.inference_mode()
     def rehearse(self, decode_rows: int, tokens: int) -> None:
-        """Launch whatever steps of up to `tokens` tokens and `decode_rows` rows launch, before anything is served.
+        """Launch whatever steps of up to `tokens` tokens and `decode_rows` rows launch, before
+        anything is served.
 
         The longest first: Inductor sizes the blocks of a kernel by the first tensors that it sees.
         """
@@ -156,7 +169,8 @@ class Runner:
 
     @torch.inference_mode()
     def capture(self, rows: int, track: Callable[[Sequence[int]], Iterable[int]]) -> None:
-        """Capture the graphs of decode steps of up to `rows` rows, before anything is served; `track` sees widths.
+        """Capture the graphs of decode steps of up to `rows` rows, before anything is served;
+        `track` sees widths.
 
         And those of single prefill rows, as requests have them that ask for no ρ of their own.
         """
@@ -171,7 +185,9 @@ class Runner:
             if self._batcher.kernels.captured is None:
                 return
             nothing = np.zeros(attention.width, np.int64)
-            self._graphs.logits(nothing, nothing, np.arange(attention.width), attention, lambda tokens: None)
+            self._graphs.logits(
+                nothing, nothing, np.arange(attention.width), attention, lambda tokens: None
+            )
 
     def _carried(self, rows: Sequence[Row], ends: Int64) -> Carry:
         """What enters the tokens that the last step chose into those of a pass of `rows`."""
@@ -186,14 +202,19 @@ class Runner:
     def _uploaded(self, *arrays: Int64) -> list[Tensor]:
         return [placed(array, self._loaded.device) for array in arrays]
 
-    def _forward(self, attention: AttentionContext, tokens: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
+    def _forward(
+        self, attention: AttentionContext, tokens: Tensor, positions: Tensor, wanted: Tensor
+    ) -> Tensor:
         """Logits [len(wanted), V] of the flattened batch's tokens `wanted`."""
         # A GPU is only told what to do here; a CPU does it.
         with self.meters.waiting() if tokens.is_cpu else nullcontext():
             output = self._loaded.model(
-                input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=wanted,
+                input_ids=tokens[None],
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=wanted,
                 tangram=attention,
-            )  # fmt: skip
+            )
         logits: Tensor = output.logits[0]
         return logits
 
@@ -209,17 +230,23 @@ class Runner:
     def _repetition(self, row: Row) -> Int64:
         encode = partial(self._loaded.tokenizer.encode, add_special_tokens=False)
         preceding = row.preceding.tolist() if row.start else None
-        return np.asarray(repeat_tokens(encode, row.tokens.tolist(), preceding, encode("\n")), np.int64)
+        return np.asarray(
+            repeat_tokens(encode, row.tokens.tolist(), preceding, encode("\n")), np.int64
+        )
 
 
 def _runs_of_chunks(retention: Retention, tokens: int) -> Iterator[tuple[Row, ...]]:
-    """All chunks of a step and one alone, one behind another; what a prompt may begin with where nothing is dropped."""
+    """All chunks of a step and one alone, one behind another; what a prompt may begin with where
+    nothing is dropped.
+    """
     layout = retention.layout
     chunk, most = layout.chunk_tokens, layout.max_tokens // layout.chunk_tokens
     rows = tuple(_made_up(RowKind.SEAL, retention, at * chunk, chunk) for at in range(most))
     longest = min(max(1, tokens // chunk), most)
     any_length = layout.keeps_everything and not layout.window_chunks
-    yield from (rows[:count] for count in range(longest, 0, -1) if any_length or count in (longest, 1))
+    yield from (
+        rows[:count] for count in range(longest, 0, -1) if any_length or count in (longest, 1)
+    )
     if most > 1:
         yield rows[1:2]
 

@@ -1,13 +1,14 @@
 """From logits to tokens: penalties, temperature, filters, one reproducible draw, log-probabilities.
 
-Meaning and order are vLLM's (V1 sampler): grammar mask → logit bias → ends masked before `min_tokens` → repetition,
-frequency and presence penalties → greedy choice, or temperature → min-p → top-k → top-p (`filters.py`) → draw.
-Log-probabilities are those of the model's own logits, over the tokens that the row's grammar allows, before the rest.
+Meaning and order are vLLM's (V1 sampler): grammar mask → logit bias → ends masked before
+`min_tokens` → repetition, frequency and presence penalties → greedy choice, or temperature → min-p
+→ top-k → top-p (`filters.py`) → draw. Log-probabilities are those of the model's own logits, over
+the tokens that the row's grammar allows, before the rest.
 
-Random rows go through integer weights, whose sums do not depend on their order, and a filtered token
-(weight 0) can never be drawn. Each token draws with a number of its own, hashed from (seed, sample
-index, step, token) (`draw.py`). So a row's token depends on its logits alone, and on their last
-bits only where two tokens are that near to each other.
+Random rows go through integer weights, whose sums do not depend on their order, and a filtered
+token (weight 0) can never be drawn. Each token draws with a number of its own, hashed from (seed,
+sample index, step, token) (`draw.py`). So a row's token depends on its logits alone, and on their
+last bits only where two tokens are that near to each other.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ _GREEDY_BELOW = 1e-5  # vLLM's limit: a lower temperature means greedy
 
 
 class SampleRow:
-    """What sampling knows of one completion; lives as long as the completion does. Call `append` with each token.
+    """What sampling knows of one completion; lives as long as the completion does. Call `append`
+    with each token.
 
-    `seed` is the request's own or, where it has none, one that the engine picked. `sample_index` counts the `n`
-    completions of a request. `step` is the number of tokens generated so far. `device` is where the logits will be.
-    `matcher` says which tokens may come next; None, any. `end_token_ids` end the completion, so none of them comes
-    before `min_tokens`.
-    Raises `RequestError` if `params` name a token outside the vocabulary.
+    `seed` is the request's own or, where it has none, one that the engine picked. `sample_index`
+    counts the `n` completions of a request. `step` is the number of tokens generated so far.
+    `device` is where the logits will be. `matcher` says which tokens may come next; None, any.
+    `end_token_ids` end the completion, so none of them comes before `min_tokens`. Raises
+    `RequestError` if `params` name a token outside the vocabulary.
     """
 
     def __init__(
@@ -60,8 +62,14 @@ class SampleRow:
         self.sample_index = sample_index
         self.step = 0
         self._bias = _bias(params, device)
-        self._history = _History(prompt_token_ids, vocab_size, device) if _penalises(params) else None
-        ends = [token for token in sorted(end_token_ids) if token < vocab_size] if params.min_tokens else []
+        self._history = (
+            _History(prompt_token_ids, vocab_size, device) if _penalises(params) else None
+        )
+        ends = (
+            [token for token in sorted(end_token_ids) if token < vocab_size]
+            if params.min_tokens
+            else []
+        )
         self._ends = on_device(torch.device(device), ends) if ends else None
 
     @property
@@ -85,7 +93,9 @@ class SampleRow:
             self._history.output_counts.index_add_(0, token, self._history.one)
 
     def change_logits(self, logits: Tensor) -> None:
-        """Add the bias and the penalties to `logits` [V] (float32), in place; take ends out that come too early."""
+        """Add the bias and the penalties to `logits` [V] (float32), in place; take ends out that
+        come too early.
+        """
         if self._bias is not None:
             logits.index_add_(0, *self._bias)
         if self._ends is not None and self._must_go_on:
@@ -97,17 +107,25 @@ class SampleRow:
 class _History:
     """Which tokens a completion has seen: `prompt_seen` bool [V], `output_counts` float32 [V]."""
 
-    def __init__(self, prompt_token_ids: Sequence[int], vocab_size: int, device: torch.device | str) -> None:
+    def __init__(
+        self, prompt_token_ids: Sequence[int], vocab_size: int, device: torch.device | str
+    ) -> None:
         self.prompt_seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-        self.prompt_seen.index_fill_(0, placed(np.asarray(prompt_token_ids, np.int64), torch.device(device)), True)
+        self.prompt_seen.index_fill_(
+            0, placed(np.asarray(prompt_token_ids, np.int64), torch.device(device)), True
+        )
         self.output_counts = torch.zeros(vocab_size, device=device)
         self.one = torch.ones(1, device=device)
 
     def penalise(self, logits: Tensor, params: SamplingParams) -> None:
-        """Repetition over prompt and output (CTRL, section 4.1); frequency and presence over the output (OpenAI)."""
+        """Repetition over prompt and output (CTRL, section 4.1); frequency and presence over the
+        output (OpenAI).
+        """
         output_seen = self.output_counts > 0
         if params.repetition_penalty != 1.0:
-            penalised = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
+            penalised = torch.where(
+                logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty
+            )
             logits.copy_(torch.where(self.prompt_seen | output_seen, penalised, logits))
         logits.sub_(self.output_counts, alpha=params.frequency_penalty)
         logits.sub_(output_seen.float(), alpha=params.presence_penalty)
@@ -117,8 +135,8 @@ class _History:
 class SampledTokens:
     """What was chosen: `tokens` int64 [R] on the device. The rest is on its way to the host.
 
-    `figures` are the tokens, their log-probabilities and the logsumexp of their rows, `best` the most likely tokens and
-    their log-probabilities, each [n, k], of the rows listed with them.
+    `figures` are the tokens, their log-probabilities and the logsumexp of their rows, `best` the
+    most likely tokens and their log-probabilities, each [n, k], of the rows listed with them.
     """
 
     tokens: Tensor
@@ -126,7 +144,9 @@ class SampledTokens:
     best: Sequence[tuple[Sequence[int], Fetched]]
 
     def tokens_on_host(self) -> list[TokenLogprob | None]:
-        """Waits for the device. None for a row that has no token: its logits hold NaN or +∞, or are all −∞."""
+        """Waits for the device. None for a row that has no token: its logits hold NaN or +∞, or are
+        all −∞.
+        """
         token_ids, logprobs, sums = (part.tolist() for part in self.figures.get())
         top: dict[int, tuple[tuple[int, float], ...]] = {}
         for rows, found in self.best:
@@ -155,7 +175,8 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[TokenLogprob]:
 
 
 def choose(logits: Tensor, rows: Sequence[SampleRow]) -> SampledTokens:
-    """Choose one token per row. `logits` [R, V], any float dtype, left unchanged; `rows` are not advanced.
+    """Choose one token per row. `logits` [R, V], any float dtype, left unchanged; `rows` are not
+    advanced.
 
     Greedy rows take the first of equal maxima.
     """
@@ -169,11 +190,15 @@ def choose(logits: Tensor, rows: Sequence[SampleRow]) -> SampledTokens:
         tokens.index_copy_(0, on_device(raw.device, random), draw(weights, keys))
     normaliser = raw.logsumexp(dim=-1)
     logprobs = raw.gather(1, tokens[:, None])[:, 0] - normaliser
-    return SampledTokens(tokens, Fetched(tokens, logprobs, normaliser), _best(raw, normaliser, rows))
+    return SampledTokens(
+        tokens, Fetched(tokens, logprobs, normaliser), _best(raw, normaliser, rows)
+    )
 
 
 def probabilities(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """[R, V] float64: the distribution that `sample` draws from (a single 1 in greedy rows), for rejection sampling."""
+    """[R, V] float64: the distribution that `sample` draws from (a single 1 in greedy rows), for
+    rejection sampling.
+    """
     changed = _change(_allowed(logits.float(), rows), rows)
     result = torch.zeros(changed.shape, dtype=torch.float64, device=changed.device)
     result.scatter_(1, changed.argmax(dim=-1, keepdim=True), 1.0)
@@ -185,16 +210,27 @@ def probabilities(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
 
 
 def check_tokens(params: SamplingParams, vocab_size: int) -> None:
-    """Raise `RequestError` if `logit_bias` or `stop_token_ids` names a token outside the vocabulary."""
-    for field, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+    """Raise `RequestError` if `logit_bias` or `stop_token_ids` names a token outside the
+    vocabulary.
+    """
+    for field, tokens in (
+        ("logit_bias", params.logit_bias),
+        ("stop_token_ids", params.stop_token_ids),
+    ):
         for token in tokens:
             if not 0 <= token < vocab_size:
-                message = f"{field} names token {shortened(token)}, it must lie in [0, {vocab_size - 1}]"
+                message = (
+                    f"{field} names token {shortened(token)}, it must lie in [0, {vocab_size - 1}]"
+                )
                 raise RequestError(message, field)
 
 
 def _penalises(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+    return (
+        params.repetition_penalty != 1.0
+        or params.presence_penalty != 0.0
+        or params.frequency_penalty != 0.0
+    )
 
 
 def _bias(params: SamplingParams, device: torch.device | str) -> tuple[Tensor, Tensor] | None:
@@ -202,16 +238,24 @@ def _bias(params: SamplingParams, device: torch.device | str) -> tuple[Tensor, T
     if not params.logit_bias:
         return None
     place = torch.device(device)
-    return on_device(place, list(params.logit_bias)), on_device(place, list(params.logit_bias.values())).float()
+    return on_device(place, list(params.logit_bias)), on_device(
+        place, list(params.logit_bias.values())
+    ).float()
 
 
 def _allowed(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """`raw` with −∞ for the tokens that a row's grammar does not allow: itself if no row has a grammar."""
+    """`raw` with −∞ for the tokens that a row's grammar does not allow: itself if no row has a
+    grammar.
+    """
     bound = [(index, row.matcher) for index, row in enumerate(rows) if row.matcher is not None]
     if not bound:
         return raw
     masks = np.stack([matcher.allowed() for _, matcher in bound])
-    bits = placed(masks, raw.device)[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=raw.device) & 1
+    bits = (
+        placed(masks, raw.device)[:, :, None]
+        >> torch.arange(8, dtype=torch.uint8, device=raw.device)
+        & 1
+    )
     indices = [index for index, _ in bound]
     chosen = pick(raw, indices).masked_fill(bits.flatten(1)[:, : raw.shape[1]] == 0, -math.inf)
     return raw.index_copy(0, on_device(raw.device, indices), chosen)
@@ -228,7 +272,9 @@ def _change(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     return changed
 
 
-def _best(raw: Tensor, normaliser: Tensor, rows: Sequence[SampleRow]) -> list[tuple[Sequence[int], Fetched]]:
+def _best(
+    raw: Tensor, normaliser: Tensor, rows: Sequence[SampleRow]
+) -> list[tuple[Sequence[int], Fetched]]:
     """The best alternatives of the rows that ask for some, best first; see `SampledTokens.best`."""
     wanted: dict[int, list[int]] = {}
     for index, row in enumerate(rows):

@@ -1,16 +1,20 @@
-"""Who runs in the next step. Integers only: counts are known before the step (Tangram, budget reservation).
+"""Who runs in the next step. Integers only: counts are known before the step (Tangram, budget
+reservation).
 
-Sequences are served in the order of when they are due: the tokens computed when they came, plus `prompt_patience`
-times the new tokens they came with. Short prompts pass long ones, and after so many tokens nobody passes any more.
+Sequences are served in the order of when they are due: the tokens computed when they came, plus
+`prompt_patience` times the new tokens they came with. Short prompts pass long ones, and after so
+many tokens nobody passes any more.
 
-A step is a budget of tokens. Decoding sequences take one each; what is left goes to whole chunks and prompt tails of
-one sequence after the other, running or waiting. A chunk is never split. A sequence is admitted when its footprint up
-to the end of its current chunk can be promised, and asks again only when a chunk ends; if there is no room then, the
-last is preempted and later computed anew to the same state. The first goes on. Whoever would begin with a chunk that
-another seals in the same step waits for the next one, and finds it in the cache. Whose chunks come back from host
+A step is a budget of tokens. Decoding sequences take one each; what is left goes to whole chunks
+and prompt tails of one sequence after the other, running or waiting. A chunk is never split. A
+sequence is admitted when its footprint up to the end of its current chunk can be promised, and asks
+again only when a chunk ends; if there is no room then, the last is preempted and later computed
+anew to the same state. The first goes on. Whoever would begin with a chunk that another seals in
+the same step waits for the next one, and finds it in the cache. Whose chunks come back from host
 memory joins one step later, while others run: the step runs beside the copies.
 
-A step may be scheduled while the tokens of the one before are still on the device: only how many there are matters.
+A step may be scheduled while the tokens of the one before are still on the device: only how many
+there are matters.
 """
 
 from __future__ import annotations
@@ -60,7 +64,8 @@ class Scheduler:
     _epoch: int = 0
 
     def excess(self, entering: int) -> int:
-        """Sequences that never ran yet, `entering` more with them, less the free places of the batch.
+        """Sequences that never ran yet, `entering` more with them, less the free places of the
+        batch.
 
         Above 0 so many wait; below 0 so many may come.
         """
@@ -84,11 +89,12 @@ class Scheduler:
             sequence.cache = None
 
     def quarantine(self, sequence: TokenSequence) -> Int32:
-        """Forget a sequence whose state is not sound, and every cached link that may share in that (`cache/purge.py`).
+        """Forget a sequence whose state is not sound, and every cached link that may share in that
+        (`cache/purge.py`).
 
-        Whoever stands on these gives its pages back and is computed anew from its tokens. Returns the pages [n], which
-        nobody holds any more, that must be cleared: a kernel may read a page beyond its entries with weight zero, and
-        zero times NaN is NaN.
+        Whoever stands on these gives its pages back and is computed anew from its tokens. Returns
+        the pages [n], which nobody holds any more, that must be cleared: a kernel may read a page
+        beyond its entries with weight zero, and zero times NaN is NaN.
         """
         found = suspects(self.cache, sequence.keys, sequence.settled_tokens)
         if sequence.cache is not None and sequence.cache.slot not in found.slots:
@@ -101,44 +107,62 @@ class Scheduler:
         return pages
 
     def schedule(self) -> Step | None:
-        """The next step, or None if nothing can run. Pages of its rows are taken and their tables written."""
+        """The next step, or None if nothing can run. Pages of its rows are taken and their tables
+        written.
+        """
         budget = self.config.max_num_batched_tokens
         self._sealing.clear()
         self._secure_promises()
-        fresh_batch, active = not self.running, [sequence for sequence in self.running if not sequence.complete]
+        fresh_batch, active = (
+            not self.running,
+            [sequence for sequence in self.running if not sequence.complete],
+        )
         unfinished = [sequence for sequence in active if not _decodes(sequence)]
         decode = [self._decode_row(sequence) for sequence in active if _decodes(sequence)]
         budget -= len(decode)
         in_turn = self._in_turn(unfinished, self._admissions(fresh_batch))
-        prefill = self._prefill((sequence for sequence in in_turn if not _held(sequence).arriving), budget)
+        prefill = self._prefill(
+            (sequence for sequence in in_turn if not _held(sequence).arriving), budget
+        )
         if not decode and not prefill:
-            prefill = self._prefill([sequence for sequence in self.running if _held(sequence).arriving], budget)
+            prefill = self._prefill(
+                [sequence for sequence in self.running if _held(sequence).arriving], budget
+            )
         if not decode and not prefill:
             return None
         self.counters.steps += 1
-        prefill.sort(key=lambda row: row.kind is RowKind.TAIL)  # whole chunks lie end to end: they are sealed together
+        prefill.sort(
+            key=lambda row: row.kind is RowKind.TAIL
+        )  # whole chunks lie end to end: they are sealed together
         rows = tuple(decode + prefill)
         self.counters.computed_tokens += sum(len(row.tokens) for row in rows)
         return Step(rows, self._epoch_of(decode), *self.cache.take_moves(row.slot for row in rows))
 
     def commit(self, step: Step) -> None:
-        """Enter in the books what `step` computes; call it when nothing is pending and before its tokens are expected.
+        """Enter in the books what `step` computes; call it when nothing is pending and before its
+        tokens are expected.
 
         What was removed since it was scheduled has no books any more.
         """
-        by_slot = {sequence.cache.slot: sequence for sequence in self.running if sequence.cache is not None}
+        by_slot = {
+            sequence.cache.slot: sequence for sequence in self.running if sequence.cache is not None
+        }
         for row in step.rows:
             self.counters.sealed_chunks += row.kind is RowKind.SEAL
             sequence = by_slot.get(row.slot)
             if sequence is not None and sequence.cache is not None:
                 self.cache.commit(sequence.cache, sequence.known_tokens)
 
-    # -- inside ---------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def _secure_promises(self) -> None:
-        """Before a sequence enters a new chunk it must be promised that chunk's pages; the first is served first."""
+        """Before a sequence enters a new chunk it must be promised that chunk's pages; the first is
+        served first.
+        """
         for sequence in list(self.running):
-            while sequence.cache is not None and not sequence.complete and _at_chunk_start(sequence):
+            while (
+                sequence.cache is not None and not sequence.complete and _at_chunk_start(sequence)
+            ):
                 if self.cache.extend(sequence.cache, sequence.limit):
                     break
                 self._preempt(self.running[-1])
@@ -155,7 +179,9 @@ class Scheduler:
     def _in_turn(
         self, unfinished: Iterable[TokenSequence], admissions: Iterator[TokenSequence]
     ) -> Iterator[TokenSequence]:
-        """Both by rank; who waits is admitted when its turn comes, and those that run go on if it cannot be."""
+        """Both by rank; who waits is admitted when its turn comes, and those that run go on if it
+        cannot be.
+        """
         for sequence in unfinished:
             while self.waiting and self.waiting[0].rank < sequence.rank:
                 admitted = next(admissions, None)
@@ -166,19 +192,27 @@ class Scheduler:
         yield from admissions
 
     def _admissions(self, fresh_batch: bool) -> Iterator[TokenSequence]:
-        """Waiting sequences as they are admitted; static batching admits a whole batch at once, when none runs."""
+        """Waiting sequences as they are admitted; static batching admits a whole batch at once,
+        when none runs.
+        """
         if self.config.scheduling == "continuous":
             return self._admit_in_order()
         return iter(list(self._admit_in_order()) if fresh_batch else ())
 
     def _admit_in_order(self) -> Iterator[TokenSequence]:
         """Stops at the first that does not fit: nobody of a later rank overtakes it."""
-        while self.waiting and len(self.running) < self.config.max_num_seqs and self._admit(self.waiting[0]):
+        while (
+            self.waiting
+            and len(self.running) < self.config.max_num_seqs
+            and self._admit(self.waiting[0])
+        ):
             sequence = self.waiting.pop(0)
             insort(self.running, sequence, key=lambda entry: entry.rank)
             yield sequence
             # About a step's budget of tokens may be on its way from host memory.
-            arriving = (_held(entry).cached_tokens for entry in self.running if _held(entry).arriving)
+            arriving = (
+                _held(entry).cached_tokens for entry in self.running if _held(entry).arriving
+            )
             if sum(arriving) >= self.config.max_num_batched_tokens:
                 return
 
@@ -193,7 +227,10 @@ class Scheduler:
             sequence.cache = None
             return False
         if sequence.cached_tokens is None:
-            sequence.cached_tokens, sequence.admitted_s = sequence.cache.cached_tokens, time.monotonic()
+            sequence.cached_tokens, sequence.admitted_s = (
+                sequence.cache.cached_tokens,
+                time.monotonic(),
+            )
             self.counters.prompt_tokens += sequence.prompt_tokens
             self.counters.cached_tokens += sequence.cached_tokens
         return True
@@ -205,7 +242,9 @@ class Scheduler:
         return self._row(sequence, RowKind.DECODE, start, start + 1, sample=True)
 
     def _prefill(self, candidates: Iterable[TokenSequence], budget: int) -> list[Row]:
-        """All rows that the first may have, then those of the second, …, until the next one does not fit."""
+        """All rows that the first may have, then those of the second, …, until the next one does
+        not fit.
+        """
         rows: list[Row] = []
         for sequence in candidates:
             goes_on = True
@@ -219,10 +258,15 @@ class Scheduler:
         return rows
 
     def _goes_on(self, sequence: TokenSequence, row: Row) -> bool:
-        """Whether the step that seals a chunk may compute more of the sequence; a single token is left to decode."""
+        """Whether the step that seals a chunk may compute more of the sequence; a single token is
+        left to decode.
+        """
         if row.kind is not RowKind.SEAL or sequence.retention.one_chunk_a_step:
             return False
-        return not _held(sequence).layout.window_chunks and sequence.known - row.start - len(row.tokens) > 1
+        return (
+            not _held(sequence).layout.window_chunks
+            and sequence.known - row.start - len(row.tokens) > 1
+        )
 
     def _prefill_row(self, sequence: TokenSequence, budget: int) -> Row | None:
         cache = _held(sequence)
@@ -234,7 +278,8 @@ class Scheduler:
             start, kind, end = begin, RowKind.SEAL, begin + chunk_tokens
         if end - start > budget:
             return None
-        # A chunk that decode completed has given its sample already, one that ends the known tokens has not.
+        # A chunk that decode completed has given its sample already, one that ends the known tokens
+        # has not.
         sample = end == sequence.known and cache.raw_tokens < chunk_tokens
         if kind is RowKind.SEAL:
             key = self.cache.next_key(cache, sequence.settled_tokens)
@@ -248,10 +293,23 @@ class Scheduler:
 
     @staticmethod
     def _row(sequence: TokenSequence, kind: RowKind, start: int, end: int, *, sample: bool) -> Row:
-        tokens, preceding = sequence.tokens[start:end], sequence.tokens[max(0, start - PRECEDING_TOKENS) : start]
+        tokens, preceding = (
+            sequence.tokens[start:end],
+            sequence.tokens[max(0, start - PRECEDING_TOKENS) : start],
+        )
         slot = _held(sequence).slot
         pending = sequence.pending and end == sequence.known
-        return Row(sequence.request_id, slot, sequence.retention, kind, start, tokens, preceding, sample, pending)
+        return Row(
+            sequence.request_id,
+            slot,
+            sequence.retention,
+            kind,
+            start,
+            tokens,
+            preceding,
+            sample,
+            pending,
+        )
 
     def _epoch_of(self, decode: list[Row]) -> int:
         members = tuple((row.slot, row.retention) for row in decode)
@@ -270,7 +328,9 @@ def _held(sequence: TokenSequence) -> SequenceCache:
 def _decodes(sequence: TokenSequence) -> bool:
     """True when exactly its newest token is to be computed, within the current chunk."""
     cache = _held(sequence)
-    return sequence.known - cache.computed_tokens == 1 and cache.raw_tokens < cache.layout.chunk_tokens
+    return (
+        sequence.known - cache.computed_tokens == 1 and cache.raw_tokens < cache.layout.chunk_tokens
+    )
 
 
 def _at_chunk_start(sequence: TokenSequence) -> bool:

@@ -16,11 +16,11 @@ from tangram.types import Int64
 class TokenSequence:
     """One completion on its way: `tokens[: known]` are its prompt and what was sampled so far.
 
-    With `pending` the last of them is still on the device: it counts, but its value is not here. Room for the sampled
-    ones is made with the first: those of one request share its prompt until then.
-    `keys` name its chunks in the prefix cache.
-    `limit` is the most tokens whose KV state it may ever need. `arrival` is never reused; `due`, in computed tokens, is
-    set when the sequence is queued first, `admitted_s`, of the monotonic clock, when it first leaves the queue.
+    With `pending` the last of them is still on the device: it counts, but its value is not here.
+    Room for the sampled ones is made with the first: those of one request share its prompt until
+    then. `keys` name its chunks in the prefix cache. `limit` is the most tokens whose KV state it
+    may ever need. `arrival` is never reused; `due`, in computed tokens, is set when the sequence is
+    queued first, `admitted_s`, of the monotonic clock, when it first leaves the queue.
     """
 
     request_id: str
@@ -82,7 +82,12 @@ class TokenSequence:
 
 
 def sequence_of(
-    request_id: str, arrival: int, retention: Retention, salt: str, prompt: tuple[int, ...] | Int64, limit: int
+    request_id: str,
+    arrival: int,
+    retention: Retention,
+    salt: str,
+    prompt: tuple[int, ...] | Int64,
+    limit: int,
 ) -> TokenSequence:
     """A fresh sequence that knows `prompt`; an array is not copied."""
     tokens = np.asarray(prompt, np.int64)

@@ -15,8 +15,11 @@ from tangram.model.load import LoadedModel
 _log = logging.getLogger("tangram")
 
 
-def foretell_calibration(source: ScoreSource, samples: Sequence[Sequence[int]], chunk_tokens: int) -> None:
-    """Say how long it takes to score `samples` (token ids), from a chunk that `source` scores for that.
+def foretell_calibration(
+    source: ScoreSource, samples: Sequence[Sequence[int]], chunk_tokens: int
+) -> None:
+    """Say how long it takes to score `samples` (token ids), from a chunk that `source` scores for
+    that.
 
     Raises `ConfigError` if a sample is shorter than a chunk.
     """
@@ -37,18 +40,25 @@ def foretell_calibration(source: ScoreSource, samples: Sequence[Sequence[int]], 
 
 def in_words(seconds: float) -> str:
     """A duration that is known roughly: "5 s", "40 s", "12 minutes"."""
-    return f"{max(5, 5 * round(seconds / 5))} s" if seconds < 90 else f"{round(seconds / 60)} minutes"
+    return (
+        f"{max(5, 5 * round(seconds / 5))} s" if seconds < 90 else f"{round(seconds / 60)} minutes"
+    )
 
 
-def announce(config: EngineConfig, loaded: LoadedModel, admission: Admission, host_pages: int) -> None:
-    """Say how many tokens fit, and how many would without compression. `config` names scorer and scope."""
+def announce(
+    config: EngineConfig, loaded: LoadedModel, admission: Admission, host_pages: int
+) -> None:
+    """Say how many tokens fit, and how many would without compression. `config` names scorer and
+    scope.
+    """
     default = admission.retentions[0]
     compressed = default.layout.tokens_in(admission.total_pages)
     uncompressed = admission.uncompressed.tokens_in(admission.total_pages)
     page_gib = default.layout.page_bytes(admission.element_bytes) / GIB
     method = f"{config.scorer}, scope {config.scope}" if default.scored else "nothing dropped"
     _log.info(
-        "%s on %s, %s; KV cache in %s, %.2f GiB = %d pages; %s tokens fit at kv_retention %s (%s), %s would without "
+        "%s on %s, %s; KV cache in %s, %.2f GiB = %d pages; %s tokens fit at kv_retention %s "
+        "(%s), %s would without "
         "compression; max_model_len %d, chunk %d tokens",
         config.model,
         loaded.device,
@@ -65,7 +75,8 @@ def announce(config: EngineConfig, loaded: LoadedModel, admission: Admission, ho
     )
     if host_pages:
         _log.info(
-            "host memory behind it: %.2f GiB = %d pages; %s more tokens fit there at kv_retention %s",
+            "host memory behind it: %.2f GiB = %d pages; %s more tokens fit there at kv_retention "
+            "%s",
             host_pages * page_gib,
             host_pages,
             f"{default.layout.tokens_in(host_pages):,}",

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 
 class _Generation(Extension):
-    """The tag with which some templates mark answers for training: what is inside counts as usual."""
+    """The tag with which some templates mark answers for training: what is inside
+    counts as usual.
+    """
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's own form)
 
@@ -31,7 +33,9 @@ _ASKS = ("defined", "undefined", "default", "d")
 
 
 def template_options(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
-    """The variables that every chat template of `tokenizer` reads and that are for a request to set."""
+    """The variables that every chat template of `tokenizer` reads and that are for a request to
+    set.
+    """
     found = tokenizer.chat_template or {}
     read = [_read(template) for template in ([found] if isinstance(found, str) else found.values())]
     own = TEMPLATE_NAMES.union(tokenizer.special_tokens_map)
@@ -45,7 +49,8 @@ def _read(template: str) -> frozenset[str]:
         read = find_undeclared_variables(tree)
     except TemplateError:  # a conversation will say so
         return frozenset()
-    # Jinja counts what is set in one branch only; a default for what may be missing is another thing.
+    # Jinja counts what is set in one branch only; a default for what may be missing is another
+    # thing.
     written = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "store"}
     asked = {
         each.node.name

@@ -1,9 +1,9 @@
 """Text to tokens and back: the chat template, detokenisation token by token, stop strings.
 
-A stream decodes a short window of tokens again at each step: the last group that gave text and what followed it, for
-only in context are the spaces right and characters whole that span tokens (as in text-generation-inference).
-`tokenizers.decoders.DecodeStream` works alike, but it raises on invalid UTF-8 from byte-fallback vocabularies and
-cannot give up what it holds when a completion ends.
+A stream decodes a short window of tokens again at each step: the last group that gave text and what
+followed it, for only in context are the spaces right and characters whole that span tokens (as in
+text-generation-inference). `tokenizers.decoders.DecodeStream` works alike, but it raises on invalid
+UTF-8 from byte-fallback vocabularies and cannot give up what it holds when a completion ends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 _REPLACEMENT = "\ufffd"  # what decoders put in place of bytes that are not (yet) a character
 _MAX_PENDING = 3  # a character has at most 4 bytes, so at most 3 replacements may still become one
-_PROMPT_TAIL_TOKENS = 8  # enough of the prompt to decide on the first space and to finish a character
+_PROMPT_TAIL_TOKENS = (
+    8  # enough of the prompt to decide on the first space and to finish a character
+)
 _MAX_WINDOW_TOKENS = 32
 _MOST_SHRINKING = 4  # a normalizer (NFKC) may make one byte of four
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
@@ -35,7 +37,9 @@ _NONE = Marks()
 
 @dataclass(frozen=True)
 class TokenText:
-    """One token as `logprobs` reports it. `raw` is its exact bytes where `text` has replacement characters."""
+    """One token as `logprobs` reports it. `raw` is its exact bytes where `text` has replacement
+    characters.
+    """
 
     text: str
     raw: bytes
@@ -44,16 +48,25 @@ class TokenText:
 class TextCodec:
     """A Transformers tokenizer as the engine uses it. Safe to share between threads.
 
-    `eos_token_ids` are the ends of text that the model's generation config names, besides the tokenizer's own.
+    `eos_token_ids` are the ends of text that the model's generation config names, besides the
+    tokenizer's own.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, eos_token_ids: Iterable[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, eos_token_ids: Iterable[int] = ()
+    ) -> None:
         own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         self.tokenizer = tokenizer
         self.eos_token_ids = frozenset((*own, *eos_token_ids))
-        added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        added = {
+            i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special
+        }
         self.special_token_ids = frozenset((*tokenizer.all_special_ids, *added))
-        marks = {text for text in map(str, tokenizer.added_tokens_decoder.values()) if TOOL_MARK.fullmatch(text)}
+        marks = {
+            text
+            for text in map(str, tokenizer.added_tokens_decoder.values())
+            if TOOL_MARK.fullmatch(text)
+        }
         controls = sorted({*tokenizer.all_special_tokens, *added.values(), *marks})
         # Where one begins, also inside another, and its first character.
         self._control = re.compile(
@@ -62,7 +75,9 @@ class TextCodec:
         self._anchor: list[int] = tokenizer.encode("a", add_special_tokens=False)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """The tokens of a raw prompt, with the special tokens the model expects around it (a BOS token, say)."""
+        """The tokens of a raw prompt, with the special tokens the model expects around it (a BOS
+        token, say).
+        """
         return tuple(self.tokenizer.encode(text))
 
     @cached_property
@@ -70,11 +85,17 @@ class TextCodec:
         """No token is made of more bytes of text, so n tokens hold at most n times as many."""
         longest = max(len(piece.encode()) for piece in self.tokenizer.get_vocab())
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        return longest if backend is not None and backend.normalizer is None else longest * _MOST_SHRINKING
+        return (
+            longest
+            if backend is not None and backend.normalizer is None
+            else longest * _MOST_SHRINKING
+        )
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:
-        """How the model writes calls of tools; None if its template shows none, or writes calls in an unknown way."""
+        """How the model writes calls of tools; None if its template shows none, or writes calls in
+        an unknown way.
+        """
         return None if self.tokenizer.chat_template is None else tool_format(self.tokenizer)
 
     @cached_property
@@ -107,17 +128,23 @@ class TextCodec:
         of the OpenAI API, `options` are among `template_options`.
 
         Only the template writes control tokens and marks of tool calls: their names inside
-        messages, tools and options become the tokens of ordinary text.
-        Raises `RequestError` (field `messages`) if the model has no chat template or its template rejects the messages.
+        messages, tools and options become the tokens of ordinary text. Raises `RequestError` (field
+        `messages`) if the model has no chat template or its template rejects the messages.
         """
         if self.tokenizer.chat_template is None:
-            raise RequestError("messages: this model has no chat template, send a plain prompt instead", "messages")
+            raise RequestError(
+                "messages: this model has no chat template, send a plain prompt instead", "messages"
+            )
         if not messages:
             raise RequestError("messages is empty, it must hold at least one message", "messages")
         mark = token_hex(16)  # nobody can guess it, so that no message has it
-        marked = [self._marked(value, mark) for value in (list(messages), list(tools), options or {})]
+        marked = [
+            self._marked(value, mark) for value in (list(messages), list(tools), options or {})
+        ]
         rendered = self._rendered(*marked)
-        pieces = (self.tokenizer.encode(piece, add_special_tokens=False) for piece in rendered.split(mark))
+        pieces = (
+            self.tokenizer.encode(piece, add_special_tokens=False) for piece in rendered.split(mark)
+        )
         return tuple(token for piece in pieces for token in piece)
 
     def _marked(self, value: Any, mark: str) -> Any:
@@ -125,33 +152,62 @@ class TextCodec:
         if isinstance(value, str):
             return self._control.sub(rf"\g<1>{mark}", value)
         if isinstance(value, Mapping):
-            return {self._marked(name, mark): self._marked(item, mark) for name, item in value.items()}
-        return [self._marked(item, mark) for item in value] if isinstance(value, (list, tuple)) else value
+            return {
+                self._marked(name, mark): self._marked(item, mark) for name, item in value.items()
+            }
+        return (
+            [self._marked(item, mark) for item in value]
+            if isinstance(value, (list, tuple))
+            else value
+        )
 
-    def _rendered(self, messages: list[dict[str, Any]], tools: list[Any], options: dict[str, Any]) -> str:
+    def _rendered(
+        self, messages: list[dict[str, Any]], tools: list[Any], options: dict[str, Any]
+    ) -> str:
         from jinja2 import TemplateError
 
         try:
             return str(
                 self.tokenizer.apply_chat_template(
-                    messages, tools=tools or None, add_generation_prompt=True, tokenize=False, **options
+                    messages,
+                    tools=tools or None,
+                    add_generation_prompt=True,
+                    tokenize=False,
+                    **options,
                 )
             )
         except TemplateError as error:
-            raise RequestError(f"messages: the model's chat template rejects them: {error}", "messages") from error
-        # A template is a program of the model's makers: what it does with messages that they did not think of is open.
-        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            raise RequestError("messages: the model's chat template rejects them", "messages") from error
+            raise RequestError(
+                f"messages: the model's chat template rejects them: {error}", "messages"
+            ) from error
+        # A template is a program of the model's makers: what it does with messages that they did
+        # not think of is open.
+        except (
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
+            raise RequestError(
+                "messages: the model's chat template rejects them", "messages"
+            ) from error
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`, special tokens left out."""
         return self._decode(list(token_ids), skip_special_tokens=True)
 
     def verbatim(self, token_ids: Sequence[int], field: str) -> str:
-        """The text of `token_ids`, special tokens by name. Raises `RequestError` (`field`) if one is unknown."""
+        """The text of `token_ids`, special tokens by name. Raises `RequestError` (`field`) if one
+        is unknown.
+        """
         for token in token_ids:
             if not 0 <= token < len(self.tokenizer):
-                raise RequestError(f"{field} has token {token}, it must lie in [0, {len(self.tokenizer) - 1}]", field)
+                raise RequestError(
+                    f"{field} has token {token}, it must lie in [0, {len(self.tokenizer) - 1}]",
+                    field,
+                )
         return self._decode(list(token_ids), skip_special_tokens=False)
 
     def token_text(self, token_id: int) -> TokenText:
@@ -165,12 +221,16 @@ class TextCodec:
         # The clean-up would remove spaces before punctuation that are already sent.
         return str(
             self.tokenizer.decode(
-                token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+                token_ids,
+                skip_special_tokens=skip_special_tokens,
+                clean_up_tokenization_spaces=False,
             )
         )
 
     def _piece_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token that is not whole characters: `<0xE2>` (SentencePiece) or GPT-2's byte alphabet."""
+        """The bytes of a token that is not whole characters: `<0xE2>` (SentencePiece) or GPT-2's
+        byte alphabet.
+        """
         piece = str(self.tokenizer.convert_ids_to_tokens(token_id))
         if match := _BYTE_TOKEN.fullmatch(piece):
             return bytes([int(match[1], 16)])
@@ -179,16 +239,22 @@ class TextCodec:
 
 
 class TextStream:
-    """The text of one completion as its tokens arrive: whole characters only, cut before the first stop string.
+    """The text of one completion as its tokens arrive: whole characters only, cut before the first
+    stop string.
 
-    The deltas and `finish` add up to `codec.decode` of the tokens as it reads after `prompt_token_ids` (a leading space
-    stays). Known difference: where a byte-fallback vocabulary yields invalid UTF-8, characters sent before stay.
-    Of special tokens only `marks` add text, their names; no stop string is looked for across one.
-    Each token costs a bounded amount of work.
+    The deltas and `finish` add up to `codec.decode` of the tokens as it reads after
+    `prompt_token_ids` (a leading space stays). Known difference: where a byte-fallback vocabulary
+    yields invalid UTF-8, characters sent before stay. Of special tokens only `marks` add text,
+    their names; no stop string is looked for across one. Each token costs a bounded amount of work.
     """
 
     def __init__(
-        self, codec: TextCodec, *, stop: Sequence[str] = (), prompt_token_ids: Sequence[int] = (), marks: Marks = _NONE
+        self,
+        codec: TextCodec,
+        *,
+        stop: Sequence[str] = (),
+        prompt_token_ids: Sequence[int] = (),
+        marks: Marks = _NONE,
     ) -> None:
         self._detokenizer = _Detokenizer(codec, prompt_token_ids[-_PROMPT_TAIL_TOKENS:])
         self._stop = _StopStrings(stop)
@@ -196,7 +262,9 @@ class TextStream:
         self._stopped = False
 
     def push(self, token_id: int) -> tuple[str, bool]:
-        """The text that is now certain, and whether a stop string ended the completion (push nothing more then)."""
+        """The text that is now certain, and whether a stop string ended the completion (push
+        nothing more then).
+        """
         mark = self._marks.names.get(token_id)
         text, self._stopped = self._searched(
             self._detokenizer.push(token_id) if mark is None else self._detokenizer.flush()
@@ -210,7 +278,9 @@ class TextStream:
         return (text, False) if self._in_head else self._stop.push(text)
 
     def finish(self) -> str:
-        """What was still held back, when the completion ends for another reason than a stop string."""
+        """What was still held back, when the completion ends for another reason than a
+        stop string.
+        """
         if self._stopped:
             return ""
         text, self._stopped = self._searched(self._detokenizer.flush())
@@ -218,7 +288,9 @@ class TextStream:
 
 
 class _Detokenizer:
-    """`_ids` is the window; `_sent` of its text's characters are out; `_group` is where its newest tokens begin."""
+    """`_ids` is the window; `_sent` of its text's characters are out; `_group` is where its newest
+    tokens begin.
+    """
 
     def __init__(self, codec: TextCodec, context: Sequence[int]) -> None:
         self._codec = codec
@@ -281,11 +353,15 @@ class _StopStrings:
     def _undecided(self, text: str) -> int:
         """The length of the longest end of `text` with which a stop string begins."""
         lengths = range(min(self._longest - 1, len(text)), 0, -1)
-        return next((n for n in lengths if any(stop.startswith(text[-n:]) for stop in self._stop)), 0)
+        return next(
+            (n for n in lengths if any(stop.startswith(text[-n:]) for stop in self._stop)), 0
+        )
 
 
 def _certain(text: str) -> int:
-    """The length of `text` without the replacement characters at its end: the next tokens may make others of them."""
+    """The length of `text` without the replacement characters at its end: the next tokens may make
+    others of them.
+    """
     return len(text.rstrip(_REPLACEMENT))
 
 

@@ -1,4 +1,6 @@
-"""How a model marks what it thinks, learnt from what its chat template makes of a made-up thought."""
+"""How a model marks what it thinks, learnt from what its chat template makes of a
+made-up thought.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,15 @@ _THINK = ThinkingFormat("<think>", "</think>")
 _CHANNELS = ThinkingFormat("<|channel|>analysis<|message|>", "<|end|>", channels=True)
 _FINAL = f"<|channel|>final<|message|>{_ANSWER}"
 _TAG = r"(?:seed:)?think(?:ing)?|thought|reasoning"
-_WRITTEN = re.compile(rf"(?:<(?P<tag>{_TAG})>|\[(?P<name>THINK)\])\s*{_THOUGHT}\s*(?:</(?P=tag)>|\[/(?P=name)\])")
+_WRITTEN = re.compile(
+    rf"(?:<(?P<tag>{_TAG})>|\[(?P<name>THINK)\])\s*{_THOUGHT}\s*(?:</(?P=tag)>|\[/(?P=name)\])"
+)
 _OPENED = re.compile(rf"<({_TAG})>\s*")
 
 
 def thinking_format(tokenizer: PreTrainedTokenizerBase) -> ThinkingFormat | None:
-    """The marks around thoughts: those that the chat template writes, opens in the prompt, or cuts out of the past.
+    """The marks around thoughts: those that the chat template writes, opens in the prompt, or cuts
+    out of the past.
 
     None if it does none of this: then what looks like a mark is text.
     """
@@ -33,7 +38,11 @@ def thinking_format(tokenizer: PreTrainedTokenizerBase) -> ThinkingFormat | None
         return _CHANNELS
     if found := _WRITTEN.search(written):
         tag = found["tag"]
-        return ThinkingFormat(f"<{tag}>", f"</{tag}>") if tag else ThinkingFormat("[THINK]", "[/THINK]")
+        return (
+            ThinkingFormat(f"<{tag}>", f"</{tag}>")
+            if tag
+            else ThinkingFormat("[THINK]", "[/THINK]")
+        )
     prompt = _rendered(tokenizer, [_QUESTION], add_generation_prompt=True)
     if opened := _OPENED.search(prompt[prompt.rfind("<") :]):
         return ThinkingFormat(f"<{opened[1]}>", f"</{opened[1]}>")
@@ -42,7 +51,9 @@ def thinking_format(tokenizer: PreTrainedTokenizerBase) -> ThinkingFormat | None
     return _THINK if _ANSWER in past and _THOUGHT not in past else None
 
 
-def _rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], **kwargs: Any) -> str:
+def _rendered(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], **kwargs: Any
+) -> str:
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **kwargs))
     except Exception:  # a template is a program that may raise anything

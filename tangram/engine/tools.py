@@ -43,7 +43,9 @@ _TAGGED = re.compile(
     rf"<tool_call>\s*<function={_NAME}>\s*<parameter=key>\s*1\s*</parameter>\s*</function>\s*"
     "</tool_call>"
 )
-_CHANNEL = re.compile(rf'to=functions\.{_NAME}<\|channel\|>commentary .*<\|message\|>\{{"key": 1\}}')
+_CHANNEL = re.compile(
+    rf'to=functions\.{_NAME}<\|channel\|>commentary .*<\|message\|>\{{"key": 1\}}'
+)
 _STYLES = {
     _LIST: ToolFormat("[TOOL_CALLS]", "", "arguments", CallStyle.LIST),
     _NAMED: ToolFormat("[TOOL_CALLS]", "", "[ARGS]", CallStyle.NAMED),
@@ -57,7 +59,8 @@ _CALL_MARKS = {CallStyle.NAMED: ("[CALL_ID]",), CallStyle.CHANNEL: _CHANNEL_MARK
 
 
 def tool_format(tokenizer: PreTrainedTokenizerBase) -> ToolFormat | None:
-    """How calls are written, in the forms of Hermes (Qwen too), Llama 3.1, Qwen3-Coder, Mistral's two, and GPT-OSS.
+    """How calls are written, in the forms of Hermes (Qwen too), Llama 3.1, Qwen3-Coder, Mistral's
+    two, and GPT-OSS.
 
     None if the chat template does not show tools, or writes calls in another way.
     """
@@ -75,7 +78,9 @@ def tool_format(tokenizer: PreTrainedTokenizerBase) -> ToolFormat | None:
     return found[0] if found else None
 
 
-def marks(tokenizer: PreTrainedTokenizerBase, tools: ToolFormat | None, thinking: ThinkingFormat | None) -> Marks:
+def marks(
+    tokenizer: PreTrainedTokenizerBase, tools: ToolFormat | None, thinking: ThinkingFormat | None
+) -> Marks:
     """The control tokens that `tools` and `thinking` are told by."""
     texts: list[str] = []
     if tools is not None:

@@ -1,7 +1,9 @@
-"""Train a gate that predicts a slow scorer's scores from hidden states (Fast KVzip, Kim et al., arXiv 2601.17668).
+"""Train a gate that predicts a slow scorer's scores from hidden states (Fast KVzip, Kim et al.,
+arXiv 2601.17668).
 
-Layers are trained one after the other, each by itself: what the gate of a layer predicts depends on that layer's input
-alone. The caller runs the model and hands over what it sees (`engine/teacher.py`).
+Layers are trained one after the other, each by itself: what the gate of a layer predicts depends on
+that layer's input alone. The caller runs the model and hands over what it sees
+(`engine/teacher.py`).
 """
 
 from __future__ import annotations
@@ -30,10 +32,12 @@ Tracker = Callable[[Sequence[int], str], Iterable[int]]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a gate is made. `most_tokens` bounds memory: 2 bytes · layers · hidden size for each token that is kept.
+    """How a gate is made. `most_tokens` bounds memory: 2 bytes · layers · hidden size for each
+    token that is kept.
 
-    AdamW runs over `epochs` of batches of `batch_tokens`, its rate falls from `learning_rate` to 0 along a cosine.
-    `head_dim` and `sinks` are d and S of the gate. `seed` draws everything that is drawn.
+    AdamW runs over `epochs` of batches of `batch_tokens`, its rate falls from `learning_rate` to 0
+    along a cosine. `head_dim` and `sinks` are d and S of the gate. `seed` draws everything that is
+    drawn.
     """
 
     epochs: int = 6
@@ -48,10 +52,12 @@ class Recipe:
 
 @dataclass
 class Examples:
-    """What a gate is trained on: hidden states and scores of tokens drawn evenly from `chunks` chunks of C tokens.
+    """What a gate is trained on: hidden states and scores of tokens drawn evenly from `chunks`
+    chunks of C tokens.
 
-    After every chunk has been taken, `hidden[l]` is [N, hidden] in bfloat16 and `scores[l]` is [H, N] in float32, for
-    every layer l that was seen. Both are in host memory. `ConfigError` if N tokens do not fill a batch of the recipe.
+    After every chunk has been taken, `hidden[l]` is [N, hidden] in bfloat16 and `scores[l]` is [H,
+    N] in float32, for every layer l that was seen. Both are in host memory. `ConfigError` if N
+    tokens do not fill a batch of the recipe.
     """
 
     chunks: int
@@ -63,12 +69,14 @@ class Examples:
     def __post_init__(self) -> None:
         if self.tokens < self.recipe.batch_tokens:
             raise ConfigError(
-                f"the samples give {self.tokens} tokens to train on, a batch takes {self.recipe.batch_tokens}: give "
+                f"the samples give {self.tokens} tokens to train on, a batch takes "
+                f"{self.recipe.batch_tokens}: give "
                 f"more samples, or longer ones"
             )
         generator = torch.Generator().manual_seed(self.recipe.seed)
         self._drawn = [
-            torch.randperm(self.chunk_tokens, generator=generator)[: self.tokens_per_chunk] for _ in range(self.chunks)
+            torch.randperm(self.chunk_tokens, generator=generator)[: self.tokens_per_chunk]
+            for _ in range(self.chunks)
         ]
 
     @property
@@ -82,12 +90,17 @@ class Examples:
         return self.chunks * self.tokens_per_chunk
 
     def take(self, number: int, chunk: ChunkView, scores: Tensor, teacher: Scorer) -> None:
-        """Keep tokens of chunk `number`, in one layer, whose scores by `teacher` are `scores` [H, C]."""
+        """Keep tokens of chunk `number`, in one layer, whose scores by `teacher` are `scores` [H,
+        C].
+        """
         hidden = needed(chunk.hidden, "hidden", teacher)
         if chunk.layer not in self.hidden:
-            # The model runs in inference mode, and nothing that is allocated there can be trained on.
+            # The model runs in inference mode, and nothing that is allocated there can be trained
+            # on.
             with torch.inference_mode(False):
-                self.hidden[chunk.layer] = torch.empty(self.tokens, hidden.shape[1], dtype=torch.bfloat16)
+                self.hidden[chunk.layer] = torch.empty(
+                    self.tokens, hidden.shape[1], dtype=torch.bfloat16
+                )
                 self.scores[chunk.layer] = torch.empty(chunk.kv_heads, self.tokens)
         drawn, begin = self._drawn[number].to(hidden.device), number * self.tokens_per_chunk
         own = slice(begin, begin + self.tokens_per_chunk)
@@ -96,48 +109,76 @@ class Examples:
 
 
 def train_gate(
-    examples: Examples, geometry: Geometry, device: torch.device, track: Tracker = lambda layers, _: layers
+    examples: Examples,
+    geometry: Geometry,
+    device: torch.device,
+    track: Tracker = lambda layers, _: layers,
 ) -> Gate:
-    """A gate for every layer that `examples` has; layers without (sliding windows) get one that was not trained.
+    """A gate for every layer that `examples` has; layers without (sliding windows) get one that was
+    not trained.
 
     The same examples and recipe give the same gate on the same device.
     """
     recipe = examples.recipe
     hidden = next(iter(examples.hidden.values())).shape[1]
-    shape = GateShape(geometry.layers, hidden, geometry.kv_heads, geometry.group_size, recipe.head_dim, recipe.sinks)
+    shape = GateShape(
+        geometry.layers,
+        hidden,
+        geometry.kv_heads,
+        geometry.group_size,
+        recipe.head_dim,
+        recipe.sinks,
+    )
     layers = []
     for layer in track(range(geometry.layers), "Training"):
         generator = torch.Generator().manual_seed(recipe.seed * geometry.layers + layer)
-        weights = {name: tensor.to(device) for name, tensor in new_weights(shape, generator).items()}
+        weights = {
+            name: tensor.to(device) for name, tensor in new_weights(shape, generator).items()
+        }
         if layer in examples.hidden:
-            _train_layer(weights, shape, examples.hidden[layer], examples.scores[layer], recipe, generator)
+            _train_layer(
+                weights, shape, examples.hidden[layer], examples.scores[layer], recipe, generator
+            )
         # As the file will hold them: what is measured now is what will be served.
-        layers.append({name: tensor.detach().cpu().half().float() for name, tensor in weights.items()})
+        layers.append(
+            {name: tensor.detach().cpu().half().float() for name, tensor in weights.items()}
+        )
     return Gate(shape, tuple(layers))
 
 
 def new_weights(shape: GateShape, generator: torch.Generator) -> dict[str, Tensor]:
-    """The first weights of a layer's gate. Sinks that start alike would stay alike, so they are drawn too."""
+    """The first weights of a layer's gate. Sinks that start alike would stay alike, so they are
+    drawn too.
+    """
     shapes = shape.tensor_shapes()
     drawn = {
         "q_proj.weight": shape.hidden**-0.5,
         "k_proj.weight": shape.hidden**-0.5,
         "k_base": 0.5,
     }
-    weights = {name: torch.randn(shapes[name], generator=generator) * scale for name, scale in drawn.items()}
+    weights = {
+        name: torch.randn(shapes[name], generator=generator) * scale
+        for name, scale in drawn.items()
+    }
     weights |= {name: torch.ones(shapes[name]) for name in ("q_norm.weight", "k_norm.weight")}
     return weights | {name: torch.zeros(shapes[name]) for name in ("q_proj.bias", "b")}
 
 
 def _train_layer(
-    weights: Mapping[str, Tensor], shape: GateShape, hidden: Tensor, scores: Tensor, recipe: Recipe,
+    weights: Mapping[str, Tensor],
+    shape: GateShape,
+    hidden: Tensor,
+    scores: Tensor,
+    recipe: Recipe,
     generator: torch.Generator,
-) -> None:  # fmt: skip
+) -> None:
     """Train `weights` in place on `hidden` [N, hidden] and `scores` [H, N]."""
     device = weights["b"].device
     hidden, wanted = hidden.to(device), scores.to(device).clamp_min(LEAST_SCORE).log()
     parameters = [tensor.requires_grad_() for tensor in weights.values()]
-    optimizer = torch.optim.AdamW(parameters, lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
+    optimizer = torch.optim.AdamW(
+        parameters, lr=recipe.learning_rate, weight_decay=recipe.weight_decay
+    )
     batches = len(hidden) // recipe.batch_tokens
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, recipe.epochs * batches)
     for batch in _batches(len(hidden), recipe, generator):
@@ -150,21 +191,29 @@ def _train_layer(
 
 
 def _batches(tokens: int, recipe: Recipe, generator: torch.Generator) -> Iterator[Tensor]:
-    """Which tokens come together, int64 [batch_tokens] each; what does not fill a batch waits for the next epoch."""
+    """Which tokens come together, int64 [batch_tokens] each; what does not fill a batch waits for
+    the next epoch.
+    """
     for _ in range(recipe.epochs):
         order = torch.randperm(tokens, generator=generator)
         yield from torch.split(order, recipe.batch_tokens)[: tokens // recipe.batch_tokens]
 
 
 def overlap(ours: Tensor, theirs: Tensor, retention: float, scope: Scope | None) -> float:
-    """The share of the entries that `theirs` would keep that `ours` keeps too; both are scores [L, H, C] of a chunk.
+    """The share of the entries that `theirs` would keep that `ours` keeps too; both are scores [L,
+    H, C] of a chunk.
 
-    The best `retention` stay of all entries of the model or of each layer, or of each head alone (`scope` None).
+    The best `retention` stay of all entries of the model or of each layer, or of each head alone
+    (`scope` None).
     """
     pools = {"model": 0, "layer": 1, None: 2}[scope]
-    kept = [scores.flatten(pools).flatten(0, -2) if pools else scores.flatten()[None] for scores in (ours, theirs)]
+    kept = [
+        scores.flatten(pools).flatten(0, -2) if pools else scores.flatten()[None]
+        for scores in (ours, theirs)
+    ]
     count = round(retention * kept[0].shape[-1])
     mine, other = (
-        torch.zeros_like(pool, dtype=torch.bool).scatter_(-1, pool.topk(count).indices, True) for pool in kept
+        torch.zeros_like(pool, dtype=torch.bool).scatter_(-1, pool.topk(count).indices, True)
+        for pool in kept
     )
     return (mine & other).sum().item() / other.sum().item()

@@ -1,4 +1,6 @@
-"""A gate for one model: KVzip scores text in the engine's own prefill, a gate learns to, and both are compared."""
+"""A gate for one model: KVzip scores text in the engine's own prefill, a gate learns to, and both
+are compared.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,11 @@ HELD_OUT = 8  # one text of so many, and at least one
 
 @dataclass(frozen=True)
 class Agreement:
-    """The share of what KVzip would keep at ρ = `retention` that the gate keeps too, and that KeyDiff does.
+    """The share of what KVzip would keep at ρ = `retention` that the gate keeps too, and that
+    KeyDiff does.
 
-    What competes are the entries of the model, or of each head alone (`scope` None). Means over chunks.
+    What competes are the entries of the model, or of each head alone (`scope` None). Means over
+    chunks.
     """
 
     retention: float
@@ -41,18 +45,30 @@ class Agreement:
 
 
 def distil_gate(
-    loaded: LoadedModel, texts: Sequence[str], *, chunk_tokens: int, source: str, recipe: Recipe,
-) -> tuple[Gate, list[list[int]]]:  # fmt: skip
-    """A gate that was trained on KVzip's scores of `texts`, and the samples (token ids) that it has not seen.
+    loaded: LoadedModel,
+    texts: Sequence[str],
+    *,
+    chunk_tokens: int,
+    source: str,
+    recipe: Recipe,
+) -> tuple[Gate, list[list[int]]]:
+    """A gate that was trained on KVzip's scores of `texts`, and the samples (token ids) that it has
+    not seen.
 
-    One text of eight is held out. `source` says in words where they are from. Draws progress bars in a terminal.
-    Raises `ConfigError`, before the model runs, if nothing in `loaded` is compressed, if there are fewer than two
-    texts, if one does not fill a chunk, or if all of them do not fill a batch.
+    One text of eight is held out. `source` says in words where they are from. Draws progress bars
+    in a terminal. Raises `ConfigError`, before the model runs, if nothing in `loaded` is
+    compressed, if there are fewer than two texts, if one does not fill a chunk, or if all of them
+    do not fill a batch.
     """
     if not loaded.geometry.full_layers:
-        raise ConfigError(f"model is {loaded.name!r}, it has sliding-window layers only: there is nothing to compress")
+        raise ConfigError(
+            f"model is {loaded.name!r}, it has sliding-window layers only: there is nothing to "
+            "compress"
+        )
     if len(texts) < 2:
-        raise ConfigError(f"there are {len(texts)} texts, a gate needs at least 2: one is held out to test it")
+        raise ConfigError(
+            f"there are {len(texts)} texts, a gate needs at least 2: one is held out to test it"
+        )
     limit = loaded.geometry.max_positions
     samples = [loaded.tokenizer.encode(text)[:limit] for text in texts]
     check_lengths(samples, chunk_tokens)
@@ -61,19 +77,29 @@ def distil_gate(
     examples = _gathered(loaded, samples[held_out:], chunk_tokens, recipe)
     teacher = KVzip()
     training = GateTraining(
-        model=loaded.fingerprint, teacher=ScorerSpec(teacher.name, teacher.parameters()), chunk_tokens=chunk_tokens,
-        samples=len(samples) - held_out, tokens=examples.tokens, source=source, seed=recipe.seed, loss=LOSS,
-    )  # fmt: skip
+        model=loaded.fingerprint,
+        teacher=ScorerSpec(teacher.name, teacher.parameters()),
+        chunk_tokens=chunk_tokens,
+        samples=len(samples) - held_out,
+        tokens=examples.tokens,
+        source=source,
+        seed=recipe.seed,
+        loss=LOSS,
+    )
     gate = train_gate(examples, loaded.geometry, loaded.device, show_progress)
     return replace(gate, training=training), samples[:held_out]
 
 
 def _gathered(
     loaded: LoadedModel, samples: Sequence[Sequence[int]], chunk_tokens: int, recipe: Recipe
-) -> Examples:  # fmt: skip
-    """Hidden states and KVzip's scores of `samples`, which are as they are served: chunk by chunk."""
+) -> Examples:
+    """Hidden states and KVzip's scores of `samples`, which are as they are served:
+    chunk by chunk.
+    """
     teacher = KVzip()
-    examples = Examples(sum(len(sample) // chunk_tokens for sample in samples), chunk_tokens, recipe)
+    examples = Examples(
+        sum(len(sample) // chunk_tokens for sample in samples), chunk_tokens, recipe
+    )
     done = 0
 
     def observe(chunk: ChunkView, scores: Tensor) -> None:
@@ -88,8 +114,10 @@ def _gathered(
 
 def agreements(
     loaded: LoadedModel, gate: Gate, samples: Sequence[Sequence[int]], *, chunk_tokens: int
-) -> list[Agreement]:  # fmt: skip
-    """How far `gate`, and KeyDiff beside it, keeps what KVzip would keep of `samples`, for ρ 0.3 and 0.5."""
+) -> list[Agreement]:
+    """How far `gate`, and KeyDiff beside it, keeps what KVzip would keep of `samples`, for ρ 0.3
+    and 0.5.
+    """
     teacher, baseline, gate = KVzip(), KeyDiff(), gate.to(loaded.device)
     seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
@@ -106,6 +134,8 @@ def agreements(
         for _ in chunks(sample):
             theirs, gates, keydiffs = (torch.stack(scores) for scores in zip(*seen, strict=True))
             seen.clear()
-            shares.append([[overlap(ours, theirs, *case) for ours in (gates, keydiffs)] for case in cases])
+            shares.append(
+                [[overlap(ours, theirs, *case) for ours in (gates, keydiffs)] for case in cases]
+            )
     means = torch.tensor(shares, dtype=torch.float64).mean(dim=0).tolist()
     return [Agreement(*case, *mean) for case, mean in zip(cases, means, strict=True)]

@@ -1,10 +1,12 @@
-"""Decode attention on the CPU: append, run the layer's tasks and merge, in one compiled call (float32 pools).
+"""Decode attention on the CPU: append, run the layer's tasks and merge, in one compiled call
+(float32 pools).
 
-Threads take tasks from an atomic counter, in the plan's order (longest first), so that uneven heads balance themselves;
-each task and each merge is computed alone and in fixed order, so timing never changes a bit of the result.
+Threads take tasks from an atomic counter, in the plan's order (longest first), so that uneven heads
+balance themselves; each task and each merge is computed alone and in fixed order, so timing never
+changes a bit of the result.
 
-Numba's threads and torch's must come from one OpenMP pool: idle OpenMP threads spin for a while, and two pools that
-spin on the same cores slow a layer from microseconds to milliseconds.
+Numba's threads and torch's must come from one OpenMP pool: idle OpenMP threads spin for a while,
+and two pools that spin on the same cores slow a layer from microseconds to milliseconds.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ from tangram.types import Int64
 
 
 def _share_torch_openmp() -> None:
-    """Let Numba's OpenMP layer, which is loaded at its first parallel call, bind to the library that torch runs on."""
+    """Let Numba's OpenMP layer, which is loaded at its first parallel call, bind to the library
+    that torch runs on.
+    """
     for library in (Path(torch.__file__).parent / "lib").glob("libgomp*.so*"):
         with suppress(OSError):  # this torch runs on another library: nothing to share
             ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL | os.RTLD_NOLOAD)
@@ -43,8 +47,9 @@ _share_torch_openmp()
 class CpuPlan:
     """A work plan packed for the compiled kernel, once per plan. Build it with `CpuPlan.build`.
 
-    `tasks` [N, 9]: table, length_index, column, head, kind, a, b, row_begin, row_end. `entries` [M, 3]: row, direct,
-    slot. `segments` [S, 4]: row, head, part_begin, part_end. `address` [L, R, H, 3]: table, column, length_index.
+    `tasks` [N, 9]: table, length_index, column, head, kind, a, b, row_begin, row_end. `entries` [M,
+    3]: row, direct, slot. `segments` [S, 4]: row, head, part_begin, part_end. `address` [L, R, H,
+    3]: table, column, length_index.
     """
 
     plan: WorkPlan
@@ -59,9 +64,16 @@ class CpuPlan:
         """Pack `plan` for `threads` threads; None means as many as torch uses."""
         limit = int(vars(numba.config)["NUMBA_NUM_THREADS"])
         task_fields = (
-            plan.table, plan.length_index, plan.column, plan.head, plan.kind, plan.a, plan.b,
-            plan.row_begin, plan.row_end,
-        )  # fmt: skip
+            plan.table,
+            plan.length_index,
+            plan.column,
+            plan.head,
+            plan.kind,
+            plan.a,
+            plan.b,
+            plan.row_begin,
+            plan.row_end,
+        )
         segments = (plan.merge_row, plan.merge_head, plan.part_indptr[:-1], plan.part_indptr[1:])
         address = np.stack([rows.table, rows.column, rows.length_index], axis=-1).swapaxes(0, 1)
         return cls(
@@ -80,16 +92,20 @@ def compiled(pool: Tensor) -> bool:
 
 
 def warm_up() -> None:
-    """Compile the kernels, or load them from Numba's cache, before the first request waits for it (~15 s, then ~0.5 s).
+    """Compile the kernels, or load them from Numba's cache, before the first request waits for it
+    (~15 s, then ~0.5 s).
 
-    Starting Numba's threads sets the size of the OpenMP pool that torch uses too; torch gets its own back.
+    Starting Numba's threads sets the size of the OpenMP pool that torch uses too; torch gets its
+    own back.
     """
     threads = torch.get_num_threads()
     one = np.zeros((1, 1, 1), np.int64)
     rows = DecodeRows(one, one, one, np.ones((1, 1, 1)), windows=(None,), page_tokens=16)
     entry, index = torch.zeros(1, 1, 16), torch.zeros(1, dtype=torch.int32)
     plan = CpuPlan.build(plan_plain(rows), rows)
-    decode_step(entry, entry, entry, torch.zeros(1, 1, 2, 16, 16), index, index + 1, plan, 0, scaling=1.0)
+    decode_step(
+        entry, entry, entry, torch.zeros(1, 1, 2, 16, 16), index, index + 1, plan, 0, scaling=1.0
+    )
     torch.set_num_threads(threads)
 
 
@@ -107,14 +123,23 @@ def decode_step(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """`reference.append` of k, v [R, H, D] and then `reference.decode` of q [R, Q, D] → [R, Q, D], for one layer.
+    """`reference.append` of k, v [R, H, D] and then `reference.decode` of q [R, Q, D] → [R, Q, D],
+    for one layer.
 
     Computed in float32 by compiled code; pools of other dtypes go to the reference.
     """
     if not compiled(pool):
         reference.append(k, v, pool, tables, lengths, *np.moveaxis(plan.address[layer], -1, 0))
         return reference.decode(
-            q, pool, tables, lengths, plan.plan, layer, scaling=scaling, softcap=softcap, sinks=sinks
+            q,
+            pool,
+            tables,
+            lengths,
+            plan.plan,
+            layer,
+            scaling=scaling,
+            softcap=softcap,
+            sinks=sinks,
         )
     if numba.get_num_threads() != plan.threads:
         numba.set_num_threads(plan.threads)
@@ -122,11 +147,29 @@ def decode_step(
     sink = np.full(q.shape[1], -np.inf, np.float32) if sinks is None else _array(sinks.float())
     indptr, merges = plan.plan.layer_indptr, plan.plan.merge_indptr
     step(
-        _array(q.float()), _array(k.float()), _array(v.float()), _array(pool), _array(tables), _array(lengths),
-        plan.address[layer], plan.tasks, plan.entries, plan.segments, plan.plan.part_slot, indptr[layer],
-        indptr[layer + 1], merges[layer], merges[layer + 1], plan.plan.partial_slots,
-        plan.plan.tile_tokens, np.float32(scaling), np.float32(softcap or 0.0), sink, out.numpy(), plan.threads,
-    )  # fmt: skip
+        _array(q.float()),
+        _array(k.float()),
+        _array(v.float()),
+        _array(pool),
+        _array(tables),
+        _array(lengths),
+        plan.address[layer],
+        plan.tasks,
+        plan.entries,
+        plan.segments,
+        plan.plan.part_slot,
+        indptr[layer],
+        indptr[layer + 1],
+        merges[layer],
+        merges[layer + 1],
+        plan.plan.partial_slots,
+        plan.plan.tile_tokens,
+        np.float32(scaling),
+        np.float32(softcap or 0.0),
+        sink,
+        out.numpy(),
+        plan.threads,
+    )
     return out.to(q.dtype)
 
 

@@ -15,7 +15,9 @@ from numba.extending import intrinsic
 
 @intrinsic
 def next_task(typingctx: Any, counters: Any, worker: Any, workers: Any) -> Any:
-    """Whoever comes first: atomically add 1 to counters[0] (int64, contiguous) and return the value before."""
+    """Whoever comes first: atomically add 1 to counters[0] (int64, contiguous) and return the value
+    before.
+    """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         array = context.make_array(signature.args[0])(context, builder, args[0])
@@ -43,8 +45,12 @@ def prefetch(typingctx: Any, array: Any, offset: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
         address = builder.bitcast(builder.gep(data, [args[1]]), cgutils.voidptr_t)
-        flags = [ir.Constant(ir.IntType(32), value) for value in (0, 3, 1)]  # read, keep in all levels, data
-        function = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, *[flag.type for flag in flags]])
+        flags = [
+            ir.Constant(ir.IntType(32), value) for value in (0, 3, 1)
+        ]  # read, keep in all levels, data
+        function = ir.FunctionType(
+            ir.VoidType(), [cgutils.voidptr_t, *[flag.type for flag in flags]]
+        )
         callee = cgutils.get_or_insert_function(builder.module, function, "llvm.prefetch.p0i8")  # type: ignore[no-untyped-call]
         builder.call(callee, [address, *flags])
         return context.get_dummy_value()

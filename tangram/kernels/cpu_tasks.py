@@ -1,9 +1,11 @@
 """Numba code of the CPU decode kernel, driven by `cpu.py`.
 
-All of it is in one file because Numba's cache of a function notices changes in that function's file only.
+All of it is in one file because Numba's cache of a function notices changes in that function's file
+only.
 
-A task walks its range in stretches of `STRETCH` entries: scores for all query heads, online softmax, then values
-(running maximum and sum, FlashAttention), so that each key and value leaves memory once for its G query heads.
+A task walks its range in stretches of `STRETCH` entries: scores for all query heads, online
+softmax, then values (running maximum and sum, FlashAttention), so that each key and value leaves
+memory once for its G query heads.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ def prefetch_block(block):  # type: ignore[no-untyped-def]
 
 @compiled(inline="always")
 def exp_negative(x: Any) -> Any:
-    """exp(x) for x ≤ 0 in float32, to 2 units in the last place, in a form that vectorises; 0 below −87 (so for −∞)."""
+    """exp(x) for x ≤ 0 in float32, to 2 units in the last place, in a form that vectorises; 0 below
+    −87 (so for −∞).
+    """
     y = max(x, np.float32(-87.0))
     n = np.floor(y * np.float32(1.44269504) + np.float32(0.5))
     r = y - n * np.float32(0.693359375) - n * np.float32(-2.12194440e-4)
@@ -73,17 +77,23 @@ def resolve_one(kind: int, a: int, b: int, length: int, tile: int) -> tuple[int,
 
 @compiled()
 def useful_threads(tasks, first, last, lengths, tile, head_dim, threads):  # type: ignore[no-untyped-def]
-    """`threads`, or 1 where tasks [first, last) (rows as in `CpuPlan.tasks`) read too little to share."""
+    """`threads`, or 1 where tasks [first, last) (rows as in `CpuPlan.tasks`) read too little to
+    share.
+    """
     tokens = 0
     for task in range(first, last):
-        begin, end = resolve_one(tasks[task, 4], tasks[task, 5], tasks[task, 6], lengths[tasks[task, 1]], tile)
+        begin, end = resolve_one(
+            tasks[task, 4], tasks[task, 5], tasks[task, 6], lengths[tasks[task, 1]], tile
+        )
         tokens += end - begin
     return threads if tokens * head_dim * 2 > SERIAL_ELEMENTS else 1
 
 
 @compiled()
 def append_rows(k, v, blocks, heads_per_page, tables, lengths, address):  # type: ignore[no-untyped-def]
-    """Write k, v [R, H, D] at index length − 1; address [R, H, 3] holds table offset, column and length index."""
+    """Write k, v [R, H, D] at index length − 1; address [R, H, 3] holds table offset, column and
+    length index.
+    """
     page_tokens = blocks.shape[2]
     for row in range(k.shape[0]):
         for head in range(k.shape[1]):
@@ -123,7 +133,9 @@ def dot_keys(query, keys, begin, end, scores, at):  # type: ignore[no-untyped-de
 
 @compiled(fastmath=FAST)
 def add_values(weights, at, values, begin, end, out):  # type: ignore[no-untyped-def]
-    """out[m] += Σ weights[m, at + i] · values[begin + i]; four values share each load and store of the output."""
+    """out[m] += Σ weights[m, at + i] · values[begin + i]; four values share each load and store of
+    the output.
+    """
     head_dim = out.shape[1]
     for m in range(out.shape[0]):
         o, w = out[m], weights[m]
@@ -153,7 +165,9 @@ def largest(scores, count):  # type: ignore[no-untyped-def]
 
 @compiled(fastmath=FAST)
 def online_softmax(scores, count, maximum, total, out, softcap):  # type: ignore[no-untyped-def]
-    """Turn scores[m, :count] into weights; carry the running maximum and sum, and rescale `out` where it rises."""
+    """Turn scores[m, :count] into weights; carry the running maximum and sum, and rescale `out`
+    where it rises.
+    """
     for m in range(out.shape[0]):
         s = scores[m]
         if softcap > 0:
@@ -175,10 +189,15 @@ def online_softmax(scores, count, maximum, total, out, softcap):  # type: ignore
 
 @compiled()
 def attend(query, blocks, heads_per_page, tables, table, column, begin, end, softcap, out, lse):  # type: ignore[no-untyped-def]
-    """Attention of query [M, D] (already scaled) over entries [begin, end) of one head: out [M, D], lse [M]."""
+    """Attention of query [M, D] (already scaled) over entries [begin, end) of one head: out [M, D],
+    lse [M].
+    """
     page_tokens = blocks.shape[2]
     scores = np.empty((query.shape[0], STRETCH), np.float32)
-    maximum, total = np.full(query.shape[0], -np.inf, np.float32), np.zeros(query.shape[0], np.float32)
+    maximum, total = (
+        np.full(query.shape[0], -np.inf, np.float32),
+        np.zeros(query.shape[0], np.float32),
+    )
     out[:] = 0
     for start in range(begin, end, STRETCH):
         stop = min(start + STRETCH, end)
@@ -197,7 +216,9 @@ def attend(query, blocks, heads_per_page, tables, table, column, begin, end, sof
             if page < last_page:
                 prefetch_block(blocks[tables[table + page + 1] * heads_per_page + column, 1])
             elif stop < end:
-                prefetch_block(blocks[tables[table + stop // page_tokens] * heads_per_page + column, 0])
+                prefetch_block(
+                    blocks[tables[table + stop // page_tokens] * heads_per_page + column, 0]
+                )
             low, high = max(start, first), min(stop, first + page_tokens)
             add_values(scores, low - start, blocks[block, 1], low - first, high - first, out)
     for m in range(query.shape[0]):
@@ -209,7 +230,9 @@ def attend(query, blocks, heads_per_page, tables, table, column, begin, end, sof
 
 @compiled()
 def finish(part, lse, sinks, out):  # type: ignore[no-untyped-def]
-    """Write part [G, D] with log-sum-exp lse [G] to out [G, D], with the weight that the sinks [G] leave to it."""
+    """Write part [G, D] with log-sum-exp lse [G] to out [G, D], with the weight that the sinks [G]
+    leave to it.
+    """
     for g in range(part.shape[0]):
         if lse[g] == -np.inf:
             out[g, :] = 0
@@ -219,7 +242,9 @@ def finish(part, lse, sinks, out):  # type: ignore[no-untyped-def]
 
 @compiled()
 def merge(parts, partial_out, partial_lse, sinks, out):  # type: ignore[no-untyped-def]
-    """Merge slots `parts` of partial_out [slots, G, D] and partial_lse [slots, G], in that order, into out [G, D]."""
+    """Merge slots `parts` of partial_out [slots, G, D] and partial_lse [slots, G], in that order,
+    into out [G, D].
+    """
     for g in range(out.shape[0]):
         top = -np.inf
         for slot in parts:
@@ -238,9 +263,25 @@ def merge(parts, partial_out, partial_lse, sinks, out):  # type: ignore[no-untyp
 
 @compiled()
 def _work(  # type: ignore[no-untyped-def]
-    queries, blocks, heads_per_page, tables, lengths, tasks, entries, task_end, tile, scaling, softcap,
-    sinks, partial_out, partial_lse, outs, counters, worker, workers,
-):  # fmt: skip
+    queries,
+    blocks,
+    heads_per_page,
+    tables,
+    lengths,
+    tasks,
+    entries,
+    task_end,
+    tile,
+    scaling,
+    softcap,
+    sinks,
+    partial_out,
+    partial_lse,
+    outs,
+    counters,
+    worker,
+    workers,
+):
     """One thread's share: take the next task until none is left."""
     group, head_dim = queries.shape[2], queries.shape[3]
     while True:
@@ -266,30 +307,90 @@ def _work(  # type: ignore[no-untyped-def]
 
 @compiled(parallel=True, notice=NOTICE)
 def step(  # type: ignore[no-untyped-def]
-    q, k, v, pool, tables, lengths, address, tasks, entries, segments, part_slot, task_begin, task_end, segment_begin,
-    segment_end, slots, tile, scaling, softcap, sinks, out, workers,
-):  # fmt: skip
-    """One layer: append k, v, run tasks [task_begin, task_end), merge segments [segment_begin, segment_end)."""
+    q,
+    k,
+    v,
+    pool,
+    tables,
+    lengths,
+    address,
+    tasks,
+    entries,
+    segments,
+    part_slot,
+    task_begin,
+    task_end,
+    segment_begin,
+    segment_end,
+    slots,
+    tile,
+    scaling,
+    softcap,
+    sinks,
+    out,
+    workers,
+):
+    """One layer: append k, v, run tasks [task_begin, task_end), merge segments [segment_begin,
+    segment_end).
+    """
     rows, query_heads, head_dim = q.shape
     heads, heads_per_page = k.shape[1], pool.shape[1]
     group = query_heads // heads
     blocks = pool.reshape((pool.shape[0] * heads_per_page, 2, pool.shape[3], head_dim))
-    queries, outs = q.reshape((rows, heads, group, head_dim)), out.reshape((rows, heads, group, head_dim))
+    queries, outs = (
+        q.reshape((rows, heads, group, head_dim)),
+        out.reshape((rows, heads, group, head_dim)),
+    )
     sink = sinks.reshape((heads, group))
     append_rows(k, v, blocks, heads_per_page, tables, lengths, address)
-    partial_out, partial_lse = np.empty((slots, group, head_dim), np.float32), np.empty((slots, group), np.float32)
+    partial_out, partial_lse = (
+        np.empty((slots, group, head_dim), np.float32),
+        np.empty((slots, group), np.float32),
+    )
     counters = np.arange(task_begin, task_begin + workers)
     if useful_threads(tasks, task_begin, task_end, lengths, tile, head_dim, workers) == 1:
         _work(
-            queries, blocks, heads_per_page, tables, lengths, tasks, entries, task_end, tile, scaling, softcap,
-            sink, partial_out, partial_lse, outs, counters, 0, 1,
-        )  # fmt: skip
+            queries,
+            blocks,
+            heads_per_page,
+            tables,
+            lengths,
+            tasks,
+            entries,
+            task_end,
+            tile,
+            scaling,
+            softcap,
+            sink,
+            partial_out,
+            partial_lse,
+            outs,
+            counters,
+            0,
+            1,
+        )
     else:
         for worker in prange(workers):
             _work(
-                queries, blocks, heads_per_page, tables, lengths, tasks, entries, task_end, tile, scaling, softcap,
-                sink, partial_out, partial_lse, outs, counters, worker, workers,
-            )  # fmt: skip
+                queries,
+                blocks,
+                heads_per_page,
+                tables,
+                lengths,
+                tasks,
+                entries,
+                task_end,
+                tile,
+                scaling,
+                softcap,
+                sink,
+                partial_out,
+                partial_lse,
+                outs,
+                counters,
+                worker,
+                workers,
+            )
     for segment in range(segment_begin, segment_end):
         row, head, begin, end = segments[segment]
         merge(part_slot[begin:end], partial_out, partial_lse, sink[head], outs[row, head])

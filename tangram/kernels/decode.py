@@ -1,13 +1,15 @@
-"""Decode attention over ragged pages on the GPU: one task of a work plan per program, in tiles (Triton).
+"""Decode attention over ragged pages on the GPU: one task of a work plan per program, in tiles
+(Triton).
 
-A task reads its range of one KV head's entries once for all the query rows it serves (PAT, forward; PersistentKV, work
-queue). Its M = rows x G queries form one tile of 16, 32, 64 or 128; tasks of one size are launched together. Queries
-are taken and outputs written by index, so that the rows of a task need not be neighbours. A row's only part is final;
-other parts go to slots. A row's short tail, launched last, waits for its other parts and finishes the row
-(`finish`); what has no such tail is merged in the plan's order (`merge.py`, or here by whoever comes last).
+A task reads its range of one KV head's entries once for all the query rows it serves (PAT, forward;
+PersistentKV, work queue). Its M = rows x G queries form one tile of 16, 32, 64 or 128; tasks of one
+size are launched together. Queries are taken and outputs written by index, so that the rows of a
+task need not be neighbours. A row's only part is final; other parts go to slots. A row's short
+tail, launched last, waits for its other parts and finishes the row (`finish`); what has no such
+tail is merged in the plan's order (`merge.py`, or here by whoever comes last).
 
-Sums are in float32, exponentials base 2. The grid is fixed and the number of tasks is read from memory, so that a
-captured graph replays with any plan.
+Sums are in float32, exponentials base 2. The grid is fixed and the number of tasks is read from
+memory, so that a captured graph replays with any plan.
 """
 
 from __future__ import annotations
@@ -30,11 +32,29 @@ from tangram.kernels.tiles import (
 
 @triton.jit
 def _take(
-    acc, peak, total, q, page, n, stop, pool, column, scaling, softcap, k_scale,
-    HP: tl.constexpr, P: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr, SOFTCAP: tl.constexpr,
-):  # fmt: skip
-    """Take the entries `n`, on pages `page`, into the online softmax; where MASKED, those from `stop` on not."""
+    acc,
+    peak,
+    total,
+    q,
+    page,
+    n,
+    stop,
+    pool,
+    column,
+    scaling,
+    softcap,
+    k_scale,
+    HP: tl.constexpr,
+    P: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    """Take the entries `n`, on pages `page`, into the online softmax; where MASKED, those from
+    `stop` on not.
+    """
     d = tl.arange(0, BLOCK_D)
     entry = (page.to(tl.int64) * HP + column) * (2 * P * D) + (n % P) * D
     place = pool + entry[:, None] + d[None, :]
@@ -69,11 +89,31 @@ def _take(
 
 @triton.jit
 def _tiles(
-    acc, peak, total, q, pool, tables, table, column, begin, end, stop, scaling, softcap, k_scale,
-    HP: tl.constexpr, P: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr, SOFTCAP: tl.constexpr,
-):  # fmt: skip
-    """Online softmax of `q` over entries [begin, end) by tiles; where MASKED, entries from `stop` on are hidden."""
+    acc,
+    peak,
+    total,
+    q,
+    pool,
+    tables,
+    table,
+    column,
+    begin,
+    end,
+    stop,
+    scaling,
+    softcap,
+    k_scale,
+    HP: tl.constexpr,
+    P: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    """Online softmax of `q` over entries [begin, end) by tiles; where MASKED, entries from `stop`
+    on are hidden.
+    """
     for first in range(begin, end, BLOCK_N):
         n = first + tl.arange(0, BLOCK_N)
         if MASKED:
@@ -81,17 +121,45 @@ def _tiles(
         else:
             page = tl.load(tables + table + n // P)
         acc, peak, total = _take(
-            acc, peak, total, q, page, n, stop, pool, column, scaling, softcap, k_scale,
-            HP, P, D, BLOCK_D, BLOCK_N, MASKED, SOFTCAP,
-        )  # fmt: skip
+            acc,
+            peak,
+            total,
+            q,
+            page,
+            n,
+            stop,
+            pool,
+            column,
+            scaling,
+            softcap,
+            k_scale,
+            HP,
+            P,
+            D,
+            BLOCK_D,
+            BLOCK_N,
+            MASKED,
+            SOFTCAP,
+        )
     return acc, peak, total
 
 
 @triton.jit
 def _finish(
-    acc, peak, total, part_out, part_lse, slot, before, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
-):  # fmt: skip
-    """Take the `before` parts in front of `slot`, each query row its own, into the online softmax of the last part."""
+    acc,
+    peak,
+    total,
+    part_out,
+    part_lse,
+    slot,
+    before,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Take the `before` parts in front of `slot`, each query row its own, into the online softmax
+    of the last part.
+    """
     d = tl.arange(0, BLOCK_D)
     for back in range(tl.max(before, 0), 0, -1):
         here = back <= before
@@ -99,19 +167,37 @@ def _finish(
         # Other multiprocessors wrote these: do not look into this one's own cache.
         lse = tl.load(part_lse + at, mask=here, other=float("-inf"), cache_modifier=".cg")
         value = tl.load(
-            part_out + at[:, None] * D + d[None, :], mask=here[:, None] & (d < D)[None, :], other=0.0,
+            part_out + at[:, None] * D + d[None, :],
+            mask=here[:, None] & (d < D)[None, :],
+            other=0.0,
             cache_modifier=".cg",
-        )  # fmt: skip
+        )
         acc, peak, total = take_part(acc, peak, total, lse, value)
     return acc, peak, total
 
 
 @triton.jit
 def _finish_last(
-    arrivals, part_out, part_lse, base, part_indptr, segment, waits, sinks, out_place, group, head,
-    G: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, SINKS: tl.constexpr,
-):  # fmt: skip
-    """Merge the rows of which this task wrote the last missing part, in the plan's order, and reset their counters."""
+    arrivals,
+    part_out,
+    part_lse,
+    base,
+    part_indptr,
+    segment,
+    waits,
+    sinks,
+    out_place,
+    group,
+    head,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """Merge the rows of which this task wrote the last missing part, in the plan's order, and reset
+    their counters.
+    """
     # Every thread's partial results must be written before any counter tells of them.
     tl.debug_barrier()
     first = tl.load(part_indptr + segment, mask=waits, other=0)
@@ -130,41 +216,87 @@ def _finish_last(
             # Other multiprocessors wrote these: do not look into this one's own cache.
             lse = tl.load(part_lse + slot, mask=here, other=float("-inf"), cache_modifier=".cg")
             value = tl.load(
-                part_out + slot[:, None] * D + d[None, :], mask=here[:, None] & (d < D)[None, :], other=0.0,
+                part_out + slot[:, None] * D + d[None, :],
+                mask=here[:, None] & (d < D)[None, :],
+                other=0.0,
                 cache_modifier=".cg",
-            )  # fmt: skip
+            )
             acc, peak, total = take_part(acc, peak, total, lse, value)
         if SINKS:
             sink = tl.load(sinks + head * G + group, mask=last, other=0.0).to(tl.float32) * LOG2E
             safe = tl.where(peak == float("-inf"), sink, peak)
             total = total + tl.exp2(sink - safe)
         result = acc / tl.where(total > 0, total, 1.0)[:, None]
-        tl.store(out_place, result.to(out_place.dtype.element_ty), mask=last[:, None] & (d < D)[None, :])
+        tl.store(
+            out_place, result.to(out_place.dtype.element_ty), mask=last[:, None] & (d < D)[None, :]
+        )
         tl.store(arrivals + segment * G + group, tl.zeros([BLOCK_M], tl.int32), mask=last)
 
 
 @triton.jit(
     do_not_specialize=["layer", "leads", "table_entries"],
     do_not_specialize_on_alignment=[
-        "tables", "lengths", "tasks", "task_indptr", "entries", "part_indptr", "merge_indptr",
+        "tables",
+        "lengths",
+        "tasks",
+        "task_indptr",
+        "entries",
+        "part_indptr",
+        "merge_indptr",
     ],
-)  # fmt: skip
+)
 def decode_tasks(
-    q, pool, tables, lengths, tasks, task_indptr, entries, part_indptr, merge_indptr, arrivals, scales, sinks,
-    out, part_out, part_lse, layer, leads, scaling, softcap, stride_row, stride_head, table_entries,
-    KIND: tl.constexpr, KINDS: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HP: tl.constexpr,
-    P: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr, ATOMIC: tl.constexpr,
-    SHORT: tl.constexpr, FINISH: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
+    q,
+    pool,
+    tables,
+    lengths,
+    tasks,
+    task_indptr,
+    entries,
+    part_indptr,
+    merge_indptr,
+    arrivals,
+    scales,
+    sinks,
+    out,
+    part_out,
+    part_lse,
+    layer,
+    leads,
+    scaling,
+    softcap,
+    stride_row,
+    stride_head,
+    table_entries,
+    KIND: tl.constexpr,
+    KINDS: tl.constexpr,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    HP: tl.constexpr,
+    P: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    SCALED: tl.constexpr,
+    ATOMIC: tl.constexpr,
+    SHORT: tl.constexpr,
+    FINISH: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     """Run the tasks of one layer and one tile size.
 
     q [R, H*G, D] with any strides of rows and heads, out [R, H*G, D]; pool, tables, lengths as in
-    `kernels/reference.py`; `task_indptr` [L, KINDS + 1] bounds the tasks [N, 13] of each layer and kind; `entries`
-    [M, 5]: row, direct, slot, segment, parts to finish; `scales` [L, H, 2] multiply keys and values of an FP8 pool;
-    part_out [slots, G, D] in any floating dtype, part_lse [slots, G] float32 (base 2).
+    `kernels/reference.py`; `task_indptr` [L, KINDS + 1] bounds the tasks [N, 13] of each layer and
+    kind; `entries` [M, 5]: row, direct, slot, segment, parts to finish; `scales` [L, H, 2] multiply
+    keys and values of an FP8 pool; part_out [slots, G, D] in any floating dtype, part_lse [slots,
+    G] float32 (base 2).
     """
-    # Waiting for nobody and letting nobody start cost nothing: one kernel serves as first, last and in between.
+    # Waiting for nobody and letting nobody start cost nothing: one kernel serves as first, last and
+    # in between.
     if CHAINED:
         if leads:
             wait_for_tasks()  # whoever starts next reads what was written before this chain
@@ -181,7 +313,8 @@ def decode_tasks(
         d = tl.arange(0, BLOCK_D)
         group = m % G
         if SHORT:
-            # One row, named in the record itself: fewer loads wait for each other, which is what short tasks take.
+            # One row, named in the record itself: fewer loads wait for each other, which is what
+            # short tasks take.
             serves = m < G
             row = tl.load(record + 9).to(tl.int64) + tl.zeros([BLOCK_M], tl.int64)
             final = (tl.load(record + 10) + tl.zeros([BLOCK_M], tl.int32)) == 1
@@ -194,7 +327,9 @@ def decode_tasks(
             slot = tl.load(entries + entry * 5 + 2, mask=serves, other=0).to(tl.int64) * G + group
         place = (row * H + head) * G + group
         source = row * stride_row + (head * G + group) * stride_head
-        query = tl.load(q + source[:, None] + d[None, :], mask=serves[:, None] & (d < D)[None, :], other=0.0)
+        query = tl.load(
+            q + source[:, None] + d[None, :], mask=serves[:, None] & (d < D)[None, :], other=0.0
+        )
         k_scale = 1.0
         if SCALED:
             k_scale = tl.load(scales + (layer * H + head) * 2)
@@ -202,7 +337,8 @@ def decode_tasks(
         peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         if SHORT:
-            # The first pages do not wait for the length: of whatever the table holds, only entries below it are read.
+            # The first pages do not wait for the length: of whatever the table holds, only entries
+            # below it are read.
             begin = tl.load(record + 5)
             n = begin + tl.arange(0, BLOCK_N)
             page = tl.load(tables + tl.minimum(table + n // P, table_entries - 1))
@@ -210,23 +346,78 @@ def decode_tasks(
             if tl.load(record + 4) == OPEN:
                 end = tl.load(length_place)
             acc, peak, total = _take(
-                acc, peak, total, query, page, n, end, pool, column, scaling, softcap, k_scale,
-                HP, P, D, BLOCK_D, BLOCK_N, True, SOFTCAP,
-            )  # fmt: skip
+                acc,
+                peak,
+                total,
+                query,
+                page,
+                n,
+                end,
+                pool,
+                column,
+                scaling,
+                softcap,
+                k_scale,
+                HP,
+                P,
+                D,
+                BLOCK_D,
+                BLOCK_N,
+                True,
+                SOFTCAP,
+            )
             whole = begin + BLOCK_N
         else:
             begin, end = resolve_range(
                 tl.load(record + 4), tl.load(record + 5), tl.load(record + 6), length_place, TILE
-            )  # fmt: skip
+            )
             whole = begin + (tl.maximum(end - begin, 0) // BLOCK_N) * BLOCK_N
             acc, peak, total = _tiles(
-                acc, peak, total, query, pool, tables, table, column, begin, whole, end, scaling, softcap, k_scale,
-                HP, P, D, BLOCK_D, BLOCK_N, False, SOFTCAP,
-            )  # fmt: skip
+                acc,
+                peak,
+                total,
+                query,
+                pool,
+                tables,
+                table,
+                column,
+                begin,
+                whole,
+                end,
+                scaling,
+                softcap,
+                k_scale,
+                HP,
+                P,
+                D,
+                BLOCK_D,
+                BLOCK_N,
+                False,
+                SOFTCAP,
+            )
         acc, peak, total = _tiles(
-            acc, peak, total, query, pool, tables, table, column, whole, end, end, scaling, softcap, k_scale,
-            HP, P, D, BLOCK_D, BLOCK_N, True, SOFTCAP,
-        )  # fmt: skip
+            acc,
+            peak,
+            total,
+            query,
+            pool,
+            tables,
+            table,
+            column,
+            whole,
+            end,
+            end,
+            scaling,
+            softcap,
+            k_scale,
+            HP,
+            P,
+            D,
+            BLOCK_D,
+            BLOCK_N,
+            True,
+            SOFTCAP,
+        )
         if SCALED:
             acc = acc * tl.load(scales + (layer * H + head) * 2 + 1)
         if FINISH:
@@ -236,27 +427,51 @@ def decode_tasks(
                 before = tl.load(entries + entry * 5 + 4, mask=serves, other=0)
             if CHAINED:
                 wait_for_tasks()
-            acc, peak, total = _finish(acc, peak, total, part_out, part_lse, slot, before, G, D, BLOCK_D)
+            acc, peak, total = _finish(
+                acc, peak, total, part_out, part_lse, slot, before, G, D, BLOCK_D
+            )
         seen = tl.where(total > 0, total, 1.0)
         result = acc / seen[:, None]
         lse = tl.where(total > 0, peak + tl.log2(seen), float("-inf"))
         partial = serves & (final == 0)
         part = result.to(part_out.dtype.element_ty)
-        tl.store(part_out + slot[:, None] * D + d[None, :], part, mask=partial[:, None] & (d < D)[None, :])
+        tl.store(
+            part_out + slot[:, None] * D + d[None, :],
+            part,
+            mask=partial[:, None] & (d < D)[None, :],
+        )
         tl.store(part_lse + slot, lse, mask=partial)
         if SINKS:
             sink = tl.load(sinks + head * G + group).to(tl.float32) * LOG2E
             result = result / (1.0 + tl.exp2(sink - lse))[:, None]
         out_place = out + place[:, None] * D + d[None, :]
-        tl.store(out_place, result.to(out.dtype.element_ty), mask=(serves & final)[:, None] & (d < D)[None, :])
+        tl.store(
+            out_place,
+            result.to(out.dtype.element_ty),
+            mask=(serves & final)[:, None] & (d < D)[None, :],
+        )
         if ATOMIC:
             entry = tl.load(record + 7) + m // G
             segment = tl.load(entries + entry * 5 + 3, mask=serves, other=0)
             base = tl.load(part_indptr + tl.load(merge_indptr + layer))
             _finish_last(
-                arrivals, part_out, part_lse, base, part_indptr, segment, partial, sinks, out_place,
-                group, head, G, D, BLOCK_M, BLOCK_D, SINKS,
-            )  # fmt: skip
+                arrivals,
+                part_out,
+                part_lse,
+                base,
+                part_indptr,
+                segment,
+                partial,
+                sinks,
+                out_place,
+                group,
+                head,
+                G,
+                D,
+                BLOCK_M,
+                BLOCK_D,
+                SINKS,
+            )
     if CHAINED:
         # Whoever waits for this launch waits for those before it too.
         wait_for_tasks()

@@ -13,14 +13,17 @@ from tangram.plan.schedule import Schedule
 
 def pool_kernels(
     pool: Tensor, group: int, policy: Policy | None = None, schedule: Schedule | None = None
-) -> PoolKernels:  # fmt: skip
+) -> PoolKernels:
     """The fastest kernels for `pool` [N_pages, Hp, 2, P, D] and G = `group` query heads a KV head.
 
-    `policy` says how to decode on a GPU; it is for no other device. `schedule` is that of every batch, whatever the
-    policy. Compiles what they will need, where that is known before the first step.
+    `policy` says how to decode on a GPU; it is for no other device. `schedule` is that of every
+    batch, whatever the policy. Compiles what they will need, where that is known before the first
+    step.
     """
     if pool.is_cuda:
-        from tangram.kernels.triton_kernels import TritonKernels  # Triton comes with torch where there is a GPU
+        from tangram.kernels.triton_kernels import (
+            TritonKernels,
+        )  # Triton comes with torch where there is a GPU
 
         return TritonKernels(pool, group, policy, schedule)
     return TorchKernels(pool, schedule)

@@ -1,8 +1,9 @@
-"""Prefill attention over gathered entries: pasts are copied out of their pages, new chunks laid behind them (Triton).
+"""Prefill attention over gathered entries: pasts are copied out of their pages, new chunks laid
+behind them (Triton).
 
-What lies end to end is loaded by tensor memory access, tile by tile, without following pages in the loop that
-multiplies; heads of any lengths stay as they are. The copy is read as often as there are tiles of queries, and rows of
-one sequence read one copy of its past, each as far as its own goes.
+What lies end to end is loaded by tensor memory access, tile by tile, without following pages in the
+loop that multiplies; heads of any lengths stay as they are. The copy is read as often as there are
+tiles of queries, and rows of one sequence read one copy of its past, each as far as its own goes.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ _TILE = Tile(TILE, TILE, stages=3)
 class Part:
     """Cells (row · H + head) that are computed together: the places `cells` of each layer's order.
 
-    `sources` are the places of those cells whose pasts are copied. `queries` and `keys` are the most of a row,
-    `longest` [L] the entries of the longest past, `total` [L] those of all segments.
+    `sources` are the places of those cells whose pasts are copied. `queries` and `keys` are the
+    most of a row, `longest` [L] the entries of the longest past, `total` [L] those of all segments.
     """
 
     cells: slice
@@ -49,10 +50,10 @@ class Part:
 class PrefillOrder:
     """In which order a step's cells are computed, and where their entries are gathered.
 
-    `order` int32 [L, cells]: first the cells of each of the parts `gathered`, then those `paged` that follow pages,
-    last those of rows that something else attends to. `offsets` int32 [L, N · H, 2]: by cell, where its past and its
-    own entries begin in the copy. `sources` int32: cells of the last gathered row of each sequence, whose past holds
-    those of the others.
+    `order` int32 [L, cells]: first the cells of each of the parts `gathered`, then those `paged`
+    that follow pages, last those of rows that something else attends to. `offsets` int32 [L, N · H,
+    2]: by cell, where its past and its own entries begin in the copy. `sources` int32: cells of the
+    last gathered row of each sequence, whose past holds those of the others.
     """
 
     order: Int32
@@ -62,8 +63,12 @@ class PrefillOrder:
     paged: slice
 
     @classmethod
-    def of(cls, rows: PrefillRows, entry_bytes: int, gathers: bool, apart: Sequence[slice] = ()) -> PrefillOrder:
-        """Those that read most come first; a row, unless `apart`, is gathered for its own length alone, if at all."""
+    def of(
+        cls, rows: PrefillRows, entry_bytes: int, gathers: bool, apart: Sequence[slice] = ()
+    ) -> PrefillOrder:
+        """Those that read most come first; a row, unless `apart`, is gathered for its own length
+        alone, if at all.
+        """
         heads, everyone = rows.address.shape[2], np.arange(rows.asking.start, rows.asking.stop)
         others = np.array([row for own in apart for row in range(own.start, own.stop)], np.int64)
         asking = np.setdiff1d(everyone, others)
@@ -72,21 +77,29 @@ class PrefillOrder:
         offsets = np.zeros((len(rows.address), rows.address.shape[1] * heads, 2), np.int32)
         parts, begin, first = list[Part](), 0, 0
         for lot in lots:
-            cells, sources = (slice(at, at + len(own) * heads) for at, own in ((begin, lot.rows), (first, lot.lasts)))
+            cells, sources = (
+                slice(at, at + len(own) * heads)
+                for at, own in ((begin, lot.rows), (first, lot.lasts))
+            )
             parts.append(lot.part(rows, offsets, cells, sources))
             begin, first = cells.stop, sources.stop
         runs = [*(lot.rows for lot in lots), asking[~wanted], others]
         order = np.concatenate([_ordered(rows, run) for run in runs], axis=1).astype(np.int32)
         all_sources = [_cells(lot.lasts, heads) for lot in lots]
         return cls(
-            order, offsets, np.concatenate([np.zeros(0, np.int64), *all_sources]).astype(np.int32), parts,
+            order,
+            offsets,
+            np.concatenate([np.zeros(0, np.int64), *all_sources]).astype(np.int32),
+            parts,
             slice(begin, order.shape[1] - len(others) * heads),
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class _Lot:
-    """`rows` that are gathered together: `lasts` are the last of each sequence, `sequence` [rows] points into them."""
+    """`rows` that are gathered together: `lasts` are the last of each sequence, `sequence` [rows]
+    points into them.
+    """
 
     rows: Int64
     lasts: Int64
@@ -95,7 +108,9 @@ class _Lot:
     @classmethod
     def of(cls, rows: PrefillRows, members: Int64) -> _Lot:
         # Where the first head's table begins tells sequences apart.
-        _, index, inverse = np.unique(rows.address[0, members[::-1], 0, 0], return_index=True, return_inverse=True)
+        _, index, inverse = np.unique(
+            rows.address[0, members[::-1], 0, 0], return_index=True, return_inverse=True
+        )
         return cls(members, members[::-1][index], inverse[::-1])
 
     def part(self, rows: PrefillRows, offsets: Int32, cells: slice, sources: slice) -> Part:
@@ -110,14 +125,18 @@ class _Lot:
         pasts_begin[:, self.rows] = begins[:, self.sequence]
         own_begin[:, self.rows] = begins[:, len(self.lasts) :]
         queries = (rows.spans[:, 1] - rows.spans[:, 0])[self.rows]
-        return Part(cells, sources, int(queries.max()), int(keys.max()), pasts.max(axis=(1, 2)), ends[:, -1])
+        return Part(
+            cells, sources, int(queries.max()), int(keys.max()), pasts.max(axis=(1, 2)), ends[:, -1]
+        )
 
 
 def _lots(rows: PrefillRows, members: Int64, most: int) -> Iterator[_Lot]:
     """`members` by sequences in lots of at most `most` entries, or of one sequence."""
     whole, heads = _Lot.of(rows, members), rows.address.shape[2]
     pasts = _tiled(_pasts(rows, whole.lasts)).sum(axis=2).max(axis=0)
-    own = np.bincount(whole.sequence, _tiled(_keys(rows)[members]), minlength=len(pasts)).astype(np.int64)
+    own = np.bincount(whole.sequence, _tiled(_keys(rows)[members]), minlength=len(pasts)).astype(
+        np.int64
+    )
     filled, sizes = 0, pasts + heads * own
     lot_of = np.zeros(len(sizes), np.int64)
     for number, size in enumerate(sizes):
@@ -160,17 +179,30 @@ def serves(pool: Tensor, card: Card) -> bool:
 
 @triton.jit(do_not_specialize_on_alignment=["tables", "address", "sources", "offsets"])
 def gather_pasts(
-    pool, tables, address, sources, offsets, gathered_k, gathered_v,
-    D: tl.constexpr, HP: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Copy the past of each source cell to its segment, zeros behind it; grid (tiles of the longest past, sources)."""
+    pool,
+    tables,
+    address,
+    sources,
+    offsets,
+    gathered_k,
+    gathered_v,
+    D: tl.constexpr,
+    HP: tl.constexpr,
+    P: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Copy the past of each source cell to its segment, zeros behind it; grid (tiles of the longest
+    past, sources).
+    """
     cell = tl.load(sources + tl.program_id(1))
     past = tl.load(address + cell * 3 + 2)
     n = tl.program_id(0) * TILE + tl.arange(0, TILE)
     if tl.program_id(0) * TILE < past:
         d = tl.arange(0, D)
         here = (n < past)[:, None]
-        page = tl.load(tables + tl.load(address + cell * 3) + n // P, mask=n < past, other=0).to(tl.int64)
+        page = tl.load(tables + tl.load(address + cell * 3) + n // P, mask=n < past, other=0).to(
+            tl.int64
+        )
         column = tl.load(address + cell * 3 + 1)
         place = pool + ((page * HP + column) * (2 * P * D) + (n % P) * D)[:, None] + d[None, :]
         target = (tl.load(offsets + cell * 2) + n).to(tl.int64)[:, None] * D + d[None, :]
@@ -180,10 +212,24 @@ def gather_pasts(
 
 @triton.jit(do_not_specialize_on_alignment=["spans", "order", "offsets"])
 def gather_chunks(
-    k, v, spans, order, offsets, gathered_k, gathered_v, stride_k, stride_k_head, stride_v, stride_v_head,
-    H: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Copy the new entries of each cell to their segment, zeros behind them; grid (tiles of the longest row, cells)."""
+    k,
+    v,
+    spans,
+    order,
+    offsets,
+    gathered_k,
+    gathered_v,
+    stride_k,
+    stride_k_head,
+    stride_v,
+    stride_v_head,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Copy the new entries of each cell to their segment, zeros behind them; grid (tiles of the
+    longest row, cells).
+    """
     cell = tl.load(order + tl.program_id(1))
     row = cell // H
     head = cell % H
@@ -195,13 +241,34 @@ def gather_chunks(
         here = (n < count)[:, None]
         own = (begin + n).to(tl.int64)[:, None]
         target = (tl.load(offsets + cell * 2 + 1) + n).to(tl.int64)[:, None] * D + d[None, :]
-        tl.store(gathered_k + target, tl.load(k + own * stride_k + head * stride_k_head + d[None, :], here, other=0.0))
-        tl.store(gathered_v + target, tl.load(v + own * stride_v + head * stride_v_head + d[None, :], here, other=0.0))
+        tl.store(
+            gathered_k + target,
+            tl.load(k + own * stride_k + head * stride_k_head + d[None, :], here, other=0.0),
+        )
+        tl.store(
+            gathered_v + target,
+            tl.load(v + own * stride_v + head * stride_v_head + d[None, :], here, other=0.0),
+        )
 
 
 @triton.jit
-def _absorb(acc, peak, total, query, keys, values, place, n, last, scaling, MASKED: tl.constexpr, TILE: tl.constexpr):
-    """The tile of entries at `place`; `last` [M] is the last of the entries `n` that each query sees."""
+def _absorb(
+    acc,
+    peak,
+    total,
+    query,
+    keys,
+    values,
+    place,
+    n,
+    last,
+    scaling,
+    MASKED: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The tile of entries at `place`; `last` [M] is the last of the entries `n` that each query
+    sees.
+    """
     k = keys.load([place, 0])
     scores = multiply(query, tl.trans(k), tl.zeros([query.shape[0], TILE], tl.float32))
     if MASKED:
@@ -216,10 +283,25 @@ def _absorb(acc, peak, total, query, keys, values, place, n, last, scaling, MASK
 
 @triton.jit(do_not_specialize_on_alignment=["address", "spans", "order", "offsets"])
 def attend_segments(
-    q, keys, values, address, spans, order, offsets, out, scaling, stride_q, stride_q_head,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Each tile of queries against its past and, causally, its row; grid (tiles of the longest row, cells · G)."""
+    q,
+    keys,
+    values,
+    address,
+    spans,
+    order,
+    offsets,
+    out,
+    scaling,
+    stride_q,
+    stride_q_head,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Each tile of queries against its past and, causally, its row; grid (tiles of the longest row,
+    cells · G).
+    """
     cell = tl.load(order + tl.program_id(1) // G)
     row = cell // H
     q_begin = tl.load(spans + row * 5)
@@ -237,7 +319,9 @@ def attend_segments(
         d = tl.arange(0, D)
         token = (q_begin + m).to(tl.int64)[:, None]
         wanted = (m < queries)[:, None]
-        query = tl.load(q + token * stride_q + query_head * stride_q_head + d[None, :], mask=wanted, other=0.0)
+        query = tl.load(
+            q + token * stride_q + query_head * stride_q_head + d[None, :], mask=wanted, other=0.0
+        )
         acc = tl.zeros([TILE, D], tl.float32)
         peak = tl.full([TILE], float("-inf"), tl.float32)
         total = tl.zeros([TILE], tl.float32)
@@ -246,16 +330,40 @@ def attend_segments(
         own_tiles = (lead + tile * TILE + 1) // TILE
         for at in range(0, past_tiles + own_tiles):
             place = tl.where(at < past_tiles, past_place, own_place - past_tiles * TILE) + at * TILE
-            acc, peak, total = _absorb(acc, peak, total, query, keys, values, place, n, n, scaling, False, TILE)
+            acc, peak, total = _absorb(
+                acc, peak, total, query, keys, values, place, n, n, scaling, False, TILE
+            )
         for at in range(past_tiles * TILE, past, TILE):
             last = past - 1 + tl.zeros([TILE], tl.int32)
             acc, peak, total = _absorb(
-                acc, peak, total, query, keys, values, past_place + at, at + n, last, scaling, True, TILE
-            )  # fmt: skip
+                acc,
+                peak,
+                total,
+                query,
+                keys,
+                values,
+                past_place + at,
+                at + n,
+                last,
+                scaling,
+                True,
+                TILE,
+            )
         for at in range(own_tiles * TILE, lead + tl.minimum(tile * TILE + TILE, queries), TILE):
             acc, peak, total = _absorb(
-                acc, peak, total, query, keys, values, own_place + at, at + n, lead + m, scaling, True, TILE
-            )  # fmt: skip
+                acc,
+                peak,
+                total,
+                query,
+                keys,
+                values,
+                own_place + at,
+                at + n,
+                lead + m,
+                scaling,
+                True,
+                TILE,
+            )
         place = out + (token * (H * G) + query_head) * D + d[None, :]
         tl.store(place, (acc / total[:, None]).to(out.dtype.element_ty), mask=wanted)
 
@@ -271,29 +379,81 @@ def room(part: Part, layer: int, dim: int) -> int:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, pool: Tensor, tables: Tensor, address: Tensor, spans: Tensor, order: Tensor,
-    offsets: Tensor, sources: Tensor, gathered: Sequence[Tensor], part: Part, out: Tensor, *, layer: int,
-    scaling: float, card: Card | None = None,
-) -> None:  # fmt: skip
-    """Attention of the cells `order` of a part: q [T, Q, D], k, v [T', H, D] → out [T, Q, D], those rows of it.
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pool: Tensor,
+    tables: Tensor,
+    address: Tensor,
+    spans: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+    sources: Tensor,
+    gathered: Sequence[Tensor],
+    part: Part,
+    out: Tensor,
+    *,
+    layer: int,
+    scaling: float,
+    card: Card | None = None,
+) -> None:
+    """Attention of the cells `order` of a part: q [T, Q, D], k, v [T', H, D] → out [T, Q, D], those
+    rows of it.
 
-    `address` int32 [N, H, 3], `spans` int32 [N, 5] and `offsets` int32 [N · H, 2] are a step's, `sources` int32 the
-    part's. `gathered` are two tensors with `room`, which are overwritten. Otherwise the contract of `prefill.prefill`.
+    `address` int32 [N, H, 3], `spans` int32 [N, 5] and `offsets` int32 [N · H, 2] are a step's,
+    `sources` int32 the part's. `gathered` are two tensors with `room`, which are overwritten.
+    Otherwise the contract of `prefill.prefill`.
     """
     dim, heads, group = q.shape[2], k.shape[1], q.shape[1] // k.shape[1]
     total, past_tiles = int(part.total[layer]), triton.cdiv(int(part.longest[layer]), TILE)
     buffers = [buffer[: total * dim].view(total, dim) for buffer in gathered]
     if past_tiles:
         gather_pasts[(past_tiles, len(sources))](
-            pool, tables, address, sources, offsets, *buffers, D=dim, HP=pool.shape[1], P=pool.shape[3], TILE=TILE,
+            pool,
+            tables,
+            address,
+            sources,
+            offsets,
+            *buffers,
+            D=dim,
+            HP=pool.shape[1],
+            P=pool.shape[3],
+            TILE=TILE,
             num_warps=4,
-        )  # fmt: skip
+        )
     gather_chunks[(triton.cdiv(part.keys, TILE), len(order))](
-        k, v, spans, order, offsets, *buffers, *k.stride()[:2], *v.stride()[:2], H=heads, D=dim, TILE=TILE, num_warps=4
+        k,
+        v,
+        spans,
+        order,
+        offsets,
+        *buffers,
+        *k.stride()[:2],
+        *v.stride()[:2],
+        H=heads,
+        D=dim,
+        TILE=TILE,
+        num_warps=4,
     )
-    keys, values = (TensorDescriptor(buffer, [total, dim], [dim, 1], [TILE, dim]) for buffer in buffers)
+    keys, values = (
+        TensorDescriptor(buffer, [total, dim], [dim, 1], [TILE, dim]) for buffer in buffers
+    )
     tile = tile_of(dim, q.element_size(), card or Card.of(pool.device))
     attend_segments[(triton.cdiv(part.queries, TILE), len(order) * group)](
-        q, keys, values, address, spans, order, offsets, out, scaling, *q.stride()[:2],
-        H=heads, G=group, D=dim, TILE=TILE, num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+        q,
+        keys,
+        values,
+        address,
+        spans,
+        order,
+        offsets,
+        out,
+        scaling,
+        *q.stride()[:2],
+        H=heads,
+        G=group,
+        D=dim,
+        TILE=TILE,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )

@@ -1,9 +1,11 @@
-"""Decode plans on the GPU: static buffers, one upload per plan, launches that a captured graph can replay.
+"""Decode plans on the GPU: static buffers, one upload per plan, launches that a captured graph can
+replay.
 
-A plan is packed into one int32 buffer and copied in one go. Everything that a launch fixes (grids, tile sizes, buffer
-addresses, who merges) depends on the capacity alone, so a graph captured under one plan replays under any other that
-fits. All launches go to one stream, largest tiles first; each lets the next one start before it ends (programmatic
-dependent launch) and waits for the one before it only where it needs its results, or at once if it is the first.
+A plan is packed into one int32 buffer and copied in one go. Everything that a launch fixes (grids,
+tile sizes, buffer addresses, who merges) depends on the capacity alone, so a graph captured under
+one plan replays under any other that fits. All launches go to one stream, largest tiles first; each
+lets the next one start before it ends (programmatic dependent launch) and waits for the one before
+it only where it needs its results, or at once if it is the first.
 """
 
 from __future__ import annotations
@@ -29,34 +31,50 @@ FEW_PARTS, MANY_PARTS = (4, 8), 64  # how many a merge takes at a time: a kernel
 
 
 class GpuDecode:
-    """Executes decode plans of one pool: `load` a plan, then `attend` layer by layer, eagerly or in a graph.
+    """Executes decode plans of one pool: `load` a plan, then `attend` layer by layer, eagerly or in
+    a graph.
 
-    `plans`, at the flat host `lengths`, size the buffers, together with `room`, up to the next powers of two where
-    there is to be `slack`. `group` is G. An FP8 pool needs `scales`, float32 [L, H, 2]: what stored keys and values are
-    multiplied with. `card` None is the one that the pool lies on. Raises `ConfigError` if a plan does not fit.
+    `plans`, at the flat host `lengths`, size the buffers, together with `room`, up to the next
+    powers of two where there is to be `slack`. `group` is G. An FP8 pool needs `scales`, float32
+    [L, H, 2]: what stored keys and values are multiplied with. `card` None is the one that the pool
+    lies on. Raises `ConfigError` if a plan does not fit.
     """
 
     def __init__(
-        self, plans: Sequence[WorkPlan], *, group: int, head_dim: int, pool: Tensor, lengths: Int32 | None = None,
-        options: DecodeOptions | None = None, scales: Tensor | None = None, room: Capacity | None = None,
-        slack: bool = False, card: Card | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        plans: Sequence[WorkPlan],
+        *,
+        group: int,
+        head_dim: int,
+        pool: Tensor,
+        lengths: Int32 | None = None,
+        options: DecodeOptions | None = None,
+        scales: Tensor | None = None,
+        room: Capacity | None = None,
+        slack: bool = False,
+        card: Card | None = None,
+    ) -> None:
         self._options, self._card = options or DecodeOptions(), card or Card.of(pool.device)
         self._group, self._head_dim, self._scales = group, head_dim, scales
         self._pool = addressed(pool, self._card)
         self._kv_heads, self._tile_tokens = plans[0].kv_heads, plans[0].tile_tokens
         packed = [pack(plan, group, self._options, lengths) for plan in plans]
-        size = Capacity.of(plans, packed) if room is None else Capacity.of(plans, packed).joined(room)
+        size = (
+            Capacity.of(plans, packed) if room is None else Capacity.of(plans, packed).joined(room)
+        )
         self.capacity = size = size.rounded if slack else size
         device, total = pool.device, sum(size.sizes.values())
         self._device_plan = torch.empty(total, dtype=torch.int32, device=device)
         self._plan = self._views(self._device_plan)
         rows = max(1, size.slots) * group
-        # A part is a mean of values, so where these are float16 it fits, and is rounded no more than the output is.
+        # A part is a mean of values, so where these are float16 it fits, and is rounded no more
+        # than the output is.
         part = torch.float16 if pool.dtype == torch.float16 else torch.float32
         self._part_out = torch.empty(rows, head_dim, dtype=part, device=device)
         self._part_lse = torch.empty(rows, dtype=torch.float32, device=device)
-        self._arrivals = torch.zeros(max(1, size.sizes["part_indptr"]) * group, dtype=torch.int32, device=device)
+        self._arrivals = torch.zeros(
+            max(1, size.sizes["part_indptr"]) * group, dtype=torch.int32, device=device
+        )
         # Large tiles start first: they take longest, and small tasks fit beside them.
         self._kinds = [kind for kind, count in reversed(list(enumerate(size.tasks))) if count]
         self._merges = size.segments > 0 and self._options.merge != "atomic"
@@ -69,13 +87,15 @@ class GpuDecode:
         return dict(zip(sizes, torch.split(whole, list(sizes.values())), strict=True))
 
     def load(self, plan: WorkPlan, lengths: Int32 | None = None) -> None:
-        """Upload `plan`; what follows on the current stream, replays of captured graphs included, executes it.
+        """Upload `plan`; what follows on the current stream, replays of captured graphs included,
+        executes it.
 
         `lengths`, flat on the host, sort tasks by length; lengths may grow afterwards.
         """
         if plan.tile_tokens != self._tile_tokens or plan.kv_heads != self._kv_heads:
             raise ConfigError(
-                f"the plan has tile_tokens {plan.tile_tokens} and {plan.kv_heads} KV heads, the buffers were made for "
+                f"the plan has tile_tokens {plan.tile_tokens} and {plan.kv_heads} KV heads, the "
+                "buffers were made for "
                 f"{self._tile_tokens} and {self._kv_heads}"
             )
         if (misfit := self._loaded(plan, lengths)) is not None:
@@ -94,17 +114,29 @@ class GpuDecode:
 
     def _upload(self, packed: Packed) -> None:
         # Megabytes: written where the device reads them from, not copied there.
-        whole = torch.empty(len(self._device_plan), dtype=torch.int32, pin_memory=self._pool.is_cuda)
+        whole = torch.empty(
+            len(self._device_plan), dtype=torch.int32, pin_memory=self._pool.is_cuda
+        )
         host = self._views(whole)
         for name, array in packed.arrays.items():
             host[name].numpy()[: array.size] = array.ravel()
         self._device_plan.copy_(whole, non_blocking=True)
 
     def attend(
-        self, layer: int, q: Tensor, tables: Tensor, lengths: Tensor, *, scaling: float,
-        softcap: float | None = None, sinks: Tensor | None = None, out: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """One layer of the loaded plan: q [R, Q, D] → [R, Q, D], contiguous; the contract of `reference.decode`."""
+        self,
+        layer: int,
+        q: Tensor,
+        tables: Tensor,
+        lengths: Tensor,
+        *,
+        scaling: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """One layer of the loaded plan: q [R, Q, D] → [R, Q, D], contiguous; the contract of
+        `reference.decode`.
+        """
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
         for number, kind in enumerate(self._kinds):
             self._launch(kind, number == 0, layer, q, out, tables, lengths, scaling, softcap, sinks)
@@ -113,43 +145,105 @@ class GpuDecode:
         return out
 
     def _launch(
-        self, kind: int, leads: bool, layer: int, q: Tensor, out: Tensor, tables: Tensor,
-        lengths: Tensor, scaling: float, softcap: float | None, sinks: Tensor | None,
-    ) -> None:  # fmt: skip
+        self,
+        kind: int,
+        leads: bool,
+        layer: int,
+        q: Tensor,
+        out: Tensor,
+        tables: Tensor,
+        lengths: Tensor,
+        scaling: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> None:
         options, pool, plan = self._options, self._pool, self._plan
         block_dim, tile = triton.next_power_of_2(self._head_dim), self._tiles_for(q)[kind]
         decode_tasks[(min(self.capacity.tasks[kind], options.programs),)](
-            q, pool, tables, lengths, plan["tasks"], plan["task_indptr"], plan["entries"], plan["part_indptr"],
-            plan["merge_indptr"], self._arrivals, self._scales if self._scales is not None else self._part_lse,
-            sinks if sinks is not None else q, out, self._part_out, self._part_lse, layer, int(leads), scaling,
-            softcap or 1.0, q.stride(0), q.stride(1), tables.numel(), KIND=kind, KINDS=len(options.kinds),
-            H=self._kv_heads, G=self._group, D=self._head_dim, HP=pool.shape[1], P=pool.shape[3],
-            TILE=self._tile_tokens, BLOCK_M=tile.queries, BLOCK_N=tile.entries,
-            BLOCK_D=block_dim, SOFTCAP=softcap is not None, SINKS=sinks is not None, SCALED=self._scales is not None,
-            ATOMIC=options.merge == "atomic", SHORT=kind == 0, FINISH=self.capacity.finishes[kind],
-            CHAINED=self._chained, num_warps=tile.warps, num_stages=tile.stages,
+            q,
+            pool,
+            tables,
+            lengths,
+            plan["tasks"],
+            plan["task_indptr"],
+            plan["entries"],
+            plan["part_indptr"],
+            plan["merge_indptr"],
+            self._arrivals,
+            self._scales if self._scales is not None else self._part_lse,
+            sinks if sinks is not None else q,
+            out,
+            self._part_out,
+            self._part_lse,
+            layer,
+            int(leads),
+            scaling,
+            softcap or 1.0,
+            q.stride(0),
+            q.stride(1),
+            tables.numel(),
+            KIND=kind,
+            KINDS=len(options.kinds),
+            H=self._kv_heads,
+            G=self._group,
+            D=self._head_dim,
+            HP=pool.shape[1],
+            P=pool.shape[3],
+            TILE=self._tile_tokens,
+            BLOCK_M=tile.queries,
+            BLOCK_N=tile.entries,
+            BLOCK_D=block_dim,
+            SOFTCAP=softcap is not None,
+            SINKS=sinks is not None,
+            SCALED=self._scales is not None,
+            ATOMIC=options.merge == "atomic",
+            SHORT=kind == 0,
+            FINISH=self.capacity.finishes[kind],
+            CHAINED=self._chained,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
             **self._launch_options,
-        )  # fmt: skip
+        )
 
     def _tiles_for(self, q: Tensor) -> list[Tile]:
         """How tasks of each kind run on this card, found out once."""
         if q.dtype not in self._tiles:
             operands = Operands(triton.next_power_of_2(self._head_dim), q.element_size(), hops=2)
-            self._tiles[q.dtype] = [fitted(tile, operands, self._card) for tile in self._options.kinds]
+            self._tiles[q.dtype] = [
+                fitted(tile, operands, self._card) for tile in self._options.kinds
+            ]
         return self._tiles[q.dtype]
 
     def _launch_merge(self, layer: int, out: Tensor, sinks: Tensor | None) -> None:
         """Few parts: one program a segment. Many: one a query head, all of its parts at once."""
-        group, parts = self._group, next((few for few in FEW_PARTS if self.capacity.segment_parts <= few), MANY_PARTS)
+        group, parts = (
+            self._group,
+            next((few for few in FEW_PARTS if self.capacity.segment_parts <= few), MANY_PARTS),
+        )
         block_group = triton.next_power_of_2(group) if parts <= 4 else 1
-        grid = (min(self.capacity.segments, self._options.programs), triton.cdiv(group, block_group))
+        grid = (
+            min(self.capacity.segments, self._options.programs),
+            triton.cdiv(group, block_group),
+        )
         merge_segments[grid](
-            self._part_out, self._part_lse, self._plan["merge_indptr"], self._plan["segments"],
-            sinks if sinks is not None else out, out, layer,
-            H=self._kv_heads, G=group, D=self._head_dim, BLOCK_G=block_group,
-            BLOCK_D=triton.next_power_of_2(self._head_dim), BLOCK_PARTS=parts, SINKS=sinks is not None,
-            CHAINED=self._chained, num_warps=1 if parts <= 8 else 4, **self._launch_options,
-        )  # fmt: skip
+            self._part_out,
+            self._part_lse,
+            self._plan["merge_indptr"],
+            self._plan["segments"],
+            sinks if sinks is not None else out,
+            out,
+            layer,
+            H=self._kv_heads,
+            G=group,
+            D=self._head_dim,
+            BLOCK_G=block_group,
+            BLOCK_D=triton.next_power_of_2(self._head_dim),
+            BLOCK_PARTS=parts,
+            SINKS=sinks is not None,
+            CHAINED=self._chained,
+            num_warps=1 if parts <= 8 else 4,
+            **self._launch_options,
+        )
 
     @property
     def _launch_options(self) -> dict[str, bool]:

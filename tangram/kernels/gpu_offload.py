@@ -18,16 +18,20 @@ from tangram.kernels.transfer import upload
 from tangram.types import PageMove
 
 _PARTS = 4  # of the staging memory: one is filled while others empty
-_GATHERING, _TRAVELLING = 2048, 32  # programs: all of the device for a moment, or few while a forward pass runs
+_GATHERING, _TRAVELLING = (
+    2048,
+    32,
+)  # programs: all of the device for a moment, or few while a forward pass runs
 _log = logging.getLogger("tangram")
 
 
 class GpuHostMemory:
     """`HostMemory` of `pages` pages, at least one, for a pool on a GPU. The host waits for nothing.
 
-    What goes out is gathered in device memory on the main stream, so that the pages may be written at once. All else
-    happens on a side stream, in order: host pages may be reused without further ado. What comes in waits for all that
-    the main stream was asked before, since a step in flight may still read those pages.
+    What goes out is gathered in device memory on the main stream, so that the pages may be written
+    at once. All else happens on a side stream, in order: host pages may be reused without further
+    ado. What comes in waits for all that the main stream was asked before, since a step in flight
+    may still read those pages.
     """
 
     def __init__(self, pool: Tensor, pages: int) -> None:
@@ -41,7 +45,9 @@ class GpuHostMemory:
         self._arrived: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._turn, self._coming = 0, False
         first = np.zeros(1, np.int32)
-        self.move([PageMove(first, first, inward) for inward in (False, True)], awaited=True)  # compiles
+        self.move(
+            [PageMove(first, first, inward) for inward in (False, True)], awaited=True
+        )  # compiles
 
     def move(self, moves: Sequence[PageMove], *, awaited: bool) -> None:
         """See `HostMemory`."""
@@ -51,7 +57,9 @@ class GpuHostMemory:
         self._coming = any(move.inward for move in moves)
         if not moves:
             return
-        places = upload([array for move in moves for array in (move.pages, move.slots)], self._device)
+        places = upload(
+            [array for move in moves for array in (move.pages, move.slots)], self._device
+        )
         places[0].record_stream(self._side)  # they share one buffer
         self._side.wait_stream(main)
         for move, pages, slots in zip(moves, places[::2], places[1::2], strict=True):
@@ -68,7 +76,9 @@ class GpuHostMemory:
                 main.wait_event(self._arrived)
 
     def _send(self, main: Any, pages: Tensor, slots: Tensor) -> None:
-        """Up to a part of the staging memory; a part that is still on its way is waited for by the main stream."""
+        """Up to a part of the staging memory; a part that is still on its way is waited for by the
+        main stream.
+        """
         staging, emptied = self._staging[self._turn], self._emptied[self._turn]
         self._turn = (self._turn + 1) % _PARTS
         order = self._order[: len(pages)]
@@ -81,7 +91,8 @@ class GpuHostMemory:
 
 
 def _pinned(pages: int, size: int) -> Tensor:
-    """int32 [pages, size] that a GPU can read and write. Raises `ConfigError` if the driver does not give it.
+    """int32 [pages, size] that a GPU can read and write. Raises `ConfigError` if the driver does
+    not give it.
 
     Registered, not allocated, by CUDA: torch would round up to a power of two.
     """
@@ -92,7 +103,8 @@ def _pinned(pages: int, size: int) -> Tensor:
     error = int(driver.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
     if error:
         raise ConfigError(
-            f"kv_offload_gib: CUDA cannot pin {memory.nbytes / 2**30:.1f} GiB of host memory (error {error}): lower it"
+            f"kv_offload_gib: CUDA cannot pin {memory.nbytes / 2**30:.1f} GiB of host memory "
+            f"(error {error}): lower it"
         )
     weakref.finalize(memory.untyped_storage(), driver.cudaHostUnregister, memory.data_ptr())
     return memory

@@ -1,4 +1,6 @@
-"""The segmented merge: the parts of each (row, KV head) to its output, in the plan's order (PAT, merge; Triton)."""
+"""The segmented merge: the parts of each (row, KV head) to its output, in the plan's order (PAT,
+merge; Triton).
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,28 @@ import triton.language as tl
 from tangram.kernels.tiles import LOG2E, wait_for_tasks
 
 
-@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["merge_indptr", "segments"])
+@triton.jit(
+    do_not_specialize=["layer"], do_not_specialize_on_alignment=["merge_indptr", "segments"]
+)
 def merge_segments(
-    part_out, part_lse, merge_indptr, segments, sinks, out, layer,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr, SINKS: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
-    """Merge the segments [S, 4] (row, head, slots from, to) of one layer by online softmax, BLOCK_PARTS at a time.
+    part_out,
+    part_lse,
+    merge_indptr,
+    segments,
+    sinks,
+    out,
+    layer,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+    SINKS: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """Merge the segments [S, 4] (row, head, slots from, to) of one layer by online softmax,
+    BLOCK_PARTS at a time.
 
     `merge_indptr` [L + 1] bounds a layer's segments; slots count from the layer's first.
     The grid is (segments, ceil(G / BLOCK_G)). CHAINED: this launch overlaps the end of the tasks'.
@@ -26,7 +43,9 @@ def merge_segments(
     if CHAINED:
         wait_for_tasks()
     for segment in range(begin + tl.program_id(0), end, tl.num_programs(0)):
-        place = tl.load(segments + segment * 4).to(tl.int64) * H + tl.load(segments + segment * 4 + 1)
+        place = tl.load(segments + segment * 4).to(tl.int64) * H + tl.load(
+            segments + segment * 4 + 1
+        )
         first = tl.load(segments + segment * 4 + 2)
         stop = tl.load(segments + segment * 4 + 3)
         acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
@@ -38,9 +57,10 @@ def merge_segments(
             here = (n < stop)[:, None] & (g < G)[None, :]
             lse = tl.load(part_lse + at, mask=here, other=float("-inf"))
             value = tl.load(
-                part_out + at[:, :, None] * D + d[None, None, :], mask=here[:, :, None] & (d < D)[None, None, :],
+                part_out + at[:, :, None] * D + d[None, None, :],
+                mask=here[:, :, None] & (d < D)[None, None, :],
                 other=0.0,
-            )  # fmt: skip
+            )
             new_peak = tl.maximum(peak, tl.max(lse, 0))
             safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
             weight = tl.exp2(lse - safe[None, :])
@@ -49,11 +69,14 @@ def merge_segments(
             total = total * shrink + tl.sum(weight, 0)
             peak = new_peak
         if SINKS:
-            sink = tl.load(sinks + (place % H) * G + g, mask=g < G, other=0.0).to(tl.float32) * LOG2E
+            sink = (
+                tl.load(sinks + (place % H) * G + g, mask=g < G, other=0.0).to(tl.float32) * LOG2E
+            )
             safe = tl.where(peak == float("-inf"), sink, peak)
             total = total + tl.exp2(sink - safe)
         result = acc / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(
-            out + (place * G + g)[:, None] * D + d[None, :], result.to(out.dtype.element_ty),
+            out + (place * G + g)[:, None] * D + d[None, :],
+            result.to(out.dtype.element_ty),
             mask=(g < G)[:, None] & (d < D)[None, :],
-        )  # fmt: skip
+        )

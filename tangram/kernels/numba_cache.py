@@ -14,11 +14,15 @@ from numba.core.caching import FunctionCache
 _log = logging.getLogger(__name__)
 
 
-def compiled(*, notice: str | None = None, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Compile the function below by `numba.njit(**options)`, and keep the code where Numba looks for it.
+def compiled(
+    *, notice: str | None = None, **options: Any
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Compile the function below by `numba.njit(**options)`, and keep the code where Numba looks
+    for it.
 
-    `notice` is logged as a warning before it is compiled, which says why a start takes long.
-    No folder to write to, a full disk or a damaged file cost a warning and the time to compile again, nothing else.
+    `notice` is logged as a warning before it is compiled, which says why a start takes long. No
+    folder to write to, a full disk or a damaged file cost a warning and the time to compile again,
+    nothing else.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,7 +64,10 @@ class _ForgivingCache(FunctionCache):
 
     def _warn(self, error: Exception) -> None:
         # The path in an error's text is another one for each function.
-        _warn(f"{error.strerror if isinstance(error, OSError) else 'a damaged file'} in {self.cache_path}")
+        _warn(
+            f"{error.strerror if isinstance(error, OSError) else 'a damaged file'} in "
+            f"{self.cache_path}"
+        )
 
 
 @functools.cache

@@ -19,8 +19,8 @@ class HostMemory(Protocol):
     def move(self, moves: Sequence[PageMove], *, awaited: bool) -> None:
         """Copy in order, before whatever is asked of the pool's device from now on.
 
-        No page comes in and goes out again by the same call. Unless they are `awaited`, pages that come in may only be
-        there from the next call on.
+        No page comes in and goes out again by the same call. Unless they are `awaited`, pages that
+        come in may only be there from the next call on.
         """
         ...
 
@@ -29,7 +29,10 @@ class PlainHostMemory:
     """`HostMemory` of `pages` pages for a pool in host memory; also the specification."""
 
     def __init__(self, pool: Tensor, pages: int) -> None:
-        self._pool, self._host = words(pool), torch.empty(pages, page_words(pool), dtype=torch.int32)
+        self._pool, self._host = (
+            words(pool),
+            torch.empty(pages, page_words(pool), dtype=torch.int32),
+        )
 
     def move(self, moves: Sequence[PageMove], *, awaited: bool) -> None:
         """See `HostMemory`; everything is there at once."""
@@ -42,7 +45,9 @@ class PlainHostMemory:
 
 
 def words(pool: Tensor) -> Tensor:
-    """`pool` [N, Hp, 2, P, D] as int32 [N, words of a page]: what is copied does not depend on the dtype."""
+    """`pool` [N, Hp, 2, P, D] as int32 [N, words of a page]: what is copied does not depend on the
+    dtype.
+    """
     return pool.view(len(pool), -1).view(torch.int32)
 
 

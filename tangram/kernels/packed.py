@@ -1,4 +1,6 @@
-"""A work plan as the GPU reads it: int32 arrays, tasks sorted by tile, static capacities (host side)."""
+"""A work plan as the GPU reads it: int32 arrays, tasks sorted by tile, static capacities (host
+side).
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,24 @@ from tangram.plan.form import Bool, RangeKind, WorkPlan
 from tangram.plan.schedule import TILE_NUMBERS, Schedule
 from tangram.types import Int32, Int64
 
-TASK_FIELDS = 13  # table, length_index, column, head, kind, a, b, row_begin, row_end; those of the first entry
-ENTRY_FIELDS = 5  # row, direct, slot, segment, parts to finish; the tasks' last four are these without the segment
+# Table, length_index, column, head, kind, a, b, row_begin, row_end; those of the first entry
+TASK_FIELDS = 13
+# Row, direct, slot, segment, parts to finish; the tasks' last four are these without the segment
+ENTRY_FIELDS = 5
 
 
 MergeBy = Literal["tails", "kernel", "atomic"]
 
 
-# Chosen by trial on an H100: a tile of 8 rows takes half the registers of one of 16. Queries are rows x G.
-TILES = (Tile(8), Tile(16, warps=2), Tile(32, warps=2), Tile(64, stages=3), Tile(128, entries=32, stages=3))
+# Chosen by trial on an H100: a tile of 8 rows takes half the registers of one of 16. Queries are
+# rows x G.
+TILES = (
+    Tile(8),
+    Tile(16, warps=2),
+    Tile(32, warps=2),
+    Tile(64, stages=3),
+    Tile(128, entries=32, stages=3),
+)
 SHORT_TILE = Tile(8, entries=16, warps=1, stages=1)
 SHORT_TOKENS = 64
 FINISHING = 2  # the smallest kinds, whose tasks may finish rows
@@ -33,12 +44,13 @@ FINISHING = 2  # the smallest kinds, whose tasks may finish rows
 class DecodeOptions:
     """What may be chosen without changing a result but in the last place.
 
-    A task takes the first of `tiles` that holds its rows; a short one (at most 64 tokens) that serves one row takes
-    `short`, which wants many small programs on a multiprocessor rather than a deep pipeline in each. A layer of
-    at most `one_tile_tasks` tasks runs them all with its largest tile, in one launch. `merge` says who merges parts:
-    "tails" a row's last part if it alone runs with the smallest tile, which is launched last, and a kernel of its own
-    what has no such part; "kernel" that kernel alone; "atomic" whichever task comes last. `chained` lets each launch
-    start while the one before it ends. `programs` bounds the grid of each launch.
+    A task takes the first of `tiles` that holds its rows; a short one (at most 64 tokens) that
+    serves one row takes `short`, which wants many small programs on a multiprocessor rather than a
+    deep pipeline in each. A layer of at most `one_tile_tasks` tasks runs them all with its largest
+    tile, in one launch. `merge` says who merges parts: "tails" a row's last part if it alone runs
+    with the smallest tile, which is launched last, and a kernel of its own what has no such part;
+    "kernel" that kernel alone; "atomic" whichever task comes last. `chained` lets each launch start
+    while the one before it ends. `programs` bounds the grid of each launch.
     """
 
     tiles: tuple[Tile, ...] = TILES
@@ -50,7 +62,9 @@ class DecodeOptions:
 
     def __post_init__(self) -> None:
         if self.merge not in get_args(MergeBy):
-            raise ConfigError(f"merge is {self.merge!r}, it must be one of {', '.join(get_args(MergeBy))}")
+            raise ConfigError(
+                f"merge is {self.merge!r}, it must be one of {', '.join(get_args(MergeBy))}"
+            )
 
     @classmethod
     def of(cls, schedule: Schedule) -> DecodeOptions:
@@ -58,7 +72,13 @@ class DecodeOptions:
         changed = {name: value for name, value in schedule.numbers.items() if name in TILE_NUMBERS}
         tiles = tuple(replace(tile, **changed) for tile in TILES)
         one = 1 << 30 if "onetile" in schedule.flags else cls.one_tile_tasks
-        merge: MergeBy = "atomic" if "atomic" in schedule.flags else "kernel" if "apart" in schedule.flags else "tails"
+        merge: MergeBy = (
+            "atomic"
+            if "atomic" in schedule.flags
+            else "kernel"
+            if "apart" in schedule.flags
+            else "tails"
+        )
         return cls(tiles, one_tile_tasks=one, merge=merge, chained="serial" not in schedule.flags)
 
     @property
@@ -74,12 +94,16 @@ def segment_of(plan: WorkPlan) -> Int64:
     segment = np.repeat(np.arange(len(plan.merge_row)), np.diff(plan.part_indptr))
     first_part = plan.part_indptr[plan.merge_indptr[:-1]]
     entry_layer = np.repeat(plan.task_layer, plan.row_end - plan.row_begin)
-    return np.where(plan.direct, 0, segment[np.where(plan.direct, 0, first_part[entry_layer] + plan.slot)])
+    return np.where(
+        plan.direct, 0, segment[np.where(plan.direct, 0, first_part[entry_layer] + plan.slot)]
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """A plan's arrays, and per layer and kind, [L, kinds], how many tasks there are and how many finish a row."""
+    """A plan's arrays, and per layer and kind, [L, kinds], how many tasks there are and how many
+    finish a row.
+    """
 
     arrays: dict[str, Int32 | Int64]
     counts: Int64
@@ -87,12 +111,16 @@ class Packed:
 
 
 def pack(
-    plan: WorkPlan, group: int, options: DecodeOptions, lengths: Int32 | None, finishing: Bool | None = None
-) -> Packed:  # fmt: skip
+    plan: WorkPlan,
+    group: int,
+    options: DecodeOptions,
+    lengths: Int32 | None,
+    finishing: Bool | None = None,
+) -> Packed:
     """Sort each layer's tasks by kind, keeping their order, and lay out what the kernels read.
 
-    `finishing` [kinds] says whose tasks may finish rows, where `options` lets any (default: the two smallest kinds).
-    Raises `ConfigError` if a task serves more queries than the largest tile holds.
+    `finishing` [kinds] says whose tasks may finish rows, where `options` lets any (default: the two
+    smallest kinds). Raises `ConfigError` if a task serves more queries than the largest tile holds.
     """
     kind, kinds = _kinds(plan, group, options, lengths), len(options.kinds)
     order, counts = np.empty(len(kind), np.int64), np.zeros((plan.layers, kinds), np.int64)
@@ -103,22 +131,54 @@ def pack(
     may = np.arange(kinds) < FINISHING if finishing is None else finishing
     if options.merge == "tails" and len(left):
         find_finishers(
-            kind, may, plan.layer_indptr, plan.row_begin, plan.row_end, plan.direct, plan.slot, plan.merge_indptr,
-            plan.part_indptr, before, left, finishes,
-        )  # fmt: skip
-    tasks, entries = np.empty((len(order), TASK_FIELDS), np.int32), np.empty((len(plan.rows), ENTRY_FIELDS), np.int32)
+            kind,
+            may,
+            plan.layer_indptr,
+            plan.row_begin,
+            plan.row_end,
+            plan.direct,
+            plan.slot,
+            plan.merge_indptr,
+            plan.part_indptr,
+            before,
+            left,
+            finishes,
+        )
+    tasks, entries = (
+        np.empty((len(order), TASK_FIELDS), np.int32),
+        np.empty((len(plan.rows), ENTRY_FIELDS), np.int32),
+    )
     write_tasks(
-        order, plan.table, plan.length_index, plan.column, plan.head, plan.kind, plan.a, plan.b, plan.row_begin,
-        plan.row_end, plan.rows, plan.direct, plan.slot, before, tasks,
-    )  # fmt: skip
+        order,
+        plan.table,
+        plan.length_index,
+        plan.column,
+        plan.head,
+        plan.kind,
+        plan.a,
+        plan.b,
+        plan.row_begin,
+        plan.row_end,
+        plan.rows,
+        plan.direct,
+        plan.slot,
+        before,
+        tasks,
+    )
     segment = segment_of(plan) if options.merge == "atomic" else np.zeros(0, np.int64)
     write_entries(plan.rows, plan.direct, plan.slot, segment, before, entries)
-    slots = plan.part_slot[plan.part_indptr[:-1][left]], plan.part_slot[plan.part_indptr[1:][left] - 1] + 1
+    slots = (
+        plan.part_slot[plan.part_indptr[:-1][left]],
+        plan.part_slot[plan.part_indptr[1:][left] - 1] + 1,
+    )
     arrays: dict[str, Int32 | Int64] = {
-        "tasks": tasks, "entries": entries, "part_indptr": plan.part_indptr,
+        "tasks": tasks,
+        "entries": entries,
+        "part_indptr": plan.part_indptr,
         "segments": np.stack([plan.merge_row[left], plan.merge_head[left], *slots], axis=1),
-        "merge_indptr": np.append(0, np.cumsum(left))[plan.merge_indptr], "task_indptr": task_indptr,
-    }  # fmt: skip
+        "merge_indptr": np.append(0, np.cumsum(left))[plan.merge_indptr],
+        "task_indptr": task_indptr,
+    }
     return Packed(arrays, counts, finishes)
 
 
@@ -128,14 +188,19 @@ def _kinds(plan: WorkPlan, group: int, options: DecodeOptions, lengths: Int32 | 
     limits = [tile.queries for tile in options.tiles]
     if len(queries) and queries.max() > limits[-1]:
         raise ConfigError(
-            f"a task serves {queries.max()} queries, the largest tile holds {limits[-1]}: plan with "
+            f"a task serves {queries.max()} queries, the largest tile holds {limits[-1]}: plan "
+            "with "
             f"max_query_rows={limits[-1]}"
         )
     kind = 1 + np.searchsorted(limits, queries)
     if np.diff(plan.layer_indptr).max(initial=0) <= options.one_tile_tasks:
         return np.full(len(kind), kind.max(initial=1))
     if lengths is not None:
-        alone = (plan.row_end - plan.row_begin == 1) & (plan.kind <= RangeKind.OPEN) & (group <= options.short.queries)
+        alone = (
+            (plan.row_end - plan.row_begin == 1)
+            & (plan.kind <= RangeKind.OPEN)
+            & (group <= options.short.queries)
+        )
         end = np.where(plan.kind == RangeKind.OPEN, lengths[plan.length_index], plan.b)
         kind[alone & (end - plan.a <= SHORT_TOKENS)] = 0
     return kind
@@ -145,8 +210,8 @@ def _kinds(plan: WorkPlan, group: int, options: DecodeOptions, lengths: Int32 | 
 class Capacity:
     """The largest plan that buffers hold: sizes of its arrays, and what one layer launches at most.
 
-    `tasks` [kinds] and `segments` bound one layer's launches, `segment_parts` the parts of a segment; `finishes`
-    [kinds] says which launches finish rows.
+    `tasks` [kinds] and `segments` bound one layer's launches, `segment_parts` the parts of a
+    segment; `finishes` [kinds] says which launches finish rows.
     """
 
     sizes: dict[str, int]
@@ -158,34 +223,50 @@ class Capacity:
 
     @property
     def rounded(self) -> Capacity:
-        """What is larger than nothing at the next power of two: plans that follow one another differ a little."""
+        """What is larger than nothing at the next power of two: plans that follow one another
+        differ a little.
+        """
         return Capacity(
-            {name: _rounded(size) for name, size in self.sizes.items()}, _rounded(self.slots),
-            tuple(_rounded(count) for count in self.tasks), self.finishes, _rounded(self.segments),
+            {name: _rounded(size) for name, size in self.sizes.items()},
+            _rounded(self.slots),
+            tuple(_rounded(count) for count in self.tasks),
+            self.finishes,
+            _rounded(self.segments),
             _rounded(self.segment_parts),
-        )  # fmt: skip
+        )
 
     def launching_all(self, options: DecodeOptions, parts: int) -> Capacity:
-        """The same for a plan that has tasks of every kind, whose smallest finish rows, and merges of `parts` parts."""
+        """The same for a plan that has tasks of every kind, whose smallest finish rows, and merges
+        of `parts` parts.
+        """
         kinds = range(len(options.kinds))
         finishes = tuple(options.merge == "tails" and kind < FINISHING for kind in kinds)
-        return replace(self, tasks=(1,) * len(kinds), finishes=finishes, segments=1, segment_parts=parts)
+        return replace(
+            self, tasks=(1,) * len(kinds), finishes=finishes, segments=1, segment_parts=parts
+        )
 
     def joined(self, other: Capacity) -> Capacity:
         """The smallest that holds what either holds."""
         return Capacity(
-            {name: max(size, other.sizes[name]) for name, size in self.sizes.items()}, max(self.slots, other.slots),
+            {name: max(size, other.sizes[name]) for name, size in self.sizes.items()},
+            max(self.slots, other.slots),
             tuple(max(pair) for pair in zip(self.tasks, other.tasks, strict=True)),
             tuple(any(pair) for pair in zip(self.finishes, other.finishes, strict=True)),
-            max(self.segments, other.segments), max(self.segment_parts, other.segment_parts),
-        )  # fmt: skip
+            max(self.segments, other.segments),
+            max(self.segment_parts, other.segment_parts),
+        )
 
     def misfit(self, plan: WorkPlan, packed: Packed) -> str | None:
         """What of the plan is too large, with the limit; None if it fits."""
         for name, size in self.sizes.items():
             if packed.arrays[name].size > size:
-                return f"the plan has {packed.arrays[name].size} values in {name}, the buffers hold {size}"
-        for kind, (count, most) in enumerate(zip(packed.counts.max(axis=0).tolist(), self.tasks, strict=True)):
+                return (
+                    f"the plan has {packed.arrays[name].size} values in {name}, the buffers "
+                    f"hold {size}"
+                )
+        for kind, (count, most) in enumerate(
+            zip(packed.counts.max(axis=0).tolist(), self.tasks, strict=True)
+        ):
             if count and not most:
                 kinds = [kind for kind, tasks in enumerate(self.tasks) if tasks]
                 return f"the plan has tasks of tile {kind}, the buffers were made for tiles {kinds}"
@@ -197,12 +278,17 @@ class Capacity:
     def of(cls, plans: Sequence[WorkPlan], packed: Sequence[Packed]) -> Capacity:
         """The smallest capacity that holds each of `plans`, which are `packed`."""
         return cls(
-            sizes={name: max(1, *(one.arrays[name].size for one in packed)) for name in packed[0].arrays},
+            sizes={
+                name: max(1, *(one.arrays[name].size for one in packed))
+                for name in packed[0].arrays
+            },
             slots=max(plan.partial_slots for plan in plans),
             tasks=tuple(np.max([one.counts.max(axis=0) for one in packed], axis=0).tolist()),
             finishes=tuple(np.any([one.finishes.any(axis=0) for one in packed], axis=0).tolist()),
             segments=max(int(np.diff(one.arrays["merge_indptr"]).max(initial=0)) for one in packed),
-            segment_parts=max(int(np.diff(one.arrays["segments"][:, 2:]).max(initial=0)) for one in packed),
+            segment_parts=max(
+                int(np.diff(one.arrays["segments"][:, 2:]).max(initial=0)) for one in packed
+            ),
         )
 
 

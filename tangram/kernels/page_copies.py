@@ -9,11 +9,15 @@ from torch import Tensor
 _BLOCK = 4096
 
 
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["source_pages", "target_pages"])
+@triton.jit(
+    do_not_specialize=["count"], do_not_specialize_on_alignment=["source_pages", "target_pages"]
+)
 def copy_pages(
     source, source_pages, target, target_pages, count, WORDS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """target[target_pages[i]] = source[source_pages[i]] for i < count, pages of WORDS int32; grid (programs,)."""
+):
+    """target[target_pages[i]] = source[source_pages[i]] for i < count, pages of WORDS int32; grid
+    (programs,).
+    """
     for i in range(tl.program_id(0), count, tl.num_programs(0)):
         read = source + tl.load(source_pages + i).to(tl.int64) * WORDS
         write = target + tl.load(target_pages + i).to(tl.int64) * WORDS
@@ -22,13 +26,22 @@ def copy_pages(
             tl.store(write + word, tl.load(read + word, mask=word < WORDS), mask=word < WORDS)
 
 
-def copy(source: Tensor, source_pages: Tensor, target: Tensor, target_pages: Tensor, *, programs: int) -> None:
-    """Copy pages `source_pages` int32 [n] of `source` to `target_pages` of `target`, both int32 [pages, words].
+def copy(
+    source: Tensor, source_pages: Tensor, target: Tensor, target_pages: Tensor, *, programs: int
+) -> None:
+    """Copy pages `source_pages` int32 [n] of `source` to `target_pages` of `target`, both int32
+    [pages, words].
 
     Either may be pinned host memory. `programs` bounds how much of the device takes part.
     """
     count, size = len(source_pages), source.shape[1]
     copy_pages[(min(programs, count),)](
-        source, source_pages, target, target_pages, count, WORDS=size,
-        BLOCK=min(_BLOCK, triton.next_power_of_2(size)), num_warps=8,
-    )  # fmt: skip
+        source,
+        source_pages,
+        target,
+        target_pages,
+        count,
+        WORDS=size,
+        BLOCK=min(_BLOCK, triton.next_power_of_2(size)),
+        num_warps=8,
+    )

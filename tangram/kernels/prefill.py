@@ -1,7 +1,8 @@
-"""Prefill attention on the GPU: a chunk against its sequence's pages, then causally against itself (Triton).
+"""Prefill attention on the GPU: a chunk against its sequence's pages, then causally against itself
+(Triton).
 
-Several requests' chunks go in one launch. Every program serves one tile of new tokens of one query head, tiled with
-online softmax in float32; its result depends on its own request alone.
+Several requests' chunks go in one launch. Every program serves one tile of new tokens of one query
+head, tiled with online softmax in float32; its result depends on its own request alone.
 """
 
 from __future__ import annotations
@@ -16,13 +17,26 @@ from tangram.kernels.e4m3 import widened
 from tangram.kernels.tiles import LOG2E, multiply, soft_cap
 from tangram.kernels.tiling import Operands, Tile, fitted
 
-TILE, WIDE_TILE = Tile(64), Tile(64, entries=32)  # chosen by trial on Hopper; wide are heads of more than 128
+TILE, WIDE_TILE = (
+    Tile(64),
+    Tile(64, entries=32),
+)  # chosen by trial on Hopper; wide are heads of more than 128
 
 
 @triton.jit
 def _absorb(
-    acc, peak, total, query, k, v, hidden, scaling, softcap, MASKED: tl.constexpr, SOFTCAP: tl.constexpr
-):  # fmt: skip
+    acc,
+    peak,
+    total,
+    query,
+    k,
+    v,
+    hidden,
+    scaling,
+    softcap,
+    MASKED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
     """One tile of keys and values [N, D]; `hidden` [M, N] where MASKED."""
     scores = multiply(query, tl.trans(k), tl.zeros([query.shape[0], k.shape[0]], tl.float32))
     grow = scaling * LOG2E
@@ -48,19 +62,51 @@ def _taken(place, d, D: tl.constexpr, BLOCK_D: tl.constexpr):
     return tl.load(place, mask=(d < D)[None, :], other=0.0)
 
 
-@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["tables", "address", "spans", "order"])
+@triton.jit(
+    do_not_specialize=["layer"],
+    do_not_specialize_on_alignment=["tables", "address", "spans", "order"],
+)
 def prefill_tiles(
-    q, k, v, pool, tables, address, spans, order, scales, sinks, out, layer, scaling, softcap, window,
-    stride_q, stride_q_head, stride_k, stride_k_head, stride_v, stride_v_head,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, P: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    q,
+    k,
+    v,
+    pool,
+    tables,
+    address,
+    spans,
+    order,
+    scales,
+    sinks,
+    out,
+    layer,
+    scaling,
+    softcap,
+    window,
+    stride_q,
+    stride_q_head,
+    stride_k,
+    stride_k_head,
+    stride_v,
+    stride_v_head,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    HP: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
     SCALED: tl.constexpr,
-):  # fmt: skip
+):
     """Grid (tiles of the longest row, rows · Q heads).
 
-    `spans` [rows, 5]: queries [begin, end) and keys [begin, end) in the flattened batch, and the position of the first
-    key. The queries belong to a row's last keys. `address` [rows, H, 3]: table offset, column, past length. `order`
-    [rows · H] says which (row, head) comes when: who has most to read starts first.
+    `spans` [rows, 5]: queries [begin, end) and keys [begin, end) in the flattened batch, and the
+    position of the first key. The queries belong to a row's last keys. `address` [rows, H, 3]:
+    table offset, column, past length. `order` [rows · H] says which (row, head) comes when: who has
+    most to read starts first.
     """
     cell = tl.load(order + tl.program_id(1) // G)
     part = cell // H
@@ -84,7 +130,11 @@ def prefill_tiles(
         d = tl.arange(0, BLOCK_D)
         wanted = (m < q_end - q_begin)[:, None] & (d < D)[None, :]
         token = (q_begin + m).to(tl.int64)
-        query = tl.load(q + token[:, None] * stride_q + query_head * stride_q_head + d[None, :], mask=wanted, other=0.0)
+        query = tl.load(
+            q + token[:, None] * stride_q + query_head * stride_q_head + d[None, :],
+            mask=wanted,
+            other=0.0,
+        )
         k_scale = 1.0
         v_scale = 1.0
         if SCALED:
@@ -103,13 +153,17 @@ def prefill_tiles(
             for at in range(0, begin, BLOCK_N):
                 n = at + tl.arange(0, BLOCK_N)
                 page = tl.load(tables + table + n // P).to(tl.int64)
-                place = pool + ((page * HP + column) * (2 * P * D) + (n % P) * D)[:, None] + d[None, :]
+                place = (
+                    pool + ((page * HP + column) * (2 * P * D) + (n % P) * D)[:, None] + d[None, :]
+                )
                 keys = _taken(place, d, D, BLOCK_D)
                 values = _taken(place + P * D, d, D, BLOCK_D)
                 if SCALED:
                     keys = (widened(keys, tl.float32) * k_scale).to(query.dtype)
                     values = (widened(values, tl.float32) * v_scale).to(query.dtype)
-                acc, peak, total = _absorb(acc, peak, total, query, keys, values, 0, scaling, softcap, False, SOFTCAP)
+                acc, peak, total = _absorb(
+                    acc, peak, total, query, keys, values, 0, scaling, softcap, False, SOFTCAP
+                )
         for at in range(begin, past, BLOCK_N):
             n = at + tl.arange(0, BLOCK_N)
             page = tl.load(tables + table + n // P, mask=n < past, other=0).to(tl.int64)
@@ -123,7 +177,9 @@ def prefill_tiles(
             if SCALED:
                 keys = (widened(keys, tl.float32) * k_scale).to(query.dtype)
                 values = (widened(values, tl.float32) * v_scale).to(query.dtype)
-            acc, peak, total = _absorb(acc, peak, total, query, keys, values, hidden, scaling, softcap, True, SOFTCAP)
+            acc, peak, total = _absorb(
+                acc, peak, total, query, keys, values, hidden, scaling, softcap, True, SOFTCAP
+            )
         own_end = tl.minimum(lead + first + BLOCK_M, k_end - k_begin)
         own_k = k + head * stride_k_head + k_begin.to(tl.int64) * stride_k
         own_v = v + head * stride_v_head + k_begin.to(tl.int64) * stride_v
@@ -135,7 +191,9 @@ def prefill_tiles(
                 n = (at + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
                 keys = _taken(own_k + n * stride_k + d[None, :], d, D, BLOCK_D)
                 values = _taken(own_v + n * stride_v + d[None, :], d, D, BLOCK_D)
-                acc, peak, total = _absorb(acc, peak, total, query, keys, values, 0, scaling, softcap, False, SOFTCAP)
+                acc, peak, total = _absorb(
+                    acc, peak, total, query, keys, values, 0, scaling, softcap, False, SOFTCAP
+                )
         for at in range(own_begin, own_end, BLOCK_N):
             n = at + tl.arange(0, BLOCK_N)
             here = (n < own_end)[:, None] & (d < D)[None, :]
@@ -145,7 +203,9 @@ def prefill_tiles(
             source = n.to(tl.int64)[:, None]
             keys = tl.load(own_k + source * stride_k + d[None, :], mask=here, other=0.0)
             values = tl.load(own_v + source * stride_v + d[None, :], mask=here, other=0.0)
-            acc, peak, total = _absorb(acc, peak, total, query, keys, values, hidden, scaling, softcap, True, SOFTCAP)
+            acc, peak, total = _absorb(
+                acc, peak, total, query, keys, values, hidden, scaling, softcap, True, SOFTCAP
+            )
         if SINKS:
             sink = tl.load(sinks + query_head).to(tl.float32) * LOG2E
             total = total + tl.exp2(sink - peak)
@@ -160,33 +220,79 @@ def tile_of(operands: Operands, card: Card) -> Tile:
 
 
 def prefill(
-    q: Tensor, k: Tensor, v: Tensor, pool: Tensor, tables: Tensor, address: Tensor, spans: Tensor, order: Tensor, *,
-    layer: int, longest: int, scaling: float, window: int | None = None, softcap: float | None = None,
-    sinks: Tensor | None = None, scales: Tensor | None = None, out: Tensor | None = None, card: Card | None = None,
-) -> Tensor:  # fmt: skip
-    """Attention of the new tokens of several requests: q [T, Q, D], k, v [T', H, D] → [T, Q, D], in q's dtype.
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pool: Tensor,
+    tables: Tensor,
+    address: Tensor,
+    spans: Tensor,
+    order: Tensor,
+    *,
+    layer: int,
+    longest: int,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    scales: Tensor | None = None,
+    out: Tensor | None = None,
+    card: Card | None = None,
+) -> Tensor:
+    """Attention of the new tokens of several requests: q [T, Q, D], k, v [T', H, D] → [T, Q, D], in
+    q's dtype.
 
-    `spans` int32 [rows, 5]: the requests' queries [begin, end) in q, keys [begin, end) in k, and the position of their
-    first key; `address` int32 [rows, H, 3]: each head's table offset, column and past length in the pool. `longest` is
-    the most queries of a row, `order` int32 [cells] those cells row · H + head that are computed, as they start.
-    Otherwise the contract of `reference.prefill`; what no span or cell covers stays in `out`. `card` None is the one
-    that the pool lies on.
+    `spans` int32 [rows, 5]: the requests' queries [begin, end) in q, keys [begin, end) in k, and
+    the position of their first key; `address` int32 [rows, H, 3]: each head's table offset, column
+    and past length in the pool. `longest` is the most queries of a row, `order` int32 [cells] those
+    cells row · H + head that are computed, as they start. Otherwise the contract of
+    `reference.prefill`; what no span or cell covers stays in `out`. `card` None is the one that the
+    pool lies on.
     """
     tokens, query_heads, dim = q.shape
     heads = k.shape[1]
-    out = torch.empty(tokens, query_heads, dim, dtype=q.dtype, device=q.device) if out is None else out
+    out = (
+        torch.empty(tokens, query_heads, dim, dtype=q.dtype, device=q.device)
+        if out is None
+        else out
+    )
     block_dim = triton.next_power_of_2(dim)
     # By head dim and card alone, so that a row is computed alike in any batch.
     operands = Operands(block_dim, q.element_size(), hops=1, widens=scales is not None)
     tile = tile_of(operands, card or Card.of(pool.device))
     grid = (triton.cdiv(longest, tile.queries), query_heads // heads * len(order))
     prefill_tiles[grid](
-        q, k, v, pool, tables, address, spans, order, scales if scales is not None else k,
-        sinks if sinks is not None else q, out, layer, scaling, softcap or 1.0, window or 0, *q.stride()[:2],
-        *k.stride()[:2], *v.stride()[:2],
-        H=heads, G=query_heads // heads, D=dim, HP=pool.shape[1], P=pool.shape[3], BLOCK_M=tile.queries,
-        BLOCK_N=tile.entries, BLOCK_D=block_dim,
-        WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None,
-        SCALED=scales is not None, num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        pool,
+        tables,
+        address,
+        spans,
+        order,
+        scales if scales is not None else k,
+        sinks if sinks is not None else q,
+        out,
+        layer,
+        scaling,
+        softcap or 1.0,
+        window or 0,
+        *q.stride()[:2],
+        *k.stride()[:2],
+        *v.stride()[:2],
+        H=heads,
+        G=query_heads // heads,
+        D=dim,
+        HP=pool.shape[1],
+        P=pool.shape[3],
+        BLOCK_M=tile.queries,
+        BLOCK_N=tile.entries,
+        BLOCK_D=block_dim,
+        WINDOW=window is not None,
+        SOFTCAP=softcap is not None,
+        SINKS=sinks is not None,
+        SCALED=scales is not None,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
     return out

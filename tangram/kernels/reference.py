@@ -1,9 +1,10 @@
 """The specification of every kernel, in plain torch: any dtype, any device, sums in float32.
 
-The pool is a tensor [N_pages, Hp, 2, P, D], keys at [:, :, 0] and values at [:, :, 1], so that (page, column) is a
-contiguous single-head block; `page * Hp + column` numbers these *virtual blocks*. `tables` is the flat int32 array of
-page ids, `lengths` the flat int32 array of entries per head. A head is found by `table_off`, the offset of its first
-page in `tables`, and its `column`; addresses are integer arrays, NumPy or torch.
+The pool is a tensor [N_pages, Hp, 2, P, D], keys at [:, :, 0] and values at [:, :, 1], so that
+(page, column) is a contiguous single-head block; `page * Hp + column` numbers these *virtual
+blocks*. `tables` is the flat int32 array of page ids, `lengths` the flat int32 array of entries per
+head. A head is found by `table_off`, the offset of its first page in `tables`, and its `column`;
+addresses are integer arrays, NumPy or torch.
 """
 
 from __future__ import annotations
@@ -28,8 +29,12 @@ def blocks(pool: Tensor) -> Tensor:
     return pool.view(-1, *pool.shape[2:])
 
 
-def gather(pool: Tensor, tables: Tensor, table: int, column: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
-    """Keys and values [end - begin, D] of one head's entries [begin, end); touches only the pages that hold them."""
+def gather(
+    pool: Tensor, tables: Tensor, table: int, column: int, begin: int, end: int
+) -> tuple[Tensor, Tensor]:
+    """Keys and values [end - begin, D] of one head's entries [begin, end); touches only the pages
+    that hold them.
+    """
     heads_per_page, page_tokens, head_dim = pool.shape[1], pool.shape[3], pool.shape[4]
     first, last = begin // page_tokens, -(-end // page_tokens)
     block = tables[table + first : table + max(first, last)].long() * heads_per_page + column
@@ -38,32 +43,44 @@ def gather(pool: Tensor, tables: Tensor, table: int, column: int, begin: int, en
     return keys, values
 
 
-def first_keys(pool: Tensor, tables: Tensor, table_off: Indices, column: Indices, count: int) -> Tensor:
+def first_keys(
+    pool: Tensor, tables: Tensor, table_off: Indices, column: Indices, count: int
+) -> Tensor:
     """[H, count, D]: the first `count` keys of heads at addresses [H]."""
-    offset, col = (torch.as_tensor(x, device=pool.device).long()[:, None] for x in (table_off, column))
+    offset, col = (
+        torch.as_tensor(x, device=pool.device).long()[:, None] for x in (table_off, column)
+    )
     pages = torch.arange(-(-count // pool.shape[3]), device=pool.device)
     block = tables[offset + pages].long() * pool.shape[1] + col
     return blocks(pool)[block, 0].flatten(1, 2)[:, :count]
 
 
-def softmax_part(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scaling: float, softcap: float | None) -> Part:
-    """Attention of q [..., n, D] over k, v [..., m, D] as a mergeable part: out [..., n, D], log-sum-exp [..., n].
+def softmax_part(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scaling: float, softcap: float | None
+) -> Part:
+    """Attention of q [..., n, D] over k, v [..., m, D] as a mergeable part: out [..., n, D],
+    log-sum-exp [..., n].
 
-    `bias` [n, m] is added to the scores (-inf hides an entry). Where nothing is visible, out is 0 and the log-sum-exp
-    -inf.
+    `bias` [n, m] is added to the scores (-inf hides an entry). Where nothing is visible, out is 0
+    and the log-sum-exp -inf.
     """
     scores = q.float() @ k.float().transpose(-1, -2) * scaling
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
         scores = scores + bias
-    lse = torch.logsumexp(scores, -1) if k.shape[-2] else scores.new_full(scores.shape[:-1], -torch.inf)
+    lse = (
+        torch.logsumexp(scores, -1)
+        if k.shape[-2]
+        else scores.new_full(scores.shape[:-1], -torch.inf)
+    )
     weights = torch.exp(scores - torch.where(lse.isinf(), 0.0, lse)[..., None])
     return weights @ v.float(), lse
 
 
 def merge_parts(parts: Sequence[Part]) -> Part:
-    """Merge parts (out [..., D], log-sum-exp [...]) of the same queries by online softmax, in the order given.
+    """Merge parts (out [..., D], log-sum-exp [...]) of the same queries by online softmax, in the
+    order given.
 
     EMPTY parts (log-sum-exp −inf) weigh nothing, also when all parts are empty.
     """
@@ -74,7 +91,9 @@ def merge_parts(parts: Sequence[Part]) -> Part:
 
 
 def apply_sinks(part: Part, sinks: Tensor | None) -> Tensor:
-    """The output of a part; `sinks`, shaped like the log-sum-exp, are extra logits that carry no value (GPT-OSS)."""
+    """The output of a part; `sinks`, shaped like the log-sum-exp, are extra logits that carry no
+    value (GPT-OSS).
+    """
     out, lse = part
     return out if sinks is None else out * torch.sigmoid(lse - sinks.float())[..., None]
 
@@ -93,8 +112,8 @@ def decode(
 ) -> Tensor:
     """Execute one layer of a work plan: q [R, Q, D] → [R, Q, D] in q's dtype.
 
-    `lengths` already count the token just appended. `softcap` c bounds scores to c · tanh(s / c); `sinks` [Q] adds one
-    logit per query head to the softmax denominator.
+    `lengths` already count the token just appended. `softcap` c bounds scores to c · tanh(s / c);
+    `sinks` [Q] adds one logit per query head to the softmax denominator.
     """
     queries = q.reshape(len(q), plan.kv_heads, -1, q.shape[-1])
     out = torch.zeros_like(queries)
@@ -120,7 +139,9 @@ def _run_tasks(
     scaling: float,
     softcap: float | None,
 ) -> tuple[dict[tuple[int, int], Part], dict[int, Part]]:
-    """Run a layer's tasks on queries [R, H, G, D]: whole results by (row, head), and partial results by slot."""
+    """Run a layer's tasks on queries [R, H, G, D]: whole results by (row, head), and partial
+    results by slot.
+    """
     final: dict[tuple[int, int], Part] = {}
     parts: dict[int, Part] = {}
     tasks = plan.tasks(layer)
@@ -148,8 +169,12 @@ def append(
     column: Indices,
     length_index: Indices,
 ) -> None:
-    """Write one new entry for each (row, head), at index length − 1 of its head: k, v [R, H, D], addresses [R, H]."""
-    offset, col, index = (torch.as_tensor(x, device=pool.device).long() for x in (table_off, column, length_index))
+    """Write one new entry for each (row, head), at index length − 1 of its head: k, v [R, H, D],
+    addresses [R, H].
+    """
+    offset, col, index = (
+        torch.as_tensor(x, device=pool.device).long() for x in (table_off, column, length_index)
+    )
     _write(k, v, pool, tables, offset, col, lengths[index].long() - 1)
 
 
@@ -167,14 +192,20 @@ def store(
     k, v: [H, n, D], or H tensors [n_h, D] where heads differ in count (sealing).
     """
     counts = torch.tensor([len(keys) for keys in k], device=pool.device)
-    offset, col, first = (torch.as_tensor(x, device=pool.device).long() for x in (table_off, column, first_index))
+    offset, col, first = (
+        torch.as_tensor(x, device=pool.device).long() for x in (table_off, column, first_index)
+    )
     head = torch.repeat_interleave(torch.arange(len(counts), device=pool.device), counts)
     step = torch.arange(len(head), device=pool.device) - (counts.cumsum(0) - counts)[head]
-    keys, values = (x.flatten(0, 1) if isinstance(x, Tensor) else torch.cat(list(x)) for x in (k, v))
+    keys, values = (
+        x.flatten(0, 1) if isinstance(x, Tensor) else torch.cat(list(x)) for x in (k, v)
+    )
     _write(keys, values, pool, tables, offset[head], col[head], first[head] + step)
 
 
-def _write(k: Tensor, v: Tensor, pool: Tensor, tables: Tensor, table: Tensor, column: Tensor, index: Tensor) -> None:
+def _write(
+    k: Tensor, v: Tensor, pool: Tensor, tables: Tensor, table: Tensor, column: Tensor, index: Tensor
+) -> None:
     """Scatter entries k, v [..., D] to `index` [...] of the heads at (table, column) [...]."""
     heads_per_page, page_tokens = pool.shape[1], pool.shape[3]
     block = tables[table + index // page_tokens].long() * heads_per_page + column
@@ -200,20 +231,25 @@ def prefill(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of n new tokens: q [n, Q, D], k, v [m, H, D] (not yet in the pool) → [n, Q, D] in q's dtype.
+    """Attention of n new tokens: q [n, Q, D], k, v [m, H, D] (not yet in the pool) → [n, Q, D] in
+    q's dtype.
 
-    The queries belong to the last n of the m ≥ n new tokens.
-    `table_off`, `column` and `past_lengths` [H] find each head's past entries, `past_tokens` is the position of the
-    first of the m. Past entries of a full layer are all visible (compression keeps a subset of earlier positions). In
-    a window layer entry i holds position i, the query at position p sees positions (p - W, p], and pages that the first
-    query no longer sees are not read. The result depends on this request alone.
-    Raises `IntegrityError` if the past lengths of a window layer differ from `past_tokens`.
+    The queries belong to the last n of the m ≥ n new tokens. `table_off`, `column` and
+    `past_lengths` [H] find each head's past entries, `past_tokens` is the position of the first of
+    the m. Past entries of a full layer are all visible (compression keeps a subset of earlier
+    positions). In a window layer entry i holds position i, the query at position p sees positions
+    (p - W, p], and pages that the first query no longer sees are not read. The result depends on
+    this request alone. Raises `IntegrityError` if the past lengths of a window layer differ from
+    `past_tokens`.
     """
     heads = k.shape[1]
     queries = q.reshape(len(q), heads, -1, q.shape[-1]).permute(1, 2, 0, 3)  # [H, G, n, D]
     address = [np.asarray(x).tolist() for x in (table_off, column, past_lengths)]
     if window is not None and set(address[2]) != {past_tokens}:
-        raise IntegrityError(f"past_lengths of a window layer are {address[2]}, all must be past_tokens, {past_tokens}")
+        raise IntegrityError(
+            f"past_lengths of a window layer are {address[2]}, all must be past_tokens, "
+            f"{past_tokens}"
+        )
     begin = 0 if window is None else max(0, past_tokens - window + 1)
     lead = len(k) - len(q)
     keys, values = k.transpose(0, 1), v.transpose(0, 1)
@@ -223,14 +259,22 @@ def prefill(
     for head, (table, col, length) in enumerate(zip(*address, strict=True)):
         past_k, past_v = (x.to(q.dtype) for x in gather(pool, tables, table, col, begin, length))
         if lead or slides:
-            past_k, past_v = torch.cat([past_k, keys[head, :lead]]), torch.cat([past_v, values[head, :lead]])
+            past_k, past_v = (
+                torch.cat([past_k, keys[head, :lead]]),
+                torch.cat([past_v, values[head, :lead]]),
+            )
         own = keys[head, lead:], values[head, lead:]
         if slides:
-            part = _windowed(queries[head], (past_k, past_v), own, window or 0, scaling=scaling, softcap=softcap)
+            part = _windowed(
+                queries[head], (past_k, past_v), own, window or 0, scaling=scaling, softcap=softcap
+            )
         else:
             part = _part(queries[head], *own, None, scaling=scaling, softcap=softcap, causal=True)
             if len(past_k):
-                part = _merge_two(_part(queries[head], past_k, past_v, None, scaling=scaling, softcap=softcap), part)
+                part = _merge_two(
+                    _part(queries[head], past_k, past_v, None, scaling=scaling, softcap=softcap),
+                    part,
+                )
         by_head[head] = apply_sinks(part, None if sinks is None else sinks.view(heads, -1, 1)[head])
     return out
 
@@ -242,10 +286,17 @@ def _merge_two(one: Part, other: Part) -> Part:
 
 
 def _windowed(
-    q: Tensor, past: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], window: int, *,
-    scaling: float, softcap: float | None,
-) -> Part:  # fmt: skip
-    """Attention of q [G, n, D] over past [m, D] and own [n, D] entries, each query to its newest `window` ones."""
+    q: Tensor,
+    past: tuple[Tensor, Tensor],
+    own: tuple[Tensor, Tensor],
+    window: int,
+    *,
+    scaling: float,
+    softcap: float | None,
+) -> Part:
+    """Attention of q [G, n, D] over past [m, D] and own [n, D] entries, each query to its newest
+    `window` ones.
+    """
     n, m = q.shape[1], len(past[0])
     distance = torch.arange(n, device=q.device)[:, None] + m - torch.arange(m + n, device=q.device)
     bias = torch.where((distance >= 0) & (distance < window), 0.0, -torch.inf)
@@ -254,15 +305,30 @@ def _windowed(
 
 
 def _part(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, scaling: float, softcap: float | None, causal: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    *,
+    scaling: float,
+    softcap: float | None,
+    causal: bool = False,
 ) -> Part:
-    """`softmax_part` of q [G, n, D] over k, v [m, D], by torch's flash kernel where it can (CPU, no softcap)."""
+    """`softmax_part` of q [G, n, D] over k, v [m, D], by torch's flash kernel where it can (CPU, no
+    softcap).
+    """
     if q.device.type == "cpu" and softcap is None:
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         mask = None if bias is None else bias.to(q.dtype)
         shared = (len(q), *k.shape)  # the query heads of a group read the same block: no copy
         out, lse = flash(
-            q[None], k.expand(shared)[None], v.expand(shared)[None], 0.0, causal, attn_mask=mask, scale=scaling
+            q[None],
+            k.expand(shared)[None],
+            v.expand(shared)[None],
+            0.0,
+            causal,
+            attn_mask=mask,
+            scale=scaling,
         )
         return out[0].float(), lse[0].float()
     if causal:

@@ -1,7 +1,8 @@
 """Numba code of `packed.py`: a plan's tasks in the order and the words in which the GPU reads them.
 
-Planning is host work between two steps, and with hundreds of rows NumPy's passes over a plan took longer than a step.
-All of it is in one file because Numba's cache of a function notices changes in that function's file only.
+Planning is host work between two steps, and with hundreds of rows NumPy's passes over a plan took
+longer than a step. All of it is in one file because Numba's cache of a function notices changes in
+that function's file only.
 """
 
 from __future__ import annotations
@@ -37,12 +38,25 @@ def sort_by_kind(kind, layer_indptr, order, task_indptr, counts):  # type: ignor
 
 @compiled()
 def find_finishers(  # type: ignore[no-untyped-def]
-    kind, may, layer_indptr, row_begin, row_end, direct, slot, merge_indptr, part_indptr, before, left, finishes
+    kind,
+    may,
+    layer_indptr,
+    row_begin,
+    row_end,
+    direct,
+    slot,
+    merge_indptr,
+    part_indptr,
+    before,
+    left,
+    finishes,
 ):
-    """Which entries' tasks finish their row, having taken in `before` [M] other parts, and which segments are `left`.
+    """Which entries' tasks finish their row, having taken in `before` [M] other parts, and which
+    segments are `left`.
 
-    A row's last part finishes it if its kind `may` [kinds] and comes after those of all its other parts. `before` is 0
-    and `left` [S] is true beforehand, as `finishes` [L, kinds], which counts such entries, is 0.
+    A row's last part finishes it if its kind `may` [kinds] and comes after those of all its other
+    parts. `before` is 0 and `left` [S] is true beforehand, as `finishes` [L, kinds], which counts
+    such entries, is 0.
     """
     parts = part_indptr[-1]
     entry, of_part = np.empty(parts, np.int64), np.empty(parts, kind.dtype)
@@ -66,23 +80,60 @@ def find_finishers(  # type: ignore[no-untyped-def]
 
 @compiled()
 def write_tasks(  # type: ignore[no-untyped-def]
-    order, table, length_index, column, head, kind, a, b, row_begin, row_end, rows, direct, slot, before, tasks
+    order,
+    table,
+    length_index,
+    column,
+    head,
+    kind,
+    a,
+    b,
+    row_begin,
+    row_end,
+    rows,
+    direct,
+    slot,
+    before,
+    tasks,
 ):
     """`tasks` [N, 13] in `order`; see `packed.TASK_FIELDS`. `kind` is that of ranges."""
     for place in range(len(order)):
         task = order[place]
         first, words = row_begin[task], tasks[place]
-        words[0], words[1], words[2], words[3] = table[task], length_index[task], column[task], head[task]
-        words[4], words[5], words[6], words[7], words[8] = kind[task], a[task], b[task], first, row_end[task]
-        words[9], words[10], words[11] = rows[first], direct[first] or before[first] > 0, slot[first]
+        words[0], words[1], words[2], words[3] = (
+            table[task],
+            length_index[task],
+            column[task],
+            head[task],
+        )
+        words[4], words[5], words[6], words[7], words[8] = (
+            kind[task],
+            a[task],
+            b[task],
+            first,
+            row_end[task],
+        )
+        words[9], words[10], words[11] = (
+            rows[first],
+            direct[first] or before[first] > 0,
+            slot[first],
+        )
         words[12] = before[first]
 
 
 @compiled()
-def write_entries(rows: Any, direct: Any, slot: Any, segment: Any, before: Any, entries: Any) -> None:
-    """`entries` [M, 5]; see `packed.ENTRY_FIELDS`. `segment` [M], or [0] where nobody asks for it."""
+def write_entries(
+    rows: Any, direct: Any, slot: Any, segment: Any, before: Any, entries: Any
+) -> None:
+    """`entries` [M, 5]; see `packed.ENTRY_FIELDS`. `segment` [M], or [0] where nobody
+    asks for it.
+    """
     for number in range(len(rows)):
         words = entries[number]
-        words[0], words[1], words[2] = rows[number], direct[number] or before[number] > 0, slot[number]
+        words[0], words[1], words[2] = (
+            rows[number],
+            direct[number] or before[number] > 0,
+            slot[number],
+        )
         words[3] = segment[number] if len(segment) else 0
         words[4] = before[number]

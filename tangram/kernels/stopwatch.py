@@ -27,9 +27,10 @@ class Taken:
 class Stopwatch:
     """Adds up the seconds that blocks take on `device`.
 
-    On a CPU that is the clock. On a GPU an event is put on the stream before and after a block: what lies between them
-    is the time from one to the other, read by a later `collect` once both have passed. Blocks do not nest. A graph that
-    is captured around blocks takes their events with it (`Taken`): whoever replays it says so.
+    On a CPU that is the clock. On a GPU an event is put on the stream before and after a block:
+    what lies between them is the time from one to the other, read by a later `collect` once both
+    have passed. Blocks do not nest. A graph that is captured around blocks takes their events with
+    it (`Taken`): whoever replays it says so.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,7 +50,11 @@ class Stopwatch:
             self.seconds += time.perf_counter() - begin_s
             return
         captured = torch.cuda.is_current_stream_capturing()
-        begin, end = self._spare.pop() if self._spare and not captured else (_event(captured), _event(captured))
+        begin, end = (
+            self._spare.pop()
+            if self._spare and not captured
+            else (_event(captured), _event(captured))
+        )
         stream = torch.cuda.current_stream(self._device)
         begin.record(stream)
         yield
@@ -74,7 +79,8 @@ class Stopwatch:
             begin, end = pair = self._running.popleft()
             self.seconds += begin.elapsed_time(end) / 1e3
             self._spare.append(pair)
-        # A replay writes over the times of the one before: what has not been read counts as the last one.
+        # A replay writes over the times of the one before: what has not been read counts as the
+        # last one.
         for blocks in [one for one, (_, passed) in self._replayed.items() if passed.query()]:
             times, _ = self._replayed.pop(blocks)
             self.seconds += times * blocks.seconds

@@ -1,4 +1,6 @@
-"""Writing into pages on the GPU: a row's newest entry, all of its new ones, or a chunk's kept ones (Triton)."""
+"""Writing into pages on the GPU: a row's newest entry, all of its new ones, or a chunk's kept ones
+(Triton).
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,33 @@ def _stored(x, scale, dtype: tl.constexpr, LIMIT: tl.constexpr, SCALED: tl.const
     return x.to(dtype)
 
 
-@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["tables", "lengths", "address"])
+@triton.jit(
+    do_not_specialize=["layer"], do_not_specialize_on_alignment=["tables", "lengths", "address"]
+)
 def append_entries(
-    k, v, pool, tables, lengths, address, scales, layer, stride_k, stride_k_head, stride_v, stride_v_head,
-    H: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, P: tl.constexpr, BLOCK_D: tl.constexpr, LIMIT: tl.constexpr,
+    k,
+    v,
+    pool,
+    tables,
+    lengths,
+    address,
+    scales,
+    layer,
+    stride_k,
+    stride_k_head,
+    stride_v,
+    stride_v_head,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    HP: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    LIMIT: tl.constexpr,
     SCALED: tl.constexpr,
-):  # fmt: skip
-    """Write k, v [R, H, D] at index length - 1, where there is one; `address` [L, R, H, 3]; grid (R, H)."""
+):
+    """Write k, v [R, H, D] at index length - 1, where there is one; `address` [L, R, H, 3]; grid
+    (R, H).
+    """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     record = address + ((layer.to(tl.int64) * tl.num_programs(0) + row) * H + head) * 3
@@ -43,16 +65,40 @@ def append_entries(
     key = tl.load(k + row * stride_k + head * stride_k_head + d, mask=here)
     value = tl.load(v + row * stride_v + head * stride_v_head + d, mask=here)
     tl.store(place, _stored(key, k_scale, pool.dtype.element_ty, LIMIT, SCALED), mask=here)
-    tl.store(place + P * D, _stored(value, v_scale, pool.dtype.element_ty, LIMIT, SCALED), mask=here)
+    tl.store(
+        place + P * D, _stored(value, v_scale, pool.dtype.element_ty, LIMIT, SCALED), mask=here
+    )
 
 
-@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["tables", "address", "spans", "kept"])
+@triton.jit(
+    do_not_specialize=["layer"],
+    do_not_specialize_on_alignment=["tables", "address", "spans", "kept"],
+)
 def store_rows(
-    k, v, pool, tables, address, spans, kept, scales, layer, stride_k, stride_k_head, stride_v, stride_v_head,
-    H: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-    LIMIT: tl.constexpr, SCALED: tl.constexpr,
-):  # fmt: skip
-    """Write rows of k, v [T, H, D] behind their past, where a head keeps all; grid (tiles of the longest row, H, rows).
+    k,
+    v,
+    pool,
+    tables,
+    address,
+    spans,
+    kept,
+    scales,
+    layer,
+    stride_k,
+    stride_k_head,
+    stride_v,
+    stride_v_head,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    HP: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """Write rows of k, v [T, H, D] behind their past, where a head keeps all; grid (tiles of the
+    longest row, H, rows).
 
     `spans` [rows, 5] and `address` [rows, H, 3] as in `prefill.py`, `kept` [rows, H].
     """
@@ -65,25 +111,37 @@ def store_rows(
         d = tl.arange(0, BLOCK_D)
         here = (n < count)[:, None] & (d < D)[None, :]
         index = tl.load(address + place * 3 + 2) + n
-        page = tl.load(tables + tl.load(address + place * 3) + index // P, mask=n < count, other=0).to(tl.int64)
+        page = tl.load(
+            tables + tl.load(address + place * 3) + index // P, mask=n < count, other=0
+        ).to(tl.int64)
         entry = (page * HP + tl.load(address + place * 3 + 1)) * (2 * P * D) + (index % P) * D
         target = pool + entry[:, None] + d[None, :]
         source = (begin + n).to(tl.int64)[:, None]
         head = tl.program_id(1)
-        keys = tl.load(k + source * stride_k + head * stride_k_head + d[None, :], mask=here, other=0.0)
-        values = tl.load(v + source * stride_v + head * stride_v_head + d[None, :], mask=here, other=0.0)
+        keys = tl.load(
+            k + source * stride_k + head * stride_k_head + d[None, :], mask=here, other=0.0
+        )
+        values = tl.load(
+            v + source * stride_v + head * stride_v_head + d[None, :], mask=here, other=0.0
+        )
         k_scale = 1.0
         v_scale = 1.0
         if SCALED:
             k_scale = tl.load(scales + (layer * H + head) * 2)
             v_scale = tl.load(scales + (layer * H + head) * 2 + 1)
         tl.store(target, _stored(keys, k_scale, pool.dtype.element_ty, LIMIT, SCALED), mask=here)
-        tl.store(target + P * D, _stored(values, v_scale, pool.dtype.element_ty, LIMIT, SCALED), mask=here)
+        tl.store(
+            target + P * D,
+            _stored(values, v_scale, pool.dtype.element_ty, LIMIT, SCALED),
+            mask=here,
+        )
 
 
 @triton.jit
 def _ordered(scores, valid):
-    """Scores as int32 that compare like them: NaN below all, -0.0 equal to 0.0, places that are no tokens lowest."""
+    """Scores as int32 that compare like them: NaN below all, -0.0 equal to 0.0, places that are no
+    tokens lowest.
+    """
     x = tl.where(scores == 0.0, 0.0, scores)
     bits = x.to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -105,17 +163,40 @@ def _load_keys(scores, c, C: tl.constexpr, sinks, window):
     do_not_specialize_on_alignment=["tables", "address", "spans", "kept"],
 )
 def seal_chunk(
-    scores, k, v, pool, tables, address, spans, kept, scales, layer, sinks, window,
-    stride_k, stride_k_head, stride_v, stride_v_head,
-    C: tl.constexpr, H: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, P: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, LIMIT: tl.constexpr, SCALED: tl.constexpr,
-):  # fmt: skip
-    """Select, gather and pack chunks of one layer: kept entries go, in their order, to the head's next pages.
+    scores,
+    k,
+    v,
+    pool,
+    tables,
+    address,
+    spans,
+    kept,
+    scales,
+    layer,
+    sinks,
+    window,
+    stride_k,
+    stride_k_head,
+    stride_v,
+    stride_v_head,
+    C: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    HP: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """Select, gather and pack chunks of one layer: kept entries go, in their order, to the head's
+    next pages.
 
-    scores float32 [N, H, C]; k, v [N · C, H, D]; `address` [N, H, 3]: table offset, column, first index; `spans` [N, 5]
-    as in `prefill.py`; kept [N, H]: how many. The best stay: higher first, equal ones by lower index, NaN last, as
-    `select.keep`. The grid is (N · H, ceil(C / BLOCK)): each program finds its head's threshold by itself, then moves
-    its own tokens.
+    scores float32 [N, H, C]; k, v [N · C, H, D]; `address` [N, H, 3]: table offset, column, first
+    index; `spans` [N, 5] as in `prefill.py`; kept [N, H]: how many. The best stay: higher first,
+    equal ones by lower index, NaN last, as `select.keep`. The grid is (N · H, ceil(C / BLOCK)):
+    each program finds its head's threshold by itself, then moves its own tokens.
     """
     place = tl.program_id(0)
     chunk = place // H
@@ -145,7 +226,9 @@ def seal_chunk(
     moved = stays.to(tl.int32)
     index = tl.load(address + place * 3 + 2) + better_before + tl.minimum(equal_before, ties)
     index += tl.cumsum(moved, 0) - moved
-    page = tl.load(tables + tl.load(address + place * 3) + index // P, mask=stays, other=0).to(tl.int64)
+    page = tl.load(tables + tl.load(address + place * 3) + index // P, mask=stays, other=0).to(
+        tl.int64
+    )
     d = tl.arange(0, BLOCK_D)
     entry = (page * HP + tl.load(address + place * 3 + 1)) * (2 * P * D) + (index % P) * D
     target = pool + entry[:, None] + d[None, :]
@@ -158,55 +241,144 @@ def seal_chunk(
     source = (chunk * C + own).to(tl.int64)[:, None]
     keys = tl.load(k + source * stride_k + head * stride_k_head + d[None, :], mask=here, other=0.0)
     tl.store(target, _stored(keys, k_scale, pool.dtype.element_ty, LIMIT, SCALED), mask=here)
-    values = tl.load(v + source * stride_v + head * stride_v_head + d[None, :], mask=here, other=0.0)
-    tl.store(target + P * D, _stored(values, v_scale, pool.dtype.element_ty, LIMIT, SCALED), mask=here)
+    values = tl.load(
+        v + source * stride_v + head * stride_v_head + d[None, :], mask=here, other=0.0
+    )
+    tl.store(
+        target + P * D, _stored(values, v_scale, pool.dtype.element_ty, LIMIT, SCALED), mask=here
+    )
 
 
 def append(
-    k: Tensor, v: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, address: Tensor, layer: int,
+    k: Tensor,
+    v: Tensor,
+    pool: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    address: Tensor,
+    layer: int,
     scales: Tensor | None = None,
-) -> None:  # fmt: skip
-    """`reference.append` for one layer: k, v [R, H, D]; `address` int32 [L, R, H, 3]: table, column, length index."""
+) -> None:
+    """`reference.append` for one layer: k, v [R, H, D]; `address` int32 [L, R, H, 3]: table,
+    column, length index.
+    """
     rows, heads, dim = k.shape
     append_entries[(rows, heads)](
-        k, v, pool, tables, lengths, address, scales if scales is not None else k, layer, *k.stride()[:2],
-        *v.stride()[:2], H=heads, D=dim, HP=pool.shape[1], P=pool.shape[3], BLOCK_D=triton.next_power_of_2(dim),
-        LIMIT=FP8_MAX, SCALED=scales is not None, num_warps=1,
-    )  # fmt: skip
+        k,
+        v,
+        pool,
+        tables,
+        lengths,
+        address,
+        scales if scales is not None else k,
+        layer,
+        *k.stride()[:2],
+        *v.stride()[:2],
+        H=heads,
+        D=dim,
+        HP=pool.shape[1],
+        P=pool.shape[3],
+        BLOCK_D=triton.next_power_of_2(dim),
+        LIMIT=FP8_MAX,
+        SCALED=scales is not None,
+        num_warps=1,
+    )
 
 
 def store(
-    k: Tensor, v: Tensor, pool: Tensor, tables: Tensor, address: Tensor, spans: Tensor, kept: Tensor, *, layer: int,
-    longest: int, scales: Tensor | None = None,
-) -> None:  # fmt: skip
-    """`reference.store` for several rows of k, v [T, H, D], each head's entries where it keeps all of its row's.
+    k: Tensor,
+    v: Tensor,
+    pool: Tensor,
+    tables: Tensor,
+    address: Tensor,
+    spans: Tensor,
+    kept: Tensor,
+    *,
+    layer: int,
+    longest: int,
+    scales: Tensor | None = None,
+) -> None:
+    """`reference.store` for several rows of k, v [T, H, D], each head's entries where it keeps all
+    of its row's.
 
-    `address` int32 [rows, H, 3]: table offset, column and first index; `spans` int32 [rows, 5]: [2] and [3] bound the
-    row in k and v; `kept` int32 [rows, H]; `longest` is the most entries of a row.
+    `address` int32 [rows, H, 3]: table offset, column and first index; `spans` int32 [rows, 5]: [2]
+    and [3] bound the row in k and v; `kept` int32 [rows, H]; `longest` is the most entries of a
+    row.
     """
     rows, heads = kept.shape
     store_rows[(triton.cdiv(longest, 32), heads, rows)](
-        k, v, pool, tables, address, spans, kept, scales if scales is not None else k, layer, *k.stride()[:2],
-        *v.stride()[:2], H=heads, D=k.shape[2], HP=pool.shape[1], P=pool.shape[3], BLOCK=32,
-        BLOCK_D=triton.next_power_of_2(k.shape[2]), LIMIT=FP8_MAX, SCALED=scales is not None, num_warps=4,
-    )  # fmt: skip
+        k,
+        v,
+        pool,
+        tables,
+        address,
+        spans,
+        kept,
+        scales if scales is not None else k,
+        layer,
+        *k.stride()[:2],
+        *v.stride()[:2],
+        H=heads,
+        D=k.shape[2],
+        HP=pool.shape[1],
+        P=pool.shape[3],
+        BLOCK=32,
+        BLOCK_D=triton.next_power_of_2(k.shape[2]),
+        LIMIT=FP8_MAX,
+        SCALED=scales is not None,
+        num_warps=4,
+    )
 
 
 def seal(
-    scores: Tensor, k: Tensor, v: Tensor, pool: Tensor, tables: Tensor, address: Tensor, spans: Tensor, kept: Tensor, *,
-    layer: int, sinks: int, window: int, scales: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Of each of N chunks of C entries keep the `kept` [N, H] best and write them to each head's next pages.
+    scores: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pool: Tensor,
+    tables: Tensor,
+    address: Tensor,
+    spans: Tensor,
+    kept: Tensor,
+    *,
+    layer: int,
+    sinks: int,
+    window: int,
+    scales: Tensor | None = None,
+) -> None:
+    """Of each of N chunks of C entries keep the `kept` [N, H] best and write them to each head's
+    next pages.
 
-    scores float32 [N, H, C], unprotected: the first `sinks` tokens of a sequence and the last `window` of a chunk stay
-    whatever their scores. k, v [N · C, H, D]; `address` int32 [N, H, 3]: table offset, column and first index; `spans`
-    int32 [N, 5]: [4] is the position that the chunk begins at.
+    scores float32 [N, H, C], unprotected: the first `sinks` tokens of a sequence and the last
+    `window` of a chunk stay whatever their scores. k, v [N · C, H, D]; `address` int32 [N, H, 3]:
+    table offset, column and first index; `spans` int32 [N, 5]: [4] is the position that the chunk
+    begins at.
     """
     (chunks, heads, tokens), dim = scores.shape, k.shape[2]
     block = min(64, triton.next_power_of_2(tokens))
     seal_chunk[(chunks * heads, triton.cdiv(tokens, block))](
-        scores.contiguous(), k, v, pool, tables, address, spans, kept, scales if scales is not None else k, layer,
-        sinks, window, *k.stride()[:2], *v.stride()[:2], C=tokens, H=heads, D=dim, HP=pool.shape[1], P=pool.shape[3],
-        BLOCK_C=triton.next_power_of_2(tokens), BLOCK=block, BLOCK_D=triton.next_power_of_2(dim), LIMIT=FP8_MAX,
-        SCALED=scales is not None, num_warps=4,
-    )  # fmt: skip
+        scores.contiguous(),
+        k,
+        v,
+        pool,
+        tables,
+        address,
+        spans,
+        kept,
+        scales if scales is not None else k,
+        layer,
+        sinks,
+        window,
+        *k.stride()[:2],
+        *v.stride()[:2],
+        C=tokens,
+        H=heads,
+        D=dim,
+        HP=pool.shape[1],
+        P=pool.shape[3],
+        BLOCK_C=triton.next_power_of_2(tokens),
+        BLOCK=block,
+        BLOCK_D=triton.next_power_of_2(dim),
+        LIMIT=FP8_MAX,
+        SCALED=scales is not None,
+        num_warps=4,
+    )

@@ -6,7 +6,8 @@ import torch
 
 
 def use_threads(count: int | None) -> None:
-    """Let torch, and the kernels of `cpu.py` with it, compute on `count` threads of this process from now on.
+    """Let torch, and the kernels of `cpu.py` with it, compute on `count` threads of this process
+    from now on.
 
     None leaves what torch has, to begin with the cores that this process may run on.
     """

@@ -59,16 +59,24 @@ def resolve_range(kind, a, b, length_place, TILE: tl.constexpr):
 
 @triton.jit
 def take_part(acc, peak, total, lse, value):
-    """A part more, value [M, D] and log-sum-exp [M] (base 2), into the online softmax; an EMPTY one weighs nothing."""
+    """A part more, value [M, D] and log-sum-exp [M] (base 2), into the online softmax; an EMPTY one
+    weighs nothing.
+    """
     new_peak = tl.maximum(peak, lse)
     safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     weight = tl.exp2(lse - safe)
     shrink = tl.exp2(peak - safe)
-    return acc * shrink[:, None] + weight[:, None] * value.to(tl.float32), new_peak, total * shrink + weight
+    return (
+        acc * shrink[:, None] + weight[:, None] * value.to(tl.float32),
+        new_peak,
+        total * shrink + weight,
+    )
 
 
 @triton.jit
 def soft_cap(scores, scaling, softcap):
-    """c * tanh(s / c) of the scaled scores, times log2(e); an overflowing exponential gives the limits, -1 and 1."""
+    """c * tanh(s / c) of the scaled scores, times log2(e); an overflowing exponential gives the
+    limits, -1 and 1.
+    """
     grown = tl.exp2(scores * (scaling / softcap * 2.0 * LOG2E))
     return (1.0 - 2.0 / (1.0 + grown)) * (softcap * LOG2E)

@@ -38,7 +38,8 @@ class Operands:
 
 
 def shared_bytes(tile: Tile, operands: Operands, card: Card) -> int:
-    """The shared memory that Triton takes for a program, or a little more (`tests/gpu/test_cards.py`).
+    """The shared memory that Triton takes for a program, or a little more
+    (`tests/gpu/test_cards.py`).
 
     Queries, weights, and keys and values as often as the pipeline runs ahead.
     """

@@ -1,4 +1,6 @@
-"""Attention without Triton: compiled decode for float32 pools in host memory, the torch specification for the rest."""
+"""Attention without Triton: compiled decode for float32 pools in host memory, the torch
+specification for the rest.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ NOTHING_FUSED: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({})
 
 
 class TorchKernels:
-    """`PoolKernels` for any device and dtype. Every batch is decoded by `schedule`; None splits by budgets.
+    """`PoolKernels` for any device and dtype. Every batch is decoded by `schedule`; None splits by
+    budgets.
 
     Raises `ConfigError` if the schedule asks for what only the GPU's kernels can.
     """
@@ -39,7 +42,8 @@ class TorchKernels:
         told = {*self._schedule.flags, *self._schedule.numbers}
         if foreign := sorted(told - {*self._schedule.planner.numbers}):
             raise ConfigError(
-                f"decode_schedule is {self._schedule.text!r}: +{foreign[0]} tells the GPU's kernels how to run, leave "
+                f"decode_schedule is {self._schedule.text!r}: +{foreign[0]} tells the GPU's "
+                "kernels how to run, leave "
                 f"it out on {pool.device.type}"
             )
         if cpu.compiled(pool):
@@ -70,33 +74,70 @@ class TorchKernels:
         return False
 
     def decode(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, scaling: float, softcap: float | None,
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        *,
+        scaling: float,
+        softcap: float | None,
         sinks: Tensor | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """See `PoolKernels`."""
         rows = self._decode_rows
         if rows:
             out[:rows] = cpu.decode_step(
-                q[:rows], k[:rows], v[:rows], self._pool, self._tables, self._lengths, self._plan, layer,
-                scaling=scaling, softcap=softcap, sinks=sinks,
-            )  # fmt: skip
+                q[:rows],
+                k[:rows],
+                v[:rows],
+                self._pool,
+                self._tables,
+                self._lengths,
+                self._plan,
+                layer,
+                scaling=scaling,
+                softcap=softcap,
+                sinks=sinks,
+            )
 
     def prefill(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, scaling: float,
-        window: int | None, softcap: float | None, sinks: Tensor | None,
-    ) -> None:  # fmt: skip
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        *,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> None:
         """See `PoolKernels`."""
         asking = range(self._rows.asking.start, self._rows.asking.stop)
         for row in asking:
             _, _, first, last, _ = self._rows.spans[row].tolist()
             if self._rows.whole[layer, row]:
-                self._store(layer, row, k[first:last].transpose(0, 1), v[first:last].transpose(0, 1))
+                self._store(
+                    layer, row, k[first:last].transpose(0, 1), v[first:last].transpose(0, 1)
+                )
         for row in asking:
             begin, end, first, last, position = self._rows.spans[row].tolist()
             out[begin:end] = reference.prefill(
-                q[begin:end], k[first:last], v[first:last], self._pool, self._tables, *self._address(layer, row),
-                scaling=scaling, window=window, past_tokens=position, softcap=softcap, sinks=sinks,
-            )  # fmt: skip
+                q[begin:end],
+                k[first:last],
+                v[first:last],
+                self._pool,
+                self._tables,
+                *self._address(layer, row),
+                scaling=scaling,
+                window=window,
+                past_tokens=position,
+                softcap=softcap,
+                sinks=sinks,
+            )
 
     def seal(self, layer: int, rows: slice, ranking: Ranking, k: Tensor, v: Tensor) -> None:
         """See `PoolKernels`."""
@@ -104,7 +145,9 @@ class TorchKernels:
         for chunk, parts in enumerate(zip(k.chunk(count), v.chunk(count), strict=True)):
             row = rows.start + chunk
             best = ranking.best(chunk, int(self._rows.spans[row, 4]), self._rows.kept[layer, row])
-            keys, values = ([x[:, head][positions] for head, positions in enumerate(best)] for x in parts)
+            keys, values = (
+                [x[:, head][positions] for head, positions in enumerate(best)] for x in parts
+            )
             self._store(layer, row, keys, values)
 
     def first_keys(self, layer: int, row: int, count: int) -> Tensor:
@@ -112,7 +155,9 @@ class TorchKernels:
         table, column, _ = self._address(layer, row)
         return reference.first_keys(self._pool, self._tables, table, column, count)
 
-    def _store(self, layer: int, row: int, k: Tensor | list[Tensor], v: Tensor | list[Tensor]) -> None:
+    def _store(
+        self, layer: int, row: int, k: Tensor | list[Tensor], v: Tensor | list[Tensor]
+    ) -> None:
         reference.store(k, v, self._pool, self._tables, *self._address(layer, row))
 
     def _address(self, layer: int, row: int) -> tuple[Int32, Int32, Int32]:

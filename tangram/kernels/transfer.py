@@ -14,7 +14,9 @@ from tangram.types import Int32
 
 
 def staged(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """`array` as a host tensor from which a `non_blocking` copy to `device` does not make the host wait."""
+    """`array` as a host tensor from which a `non_blocking` copy to `device` does not make the host
+    wait.
+    """
     host = torch.from_numpy(array)
     return host.pin_memory() if device.type == "cuda" else host
 
@@ -36,7 +38,9 @@ def views(whole: Tensor, arrays: Sequence[Int32]) -> list[Tensor]:
 
 
 class Fetched:
-    """Copies of `tensors` on their way to the host; work that is given to the device later does not delay them."""
+    """Copies of `tensors` on their way to the host; work that is given to the device later does not
+    delay them.
+    """
 
     def __init__(self, *tensors: Tensor) -> None:
         self._arrival: Any = None

@@ -1,4 +1,6 @@
-"""Attention by the Triton kernels, for pools on the GPU (and, in Triton's interpreter, in host memory)."""
+"""Attention by the Triton kernels, for pools on the GPU (and, in Triton's interpreter, in host
+memory).
+"""
 
 from __future__ import annotations
 
@@ -24,17 +26,29 @@ from tangram.plan.policy import Policy, StepLoad
 from tangram.plan.schedule import Decoding, Schedule
 from tangram.types import Int32
 
-FUSED_SCORES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({"keydiff": keydiff.score})
-WIDTHS = ((2, 1), (4, 2), (8, 4), (64, 8), (256, 16), (1 << 30, 64))  # up to so many rows, in steps of
-UNMEASURED = "packing:thrifty"  # without a policy: a work queue that reads shared prefixes once, where that tells
+FUSED_SCORES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {"keydiff": keydiff.score}
+)
+WIDTHS = (
+    (2, 1),
+    (4, 2),
+    (8, 4),
+    (64, 8),
+    (256, 16),
+    (1 << 30, 64),
+)  # up to so many rows, in steps of
+# Without a policy: a work queue that reads shared prefixes once, where that tells
+UNMEASURED = "packing:thrifty"
 
 
 class TritonKernels:
-    """`PoolKernels` of float32, bfloat16, float16 and FP8 pools for models of G = `group` query heads a KV head.
+    """`PoolKernels` of float32, bfloat16, float16 and FP8 pools for models of G = `group` query
+    heads a KV head.
 
-    `schedule` is that of every batch; without one `policy` chooses, and without that all have the same too. What a
-    step's kernels read is uploaded by `begin`, once; layers only launch. An FP8 pool's scales are all 1, as in vLLM
-    without calibration. `card` None is the one that the pool lies on.
+    `schedule` is that of every batch; without one `policy` chooses, and without that all have the
+    same too. What a step's kernels read is uploaded by `begin`, once; layers only launch. An FP8
+    pool's scales are all 1, as in vLLM without calibration. `card` None is the one that the pool
+    lies on.
     """
 
     fused_scores = FUSED_SCORES
@@ -48,9 +62,13 @@ class TritonKernels:
     _begun: GpuDecode | RowBuffers | None
 
     def __init__(
-        self, pool: Tensor, group: int, policy: Policy | None = None, schedule: Schedule | None = None,
+        self,
+        pool: Tensor,
+        group: int,
+        policy: Policy | None = None,
+        schedule: Schedule | None = None,
         card: Card | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._card = card or Card.of(pool.device)
         self._pool, self._dtype = addressed(pool, self._card), pool.dtype
         self._group, self._policy, self._decode_rows, self._fixed = group, policy, 0, schedule
@@ -60,7 +78,10 @@ class TritonKernels:
         self._addresses: dict[int, Tensor] = {}
         self._rooms: dict[Hashable, RowBuffers] = {}
         self._scales: Tensor | None = None
-        self._gathers, self._fuses = gathered.serves(pool, self._card), dense.serves(pool, self._card)
+        self._gathers, self._fuses = (
+            gathered.serves(pool, self._card),
+            dense.serves(pool, self._card),
+        )
         self._copies = [torch.empty(0, dtype=pool.dtype, device=device) for _ in range(2)]
 
     def width(self, rows: int) -> int:
@@ -77,34 +98,58 @@ class TritonKernels:
         """See `PoolKernels`. The plan goes where the last one of this width lay, if it fits."""
         self._scale(*batch.rows.table.shape[1:])
         schedule = self._schedule(batch)
-        plan, options = schedule.plan(batch, self._card.processors, self._cost), DecodeOptions.of(schedule)
+        plan, options = (
+            schedule.plan(batch, self._card.processors, self._cost),
+            DecodeOptions.of(schedule),
+        )
         known = self._decoders.get((width, options))
         if known is None or not known.takes(plan, batch.lengths):
             room = None if known is None else known.capacity
             known = self._decoders[width, options] = self._executing(plan, batch, options, room)
-        self._decoder, self._decode_address = known, self._addressed(batch.rows, len(batch.lengths), width)
+        self._decoder, self._decode_address = (
+            known,
+            self._addressed(batch.rows, len(batch.lengths), width),
+        )
         return schedule.kind
 
     def rehearsals(self, batch: Decoding, width: int) -> Iterator[None]:
         """See `PoolKernels`."""
         self._scale(*batch.rows.table.shape[1:])
         schedule = self._schedule(batch)
-        plan, options = schedule.plan(batch, self._card.processors, self._cost), DecodeOptions.of(schedule)
+        plan, options = (
+            schedule.plan(batch, self._card.processors, self._cost),
+            DecodeOptions.of(schedule),
+        )
         apart = replace(options, merge="kernel")
         self._decode_address = self._addressed(batch.rows, len(batch.lengths), width)
-        for one, parts in ((options, FEW_PARTS[0]), *((apart, parts) for parts in (*FEW_PARTS[1:], MANY_PARTS))):
+        for one, parts in (
+            (options, FEW_PARTS[0]),
+            *((apart, parts) for parts in (*FEW_PARTS[1:], MANY_PARTS)),
+        ):
             needed = Capacity.of([plan], [pack(plan, self._group, one, batch.lengths)])
             self._decoder = self._executing(plan, batch, one, needed.launching_all(one, parts))
             yield
 
-    def _executing(self, plan: WorkPlan, batch: Decoding, options: DecodeOptions, room: Capacity | None) -> GpuDecode:
+    def _executing(
+        self, plan: WorkPlan, batch: Decoding, options: DecodeOptions, room: Capacity | None
+    ) -> GpuDecode:
         return GpuDecode(
-            [plan], group=self._group, head_dim=self._pool.shape[-1], pool=self._pool, lengths=batch.lengths,
-            options=options, scales=self._scales, room=room, slack=True, card=self._card,
-        )  # fmt: skip
+            [plan],
+            group=self._group,
+            head_dim=self._pool.shape[-1],
+            pool=self._pool,
+            lengths=batch.lengths,
+            options=options,
+            scales=self._scales,
+            room=room,
+            slack=True,
+            card=self._card,
+        )
 
     def _addressed(self, rows: DecodeRows, nowhere: int, width: int) -> Tensor:
-        """[L, width, H, 3]: table offset, column and length of each head; rows beyond the batch have length 0."""
+        """[L, width, H, 3]: table offset, column and length of each head; rows beyond the batch
+        have length 0.
+        """
         count, layers, heads = rows.table.shape
         address = np.zeros((layers, width, heads, 3), np.int32)
         address[..., 2] = nowhere
@@ -122,7 +167,8 @@ class TritonKernels:
     def _schedule(self, batch: Decoding) -> Schedule:
         if self._fixed is not None or self._policy is None:
             return Schedule.parse(UNMEASURED) if self._fixed is None else self._fixed
-        # FlashInfer would plan every layer on the host at every step: it is not a route for an engine.
+        # FlashInfer would plan every layer on the host at every step: it is not a route for an
+        # engine.
         return Schedule.parse(self._policy.choose(StepLoad.of(batch), library=False))
 
     def begin(self, tables: Tensor, lengths: Int32, decode_rows: int, prefill: PrefillRows) -> None:
@@ -135,23 +181,35 @@ class TritonKernels:
         apart = [run.rows for run in self._runs]
         self._cells = gathered.PrefillOrder.of(prefill, entry_bytes, self._gathers, apart)
         arrays = [
-            prefill.address, prefill.spans, prefill.kept, self._cells.order, self._cells.offsets, self._cells.sources,
-        ]  # fmt: skip
+            prefill.address,
+            prefill.spans,
+            prefill.kept,
+            self._cells.order,
+            self._cells.offsets,
+            self._cells.sources,
+        ]
         self._address, self._spans, self._kept, self._order, self._offsets, self._sources = upload(
             arrays, self._pool.device
         )
         # Graphs know the address.
         if not hasattr(self, "_lengths"):
-            self._lengths = torch.empty(lengths.size + 1, dtype=torch.int32, device=self._pool.device)
+            self._lengths = torch.empty(
+                lengths.size + 1, dtype=torch.int32, device=self._pool.device
+            )
         new_lengths = staged(np.append(lengths.reshape(-1), np.int32(0)), self._pool.device)
         self._lengths.copy_(new_lengths, non_blocking=True)
 
     def begin_row(self, tables: Tensor, row: PrefillRows, room: Room) -> bool:
-        """See `PoolKernels`. A row that would be attended to by another kernel, or in parts, is not padded."""
+        """See `PoolKernels`. A row that would be attended to by another kernel, or in parts, is not
+        padded.
+        """
         self._scale(row.address.shape[0], row.address.shape[2])
         entry_bytes = 2 * self._pool.shape[-1] * self._pool.dtype.itemsize
         cells = gathered.PrefillOrder.of(row, entry_bytes, self._gathers)
-        copied, entries = sum(int(part.total.max()) for part in cells.gathered), MOST_BYTES // entry_bytes
+        copied, entries = (
+            sum(int(part.total.max()) for part in cells.gathered),
+            MOST_BYTES // entry_bytes,
+        )
         if (self._fuses and dense.runs(row)) or copied > entries:
             return False
         key = room, row.whole.tobytes(), bool(cells.gathered)
@@ -161,68 +219,161 @@ class TritonKernels:
         known.load(row, cells)
         for part in known.cells.gathered:
             known.copies = self._room(part, 0)
-        self._tables, self._decode_rows, self._rows, self._cells, self._runs = tables, 0, known.rows, known.cells, []
-        self._address, self._spans, self._kept, self._order, self._offsets, self._sources = known.views
+        self._tables, self._decode_rows, self._rows, self._cells, self._runs = (
+            tables,
+            0,
+            known.rows,
+            known.cells,
+            [],
+        )
+        self._address, self._spans, self._kept, self._order, self._offsets, self._sources = (
+            known.views
+        )
         return True
 
     def decode(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, scaling: float, softcap: float | None,
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        *,
+        scaling: float,
+        softcap: float | None,
         sinks: Tensor | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """See `PoolKernels`."""
         pool, tables, rows = self._pool, self._tables, self._decode_rows
         if rows:
-            store.append(k[:rows], v[:rows], pool, tables, self._lengths, self._decode_address, layer, self._scales)
+            store.append(
+                k[:rows],
+                v[:rows],
+                pool,
+                tables,
+                self._lengths,
+                self._decode_address,
+                layer,
+                self._scales,
+            )
             self._decoder.attend(
-                layer, q[:rows], tables, self._lengths, scaling=scaling, softcap=softcap, sinks=sinks, out=out[:rows]
+                layer,
+                q[:rows],
+                tables,
+                self._lengths,
+                scaling=scaling,
+                softcap=softcap,
+                sinks=sinks,
+                out=out[:rows],
             )
 
     def prefill(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, scaling: float,
-        window: int | None, softcap: float | None, sinks: Tensor | None,
-    ) -> None:  # fmt: skip
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        *,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> None:
         """See `PoolKernels`."""
         rows, address, spans = self._rows, self._address[layer], self._spans
         if rows.whole[layer, rows.asking].any():
             own = rows.asking
             store.store(
-                k, v, self._pool, self._tables, address[own], spans[own], self._kept[layer, own], layer=layer,
-                longest=rows.longest, scales=self._scales,
-            )  # fmt: skip
+                k,
+                v,
+                self._pool,
+                self._tables,
+                address[own],
+                spans[own],
+                self._kept[layer, own],
+                layer=layer,
+                longest=rows.longest,
+                scales=self._scales,
+            )
         plain = window is None and softcap is None and sinks is None
         for run in self._runs if plain else ():
             dense.attend(q, k, v, out, run, scaling=scaling)
         for part in self._cells.gathered if plain else ():
             gathered.attend(
-                q, k, v, self._pool, self._tables, address, spans, self._order[layer, part.cells],
-                self._offsets[layer], self._sources[part.sources], self._room(part, layer), part, out, layer=layer,
-                scaling=scaling, card=self._card,
-            )  # fmt: skip
+                q,
+                k,
+                v,
+                self._pool,
+                self._tables,
+                address,
+                spans,
+                self._order[layer, part.cells],
+                self._offsets[layer],
+                self._sources[part.sources],
+                self._room(part, layer),
+                part,
+                out,
+                layer=layer,
+                scaling=scaling,
+                card=self._card,
+            )
         paged = self._cells.paged if plain else slice(0, self._order.shape[1])
         if paged.stop > paged.start:
             prefill.prefill(
-                q, k, v, self._pool, self._tables, address, spans, self._order[layer, paged], layer=layer,
-                longest=rows.longest, scaling=scaling, window=window, softcap=softcap, sinks=sinks,
-                scales=self._scales, out=out, card=self._card,
-            )  # fmt: skip
+                q,
+                k,
+                v,
+                self._pool,
+                self._tables,
+                address,
+                spans,
+                self._order[layer, paged],
+                layer=layer,
+                longest=rows.longest,
+                scaling=scaling,
+                window=window,
+                softcap=softcap,
+                sinks=sinks,
+                scales=self._scales,
+                out=out,
+                card=self._card,
+            )
 
     def _room(self, part: gathered.Part, layer: int) -> list[Tensor]:
-        """For the keys and values of a part: as much as any part takes, or as one row needs that takes more."""
+        """For the keys and values of a part: as much as any part takes, or as one row needs that
+        takes more.
+        """
         dim = self._pool.shape[-1]
         size = gathered.room(part, layer, dim)
         if len(self._copies[0]) < size:
             most = max(size, MOST_BYTES // (2 * self._pool.dtype.itemsize))
-            self._copies = [torch.empty(most, dtype=self._pool.dtype, device=self._pool.device) for _ in range(2)]
+            self._copies = [
+                torch.empty(most, dtype=self._pool.dtype, device=self._pool.device)
+                for _ in range(2)
+            ]
         return self._copies
 
     def seal(self, layer: int, rows: slice, ranking: Ranking, k: Tensor, v: Tensor) -> None:
         """See `PoolKernels`."""
         store.seal(
-            ranking.scores, k, v, self._pool, self._tables, self._address[layer, rows], self._spans[rows],
-            self._kept[layer, rows], layer=layer, sinks=ranking.sinks, window=ranking.window, scales=self._scales,
-        )  # fmt: skip
+            ranking.scores,
+            k,
+            v,
+            self._pool,
+            self._tables,
+            self._address[layer, rows],
+            self._spans[rows],
+            self._kept[layer, rows],
+            layer=layer,
+            sinks=ranking.sinks,
+            window=ranking.window,
+            scales=self._scales,
+        )
 
     def first_keys(self, layer: int, row: int, count: int) -> Tensor:
         """See `PoolKernels`."""
         table, column, _ = self._address[layer, row].T
-        return reference.first_keys(self._pool, self._tables, table, column, count).view(self._dtype)
+        return reference.first_keys(self._pool, self._tables, table, column, count).view(
+            self._dtype
+        )

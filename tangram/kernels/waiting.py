@@ -1,11 +1,14 @@
-"""How long idle OpenMP threads spin for the next piece of work: long on idle cores, briefly where others want them.
+"""How long idle OpenMP threads spin for the next piece of work: long on idle cores, briefly where
+others want them.
 
-A layer is some ten parallel regions of microseconds. To sleep and wake costs more than the wait,
-so libgomp spins, for milliseconds. Beside another program that is the worst: threads that spin use up
-their share of the core. The one with work to do then waits for the other program, in each region anew.
+A layer is some ten parallel regions of microseconds. To sleep and wake costs more than the wait, so
+libgomp spins, for milliseconds. Beside another program that is the worst: threads that spin use up
+their share of the core. The one with work to do then waits for the other program, in each region
+anew.
 
-libgomp spins 300 times more briefly while a process has more OpenMP threads than cores (GOMP_SPINCOUNT in its manual).
-That is the only switch that works at run time and leaves the number of threads alone, and with it each bit of a result.
+libgomp spins 300 times more briefly while a process has more OpenMP threads than cores
+(GOMP_SPINCOUNT in its manual). That is the only switch that works at run time and leaves the number
+of threads alone, and with it each bit of a result.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ import torch
 
 TASKS = Path("/proc/self/task")
 WINDOW_S = 0.25
-# Threads that waited for a core, in seconds for each second: above the first others want it, below the second nobody.
+# Threads that waited for a core, in seconds for each second: above the first others want it, below
+# the second nobody.
 CROWDED, FREE = 0.10, 0.03
 FREE_S = 1.0  # so long must nobody want the cores
 _OWN_CHOICE = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
@@ -31,9 +35,11 @@ _SHARED_ELEMENTS = 1 << 20
 
 
 class WaitPolicy:
-    """Lets threads wait briefly while the machine is crowded; does nothing where the user has chosen a policy.
+    """Lets threads wait briefly while the machine is crowded; does nothing where the user has
+    chosen a policy.
 
-    Call `adjust` between steps. `tasks` is where Linux tells of this process's threads; elsewhere nobody knows.
+    Call `adjust` between steps. `tasks` is where Linux tells of this process's threads; elsewhere
+    nobody knows.
     """
 
     def __init__(
@@ -54,7 +60,9 @@ class WaitPolicy:
         return self._release is not None
 
     def adjust(self) -> None:
-        """Look at the time since the last look, if it was long enough, and change how threads wait."""
+        """Look at the time since the last look, if it was long enough, and change how
+        threads wait.
+        """
         seconds = self._clock_s() - self._since_s
         if self._chosen or seconds < WINDOW_S:
             return
@@ -71,7 +79,9 @@ class WaitPolicy:
 
 
 def _waited_s(tasks: Path) -> dict[str, float]:
-    """Seconds that each thread has waited for a core since it began; nothing where that is not known."""
+    """Seconds that each thread has waited for a core since it began; nothing where that is not
+    known.
+    """
     waited = {}
     with suppress(OSError):
         for task in tasks.iterdir():
@@ -81,7 +91,9 @@ def _waited_s(tasks: Path) -> dict[str, float]:
 
 
 def _more_threads_than_cores() -> Callable[[], None]:
-    """Begin OpenMP teams that sleep, so that libgomp counts more threads than cores; returns what ends them."""
+    """Begin OpenMP teams that sleep, so that libgomp counts more threads than cores; returns what
+    ends them.
+    """
     threads, cores, done = torch.get_num_threads(), len(os.sched_getaffinity(0)), threading.Event()
     teams = max(1, -(-(cores - threads + 1) // (threads - 1))) if threads > 1 else 0
 

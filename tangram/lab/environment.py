@@ -19,8 +19,13 @@ PACKAGES = ("torch", "transformers", "numba", "triton", "flashinfer-python", "vl
 
 @cache
 def environment() -> dict[str, Any]:
-    """The machine, the versions and the commit a measurement was made with; a GPU and a package only where there."""
-    model = next((line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")), "unknown")
+    """The machine, the versions and the commit a measurement was made with; a GPU and a package
+    only where there.
+    """
+    model = next(
+        (line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")),
+        "unknown",
+    )
     return {
         "date": date.today().isoformat(),
         "commit": _commit(),
@@ -33,7 +38,9 @@ def environment() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """With "+" if files other than results differ from it. $GIT_COMMIT says it where sources travel without git."""
+    """With "+" if files other than results differ from it. $GIT_COMMIT says it where sources travel
+    without git.
+    """
     if "GIT_COMMIT" in os.environ:
         return os.environ["GIT_COMMIT"]
     commit = _git("rev-parse", "--short", "HEAD")
@@ -54,11 +61,15 @@ def _versions() -> dict[str, str]:
 
 
 def _gpu() -> dict[str, Any]:
-    """Name, multiprocessors, L2 and memory as torch reports them, and the driver as nvidia-smi does."""
+    """Name, multiprocessors, L2 and memory as torch reports them, and the driver as nvidia-smi
+    does.
+    """
     if not torch.cuda.is_available():
         return {}
     properties = torch.cuda.get_device_properties(0)
-    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
+    driver = _output(
+        "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
+    ).splitlines()
     return {
         "gpu": properties.name,
         "gpu_uuid": str(properties.uuid),
@@ -84,4 +95,6 @@ def _output(program: str, *arguments: str) -> str:
     if shutil.which(program) is None:
         return ""
     folder = Path(__file__).parent  # the commit of this code, wherever it is run from
-    return subprocess.run([program, *arguments], cwd=folder, capture_output=True, text=True, check=False).stdout.strip()
+    return subprocess.run(
+        [program, *arguments], cwd=folder, capture_output=True, text=True, check=False
+    ).stdout.strip()

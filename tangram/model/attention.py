@@ -1,7 +1,8 @@
 """The one attention function that every model calls, and what it does for one step.
 
-Transformers passes the step through as the keyword argument `tangram`, so there is no global state. Queries, keys and
-values arrive as [1, heads, T, D] for the flattened batch: DECODE rows first, one token each, then SEAL and TAIL rows.
+Transformers passes the step through as the keyword argument `tangram`, so there is no global state.
+Queries, keys and values arrive as [1, heads, T, D] for the flattened batch: DECODE rows first, one
+token each, then SEAL and TAIL rows.
 """
 
 from __future__ import annotations
@@ -30,10 +31,18 @@ class AttentionContext(Protocol):
 
 
 def attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
-    tangram: AttentionContext, **options: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """What Transformers calls in every layer: query, key and value [1, heads, T, D] → [1, T, Q, D]."""
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    tangram: AttentionContext,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """What Transformers calls in every layer: query, key and value [1, heads, T, D] →
+    [1, T, Q, D].
+    """
     if attention_mask is not None:
         raise ValueError("the model built an attention mask of its own")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -44,7 +53,9 @@ AttentionInterface.register(IMPLEMENTATION, attention)
 
 
 def keep_hidden(module: nn.Module, args: Any, kwargs: Any) -> None:
-    """A forward pre-hook for attention modules: lets the step have the block's input, for gates that score by it."""
+    """A forward pre-hook for attention modules: lets the step have the block's input, for gates
+    that score by it.
+    """
     context = kwargs.get("tangram")
     if isinstance(context, StepAttention):
         context.hidden = kwargs["hidden_states"][0]
@@ -52,10 +63,11 @@ def keep_hidden(module: nn.Module, args: Any, kwargs: Any) -> None:
 
 @dataclass
 class StepAttention:
-    """Attention of one pass, which `kernels` have begun with `width` decode rows and the rows `prefill`.
+    """Attention of one pass, which `kernels` have begun with `width` decode rows and the rows
+    `prefill`.
 
-    `sealers` seal those of them that have scores, and `sealing` times them. A pass with a `room` is padded to as many
-    tokens, and like any other of such room.
+    `sealers` seal those of them that have scores, and `sealing` times them. A pass with a `room` is
+    padded to as many tokens, and like any other of such room.
     """
 
     kernels: PoolKernels
@@ -72,7 +84,8 @@ class StepAttention:
         layer = int(module.layer_idx)  # type: ignore[arg-type]
         out, known = torch.empty(q.shape, dtype=q.dtype, device=q.device), _known(options)
         self.kernels.decode(layer, q, k, v, out, **known)
-        # No score looks at what attention gives: with all chunks sealed, rows of one sequence attend side by side.
+        # No score looks at what attention gives: with all chunks sealed, rows of one sequence
+        # attend side by side.
         if self.sealers:
             with self.sealing.timing():
                 for sealer in self.sealers:
@@ -81,16 +94,26 @@ class StepAttention:
         return out
 
     def _seal(
-        self, sealer: ChunkSealer | FusedSealer, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float
-    ) -> None:  # fmt: skip
-        begin, end = self.prefill.spans[sealer.rows.start, 0], self.prefill.spans[sealer.rows.stop - 1, 1]
+        self,
+        sealer: ChunkSealer | FusedSealer,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scaling: float,
+    ) -> None:
+        begin, end = (
+            self.prefill.spans[sealer.rows.start, 0],
+            self.prefill.spans[sealer.rows.stop - 1, 1],
+        )
         hidden = None if self.hidden is None else self.hidden[begin:end]
         sealer.take(layer, q[begin:end], k[begin:end], v[begin:end], scaling=scaling, hidden=hidden)
 
 
 @dataclass
 class RepeatAttention:
-    """KVzip's second pass over one chunk: its repetition attends to the past, to the chunk and to itself.
+    """KVzip's second pass over one chunk: its repetition attends to the past, to the chunk and to
+    itself.
 
     Nothing of the repetition is stored; layer by layer the sealer gets what it waits for.
     """
@@ -103,9 +126,13 @@ class RepeatAttention:
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Serve one layer of the repetition; see `AttentionContext`."""
         layer = int(module.layer_idx)  # type: ignore[arg-type]
-        keys, values = (torch.cat(pair) for pair in zip(self.sealer.chunk_kv.pop(layer), (k, v), strict=True))
+        keys, values = (
+            torch.cat(pair) for pair in zip(self.sealer.chunk_kv.pop(layer), (k, v), strict=True)
+        )
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self.kernels.prefill(layer, q, keys, values, out, window=self.windows[layer], **_known(options))
+        self.kernels.prefill(
+            layer, q, keys, values, out, window=self.windows[layer], **_known(options)
+        )
         if layer in self.sealer.pending:
             with self.sealing.timing():
                 self.sealer.reconstruct(layer, q, k)
@@ -114,4 +141,8 @@ class RepeatAttention:
 
 def _known(options: Mapping[str, Any]) -> dict[str, Any]:
     """What Transformers says of a layer's attention, in the kernels' words."""
-    return {"scaling": options["scaling"], "softcap": options.get("softcap"), "sinks": options.get("s_aux")}
+    return {
+        "scaling": options["scaling"],
+        "softcap": options.get("softcap"),
+        "sinks": options.get("s_aux"),
+    }

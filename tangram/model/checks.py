@@ -20,31 +20,44 @@ _COUNTS = (
     "max_position_embeddings",
 )
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-# These change their frequencies with the longest sequence of the batch: one request would alter another's keys.
+# These change their frequencies with the longest sequence of the batch: one request would alter
+# another's keys.
 _ROPE_TYPES_REFUSED = {"dynamic", "longrope"}
 
 
 def refuse_unsupported(config: PretrainedConfig) -> None:
-    """Raise `ModelError` naming the config field if the attention is of a kind that we would compute silently wrong."""
+    """Raise `ModelError` naming the config field if the attention is of a kind that we would
+    compute silently wrong.
+    """
     text = config.get_text_config()
     name = getattr(config, "model_type", "?")
     for field in _COUNTS:
         value = getattr(text, field, None)
         if value is not None and not (isinstance(value, int) and value >= 1):
-            raise ModelError(f"{name}: {field} is {value!r}, it must be at least 1: fetch config.json again")
+            raise ModelError(
+                f"{name}: {field} is {value!r}, it must be at least 1: fetch config.json again"
+            )
     layer_types = set(getattr(text, "layer_types", None) or ())
     if unknown := sorted(layer_types - _LAYER_TYPES):
-        raise ModelError(f"{name}: layer_types has {', '.join(unknown)}; only full and sliding attention are served")
+        raise ModelError(
+            f"{name}: layer_types has {', '.join(unknown)}; only full and sliding attention are "
+            "served"
+        )
     for rope_type in _rope_types(getattr(text, "rope_parameters", None)):
         if rope_type in _ROPE_TYPES_REFUSED:
             raise ModelError(
-                f"{name}: rope_type {rope_type!r} depends on the longest sequence of a batch, so one request would "
-                "change another's cache; set a fixed rope_type such as 'yarn' or 'linear' in config.json"
+                f"{name}: rope_type {rope_type!r} depends on the longest sequence of a batch, so "
+                "one request would "
+                "change another's cache; set a fixed rope_type such as 'yarn' or 'linear' in "
+                "config.json"
             )
     for field, why in (
         ("kv_lora_rank", "multi-head latent attention keeps no per-head keys"),
         ("attention_chunk_size", "chunked attention is not full or sliding attention"),
-        ("num_kv_shared_layers", "layers that share another layer's keys cannot be paged on their own"),
+        (
+            "num_kv_shared_layers",
+            "layers that share another layer's keys cannot be paged on their own",
+        ),
         ("use_bidirectional_attention", "bidirectional attention is not causal"),
         ("is_encoder_decoder", "encoder–decoder models are not decoders"),
     ):
@@ -67,7 +80,12 @@ class _Probe:
         self.problems: list[str] = []
 
     def attend(
-        self, module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
+        self,
+        module: torch.nn.Module,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        **options: Any,
     ) -> torch.Tensor:
         layer = int(module.layer_idx)  # type: ignore[arg-type]
         if layer in self.layers:
@@ -81,7 +99,8 @@ class _Probe:
 def probe_geometry(model: PreTrainedModel) -> Geometry:
     """The geometry as the model's own layers report it in one forward pass over two tokens.
 
-    Raises `ModelError` if a layer does not go through the registered attention, or layers differ in shape.
+    Raises `ModelError` if a layer does not go through the registered attention, or layers differ in
+    shape.
     """
     config = model.config.get_text_config()
     probe = _Probe()
@@ -91,17 +110,24 @@ def probe_geometry(model: PreTrainedModel) -> Geometry:
         with torch.inference_mode():
             model(input_ids=tokens, position_ids=positions, use_cache=False, tangram=probe)
     except (TypeError, RuntimeError, AttributeError) as error:
-        raise ModelError(f"{type(model).__name__} does not pass the step through to its attention: {error}") from error
+        raise ModelError(
+            f"{type(model).__name__} does not pass the step through to its attention: {error}"
+        ) from error
     layers = int(config.num_hidden_layers)
     if sorted(probe.layers) != list(range(layers)):
-        probe.problems.append(f"{len(probe.layers)} of {layers} layers went through the registered attention")
+        probe.problems.append(
+            f"{len(probe.layers)} of {layers} layers went through the registered attention"
+        )
     if len({entry[:3] for entry in probe.layers.values()}) != 1:
         probe.problems.append("layers differ in their numbers of heads or head dims")
     if probe.problems:
         raise ModelError(f"{type(model).__name__} cannot be served: {'; '.join(probe.problems)}")
     query, key, value, _ = probe.layers[0]
     if key != value or query[-1] != key[-1] or query[1] % key[1]:
-        raise ModelError(f"{type(model).__name__}: queries {query}, keys {key} and values {value} do not fit together")
+        raise ModelError(
+            f"{type(model).__name__}: queries {query}, keys {key} and values {value} do not fit "
+            "together"
+        )
     return Geometry(
         layers=layers,
         kv_heads=int(key[1]),

@@ -1,6 +1,8 @@
-"""Transformers' layers through torch.compile: norms, rotations and gates become few kernels (torch, Inductor).
+"""Transformers' layers through torch.compile: norms, rotations and gates become few kernels (torch,
+Inductor).
 
-Attention stays outside: a step's attention is an object that changes, and its kernels are launched as they are.
+Attention stays outside: a step's attention is an object that changes, and its kernels are launched
+as they are.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from tangram.model.attention import IMPLEMENTATION, attention
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """Compile every layer at its first call, once for all layers of a kind and for any number of tokens.
+    """Compile every layer at its first call, once for all layers of a kind and for any number of
+    tokens.
 
     What is compiled already stays as it is: several engines may use one model, one after the other.
     """

@@ -1,4 +1,6 @@
-"""GGUF files as safetensors, made once and kept; tensors that are missing or left over are refused."""
+"""GGUF files as safetensors, made once and kept; tensors that are missing or left over
+are refused.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.modeling_gguf_pytorch_utils import (
     TENSOR_PROCESSORS,
     TensorProcessor,
@@ -68,17 +75,23 @@ def convert_gguf(gguf: Path) -> Path:
     try:
         _convert(gguf, Path(folder) / target.name)
     except OSError as error:
-        raise ModelError(f"{gguf} cannot be converted, set TANGRAM_CACHE to a folder with room: {error}") from error
+        raise ModelError(
+            f"{gguf} cannot be converted, set TANGRAM_CACHE to a folder with room: {error}"
+        ) from error
     return Path(folder) / target.name
 
 
 def refuse_difference(source: str, missing: Collection[str], surplus: Collection[str]) -> None:
-    """Raise `ModelError` unless the tensors of `source` are exactly those that its config describes.
+    """Raise `ModelError` unless the tensors of `source` are exactly those that its config
+    describes.
 
     Transformers would make up what is missing and leave out what is too much.
     """
     if missing:
-        raise ModelError(f"model {source!r} lacks {len(missing)} tensors, {min(missing)!r} the first: fetch it again")
+        raise ModelError(
+            f"model {source!r} lacks {len(missing)} tensors, {min(missing)!r} the first: fetch it "
+            "again"
+        )
     if surplus:
         raise ModelError(
             f"model {source!r} has {len(surplus)} tensors that its config has no place for, "
@@ -109,7 +122,9 @@ def _is_whole(folder: Path) -> bool:
     except ModelError:
         pass
     aside = Path(tempfile.mkdtemp(prefix=f"{folder.name}.damaged-", dir=folder.parent))
-    _log.warning("converted weights in %s are damaged: moved to %s, converting again", folder, aside)
+    _log.warning(
+        "converted weights in %s are damaged: moved to %s, converting again", folder, aside
+    )
     with suppress(FileNotFoundError):  # another process moved it first
         folder.rename(aside)
     return False
@@ -117,7 +132,9 @@ def _is_whole(folder: Path) -> bool:
 
 @contextmanager
 def _work_folder(parent: Path) -> Iterator[Path]:
-    """A folder beside the target, removed at the end; those of processes that were killed go too."""
+    """A folder beside the target, removed at the end; those of processes that were
+    killed go too.
+    """
     for old in parent.glob(f"{_WORK}*"):
         if _is_abandoned(old):
             shutil.rmtree(old, ignore_errors=True)
@@ -158,7 +175,8 @@ def _convert(gguf: Path, target: Path) -> None:
             tokenizer = read_tokenizer(gguf.parent, **options)
         except UNREADABLE as error:
             raise ModelError(f"{gguf} cannot be converted: {error}") from error
-        # The weights are plain floats now; Transformers refuses to save what it takes for quantised.
+        # The weights are plain floats now; Transformers refuses to save what it takes for
+        # quantised.
         vars(model).update(hf_quantizer=None, is_quantized=False)
         del model.config.quantization_config
         made = work / target.name
@@ -176,8 +194,14 @@ def _unread(gguf: Path, model: PreTrainedModel) -> set[str]:
     """The tensors of the file that Transformers has no place for and leaves out without a word."""
     config = model.config
     kind = str(config.model_type).replace("_", "")
-    processor: Any = TENSOR_PROCESSORS.get(kind, TENSOR_PROCESSORS.get(config.model_type, TensorProcessor))
+    processor: Any = TENSOR_PROCESSORS.get(
+        kind, TENSOR_PROCESSORS.get(config.model_type, TensorProcessor)
+    )
     # transformers <6: its own map of names, the one that it loads by.
     read: Any = get_gguf_hf_weights_map
     known = set(read(model, processor(config=config.to_dict())))
-    return {name for name in gguf_tensor_names(gguf) if name not in known and name.rpartition(".")[0] not in known}
+    return {
+        name
+        for name in gguf_tensor_names(gguf)
+        if name not in known and name.rpartition(".")[0] not in known
+    }

@@ -23,8 +23,10 @@ SEED = 0
 
 def random_model(
     config: PretrainedConfig, *, dtype: torch.dtype, device: torch.device, attention: str
-) -> PreTrainedModel:  # fmt: skip
-    """Weights as training would begin with them, made on the device; the same at every call on the same device."""
+) -> PreTrainedModel:
+    """Weights as training would begin with them, made on the device; the same at every call on the
+    same device.
+    """
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(SEED)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
@@ -37,6 +39,8 @@ def tokenizer_or_numbers(source: str, vocab_size: int) -> PreTrainedTokenizerBas
     """The tokenizer that lies beside the config; without one, token 17 reads "17"."""
     if any(Path(source).glob("*token*")):
         return read_tokenizer(source)
-    numbers = Tokenizer(WordLevel({str(token): token for token in range(vocab_size)}, unk_token="0"))
+    numbers = Tokenizer(
+        WordLevel({str(token): token for token in range(vocab_size)}, unk_token="0")
+    )
     numbers.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=numbers)  # type: ignore[no-untyped-call]

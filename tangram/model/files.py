@@ -1,4 +1,6 @@
-"""Weight files are read to the end of their headers before anything is built from them: sizes, offsets, names."""
+"""Weight files are read to the end of their headers before anything is built from them: sizes,
+offsets, names.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +22,31 @@ _BYTES_OF_KIND = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 
 _TEXT, _ARRAY = 8, 9
 _SHARD = re.compile(r"[^/\\\0]+\.safetensors")
 # A parser that is led astray by garbage fails in many ways.
-_ASTRAY = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, TypeError, ValueError)
+_ASTRAY = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    OSError,
+    TypeError,
+    ValueError,
+)
 
 
 def check_gguf(path: Path) -> None:
-    """Raise `ModelError` unless every field of the header can be read and every tensor lies inside the file."""
+    """Raise `ModelError` unless every field of the header can be read and every tensor lies inside
+    the file.
+    """
     try:
         with path.open("rb") as file:
             magic = file.read(len(_GGUF_MAGIC))
     except OSError as error:
         raise ModelError(f"model {str(path)!r} cannot be read: {error.strerror}") from error
     if magic != _GGUF_MAGIC:
-        raise ModelError(f"model {str(path)!r} is no GGUF file: it begins with {magic!r}, not with {_GGUF_MAGIC!r}")
+        raise ModelError(
+            f"model {str(path)!r} is no GGUF file: it begins with {magic!r}, not with "
+            f"{_GGUF_MAGIC!r}"
+        )
     try:
         with path.open("rb") as file:
             _Header(file, path.stat().st_size).tensor_names()
@@ -56,9 +71,12 @@ class _Header:
         self._file, self._left, self._order = file, size, "<"
 
     def tensor_names(self) -> list[str]:
-        """Raise `ValueError` at the first length that leads out of the file, or at a kind that no header has."""
+        """Raise `ValueError` at the first length that leads out of the file, or at a kind that no
+        header has.
+        """
         self._skip(len(_GGUF_MAGIC))
-        # The version is a small number: if its lower half is empty, its bytes are the other way round.
+        # The version is a small number: if its lower half is empty, its bytes are the other way
+        # round.
         if self._number("I") & 0xFFFF == 0:
             self._order = ">"
         tensors, pairs = self._number("Q"), self._number("Q")
@@ -124,7 +142,9 @@ def check_index(path: Path) -> None:
 
 
 def check_safetensors(folder: Path) -> None:
-    """Raise `ModelError` unless the tensors of each safetensors file in `folder` fill it as its header says."""
+    """Raise `ModelError` unless the tensors of each safetensors file in `folder` fill it as its
+    header says.
+    """
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, "pt") as file:
@@ -134,4 +154,7 @@ def check_safetensors(folder: Path) -> None:
 
 
 def _damaged(path: Path) -> ModelError:
-    return ModelError(f"model file {str(path)!r} is damaged or was cut short: fetch it again and compare its checksum")
+    return ModelError(
+        f"model file {str(path)!r} is damaged or was cut short: fetch it again and compare its "
+        "checksum"
+    )

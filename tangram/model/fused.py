@@ -1,6 +1,7 @@
 """Projections of one input as one matrix product: queries, keys and values; gate and up.
 
-A few rows leave a GPU idle in a narrow product, and each product has a launch: over the joined weights it is one.
+A few rows leave a GPU idle in a narrow product, and each product has a launch: over the joined
+weights it is one.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class _Joined(nn.Module):
-    """The weights of several linear maps, end to end; the product of an input is kept until each has had its part."""
+    """The weights of several linear maps, end to end; the product of an input is kept until each
+    has had its part.
+    """
 
     def __init__(self, maps: list[nn.Linear]) -> None:
         super().__init__()
         self.sizes = [part.out_features for part in maps]
-        self.weight = nn.Parameter(torch.cat([part.weight.data for part in maps]), requires_grad=False)
+        self.weight = nn.Parameter(
+            torch.cat([part.weight.data for part in maps]), requires_grad=False
+        )
         biases = [part.bias.data for part in maps if part.bias is not None]
         self.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
         self._input: Tensor | None = None
@@ -52,10 +57,14 @@ class _Part(nn.Module):
 
 
 def join_projections(model: nn.Module) -> None:
-    """Join, in place, what reads the same tensor in every layer of `model`; outputs stay what they were."""
+    """Join, in place, what reads the same tensor in every layer of `model`; outputs stay what they
+    were.
+    """
     for module in list(model.modules()):
         for names in TOGETHER:
-            maps = [part for name in names if type(part := getattr(module, name, None)) is nn.Linear]
+            maps = [
+                part for name in names if type(part := getattr(module, name, None)) is nn.Linear
+            ]
             if len(maps) == len(names) and _alike(maps):
                 joined = _Joined(maps)
                 for number, name in enumerate(names):
@@ -63,4 +72,12 @@ def join_projections(model: nn.Module) -> None:
 
 
 def _alike(maps: list[nn.Linear]) -> bool:
-    return len({(part.in_features, part.bias is None, part.weight.dtype, part.weight.device) for part in maps}) == 1
+    return (
+        len(
+            {
+                (part.in_features, part.bias is None, part.weight.dtype, part.weight.device)
+                for part in maps
+            }
+        )
+        == 1
+    )

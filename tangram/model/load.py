@@ -1,4 +1,6 @@
-"""Weights, tokenizer and geometry of a model, through Transformers; models we would serve wrongly are refused here."""
+"""Weights, tokenizer and geometry of a model, through Transformers; models we would serve wrongly
+are refused here.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,7 @@ from transformers.utils.hub import cached_file
 
 from tangram.compress.profile import ModelFingerprint
 from tangram.errors import ModelError
+from tangram.foreign_files import expanded
 from tangram.model.attention import IMPLEMENTATION, keep_hidden
 from tangram.model.checks import probe_geometry, refuse_unsupported
 from tangram.model.convert import UNREADABLE, convert_gguf, read_tokenizer, refuse_difference
@@ -28,7 +31,9 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to serve. `eos_token_ids` end an answer; `model` is in eval mode on its device."""
+    """A model ready to serve. `eos_token_ids` end an answer; `model` is in eval mode on
+    its device.
+    """
 
     name: str
     model: PreTrainedModel
@@ -49,17 +54,23 @@ class LoadedModel:
 
 
 def memory_ran_out(error: Exception) -> bool:
-    """Whether there was too little memory; torch has a type of its own for a GPU, on a CPU there are only its words."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
+    """Whether there was too little memory; torch has a type of its own for a GPU, on a CPU there
+    are only its words.
+    """
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(
+        error
+    )
 
 
-def load_model(name: str, *, dtype: str = "auto", device: str = "auto", load_format: str = "auto") -> LoadedModel:
+def load_model(
+    name: str, *, dtype: str = "auto", device: str = "auto", load_format: str = "auto"
+) -> LoadedModel:
     """Load `name` (`smollm2`, a Hugging Face id, a folder of safetensors or a GGUF file).
 
-    `dtype` auto is float32 on a CPU and the checkpoint's own elsewhere, bfloat16 for a GGUF file's quantised weights.
-    `load_format` dummy takes the config alone and makes weights up; where there is no tokenizer either, tokens read as
-    numbers. Raises `ModelError` with the reason if the model cannot be loaded or its attention is of a kind that this
-    engine would compute wrongly.
+    `dtype` auto is float32 on a CPU and the checkpoint's own elsewhere, bfloat16 for a GGUF file's
+    quantised weights. `load_format` dummy takes the config alone and makes weights up; where there
+    is no tokenizer either, tokens read as numbers. Raises `ModelError` with the reason if the model
+    cannot be loaded or its attention is of a kind that this engine would compute wrongly.
     """
     source = _resolve(name)
     place = find_device(device)
@@ -85,7 +96,9 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto", load_for
 
 
 def _weights(source: str, dtype: torch.dtype, place: torch.device) -> PreTrainedModel:
-    index = cached_file(source, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
+    index = cached_file(
+        source, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False
+    )
     if index is not None:
         check_index(Path(index))
     if Path(source).is_dir():
@@ -105,7 +118,8 @@ def _weights(source: str, dtype: torch.dtype, place: torch.device) -> PreTrained
 
 
 def adopt(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> LoadedModel:
-    """Take in a model that is already in memory, made with `attn_implementation="tangram"`, under `name`.
+    """Take in a model that is already in memory, made with `attn_implementation="tangram"`, under
+    `name`.
 
     Raises `ModelError` if it would be served wrongly.
     """
@@ -131,7 +145,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def fingerprint(model: PreTrainedModel, geometry: Geometry, name: str) -> ModelFingerprint:
-    """What a profile must match: the shape of the model and a digest of its small tensors (norms and biases).
+    """What a profile must match: the shape of the model and a digest of its small tensors (norms
+    and biases).
 
     Any training moves the norms, and they are cheap to read at every size.
     """
@@ -139,7 +154,13 @@ def fingerprint(model: PreTrainedModel, geometry: Geometry, name: str) -> ModelF
     for key, tensor in sorted(model.state_dict().items()):
         if tensor.ndim == 1:
             digest.update(key.encode())
-            digest.update(tensor.to("cpu", torch.float32).to(torch.bfloat16).view(torch.uint8).numpy().tobytes())
+            digest.update(
+                tensor.to("cpu", torch.float32)
+                .to(torch.bfloat16)
+                .view(torch.uint8)
+                .numpy()
+                .tobytes()
+            )
     return ModelFingerprint(
         name=name,
         architecture=str(model.config.get_text_config().model_type),
@@ -158,14 +179,18 @@ def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tupl
     named = [*(listed if isinstance(listed, list) else [listed]), tokenizer.eos_token_id]
     ids = [token for token in named if token is not None]
     if strange := [token for token in ids if type(token) is not int or not 0 <= token < 2**31]:
-        raise ModelError(f"eos_token_id has {strange[0]!r}, it must be a token id or a list of them")
+        raise ModelError(
+            f"eos_token_id has {strange[0]!r}, it must be a token id or a list of them"
+        )
     return tuple(sorted(set(ids)))
 
 
 def _resolve(name: str) -> str:
-    """A folder or hub id that Transformers loads without conversion. Raises `ModelError` for what is neither."""
+    """A folder or hub id that Transformers loads without conversion. Raises `ModelError` for what
+    is neither.
+    """
     check_source(name)
     if is_gguf(name):
         return str(convert_gguf(gguf_file(name)))
-    path = Path(name).expanduser()
+    path = expanded(name)
     return str(path) if path.is_dir() else name

@@ -1,9 +1,11 @@
-"""Whether fixed budgets still fit what is being served: some chunks' wishes beside what their heads have room for.
+"""Whether fixed budgets still fit what is being served: some chunks' wishes beside what their heads
+have room for.
 
-A profile gives each head a fixed number of entries. What a chunk's own scores would have given it, with as many
-entries shared out over all heads (`compress/select.py:dynamic_choice`), is its wish. Calibration compares the two on
-pilot texts (`calibrate/overflow.py`), this on what is being served. It costs the device one more sort of the scores of
-a chunk that is looked at. What is kept does not change.
+A profile gives each head a fixed number of entries. What a chunk's own scores would have given it,
+with as many entries shared out over all heads (`compress/select.py:dynamic_choice`), is its wish.
+Calibration compares the two on pilot texts (`calibrate/overflow.py`), this on what is being served.
+It costs the device one more sort of the scores of a chunk that is looked at. What is kept does not
+change.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from tangram.types import Int64
 
 @dataclass(eq=False)
 class _Tally:
-    """Of one retention, by group: entries wished, entries of these without room, and heads that lack some."""
+    """Of one retention, by group: entries wished, entries of these without room, and heads that
+    lack some.
+    """
 
     figures: Int64  # [3, groups of full-attention layers]
     chunks: int = 0
@@ -49,8 +53,8 @@ class _ChunkScores:
 class Overflow:
     """Looks at every `every`-th chunk that is sealed with scores. `scope` says which heads compete.
 
-    Example: a budget of 1 entry for each of two heads; a chunk whose two best entries are the same head's counts 2
-    wished, 1 lost, 1 of 2 heads exceeded.
+    Example: a budget of 1 entry for each of two heads; a chunk whose two best entries are the same
+    head's counts 2 wished, 1 lost, 1 of 2 heads exceeded.
     """
 
     def __init__(self, retentions: Sequence[Retention], scope: Scope, every: int) -> None:
@@ -78,7 +82,9 @@ class Overflow:
         return _ChunkScores(self, retention, start) if self._seen % self._every == 0 else None
 
     def enter(self, retention: Retention, scores: Tensor, start: int) -> None:
-        """Compute the wishes of a chunk from its `scores` [L, H, C], of the full-attention layers."""
+        """Compute the wishes of a chunk from its `scores` [L, H, C], of the
+        full-attention layers.
+        """
         choice = dynamic_choice(
             scores,
             retention.kv_retention,

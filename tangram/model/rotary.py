@@ -1,4 +1,6 @@
-"""The model's rotary embedding as scorers read it: half-rotation, checked against the model's own code."""
+"""The model's rotary embedding as scorers read it: half-rotation, checked against the model's own
+code.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,19 @@ Rotary = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def model_rotary(model: PreTrainedModel, head_dim: int) -> Rotary:
-    """The rotary embedding of the model's full-attention layers, whose heads have `head_dim` dimensions.
+    """The rotary embedding of the model's full-attention layers, whose heads have `head_dim`
+    dimensions.
 
-    Dimension i must turn with i + D_rot/2. Raises `ModelError` if the model turns otherwise (GLM and Cohere
-    interleave), or does not turn at all: scores would be silently wrong.
+    Dimension i must turn with i + D_rot/2. Raises `ModelError` if the model turns otherwise (GLM
+    and Cohere interleave), or does not turn at all: scores would be silently wrong.
     """
     name = type(model).__name__
     turn = getattr(sys.modules[type(model).__module__], "apply_rotary_pos_emb", None)
     embed = _embedding(model)
     if turn is None or embed is None:
-        raise ModelError(f"{name} has no rotary embedding that a scorer could undo: choose another scorer")
+        raise ModelError(
+            f"{name} has no rotary embedding that a scorer could undo: choose another scorer"
+        )
     x = torch.randn(1, 1, 2, head_dim, generator=torch.Generator().manual_seed(0)).to(model.device)
     positions = torch.tensor([3, 1000], device=model.device)
     cos, sin = embed(positions)
@@ -37,7 +42,9 @@ def model_rotary(model: PreTrainedModel, head_dim: int) -> Rotary:
         cos, sin = rotary(positions)
         if cos.shape[-1] <= head_dim and torch.allclose(rotate(x, cos, sin), expected, atol=1e-5):
             return rotary
-    raise ModelError(f"{name} does not rotate halves: this scorer cannot undo its rotation, choose another one")
+    raise ModelError(
+        f"{name} does not rotate halves: this scorer cannot undo its rotation, choose another one"
+    )
 
 
 def _embedding(model: PreTrainedModel) -> Rotary | None:

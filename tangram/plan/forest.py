@@ -1,7 +1,9 @@
-"""The prefix forest of a batch: which rows share which leading units of their caches (PAT, pack: the block-table tree).
+"""The prefix forest of a batch: which rows share which leading units of their caches (PAT, pack:
+the block-table tree).
 
-A *unit* is what a row's cache is made of, from its start: first its sealed chunks, then its full raw pages. Pages are
-unique while they are held, so the page that a probe head has at a unit names the unit for all heads and layers.
+A *unit* is what a row's cache is made of, from its start: first its sealed chunks, then its full
+raw pages. Pages are unique while they are held, so the page that a probe head has at a unit names
+the unit for all heads and layers.
 
 Worked example, 4 rows and their units:
 
@@ -28,11 +30,13 @@ from tangram.types import Int32, Int64
 
 @dataclass(frozen=True, eq=False)
 class Forest:
-    """Nodes are runs of units shared by the same two or more rows; parents come before children, level by level.
+    """Nodes are runs of units shared by the same two or more rows; parents come before children,
+    level by level.
 
-    `order` [R]: the row at each position; a node's rows are `order[row_begin:row_end]`. Per node [N]: `parent` (a root
-    is its own), `depth` (0 at a root), and units [unit_begin, unit_end), which begin where the parent's end.
-    `sealed_units` [R], by row: how many of its leading units are sealed chunks.
+    `order` [R]: the row at each position; a node's rows are `order[row_begin:row_end]`. Per node
+    [N]: `parent` (a root is its own), `depth` (0 at a root), and units [unit_begin, unit_end),
+    which begin where the parent's end. `sealed_units` [R], by row: how many of its leading units
+    are sealed chunks.
     """
 
     order: Int64
@@ -89,24 +93,32 @@ def runs(begin: Int64, count: Int64) -> Int64:
 def units_of(
     tables: Int32, table: Int64, sealed_pages: Int64, sealed_chunks: Int64, raw_pages: Int64
 ) -> tuple[Int64, Int64]:
-    """The units of each row, from the flat block tables: `units` [R, K] and `unit_count` [R], for `build_forest`.
+    """The units of each row, from the flat block tables: `units` [R, K] and `unit_count` [R], for
+    `build_forest`.
 
-    Everything is by row [R], for one probe head of a full-attention layer: `table` is the offset of its first page
-    entry, `sealed_pages` what its group keeps of a sealed chunk, `raw_pages` the full pages of the tail (a page that
-    is still being written cannot be shared). A sealed chunk is named by its first page.
+    Everything is by row [R], for one probe head of a full-attention layer: `table` is the offset of
+    its first page entry, `sealed_pages` what its group keeps of a sealed chunk, `raw_pages` the
+    full pages of the tail (a page that is still being written cannot be shared). A sealed chunk is
+    named by its first page.
     """
     count = sealed_chunks + raw_pages
     unit = np.arange(int(count.max(initial=0)))
     sealed = sealed_chunks[:, None]
     page = np.minimum(unit, sealed) * sealed_pages[:, None] + np.maximum(unit - sealed, 0)
     valid = unit < count[:, None]
-    return np.where(valid, tables[np.where(valid, table[:, None] + page, 0)], 0).astype(np.int64), count
+    return np.where(valid, tables[np.where(valid, table[:, None] + page, 0)], 0).astype(
+        np.int64
+    ), count
 
 
-def boundary_tokens(units: Int64, sealed_units: Int64, kept_tokens: Int64, page_tokens: int) -> Int64:
-    """[n, L, H]: the entries each head has before unit boundaries `units` [n] of rows with `sealed_units` [n] chunks.
+def boundary_tokens(
+    units: Int64, sealed_units: Int64, kept_tokens: Int64, page_tokens: int
+) -> Int64:
+    """[n, L, H]: the entries each head has before unit boundaries `units` [n] of rows with
+    `sealed_units` [n] chunks.
 
-    `kept_tokens` [L, H] or [n, L, H] is what a head keeps of a sealed chunk; a unit after those is one page.
+    `kept_tokens` [L, H] or [n, L, H] is what a head keeps of a sealed chunk; a unit after those is
+    one page.
     """
     sealed = np.minimum(units, sealed_units)[:, None, None]
     raw = np.maximum(units - sealed_units, 0)[:, None, None]
@@ -116,16 +128,19 @@ def boundary_tokens(units: Int64, sealed_units: Int64, kept_tokens: Int64, page_
 def build_forest(units: Int64, unit_count: Int64, sealed_units: Int64) -> Forest:
     """The forest of rows whose leading units are `units` [R, K], `unit_count` [R] of them valid.
 
-    `sealed_units` [R] is how many are sealed chunks. Raises `ConfigError` if the shapes or counts disagree.
+    `sealed_units` [R] is how many are sealed chunks. Raises `ConfigError` if the shapes or counts
+    disagree.
     """
     rows, width = units.shape
     if len(unit_count) != rows or len(sealed_units) != rows:
         raise ConfigError(
-            f"units has {rows} rows, unit_count {len(unit_count)}, sealed_units {len(sealed_units)}: they must agree"
+            f"units has {rows} rows, unit_count {len(unit_count)}, sealed_units "
+            f"{len(sealed_units)}: they must agree"
         )
     if (unit_count > width).any() or (unit_count < 0).any():
         raise ConfigError(
-            f"unit_count is {unit_count.max()} for a row, it must lie in 0 to {width}, the width of units"
+            f"unit_count is {unit_count.max()} for a row, it must lie in 0 to {width}, the width "
+            "of units"
         )
     order, shared = _sort(units, unit_count)
     nodes = _nodes(shared, rows)
@@ -133,14 +148,18 @@ def build_forest(units: Int64, unit_count: Int64, sealed_units: Int64) -> Forest
 
 
 def _sort(units: Int64, unit_count: Int64) -> tuple[Int64, Int64]:
-    """Rows in an order that keeps equal prefixes together, and how many units neighbours share [R - 1]."""
+    """Rows in an order that keeps equal prefixes together, and how many units neighbours share [R -
+    1].
+    """
     rows, width = units.shape
     if not width:
         return np.arange(rows), np.zeros(max(rows - 1, 0), np.int64)
     valid = np.arange(width) < unit_count[:, None]
-    # One value for what is not there, so that rows which end within a node stay beside the others of the node.
+    # One value for what is not there, so that rows which end within a node stay beside the others
+    # of the node.
     padded = np.ascontiguousarray(np.where(valid, units, units.max(initial=0) + 1), np.int64)
-    # Compared as bytes: one call instead of one sort a unit, and any order in which prefixes stay together will do.
+    # Compared as bytes: one call instead of one sort a unit, and any order in which prefixes stay
+    # together will do.
     order = np.argsort(padded.view(np.dtype((np.void, width * 8))).ravel(), kind="stable")
     same = padded[order[1:]] == padded[order[:-1]]
     shared = np.where(same.all(axis=1), width, same.argmin(axis=1))
@@ -149,9 +168,14 @@ def _sort(units: Int64, unit_count: Int64) -> tuple[Int64, Int64]:
 
 
 def _nodes(shared: Int64, rows: int) -> tuple[Int64, Int64, Int64, Int64, Int64, Int64]:
-    """The last six fields of `Forest`: level by level, each node ends where two neighbours of it part."""
+    """The last six fields of `Forest`: level by level, each node ends where two neighbours of it
+    part.
+    """
     begin, end = np.zeros(1, np.int64), np.full(1, rows)
-    parent, at = np.zeros(1, np.int64), np.zeros(1, np.int64)  # of a root above the roots, which has no units
+    parent, at = (
+        np.zeros(1, np.int64),
+        np.zeros(1, np.int64),
+    )  # of a root above the roots, which has no units
     padded = np.append(shared, 0)
     levels = []
     total = depth = 0
@@ -167,11 +191,22 @@ def _nodes(shared: Int64, rows: int) -> tuple[Int64, Int64, Int64, Int64, Int64,
             break
         until = np.minimum.reduceat(padded, np.stack([first, last - 1], axis=1).ravel())[::2]
         number = total + np.arange(len(first))
-        levels.append((parent[group] if depth else number, np.full(len(first), depth), first, last, at[group], until))
+        levels.append(
+            (
+                parent[group] if depth else number,
+                np.full(len(first), depth),
+                first,
+                last,
+                at[group],
+                until,
+            )
+        )
         begin, end, at, parent = first, last, until, number
         total, depth = total + len(first), depth + 1
     if not levels:
         empty = np.zeros(0, np.int64)
         return empty, empty, empty, empty, empty, empty
-    parents, depths, firsts, lasts, froms, tos = (np.concatenate(column) for column in zip(*levels, strict=True))
+    parents, depths, firsts, lasts, froms, tos = (
+        np.concatenate(column) for column in zip(*levels, strict=True)
+    )
     return parents, depths, firsts, lasts, froms, tos

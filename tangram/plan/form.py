@@ -1,12 +1,14 @@
-"""One form for every decode schedule: which task reads which KV entries for which query rows, and how parts merge.
+"""One form for every decode schedule: which task reads which KV entries for which query rows, and
+how parts merge.
 
-Planners (`plain`, `aot`, `workqueue`, `packing`, `uniform`) produce a `WorkPlan`; kernels execute it. The KV range of
-a task is *logical*, so a plan survives growing lengths (PersistentKV: split bounds come from each row's own length):
+Planners (`plain`, `aot`, `workqueue`, `packing`, `uniform`) produce a `WorkPlan`; kernels execute
+it. The KV range of a task is *logical*, so a plan survives growing lengths (PersistentKV: split
+bounds come from each row's own length):
 
-    ABS     [a, b)                        an immutable span, may be shared by several rows (PAT, pack)
+    ABS     [a, b)                        an immutable span, which rows may share (PAT, pack)
     OPEN    [a, length)                   a growing tail
-    FRAC    share a of b equal shares of [0, length) in whole tiles, worked out at execution (Tangram, AOT load
-            balancing); EMPTY for some shares while there are fewer tiles than shares
+    FRAC    share a of b equal shares of [0, length) in whole tiles, worked out at execution
+            (Tangram, AOT load balancing); EMPTY for some shares while there are fewer tiles
     WINDOW  [max(0, length - a), length)  a sliding window of a tokens
 
 Worked example: 1 layer, 2 rows, 1 KV head, row 0 split in two, row 1 whole, tile 64:
@@ -17,8 +19,8 @@ Worked example: 1 layer, 2 rows, 1 KV head, row 0 split in two, row 1 whole, til
     2           OPEN  0  0   [1]                       yes     -
     segment 0: row 0, head 0, parts [0, 1]
 
-At length 200 (4 tiles) task 0 reads [0, 128) and task 1 [128, 200); at length 50 (1 tile) task 0 is EMPTY and task 1
-reads [0, 50).
+At length 200 (4 tiles) task 0 reads [0, 128) and task 1 [128, 200); at length 50 (1 tile) task 0 is
+EMPTY and task 1 reads [0, 50).
 """
 
 from __future__ import annotations
@@ -51,11 +53,11 @@ class RangeKind(IntEnum):
 class DecodeRows:
     """What a planner sees: R rows that decode one token each. Arrays are [R, L, H].
 
-    `table` is the offset, in the flat block tables, of the first page entry of the (row, layer, KV head). `column` is
-    the head's column in its group's pages. `length_index` points into the flat lengths array, whose values are
-    rewritten at every step. `budget` is how many entries each is expected to hold while the plan lives.
-    `windows` gives each layer's sliding window in tokens, None = full; entry i of a window layer's table holds
-    position i.
+    `table` is the offset, in the flat block tables, of the first page entry of the (row, layer, KV
+    head). `column` is the head's column in its group's pages. `length_index` points into the flat
+    lengths array, whose values are rewritten at every step. `budget` is how many entries each is
+    expected to hold while the plan lives. `windows` gives each layer's sliding window in tokens,
+    None = full; entry i of a window layer's table holds position i.
     """
 
     table: Int64
@@ -67,20 +69,35 @@ class DecodeRows:
 
     def __post_init__(self) -> None:
         shape = self.table.shape
-        if len(shape) != 3 or any(x.shape != shape for x in (self.column, self.length_index, self.budget)):
-            raise ConfigError(f"table, column, length_index and budget must all be [R, L, H], table is {list(shape)}")
+        if len(shape) != 3 or any(
+            x.shape != shape for x in (self.column, self.length_index, self.budget)
+        ):
+            raise ConfigError(
+                "table, column, length_index and budget must all be [R, L, H], table is "
+                f"{list(shape)}"
+            )
         if not self.table.size:
-            raise ConfigError(f"table is {list(shape)}, it must have at least one row, layer and head")
+            raise ConfigError(
+                f"table is {list(shape)}, it must have at least one row, layer and head"
+            )
         if len(self.windows) != shape[1]:
-            raise ConfigError(f"windows has {len(self.windows)} entries, it must have one a layer, {shape[1]}")
+            raise ConfigError(
+                f"windows has {len(self.windows)} entries, it must have one a layer, {shape[1]}"
+            )
 
     def layer(self, layer: int) -> DecodeRows:
-        """The same rows seen by one layer alone, [R, 1, H]: what re-planning layer by layer needs."""
+        """The same rows seen by one layer alone, [R, 1, H]: what re-planning layer by
+        layer needs.
+        """
         one = slice(layer, layer + 1)
         return DecodeRows(
-            self.table[:, one], self.column[:, one], self.length_index[:, one], self.budget[:, one],
-            self.windows[one], self.page_tokens,
-        )  # fmt: skip
+            self.table[:, one],
+            self.column[:, one],
+            self.length_index[:, one],
+            self.budget[:, one],
+            self.windows[one],
+            self.page_tokens,
+        )
 
     @cached_property
     def window_tokens(self) -> Int64:
@@ -97,14 +114,16 @@ class DecodeRows:
 class WorkPlan:
     """The tasks of all layers, in the order they should start, and how their results are merged.
 
-    Layer l owns tasks [layer_indptr[l], layer_indptr[l+1]) and segments [merge_indptr[l], merge_indptr[l+1]).
-    Per task [N]: `table`, `column`, `length_index` (as in `DecodeRows`, of the first row served), `head` (KV head),
-    `kind`, `a`, `b` (range), `row_begin`, `row_end` into the row list; runs of the row list follow the order of tasks.
-    Per entry of the row list [M]: `rows` (query row), `direct` (this is the row's only part: write the output) or else
-    `slot`, the partial result's place, counted from 0 in each layer; `slot` is meaningless where `direct`.
-    Per merge segment [S]: `merge_row`, `merge_head` and the slots part_slot[part_indptr[s] : part_indptr[s+1]], merged
-    in that order, so that equal plans give equal bits; slots are numbered in the order of the merges. `partial_slots`
-    is the most slots that any layer uses; a slot holds the G query heads of one row and KV head. `kv_heads` is H.
+    Layer l owns tasks [layer_indptr[l], layer_indptr[l+1]) and segments [merge_indptr[l],
+    merge_indptr[l+1]). Per task [N]: `table`, `column`, `length_index` (as in `DecodeRows`, of the
+    first row served), `head` (KV head), `kind`, `a`, `b` (range), `row_begin`, `row_end` into the
+    row list; runs of the row list follow the order of tasks. Per entry of the row list [M]: `rows`
+    (query row), `direct` (this is the row's only part: write the output) or else `slot`, the
+    partial result's place, counted from 0 in each layer; `slot` is meaningless where `direct`. Per
+    merge segment [S]: `merge_row`, `merge_head` and the slots part_slot[part_indptr[s] :
+    part_indptr[s+1]], merged in that order, so that equal plans give equal bits; slots are numbered
+    in the order of the merges. `partial_slots` is the most slots that any layer uses; a slot holds
+    the G query heads of one row and KV head. `kv_heads` is H.
     """
 
     kv_heads: int
@@ -148,29 +167,40 @@ class WorkPlan:
         return slice(int(self.merge_indptr[layer]), int(self.merge_indptr[layer + 1]))
 
     def spans(self, lengths: Int32, tasks: slice = slice(None)) -> tuple[Int64, Int64]:
-        """[N], [N]: begin and end of the ranges of `tasks` at the given lengths; begin = end where a range is EMPTY."""
+        """[N], [N]: begin and end of the ranges of `tasks` at the given lengths; begin = end where
+        a range is EMPTY.
+        """
         length = lengths[self.length_index[tasks]]
         return resolve(self.kind[tasks], self.a[tasks], self.b[tasks], length, self.tile_tokens)
 
     def check(self, rows: DecodeRows, lengths: Int32, tables: Int32 | None = None) -> None:
-        """Raise `IntegrityError` unless each (row, layer, head, visible entry) is covered exactly once at `lengths`.
+        """Raise `IntegrityError` unless each (row, layer, head, visible entry) is covered exactly
+        once at `lengths`.
 
-        Also checks that parts and merge segments agree. Where a task serves several rows whose page entries lie at
-        different offsets, `tables` (the flat block tables) must show that they name the same pages.
+        Also checks that parts and merge segments agree. Where a task serves several rows whose page
+        entries lie at different offsets, `tables` (the flat block tables) must show that they name
+        the same pages.
         """
         from tangram.plan.check import check_plan
 
         check_plan(self, rows, lengths, tables)
 
 
-def resolve(kind: Int64, a: Int64, b: Int64, length: npt.NDArray[np.integer], tile: int) -> tuple[Int64, Int64]:
+def resolve(
+    kind: Int64, a: Int64, b: Int64, length: npt.NDArray[np.integer], tile: int
+) -> tuple[Int64, Int64]:
     """[N], [N]: begin and end of ranges; the specification that every kernel repeats.
 
-    FRAC deals ceil(length / tile) tiles out to b shares as evenly as whole tiles allow; the last is cut short.
+    FRAC deals ceil(length / tile) tiles out to b shares as evenly as whole tiles allow; the last is
+    cut short.
     """
     length = np.asarray(length, np.int64)
     tiles, shares = -(-length // tile), np.maximum(b, 1)
     choices = [kind == member for member in RangeKind]
-    begin = np.select(choices, [a, np.minimum(a, length), a * tiles // shares * tile, np.maximum(length - a, 0)])
-    end = np.select(choices, [b, length, np.minimum((a + 1) * tiles // shares * tile, length), length])
+    begin = np.select(
+        choices, [a, np.minimum(a, length), a * tiles // shares * tile, np.maximum(length - a, 0)]
+    )
+    end = np.select(
+        choices, [b, length, np.minimum((a + 1) * tiles // shares * tile, length), length]
+    )
     return begin, end

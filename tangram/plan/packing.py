@@ -1,15 +1,21 @@
-"""Prefix packing: rows that share a prefix read it once (PAT, pack), then every task is cut to size (PersistentKV).
+"""Prefix packing: rows that share a prefix read it once (PAT, pack), then every task is cut to size
+(PersistentKV).
 
-Each packed node of the prefix forest becomes tasks that serve all of its rows, per layer and KV head: ABS
-[boundary(first unit), boundary(last unit)). A node that does not pay is not packed: its range goes in front of those of
-its children, in whose tables it is contiguous anyway. What a row does not share is its own tail and ends OPEN.
+Each packed node of the prefix forest becomes tasks that serve all of its rows, per layer and KV
+head: ABS [boundary(first unit), boundary(last unit)). A node that does not pay is not packed: its
+range goes in front of those of its children, in whose tables it is contiguous anyway. What a row
+does not share is its own tail and ends OPEN.
 
-Worked example: rows 0 and 1 share 2 sealed chunks of which a head keeps 512 entries each; they are 1500 and 1200 long:
+Worked example: rows 0 and 1 share 2 sealed chunks of which a head keeps 512 entries each; they are
+1500 and 1200 long:
 
-    rule "off"      row 0 [0, len)   row 1 [0, len)                                2700 entries read, no partial result
-    rule "naive"    rows 0, 1 [0, 1024)   row 0 [1024, len)   row 1 [1024, len)    1676 entries read, 4 partial results
+    rule "off"      row 0 [0, len)   row 1 [0, len)
+                    2700 entries read, no partial result
+    rule "naive"    rows 0, 1 [0, 1024)   row 0 [1024, len)   row 1 [1024, len)
+                    1676 entries read, 4 partial results
 
-The measured rule packs: 1024 entries, some 120 ns, cost more than 4 partial results and a task more.
+The measured rule packs: 1024 entries, some 120 ns, cost more than 4 partial results and a task
+more.
 """
 
 from __future__ import annotations
@@ -41,12 +47,14 @@ def plan_packing(
     min_tokens: int = 128,
     tasks_per_worker: int = 1,
 ) -> WorkPlan:
-    """Pack the shared prefixes that pay by `rule`, at most `max_query_rows` query heads of one KV head a task.
+    """Pack the shared prefixes that pay by `rule`, at most `max_query_rows` query heads of one KV
+    head a task.
 
-    `lengths` is the flat int32 array, `kept_tokens` [L, H] (or [R, L, H], where rows have different profiles) what each
-    head keeps of a sealed chunk, `group` is G. Sliding-window layers are never shared. `rule` is one of `profit`'s.
-    Tasks are cut as by `plan_workqueue`, an entry that serves many rows counting by what `cost` says it takes.
-    Raises `ConfigError` naming the argument that is out of range.
+    `lengths` is the flat int32 array, `kept_tokens` [L, H] (or [R, L, H], where rows have different
+    profiles) what each head keeps of a sealed chunk, `group` is G. Sliding-window layers are never
+    shared. `rule` is one of `profit`'s. Tasks are cut as by `plan_workqueue`, an entry that serves
+    many rows counting by what `cost` says it takes. Raises `ConfigError` naming the argument that
+    is out of range.
     """
     grain = Grain(workers, tasks_per_worker, tile_tokens, min_tokens)
     if not 1 <= group <= max_query_rows:
@@ -60,15 +68,22 @@ def plan_packing(
     owner = sources.owner
     begin = boundary_tokens(first, forest.sealed_units[owner], kept[owner], rows.page_tokens)
     shared_end = boundary_tokens(
-        forest.unit_end[node], forest.sealed_units[owner[: len(node)]], kept[owner[: len(node)]], rows.page_tokens
+        forest.unit_end[node],
+        forest.sealed_units[owner[: len(node)]],
+        kept[owner[: len(node)]],
+        rows.page_tokens,
     )
     weight = cost.token_us(sources.readers * group) / cost.token_us(np.asarray(group))
-    begin, end = (np.ascontiguousarray(x.swapaxes(0, 1)) for x in (begin, np.concatenate([shared_end, end])))
+    begin, end = (
+        np.ascontiguousarray(x.swapaxes(0, 1)) for x in (begin, np.concatenate([shared_end, end]))
+    )
     return cut(rows, sources, begin, end, weight, grain)
 
 
 def _pack(forest: Forest, edge: Bool, tail: Bool, most_rows: int) -> tuple[Int64, Sources]:
-    """The node of each shared source, and all sources: packed nodes in runs of up to `most_rows` rows, then tails."""
+    """The node of each shared source, and all sources: packed nodes in runs of up to `most_rows`
+    rows, then tails.
+    """
     node, position = _served(forest, edge, tail)
     opens = np.ones(len(node), np.bool_)
     opens[1:] = node[1:] != node[:-1]
@@ -83,7 +98,9 @@ def _pack(forest: Forest, edge: Bool, tail: Bool, most_rows: int) -> tuple[Int64
 
 def _served(forest: Forest, edge: Bool, tail: Bool) -> tuple[Int64, Int64]:
     """Pairs (node, position), by node: the rows that read the node by a task of its own."""
-    below = tail.copy()  # by position: is the edge from the node of this level to what follows it kept?
+    below = (
+        tail.copy()
+    )  # by position: is the edge from the node of this level to what follows it kept?
     pairs = []
     for level in reversed(forest.levels):
         position, node = forest.positions(level)

@@ -1,8 +1,9 @@
-"""Which schedule suits which step, from measurements on one GPU (PersistentKV, calibrated adaptive policy).
+"""Which schedule suits which step, from measurements on one GPU (PersistentKV, calibrated adaptive
+policy).
 
-What a step asks of the device is summed up in four numbers (`StepLoad`). A policy holds the times that every schedule
-took on calibration traces; for a new step the traces vote, the more the closer their load, and the schedule that loses
-least against the best of each trace is chosen.
+What a step asks of the device is summed up in four numbers (`StepLoad`). A policy holds the times
+that every schedule took on calibration traces; for a new step the traces vote, the more the closer
+their load, and the schedule that loses least against the best of each trace is chosen.
 
 Worked example, two schedules, reach 1 octave, distances along one axis in octaves:
 
@@ -26,7 +27,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from tangram.errors import ConfigError
-from tangram.foreign_files import read_text
+from tangram.foreign_files import read_text, replaced
 from tangram.plan.cost import CostModel
 from tangram.plan.profit import Prefixes
 from tangram.plan.schedule import Decoding
@@ -41,8 +42,8 @@ NEAR_ENOUGH = 0.005  # losses this close are noise: the schedule that is listed 
 class StepLoad:
     """What one layer of a decode step asks of the device, on average over layers.
 
-    `cells`: rows times KV heads. `mean_tokens`: entries of a cell. `unevenness`: the longest cell over the mean, 1 or
-    more. `sharing`: entries that rows read over distinct ones, 1 or more.
+    `cells`: rows times KV heads. `mean_tokens`: entries of a cell. `unevenness`: the longest cell
+    over the mean, 1 or more. `sharing`: entries that rows read over distinct ones, 1 or more.
     """
 
     cells: float
@@ -61,25 +62,35 @@ class StepLoad:
         spared = float(((forest.rows - 1) * (prefixes.end - begin)).sum())
         read = mean * len(lengths)
         longest = float(lengths.max(axis=(0, 2)).mean())
-        return cls(lengths.shape[0] * lengths.shape[2], mean, longest / max(mean, 1.0), read / max(read - spared, 1.0))
+        return cls(
+            lengths.shape[0] * lengths.shape[2],
+            mean,
+            longest / max(mean, 1.0),
+            read / max(read - spared, 1.0),
+        )
 
     @property
     def place(self) -> Float64:
         """[4]: the numbers in octaves."""
-        return np.log2(np.maximum([self.cells, self.mean_tokens, self.unevenness, self.sharing], 1.0))
+        return np.log2(
+            np.maximum([self.cells, self.mean_tokens, self.unevenness, self.sharing], 1.0)
+        )
 
 
 def policy_name(device: str, *, kv_heads: int, group: int, head_dim: int, dtype: str) -> str:
     """The name of the file that a policy is kept in: what its times depend on most."""
-    return re.sub(r"[^\w.-]+", "_", f"{device} {kv_heads * group}-{kv_heads}x{head_dim} {dtype}.json")
+    return re.sub(
+        r"[^\w.-]+", "_", f"{device} {kv_heads * group}-{kv_heads}x{head_dim} {dtype}.json"
+    )
 
 
 @dataclass(frozen=True)
 class Policy:
     """Measurements and the choice that follows from them; build it with `fitted`.
 
-    `device` and `geometry` say where it holds. `step_us` has a row for each load, a column for each schedule: device
-    time, and planning where a schedule plans at every step. `reach` is how far a trace's vote carries, in octaves.
+    `device` and `geometry` say where it holds. `step_us` has a row for each load, a column for each
+    schedule: device time, and planning where a schedule plans at every step. `reach` is how far a
+    trace's vote carries, in octaves.
     """
 
     device: str
@@ -92,17 +103,32 @@ class Policy:
 
     @classmethod
     def fitted(
-        cls, device: str, geometry: dict[str, Any], cost: CostModel, schedules: Sequence[str],
-        loads: Sequence[StepLoad], step_us: Sequence[Sequence[float]],
-    ) -> Policy:  # fmt: skip
+        cls,
+        device: str,
+        geometry: dict[str, Any],
+        cost: CostModel,
+        schedules: Sequence[str],
+        loads: Sequence[StepLoad],
+        step_us: Sequence[Sequence[float]],
+    ) -> Policy:
         """A policy with the reach that loses least when each trace is decided by the others alone.
 
         Raises `ConfigError` if there are fewer than two traces, or times are missing.
         """
-        if len(loads) < 2 or any(len(times) != len(schedules) for times in step_us) or len(step_us) != len(loads):
-            raise ConfigError(f"a policy needs two traces or more, with a time of each of {len(schedules)} schedules")
+        if (
+            len(loads) < 2
+            or any(len(times) != len(schedules) for times in step_us)
+            or len(step_us) != len(loads)
+        ):
+            raise ConfigError(
+                f"a policy needs two traces or more, with a time of each of {len(schedules)} "
+                "schedules"
+            )
         times = tuple(tuple(row) for row in step_us)
-        tried = [cls(device, geometry, cost, tuple(schedules), tuple(loads), times, reach) for reach in REACHES]
+        tried = [
+            cls(device, geometry, cost, tuple(schedules), tuple(loads), times, reach)
+            for reach in REACHES
+        ]
         return min(tried, key=Policy._loss_left_out)
 
     @cached_property
@@ -129,7 +155,9 @@ class Policy:
         return total
 
     def choose(self, load: StepLoad, *, library: bool) -> str:
-        """The schedule to take, or `FLASHINFER`, if `library`, that is if FlashInfer may be chosen."""
+        """The schedule to take, or `FLASHINFER`, if `library`, that is if FlashInfer
+        may be chosen.
+        """
         votes = self._votes(load.place)
         loss = votes @ self._losses / votes.sum()
         if not library and FLASHINFER in self.schedules:
@@ -137,19 +165,23 @@ class Policy:
         return self.schedules[_least(loss)]
 
     def check(self, device: str, geometry: dict[str, Any]) -> None:
-        """Raise `ConfigError` naming the mismatch unless the times hold for this device and geometry."""
+        """Raise `ConfigError` naming the mismatch unless the times hold for this device and
+        geometry.
+        """
         wanted = {"device": device} | geometry
         found = {"device": self.device} | self.geometry
         for name, value in wanted.items():
             if found.get(name) != value:
                 raise ConfigError(
-                    f"decode_policy is for {name} {found.get(name)}, this is {value}: calibrate one for it"
+                    f"decode_policy is for {name} {found.get(name)}, this is {value}: calibrate "
+                    "one for it"
                 )
 
     def save(self, path: Path) -> None:
-        """Write all fields as JSON."""
+        """Write all fields as JSON, whole or not at all."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        with replaced(path) as file:
+            file.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Policy:
@@ -161,7 +193,9 @@ class Policy:
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
-            raise ConfigError(f"policy {path}: {where}: {first['msg']}; calibrate it again") from error
+            raise ConfigError(
+                f"policy {path}: {where}: {first['msg']}; calibrate it again"
+            ) from error
 
 
 def _least(loss: Float64) -> int:

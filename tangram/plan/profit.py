@@ -1,17 +1,19 @@
 """Which shared prefixes are worth tasks of their own (PAT, pack: the profit model).
 
-Packing a node saves its range once a row, and costs each row one more partial result (and the first packed node of a
-row two: the tail is then one as well). A choice is made per edge, from a node to a child node or to a row's own tail:
-kept, the node's task serves the rows below that edge; dropped, the node's range is read again in front of the child's.
+Packing a node saves its range once a row, and costs each row one more partial result (and the first
+packed node of a row two: the tail is then one as well). A choice is made per edge, from a node to a
+child node or to a row's own tail: kept, the node's task serves the rows below that edge; dropped,
+the node's range is read again in front of the child's.
 
-Rules: `off` drops all edges, `naive` keeps all. `paper` drops the edge from node u to child i where 4 · s_i > l_u (s_i
-rows below, l_u entries of u and of what was put in front of it). It counts one intermediate result a row, while G query
-heads make G of them; with float32 partials and 16-bit K and V the break-even is nearer to 2 · G · s_i > l_u.
-`measured` takes the choice that costs least by `CostModel` among those that keep all or none of a node's edges, so it
-never costs more than `off` or `naive`. Its work is proportional to the sum of the nodes' depths. `thrifty` is that
-where it spares the device at least a sixteenth of what the batch reads, and `off` elsewhere: a prefix that all rows
-share makes parts of all heads of all rows, and a plan of so many takes the host twice as long whenever the batch
-changes.
+Rules: `off` drops all edges, `naive` keeps all. `paper` drops the edge from node u to child i where
+4 · s_i > l_u (s_i rows below, l_u entries of u and of what was put in front of it). It counts one
+intermediate result a row, while G query heads make G of them; with float32 partials and 16-bit K
+and V the break-even is nearer to 2 · G · s_i > l_u. `measured` takes the choice that costs least by
+`CostModel` among those that keep all or none of a node's edges, so it never costs more than `off`
+or `naive`. Its work is proportional to the sum of the nodes' depths. `thrifty` is that where it
+spares the device at least a sixteenth of what the batch reads, and `off` elsewhere: a prefix that
+all rows share makes parts of all heads of all rows, and a plan of so many takes the host twice as
+long whenever the batch changes.
 """
 
 from __future__ import annotations
@@ -33,10 +35,11 @@ THRIFT = 1 / 16  # the share of a batch's entries that packing must spare, by th
 
 @dataclass(frozen=True, eq=False)
 class Prefixes:
-    """Entries per head, averaged over the full-attention layers: costs are linear, so the average decides exactly.
+    """Entries per head, averaged over the full-attention layers: costs are linear, so the average
+    decides exactly.
 
-    `end` [N]: where each node's range ends; `length` [R]: of the row at each position. `any` is False if every layer
-    slides a window, where nothing can be shared.
+    `end` [N]: where each node's range ends; `length` [R]: of the row at each position. `any` is
+    False if every layer slides a window, where nothing can be shared.
     """
 
     end: Float64
@@ -58,9 +61,11 @@ class Prefixes:
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """The choice: `edge` [N], is the edge above each node kept; `tail` [R], by position, the one above a row's tail.
+    """The choice: `edge` [N], is the edge above each node kept; `tail` [R], by position, the one
+    above a row's tail.
 
-    `begin` [N]: the first unit of each node's range with what was put in front of it; `tail_begin` [R], by row.
+    `begin` [N]: the first unit of each node's range with what was put in front of it; `tail_begin`
+    [R], by row.
     """
 
     edge: Bool
@@ -78,14 +83,23 @@ class Packing:
         shares = forest.deepest < forest.nodes
         node = forest.deepest[shares]
         tail_begin = np.zeros(len(forest.order), np.int64)
-        tail_begin[forest.order[shares]] = np.where(tail[shares], forest.unit_end[node], begin[node])
+        tail_begin[forest.order[shares]] = np.where(
+            tail[shares], forest.unit_end[node], begin[node]
+        )
         return cls(edge, tail & shares, begin, tail_begin)
 
 
 def choose(
-    rule: PackingRule, forest: Forest, prefixes: Prefixes, cost: CostModel, group: int, most_rows: int
-) -> Packing:  # fmt: skip
-    """Apply a rule; a task serves at most `most_rows` rows. Raises `ConfigError` for a rule of another name."""
+    rule: PackingRule,
+    forest: Forest,
+    prefixes: Prefixes,
+    cost: CostModel,
+    group: int,
+    most_rows: int,
+) -> Packing:
+    """Apply a rule; a task serves at most `most_rows` rows. Raises `ConfigError` for a rule of
+    another name.
+    """
     nodes, rows = forest.nodes, len(forest.order)
     if rule not in get_args(PackingRule):
         raise ConfigError(f"rule is {rule!r}, it must be one of {', '.join(get_args(PackingRule))}")
@@ -112,11 +126,15 @@ def _paper(forest: Forest, prefixes: Prefixes) -> tuple[Bool, Bool]:
     return edge, span[forest.deepest] >= 4
 
 
-def _measured(forest: Forest, prefixes: Prefixes, cost: CostModel, group: int, most_rows: int) -> Bool:
-    """[N]: which nodes get tasks of their own. From the leaves up, the least cost for each place a range may begin.
+def _measured(
+    forest: Forest, prefixes: Prefixes, cost: CostModel, group: int, most_rows: int
+) -> Bool:
+    """[N]: which nodes get tasks of their own. From the leaves up, the least cost for each place a
+    range may begin.
 
-    A node at depth d has d + 1 such places: the start, and the end of each ancestor. Its range begins at the start
-    exactly if no ancestor is packed; then packing it makes a partial result of the tails as well.
+    A node at depth d has d + 1 such places: the start, and the end of each ancestor. Its range
+    begins at the start exactly if no ancestor is packed; then packing it makes a partial result of
+    the tails as well.
     """
     starts = _starts(forest, prefixes)
     tails, tail_tokens = _tails(forest, prefixes)
@@ -127,10 +145,15 @@ def _measured(forest: Forest, prefixes: Prefixes, cost: CostModel, group: int, m
     for level, start in zip(reversed(forest.levels), reversed(starts), strict=True):
         end = prefixes.end[level, None]
         places = np.append(start, end, axis=1)  # where what follows the node may begin
-        follows = tails[level, None] * (cost.start_us - places * slope) + tail_tokens[level, None] * slope
+        follows = (
+            tails[level, None] * (cost.start_us - places * slope) + tail_tokens[level, None] * slope
+        )
         if below.stop:
             np.add.at(follows, forest.parent[below] - level.start, best)
-        packed = _span_us(forest.rows[level, None], end - start, cost, group, most_rows) + follows[:, -1:]
+        packed = (
+            _span_us(forest.rows[level, None], end - start, cost, group, most_rows)
+            + follows[:, -1:]
+        )
         partials = np.ones_like(start)
         partials[:, 0] = 2
         packed += forest.rows[level, None] * partials * cost.partial_us(group)
@@ -140,14 +163,18 @@ def _measured(forest: Forest, prefixes: Prefixes, cost: CostModel, group: int, m
 
 
 def _spared(forest: Forest, prefixes: Prefixes, alone: Bool, most_rows: int) -> float:
-    """The share of all entries that is not read when the nodes `alone` [N + 1] have tasks of their own."""
+    """The share of all entries that is not read when the nodes `alone` [N + 1] have tasks of their
+    own.
+    """
     begin, end = np.zeros(forest.nodes + 1), np.append(prefixes.end, 0.0)
     for level in forest.levels[1:]:
         up = forest.parent[level]
         begin[level] = np.where(alone[up], end[up], begin[up])
     tasks = -(-np.append(forest.rows, 0) // most_rows)
     node = forest.deepest
-    read = ((end - begin) * tasks * alone).sum() + (prefixes.length - np.where(alone, end, begin)[node]).sum()
+    read = ((end - begin) * tasks * alone).sum() + (
+        prefixes.length - np.where(alone, end, begin)[node]
+    ).sum()
     return float(1 - read / max(prefixes.length.sum(), 1.0))
 
 

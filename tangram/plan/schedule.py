@@ -3,10 +3,10 @@
     plain | aot | workqueue | packing:{off,naive,paper,measured,thrifty}
 
 followed by any of `+ctas=3 +tasks=4 +min=256 +tile=128 +queries=128` (planner) and `+apart +atomic
-+serial +onetile +replan +entries=64 +stages=3 +warps=4` (execution). Entries, stages and warps apply
-to every tile. `ctas` is how many programs a multiprocessor runs at once. `replan` plans every layer by
-itself at every step. Partial results are merged by a kernel of their own with `apart`, and by
-whichever task comes last with `atomic`: `packing:paper+queries=128+ctas=2`.
++serial +onetile +replan +entries=64 +stages=3 +warps=4` (execution). Entries, stages and warps
+apply to every tile. `ctas` is how many programs a multiprocessor runs at once. `replan` plans every
+layer by itself at every step. Partial results are merged by a kernel of their own with `apart`, and
+by whichever task comes last with `atomic`: `packing:paper+queries=128+ctas=2`.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ MIN_TOKENS = 128
 class Decoding:
     """A batch that decodes, as planners are told of it.
 
-    `lengths` is the flat int32 array, `group` is G, `kept_tokens` [R, L, H] what each head keeps of a sealed chunk.
-    `prefixes` builds the prefix forest.
+    `lengths` is the flat int32 array, `group` is G, `kept_tokens` [R, L, H] what each head keeps of
+    a sealed chunk. `prefixes` builds the prefix forest.
     """
 
     rows: DecodeRows
@@ -62,16 +62,24 @@ class Decoding:
     def layers(self) -> list[Decoding]:
         """The same batch seen by each layer alone."""
         return [
-            Decoding(self.rows.layer(i), self.lengths, self.group, self.kept_tokens[:, i : i + 1], self.prefixes)
+            Decoding(
+                self.rows.layer(i),
+                self.lengths,
+                self.group,
+                self.kept_tokens[:, i : i + 1],
+                self.prefixes,
+            )
             for i in range(self.rows.table.shape[1])
         ]
 
 
 @dataclass(frozen=True)
 class Planner:
-    """Makes plans; `make` is told the batch, the number of workers, the cost model, the rule and numbers.
+    """Makes plans; `make` is told the batch, the number of workers, the cost model, the rule and
+    numbers.
 
-    `numbers` are those it takes, `rules` its rules, if it has any. `each_step` planners plan every step anew.
+    `numbers` are those it takes, `rules` its rules, if it has any. `each_step` planners plan every
+    step anew.
     """
 
     make: Callable[..., WorkPlan]
@@ -89,11 +97,15 @@ def _aot(batch: Decoding, workers: int, cost: CostModel, rule: str, **numbers: i
     return plan_aot(batch.rows, workers, **numbers)
 
 
-def _workqueue(batch: Decoding, workers: int, cost: CostModel, rule: str, **numbers: int) -> WorkPlan:
+def _workqueue(
+    batch: Decoding, workers: int, cost: CostModel, rule: str, **numbers: int
+) -> WorkPlan:
     return plan_workqueue(batch.rows, batch.lengths, workers, **numbers)
 
 
-def _packing(batch: Decoding, workers: int, cost: CostModel, rule: PackingRule, **numbers: int) -> WorkPlan:
+def _packing(
+    batch: Decoding, workers: int, cost: CostModel, rule: PackingRule, **numbers: int
+) -> WorkPlan:
     return plan_packing(
         batch.rows,
         batch.lengths,
@@ -115,7 +127,9 @@ PLANNERS: Mapping[str, Planner] = {
         ("ctas", "tasks", "min", "tile"),
         defaults={"tasks": 1, "min": MIN_TOKENS, "tile": TILE_TOKENS},
     ),
-    "workqueue": Planner(_workqueue, ("ctas", "tasks", "min", "tile"), defaults={"tile": TILE_TOKENS}),
+    "workqueue": Planner(
+        _workqueue, ("ctas", "tasks", "min", "tile"), defaults={"tile": TILE_TOKENS}
+    ),
     "packing": Planner(
         _packing,
         ("ctas", "tasks", "min", "tile", "queries"),
@@ -152,7 +166,9 @@ class Schedule:
             option, equals, value = extra.partition("=")
             if option not in (known if equals else FLAGS) or (equals and not value.isdecimal()):
                 listed = ", ".join([*FLAGS, *(f"{number}=N" for number in known)])
-                raise ConfigError(f"option {extra!r} of {text!r} is not known: {name} knows {listed}")
+                raise ConfigError(
+                    f"option {extra!r} of {text!r} is not known: {name} knows {listed}"
+                )
             if equals:
                 numbers[option] = int(value)
             else:
@@ -170,7 +186,9 @@ class Schedule:
         return self.planner.each_step or "replan" in self.flags
 
     def plan(self, batch: Decoding, multiprocessors: int, cost: CostModel) -> WorkPlan:
-        """The host work of making a plan. Raises `ConfigError` naming the argument that is out of range."""
+        """The host work of making a plan. Raises `ConfigError` naming the argument that is out of
+        range.
+        """
         workers = multiprocessors * self.numbers.get("ctas", CTAS)
         taken = {**self.planner.defaults, **self.numbers}
         numbers = {ARGUMENTS[name]: value for name, value in taken.items() if name in ARGUMENTS}

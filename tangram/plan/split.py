@@ -1,11 +1,14 @@
-"""What planners share: from a number of parts per span of KV entries to a `WorkPlan`, by counting alone.
+"""What planners share: from a number of parts per span of KV entries to a `WorkPlan`, by counting
+alone.
 
-A *source* is a span of entries that some rows read in each layer, by every KV head: a row's own entries, or a prefix
-that several rows share. A planner says into how many parts each (layer, source, head) is cut; parts of a source, and
-sources of a row, are numbered in the order of their entries, so that slots and merges follow from running sums.
+A *source* is a span of entries that some rows read in each layer, by every KV head: a row's own
+entries, or a prefix that several rows share. A planner says into how many parts each (layer,
+source, head) is cut; parts of a source, and sources of a row, are numbered in the order of their
+entries, so that slots and merges follow from running sums.
 
-Worked example: 3 sources, one KV head, one layer: source 0 is read by rows 0 and 1 in 2 parts, sources 1 and 2 are the
-rows' own tails in 1 part each. Row 0 has 3 parts in slots 0, 1, 2 (the last is its tail), row 1 has slots 3, 4, 5.
+Worked example: 3 sources, one KV head, one layer: source 0 is read by rows 0 and 1 in 2 parts,
+sources 1 and 2 are the rows' own tails in 1 part each. Row 0 has 3 parts in slots 0, 1, 2 (the last
+is its tail), row 1 has slots 3, 4, 5.
 """
 
 from __future__ import annotations
@@ -26,10 +29,11 @@ ORDER_STEPS = 65535  # sizes are ranked to 16 bits: NumPy sorts those by radix
 
 @dataclass(frozen=True, eq=False)
 class Sources:
-    """S spans of entries and who reads them: rows reader[indptr[s] : indptr[s + 1]], through the tables of `owner[s]`.
+    """S spans of entries and who reads them: rows reader[indptr[s] : indptr[s + 1]], through the
+    tables of `owner[s]`.
 
-    Shapes: `owner` [S], `indptr` [S + 1], `reader` [E]. Every row reads at least one source; the sources of a row are
-    listed in the order of their entries.
+    Shapes: `owner` [S], `indptr` [S + 1], `reader` [E]. Every row reads at least one source; the
+    sources of a row are listed in the order of their entries.
     """
 
     owner: Int64
@@ -50,15 +54,17 @@ class Sources:
     @cached_property
     def single(self) -> bool:
         """True if every row reads one source, its own."""
-        return len(self.reader) == len(self.owner) and np.array_equal(self.reader, np.arange(len(self.reader)))
+        return len(self.reader) == len(self.owner) and np.array_equal(
+            self.reader, np.arange(len(self.reader))
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class Parts:
     """The tasks of all layers in the order they start. Build it with `Parts.of`.
 
-    `count` [L, S, H] parts of each cell; `cell` [N] index into `count` and `number` [N], the part within the cell;
-    `last` are the tasks that read the last part of a cell.
+    `count` [L, S, H] parts of each cell; `cell` [N] index into `count` and `number` [N], the part
+    within the cell; `last` are the tasks that read the last part of a cell.
     """
 
     count: Int64
@@ -69,7 +75,9 @@ class Parts:
 
     @classmethod
     def of(cls, count: Int64, size: npt.NDArray[np.float64 | np.int64]) -> Parts:
-        """Cut each cell into `count` [L, S, H] parts of `size` [L, S, H] work each; the largest start first."""
+        """Cut each cell into `count` [L, S, H] parts of `size` [L, S, H] work each; the largest
+        start first.
+        """
         layers, cells = count.shape[0], count.shape[1] * count.shape[2]
         order = longest_first(size.reshape(layers, cells))
         order += np.arange(layers)[:, None] * cells
@@ -81,7 +89,13 @@ class Parts:
         last = end - 1
         if not copies.all():
             last = last[copies > 0]
-        return cls(count, np.repeat(flat, copies), number, last, np.append(0, end.reshape(layers, cells)[:, -1]))
+        return cls(
+            count,
+            np.repeat(flat, copies),
+            number,
+            last,
+            np.append(0, end.reshape(layers, cells)[:, -1]),
+        )
 
     def per_cell(self, values: Int64) -> Int64:
         """[N]: what each task's cell has in `values`, which broadcasts to [L, S, H]."""
@@ -89,20 +103,26 @@ class Parts:
 
 
 def longest_first(size: npt.NDArray[np.float64 | np.int64]) -> Int64:
-    """[L, n]: per layer the order of `size` [L, n] from large to small, ties (to 1 in 65,535) in their own order."""
+    """[L, n]: per layer the order of `size` [L, n] from large to small, ties (to 1 in 65,535) in
+    their own order.
+    """
     largest = size.max(axis=1, initial=0, keepdims=True)
     scale = ORDER_STEPS / np.where(largest > 0, largest, 1)
     return np.asarray((ORDER_STEPS - size * scale).astype(np.uint16).argsort(axis=1, kind="stable"))
 
 
 def fitted(size: Float64, target: Float64, wanted: int, most: Float64 | float = np.inf) -> Int64:
-    """[L, …]: how many parts of at most `target` [L, 1, 1] each cell of `size` is cut into, `most` at most.
+    """[L, …]: how many parts of at most `target` [L, 1, 1] each cell of `size` is cut into, `most`
+    at most.
 
-    Where a layer has no more cells than `wanted` but would get more parts, its target grows until they fit: one task
-    too many would make all wait for it. With more cells than that, parts are rounded to the nearest number.
+    Where a layer has no more cells than `wanted` but would get more parts, its target grows until
+    they fit: one task too many would make all wait for it. With more cells than that, parts are
+    rounded to the nearest number.
     """
     if size[0].size > wanted:
-        return np.minimum(np.maximum(np.rint(size / target), 1), np.maximum(most, 1)).astype(np.int64)
+        return np.minimum(np.maximum(np.rint(size / target), 1), np.maximum(most, 1)).astype(
+            np.int64
+        )
     target = target.copy()
     for _ in range(FITTING_ROUNDS):
         count = np.minimum(np.ceil(size / target), most)
@@ -114,18 +134,24 @@ def fitted(size: Float64, target: Float64, wanted: int, most: Float64 | float = 
 
 
 def require_positive(**values: int) -> None:
-    """Raise `ConfigError` naming the first argument below 1; `tile_tokens` must be a multiple of 16 besides."""
+    """Raise `ConfigError` naming the first argument below 1; `tile_tokens` must be a multiple of 16
+    besides.
+    """
     for name, value in values.items():
         if value < 1:
             raise ConfigError(f"{name} is {value}, it must be at least 1")
         if name == "tile_tokens" and value % TILE_MULTIPLE:
-            raise ConfigError(f"{name} is {value}, it must be a positive multiple of {TILE_MULTIPLE}")
+            raise ConfigError(
+                f"{name} is {value}, it must be a positive multiple of {TILE_MULTIPLE}"
+            )
 
 
 def split_evenly(rows: DecodeRows, parts: Int64, tile_tokens: int) -> WorkPlan:
-    """Split every (row, layer, head) into `parts` [R, L, H] equal shares; window layers are never split.
+    """Split every (row, layer, head) into `parts` [R, L, H] equal shares; window layers are never
+    split.
 
-    Tasks of a layer start with the largest budget share, so that short tasks fill the gaps at the end.
+    Tasks of a layer start with the largest budget share, so that short tasks fill the gaps at the
+    end.
     """
     require_positive(tile_tokens=tile_tokens)
     count = parts.swapaxes(0, 1).copy()
@@ -133,17 +159,36 @@ def split_evenly(rows: DecodeRows, parts: Int64, tile_tokens: int) -> WorkPlan:
     tasks = Parts.of(count, rows.budget.swapaxes(0, 1) / count)
     split = count > 1
     kind = tasks.per_cell(np.where(split, int(RangeKind.FRAC), int(RangeKind.OPEN)))
-    return finish(rows, Sources.own(len(parts)), tasks, kind, tasks.number, tasks.per_cell(count * split), tile_tokens)
+    return finish(
+        rows,
+        Sources.own(len(parts)),
+        tasks,
+        kind,
+        tasks.number,
+        tasks.per_cell(count * split),
+        tile_tokens,
+    )
 
 
 def finish(
-    rows: DecodeRows, sources: Sources, tasks: Parts, kind: Int64, a: Int64, b: Int64, tile_tokens: int
+    rows: DecodeRows,
+    sources: Sources,
+    tasks: Parts,
+    kind: Int64,
+    a: Int64,
+    b: Int64,
+    tile_tokens: int,
 ) -> WorkPlan:
-    """The plan of tasks with ranges `kind`, `a`, `b` [N], which are replaced by WINDOW in sliding-window layers."""
+    """The plan of tasks with ranges `kind`, `a`, `b` [N], which are replaced by WINDOW in
+    sliding-window layers.
+    """
     layers, _, heads = tasks.count.shape
     a = _read_windows(rows, tasks, kind, a, b)
     slots = _Slots.of(sources, tasks.count, len(rows.table))
-    address = [x if sources.single else x[sources.owner] for x in (rows.table, rows.length_index, rows.column)]
+    address = [
+        x if sources.single else x[sources.owner]
+        for x in (rows.table, rows.length_index, rows.column)
+    ]
     table, length_index, column = (tasks.per_cell(x.swapaxes(0, 1)) for x in address)
     row_indptr, reader, direct, slot = _entries(sources, tasks, slots)
     segment, width = np.flatnonzero(slots.split), slots.width
@@ -153,17 +198,34 @@ def finish(
     )
     numbers = np.arange(slots.per_layer.max())
     return WorkPlan(
-        kv_heads=heads, tile_tokens=tile_tokens, layer_indptr=tasks.layer_indptr, table=table,
-        length_index=length_index, column=column, head=tasks.per_cell(np.arange(heads)), kind=kind, a=a, b=b,
-        row_begin=row_indptr[:-1], row_end=row_indptr[1:], rows=reader, direct=direct, slot=slot,
-        merge_indptr=np.searchsorted(segment, np.arange(layers + 1) * width), merge_row=merge_row,
-        merge_head=merge_head, part_indptr=np.append(0, np.cumsum(slots.parts.ravel().take(segment))),
-        part_slot=np.concatenate([numbers[:count] for count in slots.per_layer]), partial_slots=len(numbers),
-    )  # fmt: skip
+        kv_heads=heads,
+        tile_tokens=tile_tokens,
+        layer_indptr=tasks.layer_indptr,
+        table=table,
+        length_index=length_index,
+        column=column,
+        head=tasks.per_cell(np.arange(heads)),
+        kind=kind,
+        a=a,
+        b=b,
+        row_begin=row_indptr[:-1],
+        row_end=row_indptr[1:],
+        rows=reader,
+        direct=direct,
+        slot=slot,
+        merge_indptr=np.searchsorted(segment, np.arange(layers + 1) * width),
+        merge_row=merge_row,
+        merge_head=merge_head,
+        part_indptr=np.append(0, np.cumsum(slots.parts.ravel().take(segment))),
+        part_slot=np.concatenate([numbers[:count] for count in slots.per_layer]),
+        partial_slots=len(numbers),
+    )
 
 
 def _read_windows(rows: DecodeRows, tasks: Parts, kind: Int64, a: Int64, b: Int64) -> Int64:
-    """`a`, or a copy of it where a sliding-window layer has other values; `kind` and `b` are changed in place."""
+    """`a`, or a copy of it where a sliding-window layer has other values; `kind` and `b` are
+    changed in place.
+    """
     if not rows.windowed.any():
         return a
     a = a.copy()
@@ -175,10 +237,11 @@ def _read_windows(rows: DecodeRows, tasks: Parts, kind: Int64, a: Int64, b: Int6
 
 @dataclass(frozen=True, eq=False)
 class _Slots:
-    """Where parts write: `parts` [L, R, H] of each output and `split`, flat, where there are several.
+    """Where parts write: `parts` [L, R, H] of each output and `split`, flat, where there are
+    several.
 
-    `first` [L, E, H] is the slot of the first part that each reader has of its source, 0 where the output has one part
-    only. `per_layer` [L] counts the slots of each layer.
+    `first` [L, E, H] is the slot of the first part that each reader has of its source, 0 where the
+    output has one part only. `per_layer` [L] counts the slots of each layer.
     """
 
     parts: Int64
@@ -198,7 +261,9 @@ class _Slots:
             return cls._numbered(count)
         order = np.argsort(sources.reader, kind="stable")
         row = sources.reader[order]
-        by_row = count.take(np.repeat(np.arange(len(sources.owner)), sources.readers)[order], axis=1)
+        by_row = count.take(
+            np.repeat(np.arange(len(sources.owner)), sources.readers)[order], axis=1
+        )
         begin = np.searchsorted(row, np.arange(rows + 1))
         before = np.zeros((len(count), len(order) + 1, count.shape[2]), np.int64)
         np.cumsum(by_row, axis=1, out=before[:, 1:])
@@ -217,14 +282,17 @@ class _Slots:
 
 
 def _entries(sources: Sources, tasks: Parts, slots: _Slots) -> tuple[Int64, Int64, Bool, Int64]:
-    """row_begin and row_end as one array [N + 1], and rows [M], direct [M], slot [M] of the plan."""
+    """row_begin and row_end as one array [N + 1], and rows [M], direct [M], slot [M] of
+    the plan.
+    """
     heads, every = tasks.count.shape[2], np.arange(len(sources.owner))[:, None]
     if sources.single:
         slot = slots.first.ravel().take(tasks.cell)
         slot += tasks.number
         indptr = np.arange(len(tasks.cell) + 1)
         return indptr, tasks.per_cell(every), ~slots.split.take(tasks.cell), slot
-    # Per layer and head the readers of a source lie side by side: entries of a task are one run of such an array.
+    # Per layer and head the readers of a source lie side by side: entries of a task are one run of
+    # such an array.
     layers, readers = len(tasks.count), tasks.per_cell(sources.readers[:, None])
     base = np.arange(layers * heads).reshape(layers, 1, heads) * len(sources.reader)
     indptr = np.append(0, np.cumsum(readers))

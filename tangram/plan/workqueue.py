@@ -1,15 +1,17 @@
-"""The work queue: compact tasks cut from each row's true lengths (PersistentKV, work queue and true-length splits).
+"""The work queue: compact tasks cut from each row's true lengths (PersistentKV, work queue and
+true-length splits).
 
-A layer's tiles divided by `workers · tasks_per_worker` are the target size of a task. Each (row, layer, KV head)
-becomes as many equal tasks as it takes to stay at or below the target, and where that gives more tasks than asked for,
-the target grows until they fit: one task too many would make all wait for it. Where cells are about as many as
-workers, one long cell would do the same: there may be more tasks, but not so many that cells all alike are cut. All but
-a cell's last task are ABS ranges and the last is OPEN, so that rows may grow without a new plan. Tasks start longest
-first in their layer.
+A layer's tiles divided by `workers · tasks_per_worker` are the target size of a task. Each (row,
+layer, KV head) becomes as many equal tasks as it takes to stay at or below the target, and where
+that gives more tasks than asked for, the target grows until they fit: one task too many would make
+all wait for it. Where cells are about as many as workers, one long cell would do the same: there
+may be more tasks, but not so many that cells all alike are cut. All but a cell's last task are ABS
+ranges and the last is OPEN, so that rows may grow without a new plan. Tasks start longest first in
+their layer.
 
-Worked example: 1 layer, 1 KV head, 2 rows of 1000 and 300 entries, 2 workers with 2 tasks each, tile 128, at least 256
-tokens a task: the target is (8 + 3) / 4 = 2.75 tiles. Row 0 becomes 3 tasks of 2, 3 and 3 tiles; row 1 would be 2, but
-is too short for that, so 1:
+Worked example: 1 layer, 1 KV head, 2 rows of 1000 and 300 entries, 2 workers with 2 tasks each,
+tile 128, at least 256 tokens a task: the target is (8 + 3) / 4 = 2.75 tiles. Row 0 becomes 3 tasks
+of 2, 3 and 3 tiles; row 1 would be 2, but is too short for that, so 1:
 
     task        row  kind  a    b
     0           0    ABS   0    256
@@ -28,12 +30,14 @@ from tangram.plan.form import DecodeRows, RangeKind, WorkPlan
 from tangram.plan.split import Parts, Sources, finish, fitted, require_positive
 from tangram.types import Float64, Int32, Int64
 
-SPARE = 1.75  # parts for each cell where these are about as many as workers: room to cut the long ones, not all
+# Parts for each cell where these are about as many as workers: room to cut the long ones, not all
+SPARE = 1.75
 
 
 @dataclass(frozen=True)
 class Grain:
-    """How finely a layer is cut: about `workers * tasks_per_worker` tasks, in whole tiles, of `min_tokens` or more.
+    """How finely a layer is cut: about `workers * tasks_per_worker` tasks, in whole tiles, of
+    `min_tokens` or more.
 
     Raises `ConfigError` naming the field that is out of range.
     """
@@ -56,10 +60,11 @@ def plan_workqueue(
     min_tokens: int = 128,
     tasks_per_worker: int = 1,
 ) -> WorkPlan:
-    """Cut every (row, layer, KV head) by its true length; `lengths` is the flat int32 array, before later growth.
+    """Cut every (row, layer, KV head) by its true length; `lengths` is the flat int32 array, before
+    later growth.
 
-    `min_tokens` bounds what a task must at least read: below it the start of a task costs more than its entries.
-    Raises `ConfigError` naming the argument that is out of range.
+    `min_tokens` bounds what a task must at least read: below it the start of a task costs more than
+    its entries. Raises `ConfigError` naming the argument that is out of range.
     """
     grain = Grain(workers, tasks_per_worker, tile_tokens, min_tokens)
     end = lengths[rows.length_index].swapaxes(0, 1).astype(np.int64)
@@ -69,11 +74,12 @@ def plan_workqueue(
 
 def cut(
     rows: DecodeRows, sources: Sources, begin: Int64, end: Int64, weight: Float64, grain: Grain
-) -> WorkPlan:  # fmt: skip
-    """Cut sources [begin, end), both [L, S, H], into equal work; an entry of source s weighs `weight[s]` ≥ 1.
+) -> WorkPlan:
+    """Cut sources [begin, end), both [L, S, H], into equal work; an entry of source s weighs
+    `weight[s]` ≥ 1.
 
-    The last R sources are the rows' own tails, in row order: they end OPEN, and in sliding-window layers they are read
-    by WINDOW while all other sources are dropped.
+    The last R sources are the rows' own tails, in row order: they end OPEN, and in sliding-window
+    layers they are read by WINDOW while all other sources are dropped.
     """
     shared = end.shape[1] - len(rows.table)
     tokens = np.maximum(end - begin, 0)
@@ -88,7 +94,9 @@ def cut(
     kind[tasks.last] = int(RangeKind.OPEN)
     if shared:
         every = np.arange(end.shape[1])[:, None]
-        closed = tasks.last[np.broadcast_to(every < shared, end.shape).ravel().take(tasks.cell.take(tasks.last))]
+        closed = tasks.last[
+            np.broadcast_to(every < shared, end.shape).ravel().take(tasks.cell.take(tasks.last))
+        ]
         b[closed] = end.ravel().take(tasks.cell.take(closed))
         kind[closed] = int(RangeKind.ABS)
     return finish(rows, sources, tasks, kind, a, b, grain.tile_tokens)
@@ -96,8 +104,10 @@ def cut(
 
 def _count(
     rows: DecodeRows, tokens: Int64, weight: Float64, shared: int, grain: Grain
-) -> tuple[Int64, Float64]:  # fmt: skip
-    """[L, S, H]: the number of parts, at least one of each tail, exactly one in window layers; and the work of all."""
+) -> tuple[Int64, Float64]:
+    """[L, S, H]: the number of parts, at least one of each tail, exactly one in window layers; and
+    the work of all.
+    """
     tile, least = grain.tile_tokens, -(-grain.min_tokens // grain.tile_tokens)
     work = tokens * weight[:, None]
     wanted, cells = grain.workers * grain.tasks_per_worker, tokens[0].size
@@ -117,7 +127,9 @@ def _begins(tasks: Parts, tokens: Int64, tile: int) -> Int64:
     Larger parts come last: there the last tile may be cut short.
     """
     tiles, count = -(-tokens // tile), tasks.count
-    base = (tiles / np.maximum(count, 1)).astype(np.int64)  # exact, and far faster than integer division
+    base = (tiles / np.maximum(count, 1)).astype(
+        np.int64
+    )  # exact, and far faster than integer division
     begin = tasks.number - tasks.per_cell(count - (tiles - base * count))
     np.maximum(begin, 0, out=begin)
     begin += tasks.number * tasks.per_cell(base)

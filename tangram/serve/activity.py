@@ -1,4 +1,5 @@
-"""A line of the log every ten seconds in which the engine did anything: what runs, how fast, how full, what is reused.
+"""A line of the log every ten seconds in which the engine did anything: what runs, how fast, how
+full, what is reused.
 
 From two readings of the engine's counters; nothing else is measured.
 """
@@ -43,7 +44,8 @@ class Activity:
         return cls(
             requests_running=now.running,
             requests_waiting=now.waiting,
-            prompt_tokens_per_s=(now.computed_prompt_tokens - before.computed_prompt_tokens) / seconds,
+            prompt_tokens_per_s=(now.computed_prompt_tokens - before.computed_prompt_tokens)
+            / seconds,
             generated_tokens_per_s=(now.generated_tokens - before.generated_tokens) / seconds,
             held_share=now.pages_held / now.pages_total,
             cached_share=now.pages_cached / now.pages_total,
@@ -54,7 +56,10 @@ class Activity:
         """One line for people."""
         parts = [
             f"running {self.requests_running}, waiting {self.requests_waiting}",
-            f"prompt {self.prompt_tokens_per_s:,.1f} and generated {self.generated_tokens_per_s:,.1f} tokens/s",
+            (
+                f"prompt {self.prompt_tokens_per_s:,.1f} and generated "
+                f"{self.generated_tokens_per_s:,.1f} tokens/s"
+            ),
             f"KV pages {self.held_share:.1%} held, {self.cached_share:.1%} cached",
         ]
         if self.reused_share is not None:
@@ -64,7 +69,10 @@ class Activity:
     @property
     def fields(self) -> dict[str, float | None]:
         """The numbers by name, for a line of JSON."""
-        return {name: round(value, 4) if isinstance(value, float) else value for name, value in asdict(self).items()}
+        return {
+            name: round(value, 4) if isinstance(value, float) else value
+            for name, value in asdict(self).items()
+        }
 
 
 async def tell_activity(stats: Callable[[], EngineStats]) -> None:

@@ -29,7 +29,9 @@ async def _whole(events: EventStream, style: Format, job: Job) -> Json:
         choices[index].add(event)
         usages[index] = event.usage
     # With alternatives of many tokens an answer is large, and making one would stall every stream.
-    made = [await asyncio.to_thread(style.whole, index, choice) for index, choice in enumerate(choices)]
+    made = [
+        await asyncio.to_thread(style.whole, index, choice) for index, choice in enumerate(choices)
+    ]
     return {
         "choices": made,
         "usage": _usage(usages, style, job.sampling.n),
@@ -38,7 +40,7 @@ async def _whole(events: EventStream, style: Format, job: Job) -> Json:
 
 async def frames(
     events: EventStream, head: Json, style: Format, n: int, options: StreamOptions | None
-) -> AsyncIterator[str]:  # fmt: skip
+) -> AsyncIterator[str]:
     """The server-sent events of an answer: openings, deltas, the usage if asked for, [DONE]."""
     include_usage = options is not None and options.include_usage
     continuous = options is not None and options.continuous_usage_stats
@@ -48,7 +50,11 @@ async def frames(
             opening = [] if index in usages else style.opening(index)
             usages[index] = event.usage
             delta = style.delta(index, event)
-            tail = {"usage": _usage({index: event.usage}, style, 1) if continuous else None} if include_usage else {}
+            tail = (
+                {"usage": _usage({index: event.usage}, style, 1) if continuous else None}
+                if include_usage
+                else {}
+            )
             for choice in (*opening, delta):
                 yield _frame(head | {"choices": [choice]} | tail)
         if include_usage:
@@ -60,7 +66,9 @@ async def frames(
 
 def _usage(usages: Mapping[int, Usage], style: Format, n: int) -> Json:
     """The usage of these choices."""
-    return usage_json([usages[index] for index in sorted(usages)], n, style.reasoning_tokens(usages))
+    return usage_json(
+        [usages[index] for index in sorted(usages)], n, style.reasoning_tokens(usages)
+    )
 
 
 def _frame(data: Json) -> str:

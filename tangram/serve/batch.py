@@ -1,12 +1,15 @@
 """Files of requests in OpenAI's batch format, answered by an engine in this process.
 
-A line of the input is `{"custom_id", "method", "url", "body"}`; a line of the output has the same `custom_id` and a
-`response` with `status_code` and `body`, or an `error`, or both. Answers come in the order in which they are finished.
+A line of the input is `{"custom_id", "method", "url", "body"}`; a line of the output has the same
+`custom_id` and a `response` with `status_code` and `body`, or an `error`, or both. Answers come in
+the order in which they are finished.
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import io
 import json
 import logging
 import os
@@ -14,7 +17,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -43,7 +46,9 @@ class _Line(BaseModel):
 
 @dataclass(frozen=True)
 class Task:
-    """One line of the input. `custom_id` is None where it has none of its own; `request` is None where it is wrong."""
+    """One line of the input. `custom_id` is None where it has none of its own; `request` is None
+    where it is wrong.
+    """
 
     number: int
     custom_id: str | None
@@ -66,23 +71,34 @@ class BatchFiles:
     """What is to be answered, and what of it was before.
 
     A last answer in the output that was cut short, by a crash say, is taken off and answered again.
-    Raises `ConfigError` if a file cannot be read, if both are the same, or if the output holds
-    anything but answers: then it stays as it is.
+    The output is open from now on, and closed to other runs until it is closed.
+    Raises `ConfigError` if a file cannot be read, if both are the same, if another run writes the
+    output, or if that holds anything but answers: then it stays as it is.
     """
 
     source: Path
     target: Path
     tasks: list[Task] = field(init=False)
     total: int = field(init=False)
+    output: io.FileIO = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.source.resolve() == self.target.resolve() or _are_same(self.source, self.target):
-            raise ConfigError(f"output is {str(self.target)!r}, the file of the requests: choose another file")
         try:
+            if _are_same(self.source, self.target):
+                raise ConfigError(
+                    f"output is {str(self.target)!r}, the file of the requests: choose another file"
+                )
             tasks = list(_tasks(self.source))
-            done = _done(self.target)
+            self.output = _opened(self.target)
+            try:
+                done = _done(self.output, self.target)
+            except BaseException:
+                self.output.close()
+                raise
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"batch is {str(self.source)!r}, output {str(self.target)!r}: {error}") from error
+            raise ConfigError(
+                f"batch is {str(self.source)!r}, output {str(self.target)!r}: {error}"
+            ) from error
         self.total = len(tasks)
         self.tasks = [task for task in tasks if task.key not in done]
 
@@ -98,9 +114,16 @@ def _tasks(source: Path) -> Iterator[Task]:
         if not text.strip():
             continue
         task = _task(number, text)
-        if task.custom_id is not None and (first := first_lines.setdefault(task.custom_id, number)) != number:
-            message = f"custom_id is {task.custom_id!r}, as in line {first}: each line needs its own"
-            task = Task(number, None, None, ApiError(400, message, param="custom_id", code="invalid_value"))
+        if (
+            task.custom_id is not None
+            and (first := first_lines.setdefault(task.custom_id, number)) != number
+        ):
+            message = (
+                f"custom_id is {task.custom_id!r}, as in line {first}: each line needs its own"
+            )
+            task = Task(
+                number, None, None, ApiError(400, message, param="custom_id", code="invalid_value")
+            )
         yield task
 
 
@@ -121,22 +144,48 @@ def _are_same(source: Path, target: Path) -> bool:
     return target.exists() and source.exists() and source.samefile(target)
 
 
-def _done(target: Path) -> set[str]:
-    """The keys of the answers in `target`; of a last line without an end, what a crash left is cut off."""
-    if not target.exists():
-        return set()
-    *lines, rest = target.read_bytes().split(b"\n")
+def _opened(target: Path) -> io.FileIO:
+    """The output, at whose end is written; nobody else may meanwhile. Raises `ConfigError`,
+    `OSError`.
+    """
+    if (
+        target.exists() and not target.is_file()
+    ):  # a pipe or a device has no answers to read, or never ends
+        raise ConfigError(f"output is {str(target)!r}, it must be a regular file")
+    file = io.FileIO(target, "a+")
+    try:
+        fcntl.flock(
+            file, fcntl.LOCK_EX | fcntl.LOCK_NB
+        )  # the system lets go of it however the process ends
+    except BlockingIOError:
+        file.close()
+        raise ConfigError(
+            f"output is {str(target)!r}, another run writes to it: wait for its end"
+        ) from None
+    except OSError:  # a file system without locks
+        pass
+    return file
+
+
+def _done(file: io.FileIO, target: Path) -> set[str]:
+    """The keys of the answers in `file`; of a last line without an end, what a crash left is cut
+    off.
+    """
+    file.seek(0)
+    *lines, rest = file.readall().split(b"\n")
     keys = {_answered_key(target, number, line) for number, line in enumerate(lines, 1)}
-    if not rest:
-        return keys
-    with target.open("r+b") as file:
-        if not _is_cut_short(rest):
-            keys.add(_answered_key(target, len(lines) + 1, rest))
-            file.seek(0, os.SEEK_END)
-            file.write(b"\n")
-        else:
-            file.truncate(file.seek(-len(rest), os.SEEK_END))
+    if rest and _is_cut_short(rest):
+        file.truncate(file.seek(-len(rest), os.SEEK_END))
+    elif rest:
+        keys.add(_answered_key(target, len(lines) + 1, rest))
+        _append(file, b"\n")
     return keys
+
+
+def _append(file: io.FileIO, data: bytes) -> None:
+    """Write all of it at the end; the system may take it in parts."""
+    while data:
+        data = data[file.write(data) :]
 
 
 def _answered_key(target: Path, number: int, line: bytes) -> str:
@@ -148,7 +197,9 @@ def _answered_key(target: Path, number: int, line: bytes) -> str:
             return key
     except (ValueError, LookupError, TypeError, RecursionError):  # also bytes that are no text
         pass
-    raise ConfigError(f"output is {str(target)!r}, its line {number} is no answer to a batch: choose another file")
+    raise ConfigError(
+        f"output is {str(target)!r}, its line {number} is no answer to a batch: choose another file"
+    )
 
 
 def _is_cut_short(rest: bytes) -> bool:
@@ -162,22 +213,30 @@ def _is_cut_short(rest: bytes) -> bool:
     return False
 
 
-def answer_all(service: Service, files: BatchFiles, *, at_once: int, on_line: Callable[[], None]) -> int:
-    """Answer what is left of `files`, `at_once` requests at a time; how many of these lines got an error.
+def answer_all(
+    service: Service, files: BatchFiles, *, at_once: int, on_line: Callable[[], None]
+) -> int:
+    """Answer what is left of `files`, `at_once` requests at a time; how many of these lines got an
+    error.
 
-    `on_line` is called after each line is written. Starts the engine and stops it. Raises `TangramError` if it dies, or
-    a grammar cannot be tried: lines without an answer are not written then, and the next run goes on with them.
+    `on_line` is called after each line is written. Starts the engine and stops it. Raises
+    `TangramError` if it dies, or a grammar cannot be tried: lines without an answer are not written
+    then, and the next run goes on with them.
     """
-    service.start()
-    try:
-        with files.target.open("a", encoding="utf-8") as file:
+    with files.output as file:
+        service.start()
+        try:
             return asyncio.run(_answer_all(service, iter(files.tasks), file, at_once, on_line))
-    finally:
-        service.stop()
+        finally:
+            service.stop()
 
 
 async def _answer_all(
-    service: Service, tasks: Iterator[Task], file: TextIO, at_once: int, on_line: Callable[[], None]
+    service: Service,
+    tasks: Iterator[Task],
+    file: io.FileIO,
+    at_once: int,
+    on_line: Callable[[], None],
 ) -> int:
     failed = 0
 
@@ -186,8 +245,7 @@ async def _answer_all(
         for task in tasks:
             record = await _record(service, task)
             # Only ASCII: an answer may hold half a character, which UTF-8 cannot spell.
-            file.write(json.dumps(record) + "\n")
-            file.flush()
+            _append(file, json.dumps(record).encode("ascii") + b"\n")
             failed += record["error"] is not None
             on_line()
 
@@ -198,14 +256,19 @@ async def _answer_all(
     except* TangramError as errors:
         raise errors.exceptions[0] from None
     except* OSError as errors:
-        raise TangramError(f"output {file.name!r} cannot be written: {errors.exceptions[0]}") from errors
+        raise TangramError(
+            f"output {str(file.name)!r} cannot be written: {errors.exceptions[0]}"
+        ) from errors
     return failed
 
 
 async def _record(service: Service, task: Task) -> Json:
     head: Json = {"id": task.id, "custom_id": task.custom_id}
     if task.request is None:
-        return head | {"response": None, "error": None if task.error is None else task.error.body()["error"]}
+        return head | {
+            "response": None,
+            "error": None if task.error is None else task.error.body()["error"],
+        }
     status, body = await _response(service, task.request)
     response = {"status_code": status, "request_id": f"req-{uuid.uuid4().hex}", "body": body}
     return head | {"response": response, "error": body["error"] if status != 200 else None}
@@ -216,7 +279,9 @@ async def _response(service: Service, line: _Line) -> tuple[int, Json]:
         body = _BODIES[line.url].model_validate(line.body)
         service.check_model(body.model)
         if body.stream:
-            raise ApiError(400, "'stream' is true, a file has no use for it: leave it out", param="stream")
+            raise ApiError(
+                400, "'stream' is true, a file has no use for it: leave it out", param="stream"
+            )
         return 200, await service.whole(body)
     except ValidationError as error:
         failure = of_validation(error)
@@ -230,5 +295,8 @@ async def _response(service: Service, line: _Line) -> tuple[int, Json]:
         _log.exception("a request of the batch failed")
         failure = ApiError(500, "internal error: the log has the details")
     if not service.healthy:
-        raise TangramError("the engine has stopped: the log has the reason; run it again to go on after what is done")
+        raise TangramError(
+            "the engine has stopped: the log has the reason; run it again to go on after what is "
+            "done"
+        )
     return failure.status, failure.body()

@@ -1,4 +1,6 @@
-"""What all request bodies are: strict types, no unknown fields, text that is Unicode, JSON of bounded depth."""
+"""What all request bodies are: strict types, no unknown fields, text that is Unicode, JSON of
+bounded depth.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +28,27 @@ def encodable(text: Any) -> Any:
         if isinstance(text, str):
             text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"holds half a surrogate pair at character {error.start}, which is not unicode text") from None
+        raise ValueError(
+            f"holds half a surrogate pair at character {error.start}, which is not unicode text"
+        ) from None
     return text
 
 
-# Of every text of a request; whatever is only named, echoed or logged is a `Label` or has a bound of its own.
+# Of every text of a request; whatever is only named, echoed or logged is a `Label` or has a bound
+# of its own.
 Text = Annotated[str, BeforeValidator(encodable)]
 Salt = Annotated[
     Text,
-    Field(max_length=MAX_SALT_CHARACTERS, description="prefixes are reused only among requests with the same salt"),
+    Field(
+        max_length=MAX_SALT_CHARACTERS,
+        description="prefixes are reused only among requests with the same salt",
+    ),
 ]
 
 
-Label = Annotated[Text, Field(max_length=_MAX_LABEL_CHARACTERS, description="a label, without effect")]
+Label = Annotated[
+    Text, Field(max_length=_MAX_LABEL_CHARACTERS, description="a label, without effect")
+]
 
 Metadata = Annotated[
     dict[
@@ -61,7 +71,9 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _null_is_default(cls, body: Any) -> Any:
-        if isinstance(body, dict) and len(body) > _MAX_FIELDS:  # each would become an error, with all its data
+        if (
+            isinstance(body, dict) and len(body) > _MAX_FIELDS
+        ):  # each would become an error, with all its data
             raise ValueError(f"there are {len(body)} fields, at most {_MAX_FIELDS} are allowed")
         if not isinstance(body, dict):
             return body
@@ -69,7 +81,9 @@ class Body(BaseModel):
         for name in known.keys() & body.keys():
             _refuse_many(name, body[name], known[name])
         body = drop_no_ops(without_unknown(body, known, cls.refused), cls.refused)
-        return {name: value for name, value in body.items() if value is not None or name not in known}
+        return {
+            name: value for name, value in body.items() if value is not None or name not in known
+        }
 
 
 def _refuse_many(name: str, value: Any, field: FieldInfo) -> None:
@@ -85,7 +99,9 @@ def deeper_than(value: Any, levels: int) -> bool:
     """Whether the lists and objects of a JSON value are nested in more than `levels` levels."""
     level = [value]
     for _ in range(levels + 1):
-        level = [item for outer in level if isinstance(outer, (dict, list)) for item in _items(outer)]
+        level = [
+            item for outer in level if isinstance(outer, (dict, list)) for item in _items(outer)
+        ]
         if not level:
             return False
     return True

@@ -1,4 +1,6 @@
-"""From the engine's thread to asyncio: one `EventStream` per HTTP request, which never leaves pages behind."""
+"""From the engine's thread to asyncio: one `EventStream` per HTTP request, which never leaves pages
+behind.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,20 @@ from tangram.metrics import EngineStats
 from tangram.serve.errors import ApiError
 from tangram.serve.exposition import CompletionMeter, ServerMetrics
 from tangram.serve.record import Generation, Record
-from tangram.types import Event, FinishReason, Grammar, Marks, Request, SamplingParams, ThinkingFormat, ToolFormat
+from tangram.types import (
+    Event,
+    FinishReason,
+    Grammar,
+    Marks,
+    Request,
+    SamplingParams,
+    ThinkingFormat,
+    ToolFormat,
+)
 
 HEALTH_CHECK_S = 1.0
-# Of more completions hardly more than these are in one step: the bound on what waits for a client stops growing.
+# Of more completions hardly more than these are in one step: the bound on what waits for a client
+# stops growing.
 _COUNTED_CHOICES = 8
 
 
@@ -28,10 +40,11 @@ _COUNTED_CHOICES = 8
 class Limits:
     """How long an answer may take, and how far a client may fall behind one that is streamed to it.
 
-    A request is ended `request_timeout_s` after it has come, waiting in the queue included; None never. A stream is
-    ended when `pending_events` for each of its completions, of at most eight, wait for a client that does not read.
-    `max_queue` is the engine's: who is on the way to the queue counts, too; None takes in everybody, those who wait
-    for new grammars, too. Raises `ConfigError` where a number cannot be meant.
+    A request is ended `request_timeout_s` after it has come, waiting in the queue included; None
+    never. A stream is ended when `pending_events` for each of its completions, of at most eight,
+    wait for a client that does not read. `max_queue` is the engine's: who is on the way to the
+    queue counts, too; None takes in everybody, those who wait for new grammars, too. Raises
+    `ConfigError` where a number cannot be meant.
     """
 
     request_timeout_s: float | None = None
@@ -41,7 +54,9 @@ class Limits:
     def __post_init__(self) -> None:
         timeout_s = self.request_timeout_s
         if timeout_s is not None and not (math.isfinite(timeout_s) and timeout_s > 0):
-            raise ConfigError(f"request_timeout_s is {timeout_s}, it must be a positive number of seconds")
+            raise ConfigError(
+                f"request_timeout_s is {timeout_s}, it must be a positive number of seconds"
+            )
         if self.pending_events < 1:
             raise ConfigError(f"pending_events is {self.pending_events}, it must be at least 1")
 
@@ -58,7 +73,9 @@ class Codec(Protocol):
 
     @property
     def tool_format(self) -> ToolFormat | None:
-        """How the model writes calls of tools; None if it knows none, or writes them in an unknown way."""
+        """How the model writes calls of tools; None if it knows none, or writes them in an unknown
+        way.
+        """
 
     @property
     def thinking_format(self) -> ThinkingFormat | None:
@@ -82,10 +99,14 @@ class Codec(Protocol):
         tools: Sequence[Mapping[str, Any]] = (),
         options: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]:
-        """The tokens of a conversation up to the answer; raises `RequestError` if the template rejects it."""
+        """The tokens of a conversation up to the answer; raises `RequestError` if the template
+        rejects it.
+        """
 
     def verbatim(self, token_ids: Sequence[int], field: str) -> str:
-        """The text of tokens, special ones by name; raises `RequestError` (`field`) if one is not in the vocabulary."""
+        """The text of tokens, special ones by name; raises `RequestError` (`field`) if one is not
+        in the vocabulary.
+        """
 
     def token_text(self, token_id: int) -> TokenText:
         """One token as `logprobs` reports it."""
@@ -98,17 +119,22 @@ class Grammars(Protocol):
         """Do now what the first grammar would wait for."""
 
     def known(self, source: str, field: str) -> Grammar | None:
-        """What `compile` has made of the same before, or its `RequestError` again, at once; None if it is new."""
+        """What `compile` has made of the same before, or its `RequestError` again, at once; None if
+        it is new.
+        """
 
     def compile(self, source: str, field: str) -> Grammar:
         """A grammar in llguidance's Lark dialect, from any thread.
 
-        Raises `RequestError` (`field`) if it is none, `MachineError` if that could not be found out.
+        Raises `RequestError` (`field`) if it is none, `MachineError` if that could not be found
+        out.
         """
 
 
 class ServedEngine(Protocol):
-    """The part of `tangram.engine.loop.Engine` that the server sees. `submit` and `abort` may come from any thread."""
+    """The part of `tangram.engine.loop.Engine` that the server sees. `submit` and `abort` may come
+    from any thread.
+    """
 
     @property
     def codec(self) -> Codec:
@@ -131,8 +157,8 @@ class ServedEngine(Protocol):
         """False once its thread has died."""
 
     def submit(self, *requests: Request) -> None:
-        """Queue requests, all or none; raises `RequestError` if they can never be served, `OverloadError` if too many
-        wait.
+        """Queue requests, all or none; raises `RequestError` if they can never be served,
+        `OverloadError` if too many wait.
         """
 
     def abort(self, request_id: str) -> None:
@@ -150,9 +176,11 @@ class ServedEngine(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """What one HTTP request asks of the engine: `sampling.n` completions of each prompt, whole or as a `stream`.
+    """What one HTTP request asks of the engine: `sampling.n` completions of each prompt, whole or
+    as a `stream`.
 
-    `record`, if the request came by HTTP, hears what comes of it, and gives the engine's log its name.
+    `record`, if the request came by HTTP, hears what comes of it, and gives the engine's log its
+    name.
     """
 
     id: str
@@ -177,18 +205,24 @@ def timed_out(limit_s: float | None) -> ApiError:
 
 
 class EventStream:
-    """The events of one job, as (choice, event); choice = prompt number · n + index of the completion.
+    """The events of one job, as (choice, event); choice = prompt number · n + index of the
+    completion.
 
-    Submits on construction (raises `RequestError` or `OverloadError` if the engine refuses, then nothing of it
-    has begun). Whoever builds it must `close()` it: that aborts every completion that has not ended, which frees its
-    pages. `overrun` is set when it was closed because nobody takes the events.
+    Submits on construction (raises `RequestError` or `OverloadError` if the engine refuses, then
+    nothing of it has begun). Whoever builds it must `close()` it: that aborts every completion that
+    has not ended, which frees its pages. `overrun` is set when it was closed because nobody takes
+    the events.
     """
 
-    def __init__(self, engine: ServedEngine, job: Job, metrics: ServerMetrics, limits: Limits) -> None:
+    def __init__(
+        self, engine: ServedEngine, job: Job, metrics: ServerMetrics, limits: Limits
+    ) -> None:
         self._engine, self._job = engine, job
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[tuple[int, Event] | ApiError] = asyncio.Queue()
-        self._most_pending = min(job.choices, _COUNTED_CHOICES) * limits.pending_events if job.stream else None
+        self._most_pending = (
+            min(job.choices, _COUNTED_CHOICES) * limits.pending_events if job.stream else None
+        )
         self._running: dict[int, CompletionMeter] = {}
         self._generation = Generation(job.id, job.sampling, job.kv_retention, job.stream)
         if job.record is not None:
@@ -226,13 +260,17 @@ class EventStream:
         return f"{name}-{number}" if len(self._job.prompts) > 1 else name
 
     def _post(self, number: int, event: Event) -> None:
-        """Runs on the engine's thread. Once the server's loop is closed nobody waits for the event any more."""
+        """Runs on the engine's thread. Once the server's loop is closed nobody waits for the event
+        any more.
+        """
         choice = number * self._job.sampling.n + event.index
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._enter, choice, event)
 
     def _enter(self, choice: int, event: Event) -> None:
-        """Runs on the server's loop. What the client does not read is kept for it only up to a bound."""
+        """Runs on the server's loop. What the client does not read is kept for it only up to a
+        bound.
+        """
         if self._most_pending is not None and self._queue.qsize() >= self._most_pending:
             self.overrun.set()
             self.close()
@@ -245,8 +283,8 @@ class EventStream:
         self._abort_unfinished()
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
-        """Events until every completion has ended. Raises `ApiError` if the engine gave up on one, or the client did
-        not take them.
+        """Events until every completion has ended. Raises `ApiError` if the engine gave up on one,
+        or the client did not take them.
         """
         while self._running or self.overrun.is_set():
             try:
@@ -267,9 +305,17 @@ class EventStream:
                     if isinstance(news, ApiError):
                         raise news
                     if news[1].error_field is not None:
-                        raise ApiError(400, news[1].error or "", param=news[1].error_field, code="invalid_value")
+                        raise ApiError(
+                            400,
+                            news[1].error or "",
+                            param=news[1].error_field,
+                            code="invalid_value",
+                        )
                     if news[1].finish_reason is FinishReason.ABORT:
-                        raise ApiError(500, news[1].error or "the engine ended the request: it is shutting down")
+                        raise ApiError(
+                            500,
+                            news[1].error or "the engine ended the request: it is shutting down",
+                        )
                     return news
             if not self._engine.healthy:
                 raise ApiError(503, "the engine has stopped: the server's log has the reason")

@@ -1,4 +1,6 @@
-"""Grammars of answers (llguidance's Lark dialect, `engine/grammar.py`): JSON, calls of tools, thoughts before them."""
+"""Grammars of answers (llguidance's Lark dialect, `engine/grammar.py`): JSON, calls of tools,
+thoughts before them.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +26,22 @@ def answer_grammar(schema: dict[str, Any], form: AnswerForm = _NO_FORM) -> str:
         return _source(_channels(form, f"answer: {json_rule(schema)}", "", forced=False))
     before, rules = form.thought()
     head = ["%llguidance {}"] if rules else []
-    return _source([*head, f"start: {before} {json_rule(schema)}" if before else f"start: {json_rule(schema)}", *rules])
+    return _source(
+        [
+            *head,
+            f"start: {before} {json_rule(schema)}" if before else f"start: {json_rule(schema)}",
+            *rules,
+        ]
+    )
 
 
 @dataclass(frozen=True)
 class CallGrammar:
     """Answers that call `tools`, in the form of the model: where `forced` they do nothing else.
 
-    With `parallel` there may be several calls. Who does not call answers as `schema` says; None, in any text, in which
-    control tokens may be as without a grammar. `answer` says how calls and thoughts are written.
+    With `parallel` there may be several calls. Who does not call answers as `schema` says; None, in
+    any text, in which control tokens may be as without a grammar. `answer` says how calls and
+    thoughts are written.
     """
 
     tools: Sequence[Tool]
@@ -44,7 +53,9 @@ class CallGrammar:
     answer: AnswerForm = field(default_factory=AnswerForm)
 
     def source(self) -> str:
-        """The grammar. Raises `RequestError` where the form cannot express what a tool's schema asks for."""
+        """The grammar. Raises `RequestError` where the form cannot express what a tool's schema
+        asks for.
+        """
         if self.form.style is CallStyle.CHANNEL:
             answer = "" if self.schema is None else f"answer: {json_rule(self.schema)}"
             rules = _channels(self.answer, answer, "body", forced=self.forced)
@@ -71,12 +82,17 @@ class CallGrammar:
         if form.style is CallStyle.NAMED:
             return [f"calls: call{'+' if self.parallel else ''}", f"call: {begin} body"]
         several = self.parallel and bool(begin)
-        return ['calls: call ("\\n" call)*' if several else "calls: call", f"call: {begin} body {end}"]
+        return [
+            'calls: call ("\\n" call)*' if several else "calls: call",
+            f"call: {begin} body {end}",
+        ]
 
     def _prose(self) -> list[str]:
         """Any text: the beginning of a call in it makes the rest one."""
         marker = self.form.begin.strip()
-        controls = [number for number in self.control_token_ids if number not in self.answer.marks.names]
+        controls = [
+            number for number in self.control_token_ids if number not in self.answer.marks.names
+        ]
         ids = ",".join(map(str, controls))
         rules = [f"note: TEXT <[{ids}]>"] if ids else []
         notes = "note* " if ids else ""
@@ -115,16 +131,24 @@ class CallGrammar:
         elif style is CallStyle.CHANNEL:
             channel = f"{written('<|channel|>')} {_STAGES}"
             to, message = _quoted(f" to=functions.{name}"), written("<|message|>")
-            yield f"{rule}: ({channel} {to} | {to} {channel}) kind? {message} {json_rule(arguments)}"
+            yield (
+                f"{rule}: ({channel} {to} | {to} {channel}) kind? {message} {json_rule(arguments)}"
+            )
         else:
             head = f'{{"name": "{name}", "{self.form.arguments}": '
             yield f'{rule}: {_quoted(head)} {json_rule(arguments)} "}}"'
 
 
 def _channels(form: AnswerForm, answer: str, body: str, *, forced: bool) -> list[str]:
-    """Messages of GPT-OSS: any number of thoughts and notes, then the call, the `answer`, or any text."""
+    """Messages of GPT-OSS: any number of thoughts and notes, then the call, the `answer`, or any
+    text.
+    """
     written = form.written
-    channel, message, constrain = written("<|channel|>"), written("<|message|>"), written("<|constrain|>")
+    channel, message, constrain = (
+        written("<|channel|>"),
+        written("<|message|>"),
+        written("<|constrain|>"),
+    )
     final = f'final: {channel} "final" kind? {message} {"answer" if answer else "TEXT"}'
     stage = '"analysis"' if forced or answer else _STAGES
     last = ["call" if body else "", "" if forced else "final", "" if forced or answer else "note"]

@@ -1,7 +1,9 @@
-"""Calls of tools in what a model writes, found while it is written; whatever is no proper call stays text.
+"""Calls of tools in what a model writes, found while it is written; whatever is no proper call
+stays text.
 
-Transformers' own parser of answers (`utils/chat_parsing`) gives up where JSON is broken and needs a mark at both ends;
-an answer that a limit has cut, and Llama's calls, which have no marks, are everyday here.
+Transformers' own parser of answers (`utils/chat_parsing`) gives up where JSON is broken and needs a
+mark at both ends; an answer that a limit has cut, and Llama's calls, which have no marks, are
+everyday here.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ class CallReader:
 
     thinking = False
 
-    def __init__(self, form: ToolFormat, names: Collection[str], parameters: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, form: ToolFormat, names: Collection[str], parameters: Mapping[str, Any] | None = None
+    ) -> None:
         self._form, self._names, self._parameters = form, names, parameters or {}
         self._begin, self._end = form.begin.strip(), form.end.strip()
         self._held, self._inside, self._searched, self._plain = "", False, 0, False
@@ -107,7 +111,9 @@ class CallReader:
             yield text
 
     def _undecided(self) -> int:
-        """How long the end of what is held is that may belong to a call: spaces, and the beginning of a mark."""
+        """How long the end of what is held is that may belong to a call: spaces, and the beginning
+        of a mark.
+        """
         text = self._held
         before = text[: len(text) - overlap(text, self._begin)]
         return len(text) - len(before.rstrip())
@@ -144,7 +150,8 @@ def arguments_json(arguments: Any) -> str | None:
     if not isinstance(arguments, dict):
         return None
     try:
-        # 1e999 reads as an infinity, and an escape of half a surrogate pair has no bytes: no JSON can hold them.
+        # 1e999 reads as an infinity, and an escape of half a surrogate pair has no bytes: no JSON
+        # can hold them.
         written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         written.encode()
     except (ValueError, RecursionError):

@@ -1,4 +1,6 @@
-"""GET /docs: the OpenAPI document as a page to read. It has no script and asks no other host for anything."""
+"""GET /docs: the OpenAPI document as a page to read. It has no script and asks no other host for
+anything.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,19 @@ def page(document: Json) -> str:
     """The page of `document`, as `tangram.serve.openapi.document` makes it."""
     info, schemas = document["info"], document["components"]["schemas"]
     title = escape(f"{info['title']} {info['version']}")
-    key = " Requests carry an API key: <code>Authorization: Bearer …</code>." if document.get("security") else ""
+    key = (
+        " Requests carry an API key: <code>Authorization: Bearer …</code>."
+        if document.get("security")
+        else ""
+    )
     parts = [
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title>",
         f"<meta name=viewport content='width=device-width'><style>{_STYLE}</style>",
-        f"<h1>{title}</h1><p>The OpenAI API; <a href=openapi.json>openapi.json</a> is this page for tools.{key}</p>",
+        (
+            f"<h1>{title}</h1><p>The OpenAI API; <a href=openapi.json>openapi.json</a> is this "
+            "page "
+            f"for tools.{key}</p>"
+        ),
     ]
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
@@ -54,7 +64,10 @@ def _endpoint(path: str, method: str, operation: Json) -> Iterator[str]:
 
 
 def _body(name: str, schema: Json) -> Iterator[str]:
-    yield f"<h2 id={escape(name, quote=True)}>{escape(name)}</h2><table><tr><th>field<th>type<th>meaning"
+    yield (
+        "<h2 "
+        f"id={escape(name, quote=True)}>{escape(name)}</h2><table><tr><th>field<th>type<th>meaning"
+    )
     unserved, required = [], schema.get("required", [])
     for field, found in schema["properties"].items():
         said = _said(found)
@@ -71,7 +84,14 @@ def _body(name: str, schema: Json) -> Iterator[str]:
 
 def _said(schema: Json) -> str:
     """Its description, or that of a form of it."""
-    return next((str(form["description"]) for form in (schema, *schema.get("anyOf", ())) if "description" in form), "")
+    return next(
+        (
+            str(form["description"])
+            for form in (schema, *schema.get("anyOf", ()))
+            if "description" in form
+        ),
+        "",
+    )
 
 
 def _default(schema: Json) -> str:
@@ -87,7 +107,9 @@ def _type(schema: Any) -> str:
     forms = schema.get("anyOf") or schema.get("oneOf")
     if forms:
         return " or ".join(dict.fromkeys(map(_type, forms)))
-    values = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else None
+    values = (
+        schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else None
+    )
     if values is not None:
         return " or ".join(f"<code>{escape(json.dumps(value))}</code>" for value in values)
     kind = str(schema.get("type", "any"))

@@ -16,27 +16,43 @@ from tangram.serve.body import ALTERNATIVE
 from tangram.serve.unsupported import not_served
 
 _TYPES = {
-    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error",
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
     504: "timeout_error",
-}  # fmt: skip
+}
 # What pydantic calls a value that is no object, and where it finds fault with a name in one.
 _NO_OBJECT = ("model_type", "model_attributes_type", "dict_type")
 _OF_A_KEY = ("[key]",)
-_MAX_MESSAGE_CHARACTERS = 1000  # messages quote what the client sent, which may be millions of characters
+_MAX_MESSAGE_CHARACTERS = (
+    1000  # messages quote what the client sent, which may be millions of characters
+)
 
 
 class ApiError(Exception):
     """An error on its way to the client; `param` is the request field to blame."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
 
     def body(self) -> dict[str, Any]:
         """The JSON body, also sent as an event when a stream fails half way."""
-        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        kind = _TYPES.get(
+            self.status, "invalid_request_error" if self.status < 500 else "server_error"
+        )
         param = None if self.param is None else _shortened(self.param)
-        return {"error": {"message": _shortened(str(self)), "type": kind, "param": param, "code": self.code}}
+        return {
+            "error": {
+                "message": _shortened(str(self)),
+                "type": kind,
+                "param": param,
+                "code": self.code,
+            }
+        }
 
     def response(self, headers: Mapping[str, str] | None = None) -> Response:
         """ASCII JSON, because a message may quote text of the client that UTF-8 cannot spell."""
@@ -64,7 +80,12 @@ def _describe(error: Mapping[str, Any]) -> ApiError:
     location = tuple(error["loc"])
     message = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "wrong_field":
-        return ApiError(400, message, param=_field_path((*location, error["ctx"]["field"])), code="invalid_value")
+        return ApiError(
+            400,
+            message,
+            param=_field_path((*location, error["ctx"]["field"])),
+            code="invalid_value",
+        )
     if error["type"] in _NO_OBJECT:
         message = "must be a JSON object (a dictionary)"
     if location[-1:] == _OF_A_KEY:
@@ -81,7 +102,10 @@ def _nowhere(method: str, path: str) -> ApiError:
     missing = not_served(path)
     if missing is None:
         return ApiError(404, f"{method} {path}: Not Found; /docs has what there is")
-    message = f"{method} {path}: this server generates text, {missing} it does not serve; /docs has what there is"
+    message = (
+        f"{method} {path}: this server generates text, {missing} it does not serve; /docs "
+        "has what there is"
+    )
     return ApiError(404, message, code="endpoint_not_supported")
 
 

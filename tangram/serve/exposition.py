@@ -1,4 +1,6 @@
-"""What /metrics tells Prometheus: the engine's books, read at scrape time, and the latencies the server itself sees."""
+"""What /metrics tells Prometheus: the engine's books, read at scrape time, and the latencies the
+server itself sees.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,44 @@ from tangram.serve.record import Record
 from tangram.types import Event, FinishReason
 
 ENDPOINTS = (
-    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/tokenize", "/detokenize", "/health",
-    "/ready", "/version", "/metrics",
-)  # fmt: skip
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/models",
+    "/tokenize",
+    "/detokenize",
+    "/health",
+    "/ready",
+    "/version",
+    "/metrics",
+)
 
 _SECONDS = (
-    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    120.0,
+    300.0,
+    900.0,
     3600.0,
-)  # fmt: skip
+)
 _TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
-_Labelled = tuple[str, str, tuple[str, ...], Callable[[EngineStats], list[tuple[tuple[str, ...], float]]]]
+_Labelled = tuple[
+    str, str, tuple[str, ...], Callable[[EngineStats], list[tuple[tuple[str, ...], float]]]
+]
 
 _COUNTERS = (
     ("prompt_tokens", "Prompt tokens of admitted requests", "prompt_tokens"),
@@ -37,7 +66,11 @@ _COUNTERS = (
     ("host_bytes_in", "Bytes of KV pages copied back from host memory", "host_bytes_in"),
     ("dropped_spans", "Evicted spans that host memory had no room for, or let go", "dropped_spans"),
     ("step_seconds", "Seconds of the engine's steps", "step_s"),
-    ("step_device_seconds", "Those in which the host waited for the device; on a CPU, ran the model", "device_s"),
+    (
+        "step_device_seconds",
+        "Those in which the host waited for the device; on a CPU, ran the model",
+        "device_s",
+    ),
     ("sealing_seconds", "Device seconds of scoring, selecting and storing chunks", "sealing_s"),
 )
 
@@ -50,49 +83,112 @@ _GAUGES = (
     ("host_pages_total", "Pages of host memory behind the pool", "host_pages_total"),
     ("host_pool_bytes", "Bytes of host memory behind the pool", "host_pool_bytes"),
     ("host_pages_used", "Pages of host memory that keep cached spans", "host_pages_used"),
-    ("kv_capacity_tokens", "Tokens the pool holds at the default retention ratio", "capacity_tokens"),
-    ("kv_capacity_uncompressed_tokens", "Tokens it would hold with nothing dropped", "capacity_uncompressed_tokens"),
-    ("kv_retained_tokens", "KV entries of the running requests, in whole tokens", "retained_tokens"),
-    ("kv_represented_tokens", "Tokens those entries stand for (their full-cache equivalent)", "represented_tokens"),
+    (
+        "kv_capacity_tokens",
+        "Tokens the pool holds at the default retention ratio",
+        "capacity_tokens",
+    ),
+    (
+        "kv_capacity_uncompressed_tokens",
+        "Tokens it would hold with nothing dropped",
+        "capacity_uncompressed_tokens",
+    ),
+    (
+        "kv_retained_tokens",
+        "KV entries of the running requests, in whole tokens",
+        "retained_tokens",
+    ),
+    (
+        "kv_represented_tokens",
+        "Tokens those entries stand for (their full-cache equivalent)",
+        "represented_tokens",
+    ),
     ("kv_bytes_held", "Bytes of the running requests' pages", "kv_bytes_held"),
-    ("kv_bytes_uncompressed", "Bytes the same tokens would take with nothing dropped", "kv_bytes_uncompressed"),
+    (
+        "kv_bytes_uncompressed",
+        "Bytes the same tokens would take with nothing dropped",
+        "kv_bytes_uncompressed",
+    ),
     ("kv_bytes_saved", "Bytes that compression saves the running requests", "bytes_saved"),
-    ("kv_pages_promised", "Cached or free pages that running requests were promised", "pages_promised"),
-    ("prefix_cache_hit_share", "Share of all prompt tokens so far that the prefix cache had", "hit_share"),
+    (
+        "kv_pages_promised",
+        "Cached or free pages that running requests were promised",
+        "pages_promised",
+    ),
+    (
+        "prefix_cache_hit_share",
+        "Share of all prompt tokens so far that the prefix cache had",
+        "hit_share",
+    ),
     ("step_host_share", "Share of all steps so far that was the host's own work", "host_share"),
 )
 
 # Families with labels: name, help, labels, and the label values and numbers of one reading.
 _LABELLED_GAUGES: tuple[_Labelled, ...] = (
-    ("kv_cache_info", "1; the label says what the KV cache is kept in", ("dtype",), lambda stats: [
-        ((stats.cache_dtype,), 1),
-    ]),
-    ("kv_pages", "Pages of the pool by state", ("state",), lambda stats: [
-        (("held",), stats.pages_held), (("cached",), stats.pages_cached), (("free",), stats.pages_free),
-    ]),
-    ("kv_slots", "Slots of the running requests' pages, by whether they hold an entry", ("state",), lambda stats: [
-        (("used",), stats.slots_used), (("empty",), stats.slots_empty),
-    ]),
-)  # fmt: skip
+    (
+        "kv_cache_info",
+        "1; the label says what the KV cache is kept in",
+        ("dtype",),
+        lambda stats: [
+            ((stats.cache_dtype,), 1),
+        ],
+    ),
+    (
+        "kv_pages",
+        "Pages of the pool by state",
+        ("state",),
+        lambda stats: [
+            (("held",), stats.pages_held),
+            (("cached",), stats.pages_cached),
+            (("free",), stats.pages_free),
+        ],
+    ),
+    (
+        "kv_slots",
+        "Slots of the running requests' pages, by whether they hold an entry",
+        ("state",),
+        lambda stats: [
+            (("used",), stats.slots_used),
+            (("empty",), stats.slots_empty),
+        ],
+    ),
+)
 
 _GROUP = ("kv_retention", "group")
 _LABELLED_COUNTERS: tuple[_Labelled, ...] = (
-    ("plans", "Decode plans made, by planner", ("planner",), lambda stats: [
-        ((planner,), count) for planner, count in stats.plans.items()
-    ]),
-    ("budget_chunks", "Sealed chunks that were asked what they would have kept", ("kv_retention",), lambda stats: [
-        ((f"{line.kv_retention:g}",), line.chunks) for line in stats.overflow if line.group == 0
-    ]),
-    ("budget_wished_entries", "Entries that these chunks' own scores would have kept", _GROUP, lambda stats: [
-        (_group(line), line.wished) for line in stats.overflow
-    ]),
-    ("budget_lost_entries", "Those of them that the heads' budgets had no room for", _GROUP, lambda stats: [
-        (_group(line), line.lost) for line in stats.overflow
-    ]),
-    ("budget_exceeded_heads", "Heads of these chunks that lacked room", _GROUP, lambda stats: [
-        (_group(line), line.exceeded) for line in stats.overflow
-    ]),
-)  # fmt: skip
+    (
+        "plans",
+        "Decode plans made, by planner",
+        ("planner",),
+        lambda stats: [((planner,), count) for planner, count in stats.plans.items()],
+    ),
+    (
+        "budget_chunks",
+        "Sealed chunks that were asked what they would have kept",
+        ("kv_retention",),
+        lambda stats: [
+            ((f"{line.kv_retention:g}",), line.chunks) for line in stats.overflow if line.group == 0
+        ],
+    ),
+    (
+        "budget_wished_entries",
+        "Entries that these chunks' own scores would have kept",
+        _GROUP,
+        lambda stats: [(_group(line), line.wished) for line in stats.overflow],
+    ),
+    (
+        "budget_lost_entries",
+        "Those of them that the heads' budgets had no room for",
+        _GROUP,
+        lambda stats: [(_group(line), line.lost) for line in stats.overflow],
+    ),
+    (
+        "budget_exceeded_heads",
+        "Heads of these chunks that lacked room",
+        _GROUP,
+        lambda stats: [(_group(line), line.exceeded) for line in stats.overflow],
+    ),
+)
 
 
 def _group(line: GroupOverflow) -> tuple[str, str]:
@@ -111,7 +207,10 @@ class _EngineCollector(Collector):
             yield CounterMetricFamily(f"tangram_{name}", text, value=getattr(stats, field))
         for name, text, field in _GAUGES:
             yield GaugeMetricFamily(f"tangram_{name}", text, value=getattr(stats, field))
-        for table, family in ((_LABELLED_GAUGES, GaugeMetricFamily), (_LABELLED_COUNTERS, CounterMetricFamily)):
+        for table, family in (
+            (_LABELLED_GAUGES, GaugeMetricFamily),
+            (_LABELLED_COUNTERS, CounterMetricFamily),
+        ):
             for name, text, labels, values in table:
                 metric = family(f"tangram_{name}", text, labels=labels)
                 for label_values, value in values(stats):
@@ -122,7 +221,8 @@ class _EngineCollector(Collector):
 class ServerMetrics:
     """The series of one server, in a registry of its own.
 
-    Histograms of phases and lengths are of completions that ended by themselves; the times are as the server sees them.
+    Histograms of phases and lengths are of completions that ended by themselves; the times are as
+    the server sees them.
     """
 
     def __init__(self, stats: Callable[[], EngineStats]) -> None:
@@ -130,24 +230,46 @@ class ServerMetrics:
         self.registry = CollectorRegistry()
         self.registry.register(_EngineCollector(stats))
         self.http_requests = Counter(
-            "tangram_http_requests", "HTTP requests answered", ["endpoint", "status"], registry=self.registry
+            "tangram_http_requests",
+            "HTTP requests answered",
+            ["endpoint", "status"],
+            registry=self.registry,
         )
         self.completions = Counter(
             "tangram_completions", "Completions ended", ["finish_reason"], registry=self.registry
         )
         self.ignored_fields = Counter(
-            "tangram_ignored_fields", "Fields of requests that were let by unserved", ["field"], registry=self.registry
+            "tangram_ignored_fields",
+            "Fields of requests that were let by unserved",
+            ["field"],
+            registry=self.registry,
         )
-        self.first_token_s = self._seconds("time_to_first_token", "From the request to its first token")
+        self.first_token_s = self._seconds(
+            "time_to_first_token", "From the request to its first token"
+        )
         self.inter_token_s = self._seconds("inter_token_latency", "From one token to the next")
-        self.duration_s = self._seconds("completion_duration", "From the request to its last token, or its abort")
-        self.queue_s = self._seconds("completion_queue", "From the request to its place in the batch")
-        self.prefill_s = self._seconds("completion_prefill", "From the place in the batch to the first token")
+        self.duration_s = self._seconds(
+            "completion_duration", "From the request to its last token, or its abort"
+        )
+        self.queue_s = self._seconds(
+            "completion_queue", "From the request to its place in the batch"
+        )
+        self.prefill_s = self._seconds(
+            "completion_prefill", "From the place in the batch to the first token"
+        )
         self.decode_s = self._seconds("completion_decode", "From the first token to the last")
-        self.inference_s = self._seconds("completion_inference", "From the place in the batch to the last token")
-        self.mean_token_s = self._seconds("completion_mean_token", "Mean time of a completion from token to token")
-        self.prompt_tokens = self._tokens("completion_prompt_tokens", "Prompt tokens of a completion")
-        self.generated_tokens = self._tokens("completion_generated_tokens", "Tokens of a completion")
+        self.inference_s = self._seconds(
+            "completion_inference", "From the place in the batch to the last token"
+        )
+        self.mean_token_s = self._seconds(
+            "completion_mean_token", "Mean time of a completion from token to token"
+        )
+        self.prompt_tokens = self._tokens(
+            "completion_prompt_tokens", "Prompt tokens of a completion"
+        )
+        self.generated_tokens = self._tokens(
+            "completion_generated_tokens", "Tokens of a completion"
+        )
 
     def _seconds(self, name: str, text: str) -> Histogram:
         return Histogram(f"tangram_{name}_seconds", text, buckets=_SECONDS, registry=self.registry)
@@ -157,9 +279,12 @@ class ServerMetrics:
 
     def count_request(self, record: Record) -> None:
         """Count an answer by endpoint and status."""
-        # Any path can be asked for, so unknown ones share a label: series must not grow without bound.
+        # Any path can be asked for, so unknown ones share a label: series must not grow without
+        # bound.
         endpoint = record.path if record.path in ENDPOINTS else "other"
-        self.http_requests.labels(endpoint, "cut" if record.status is None else str(record.status)).inc()
+        self.http_requests.labels(
+            endpoint, "cut" if record.status is None else str(record.status)
+        ).inc()
 
     def render(self) -> bytes:
         """All series in the Prometheus text format."""
@@ -167,7 +292,9 @@ class ServerMetrics:
 
 
 class CompletionMeter:
-    """Times the tokens of one completion, in seconds of the monotonic clock that `start_s` is of."""
+    """Times the tokens of one completion, in seconds of the monotonic clock that
+    `start_s` is of.
+    """
 
     def __init__(self, metrics: ServerMetrics, start_s: float) -> None:
         self._metrics, self._start_s = metrics, start_s
@@ -203,7 +330,9 @@ class CompletionMeter:
         metrics.decode_s.observe(self._last_s - self._first_s)
         metrics.inference_s.observe(self._last_s - event.admitted_s)
         if usage.completion_tokens > 1:
-            metrics.mean_token_s.observe((self._last_s - self._first_s) / (usage.completion_tokens - 1))
+            metrics.mean_token_s.observe(
+                (self._last_s - self._first_s) / (usage.completion_tokens - 1)
+            )
 
     def end(self, reason: FinishReason, now_s: float) -> None:
         """The completion ended, or was given up."""

@@ -92,7 +92,9 @@ class AnswerForm:
         """`text` as a part of a grammar, its control tokens as such; empty for none."""
         ids = {name: number for number, name in self.marks.names.items()}
         split = re.split(f"({'|'.join(map(re.escape, ids))})", text) if ids else [text]
-        return " ".join(f"<[{ids[part]}]>" if part in ids else json.dumps(part) for part in split if part)
+        return " ".join(
+            f"<[{ids[part]}]>" if part in ids else json.dumps(part) for part in split if part
+        )
 
     def thought(self) -> tuple[str, list[str]]:
         """What comes before an answer that must be of a form, and the rules for it.

@@ -1,4 +1,6 @@
-"""What a request must pass before any route sees it: an API key, bounds on its size, and an answer whatever breaks."""
+"""What a request must pass before any route sees it: an API key, bounds on its size, and an answer
+whatever breaks.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Protection:
-    """Who may ask and how much. Without `api_keys` everybody may; a body has at most `max_body_mb` · 10^6 bytes.
-    Pages of `allowed_origins` may ask from a browser; `*` is every page.
+    """Who may ask and how much. Without `api_keys` everybody may; a body has at most `max_body_mb`
+    · 10^6 bytes. Pages of `allowed_origins` may ask from a browser; `*` is every page.
 
     Raises `ConfigError` if a key is empty or has spaces, if an origin is none, or if the bound on
     bodies is not positive.
@@ -39,17 +41,26 @@ class Protection:
     def __post_init__(self) -> None:
         for number, key in enumerate(self.api_keys, 1):
             if not key or any(character.isspace() for character in key):
-                raise ConfigError(f"api_key number {number} is empty or has spaces: give one without, or leave it out")
+                raise ConfigError(
+                    f"api_key number {number} is empty or has spaces: give one without, or leave "
+                    "it out"
+                )
             if not is_text(key):
-                raise ConfigError(f"api_key number {number} has bytes that are not UTF-8: choose another key")
+                raise ConfigError(
+                    f"api_key number {number} has bytes that are not UTF-8: choose another key"
+                )
         for origin in self.allowed_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ConfigError(
-                    f"allowed_origins has {origin!r}, it must be * or SCHEME://HOST, with :PORT where it is not the "
+                    f"allowed_origins has {origin!r}, it must be * or SCHEME://HOST, with :PORT "
+                    "where it is not the "
                     "scheme's own, in small letters and without a path: give it as browsers send it"
                 )
-        if not 0 < self.max_body_mb <= 1024:
-            raise ConfigError(f"max_body_mb is {self.max_body_mb}, it must lie in (0, 1024]")
+        if not 1e-6 <= self.max_body_mb <= 1024:
+            raise ConfigError(
+                f"max_body_mb is {self.max_body_mb}, it must lie in [0.000001, 1024]: one byte "
+                "and more"
+            )
 
     @property
     def max_body_bytes(self) -> int:
@@ -57,11 +68,21 @@ class Protection:
         return int(self.max_body_mb * 1_000_000)
 
 
-class RequireKeys:
-    """Refuses requests without one of the keys before their body is read, on every path but /health and /ready.
+def check_served_name(name: str) -> None:
+    """Raise `ConfigError` unless a model can be called that in requests, answers and the log."""
+    if not name.strip() or not is_text(name) or name.splitlines() != [name]:
+        raise ConfigError(
+            f"served_model_name is {name!r}, it must be a text that is not empty and has no line "
+            "breaks: choose another"
+        )
 
-    It looks at the path as it came, before any decoding and routing: whatever is not spelled exactly like an open path
-    needs a key.
+
+class RequireKeys:
+    """Refuses requests without one of the keys before their body is read, on every path but /health
+    and /ready.
+
+    It looks at the path as it came, before any decoding and routing: whatever is not spelled
+    exactly like an open path needs a key.
     """
 
     def __init__(self, app: ASGIApp, api_keys: Iterable[str]) -> None:
@@ -74,14 +95,19 @@ class RequireKeys:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            error = ApiError(401, "send 'Authorization: Bearer' with this server's API key", code="invalid_api_key")
+            error = ApiError(
+                401,
+                "send 'Authorization: Bearer' with this server's API key",
+                code="invalid_api_key",
+            )
             await error.response({"WWW-Authenticate": "Bearer"})(scope, receive, send)
 
     def _knows(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
         given = [value for name, value in headers if name == b"authorization"]
         scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
         digest = sha256(key.strip()).digest()
-        # All are compared, digests for equal lengths: the time must not tell which key a guess was close to.
+        # All are compared, digests for equal lengths: the time must not tell which key a guess was
+        # close to.
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         return any(matches) and scheme.lower() == b"bearer"
 
@@ -91,7 +117,9 @@ def _is_open(scope: Scope) -> bool:
 
 
 class BoundRequests:
-    """Refuses headers over `MAX_HEADER_BYTES` (431) and bodies over `max_body_bytes` (413), declared or counted."""
+    """Refuses headers over `MAX_HEADER_BYTES` (431) and bodies over `max_body_bytes` (413),
+    declared or counted.
+    """
 
     def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
         self._app, self._max_body_bytes = app, max_body_bytes
@@ -113,7 +141,9 @@ class BoundRequests:
             message = await receive()
             read_bytes += len(message.get("body", b""))
             if read_bytes > self._max_body_bytes:
-                raise HTTPException(413, self._too_large("more"))  # the kind that FastAPI passes on from reading
+                raise HTTPException(
+                    413, self._too_large("more")
+                )  # the kind that FastAPI passes on from reading
             return message
 
         await self._app(scope, counting_receive, send)
@@ -123,7 +153,10 @@ class BoundRequests:
         head_bytes = len(scope.get("raw_path", b"")) + len(scope.get("query_string", b""))
         head_bytes += sum(len(name) + len(value) for name, value in headers)
         if head_bytes > MAX_HEADER_BYTES:
-            message = f"the headers have {head_bytes} bytes, at most {MAX_HEADER_BYTES} are allowed: send fewer"
+            message = (
+                f"the headers have {head_bytes} bytes, at most {MAX_HEADER_BYTES} are "
+                "allowed: send fewer"
+            )
             raise ApiError(431, message)
         declared = dict(headers).get(b"content-length", b"0")
         if declared.isdigit() and int(declared[:20]) > self._max_body_bytes:
@@ -137,8 +170,8 @@ class BoundRequests:
 
 
 class NameRequests:
-    """Tells every client its request's id, in the header `x-request-id`. A bug becomes a bare 500 with it, the log has
-    why. `RecordRequests` must be around it.
+    """Tells every client its request's id, in the header `x-request-id`. A bug becomes a bare 500
+    with it, the log has why. `RecordRequests` must be around it.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -155,7 +188,10 @@ class NameRequests:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                message["headers"] = [
+                    *message.get("headers", ()),
+                    (b"x-request-id", request_id.encode()),
+                ]
             await send(message)
 
         try:
@@ -164,5 +200,7 @@ class NameRequests:
             _log.exception("request %s failed", request_id, extra={"request_id": request_id})
             if started:
                 raise  # half an answer is out: only cutting the connection tells the client
-            error = ApiError(500, f"internal error: the server's log has the details of request {request_id}")
+            error = ApiError(
+                500, f"internal error: the server's log has the details of request {request_id}"
+            )
             await error.response()(scope, receive, naming_send)

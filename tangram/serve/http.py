@@ -1,7 +1,7 @@
 """The server: OpenAI-compatible endpoints over one engine.
 
-`build_app` makes the ASGI application, `serve_on` runs it on an open port until SIGTERM or SIGINT, `serve_forever` does
-both. The application's lifespan starts and stops the engine.
+`build_app` makes the ASGI application, `serve_on` runs it on an open port until a signal ends it,
+`serve_forever` does both. The application's lifespan starts and stops the engine.
 """
 
 from __future__ import annotations
@@ -20,13 +20,19 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
 
-from tangram.errors import ConfigError, EngineError
-from tangram.foreign_files import is_text
+from tangram.errors import EngineError
 from tangram.serve.activity import tell_activity
 from tangram.serve.bridge import Limits, ServedEngine
 from tangram.serve.docs import PAGE_HEADERS, page
 from tangram.serve.errors import install_handlers
-from tangram.serve.guard import MAX_HEADER_BYTES, BoundRequests, NameRequests, Protection, RequireKeys
+from tangram.serve.guard import (
+    MAX_HEADER_BYTES,
+    BoundRequests,
+    NameRequests,
+    Protection,
+    RequireKeys,
+    check_served_name,
+)
 from tangram.serve.listening import Listener
 from tangram.serve.logs import log_request
 from tangram.serve.openapi import document
@@ -46,7 +52,8 @@ from tangram.serve.wire import MAX_CONNECTIONS, HttpProtocol, http_protocol
 from tangram.version import __version__
 
 _CUT_AFTER_GRACE_S = 10
-# What pages of allowed origins may send and see. Keys travel in a header, so that no cookies are asked for.
+# What pages of allowed origins may send and see. Keys travel in a header, so that no cookies are
+# asked for.
 _CORS: dict[str, Any] = {
     "allow_methods": ("GET", "POST"),
     "allow_headers": ("*",),
@@ -57,24 +64,31 @@ _CORS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Telemetry:
-    """What the server tells beside its own metrics: these under `vllm_names` too, and `traces` of its requests."""
+    """What the server tells beside its own metrics: these under `vllm_names` too, and `traces` of
+    its requests.
+    """
 
     vllm_names: bool = False
     traces: Traces | None = None
 
 
 def build_app(
-    engine: ServedEngine, *, served_model_name: str, protection: Protection | None = None,
-    limits: Limits | None = None, telemetry: Telemetry | None = None, let_unknown_by: bool = False,
-) -> FastAPI:  # fmt: skip
-    """The application that serves `engine` as `served_model_name`; its `state.service` is the `Service`.
+    engine: ServedEngine,
+    *,
+    served_model_name: str,
+    protection: Protection | None = None,
+    limits: Limits | None = None,
+    telemetry: Telemetry | None = None,
+    let_unknown_by: bool = False,
+) -> FastAPI:
+    """The application that serves `engine` as `served_model_name`; its `state.service` is the
+    `Service`.
 
     With API keys in `protection`, all but /health and /ready ask for one. With `let_unknown_by`,
     fields that are not served are ignored and counted; else they are refused.
     """
     protection, telemetry = protection or Protection(), telemetry or Telemetry()
-    if not served_model_name.strip() or not is_text(served_model_name):
-        raise ConfigError(f"served_model_name is {served_model_name!r}, it must be a text that is not empty")
+    check_served_name(served_model_name)
     service = Service(engine, served_model_name, limits, let_unknown_by)
     sinks: list[RecordSink] = [service.metrics.count_request, log_request]
     if telemetry.vllm_names:
@@ -85,7 +99,10 @@ def build_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.start()
-        watching = [asyncio.create_task(service.watch()), asyncio.create_task(tell_activity(engine.stats))]
+        watching = [
+            asyncio.create_task(service.watch()),
+            asyncio.create_task(tell_activity(engine.stats)),
+        ]
         try:
             yield
         finally:
@@ -96,7 +113,9 @@ def build_app(
                 await asyncio.to_thread(telemetry.traces.close)
 
     # A redirect for a trailing slash would be made of the Host header.
-    app = FastAPI(title="Tangram", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(
+        title="Tangram", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False
+    )
     app.router.route_class = BodyRoute
     app.state.service = service
     install_handlers(app)
@@ -143,12 +162,19 @@ def _add_completion_routes(app: FastAPI, service: Service) -> None:
     async def tokenize(body: TokenizeRequest, request: Request) -> Json:
         service.check_model(service.model if body.model is None else body.model)
         tokens = await service.preparation.of(request, body.tokens, service)
-        return {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens, "token_strs": None}
+        return {
+            "count": len(tokens),
+            "max_model_len": service.max_model_len,
+            "tokens": tokens,
+            "token_strs": None,
+        }
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest, request: Request) -> Json:
         service.check_model(service.model if body.model is None else body.model)
-        return {"prompt": await service.preparation.of(request, service.verbatim, body.tokens, "tokens")}
+        return {
+            "prompt": await service.preparation.of(request, service.verbatim, body.tokens, "tokens")
+        }
 
 
 def _add_other_routes(app: FastAPI, service: Service) -> None:
@@ -163,7 +189,11 @@ def _add_other_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/health")
     async def health() -> JSONResponse:
-        status = "ok" if service.healthy else "the engine has stopped, or hangs: the server's log has the reason"
+        status = (
+            "ok"
+            if service.healthy
+            else "the engine has stopped, or hangs: the server's log has the reason"
+        )
         return JSONResponse({"status": status}, 200 if service.healthy else 503)
 
     @app.get("/ready")
@@ -190,7 +220,9 @@ def _model_card(service: Service) -> Json:
 
 
 def transport_options(protocol: type[HttpProtocol] = HttpProtocol) -> Json:
-    """The options of `uvicorn.Config` that bound what a client can send before the application sees it."""
+    """The options of `uvicorn.Config` that bound what a client can send before the application sees
+    it.
+    """
     return {
         "http": protocol,
         "ws": "none",
@@ -230,11 +262,12 @@ def serve_on(
     shutdown_grace_s: float,
     on_ready: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT; running answers get `shutdown_grace_s` to end, then they end with an error.
+    """Serve until SIGTERM, SIGINT or SIGHUP; running answers get `shutdown_grace_s`, then they end
+    with an error.
 
-    Call it from the main thread, with an engine that is built but not started, and the application of that engine.
-    Calls `on_ready` when requests are answered. Returns once the engine has stopped. Raises `EngineError` if it stopped
-    by itself. A second signal ends the process at once.
+    Call it from the main thread, with an engine that is built but not started, and the application
+    of that engine. Calls `on_ready` when requests are answered. Returns once the engine has
+    stopped. Raises `EngineError` if it stopped by itself. A second signal ends the process at once.
     """
     granted = ConnectionLimits.granted(MAX_CONNECTIONS)
     cut_after_s = int(shutdown_grace_s) + _CUT_AFTER_GRACE_S
@@ -247,10 +280,17 @@ def serve_on(
         timeout_graceful_shutdown=cut_after_s,
         **transport_options(http_protocol(granted.connections)),
     )
-    # uvicorn raises the signal again once it has shut down, which would make a clean end look like a crash.
-    previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGINT)}
+    # uvicorn raises the signal again once it has shut down, which would make a clean end look like
+    # a crash.
+    previous = {
+        number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGINT)
+    }
     try:
         server = Server(config, engine, app.state.service, shutdown_grace_s, on_ready)
+        if (
+            signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+        ):  # else nohup, or the caller, wants something of it
+            previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, server.hang_up)
         server.run(list(listener.sockets))
     finally:
         for number, handler in previous.items():

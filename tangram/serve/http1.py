@@ -37,13 +37,16 @@ class Http1(h11.Connection):
         """As h11 has it."""
         if isinstance(event, h11.Response):
             self._tells_events = any(
-                name == b"content-type" and value.startswith(b"text/event-stream") for name, value in event.headers
+                name == b"content-type" and value.startswith(b"text/event-stream")
+                for name, value in event.headers
             )
         return super().send(event)
 
     @property
     def can_ask(self) -> bool:
-        """Whether a client that waits for an answer, or its rest, can be sent what it passes over."""
+        """Whether a client that waits for an answer, or its rest, can be sent what it
+        passes over.
+        """
         begun = self.our_state is h11.SEND_BODY
         waits = self.our_state is h11.SEND_RESPONSE or (begun and self._tells_events)
         return waits and self.their_http_version != b"1.0"
@@ -56,7 +59,9 @@ class Http1(h11.Connection):
         return self.send(asked) or b""
 
     def _skip_empty_lines(self) -> None:
-        """Before a request (RFC 9112, 2.2): some clients end the body before with a line of its own."""
+        """Before a request (RFC 9112, 2.2): some clients end the body before with a line of its
+        own.
+        """
         waiting, _ = self.trailing_data
         if empty := len(waiting) - len(waiting.lstrip(b"\r\n")):
             self._receive_buffer.maybe_extract_at_most(empty)

@@ -109,7 +109,9 @@ Item = Annotated[
 
 
 def conversation(items: Iterable[Item]) -> Iterator[dict[str, Any]]:
-    """The items as messages of a chat: a thought, a text and calls that follow each other are one."""
+    """The items as messages of a chat: a thought, a text and calls that follow each
+    other are one.
+    """
     turn: dict[str, Any] = {}
     for item in items:
         part = _of_assistant(item)
@@ -138,7 +140,9 @@ def _of_assistant(item: Item) -> dict[str, Any] | None:
 
 
 def _goes_on(turn: dict[str, Any], part: dict[str, Any]) -> bool:
-    """Whether `part` begins a turn of its own: in one, thoughts come first, then text, then calls."""
+    """Whether `part` begins a turn of its own: in one, thoughts come first, then text,
+    then calls.
+    """
     order = ("reasoning_content", "content", "tool_calls")
     last = max(order.index(name) for name in turn)
     first = order.index(next(iter(part)))

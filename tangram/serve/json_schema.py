@@ -1,8 +1,9 @@
-"""JSON schemas that clients send, bounded before anything is made of them; what would be ignored is refused by name.
+"""JSON schemas that clients send, bounded before anything is made of them; what would be ignored is
+refused by name.
 
-What makes the grammar compiler slow is bounded here: `multipleOf` takes time with its square, properties and `enum` in
-proportion. Its own limits refuse expressions and unions that multiply out; a trial in a process of its own refuses what
-they do not (`engine/grammar_trial.py`).
+What makes the grammar compiler slow is bounded here: `multipleOf` takes time with its square,
+properties and `enum` in proportion. Its own limits refuse expressions and unions that multiply out;
+a trial in a process of its own refuses what they do not (`engine/grammar_trial.py`).
 """
 
 from __future__ import annotations
@@ -31,11 +32,35 @@ _ONE = {"items", "additionalProperties"}
 _LISTED = {"anyOf", "oneOf", "allOf", "prefixItems"}
 _NAMED = {"properties", "patternProperties", "$defs", "definitions"}
 _PLAIN = {
-    "type", "enum", "const", "required", "minItems", "maxItems", "minProperties", "maxProperties", "minLength",
-    "maxLength", "pattern", "format", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
-    "$ref", "$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated", "readOnly",
+    "type",
+    "enum",
+    "const",
+    "required",
+    "minItems",
+    "maxItems",
+    "minProperties",
+    "maxProperties",
+    "minLength",
+    "maxLength",
+    "pattern",
+    "format",
+    "minimum",
+    "maximum",
+    "exclusiveMinimum",
+    "exclusiveMaximum",
+    "multipleOf",
+    "$ref",
+    "$schema",
+    "$id",
+    "$comment",
+    "title",
+    "description",
+    "default",
+    "examples",
+    "deprecated",
+    "readOnly",
     "writeOnly",
-}  # fmt: skip
+}
 # A model that may put any number of spaces somewhere sometimes never ends.
 _STYLE = {"x-guidance": {"whitespace_pattern": r"[ \t\n\r]{1,20}"}}
 
@@ -56,15 +81,25 @@ class SchemaBounds:
     multiples: int = 0
 
     def check(self, schema: dict[str, Any], field: str) -> None:
-        """Raise `RequestError` naming the place (`field` and on) that is out of bounds or that nobody would look at."""
-        _at_most(_least_bytes(schema), MAX_SCHEMA_BYTES, "bytes of schema, or more", field)
-        if deeper_than(schema, MAX_SCHEMA_LEVELS):
-            message = f"{field} is nested in more than {MAX_SCHEMA_LEVELS} levels of JSON: make it flatter, or use $ref"
+        """Raise `RequestError` naming the place (`field` and on) that is out of bounds or that
+        nobody would look at.
+        """
+        size, levels = _least_size(schema)
+        if levels > MAX_SCHEMA_LEVELS + 1 or (
+            size <= MAX_SCHEMA_BYTES and deeper_than(schema, MAX_SCHEMA_LEVELS)
+        ):
+            message = (
+                f"{field} is nested in more than {MAX_SCHEMA_LEVELS} levels of JSON: make "
+                "it flatter, or use $ref"
+            )
             raise RequestError(message, field)
+        _at_most(size, MAX_SCHEMA_BYTES, "bytes of schema, or more", field)
         try:
             size = len(json.dumps(schema, ensure_ascii=False).encode())
         except UnicodeEncodeError as error:
-            raise RequestError(f"{field} holds half a surrogate pair, which is not Unicode text", field) from error
+            raise RequestError(
+                f"{field} holds half a surrogate pair, which is not Unicode text", field
+            ) from error
         self.schema_bytes += size
         _at_most(self.schema_bytes, MAX_SCHEMA_BYTES, "bytes of schema", field)
         places = [(schema, field)]
@@ -72,51 +107,82 @@ class SchemaBounds:
             found, place = places.pop()
             places += self._parts(found, place)
         if not can_end(schema):
-            message = f"{field} can never be finished: each value it allows needs another one inside, without end"
-            raise RequestError(f"{message}; let a required property be null, or leave it out of 'required'", field)
+            message = (
+                f"{field} can never be finished: each value it allows needs another one "
+                "inside, without end"
+            )
+            raise RequestError(
+                f"{message}; let a required property be null, or leave it out of 'required'", field
+            )
 
     def _parts(self, schema: Any, place: str) -> Iterator[tuple[Any, str]]:
         """The schemas directly inside `schema`, which is checked itself."""
         if isinstance(schema, bool):
             return
         if not isinstance(schema, dict):
-            raise RequestError(f"{place} is no JSON schema: it must be an object or a boolean", place)
+            raise RequestError(
+                f"{place} is no JSON schema: it must be an object or a boolean", place
+            )
         for keyword, value in schema.items():
             inside = f"{place}.{keyword}"
             self._count(keyword, value, inside)
             if keyword in _ONE:
                 yield value, inside
             elif keyword in _LISTED:
-                yield from ((item, f"{inside}[{at}]") for at, item in enumerate(_of(list, value, inside)))
+                yield from (
+                    (item, f"{inside}[{at}]") for at, item in enumerate(_of(list, value, inside))
+                )
             elif keyword in _NAMED:
-                yield from ((item, f"{inside}.{name}") for name, item in _of(dict, value, inside).items())
+                yield from (
+                    (item, f"{inside}.{name}") for name, item in _of(dict, value, inside).items()
+                )
             elif keyword not in _PLAIN:
-                raise RequestError(f"{inside}: the keyword {keyword!r} is not supported: leave it out", inside)
+                raise RequestError(
+                    f"{inside}: the keyword {keyword!r} is not supported: leave it out", inside
+                )
 
     def _count(self, keyword: str, value: Any, place: str) -> None:
         if keyword in ("properties", "patternProperties", "prefixItems", "anyOf", "oneOf", "allOf"):
-            self.properties += len(_of(dict if keyword.endswith("roperties") else list, value, place))
+            self.properties += len(
+                _of(dict if keyword.endswith("roperties") else list, value, place)
+            )
             _at_most(self.properties, MAX_PROPERTIES, "properties and alternatives", place)
         elif keyword == "enum":
             self.enum_values += len(_of(list, value, place))
             _at_most(self.enum_values, MAX_ENUM_VALUES, "values", place)
         elif keyword == "multipleOf":
             self.multiples += _digits(value, place)
-            _at_most(self.multiples, MAX_MULTIPLES, "as the sum of multipleOf, without zeros at either end", place)
-        patterns = [value] if keyword == "pattern" else value if keyword == "patternProperties" else []
+            _at_most(
+                self.multiples,
+                MAX_MULTIPLES,
+                "as the sum of multipleOf, without zeros at either end",
+                place,
+            )
+        patterns = (
+            [value] if keyword == "pattern" else value if keyword == "patternProperties" else []
+        )
         self.pattern_characters += sum(len(_of(str, pattern, place)) for pattern in patterns)
-        _at_most(self.pattern_characters, MAX_PATTERN_CHARACTERS, "characters of regular expressions", place)
+        _at_most(
+            self.pattern_characters,
+            MAX_PATTERN_CHARACTERS,
+            "characters of regular expressions",
+            place,
+        )
 
 
-def _least_bytes(schema: Any) -> int:
-    """Not more bytes than its JSON has, exact enough for a bound; of what is beyond it little is looked at."""
-    size, places = 0, [schema]
-    while places and size <= MAX_SCHEMA_BYTES:
-        place = places.pop()
+def _least_size(schema: Any) -> tuple[int, int]:
+    """Not more bytes and levels than its JSON has, exact enough for bounds; beyond them little is
+    looked at.
+    """
+    size, deepest, places = 0, 0, [(schema, 1)]
+    while places and size <= MAX_SCHEMA_BYTES and deepest <= MAX_SCHEMA_LEVELS + 1:
+        place, level = places.pop()
         size += len(place) if isinstance(place, (str, list, dict)) else 1
         if isinstance(place, (list, dict)) and size <= MAX_SCHEMA_BYTES:
-            places += chain(place, place.values()) if isinstance(place, dict) else place
-    return size
+            deepest = max(deepest, level)
+            items = chain(place, place.values()) if isinstance(place, dict) else place
+            places += [(item, level + 1) for item in items]
+    return size, deepest
 
 
 def _digits(value: Any, place: str) -> int:
@@ -135,5 +201,8 @@ def _of(kind: type, value: Any, place: str) -> Any:
 
 def _at_most(number: int, limit: int, what: str, place: str) -> None:
     if number > limit:
-        message = f"{place}: with it the schemas of this request have {number} {what}, at most {limit} are allowed"
+        message = (
+            f"{place}: with it the schemas of this request have {number} {what}, at most "
+            f"{limit} are allowed"
+        )
         raise RequestError(f"{message}: make them smaller", place)

@@ -1,4 +1,6 @@
-"""Where a server listens: taken before anything that takes time, and handed to uvicorn when there is an engine."""
+"""Where a server listens: taken before anything that takes time, and handed to uvicorn when there
+is an engine.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ _ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 @dataclass(frozen=True)
 class Listener:
-    """Open sockets, one for each address of a host. Whoever connects waits until a server takes them over."""
+    """Open sockets, one for each address of a host. Whoever connects waits until a server takes
+    them over.
+    """
 
     sockets: tuple[socket.socket, ...]
 
@@ -22,7 +26,8 @@ class Listener:
     def at(cls, host: str, port: int) -> Listener:
         """Listen at `host`:`port`; port 0 is any free one.
 
-        Raises `ConfigError` if the port is taken or not allowed, or `host` is no address of this machine.
+        Raises `ConfigError` if the port is taken or not allowed, or `host` is no address of this
+        machine.
         """
         if not host.strip():
             raise ConfigError(f"host is {host!r}: take 127.0.0.1, or 0.0.0.0 for all interfaces")
@@ -68,7 +73,12 @@ def _refused(host: str, port: int, error: Exception) -> ConfigError:
     """What to do about an address that cannot be had."""
     number = error.errno if isinstance(error, OSError) else None
     if number == errno.EADDRINUSE:
-        return ConfigError(f"port is {port}, another program listens at {host}:{port}: end it or choose another port")
+        return ConfigError(
+            f"port is {port}, another program listens at {host}:{port}: end it or choose another "
+            "port"
+        )
     if number in (errno.EACCES, errno.EPERM):
         return ConfigError(f"port is {port}, this user may not listen there: choose one from 1024")
-    return ConfigError(f"host is {host!r}, it is no address of this machine: take 127.0.0.1, or 0.0.0.0 for all")
+    return ConfigError(
+        f"host is {host!r}, it is no address of this machine: take 127.0.0.1, or 0.0.0.0 for all"
+    )

@@ -1,4 +1,6 @@
-"""The log as JSON, one object a line, and a line for each request. No line has a prompt, an answer or a key."""
+"""The log as JSON, one object a line, and a line for each request. No line has a prompt, an answer
+or a key.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,8 @@ import json
 import logging
 import sys
 import time
-from typing import Any
+from contextlib import suppress
+from typing import Any, TextIO
 
 from tangram.serve.record import Record
 
@@ -16,15 +19,19 @@ _log = logging.getLogger("tangram.requests")
 
 
 class JsonFormatter(logging.Formatter):
-    """`time` (UTC), `level`, `logger`, `message`, and what the record brings: `request_id`, `fields`, an exception."""
+    """`time` (UTC), `level`, `logger`, `message`, and what the record brings: `request_id`,
+    `fields`, an exception.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         """One line; line breaks inside are escaped."""
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line: dict[str, Any] = {
-            "time": f"{moment}.{int(record.msecs):03d}Z", "level": record.levelname.lower(), "logger": record.name,
+            "time": f"{moment}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
             "message": record.getMessage(),
-        }  # fmt: skip
+        }
         if (request_id := getattr(record, "request_id", None)) is not None:
             line["request_id"] = request_id
         line |= getattr(record, "fields", {})
@@ -33,9 +40,28 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
 
+class LogLines(logging.StreamHandler[TextIO]):
+    """Says once, on standard error, that the log cannot be written; `logging` would with each line,
+    at length.
+    """
+
+    _has_failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Called where a line was lost."""
+        if not self._has_failed:
+            self._has_failed = True
+            with suppress(OSError):
+                print(
+                    f"the log cannot be written, lines are lost: {sys.exception()}", file=sys.stderr
+                )
+
+
 def log_as_json() -> None:
-    """Everything that is logged from INFO on, and Python's warnings, as lines of JSON on standard output."""
-    handler = logging.StreamHandler(sys.stdout)
+    """Everything that is logged from INFO on, and Python's warnings, as lines of JSON on standard
+    output.
+    """
+    handler = LogLines(sys.stdout)
     handler.setFormatter(JsonFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     logging.captureWarnings(True)
@@ -47,26 +73,42 @@ def log_request(record: Record) -> None:
     level = logging.DEBUG if path in PROBES else logging.INFO
     message = "%s %s: %s"
     status = "cut" if record.status is None else record.status
-    _log.log(level, message, record.method, path, status, extra={"request_id": record.request_id,
-             "fields": _fields(record, path)})  # fmt: skip
+    _log.log(
+        level,
+        message,
+        record.method,
+        path,
+        status,
+        extra={"request_id": record.request_id, "fields": _fields(record, path)},
+    )
 
 
 def _fields(record: Record, path: str) -> dict[str, Any]:
-    """What the answer was and what it took; seconds from the request's start but for `duration_s`, the whole."""
+    """What the answer was and what it took; seconds from the request's start but for `duration_s`,
+    the whole.
+    """
     line: dict[str, Any] = {
-        "method": record.method, "path": path, "status": record.status, "duration_s": _rounded(record.duration_s),
-    }  # fmt: skip
+        "method": record.method,
+        "path": path,
+        "status": record.status,
+        "duration_s": _rounded(record.duration_s),
+    }
     generation = record.generation
     if generation is None:
         return line
     return line | {
-        "response_id": generation.response_id, "stream": generation.stream, "kv_retention": generation.kv_retention,
-        "prompt_tokens": generation.prompt_tokens, "cached_tokens": generation.cached_tokens,
-        "completion_tokens": generation.completion_tokens, "finish_reasons": generation.finish_reasons,
+        "response_id": generation.response_id,
+        "stream": generation.stream,
+        "kv_retention": generation.kv_retention,
+        "prompt_tokens": generation.prompt_tokens,
+        "cached_tokens": generation.cached_tokens,
+        "completion_tokens": generation.completion_tokens,
+        "finish_reasons": generation.finish_reasons,
         "queue_s": _rounded(record.since_start(generation.admitted_s)),
         "first_token_s": _rounded(record.since_start(generation.first_token_s)),
-        "kv_bytes": generation.kv_bytes, "failure": generation.failure,
-    }  # fmt: skip
+        "kv_bytes": generation.kv_bytes,
+        "failure": generation.failure,
+    }
 
 
 def _rounded(seconds: float | None) -> float | None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from tangram.serve.body import Body, Text, deeper_than
+from tangram.serve.body import Body, Text, deeper_than, encodable, texts_in
 from tangram.serve.parsing import has_more_items
 from tangram.serve.unknown import without_unknown
 from tangram.serve.unsupported import MESSAGE, wrong_field
@@ -23,14 +23,18 @@ _PART = frozenset({"type", "text"})
 
 
 def text_of_parts(content: Any) -> Any:
-    """A message's content as one string: text parts are joined by newlines, other parts are refused."""
+    """A message's content as one string: text parts are joined by newlines, other parts are
+    refused.
+    """
     if not isinstance(content, list):
         return content
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" and isinstance(kind, str):
-            raise ValueError(f"parts of type {kind!r} are not supported: this model reads text parts only")
+            raise ValueError(
+                f"parts of type {kind!r} are not supported: this model reads text parts only"
+            )
         if kind == "text":
             part = without_unknown(part, _PART, {})
         if kind != "text" or part.keys() != _PART or not isinstance(part["text"], str):
@@ -48,14 +52,20 @@ def _an_object(arguments: str) -> str:
         raise ValueError("must be a JSON object, as text")
     if deeper_than(data, _MAX_ARGUMENT_LEVELS):
         raise ValueError(f"is nested in more than {_MAX_ARGUMENT_LEVELS} levels")
+    for text in texts_in(data):  # which may spell by \\u what the outer text must not hold
+        encodable(text)
     return arguments
 
 
 def few_arguments(calls: Iterable[Any]) -> None:
-    """Raise `ValueError` where the arguments of calls, as clients send them, are too much together."""
+    """Raise `ValueError` where the arguments of calls, as clients send them, are too
+    much together.
+    """
     texts = (call.get("arguments") for call in calls if isinstance(call, dict))
     if has_more_items("".join(text for text in texts if isinstance(text, str)), MAX_ARGUMENT_ITEMS):
-        message = f"the arguments of calls have more than {MAX_ARGUMENT_ITEMS} objects, lists and texts"
+        message = (
+            f"the arguments of calls have more than {MAX_ARGUMENT_ITEMS} objects, lists and texts"
+        )
         raise ValueError(f"{message}: send less")
 
 
@@ -81,28 +91,44 @@ class CallMessage(Body):
     def for_template(self) -> dict[str, Any]:
         """The call as chat templates read it, which is with arguments that are no text."""
         arguments = json.loads(self.function.arguments or "{}")
-        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+        return {
+            "id": self.id,
+            "type": "function",
+            "function": {"name": self.function.name, "arguments": arguments},
+        }
 
 
 class ChatMessage(Body):
-    """One message of a conversation. `name` goes to the chat template, which may or may not show it to the model."""
+    """One message of a conversation. `name` goes to the chat template, which may or may not show it
+    to the model.
+    """
 
     refused = MESSAGE
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[Text, BeforeValidator(text_of_parts)] = ""
     name: Text | None = None
-    reasoning_content: Text | None = Field(default=None, description="what the model thought before its answer")
+    reasoning_content: Text | None = Field(
+        default=None, description="what the model thought before its answer"
+    )
     tool_calls: list[CallMessage] = Field(default=[], max_length=_MAX_CALLS, fail_fast=True)
     tool_call_id: CallId | None = None
 
     @model_validator(mode="after")
     def _fields_fit_the_role(self) -> Self:
         if self.tool_calls and self.role != "assistant":
-            raise wrong_field("tool_calls", f"'tool_calls' is allowed in messages of 'assistant', not of {self.role!r}")
+            raise wrong_field(
+                "tool_calls",
+                f"'tool_calls' is allowed in messages of 'assistant', not of {self.role!r}",
+            )
         if (self.tool_call_id is None) == (self.role == "tool"):
-            raise wrong_field("tool_call_id", "'tool_call_id' is required in messages of 'tool' and allowed there only")
+            raise wrong_field(
+                "tool_call_id",
+                "'tool_call_id' is required in messages of 'tool' and allowed there only",
+            )
         if self.reasoning_content is not None and self.role != "assistant":
-            message = f"'reasoning_content' is allowed in messages of 'assistant', not of {self.role!r}"
+            message = (
+                f"'reasoning_content' is allowed in messages of 'assistant', not of {self.role!r}"
+            )
             raise wrong_field("reasoning_content", message)
         said = self.model_fields_set & {"content", "reasoning_content"}
         if not said and not self.tool_calls:
@@ -116,7 +142,10 @@ class ChatMessage(Body):
 
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates read it: `developer` is the newer name of `system`."""
-        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
+        message: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self.content,
+        }
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         given = {

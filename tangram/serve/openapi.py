@@ -1,7 +1,8 @@
 """The OpenAPI document of the server, as strangers and their tools may rely on it.
 
-FastAPI describes the types of the fields. This adds what is decided elsewhere: the ranges of `tangram/limits.py`, the
-forms that validators accept before types are looked at, the fields that may only ask for nothing, the errors, the key.
+FastAPI describes the types of the fields. This adds what is decided elsewhere: the ranges of
+`tangram/limits.py`, the forms that validators accept before types are looked at, the fields that
+may only ask for nothing, the errors, the key.
 """
 
 from __future__ import annotations
@@ -71,11 +72,15 @@ def _object(*required: str) -> Json:
 
 
 _EVENT: Json = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
-_EVENTS: Json = {"text/event-stream": {"schema": _EVENT | {"description": "one event of the stream"}}}
+_EVENTS: Json = {
+    "text/event-stream": {"schema": _EVENT | {"description": "one event of the stream"}}
+}
 _ANSWERS: dict[str, Json] = {
-    "/v1/chat/completions": _object("id", "object", "created", "model", "choices", "usage") | _EVENTS,
+    "/v1/chat/completions": _object("id", "object", "created", "model", "choices", "usage")
+    | _EVENTS,
     "/v1/completions": _object("id", "object", "created", "model", "choices", "usage") | _EVENTS,
-    "/v1/responses": _object("id", "object", "created_at", "model", "status", "output", "usage") | _EVENTS,
+    "/v1/responses": _object("id", "object", "created_at", "model", "status", "output", "usage")
+    | _EVENTS,
     "/tokenize": _object("tokens", "count", "max_model_len"),
     "/detokenize": _object("prompt"),
     "/v1/models": _object("object", "data"),
@@ -118,7 +123,10 @@ def _tool_choice(named: Json) -> Json:
 
 
 def _numbers(bounds: Bounds) -> Json:
-    return {"exclusiveMinimum" if bounds.open_low else "minimum": bounds.low, "maximum": bounds.high}
+    return {
+        "exclusiveMinimum" if bounds.open_low else "minimum": bounds.low,
+        "maximum": bounds.high,
+    }
 
 
 # The vocabulary's end is the model's; no vocabulary is larger than this.
@@ -127,7 +135,11 @@ _TOKENS = _list(_TOKEN, 1, 1_000_000)
 _STOP: Json = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS}
 _FORMS: dict[str, Json] = {
     "CompletionRequest.prompt": {
-        "anyOf": [{"type": "string"}, _TOKENS, _list({"anyOf": [{"type": "string"}, _TOKENS]}, 1, MAX_PROMPTS)]
+        "anyOf": [
+            {"type": "string"},
+            _TOKENS,
+            _list({"anyOf": [{"type": "string"}, _TOKENS]}, 1, MAX_PROMPTS),
+        ]
     },
     "ChatMessage.content": _parts("text"),
     "InputMessage.content": _parts("input_text", "output_text", "text"),
@@ -137,7 +149,9 @@ _FORMS: dict[str, Json] = {
     "ResponsesRequest.input": {
         "anyOf": [
             {"type": "string"},
-            _list({"anyOf": [_reference(item.__name__) for item in ITEMS.values()]}, 1, MAX_MESSAGES),
+            _list(
+                {"anyOf": [_reference(item.__name__) for item in ITEMS.values()]}, 1, MAX_MESSAGES
+            ),
         ]
     },
     "ResponsesRequest.tool_choice": _tool_choice({"name": {"type": "string"}}),
@@ -206,7 +220,9 @@ def _bodies(base: type[Body]) -> Iterator[type[Body]]:
 
 
 def _describe_body(body: type[Body], schema: Json, model: str) -> None:
-    """Into the schema of `body`: ranges, forms, null as the default, and the fields that may ask for nothing only."""
+    """Into the schema of `body`: ranges, forms, null as the default, and the fields that may ask
+    for nothing only.
+    """
     properties, required = schema["properties"], schema.get("required", [])
     for name, found in properties.items():
         properties[name] = _field(body.__name__, name, found, model)
@@ -222,13 +238,19 @@ def _field(body: str, name: str, found: Json, model: str) -> Json:
         return {"type": "string", "const": model}
     form = _FORMS.get(f"{body}.{name}", _FORMS.get(name))
     if form is not None:
-        return {key: value for key, value in found.items() if key in ("title", "description", "default")} | form
+        return {
+            key: value for key, value in found.items() if key in ("title", "description", "default")
+        } | form
     return _ranged(found, _RANGES[name]) if name in _RANGES else found
 
 
 def _ranged(schema: Json, bounds: Bounds) -> Json:
     if schema.get("type") in ("integer", "number"):
-        plain = {key: value for key, value in schema.items() if key not in ("minimum", "exclusiveMinimum", "maximum")}
+        plain = {
+            key: value
+            for key, value in schema.items()
+            if key not in ("minimum", "exclusiveMinimum", "maximum")
+        }
         return plain | _numbers(bounds)
     forms: list[Any] = schema.get("anyOf", [])
     return schema | {"anyOf": [_ranged(form, bounds) for form in forms]} if forms else schema
@@ -239,7 +261,9 @@ def _or_null(schema: Json) -> Json:
     if forms is not None:
         return schema if _NULL in forms else schema | {"anyOf": [*forms, _NULL]}
     outer = {key: schema[key] for key in ("title", "description", "default") if key in schema}
-    return outer | {"anyOf": [{key: value for key, value in schema.items() if key not in outer}, _NULL]}
+    return outer | {
+        "anyOf": [{key: value for key, value in schema.items() if key not in outer}, _NULL]
+    }
 
 
 def _responses(path: str, operation: Json, locked: bool) -> Json:
@@ -256,4 +280,6 @@ def _responses(path: str, operation: Json, locked: bool) -> Json:
     if is_open:  # its 503 says the same in the same form
         answers["503"] = {"description": _NO_SERVICE, "content": _ANSWERS[path]}
     content = {"application/json": {"schema": _ERROR}}
-    return answers | {status: {"description": _ERRORS[status], "content": content} for status in sorted(errors)}
+    return answers | {
+        status: {"description": _ERRORS[status], "content": content} for status in sorted(errors)
+    }

@@ -1,4 +1,6 @@
-"""The JSON of a request as Python's objects: bounded before it is parsed, and no field may come twice."""
+"""The JSON of a request as Python's objects: bounded before it is parsed, and no field may come
+twice.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,15 @@ from typing import Any
 
 from tangram.serve.errors import ApiError
 
-# Objects, lists and texts, names of fields among them: each takes 50 bytes or more once it is parsed.
+# Objects, lists and texts, names of fields among them: each takes 50 bytes or more once it is
+# parsed.
 MAX_ITEMS = 2**19
 _MARK = re.compile(r'\\.|["\[{]', re.DOTALL)
 
 
 def parse(content: bytes, what: str = "the body") -> Any:
-    """The JSON value of these bytes, in UTF-8, UTF-16 or UTF-32, as their beginning tells. `what` is
-    their name in errors.
+    """The JSON value of these bytes, in UTF-8, UTF-16 or UTF-32, as their beginning tells. `what`
+    is their name in errors.
 
     Other threads go on meanwhile: every object and number is a step of the interpreter. Raises
     `ApiError` with what is wrong; nothing is built of what has more than `MAX_ITEMS`.

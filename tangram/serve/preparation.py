@@ -1,4 +1,6 @@
-"""What a request needs before the engine has it, tokens and a grammar: made on threads of their own, within bounds."""
+"""What a request needs before the engine has it, tokens and a grammar: made on threads of their
+own, within bounds.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from tangram.types import Grammar
 P = ParamSpec("P")
 T = TypeVar("T")
 _MOST_COMPILING_S = 10
-# Each may take seconds, one after the other: whoever comes with a good one waits for so many at most.
+# Each may take seconds, one after the other: whoever comes with a good one waits for so many at
+# most.
 _MOST_NEW_GRAMMARS = 32
 # Who is prepared is so quickly: the queue behind it says how long it takes itself.
 _RETRY_AFTER_S = 1
@@ -40,12 +43,14 @@ class _Trial:
 class Preparation:
     """Requests on their way to the queue: they count as waiting, and their clock runs.
 
-    Those that wait for a new grammar are counted apart: however slow grammars are, others find room.
+    Those that wait for a new grammar are counted apart: however slow grammars are, others find
+    room.
     """
 
     def __init__(self, engine: ServedEngine, limits: Limits) -> None:
         self._engine, self._limits, self._here = engine, limits, 0
-        # Tokenizing a long prompt takes long enough to stall every stream; one thread, because tokenizers keep state.
+        # Tokenizing a long prompt takes long enough to stall every stream; one thread, because
+        # tokenizers keep state.
         self._tokenizer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
         # One, because memory is bounded by how many large bodies are parsed at a time.
         self._parser = ThreadPoolExecutor(max_workers=1, thread_name_prefix="parser")
@@ -54,20 +59,29 @@ class Preparation:
         self._trials: dict[tuple[str, str], _Trial] = {}
 
     async def of(
-        self, request: Request, work: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs
+        self,
+        request: Request,
+        work: Callable[P, Coroutine[Any, Any, T]],
+        *args: P.args,
+        **kwargs: P.kwargs,
     ) -> T:
-        """The result of `work`, which is given up when the client hangs up or `request_timeout_s` are over.
+        """The result of `work`, which is given up when the client hangs up or `request_timeout_s`
+        are over.
 
-        Raises `OverloadError` at once if with those that are here already as many wait as may, and `ApiError` 499 or
-        504 for what was given up.
+        Raises `OverloadError` at once if with those that are here already as many wait as may, and
+        `ApiError` 499 or 504 for what was given up.
         """
         most, limit_s = self._limits.max_queue, self._limits.request_timeout_s
         here = self._here - self._awaiting
         if most is not None and here > 0 and here + self._engine.waiting >= most:
-            raise OverloadError(f"{most} requests wait or are prepared (max_queue): try again later", _RETRY_AFTER_S)
+            raise OverloadError(
+                f"{most} requests wait or are prepared (max_queue): try again later", _RETRY_AFTER_S
+            )
         self._here += 1
         try:
-            async with asyncio.timeout(None if limit_s is None else limit_s - record_of(request).duration_s):
+            async with asyncio.timeout(
+                None if limit_s is None else limit_s - record_of(request).duration_s
+            ):
                 return await unless_disconnected(request, work(*args, **kwargs))
         except TimeoutError as error:
             raise timed_out(limit_s) from error
@@ -87,8 +101,9 @@ class Preparation:
     async def grammar(self, source: str, field: str) -> Grammar:
         """The compiled grammar, at once if it is known; who asks for the same waits for the same.
 
-        Raises as `Grammars.compile` does, `RequestError` if it takes too long, and `OverloadError` at once if too many
-        new ones, or as many requests for them as may be in the queue, wait already.
+        Raises as `Grammars.compile` does, `RequestError` if it takes too long, and `OverloadError`
+        at once if too many new ones, or as many requests for them as may be in the queue, wait
+        already.
         """
         known = self._engine.grammars.known(source, field)
         if known is not None:
@@ -116,10 +131,14 @@ class Preparation:
         most = self._limits.max_queue
         if most is None:
             return
-        if self._awaiting >= most or (key not in self._trials and len(self._trials) >= _MOST_NEW_GRAMMARS):
+        if self._awaiting >= most or (
+            key not in self._trials and len(self._trials) >= _MOST_NEW_GRAMMARS
+        ):
             raise OverloadError(
-                f"{self._awaiting} requests wait for {len(self._trials)} new grammars, at most {most} (max_queue) for "
-                f"{_MOST_NEW_GRAMMARS} may: try again later; requests without one, or with one that is known, may come",
+                f"{self._awaiting} requests wait for {len(self._trials)} new grammars, at most "
+                f"{most} (max_queue) for "
+                f"{_MOST_NEW_GRAMMARS} may: try again later; requests without one, or with one "
+                "that is known, may come",
                 MOST_S,  # the one that is tried has ended by then
                 "grammar_queue_full",
             )
@@ -131,14 +150,18 @@ class Preparation:
             with contextlib.suppress(RuntimeError):  # the loop is closed, nobody waits
                 loop.call_soon_threadsafe(self._compiling.release)
 
-        # Who waits for others is not slow himself: the place is free when the thread is, whoever has gone.
+        # Who waits for others is not slow himself: the place is free when the thread is, whoever
+        # has gone.
         await self._compiling.acquire()
         future = self._compiler.submit(self._engine.grammars.compile, source, field)
         future.add_done_callback(free)
         try:
             return await asyncio.wait_for(asyncio.wrap_future(future), _MOST_COMPILING_S)
         except TimeoutError as error:
-            message = f"{field} takes longer than {_MOST_COMPILING_S} s to make a grammar of: make it simpler"
+            message = (
+                f"{field} takes longer than {_MOST_COMPILING_S} s to make a grammar of: "
+                "make it simpler"
+            )
             raise RequestError(message, field) from error
 
     def stop(self) -> None:

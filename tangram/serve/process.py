@@ -30,14 +30,17 @@ _BACKLOG = 2048  # so many connections asyncio may accept before one of them is 
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """How many connections there may be, and how many may wait to be accepted. Each takes an open file."""
+    """How many connections there may be, and how many may wait to be accepted. Each takes an open
+    file.
+    """
 
     connections: int
     backlog: int
 
     @classmethod
     def granted(cls, most: int) -> ConnectionLimits:
-        """Raise this process's limit of open files for `most` connections; what its hard limit leaves of them.
+        """Raise this process's limit of open files for `most` connections; what its hard limit
+        leaves of them.
 
         Raises `ConfigError` where that is not even one.
         """
@@ -51,18 +54,21 @@ class ConnectionLimits:
         backlog = min(_BACKLOG, room // 4)
         if backlog < 1:
             raise ConfigError(
-                f"the process may open {hard} files, {taken} are needed besides connections: raise `ulimit -n`"
+                f"the process may open {hard} files, {taken} are needed besides connections: "
+                "raise `ulimit -n`"
             )
         if room < wanted - taken:
-            _log.warning("the limit of open files (%d) leaves room for %d connections", hard, room - backlog)
+            _log.warning(
+                "the limit of open files (%d) leaves room for %d connections", hard, room - backlog
+            )
         return cls(room - backlog, backlog)
 
 
 class Server(uvicorn.Server):
-    """At the first SIGTERM or SIGINT it drains `service`, goes on listening, and ends when nothing runs any more or
-    after `grace_s`; what runs then ends with an error. At the second it ends at once. When the engine dies it ends too.
-    Where a step of the engine does not end, the process ends without it, with code 1. Once it answers it calls
-    `on_ready`.
+    """At the first signal to end it drains `service`, goes on listening, and ends when nothing runs
+    any more or after `grace_s`; what runs then ends with an error. At the second it ends at once.
+    When the engine dies it ends too. Where a step of the engine does not end, the process ends
+    without it, with code 1. Once it answers it calls `on_ready`.
     """
 
     def __init__(
@@ -90,6 +96,13 @@ class Server(uvicorn.Server):
         self._service.drain()
         self._ends_s = time.monotonic() + self._grace_s
 
+    def hang_up(self, sig: int, frame: FrameType | None) -> None:
+        """The terminal has gone: as the first of the others. It is told of more than once, by
+        kernel and shell.
+        """
+        if self._ends_s is None:
+            self.handle_exit(sig, frame)
+
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second: whether it is time to end."""
         if not self._engine.healthy and self._ends_s is None:
@@ -103,7 +116,9 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
-        """Answers that still run when the time is over end with an error, not with a cut connection."""
+        """Answers that still run when the time is over end with an error, not with a cut
+        connection.
+        """
         for connection in list(self.server_state.connections):
             if isinstance(connection, HttpProtocol):
                 connection.refuse_rest()

@@ -1,4 +1,6 @@
-"""Chat answers of which some is thought, or calls: taken apart event by event, whole and streamed alike."""
+"""Chat answers of which some is thought, or calls: taken apart event by event, whole and streamed
+alike.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from tangram.types import Event, FinishReason
 
 
 class ReadChoice(Choice):
-    """One completion as far as it has come, and its `parts`, of which `reasoning_tokens` tokens were thoughts."""
+    """One completion as far as it has come, and its `parts`, of which `reasoning_tokens` tokens
+    were thoughts.
+    """
 
     def __init__(self, reader: Reader) -> None:
         super().__init__()
@@ -52,7 +56,9 @@ def thought_of(parts: Iterable[Part]) -> str:
 class ReadChatFormat(ChatFormat):
     """chat.completion and chat.completion.chunk of answers that a `reader` takes apart."""
 
-    def __init__(self, codec: Codec, *, logprobs: bool, reader: Callable[[], Reader], thinks: bool) -> None:
+    def __init__(
+        self, codec: Codec, *, logprobs: bool, reader: Callable[[], Reader], thinks: bool
+    ) -> None:
         super().__init__(codec, logprobs=logprobs)
         self._reader, self._thinks = reader, thinks
         self._choices: dict[int, ReadChoice] = {}
@@ -71,7 +77,9 @@ class ReadChatFormat(ChatFormat):
         return sum(self.choice(index).reasoning_tokens for index in indexes)
 
     def delta(self, index: int, event: Event) -> Json:
-        """Thoughts go into `reasoning_content`, text into `content`, and a call as a whole into `tool_calls`."""
+        """Thoughts go into `reasoning_content`, text into `content`, and a call as a whole into
+        `tool_calls`.
+        """
         choice = self.choice(index)
         parts = choice.take(event)
         delta: Json = {}
@@ -82,7 +90,9 @@ class ReadChatFormat(ChatFormat):
         if calls := [part for part in parts if isinstance(part, Call)]:
             first = self._calls.get(index, 0)
             self._calls[index] = first + len(calls)
-            delta["tool_calls"] = [{"index": number} | call.json() for number, call in enumerate(calls, first)]
+            delta["tool_calls"] = [
+                {"index": number} | call.json() for number, call in enumerate(calls, first)
+            ]
         return {"index": index, "delta": delta, **self._ending(index, event, choice)}
 
     def whole(self, index: int, choice: Choice) -> Json:

@@ -1,4 +1,6 @@
-"""Requests on their way to the routes: bodies read, parsed and validated, the large ones beside the event loop."""
+"""Requests on their way to the routes: bodies read, parsed and validated, the large ones beside the
+event loop.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,14 @@ from tangram.serve.preparation import Preparation
 _SMALL_BYTES = 65_536
 
 
-# The absolute form of a target (RFC 9112, 3.2.2) up to its path. Proxies send it; the host in it goes for
-# nothing here, as `Host` does.
+# The absolute form of a target (RFC 9112, 3.2.2) up to its path. Proxies send it; the host in it
+# goes for nothing here, as `Host` does.
 _ORIGIN = re.compile(rb"https?://[^/]+", re.IGNORECASE)
 
 
 class PlainForm:
-    """Hands on requests in the form that routes know. HEAD is GET without the content (RFC 9110, 9.3.2), which uvicorn
-    leaves out.
+    """Hands on requests in the form that routes know. HEAD is GET without the content (RFC 9110,
+    9.3.2), which uvicorn leaves out.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -111,11 +113,19 @@ def _check_headers(request: Request) -> None:
     head = Message()
     head["content-type"] = given
     kind = head.get_content_subtype()
-    if head.get_content_maintype() != "application" or not (kind == "json" or kind.endswith("+json")):
+    if head.get_content_maintype() != "application" or not (
+        kind == "json" or kind.endswith("+json")
+    ):
         found = f"is {shortened(given)}" if given else "is missing"
-        message = f"the header Content-Type {found}: send the body as JSON, with Content-Type: application/json"
+        message = (
+            f"the header Content-Type {found}: send the body as JSON, with Content-Type: "
+            "application/json"
+        )
         raise ApiError(400, message, code="invalid_content_type")
     coding = request.headers.get("content-encoding", "identity")
     if coding.strip().lower() != "identity":
-        message = f"the header Content-Encoding is {shortened(coding)}: send the body as it is, not compressed"
+        message = (
+            f"the header Content-Encoding is {shortened(coding)}: send the body as it is, "
+            "not compressed"
+        )
         raise ApiError(415, message, code="unsupported_content_encoding")

@@ -1,4 +1,6 @@
-"""One HTTP request from the first byte to the last of its answer: what metrics, log and traces tell of it."""
+"""One HTTP request from the first byte to the last of its answer: what metrics, log and traces tell
+of it.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ _log = logging.getLogger(__name__)
 class Generation:
     """What a request asked of the engine, and what came of it so far, by choice.
 
-    `admitted_s` and `first_token_s`, of the monotonic clock, are those of the choice that came first. `failure` is the
-    status of an error that ended it after its answer had begun.
+    `admitted_s` and `first_token_s`, of the monotonic clock, are those of the choice that came
+    first. `failure` is the status of an error that ended it after its answer had begun.
     """
 
     response_id: str
@@ -49,7 +51,10 @@ class Generation:
     @property
     def _prompts(self) -> list[Usage]:
         """A prompt counts once, however many completions it has."""
-        by_prompt = {choice // self.sampling.n: usage for choice, usage in sorted(self.usages.items(), reverse=True)}
+        by_prompt = {
+            choice // self.sampling.n: usage
+            for choice, usage in sorted(self.usages.items(), reverse=True)
+        }
         return list(by_prompt.values())
 
     @property
@@ -80,9 +85,9 @@ class Generation:
 
 @dataclass
 class Record:
-    """One request. `trace_headers` are those that name the trace it belongs to; `generation` is None for requests that
-    never reached the engine; `status` None is a connection that was cut before an answer. Times are of the monotonic
-    clock, `started_at_ns` of the world's.
+    """One request. `trace_headers` are those that name the trace it belongs to; `generation` is
+    None for requests that never reached the engine; `status` None is a connection that was cut
+    before an answer. Times are of the monotonic clock, `started_at_ns` of the world's.
     """
 
     request_id: str
@@ -121,7 +126,9 @@ def record_in(scope: Scope) -> Record:
 
 
 class RecordRequests:
-    """The outermost layer: keeps a record of every request and hands it to `sinks` when its answer is out."""
+    """The outermost layer: keeps a record of every request and hands it to `sinks` when its answer
+    is out.
+    """
 
     def __init__(self, app: ASGIApp, sinks: Sequence[RecordSink]) -> None:
         self._app, self._sinks = app, sinks
@@ -149,10 +156,21 @@ class RecordRequests:
             try:
                 sink(record)
             except Exception:  # an answer that is out is no worse for that
-                _log.exception("request %s is not told of", record.request_id, extra={"request_id": record.request_id})
+                _log.exception(
+                    "request %s is not told of",
+                    record.request_id,
+                    extra={"request_id": record.request_id},
+                )
 
 
 def _begun(scope: Scope) -> Record:
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
     trace = {name: headers[name] for name in _TRACE_HEADERS if name in headers}
-    return Record(f"req-{uuid.uuid4().hex}", scope["method"], scope["path"], trace, time.monotonic(), time.time_ns())
+    return Record(
+        f"req-{uuid.uuid4().hex}",
+        scope["method"],
+        scope["path"],
+        trace,
+        time.monotonic(),
+        time.time_ns(),
+    )

@@ -1,4 +1,6 @@
-"""Events as the JSON of the OpenAI API: whole answers and stream chunks, for chat and for completions."""
+"""Events as the JSON of the OpenAI API: whole answers and stream chunks, for chat and for
+completions.
+"""
 
 from __future__ import annotations
 
@@ -22,22 +24,28 @@ MAX_WHOLE_LOGPROBS = 175_000
 
 
 def refuse_huge(job: Job, max_model_len: int) -> None:
-    """Raise `RequestError` (`logprobs`) if the whole answer to `job` could have more than `MAX_WHOLE_LOGPROBS`.
+    """Raise `RequestError` (`logprobs`) if the whole answer to `job` could have more than
+    `MAX_WHOLE_LOGPROBS`.
 
-    Of what is sampled and of each alternative there is one. Without `max_tokens` an answer may fill the context.
+    Of what is sampled and of each alternative there is one. Without `max_tokens` an answer may fill
+    the context.
     """
     alternatives = job.sampling.logprobs
     if job.stream or alternatives is None:
         return
     limit = max_model_len if job.sampling.max_tokens is None else job.sampling.max_tokens
-    tokens = job.sampling.n * sum(max(0, min(limit, max_model_len - len(prompt))) for prompt in job.prompts)
+    tokens = job.sampling.n * sum(
+        max(0, min(limit, max_model_len - len(prompt))) for prompt in job.prompts
+    )
     asked = tokens * (alternatives + 1)
     if asked > MAX_WHOLE_LOGPROBS:
         # A file of requests, whose jobs have no record, cannot stream.
         way_out = "" if job.record is None else ", or stream the answer"
         raise RequestError(
-            f"logprobs asks for up to {asked} log-probabilities ({job.choices} choices, together of {tokens} tokens, "
-            f"{alternatives} alternatives beside each), an answer in one piece has at most {MAX_WHOLE_LOGPROBS}: ask "
+            f"logprobs asks for up to {asked} log-probabilities ({job.choices} choices, together "
+            f"of {tokens} tokens, "
+            f"{alternatives} alternatives beside each), an answer in one piece has at most "
+            f"{MAX_WHOLE_LOGPROBS}: ask "
             f"for fewer choices, tokens or alternatives{way_out}",
             "logprobs",
         )
@@ -61,8 +69,8 @@ class Choice:
 def usage_json(usages: Sequence[Usage], n: int, reasoning_tokens: int | None = None) -> Json:
     """The usage of a whole request, from that of its choices in order.
 
-    A prompt counts once however many completions it has; completion tokens and KV bytes count for each.
-    `reasoning_tokens` are those of thoughts, None where they cannot be told.
+    A prompt counts once however many completions it has; completion tokens and KV bytes count for
+    each. `reasoning_tokens` are those of thoughts, None where they cannot be told.
     """
     prompts = usages[::n]
     prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
@@ -80,7 +88,9 @@ def usage_json(usages: Sequence[Usage], n: int, reasoning_tokens: int | None = N
 
 
 class Format(ABC):
-    """How one endpoint spells the answer to one request. `logprobs` says whether the client asked for them."""
+    """How one endpoint spells the answer to one request. `logprobs` says whether the client asked
+    for them.
+    """
 
     id_prefix: ClassVar[str]
     whole_object: ClassVar[str]
@@ -143,14 +153,19 @@ class ChatFormat(Format):
 
     def _logprobs(self, index: int, logprobs: Sequence[TokenLogprob]) -> Json:
         content = [
-            self._entry(token.token_id, token.logprob) | {"top_logprobs": [self._entry(*pair) for pair in token.top]}
+            self._entry(token.token_id, token.logprob)
+            | {"top_logprobs": [self._entry(*pair) for pair in token.top]}
             for token in logprobs
         ]
         return {"content": content, "refusal": None}
 
     def _entry(self, token_id: int, logprob: float) -> Json:
         token = self._codec.token_text(token_id)
-        return {"token": token.text, "logprob": max(logprob, LOWEST_LOGPROB), "bytes": list(token.raw)}
+        return {
+            "token": token.text,
+            "logprob": max(logprob, LOWEST_LOGPROB),
+            "bytes": list(token.raw),
+        }
 
 
 class CompletionFormat(Format):
@@ -160,16 +175,26 @@ class CompletionFormat(Format):
     whole_object = "text_completion"
     chunk_object = "text_completion"
 
-    def __init__(self, codec: Codec, *, logprobs: bool, echoes: Sequence[str] = (), n: int = 1) -> None:
-        """`echoes` are texts to begin with, one for each prompt, of which each has `n` choices; none for no echo."""
+    def __init__(
+        self, codec: Codec, *, logprobs: bool, echoes: Sequence[str] = (), n: int = 1
+    ) -> None:
+        """`echoes` are texts to begin with, one for each prompt, of which each has `n` choices;
+        none for no echo.
+        """
         super().__init__(codec, logprobs=logprobs)
         self._echoes, self._n = echoes, n
-        self._chars: defaultdict[int, int] = defaultdict(int)  # by choice: characters of the tokens reported so far
+        self._chars: defaultdict[int, int] = defaultdict(
+            int
+        )  # by choice: characters of the tokens reported so far
 
     def opening(self, index: int) -> list[Json]:
         """The prompt, where it is to be echoed."""
         text = self._echo(index)
-        return [{"index": index, "text": text, "logprobs": None, "finish_reason": None}] if text else []
+        return (
+            [{"index": index, "text": text, "logprobs": None, "finish_reason": None}]
+            if text
+            else []
+        )
 
     def delta(self, index: int, event: Event) -> Json:
         """The text goes into `text`."""
@@ -195,8 +220,8 @@ class CompletionFormat(Format):
     def _by_text(self, top: Iterable[tuple[int, float]], sampled: TokenLogprob) -> dict[str, float]:
         """The alternatives by their text, with the sampled token always among them.
 
-        Of tokens with the same text, parts of characters above all, the likeliest goes by it, and the others
-        as "token_id:7": the name that vLLM's `return_tokens_as_token_ids` gives them.
+        Of tokens with the same text, parts of characters above all, the likeliest goes by it, and
+        the others as "token_id:7": the name that vLLM's `return_tokens_as_token_ids` gives them.
         """
         named: dict[str, float] = {}
         for token_id, logprob in dict([*top, (sampled.token_id, sampled.logprob)]).items():

@@ -49,21 +49,31 @@ _LEFT_OUT: Json = {"instructions": None, "tools": []}
 
 
 async def respond(service: Service, body: ResponsesRequest, request: Request) -> Response:
-    """The answer to `body`; raises `RequestError` and `ApiError` with the field names of this endpoint."""
+    """The answer to `body`; raises `RequestError` and `ApiError` with the field names of this
+    endpoint.
+    """
     try:
         chat = await asyncio.to_thread(body.chat)  # of thousands of messages it takes a while
         asked = await service.preparation.of(request, service.ask, chat, "input")
         identity = f"resp_{uuid.uuid4().hex}"
         job = Job(
-            identity, [asked.prompt], body.sampling(), body.kv_retention, body.cache_salt,
-            body.stream, asked.grammar, record_of(request), asked.marks,
-        )  # fmt: skip
+            identity,
+            [asked.prompt],
+            body.sampling(),
+            body.kv_retention,
+            body.cache_salt,
+            body.stream,
+            asked.grammar,
+            record_of(request),
+            asked.marks,
+        )
         events = service.open(job)
     except ValidationError as error:
         raise _renamed(of_validation(error)) from error
     except RequestError as error:
         name = _name_here(error.field)
-        raise RequestError(str(error).replace(error.field, name), name) from error
+        also = "; the instructions count, too" if name == "input" and body.instructions else ""
+        raise RequestError(str(error).replace(error.field, name) + also, name) from error
     answer = _Answer(body, chat, asked, identity, service.model)
     if body.stream:
         return EventSource(_frames(events, answer), events)
@@ -96,7 +106,9 @@ async def _whole(events: EventStream, answer: _Answer) -> Json:
 class _Answer:
     """One response as far as it has come."""
 
-    def __init__(self, body: ResponsesRequest, chat: ChatRequest, asked: Asked, identity: str, model: str) -> None:
+    def __init__(
+        self, body: ResponsesRequest, chat: ChatRequest, asked: Asked, identity: str, model: str
+    ) -> None:
         self._body, self._id, self._model, self._created_s = body, identity, model, int(time.time())
         reader = asked.form.reader(chat.offered)
         self._choice = None if reader is None else ReadChoice(reader())
@@ -126,22 +138,36 @@ class _Answer:
         choice = body.tool_choice
         named = choice if isinstance(choice, str) else {"type": "function", "name": choice.name}
         return {
-            "id": self._id, "object": "response", "created_at": self._created_s, "model": self._model,
-            "status": self.status, "error": None, "background": False,
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created_s,
+            "model": self._model,
+            "status": self.status,
+            "error": None,
+            "background": False,
             "incomplete_details": {"reason": "max_output_tokens"} if length else None,
-            "instructions": body.instructions, "max_output_tokens": body.max_output_tokens,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
             "output": [] if self._reason is None else self._output.items,
-            "temperature": body.temperature, "top_p": body.top_p, "text": self._text(),
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "text": self._text(),
             "tools": [tool.model_dump() for tool in body.tools],
             "tool_choice": named if body.tools else "none",
             "parallel_tool_calls": bool(body.tools) and body.parallel_tool_calls,
-            "truncation": "disabled", "previous_response_id": None,
+            "truncation": "disabled",
+            "previous_response_id": None,
             "reasoning": {"effort": body.reasoning.effort, "summary": None},
-            "metadata": {}, "store": False, "user": body.user, "usage": self._usage_json(),
-        }  # fmt: skip
+            "metadata": {},
+            "store": False,
+            "user": body.user,
+            "usage": self._usage_json(),
+        }
 
     def begun(self) -> Json:
-        """The response object before there is an answer: what is long of the request comes once, at the end."""
+        """The response object before there is an answer: what is long of the request comes once, at
+        the end.
+        """
         whole = self.json()
         for name, nothing in _LEFT_OUT.items():
             if sum(map(len, texts_in(whole[name]))) > _LONG_CHARACTERS:
@@ -150,7 +176,11 @@ class _Answer:
 
     def _text(self) -> Json:
         text = self._body.text
-        found = None if text.format is None else text.format.model_dump(by_alias=True, exclude_none=True)
+        found = (
+            None
+            if text.format is None
+            else text.format.model_dump(by_alias=True, exclude_none=True)
+        )
         if found is not None and found["type"] != "json_schema":
             found = {"type": found["type"]}
         verbosity = {} if text.verbosity is None else {"verbosity": text.verbosity}

@@ -67,7 +67,9 @@ class TextOptions(Body):
 
 
 class Reasoning(Body):
-    """How hard the model thinks, where its chat template reads that. Thoughts come as they are, no summaries."""
+    """How hard the model thinks, where its chat template reads that. Thoughts come as they are, no
+    summaries.
+    """
 
     refused = {"generate_summary": ("auto",), "summary": ("auto",)}  # noqa: RUF012
     effort: Effort | None = None
@@ -93,11 +95,15 @@ class ResponsesRequest(Body):
         Field(max_length=MAX_TOOLS, fail_fast=True),
         BeforeValidator(_only_functions),
     ] = []  # noqa: RUF012 (pydantic copies it)
-    tool_choice: Annotated[Literal["none", "auto", "required"] | NamedTool, BeforeValidator(_choice)] = "auto"
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedTool, BeforeValidator(_choice)
+    ] = "auto"
     parallel_tool_calls: bool = True
     text: TextOptions = TextOptions()
     reasoning: Reasoning = Reasoning()
-    kv_retention: float | None = Field(default=None, description="fraction of the KV cache to keep, (0, 1]")
+    kv_retention: float | None = Field(
+        default=None, description="fraction of the KV cache to keep, (0, 1]"
+    )
     cache_salt: Salt = ""
     user: Label | None = None
     safety_identifier: Label | None = None
@@ -105,7 +111,9 @@ class ResponsesRequest(Body):
 
     def chat(self) -> ChatRequest:
         """The same as a chat. Raises `ValidationError`."""
-        first = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        first = (
+            [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        )
         tools = [
             {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
             for tool in self.tools
@@ -124,4 +132,6 @@ class ResponsesRequest(Body):
 
     def sampling(self) -> SamplingParams:
         """Raises `RequestError` naming the first value that is out of range."""
-        return SamplingParams(temperature=self.temperature, top_p=self.top_p, max_tokens=self.max_output_tokens)
+        return SamplingParams(
+            temperature=self.temperature, top_p=self.top_p, max_tokens=self.max_output_tokens
+        )

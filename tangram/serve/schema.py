@@ -1,4 +1,6 @@
-"""The request bodies of the OpenAI API, with vLLM's sampling extras and ours. Unknown fields are refused."""
+"""The request bodies of the OpenAI API, with vLLM's sampling extras and ours. Unknown fields are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,14 @@ from collections.abc import Sequence
 from reprlib import repr as shortened
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, PositiveInt, SkipValidation, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PositiveInt,
+    SkipValidation,
+    field_validator,
+    model_validator,
+)
 
 from tangram.limits import MAX_BIASES, MAX_LOGPROBS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from tangram.serve.body import Body, Label, Metadata, Salt, Text, encodable
@@ -33,7 +42,8 @@ _MAX_TOKEN_DIGITS = 10
 class StreamOptions(Body):
     """`include_usage` adds a last chunk with the usage of the whole request.
 
-    With `continuous_usage_stats`, too, every chunk before it has what its choice has used so far, as in vLLM.
+    With `continuous_usage_stats`, too, every chunk before it has what its choice has used so far,
+    as in vLLM.
     """
 
     refused = STREAM_OPTIONS
@@ -71,7 +81,9 @@ class _Sampled(Body):
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int = 0
-    kv_retention: float | None = Field(default=None, description="fraction of the KV cache to keep, (0, 1]")
+    kv_retention: float | None = Field(
+        default=None, description="fraction of the KV cache to keep, (0, 1]"
+    )
     cache_salt: Salt = ""
     user: Label | None = None
     response_format: ResponseFormat | None = None
@@ -86,13 +98,17 @@ class _Sampled(Body):
                 shown = key[: 2 * _MAX_TOKEN_DIGITS]
                 raise ValueError(f"the key {shown!r} must be a token id written in decimal digits")
             if (first := spelled.setdefault(int(key), key)) != key:
-                raise ValueError(f"the keys {first!r} and {key!r} name the same token: send one of them")
+                raise ValueError(
+                    f"the keys {first!r} and {key!r} name the same token: send one of them"
+                )
         return bias
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise wrong_field("stream_options", "'stream_options' is allowed only when 'stream' is true")
+            raise wrong_field(
+                "stream_options", "'stream_options' is allowed only when 'stream' is true"
+            )
         return self
 
     @property
@@ -105,14 +121,21 @@ class _Sampled(Body):
 
         Raises `RequestError` naming the schema that is out of bounds.
         """
-        schema = None if self.response_format is None else self.response_format.schema_for(SchemaBounds())
+        schema = (
+            None
+            if self.response_format is None
+            else self.response_format.schema_for(SchemaBounds())
+        )
         return None if schema is None else (answer_grammar(schema, form), "response_format")
 
     @model_validator(mode="after")
     def _a_grammar_says_where_answers_end(self) -> Self:
         for field in ("ignore_eos", "min_tokens") if self.shaped else ():
             if getattr(self, field):
-                message = f"'{field}' goes with neither 'response_format' nor 'tools', which say themselves where an "
+                message = (
+                    f"'{field}' goes with neither 'response_format' nor 'tools', which say "
+                    "themselves where an "
+                )
                 raise wrong_field(field, f"{message}answer may end: leave it out")
         return self
 
@@ -138,7 +161,9 @@ class _Sampled(Body):
 
 
 class ChatRequest(_Sampled):
-    """The body of POST /v1/chat/completions. Without a token limit an answer may fill the context."""
+    """The body of POST /v1/chat/completions. Without a token limit an answer may fill
+    the context.
+    """
 
     refused = CHAT
     messages: Messages
@@ -151,8 +176,12 @@ class ChatRequest(_Sampled):
         default=None, description="there is one tier: the answer says `default`"
     )
     chat_template_kwargs: TemplateOptions = Field(default={})
-    reasoning_effort: Effort | None = Field(default=None, description="where the chat template reads it")
-    verbosity: Verbosity | None = Field(default=None, description="where the chat template reads it")
+    reasoning_effort: Effort | None = Field(
+        default=None, description="where the chat template reads it"
+    )
+    verbosity: Verbosity | None = Field(
+        default=None, description="where the chat template reads it"
+    )
     tools: list[Tool] = Field(default=[], max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
@@ -177,7 +206,9 @@ class ChatRequest(_Sampled):
         if self.offered and form.tools is not None:
             parallel = self.parallel_tool_calls and isinstance(self.tool_choice, str)
             forced = self.tool_choice != "auto"
-            calls = CallGrammar(self.offered, form.tools, forced, parallel, schema, form.control_token_ids, form)
+            calls = CallGrammar(
+                self.offered, form.tools, forced, parallel, schema, form.control_token_ids, form
+            )
             return calls.source(), "tools"
         return None if schema is None else (answer_grammar(schema, form), "response_format")
 
@@ -187,17 +218,22 @@ class ChatRequest(_Sampled):
         if choice not in ("none", "auto") and not self.offered:
             asked = choice if isinstance(choice, str) else choice.name
             there = ", ".join(tool.function.name for tool in self.tools[:8]) or "none"
-            raise wrong_field("tool_choice", f"'tool_choice' is {asked!r}, the tools that are there: {there}")
+            raise wrong_field(
+                "tool_choice", f"'tool_choice' is {asked!r}, the tools that are there: {there}"
+            )
         return self
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
-            raise wrong_field("top_logprobs", "'top_logprobs' is allowed only when 'logprobs' is true")
+            raise wrong_field(
+                "top_logprobs", "'top_logprobs' is allowed only when 'logprobs' is true"
+            )
         newer, older = self.max_completion_tokens, self.max_tokens
         if newer is not None and older is not None and newer != older:
             message = (
-                f"'max_completion_tokens' is {newer} and 'max_tokens', its older name, is {older}: send one of them"
+                f"'max_completion_tokens' is {newer} and 'max_tokens', its older name, is "
+                f"{older}: send one of them"
             )
             raise wrong_field("max_completion_tokens", message)
         return self
@@ -206,18 +242,27 @@ class ChatRequest(_Sampled):
         """Raises `RequestError` naming the first value that is out of range."""
         return self._sampling(
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            max_tokens=self.max_tokens if self.max_tokens is not None else self.max_completion_tokens,
+            max_tokens=self.max_tokens
+            if self.max_tokens is not None
+            else self.max_completion_tokens,
         )
 
 
 def _as_prompts(value: Any) -> list[str | list[int]]:
-    """The four forms of a prompt (text, texts, token ids, lists of token ids) as a list of prompts."""
+    """The four forms of a prompt (text, texts, token ids, lists of token ids) as a list
+    of prompts.
+    """
     several = isinstance(value, list) and not (value and type(value[0]) is int)
     prompts = value if several else [value]
     if len(prompts) > MAX_PROMPTS:
         raise ValueError(f"holds {len(prompts)} prompts, at most {MAX_PROMPTS} are allowed")
-    if not prompts or not all(isinstance(prompt, str) or _is_token_ids(prompt) for prompt in prompts):
-        raise ValueError("must be a string, a list of strings, a list of token ids or a list of lists of token ids")
+    if not prompts or not all(
+        isinstance(prompt, str) or _is_token_ids(prompt) for prompt in prompts
+    ):
+        raise ValueError(
+            "must be a string, a list of strings, a list of token ids or a list of lists of token "
+            "ids"
+        )
     for text in filter(lambda prompt: isinstance(prompt, str), prompts):
         encodable(text)
     return prompts
@@ -228,7 +273,9 @@ def _is_token_ids(value: Any) -> bool:
 
 
 class CompletionRequest(_Sampled):
-    """The body of POST /v1/completions. `logprobs` is the number of alternatives reported beside each token."""
+    """The body of POST /v1/completions. `logprobs` is the number of alternatives reported beside
+    each token.
+    """
 
     refused = COMPLETION
     # Types are checked once: there may be millions of tokens.
@@ -241,14 +288,20 @@ class CompletionRequest(_Sampled):
     def _not_too_many(self) -> Self:
         if len(self.prompt) * self.n > max(MAX_COMPLETIONS, self.n):
             number = shortened(self.n)
-            message = f"n is {number} for {len(self.prompt)} prompts: at most {MAX_COMPLETIONS} completions are allowed"
+            message = (
+                f"n is {number} for {len(self.prompt)} prompts: at most {MAX_COMPLETIONS} "
+                "completions are allowed"
+            )
             raise wrong_field("n", message)
         return self
 
     @model_validator(mode="after")
     def _prompts_have_no_logprobs(self) -> Self:
         if self.echo and self.logprobs is not None:
-            raise wrong_field("echo", "'echo' with 'logprobs' is not supported: prompts have no log-probabilities here")
+            raise wrong_field(
+                "echo",
+                "'echo' with 'logprobs' is not supported: prompts have no log-probabilities here",
+            )
         return self
 
     def sampling(self) -> SamplingParams:

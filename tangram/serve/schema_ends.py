@@ -1,4 +1,6 @@
-"""Whether a JSON schema allows anything finite: a schema that always asks for more of itself never ends."""
+"""Whether a JSON schema allows anything finite: a schema that always asks for more of itself never
+ends.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ Kind = TypeVar("Kind", dict[str, Any], list[Any])
 
 
 def can_end(schema: Any) -> bool:
-    """Whether some finite JSON value may satisfy `schema`, as far as `$ref` inside it and required parts tell.
+    """Whether some finite JSON value may satisfy `schema`, as far as `$ref` inside it and required
+    parts tell.
 
     False is certain. The least fixed point over all `$ref`: one can end once what it refers to can.
     """
@@ -42,7 +45,9 @@ def _ends(schema: Any, ended: Collection[str]) -> bool:
         parts = _of(list, schema, keyword)
         if parts and not any(_ends(part, ended) for part in parts):
             return False
-    return {"object": _object_ends, "array": _array_ends}.get(_only_type(schema), _always)(schema, ended)
+    return {"object": _object_ends, "array": _array_ends}.get(_only_type(schema), _always)(
+        schema, ended
+    )
 
 
 def _only_type(schema: dict[str, Any]) -> str:
@@ -73,7 +78,9 @@ def _always(schema: dict[str, Any], ended: Collection[str]) -> bool:
 
 
 def _of(kind: type[Kind], schema: dict[str, Any], keyword: str) -> Kind:
-    """The value of a keyword; empty where it is of another kind: a reference may lead to any JSON."""
+    """The value of a keyword; empty where it is of another kind: a reference may lead
+    to any JSON.
+    """
     value = schema.get(keyword)
     return value if isinstance(value, kind) else kind()
 
@@ -98,11 +105,18 @@ def _references(schema: Any) -> set[str]:
 
 
 def _target(root: Any, reference: str) -> Any:
-    """What a JSON pointer such as "#/$defs/a" leads to; True, which allows all, where that is nothing."""
+    """What a JSON pointer such as "#/$defs/a" leads to; True, which allows all, where that is
+    nothing.
+    """
     place = root
     for part in reference.removeprefix("#").split("/")[1:]:
         name = unquote(part).replace("~1", "/").replace("~0", "~")
-        if isinstance(place, list) and name.isdecimal() and len(name) < 9 and int(name) < len(place):
+        if (
+            isinstance(place, list)
+            and name.isdecimal()
+            and len(name) < 9
+            and int(name) < len(place)
+        ):
             place = place[int(name)]
         elif isinstance(place, dict) and name in place:
             place = place[name]

@@ -15,9 +15,11 @@ _log = logging.getLogger(__name__)
 
 
 class EventSource(StreamingResponse):
-    """Sends `frames`, which come of `events`. These are closed however the response ends, also if it never began.
+    """Sends `frames`, which come of `events`. These are closed however the response ends, also if
+    it never began.
 
-    Where the client falls too far behind, the response ends in the middle: there is no room to tell it why.
+    Where the client falls too far behind, the response ends in the middle: there is no room to tell
+    it why.
     """
 
     media_type = "text/event-stream"

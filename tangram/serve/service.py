@@ -15,6 +15,7 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from tangram.errors import RequestError
+from tangram.limits import check_size
 from tangram.serve.answers import finished, frames
 from tangram.serve.body import texts_in
 from tangram.serve.bridge import EventStream, Job, Limits, ServedEngine
@@ -40,7 +41,8 @@ _log = logging.getLogger(__name__)
 # like, and the control tokens that it is told by.
 _Parts = tuple[Format, list[tuple[int, ...]], Grammar | None, Marks]
 _NO_TOOLS = (
-    "the chat template of this model shows it no tools, or has calls written in a form that this server cannot read: "
+    "the chat template of this model shows it no tools, or has calls written in a form that this "
+    "server cannot read: "
     "leave them out, or choose another model"
 )
 
@@ -56,12 +58,16 @@ class Asked:
 
 
 class Service:
-    """Answers both completion endpoints for one engine and one model name. With `let_by`, fields that
-    are not served are `ignored`, and counted, instead of refused.
+    """Answers both completion endpoints for one engine and one model name. With `let_by`, fields
+    that are not served are `ignored`, and counted, instead of refused.
     """
 
     def __init__(
-        self, engine: ServedEngine, served_model_name: str, limits: Limits | None = None, let_by: bool = False
+        self,
+        engine: ServedEngine,
+        served_model_name: str,
+        limits: Limits | None = None,
+        let_by: bool = False,
     ) -> None:
         self.model = served_model_name
         self.created_s = int(time.time())
@@ -76,12 +82,16 @@ class Service:
 
     @property
     def healthy(self) -> bool:
-        """Whether the engine can still answer: its thread lives, and its step has not taken ten minutes."""
+        """Whether the engine can still answer: its thread lives, and its step has not taken ten
+        minutes.
+        """
         return self._engine.healthy and not self._hangs
 
     @property
     def ready(self) -> bool:
-        """Whether new requests should come here: the engine runs, and the server is not about to end."""
+        """Whether new requests should come here: the engine runs, and the server is not about to
+        end.
+        """
         return self._started and self.healthy and not self.draining
 
     @property
@@ -108,16 +118,23 @@ class Service:
                 steps, since_s = stats.steps, now_s
             hangs = now_s - since_s > MOST_STEP_S
             if hangs and not self._hangs:
-                _log.error("a step of the engine has not ended for %.0f s: the server is not healthy", now_s - since_s)
+                _log.error(
+                    "a step of the engine has not ended for %.0f s: the server is not healthy",
+                    now_s - since_s,
+                )
             self._hangs = hangs
             await asyncio.sleep(MOST_STEP_S / 60)
 
     def stop(self) -> None:
-        """End the engine's thread; what still runs is aborted. A step that does not end is left, see `stuck`."""
+        """End the engine's thread; what still runs is aborted. A step that does not end is left,
+        see `stuck`.
+        """
         self.preparation.stop()
         if self._stopping is None:
             # A thread that would not keep the process, as those of a pool do.
-            self._stopping = threading.Thread(target=self._engine.stop, name="engine-stop", daemon=True)
+            self._stopping = threading.Thread(
+                target=self._engine.stop, name="engine-stop", daemon=True
+            )
             self._stopping.start()
         self._stopping.join(LAST_STEP_S)
 
@@ -138,7 +155,9 @@ class Service:
         events, style, job, head = self._begin(body, parts, record_of(request))
         if body.stream:
             head |= {"object": style.chunk_object}
-            return EventSource(frames(events, head, style, job.sampling.n, body.stream_options), events)
+            return EventSource(
+                frames(events, head, style, job.sampling.n, body.stream_options), events
+            )
         try:
             found = await unless_disconnected(request, finished(events, style, job, head))
             return await asyncio.to_thread(JSONResponse, found)
@@ -155,13 +174,22 @@ class Service:
             return self._chat_format(body, asked.form), [asked.prompt], asked.grammar, asked.marks
         found = body.grammar(AnswerForm())
         grammar = None if found is None else await self.preparation.grammar(*found)
-        prompts = [await self.text_prompt(p) if isinstance(p, str) else tuple(p) for p in body.prompt]
+        prompts = [
+            await self.text_prompt(p) if isinstance(p, str) else tuple(p) for p in body.prompt
+        ]
         if not all(prompts):
-            raise ApiError(400, "prompt holds no tokens: send at least one", param="prompt", code="invalid_value")
+            raise ApiError(
+                400,
+                "prompt holds no tokens: send at least one",
+                param="prompt",
+                code="invalid_value",
+            )
         return await self._completion_format(body), prompts, grammar, Marks()
 
     async def ask(self, body: ChatRequest, field: str) -> Asked:
-        """The prompt of a conversation, and how it is answered. Raises `RequestError`, `field` for the messages."""
+        """The prompt of a conversation, and how it is answered. Raises `RequestError`, `field` for
+        the messages.
+        """
         form = AnswerForm.of(self._engine.codec)
         if body.tools and form.tools is None:
             raise RequestError(f"tools: {_NO_TOOLS}", "tools")
@@ -170,8 +198,13 @@ class Service:
         if form.channels:  # the template of GPT-OSS takes no tool without one
             for tool in tools:
                 tool["function"].setdefault("description", "")
-        messages = [form.told(message.for_template(), f"{field}[{at}]") for at, message in enumerate(body.messages)]
-        options = self.template.told(body.chat_template_kwargs, body.reasoning_effort, body.verbosity)
+        messages = [
+            form.told(message.for_template(), f"{field}[{at}]")
+            for at, message in enumerate(body.messages)
+        ]
+        options = self.template.told(
+            body.chat_template_kwargs, body.reasoning_effort, body.verbosity
+        )
         prompt = await self.chat_prompt(messages, field, tools, options)
         form = form.after(self._engine.codec, prompt)
         found = body.grammar(form)
@@ -185,9 +218,16 @@ class Service:
         identity = f"{style.id_prefix}-{uuid.uuid4().hex}"
         try:
             job = Job(
-                identity, prompts, body.sampling(), body.kv_retention, body.cache_salt, body.stream, grammar, record,
+                identity,
+                prompts,
+                body.sampling(),
+                body.kv_retention,
+                body.cache_salt,
+                body.stream,
+                grammar,
+                record,
                 marks,
-            )  # fmt: skip
+            )
             head: Json = {"id": identity, "created": int(time.time()), "model": self.model}
             if isinstance(body, ChatRequest) and body.service_tier is not None:
                 head["service_tier"] = "default"
@@ -201,71 +241,89 @@ class Service:
         codec, reader = self._engine.codec, form.reader(body.offered)
         if reader is None:
             return ChatFormat(codec, logprobs=body.logprobs)
-        return ReadChatFormat(codec, logprobs=body.logprobs, reader=reader, thinks=form.thinking is not None)
+        return ReadChatFormat(
+            codec, logprobs=body.logprobs, reader=reader, thinks=form.thinking is not None
+        )
 
     async def _completion_format(self, body: CompletionRequest) -> Format:
         echoed = body.prompt if body.echo else []
         echoes = [p if isinstance(p, str) else await self.verbatim(p, "prompt") for p in echoed]
-        return CompletionFormat(self._engine.codec, logprobs=body.logprobs is not None, echoes=echoes, n=body.n)
+        return CompletionFormat(
+            self._engine.codec, logprobs=body.logprobs is not None, echoes=echoes, n=body.n
+        )
 
     def open(self, job: Job) -> EventStream:
         """Submit `job`; close what comes back.
 
-        Raises `ApiError` if the engine has stopped or the server is about to, `RequestError` if it can never be served,
-        `OverloadError` if too many wait.
+        Raises `ApiError` if the engine has stopped or the server is about to, `RequestError` if it
+        can never be served, `OverloadError` if too many wait.
         """
         if not self._engine.healthy:
             raise ApiError(503, "the engine has stopped: the server's log has the reason")
         if self.draining:
-            raise ApiError(503, "the server is shutting down: send the request to another, or again in a while")
+            raise ApiError(
+                503, "the server is shutting down: send the request to another, or again in a while"
+            )
         refuse_huge(job, self.max_model_len)
         return EventStream(self._engine, job, self.metrics, self._limits)
 
     async def verbatim(self, token_ids: Sequence[int], field: str) -> str:
-        """The text of tokens, special ones by name; raises `RequestError` (`field`) if one is unknown, or if there are
-        more than ever fit.
+        """The text of tokens, special ones by name; raises `RequestError` (`field`) if one is
+        unknown, or if there are more than ever fit.
         """
         if len(token_ids) > self.max_model_len:
             raise RequestError(
-                f"{field} has {len(token_ids)} tokens, at most {self.max_model_len} (max_model_len) fit: send fewer",
+                f"{field} has {len(token_ids)} tokens, at most {self.max_model_len} "
+                "(max_model_len) fit: send fewer",
                 field,
             )
         return await self.preparation.tokenize(self._engine.codec.verbatim, token_ids, field)
 
     async def chat_prompt(
-        self, messages: Sequence[Mapping[str, Any]], field: str, tools: Sequence[Mapping[str, Any]] = (),
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        field: str,
+        tools: Sequence[Mapping[str, Any]] = (),
         options: Mapping[str, Any] | None = None,
-    ) -> tuple[int, ...]:  # fmt: skip
-        """The tokens of a conversation up to the answer; raises `RequestError` (`field`) if it could never fit."""
+    ) -> tuple[int, ...]:
+        """The tokens of a conversation up to the answer; raises `RequestError` (`field`) if it
+        could never fit.
+        """
         for at, message in enumerate(messages):
-            if (message["role"] == "tool" or "tool_calls" in message) and self._engine.codec.tool_format is None:
-                raise RequestError(f"{field}[{at}] is about tools: {_NO_TOOLS}", f"{field}[{at}].role")
+            if (
+                message["role"] == "tool" or "tool_calls" in message
+            ) and self._engine.codec.tool_format is None:
+                raise RequestError(
+                    f"{field}[{at}] is about tools: {_NO_TOOLS}", f"{field}[{at}].role"
+                )
         self._refuse_endless(texts_in(messages), field)
         self._refuse_endless(texts_in(tools), "tools")
         self._refuse_endless(texts_in(options), FIELD)
-        return await self.preparation.tokenize(self._engine.codec.chat_prompt, messages, tools, options)
+        return await self.preparation.tokenize(
+            self._engine.codec.chat_prompt, messages, tools, options
+        )
 
     async def text_prompt(self, text: str) -> tuple[int, ...]:
-        """The tokens of a raw prompt; raises `RequestError` (field `prompt`) if it could never fit."""
+        """The tokens of a raw prompt; raises `RequestError` (field `prompt`) if it
+        could never fit.
+        """
         self._refuse_endless([text], "prompt")
         return await self.preparation.tokenize(self._engine.codec.encode, text)
 
     def _refuse_endless(self, texts: Iterable[str], field: str) -> None:
-        """Tokenizing takes seconds for texts that are megabytes long: not for one that is too long anyway."""
-        size = sum(len(text.encode()) for text in texts)
-        most = self.max_model_len * self._engine.codec.longest_token_bytes
-        if size > most:
-            raise RequestError(
-                f"{field} has {size} bytes of text, {self.max_model_len} tokens (max_model_len) hold at most {most}: "
-                "shorten it",
-                field,
-            )
+        check_size(texts, field, self.max_model_len, self._engine.codec.longest_token_bytes)
 
 
 def _as_chat(error: RequestError, body: ChatRequest) -> RequestError:
     """What the engine, which knows of no messages, refused, with the names that the client sent."""
     if error.field == "prompt":
         return RequestError(f"messages: the {error}", "messages")
-    if error.field == "max_tokens" and body.max_tokens is None and body.max_completion_tokens is not None:
-        return RequestError(str(error).replace("max_tokens", "max_completion_tokens"), "max_completion_tokens")
+    if (
+        error.field == "max_tokens"
+        and body.max_tokens is None
+        and body.max_completion_tokens is not None
+    ):
+        return RequestError(
+            str(error).replace("max_tokens", "max_completion_tokens"), "max_completion_tokens"
+        )
     return error

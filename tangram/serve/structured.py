@@ -19,7 +19,9 @@ NAME = r"^[a-zA-Z0-9_-]{1,64}$"
 
 
 class JsonSchema(Body):
-    """`name` and `description` are labels, without effect; a schema is followed to the letter, strict or not."""
+    """`name` and `description` are labels, without effect; a schema is followed to the letter,
+    strict or not.
+    """
 
     name: Text = Field(pattern=NAME)
     description: Text | None = Field(default=None, max_length=_MAX_DESCRIPTION_CHARACTERS)
@@ -36,7 +38,9 @@ class ResponseFormat(Body):
     @model_validator(mode="after")
     def _schema_where_it_belongs(self) -> Self:
         if (self.json_schema is None) == (self.type == "json_schema"):
-            raise wrong_field("json_schema", "'json_schema' belongs to the type 'json_schema', which needs it")
+            raise wrong_field(
+                "json_schema", "'json_schema' belongs to the type 'json_schema', which needs it"
+            )
         return self
 
     def schema_for(self, bounds: SchemaBounds) -> dict[str, Any] | None:
@@ -48,7 +52,9 @@ class ResponseFormat(Body):
 
 
 class Function(Body):
-    """A function that the model may call; without `parameters` it has none. Arguments follow them, strict or not."""
+    """A function that the model may call; without `parameters` it has none. Arguments follow them,
+    strict or not.
+    """
 
     name: Text = Field(pattern=NAME)
     description: Text | None = None
@@ -85,24 +91,35 @@ def _choice(value: Any) -> Any:
     if value in ("none", "auto", "required") or isinstance(value, NamedTool):
         return value
     match value:
-        case {"type": "function", "function": {"name": str(name)}} if len(value) == len(value["function"]) + 1 == 2:
+        case {"type": "function", "function": {"name": str(name)}} if (
+            len(value) == len(value["function"]) + 1 == 2
+        ):
             return NamedTool(encodable(name))
-    raise ValueError('must be \'none\', \'auto\', \'required\' or {"type": "function", "function": {"name": "..."}}')
+    raise ValueError(
+        'must be \'none\', \'auto\', \'required\' or {"type": "function", "function": {"name": '
+        '"..."}}'
+    )
 
 
 ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedTool, BeforeValidator(_choice)]
 
 
 def check_tools(tools: Sequence[Tool], bounds: SchemaBounds) -> None:
-    """Raise `RequestError` for a name that comes twice or parameters that are out of `bounds` or no object."""
+    """Raise `RequestError` for a name that comes twice or parameters that are out of `bounds` or no
+    object.
+    """
     names: set[str] = set()
     for at, tool in enumerate(tools):
         field = f"tools[{at}].function"
         if tool.function.name in names:
-            raise RequestError(f"{field}.name is {tool.function.name!r} again: give each its own", f"{field}.name")
+            raise RequestError(
+                f"{field}.name is {tool.function.name!r} again: give each its own", f"{field}.name"
+            )
         names.add(tool.function.name)
         arguments = tool.arguments()
         if arguments["type"] != "object":
-            message = f"{field}.parameters has a type other than 'object': arguments are a JSON object"
+            message = (
+                f"{field}.parameters has a type other than 'object': arguments are a JSON object"
+            )
             raise RequestError(message, f"{field}.parameters.type")
         bounds.check(arguments, f"{field}.parameters")

@@ -1,4 +1,5 @@
-"""Calls as Qwen3-Coder and Qwen3.5 write them: a tag for the function, in it a tag for each argument, values bare.
+"""Calls as Qwen3-Coder and Qwen3.5 write them: a tag for the function, in it a tag for each
+argument, values bare.
 
     <function=look>
     <parameter=city>
@@ -32,14 +33,18 @@ _REFERENCE = re.compile(r"#/(\$defs|definitions)/([^/]+)")
 _MOST_REFERENCES = 8
 
 
-def tagged_arguments(text: str, schemas: Mapping[str, Any]) -> tuple[str | None, dict[str, Any] | None]:
+def tagged_arguments(
+    text: str, schemas: Mapping[str, Any]
+) -> tuple[str | None, dict[str, Any] | None]:
     """The function that `text` calls and its arguments; None for what is wrong."""
     found = _FUNCTION.fullmatch(text)
     if found is None:
         return None, None
     name, inside = found[1].strip(), found[2]
     schema = schemas.get(name, {})
-    properties = {key: resolved(value, schema) for key, value in schema.get("properties", {}).items()}
+    properties = {
+        key: resolved(value, schema) for key, value in schema.get("properties", {}).items()
+    }
     arguments: dict[str, Any] = {}
     at = 0
     while at < len(inside.rstrip()):
@@ -94,7 +99,9 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
     return schema
 
 
-def tagged_rules(rule: str, name: str, schema: Mapping[str, Any], field: str, *, to_the_letter: bool) -> Iterator[str]:
+def tagged_rules(
+    rule: str, name: str, schema: Mapping[str, Any], field: str, *, to_the_letter: bool
+) -> Iterator[str]:
     """The grammar rules of a call of `name`, of which the last, `rule`, is the whole.
 
     Raises `RequestError` (`field` and on) where texts cannot be held `to_the_letter` to what the
@@ -105,7 +112,9 @@ def tagged_rules(rule: str, name: str, schema: Mapping[str, Any], field: str, *,
     for number, (key, value) in enumerate(schema.get("properties", {}).items()):
         place = f"{field}.properties.{key}"
         if not _NAMES.fullmatch(key):
-            message = "this model writes parameters whose names have no '<', '>' and lines: rename it"
+            message = (
+                "this model writes parameters whose names have no '<', '>' and lines: rename it"
+            )
             raise RequestError(f"{place}: {message}", place)
         inside = f"{rule}_{number}"
         tag = json.dumps(f"<parameter={key}>\n")

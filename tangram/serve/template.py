@@ -1,4 +1,6 @@
-"""What a request tells the chat template: `chat_template_kwargs`, and the fields that some templates read."""
+"""What a request tells the chat template: `chat_template_kwargs`, and the fields that some
+templates read.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def _bounded(options: dict[str, Any]) -> dict[str, Any]:
         if name in TEMPLATE_NAMES:
             raise wrong_field(name, f"'{FIELD}.{name}' is the server's to set: leave it out")
         if deeper_than(options[name], _MOST_LEVELS):
-            raise wrong_field(name, f"'{FIELD}.{name}' is nested in more than {_MOST_LEVELS} levels")
+            raise wrong_field(
+                name, f"'{FIELD}.{name}' is nested in more than {_MOST_LEVELS} levels"
+            )
     size = len(json.dumps(options))
     if size > _MOST_BYTES:
         raise ValueError(f"has {size} bytes as JSON, at most {_MOST_BYTES} are allowed")
@@ -68,7 +72,9 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 TemplateOptions = Annotated[
     dict[str, Any],
-    Field(max_length=MOST_OPTIONS, description="variables of the chat template, those that it reads"),
+    Field(
+        max_length=MOST_OPTIONS, description="variables of the chat template, those that it reads"
+    ),
     AfterValidator(_bounded),
 ]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -120,7 +126,13 @@ class Template:
 
 
 def _meant(field: str, value: str, readable: frozenset[str]) -> tuple[str, Any]:
-    """The variable and its value: no effort is no thinking, where a template can only switch it off."""
-    if (field, value) == ("reasoning_effort", "none") and field not in readable and "enable_thinking" in readable:
+    """The variable and its value: no effort is no thinking, where a template can only switch it
+    off.
+    """
+    if (
+        (field, value) == ("reasoning_effort", "none")
+        and field not in readable
+        and "enable_thinking" in readable
+    ):
         return "enable_thinking", False
     return field, value

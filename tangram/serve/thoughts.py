@@ -1,4 +1,6 @@
-"""Thoughts in what a model writes: between marks before its answer, or on a channel of their own."""
+"""Thoughts in what a model writes: between marks before its answer, or on a channel of
+their own.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ class ThoughtReader:
     it is `opened` already the mark may come again.
     """
 
-    def __init__(self, form: ThinkingFormat, *, opened: bool, rest: Callable[[], CallReader] | None) -> None:
+    def __init__(
+        self, form: ThinkingFormat, *, opened: bool, rest: Callable[[], CallReader] | None
+    ) -> None:
         self._form, self._rest = form, None if rest is None else rest()
         self._held, self._begun, self._gap = "", False, False
         self.thinking = opened

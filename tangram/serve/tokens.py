@@ -14,14 +14,18 @@ from tangram.serve.unsupported import TOKENIZE, wrong_field
 
 
 class TokenizeRequest(Body):
-    """`prompt`, a raw text, or `messages`, a conversation up to its answer. `model` None is the served one."""
+    """`prompt`, a raw text, or `messages`, a conversation up to its answer. `model` None is the
+    served one.
+    """
 
     refused = TOKENIZE
     model: Text | None = None
     prompt: Text | None = None
     messages: Messages | None = None
     chat_template_kwargs: TemplateOptions = Field(default={})
-    add_special_tokens: bool | None = Field(default=None, description="those around a raw text: always there")
+    add_special_tokens: bool | None = Field(
+        default=None, description="those around a raw text: always there"
+    )
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Self:
@@ -31,7 +35,10 @@ class TokenizeRequest(Body):
             raise wrong_field(FIELD, f"'{FIELD}' goes with 'messages' only: leave it out")
         always = self.messages is None
         if self.add_special_tokens not in (None, always):
-            message = f"'add_special_tokens' is always {str(always).lower()} for {'prompts' if always else 'messages'}"
+            message = (
+                f"'add_special_tokens' is always {str(always).lower()} for "
+                f"{'prompts' if always else 'messages'}"
+            )
             raise wrong_field("add_special_tokens", f"{message}: leave it out")
         return self
 

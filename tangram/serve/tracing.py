@@ -1,8 +1,10 @@
-"""OpenTelemetry: one span for each request that asks for text, by the semantic conventions for generative AI.
+"""OpenTelemetry: one span for each request that asks for text, by the semantic conventions for
+generative AI.
 
-Names are those of the conventions (opentelemetry.io/docs/specs/semconv/gen-ai, in development there); what they have no
-name for begins with `tangram.`. A span is made when the answer is out, with the times that were noted: nothing is paid
-while it is being written. The SDK is optional: `pip install 'tangram-serve[otel]'`.
+Names are those of the conventions (opentelemetry.io/docs/specs/semconv/gen-ai, in development
+there); what they have no name for begins with `tangram.`. A span is made when the answer is out,
+with the times that were noted: nothing is paid while it is being written. The SDK is optional: `pip
+install 'tangram-serve[otel]'`.
 """
 
 from __future__ import annotations
@@ -19,25 +21,38 @@ from tangram.version import __version__
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
-OPERATIONS = {"/v1/chat/completions": "chat", "/v1/responses": "chat", "/v1/completions": "text_completion"}
+OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/responses": "chat",
+    "/v1/completions": "text_completion",
+}
 _ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 Value = str | int | float | bool | list[str]
 
 
-def traces_to(endpoint: str | None, model: str, variables: Mapping[str, str] | None = None) -> Traces | None:
-    """Traces to the OTLP collector at `endpoint` (HTTP, without /v1/traces), or to the one that `variables` name.
+def traces_to(
+    endpoint: str | None, model: str, variables: Mapping[str, str] | None = None
+) -> Traces | None:
+    """Traces to the OTLP collector at `endpoint` (HTTP, without /v1/traces), or to the one that
+    `variables` name.
 
-    Those are the environment's, as the OpenTelemetry specification has them (OTEL_EXPORTER_OTLP_ENDPOINT, …); headers,
-    sampling and the service's name follow them too. None if neither names one. Raises `ConfigError` where the endpoint
-    is no URL, or the SDK is missing.
+    Those are the environment's, as the OpenTelemetry specification has them
+    (OTEL_EXPORTER_OTLP_ENDPOINT, …); headers, sampling and the service's name follow them too. None
+    if neither names one. Raises `ConfigError` where the endpoint is no URL, or the SDK is missing.
     """
     variables = os.environ if variables is None else variables
     named = next((name for name in _ENDPOINT_VARIABLES if variables.get(name)), None)
-    if endpoint is None and (named is None or variables.get("OTEL_SDK_DISABLED", "").lower() == "true"):
+    if endpoint is None and (
+        named is None or variables.get("OTEL_SDK_DISABLED", "").lower() == "true"
+    ):
         return None
-    if endpoint is not None and not endpoint.startswith(("http://", "https://")):
-        raise ConfigError(f"otlp_endpoint is {endpoint!r}, it must be a URL such as http://127.0.0.1:4318")
-    asked = f"otlp_endpoint is {endpoint!r}" if endpoint is not None else f"{named} is set"
+    asked, url = (
+        (named, variables[named])
+        if endpoint is None and named
+        else ("otlp_endpoint", endpoint or "")
+    )
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"{asked} is {url!r}, it must be a URL such as http://127.0.0.1:4318")
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource
@@ -45,13 +60,18 @@ def traces_to(endpoint: str | None, model: str, variables: Mapping[str, str] | N
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         raise ConfigError(
-            f"{asked}, but OpenTelemetry's SDK is not installed: pip install 'tangram-serve[otel]', "
+            f"{asked} is {url!r}, but OpenTelemetry's SDK is not installed: pip install "
+            "'tangram-serve[otel]', "
             "or ask for no traces"
         ) from error
     own = Resource({"service.name": "tangram", "service.version": __version__})
     provider = TracerProvider(resource=own.merge(OTELResourceDetector().detect()))
     # The exporter adds /v1/traces to what the environment says, but takes an argument as it is.
-    exporter = OTLPSpanExporter() if endpoint is None else OTLPSpanExporter(endpoint.rstrip("/") + "/v1/traces")
+    exporter = (
+        OTLPSpanExporter()
+        if endpoint is None
+        else OTLPSpanExporter(endpoint.rstrip("/") + "/v1/traces")
+    )
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return Traces(provider, model)
 
@@ -72,10 +92,12 @@ class Traces:
         if operation is None or record.method != "POST":
             return
         span = self.provider.get_tracer("tangram").start_span(
-            f"{operation} {self.model}", TraceContextTextMapPropagator().extract(record.trace_headers),
-            kind=SpanKind.SERVER, start_time=record.started_at_ns,
+            f"{operation} {self.model}",
+            TraceContextTextMapPropagator().extract(record.trace_headers),
+            kind=SpanKind.SERVER,
+            start_time=record.started_at_ns,
             attributes=_attributes(record, operation, self.model),
-        )  # fmt: skip
+        )
         failure = _failure(record)
         if failure is not None:
             span.set_attribute("error.type", failure)
@@ -88,7 +110,9 @@ class Traces:
 
 
 def _failure(record: Record) -> str | None:
-    """The HTTP status of what went wrong here, at once or half way through; a wrong request is no failure."""
+    """The HTTP status of what went wrong here, at once or half way through; a wrong request is no
+    failure.
+    """
     if record.status is None:
         return "cut"
     if record.status >= 500:
@@ -99,10 +123,14 @@ def _failure(record: Record) -> str | None:
 
 def _attributes(record: Record, operation: str, model: str) -> dict[str, Value]:
     known: dict[str, Value | None] = {
-        "gen_ai.operation.name": operation, "gen_ai.provider.name": "tangram", "gen_ai.request.model": model,
-        "http.request.method": record.method, "url.path": record.path,
-        "http.response.status_code": record.status, "tangram.request_id": record.request_id,
-    }  # fmt: skip
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": "tangram",
+        "gen_ai.request.model": model,
+        "http.request.method": record.method,
+        "url.path": record.path,
+        "http.response.status_code": record.status,
+        "tangram.request_id": record.request_id,
+    }
     if record.generation is not None:
         known |= _asked(record.generation) | _came(record, record.generation, model)
     return {name: value for name, value in known.items() if value is not None}
@@ -111,23 +139,29 @@ def _attributes(record: Record, operation: str, model: str) -> dict[str, Value]:
 def _asked(generation: Generation) -> dict[str, Value | None]:
     sampling = generation.sampling
     return {
-        "gen_ai.request.max_tokens": sampling.max_tokens, "gen_ai.request.temperature": sampling.temperature,
-        "gen_ai.request.top_p": sampling.top_p, "gen_ai.request.top_k": sampling.top_k,
+        "gen_ai.request.max_tokens": sampling.max_tokens,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.top_k": sampling.top_k,
         "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
-        "gen_ai.request.presence_penalty": sampling.presence_penalty, "gen_ai.request.seed": sampling.seed,
+        "gen_ai.request.presence_penalty": sampling.presence_penalty,
+        "gen_ai.request.seed": sampling.seed,
         "gen_ai.request.choice.count": sampling.n if sampling.n > 1 else None,
-        "gen_ai.request.stream": generation.stream, "tangram.request.kv_retention": generation.kv_retention,
-    }  # fmt: skip
+        "gen_ai.request.stream": generation.stream,
+        "tangram.request.kv_retention": generation.kv_retention,
+    }
 
 
 def _came(record: Record, generation: Generation, model: str) -> dict[str, Value | None]:
     """Times in seconds from the request's start."""
     return {
-        "gen_ai.response.id": generation.response_id, "gen_ai.response.model": model,
+        "gen_ai.response.id": generation.response_id,
+        "gen_ai.response.model": model,
         "gen_ai.response.finish_reasons": generation.finish_reasons,
         "gen_ai.response.time_to_first_chunk": record.since_start(generation.first_token_s),
         "gen_ai.usage.input_tokens": generation.prompt_tokens,
         "gen_ai.usage.output_tokens": generation.completion_tokens,
         "gen_ai.usage.cache_read.input_tokens": generation.cached_tokens,
-        "tangram.queue_seconds": record.since_start(generation.admitted_s), "tangram.kv_bytes": generation.kv_bytes,
-    }  # fmt: skip
+        "tangram.queue_seconds": record.since_start(generation.admitted_s),
+        "tangram.kv_bytes": generation.kv_bytes,
+    }

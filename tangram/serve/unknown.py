@@ -1,4 +1,5 @@
-"""Fields that this server does not serve, where it was told to let them by: counted, and logged once a name.
+"""Fields that this server does not serve, where it was told to let them by: counted, and logged
+once a name.
 
 Without that a body refuses them (`tangram/serve/body.py`).
 """
@@ -23,7 +24,9 @@ _log = logging.getLogger(__name__)
 
 
 class IgnoredFields:
-    """What was let by so far. `counter` has one label, the field's name; those nobody knows share `other`."""
+    """What was let by so far. `counter` has one label, the field's name; those nobody knows share
+    `other`.
+    """
 
     def __init__(self, counter: Counter) -> None:
         self._counter = counter
@@ -35,7 +38,9 @@ class IgnoredFields:
         shown = name[:_MOST_NAME_CHARACTERS]
         if shown not in self._logged and len(self._logged) < _MOST_LOGGED:
             self._logged.add(shown)
-            _log.warning("requests have the field %r, which is not served here: it is ignored", shown)
+            _log.warning(
+                "requests have the field %r, which is not served here: it is ignored", shown
+            )
 
 
 # Pydantic has no other way to hand something to validators that FastAPI calls.
@@ -44,7 +49,9 @@ _here: ContextVar[IgnoredFields | None] = ContextVar("ignored_fields", default=N
 
 @contextmanager
 def letting_by(ignored: IgnoredFields) -> Iterator[None]:
-    """Bodies that are validated inside lose the fields that are not served, and `ignored` hears of them."""
+    """Bodies that are validated inside lose the fields that are not served, and `ignored` hears of
+    them.
+    """
     token = _here.set(ignored)
     try:
         yield

@@ -1,7 +1,8 @@
-"""Fields that other servers know and this one does not: refused by name, unless their value asks for nothing.
+"""Fields that other servers know and this one does not: refused by name, unless their value asks
+for nothing.
 
-Clients send some of them with their default value (`"audio": null`, `"store": false`); such a value changes nothing
-and passes. Anything else would be a wish silently dropped, so it is an error.
+Clients send some of them with their default value (`"audio": null`, `"store": false`); such a value
+changes nothing and passes. Anything else would be a wish silently dropped, so it is an error.
 """
 
 from __future__ import annotations
@@ -102,7 +103,8 @@ KNOWN_ELSEWHERE = frozenset(
     )
 )
 
-# What other servers of this API have under /v1, by the first part of the path; some clients ask for them.
+# What other servers of this API have under /v1, by the first part of the path; some clients ask for
+# them.
 _PATHS: Mapping[str, str] = {
     "assistants": "assistants",
     "audio": "speech and transcription",
@@ -127,7 +129,9 @@ _PATHS: Mapping[str, str] = {
 
 
 def not_served(path: str) -> str | None:
-    """What is asked for at `path` of OpenAI's API that this server has not; None if it is no such path."""
+    """What is asked for at `path` of OpenAI's API that this server has not; None if it is no such
+    path.
+    """
     version, _, rest = path.removeprefix("/").partition("/")
     return _PATHS.get(rest.split("/")[0]) if version == "v1" else None
 

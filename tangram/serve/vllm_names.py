@@ -1,7 +1,9 @@
-"""The names that vLLM's metrics have, for dashboards and autoscalers that know those: the same numbers once more.
+"""The names that vLLM's metrics have, for dashboards and autoscalers that know those: the same
+numbers once more.
 
-Names, types and labels are those of vLLM V1 (docs.vllm.ai, usage/metrics). What it names and this engine does not have
-is not there: adapters, drafts, transfers between servers. Buckets are Tangram's.
+Names, types and labels are those of vLLM V1 (docs.vllm.ai, usage/metrics). What it names and this
+engine does not have is not there: adapters, drafts, transfers between servers. Buckets are
+Tangram's.
 """
 
 from __future__ import annotations
@@ -9,7 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from prometheus_client import Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from tangram.metrics import EngineStats
@@ -19,21 +26,35 @@ _Reading = Callable[[EngineStats], float]
 _GAUGES: tuple[tuple[str, str, _Reading], ...] = (
     ("num_requests_running", "Requests in the batch", lambda stats: stats.running),
     ("num_requests_waiting", "Requests in the queue", lambda stats: stats.waiting),
-    ("kv_cache_usage_perc", "Share of the pool's pages that requests hold (0 to 1)",
-     lambda stats: stats.pages_held / stats.pages_total),
-)  # fmt: skip
+    (
+        "kv_cache_usage_perc",
+        "Share of the pool's pages that requests hold (0 to 1)",
+        lambda stats: stats.pages_held / stats.pages_total,
+    ),
+)
 _COUNTERS: tuple[tuple[str, str, _Reading], ...] = (
     ("prompt_tokens", "Prompt tokens of admitted requests", lambda stats: stats.prompt_tokens),
-    ("prompt_tokens_cached", "Prompt tokens served from the prefix cache", lambda stats: stats.cached_tokens),
+    (
+        "prompt_tokens_cached",
+        "Prompt tokens served from the prefix cache",
+        lambda stats: stats.cached_tokens,
+    ),
     ("generation_tokens", "Tokens generated", lambda stats: stats.generated_tokens),
     ("num_preemptions", "Running requests sent back to the queue", lambda stats: stats.preemptions),
-    ("prefix_cache_queries", "Tokens that the prefix cache was asked for", lambda stats: stats.prompt_tokens),
+    (
+        "prefix_cache_queries",
+        "Tokens that the prefix cache was asked for",
+        lambda stats: stats.prompt_tokens,
+    ),
     ("prefix_cache_hits", "Tokens that it had", lambda stats: stats.cached_tokens),
 )
 _HISTOGRAMS: tuple[tuple[str, Callable[[ServerMetrics], Histogram]], ...] = (
     ("time_to_first_token_seconds", lambda metrics: metrics.first_token_s),
     ("inter_token_latency_seconds", lambda metrics: metrics.inter_token_s),
-    ("time_per_output_token_seconds", lambda metrics: metrics.inter_token_s),  # what V1 called it first
+    (
+        "time_per_output_token_seconds",
+        lambda metrics: metrics.inter_token_s,
+    ),  # what V1 called it first
     ("request_time_per_output_token_seconds", lambda metrics: metrics.mean_token_s),
     ("e2e_request_latency_seconds", lambda metrics: metrics.duration_s),
     ("request_queue_time_seconds", lambda metrics: metrics.queue_s),
@@ -53,7 +74,11 @@ class VllmNames(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """One reading."""
-        stats, names, values = self._metrics.stats(), list(self._labels), list(self._labels.values())
+        stats, names, values = (
+            self._metrics.stats(),
+            list(self._labels),
+            list(self._labels.values()),
+        )
         for name, text, read in _GAUGES:
             gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=names)
             gauge.add_metric(values, read(stats))
@@ -73,7 +98,9 @@ class VllmNames(Collector):
         (source,) = self._metrics.completions.collect()
         for sample in source.samples:
             if sample.name.endswith("_total"):
-                family.add_metric([*self._labels.values(), sample.labels["finish_reason"]], sample.value)
+                family.add_metric(
+                    [*self._labels.values(), sample.labels["finish_reason"]], sample.value
+                )
         return family
 
     def _histogram(self, name: str, own: Histogram) -> Metric:
@@ -82,5 +109,7 @@ class VllmNames(Collector):
         for sample in source.samples:
             suffix = sample.name.removeprefix(source.name)
             if suffix != "_created":
-                family.add_sample(f"vllm:{name}{suffix}", self._labels | sample.labels, sample.value)
+                family.add_sample(
+                    f"vllm:{name}{suffix}", self._labels | sample.labels, sample.value
+                )
         return family

@@ -1,4 +1,6 @@
-"""uvicorn's HTTP/1.1 with refusals that say what was wrong, in the OpenAI form, and an end for clients that stall."""
+"""uvicorn's HTTP/1.1 with refusals that say what was wrong, in the OpenAI form, and an end for
+clients that stall.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,11 @@ from tangram.serve.http1 import Http1, UncertainEndError
 
 # So long may a client leave unread what was sent to it, once its buffers and ours are full.
 STALLED_CLIENT_S = 30
-# So long may the head of a request take, from the connection or its first byte on, and then its body.
+# So long may the head of a request take, from the connection or its first byte on, and then its
+# body.
 HEAD_S, BODY_S = 20, 60
-# A client that sends no more is asked whether it waits for its answer. What came of that is looked for so
-# soon, then each time after twice as long; then it is asked again.
+# A client that sends no more is asked whether it waits for its answer. What came of that is looked
+# for so soon, then each time after twice as long; then it is asked again.
 LOOK_FIRST_S, ASK_AGAIN_S = 0.001, 0.5
 # More than can wait in any sensible queue: beyond it, whoever has asked for nothing leaves first.
 MAX_CONNECTIONS = 8192
@@ -33,8 +36,10 @@ def http_protocol(connections: int) -> type[HttpProtocol]:
 
 
 class HttpProtocol(H11Protocol):
-    """Answers bytes that are no HTTP request with 400, a head that does not end with 431, one that takes too long with
-    408. A client that sends more while it is being answered is still seen to hang up; one that has closed only its own
+    """Answers bytes that are no HTTP request with 400, a head that does not end with 431, one that
+    takes too long with
+    408. A client that sends more while it is being answered is still seen to hang up; one that has
+         closed only its own
     side gets its answer.
     """
 
@@ -49,7 +54,9 @@ class HttpProtocol(H11Protocol):
         self.conn = Http1(config.h11_max_incomplete_event_size or MAX_HEADER_BYTES)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """The kernel closes a connection whose other end has taken nothing for `STALLED_CLIENT_S` (tcp(7))."""
+        """The kernel closes a connection whose other end has taken nothing for `STALLED_CLIENT_S`
+        (tcp(7)).
+        """
         connection = transport.get_extra_info("socket")
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALLED_CLIENT_S * 1000)
         super().connection_made(transport)
@@ -63,11 +70,19 @@ class HttpProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends no more. Whether to go on: it may wait for the answer to what it has sent."""
-        if not self._half_closed and self.conn.their_state in (h11.DONE, h11.MUST_CLOSE) and self.conn.can_ask:
+        """The client sends no more. Whether to go on: it may wait for the answer to what it has
+        sent.
+        """
+        if (
+            not self._half_closed
+            and self.conn.their_state in (h11.DONE, h11.MUST_CLOSE)
+            and self.conn.can_ask
+        ):
             self._half_closed = True
             self.conn.receive_data(b"")
-            with contextlib.suppress(h11.RemoteProtocolError):  # what stands behind its last request
+            with contextlib.suppress(
+                h11.RemoteProtocolError
+            ):  # what stands behind its last request
                 self.conn.next_event()
             self._ask_whether_there()
         return self._half_closed
@@ -90,7 +105,9 @@ class HttpProtocol(H11Protocol):
             self.loop.call_later(again_s, self._ask_whether_there)
 
     def handle_events(self) -> None:
-        """Reading goes on while a request is answered, because only who reads sees the client leave."""
+        """Reading goes on while a request is answered, because only who reads sees the client
+        leave.
+        """
         super().handle_events()
         if self._half_closed and self.conn.our_state not in (h11.SEND_RESPONSE, h11.SEND_BODY):
             self._hang_up()  # all is answered, and no more will come
@@ -113,10 +130,15 @@ class HttpProtocol(H11Protocol):
         self._refuse(status, msg)
 
     def _refuse(self, status: int, message: str) -> None:
-        """The last word on this connection; if an answer has begun, or is out, there is no room for it."""
+        """The last word on this connection; if an answer has begun, or is out, there is no room for
+        it.
+        """
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = bytes(ApiError(status, message).response().body)
-            head = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+            head = [
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(body)).encode()),
+            ]
             for event in (
                 h11.Response(status_code=status, headers=[*head, (b"connection", b"close")]),
                 h11.Data(data=body),
@@ -133,30 +155,55 @@ class HttpProtocol(H11Protocol):
         self.transport.close()
 
     def _make_room(self) -> None:
-        """Close the connection that waits for a request and has the least time left for that; this one, if all work."""
-        others = {other: other.idle_until_s() for other in self.connections if isinstance(other, HttpProtocol)}
-        idle = {other: until_s for other, until_s in others.items() if until_s is not None and other is not self}
+        """Close the connection that waits for a request and has the least time left for that; this
+        one, if all work.
+        """
+        others = {
+            other: other.idle_until_s()
+            for other in self.connections
+            if isinstance(other, HttpProtocol)
+        }
+        idle = {
+            other: until_s
+            for other, until_s in others.items()
+            if until_s is not None and other is not self
+        }
         if idle:
             min(idle, key=idle.__getitem__).transport.close()
         else:
-            self._refuse(503, f"{self.max_connections} connections are being answered: try again in a while")
+            self._refuse(
+                503, f"{self.max_connections} connections are being answered: try again in a while"
+            )
 
     def refuse_rest(self) -> None:
         """Where a request's body is still on its way: it comes too late, the server ends."""
         if self.conn.their_state is h11.SEND_BODY:
-            self._refuse(503, "the server is shutting down, the rest of the body was not waited for: try again")
+            self._refuse(
+                503,
+                "the server is shutting down, the rest of the body was not waited for: try again",
+            )
 
     def idle_until_s(self) -> float | None:
-        """When the connection ends by itself, on the loop's clock, if no request comes; None in the middle of one."""
+        """When the connection ends by itself, on the loop's clock, if no request comes; None in the
+        middle of one.
+        """
         timer = self.timeout_keep_alive_task or self._deadline
-        return timer.when() if self.conn.their_state is h11.IDLE and timer and not self.transport.is_closing() else None
+        return (
+            timer.when()
+            if self.conn.their_state is h11.IDLE and timer and not self.transport.is_closing()
+            else None
+        )
 
     def _set_deadline(self) -> None:
         """For what the client is to send now. It is not put off by a byte of it."""
         state = self.conn.their_state
         limits_s = {h11.IDLE: HEAD_S, h11.SEND_BODY: BODY_S}
         # After an answer uvicorn has a clock of its own, up to the first byte of what follows.
-        waits = state in limits_s and self.timeout_keep_alive_task is None and not self.transport.is_closing()
+        waits = (
+            state in limits_s
+            and self.timeout_keep_alive_task is None
+            and not self.transport.is_closing()
+        )
         awaited = (state, self.cycle) if waits else None
         if awaited == self._awaited:
             return

@@ -1,4 +1,5 @@
-"""LiteLLM, and the calls that aider makes through it, as their users write them; one JSON object comes out.
+"""LiteLLM, and the calls that aider makes through it, as their users write them; one JSON object
+comes out.
 
 Runs in the environment that `make clients` makes, which has no Tangram.
 """
@@ -14,7 +15,13 @@ import litellm
 base_url, name = sys.argv[1:]
 model, messages = f"openai/{name}", [{"role": "user", "content": "What is the capital of France?"}]
 server = {"api_base": base_url, "api_key": "none", "num_retries": 0, "timeout": 120}
-asked: dict[str, Any] = {"model": model, "messages": messages, "temperature": 0, "max_tokens": 8, **server}
+asked: dict[str, Any] = {
+    "model": model,
+    "messages": messages,
+    "temperature": 0,
+    "max_tokens": 8,
+    **server,
+}
 
 
 def refusal(**fields: Any) -> dict[str, Any]:
@@ -37,10 +44,18 @@ def streamed(**fields: Any) -> dict[str, Any]:
 
 
 def aider(*, stream: bool) -> str:
-    """Aider-AI/aider, aider/models.py, Model.send_completion: what it hands on for a model `openai/NAME`."""
+    """Aider-AI/aider, aider/models.py, Model.send_completion: what it hands on for a model
+    `openai/NAME`.
+    """
     system = [{"role": "system", "content": "Act as an expert software developer."}]
     turns = [*system, *messages, {"role": "assistant", "content": "Ok."}, *messages]
-    kwargs = {"model": model, "stream": stream, "temperature": 0, "messages": turns, "max_tokens": 8}
+    kwargs = {
+        "model": model,
+        "stream": stream,
+        "temperature": 0,
+        "messages": turns,
+        "max_tokens": 8,
+    }
     answer = litellm.completion(**kwargs, **server)
     if not stream:
         return str(answer.choices[0].message.content)
@@ -54,7 +69,9 @@ print(
             "text": whole.choices[0].message.content,
             "usage": whole.usage.model_dump(),
             "streamed": streamed(stream_options={"include_usage": True}),
-            "labelled": litellm.completion(**asked, user="me", metadata={"trace": "7"}).choices[0].finish_reason,
+            "labelled": litellm.completion(**asked, user="me", metadata={"trace": "7"})
+            .choices[0]
+            .finish_reason,
             "aider": [aider(stream=True), aider(stream=False)],
             "effort": refusal(reasoning_effort="low", allowed_openai_params=["reasoning_effort"]),
             "bad_field": refusal(extra_body={"temprature": 1}),

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+# isort: off
+import tests.interpreter  # noqa: F401, before Triton is imported
+
+# isort: on
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -38,10 +42,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of which there is nothing but its config."""
     path = tmp_path_factory.mktemp("shape")
     LlamaConfig(
-        vocab_size=300, hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=4, head_dim=16, max_position_embeddings=2048, pad_token_id=0, bos_token_id=1,
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=16,
+        max_position_embeddings=2048,
+        pad_token_id=0,
+        bos_token_id=1,
         eos_token_id=2,
-    ).save_pretrained(path)  # fmt: skip
+    ).save_pretrained(path)
     return path
 
 
@@ -49,6 +61,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small_llm(folder: Path) -> LLM:
     """The engine of that config, with random weights, that nothing is dropped in."""
     return LLM(
-        str(folder), load_format="dummy", kv_retention=1.0, chunk_tokens=32, page_tokens=8, kv_cache_gib=0.01,
-        max_num_seqs=4, max_num_batched_tokens=128,
-    )  # fmt: skip
+        str(folder),
+        load_format="dummy",
+        kv_retention=1.0,
+        chunk_tokens=32,
+        page_tokens=8,
+        kv_cache_gib=0.01,
+        max_num_seqs=4,
+        max_num_batched_tokens=128,
+    )

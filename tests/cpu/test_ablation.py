@@ -19,11 +19,29 @@ from tangram.lab.load.asks import alike
 from tangram.lab.load.parts import PARTS, PartClock
 
 SMALL = {
-    "load_format": "dummy", "chunk_tokens": 32, "page_tokens": 4, "heads_per_page": 2, "kv_cache_gib": 0.01,
-    "max_num_seqs": 4, "max_num_batched_tokens": 128,
-}  # fmt: skip
-FLAGS = [text for name, value in SMALL.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-LOAD = ["--batch", "2", "--requests", "3", "--input-tokens", "70", "--output-tokens", "40", "--rates", "20,80"]
+    "load_format": "dummy",
+    "chunk_tokens": 32,
+    "page_tokens": 4,
+    "heads_per_page": 2,
+    "kv_cache_gib": 0.01,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 128,
+}
+FLAGS = [
+    text for name, value in SMALL.items() for text in (f"--{name.replace('_', '-')}", str(value))
+]
+LOAD = [
+    "--batch",
+    "2",
+    "--requests",
+    "3",
+    "--input-tokens",
+    "70",
+    "--output-tokens",
+    "40",
+    "--rates",
+    "20,80",
+]
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +58,20 @@ def test_parts_are_timed_without_those_inside_them_and_then_left_alone(engine: E
     prefill, decode = split["prefill"], split["decode"]
     assert sum(prefill.ms.values()) * 0.14 + sum(decode.ms.values()) * decode.steps < elapsed_ms
     assert prefill.ms == prefill.host_ms and list(prefill.ms) == list(PARTS)
-    assert all(prefill.ms[part] > 0 for part in ("model", "attention", "scheduling and reservation", "tables"))
-    assert prefill.reclamation == decode.reclamation == 0.0 and 0 < decode.upkeep < decode.outside < 1
+    assert all(
+        prefill.ms[part] > 0
+        for part in ("model", "attention", "scheduling and reservation", "tables")
+    )
+    assert (
+        prefill.reclamation == decode.reclamation == 0.0 and 0 < decode.upkeep < decode.outside < 1
+    )
     # 70 tokens are two chunks and a rest; 39 more of each are decoded and fill one.
     assert prefill.sealed_chunks == 4 and decode.sealed_chunks == 2 and decode.steps >= 39
 
 
-def test_an_error_inside_a_part_leaves_the_clock_usable(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_inside_a_part_leaves_the_clock_usable(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = PartClock(torch.device("cpu"))
     with clock.watching(), pytest.raises(AttributeError):
         Engine.step(None)  # type: ignore[arg-type]
@@ -59,26 +84,49 @@ def test_rungs_are_named(folder: Path) -> None:
         chosen_rungs("aot,paging")
 
 
-def test_the_command_measures_every_rung_and_keeps_the_figures(folder: Path, tmp_path: Path) -> None:
+def test_the_command_measures_every_rung_and_keeps_the_figures(
+    folder: Path, tmp_path: Path
+) -> None:
     kept = tmp_path / "kept.json"
     result = CliRunner().invoke(
-        app, ["bench", "serving", "ablation", str(folder), *FLAGS, *LOAD, "--ttft-limit-s", "5", "-o", str(kept)],
-        catch_exceptions=False, env={"COLUMNS": "200", "TANGRAM_CACHE": str(tmp_path)},
-    )  # fmt: skip
+        app,
+        [
+            "bench",
+            "serving",
+            "ablation",
+            str(folder),
+            *FLAGS,
+            *LOAD,
+            "--ttft-limit-s",
+            "5",
+            "-o",
+            str(kept),
+        ],
+        catch_exceptions=False,
+        env={"COLUMNS": "200", "TANGRAM_CACHE": str(tmp_path)},
+    )
     assert result.exit_code == 0, result.output
     content = json.loads(kept.read_text())
     assert content["environment"]["cpu"] and content["config"]["load_format"] == "dummy"
     assert [found["title"] for found in content["rungs"].values()] == [rung.title for rung in RUNGS]
     footprint = {name: found["footprint"] for name, found in content["rungs"].items()}
     assert footprint["full-kv"] == 1.0 >= footprint["reservation"] >= footprint["ragged-paging"]
-    assert footprint["ragged-paging"] >= footprint["clustering"] == footprint["aot"] == footprint["dynamic"]
+    assert (
+        footprint["ragged-paging"]
+        >= footprint["clustering"]
+        == footprint["aot"]
+        == footprint["dynamic"]
+    )
     assert footprint["served"] == footprint["aot"]
     for name, found in content["rungs"].items():
         assert found["title"] in result.output
         assert list(found["rates"]) == ["20", "80"]
         for summary in found["rates"].values():
             assert summary["requests"] == 3 and summary["preemptions"] == 0
-            assert 0 < summary["ttft_s"]["p50"] <= summary["ttft_s"]["p99"] and summary["limits"]["ttft_s"] == 5
+            assert (
+                0 < summary["ttft_s"]["p50"] <= summary["ttft_s"]["p99"]
+                and summary["limits"]["ttft_s"] == 5
+            )
             assert summary["goodput_per_s"] == summary["requests_per_s"]
         for split in found["breakdown"].values():
             assert (split["reclamation"] > 0) == (name == "dynamic") and "clock" in split["how"]
@@ -91,11 +139,16 @@ def test_the_command_measures_every_rung_and_keeps_the_figures(folder: Path, tmp
         (["--rates", "2,none"], "rates is 'none'"),
         (["--rungs", "best"], "rungs has 'best'"),
         (["--tpot-limit-ms", "-1"], "tpot_limit_ms is -1.0"),
-        (["--decode-policy", "a.json"], "decode_policy is 'a.json', each rung has its own schedule"),
+        (
+            ["--decode-policy", "a.json"],
+            "decode_policy is 'a.json', each rung has its own schedule",
+        ),
     ],
 )
 def test_what_cannot_be_compared_is_refused(options: list[str], message: str, folder: Path) -> None:
-    result = CliRunner().invoke(app, ["bench", "serving", "ablation", str(folder), *FLAGS, *options])
+    result = CliRunner().invoke(
+        app, ["bench", "serving", "ablation", str(folder), *FLAGS, *options]
+    )
     assert result.exit_code == 2
     assert message in " ".join(result.output.split()) and "Traceback" not in result.output
 
@@ -105,7 +158,18 @@ def test_the_picture_is_drawn(folder: Path, tmp_path: Path) -> None:
     picture = tmp_path / "ttft.png"
     result = CliRunner().invoke(
         app,
-        ["bench", "serving", "ablation", str(folder), *FLAGS, *LOAD, "--rungs", "full-kv", "--plot", str(picture)],
+        [
+            "bench",
+            "serving",
+            "ablation",
+            str(folder),
+            *FLAGS,
+            *LOAD,
+            "--rungs",
+            "full-kv",
+            "--plot",
+            str(picture),
+        ],
         catch_exceptions=False,
     )
     assert result.exit_code == 0 and picture.read_bytes().startswith(b"\x89PNG")
@@ -116,7 +180,9 @@ def test_who_cannot_draw_hears_it_before_anything_is_measured(
 ) -> None:
     monkeypatch.setattr("tangram.lab.accuracy.plot.find_spec", lambda name: None)
     picture = tmp_path / "ttft.png"
-    result = CliRunner().invoke(app, ["bench", "serving", "ablation", str(folder), *FLAGS, "--plot", str(picture)])
+    result = CliRunner().invoke(
+        app, ["bench", "serving", "ablation", str(folder), *FLAGS, "--plot", str(picture)]
+    )
     assert result.exit_code == 2 and "pip install matplotlib" in " ".join(result.output.split())
 
 

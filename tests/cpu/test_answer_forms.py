@@ -16,7 +16,7 @@ from tangram.serve.call_grammar import CallGrammar, answer_grammar
 from tangram.serve.forms import AnswerForm
 from tangram.serve.structured import Tool
 from tangram.types import CallStyle
-from tests.real_templates import MISTRAL_LIST, MISTRAL_NAMED, real_template
+from tests.real_templates import MISTRAL_LISTS, MISTRAL_NAMED, real_template
 
 USER = {"role": "user", "content": "Weather?"}
 THINK, CHANNELS = "<think>", "<|channel|>analysis<|message|>"
@@ -35,16 +35,26 @@ FORMS = {
 }
 # Control tokens of GPT-OSS and Mistral.
 CONTROLS = {
-    "gptoss": ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>"],
+    "gptoss": [
+        "<|start|>",
+        "<|channel|>",
+        "<|message|>",
+        "<|end|>",
+        "<|call|>",
+        "<|return|>",
+        "<|constrain|>",
+    ],
     "mistral": ["[TOOL_CALLS]", "[ARGS]"],
-}  # fmt: skip
+}
 
 
 def codec_of(template: str, controls: list[str] | None = None) -> TextCodec:
     """The embedded model's tokenizer with a template, and more control tokens."""
     tokenizer = load_tokenizer("smollm2")
     tokenizer.chat_template = template
-    tokenizer.add_tokens([AddedToken(name, special=True) for name in controls or []], special_tokens=True)
+    tokenizer.add_tokens(
+        [AddedToken(name, special=True) for name in controls or []], special_tokens=True
+    )
     return TextCodec(tokenizer)
 
 
@@ -61,7 +71,8 @@ def test_the_form_is_told_from_the_real_template(name: str) -> None:
 
 
 def test_forms_of_mistral_and_of_the_embedded_model() -> None:
-    for template, style in ((MISTRAL_LIST, CallStyle.LIST), (MISTRAL_NAMED, CallStyle.NAMED)):
+    lists = [(template, CallStyle.LIST) for template in MISTRAL_LISTS.values()]
+    for template, style in (*lists, (MISTRAL_NAMED, CallStyle.NAMED)):
         codec = codec_of(template, CONTROLS["mistral"])
         assert codec.tool_format is not None
         assert codec.tool_format.style is style
@@ -81,7 +92,9 @@ def test_forms_of_mistral_and_of_the_embedded_model() -> None:
         ("deepseek_r1_distill", {}, True),
     ],
 )
-def test_whether_the_prompt_opens_the_thought(name: str, options: dict[str, Any], opened: bool) -> None:
+def test_whether_the_prompt_opens_the_thought(
+    name: str, options: dict[str, Any], opened: bool
+) -> None:
     codec = codec_of(real_template(name))
     sly = {"role": "user", "content": "Say <think>"}
     for message in (USER, sly):
@@ -91,7 +104,12 @@ def test_whether_the_prompt_opens_the_thought(name: str, options: dict[str, Any]
 
 def test_past_thoughts_go_where_templates_want_them(gptoss: TextCodec) -> None:
     call = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {}}}
-    turn = {"role": "assistant", "content": "", "reasoning_content": "I must look.", "tool_calls": [call]}
+    turn = {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "I must look.",
+        "tool_calls": [call],
+    }
     history = [USER, turn, {"role": "tool", "tool_call_id": "call00000", "content": "sunny"}]
     for codec, shown in (
         (codec_of(real_template("qwen3")), "<think>\nI must look.\n</think>"),
@@ -106,7 +124,12 @@ def test_past_thoughts_go_where_templates_want_them(gptoss: TextCodec) -> None:
 
 def test_what_the_template_of_gpt_oss_has_no_room_for(gptoss: TextCodec) -> None:
     call = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {}}}
-    turn = {"role": "assistant", "content": "I look.", "reasoning_content": "Hm.", "tool_calls": [call]}
+    turn = {
+        "role": "assistant",
+        "content": "I look.",
+        "reasoning_content": "Hm.",
+        "tool_calls": [call],
+    }
     form = AnswerForm.of(gptoss)
     shown = gptoss.verbatim(gptoss.chat_prompt([USER, form.told(turn, "messages[1]")]), "messages")
     assert f"{CHANNELS}Hm.\nI look.<|end|>" in shown
@@ -115,7 +138,9 @@ def test_what_the_template_of_gpt_oss_has_no_room_for(gptoss: TextCodec) -> None
     assert caught.value.field == "messages[1].tool_calls"
 
 
-def test_marks_stand_in_the_text_and_stop_strings_are_not_looked_for_in_heads(gptoss: TextCodec) -> None:
+def test_marks_stand_in_the_text_and_stop_strings_are_not_looked_for_in_heads(
+    gptoss: TextCodec,
+) -> None:
     said = "<|channel|>final<|message|>The final word.<|end|>"
     tokens = gptoss.tokenizer.encode(said, add_special_tokens=False)
 
@@ -132,7 +157,9 @@ def test_marks_stand_in_the_text_and_stop_strings_are_not_looked_for_in_heads(gp
     assert text(["final"]) == "<|channel|>final<|message|>The "
     assert text(["<|message|>"]) == said
     bare = TextStream(gptoss)
-    assert "".join(bare.push(token)[0] for token in tokens) + bare.finish() == "finalThe final word."
+    assert (
+        "".join(bare.push(token)[0] for token in tokens) + bare.finish() == "finalThe final word."
+    )
 
 
 CITY = {
@@ -150,7 +177,10 @@ TOOLS = [
     for name, parameters in (("look", CITY), ("stop", None))
 ]
 ROME = '{"city": "Rome"}'
-TAGGED = "<tool_call>\n<function=look>\n<parameter=city>\nRome\n</parameter>\n{}</function>\n</tool_call>"
+TAGGED = (
+    "<tool_call>\n<function=look>\n<parameter=city>\nRome\n</parameter>\n"
+    "{}</function>\n</tool_call>"
+)
 UNIT = "<parameter=unit>\nC\n</parameter>\n"
 WRONG_UNIT, DAYS = UNIT.replace("C", "K"), "<parameter=days>\n3\n</parameter>\n"
 FINAL = "<|channel|>final<|message|>"
@@ -160,29 +190,58 @@ TO = "<|channel|>commentary to=functions.look <|constrain|>json<|message|>"
 LATER = " to=functions.stop<|channel|>commentary json<|message|>"
 # Where the answer must be a call, where it may be one, and where it is one or the word "yes".
 GOOD = {
-    "list": ([f'[TOOL_CALLS][{{"name": "look", "arguments": {ROME}}}]'], ["", "I look.", "[TOOL_CALLS"]),
-    "named": ([f"[TOOL_CALLS]look[ARGS]{ROME}", f"[TOOL_CALLS]look[ARGS]{ROME}[TOOL_CALLS]stop[ARGS]{{}}"], ["", "Hi"]),
-    "tagged": ([TAGGED.format(""), TAGGED.format(UNIT), TAGGED.format(UNIT + DAYS)], ["", "Hi <tool"]),
-    "channels": ([TO + ROME, ASIDE + TO + ROME, f"{LATER}{{}}"], [f"{FINAL}Hi", f"{ASIDE}{FINAL}Hi"]),
-    "thinking": ([f"<think>\nHm.\n</think>\n\n{TAGGED.format('')}", TAGGED.format("")], ["", "<think>Hm.</think>Hi"]),
+    "list": (
+        [f'[TOOL_CALLS][{{"name": "look", "arguments": {ROME}}}]'],
+        ["", "I look.", "[TOOL_CALLS"],
+    ),
+    "named": (
+        [
+            f"[TOOL_CALLS]look[ARGS]{ROME}",
+            f"[TOOL_CALLS]look[ARGS]{ROME}[TOOL_CALLS]stop[ARGS]{{}}",
+        ],
+        ["", "Hi"],
+    ),
+    "tagged": (
+        [TAGGED.format(""), TAGGED.format(UNIT), TAGGED.format(UNIT + DAYS)],
+        ["", "Hi <tool"],
+    ),
+    "channels": (
+        [TO + ROME, ASIDE + TO + ROME, f"{LATER}{{}}"],
+        [f"{FINAL}Hi", f"{ASIDE}{FINAL}Hi"],
+    ),
+    "thinking": (
+        [f"<think>\nHm.\n</think>\n\n{TAGGED.format('')}", TAGGED.format("")],
+        ["", "<think>Hm.</think>Hi"],
+    ),
     "opened": ([f"Hm.\n</think>\n\n{TAGGED.format('')}"], ["Hm.</think>Hi"]),
-}  # fmt: skip
+}
 BAD = {
     "list": ['[TOOL_CALLS][{"name": "fly"', "[TOOL_CALLS] x"],
     "named": ["[TOOL_CALLS]fly", '[TOOL_CALLS]look[ARGS]{"town"'],
-    "tagged": [TAGGED.format(WRONG_UNIT), TAGGED.format(DAYS.replace("3", "x")), "<tool_call>\n<function=fly>"],
+    "tagged": [
+        TAGGED.format(WRONG_UNIT),
+        TAGGED.format(DAYS.replace("3", "x")),
+        "<tool_call>\n<function=fly>",
+    ],
     "channels": [TO.replace("look", "fly"), f'{TO}{{"town"'],
     "thinking": ["<think>Hm.</think><tool_call>\n<function=fly>"],
     "opened": [f"Hm.</think>{TAGGED.format(WRONG_UNIT)}"],
 }
 YES = {"enum": ["yes"]}
-SHAPED = {"thinking": '<think>Hm.</think>\n"yes"', "opened": 'Hm.</think>"yes"', "channels": f'{ASIDE}{FINAL}"yes"'}
+SHAPED = {
+    "thinking": '<think>Hm.</think>\n"yes"',
+    "opened": 'Hm.</think>"yes"',
+    "channels": f'{ASIDE}{FINAL}"yes"',
+}
 
 
 @pytest.fixture(scope="module")
 def forms(gptoss: TextCodec) -> dict[str, tuple[TextCodec, AnswerForm]]:
     found = {"channels": (gptoss, AnswerForm.of(gptoss))}
-    for name, template in (("list", MISTRAL_LIST), ("named", MISTRAL_NAMED)):
+    for name, template in (
+        ("list", MISTRAL_LISTS["mistral-nemo-instruct-2407"]),
+        ("named", MISTRAL_NAMED),
+    ):
         codec = codec_of(template, CONTROLS["mistral"])
         found[name] = codec, AnswerForm.of(codec)
     qwen = codec_of(real_template("qwen3_5_think"))
@@ -196,7 +255,9 @@ def forms(gptoss: TextCodec) -> dict[str, tuple[TextCodec, AnswerForm]]:
 def may_end(codec: TextCodec, source: str, text: str) -> bool | None:
     """Whether an answer of `text` may end there; None if it cannot come so far."""
     end = codec.tokenizer.eos_token_id
-    compiler = GrammarCompiler(codec.tokenizer, vocab_size=len(codec.tokenizer), end_token_ids=[end])
+    compiler = GrammarCompiler(
+        codec.tokenizer, vocab_size=len(codec.tokenizer), end_token_ids=[end]
+    )
     matcher = compiler.compile(source, "tools").begin()
     for token in codec.tokenizer.encode(text, add_special_tokens=False):
         if not np.unpackbits(matcher.allowed(), bitorder="little")[token]:
@@ -206,11 +267,16 @@ def may_end(codec: TextCodec, source: str, text: str) -> bool | None:
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_grammars_follow_the_form(name: str, forms: dict[str, tuple[TextCodec, AnswerForm]]) -> None:
+def test_grammars_follow_the_form(
+    name: str, forms: dict[str, tuple[TextCodec, AnswerForm]]
+) -> None:
     codec, form = forms[name]
     assert form.tools is not None
     called, free = GOOD[name]
-    must, may = (CallGrammar(TOOLS, form.tools, forced, True, None, (), form).source() for forced in (True, False))
+    must, may = (
+        CallGrammar(TOOLS, form.tools, forced, True, None, (), form).source()
+        for forced in (True, False)
+    )
     for text in called:
         assert may_end(codec, must, text), text
         assert may_end(codec, may, text), text
@@ -233,7 +299,11 @@ def test_what_bare_text_cannot_be_held_to_is_refused_where_it_must_hold(
     codec, form = forms["tagged"]
     assert form.tools is not None
     schema = {"type": "object", "properties": {"city": {"type": "string", "pattern": "^R"}}}
-    tools = [Tool.model_validate({"type": "function", "function": {"name": "look", "parameters": schema}})]
+    tools = [
+        Tool.model_validate(
+            {"type": "function", "function": {"name": "look", "parameters": schema}}
+        )
+    ]
     with pytest.raises(RequestError, match="'pattern'") as caught:
         CallGrammar(tools, form.tools, True, True, None, (), form).source()
     assert caught.value.field == "tools[0].function.parameters.properties.city.pattern"

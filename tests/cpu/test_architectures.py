@@ -1,4 +1,6 @@
-"""Every supported architecture, as a tiny random model, gives the logits of Transformers' own eager attention."""
+"""Every supported architecture, as a tiny random model, gives the logits of Transformers' own eager
+attention.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,18 @@ from tangram.types import SamplingParams
 from tests.support import GREEDY, profile_file, run, small_engine
 
 BASE: dict[str, Any] = {
-    "vocab_size": 96, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 6,
-    "num_key_value_heads": 3, "head_dim": 8, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1,
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
     "eos_token_id": 2,
-}  # fmt: skip
+}
 SLIDING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**BASE),
@@ -39,18 +49,32 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "qwen2": Qwen2Config(**BASE),
     "qwen3": Qwen3Config(**BASE),
     "qwen3_moe": Qwen3MoeConfig(
-        **BASE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, decoder_sparse_step=1
+        **BASE,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        decoder_sparse_step=1,
     ),
     "gemma3": Gemma3TextConfig(
-        **BASE, layer_types=SLIDING, sliding_window=40, query_pre_attn_scalar=8, tie_word_embeddings=False
+        **BASE,
+        layer_types=SLIDING,
+        sliding_window=40,
+        query_pre_attn_scalar=8,
+        tie_word_embeddings=False,
     ),
-    "gpt_oss": GptOssConfig(**BASE, layer_types=SLIDING, sliding_window=24, num_local_experts=4, num_experts_per_tok=2),
+    "gpt_oss": GptOssConfig(
+        **BASE, layer_types=SLIDING, sliding_window=24, num_local_experts=4, num_experts_per_tok=2
+    ),
 }
 PROMPTS = [[5, 9, 17, 3], list(range(3, 93)), [(7 * i) % 90 + 3 for i in range(150)]]
 
 
-def eager_continuation(loaded: LoadedModel, prompt: list[int], tokens: int) -> tuple[list[int], float]:
-    """Greedy tokens of the model's own eager attention without a cache, and the smallest lead of a choice."""
+def eager_continuation(
+    loaded: LoadedModel, prompt: list[int], tokens: int
+) -> tuple[list[int], float]:
+    """Greedy tokens of the model's own eager attention without a cache, and the smallest lead of a
+    choice.
+    """
     loaded.model.set_attn_implementation("eager")
     ids, lead = list(prompt), float("inf")
     try:
@@ -91,11 +115,17 @@ def test_every_architecture_is_served_compressed(
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_joined_projections_and_steps_launched_ahead_change_nothing(
-    name: str, adopt_tiny: Callable[[PretrainedConfig], LoadedModel], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    adopt_tiny: Callable[[PretrainedConfig], LoadedModel],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What a GPU serves with. Penalties make a token depend on those before it, also while they are under way."""
+    """What a GPU serves with. Penalties make a token depend on those before it, also while they are
+    under way.
+    """
     loaded = adopt_tiny(CONFIGS[name])
-    params = SamplingParams(temperature=0.8, seed=3, frequency_penalty=0.5, max_tokens=20, ignore_eos=True)
+    params = SamplingParams(
+        temperature=0.8, seed=3, frequency_penalty=0.5, max_tokens=20, ignore_eos=True
+    )
     expected = [run(small_engine(loaded), PROMPTS, params) for params in (GREEDY, params)]
     linear = sum(type(module) is torch.nn.Linear for module in loaded.model.modules())
     join_projections(loaded.model)
@@ -108,7 +138,12 @@ def test_joined_projections_and_steps_launched_ahead_change_nothing(
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        (LlamaConfig(**BASE, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "dynamic"),
+        (
+            LlamaConfig(
+                **BASE, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+            ),
+            "dynamic",
+        ),
         (LlamaConfig(**BASE, kv_lora_rank=16), "kv_lora_rank"),
         (Qwen3Config(**BASE, attention_chunk_size=64), "attention_chunk_size"),
     ],

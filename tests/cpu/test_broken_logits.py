@@ -16,9 +16,18 @@ from tangram.types import Event, FinishReason, Request, SamplingParams
 from tests.support import drain, profile_file, run, small_engine
 
 TINY = LlamaConfig(
-    vocab_size=96, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=6,
-    num_key_value_heads=3, head_dim=16, max_position_embeddings=512, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-)  # fmt: skip
+    vocab_size=96,
+    hidden_size=48,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    num_key_value_heads=3,
+    head_dim=16,
+    max_position_embeddings=512,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+)
 C = 32
 BAD = 90
 ANSWER = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -38,7 +47,9 @@ def profile(model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> str
 def poisoned(model: LoadedModel, value: float = torch.nan) -> Iterator[None]:
     """Within, the embedding of token BAD is `value`."""
 
-    def hook(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+    def hook(
+        module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor
+    ) -> torch.Tensor:
         return torch.where((inputs[0] == BAD)[..., None], value, output)
 
     handle = model.model.get_input_embeddings().register_forward_hook(hook)
@@ -55,7 +66,9 @@ def prompt(length: int, step: int, bad_at: int | None = None) -> list[int]:
     return tokens
 
 
-def submit(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams = ANSWER) -> list[list[Event]]:
+def submit(
+    engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams = ANSWER
+) -> list[list[Event]]:
     events: list[list[Event]] = [[] for _ in prompts]
     for number, tokens in enumerate(prompts):
         engine.submit(Request(str(number), tuple(tokens), params, events[number].append))
@@ -67,8 +80,12 @@ def tokens_of(events: Sequence[Event]) -> list[int]:
 
 
 @pytest.fixture(params=[(False, 1.0), (True, 1.0), (False, 0.5), (True, 0.5)], ids=str)
-def build(request: pytest.FixtureRequest, model: LoadedModel, profile: str) -> Callable[..., Engine]:
-    """Makes engines that read a step's tokens before or after the next is launched, at two retentions."""
+def build(
+    request: pytest.FixtureRequest, model: LoadedModel, profile: str
+) -> Callable[..., Engine]:
+    """Makes engines that read a step's tokens before or after the next is launched, at two
+    retentions.
+    """
     ahead, retention = request.param
     profiles: dict[str, Any] = {"profile": (profile,)} if retention < 1 else {}
 
@@ -98,7 +115,9 @@ def test_one_request_ends_and_the_others_answer_as_if_it_had_not_been_there(
     assert engine.stats().pages_held == 0
 
 
-def test_of_a_request_that_failed_nothing_is_found_again(build: Callable[..., Engine], model: LoadedModel) -> None:
+def test_of_a_request_that_failed_nothing_is_found_again(
+    build: Callable[..., Engine], model: LoadedModel
+) -> None:
     asked = prompt(3 * C + 5, 7, C + 3)
     (expected,) = run(build(), [asked], ANSWER)
     engine = build(kv_offload_gib=0.01)
@@ -119,7 +138,9 @@ def test_other_prefixes_stay_cached(build: Callable[..., Engine], model: LoadedM
     assert engine.stats().cached_tokens >= 2 * C
 
 
-def test_who_shares_a_broken_chunk_is_computed_anew(build: Callable[..., Engine], model: LoadedModel) -> None:
+def test_who_shares_a_broken_chunk_is_computed_anew(
+    build: Callable[..., Engine], model: LoadedModel
+) -> None:
     first = prompt(C, 7, 3)
     asked = [[*first, *prompt(12, 2)], [*first, *prompt(3 * C, 5)]]
     expected = run(build(), asked, ANSWER)[1]
@@ -150,19 +171,27 @@ def test_what_breaks_while_decoding_ends_after_the_tokens_before_it(
     assert tokens_of(others) == untouched
 
 
-def test_all_answers_of_a_request_end_with_it(build: Callable[..., Engine], model: LoadedModel) -> None:
+def test_all_answers_of_a_request_end_with_it(
+    build: Callable[..., Engine], model: LoadedModel
+) -> None:
     engine = build()
     with poisoned(model):
         (events,) = submit(engine, [prompt(C + 5, 7, C + 2)], SamplingParams(n=3, max_tokens=4))
         drain(engine)
-    assert sorted(event.index for event in events if event.finish_reason is FinishReason.ABORT) == [0, 1, 2]
+    assert sorted(event.index for event in events if event.finish_reason is FinishReason.ABORT) == [
+        0,
+        1,
+        2,
+    ]
 
 
 @pytest.mark.parametrize("value", [-torch.inf, torch.inf, torch.nan])
 def test_logits_without_a_finite_sum_end_a_request(value: float, model: LoadedModel) -> None:
     engine = small_engine(model)
 
-    def hook(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+    def hook(
+        module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor
+    ) -> torch.Tensor:
         return torch.full_like(output, value)
 
     handle = model.model.get_output_embeddings().register_forward_hook(hook)

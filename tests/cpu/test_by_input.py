@@ -1,4 +1,6 @@
-"""Dynamic methods as they were published: how much a head keeps of a chunk is decided by that chunk's scores."""
+"""Dynamic methods as they were published: how much a head keeps of a chunk is decided by that
+chunk's scores.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,26 @@ from tangram.types import Event, Request, SamplingParams
 from tests.support import drain, run, small_engine
 
 SHAPE: dict[str, Any] = {
-    "vocab_size": 49152, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 6,
-    "num_key_value_heads": 3, "head_dim": 16, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2,
+    "vocab_size": 49152,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
     "pad_token_id": 0,
-}  # fmt: skip
+}
 LLAMA = LlamaConfig(**SHAPE)
 WINDOWS = GptOssConfig(
-    **SHAPE, num_local_experts=2, num_experts_per_tok=1, sliding_window=20,
+    **SHAPE,
+    num_local_experts=2,
+    num_experts_per_tok=1,
+    sliding_window=20,
     layer_types=["sliding_attention", "full_attention"] * 2,
-)  # fmt: skip
+)
 CHUNK, SINKS, WINDOW = 64, 4, 1
 ANSWER = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=1)
 PROMPTS = [[3 + (i * i * k) % 9000 for i in range(61 * k)] for k in (1, 2, 4)]
@@ -37,25 +50,39 @@ Scope = Literal["layer", "model"]
 Adopt = Callable[[PretrainedConfig], LoadedModel]
 
 
-def engine_of(loaded: LoadedModel, scope: Scope = "model", retention: float = 0.4, **options: Any) -> Engine:
+def engine_of(
+    loaded: LoadedModel, scope: Scope = "model", retention: float = 0.4, **options: Any
+) -> Engine:
     defaults = {
-        "kv_retention": retention, "scope": scope, "reclamation": "by-input", "enable_prefix_caching": False,
-        "chunk_tokens": CHUNK, "page_tokens": 16, "max_num_batched_tokens": 192, "max_model_len": 400,
+        "kv_retention": retention,
+        "scope": scope,
+        "reclamation": "by-input",
+        "enable_prefix_caching": False,
+        "chunk_tokens": CHUNK,
+        "page_tokens": 16,
+        "max_num_batched_tokens": 192,
+        "max_model_len": 400,
         "kv_cache_gib": 0.02,
-    }  # fmt: skip
+    }
     return small_engine(loaded, **(defaults | options))
 
 
 class Masked:
-    """Every entry stays where it is; those that are not kept are hidden from what comes later (as kvpress does)."""
+    """Every entry stays where it is; those that are not kept are hidden from what comes later (as
+    kvpress does).
+    """
 
     def __init__(self, loaded: LoadedModel, retention: float, scope: Scope) -> None:
         self.loaded, self.retention, self.scope = loaded, retention, scope
         self.keys, self.values = dict[int, Tensor](), dict[int, Tensor]()
         self.scores: list[Tensor] = []
-        self.hidden = torch.zeros(loaded.geometry.layers, loaded.geometry.kv_heads, 0, dtype=torch.bool)
+        self.hidden = torch.zeros(
+            loaded.geometry.layers, loaded.geometry.kv_heads, 0, dtype=torch.bool
+        )
 
-    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, scaling: float, **options: Any) -> Tensor:
+    def attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, scaling: float, **options: Any
+    ) -> Tensor:
         """q [T, Q, D], k and v [T, H, D] → [T, Q, D]."""
         layer, tokens = int(module.layer_idx), len(k)  # type: ignore[arg-type]
         self.keys[layer] = torch.cat([*self.keys.get(layer, k[:0]).split(1), k])
@@ -64,9 +91,13 @@ class Masked:
         seen = torch.ones(tokens, past + tokens, dtype=torch.bool).tril(past)
         mask = seen & ~torch.nn.functional.pad(self.hidden[layer], (0, tokens))[:, None]
         if len(k) == CHUNK:
-            chunk = ChunkView(k.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), past, layer, scaling, None)
+            chunk = ChunkView(
+                k.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), past, layer, scaling, None
+            )
             self.scores.append(make_scorer("keydiff").score(chunk))
-        keys, values = (x[layer].transpose(0, 1).repeat_interleave(group, 0) for x in (self.keys, self.values))
+        keys, values = (
+            x[layer].transpose(0, 1).repeat_interleave(group, 0) for x in (self.keys, self.values)
+        )
         out = torch.nn.functional.scaled_dot_product_attention(
             q.transpose(0, 1), keys, values, mask.repeat_interleave(group, 0), scale=scaling
         )
@@ -77,9 +108,12 @@ class Masked:
         start = self.hidden.shape[2]
         with torch.inference_mode():
             output = self.loaded.model(
-                input_ids=torch.tensor([tokens]), position_ids=torch.arange(start, start + len(tokens))[None],
-                use_cache=False, logits_to_keep=1, tangram=self,
-            )  # fmt: skip
+                input_ids=torch.tensor([tokens]),
+                position_ids=torch.arange(start, start + len(tokens))[None],
+                use_cache=False,
+                logits_to_keep=1,
+                tangram=self,
+            )
         dropped = torch.zeros(*self.hidden.shape[:2], len(tokens), dtype=torch.bool)
         if self.scores:
             dropped = ~self.kept(torch.stack(self.scores), start)
@@ -99,8 +133,12 @@ class Masked:
         return kept.view(scores.shape)
 
 
-def reference(loaded: LoadedModel, prompt: list[int], scope: Scope, count: int) -> list[tuple[int, float]]:
-    """Greedy tokens and their log-probabilities; a chunk is computed as it fills, one token at a time after that."""
+def reference(
+    loaded: LoadedModel, prompt: list[int], scope: Scope, count: int
+) -> list[tuple[int, float]]:
+    """Greedy tokens and their log-probabilities; a chunk is computed as it fills, one token at a
+    time after that.
+    """
     masked, found = Masked(loaded, 0.4, scope), list[tuple[int, float]]()
     whole = len(prompt) // CHUNK * CHUNK
     for begin in range(0, whole, CHUNK):
@@ -114,25 +152,39 @@ def reference(loaded: LoadedModel, prompt: list[int], scope: Scope, count: int) 
     return found
 
 
-def answered(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams) -> list[list[tuple[int, float]]]:
+def answered(
+    engine: Engine, prompts: Sequence[list[int]], params: SamplingParams
+) -> list[list[tuple[int, float]]]:
     events: list[list[Event]] = [[] for _ in prompts]
     for number, prompt in enumerate(prompts):
         engine.submit(Request(str(number), tuple(prompt), params, events[number].append))
     drain(engine)
-    return [[(token.token_id, token.logprob) for event in own for token in event.logprobs] for own in events]
+    return [
+        [(token.token_id, token.logprob) for event in own for token in event.logprobs]
+        for own in events
+    ]
 
 
 @pytest.mark.parametrize("scope", ["layer", "model"])
-def test_answers_are_those_of_a_cache_in_which_the_dropped_are_hidden(adopt_tiny: Adopt, scope: Scope) -> None:
+def test_answers_are_those_of_a_cache_in_which_the_dropped_are_hidden(
+    adopt_tiny: Adopt, scope: Scope
+) -> None:
     loaded = adopt_tiny(LLAMA)
-    few = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=1)  # no chunk is filled by decode
+    few = SamplingParams(
+        temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=1
+    )  # no chunk is filled by decode
     found = answered(engine_of(loaded, scope), PROMPTS, few)
     for prompt, own in zip(PROMPTS, found, strict=True):
         expected = reference(loaded, prompt, scope, 2)
         assert [token for token, _ in own] == [token for token, _ in expected]
         assert np.allclose([value for _, value in own], [value for _, value in expected], atol=1e-4)
-    scopes = [answered(engine_of(loaded, other), PROMPTS[2:], few)[0][0][1] for other in ("layer", "model")]
-    assert abs(scopes[0] - scopes[1]) > 1e-6, "the scope makes no difference here: the test would pass without it"
+    scopes = [
+        answered(engine_of(loaded, other), PROMPTS[2:], few)[0][0][1]
+        for other in ("layer", "model")
+    ]
+    assert abs(scopes[0] - scopes[1]) > 1e-6, (
+        "the scope makes no difference here: the test would pass without it"
+    )
 
 
 @pytest.mark.parametrize("config", [LLAMA, WINDOWS])
@@ -151,10 +203,13 @@ def test_the_triton_kernels_answer_alike(adopt_tiny: Adopt) -> None:
     loaded = adopt_tiny(LLAMA)
     few = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=1)
     found, expected = (
-        answered(engine_of(loaded, kernels=kernels), PROMPTS[1:2], few) for kernels in (TritonKernels, None)
+        answered(engine_of(loaded, kernels=kernels), PROMPTS[1:2], few)
+        for kernels in (TritonKernels, None)
     )
     assert [token for token, _ in found[0]] == [token for token, _ in expected[0]]
-    assert np.allclose([value for _, value in found[0]], [value for _, value in expected[0]], atol=1e-4)
+    assert np.allclose(
+        [value for _, value in found[0]], [value for _, value in expected[0]], atol=1e-4
+    )
 
 
 def test_heads_keep_what_their_scores_give_them(adopt_tiny: Adopt) -> None:
@@ -176,10 +231,14 @@ def test_heads_keep_what_their_scores_give_them(adopt_tiny: Adopt) -> None:
             engine.step()
     layout, cache = engine.layout, engine._scheduler.cache
     fractions = sum(
-        dynamic_fractions(scores, 0.4, "model", SINKS, WINDOW, chunk * CHUNK) for chunk, scores in enumerate(seen)
+        dynamic_fractions(scores, 0.4, "model", SINKS, WINDOW, chunk * CHUNK)
+        for chunk, scores in enumerate(seen)
     )
     expected = (
-        torch.as_tensor(fractions * CHUNK).round().int().numpy()[tuple(np.transpose([g[0] for g in layout.groups]))]
+        torch.as_tensor(fractions * CHUNK)
+        .round()
+        .int()
+        .numpy()[tuple(np.transpose([g[0] for g in layout.groups]))]
     )
     (slot,) = cache.sequences
     assert (cache.past_lengths(slot, layout, 2 * CHUNK) == expected).all() and expected.std() > 3

@@ -1,4 +1,6 @@
-"""Calibration: dynamic selection against a plain sort, statistics against known heads, and refusals before any work."""
+"""Calibration: dynamic selection against a plain sort, statistics against known heads, and refusals
+before any work.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,21 @@ MODEL = ModelFingerprint("acme/tiny", "llama", 4, 3, 6, 16, 100, "ab" * 32)
 STRENGTH = np.array([[0.1, 3.0, 0.2], [0.4, 0.3, 2.0], [0.5, 0.6, 1.5]])
 
 
-def by_sorting(scores: Scores, retention: float, scope: Scope, sinks: int, window: int) -> np.ndarray[Any, Any]:
+def by_sorting(
+    scores: Scores, retention: float, scope: Scope, sinks: int, window: int
+) -> np.ndarray[Any, Any]:
     """The definition, entry by entry: protected first, then by score, position, layer and head."""
     layers, heads, tokens = scores.shape
     kept = np.zeros((layers, heads))
     for pool in [range(layers)] if scope == "model" else [[layer] for layer in range(layers)]:
         entries = [
-            (not (token < sinks or token >= tokens - window), -scores[layer, head, token], token, layer, head)
+            (
+                not (token < sinks or token >= tokens - window),
+                -scores[layer, head, token],
+                token,
+                layer,
+                head,
+            )
             for layer in pool
             for head in range(heads)
             for token in range(tokens)
@@ -57,11 +67,19 @@ def by_sorting(scores: Scores, retention: float, scope: Scope, sinks: int, windo
 )
 @settings(max_examples=200, deadline=None)
 def test_selection_is_the_sorted_one_ties_and_protected_positions_included(
-    shape: tuple[int, int, int], retention: float, scope: Scope, sinks: int, window: int, levels: int, seed: int
+    shape: tuple[int, int, int],
+    retention: float,
+    scope: Scope,
+    sinks: int,
+    window: int,
+    levels: int,
+    seed: int,
 ) -> None:
     scores = np.random.default_rng(seed).integers(0, levels, shape).astype(np.float32)
     got = kept_fractions(scores, [retention], scope, sink_tokens=sinks, window_tokens=window)
-    np.testing.assert_allclose(got[0], by_sorting(scores, retention, scope, sinks, window), atol=1e-12)
+    np.testing.assert_allclose(
+        got[0], by_sorting(scores, retention, scope, sinks, window), atol=1e-12
+    )
 
 
 def test_heads_with_equal_scores_share_equally() -> None:
@@ -139,7 +157,10 @@ def test_statistics_are_means_over_chunks_then_over_samples() -> None:
 
 def test_rank_stability_is_spearmans_over_pairs() -> None:
     fractions = np.random.default_rng(0).integers(0, 9, (5, 4, 3)) / 9.0  # with ties
-    pairs = [spearmanr(fractions[a].ravel(), fractions[b].ravel()).statistic for a, b in combinations(range(5), 2)]
+    pairs = [
+        spearmanr(fractions[a].ravel(), fractions[b].ravel()).statistic
+        for a, b in combinations(range(5), 2)
+    ]
     stability = rank_stability(fractions)
     assert stability is not None
     assert stability.mean == pytest.approx(np.mean(pairs), abs=1e-4)
@@ -221,7 +242,9 @@ def test_texts_are_read_from_json_lines_and_from_plain_text(tmp_path: Path) -> N
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     lines = [{"text": "one\u2028line"}, {"prompt": "two", "id": 7}, {"messages": chat}]
     path = tmp_path / "data.jsonl"
-    path.write_text("\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines) + "\n", encoding="utf-8")
+    path.write_text(
+        "\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines) + "\n", encoding="utf-8"
+    )
     assert read_texts(path) == ["one\u2028line", "two", "system: Be brief.\nuser: Hi"]
     assert read_kinds(path) == ["data", "data", "data"]
     path.write_text('{"text": "one", "kind": "summary"}\n{"text": "two"}\n')

@@ -1,4 +1,6 @@
-"""What a calibration is worth: overflow, agreement and sample counts, against heads whose needs are known."""
+"""What a calibration is worth: overflow, agreement and sample counts, against heads whose needs are
+known.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,14 @@ CHUNK = 16
 
 
 def calibrated(
-    needs: Sequence[np.ndarray[Any, Any]], kinds: Sequence[str], retentions: Sequence[float] = (0.5,),
+    needs: Sequence[np.ndarray[Any, Any]],
+    kinds: Sequence[str],
+    retentions: Sequence[float] = (0.5,),
     page_tokens: int = 4,
-) -> list[Evidence]:  # fmt: skip
-    """The evidence of samples whose chunks need `needs[n]` [chunks, L, H] entries, which add up to ρ of each chunk."""
+) -> list[Evidence]:
+    """The evidence of samples whose chunks need `needs[n]` [chunks, L, H] entries, which add up to
+    ρ of each chunk.
+    """
     layers, heads = needs[0].shape[1:]
     geometry = Geometry(layers, heads, heads, 16, 100, 10_000, (None,) * layers)
 
@@ -39,16 +45,29 @@ def calibrated(
 
     shares: list[Any] = []
     profiles = calibrate(
-        source, [[number] * (CHUNK * len(chunks)) for number, chunks in enumerate(needs)], geometry=geometry,
-        fingerprint=ModelFingerprint("acme/tiny", "llama", layers, heads, heads, 16), scorer=ScorerSpec("keydiff"),
-        scope="model", retentions=retentions, chunk_tokens=CHUNK, source="known needs", page_tokens=page_tokens,
-        heads_per_page=1, alpha=0.0, sink_tokens=0, window_tokens=0, observe=shares.append,
-    )  # fmt: skip
+        source,
+        [[number] * (CHUNK * len(chunks)) for number, chunks in enumerate(needs)],
+        geometry=geometry,
+        fingerprint=ModelFingerprint("acme/tiny", "llama", layers, heads, heads, 16),
+        scorer=ScorerSpec("keydiff"),
+        scope="model",
+        retentions=retentions,
+        chunk_tokens=CHUNK,
+        source="known needs",
+        page_tokens=page_tokens,
+        heads_per_page=1,
+        alpha=0.0,
+        sink_tokens=0,
+        window_tokens=0,
+        observe=shares.append,
+    )
     return Evidence.gathered(profiles, shares, kinds)
 
 
 def two_heads(*first: int) -> list[np.ndarray[Any, Any]]:
-    """Samples of one chunk in which head 0 needs so many of the 16 entries kept and head 1 the others."""
+    """Samples of one chunk in which head 0 needs so many of the 16 entries kept and head 1 the
+    others.
+    """
     return [np.array([[[need, 16 - need]]]) for need in first]
 
 
@@ -80,13 +99,21 @@ def test_nothing_overflows_where_budgets_cover_the_wishes() -> None:
     np.testing.assert_array_equal(reserved(evidence.profile), [[0.75, 0.25]])
     found = held_out_overflow(evidence)
     for way in ("alpha 0", "alpha 1", "alpha 2", "own", "fitted", "unscaled"):
-        assert found[way] == {"footprint": 0.5, "exceeded": 0.0, "lost": 0.0, "lost_p5": 0.0, "lost_p95": 0.0}
+        assert found[way] == {
+            "footprint": 0.5,
+            "exceeded": 0.0,
+            "lost": 0.0,
+            "lost_p5": 0.0,
+            "lost_p95": 0.0,
+        }
     assert found["uniform"]["exceeded"] == 0.5
     assert found["uniform"]["lost"] == 4 / 16
 
 
 def test_overflow_is_what_one_counts_by_hand() -> None:
-    """Each sample meets the budgets of the other: (12, 4) entries wished, room for (4, 12), so 8 of 16 find none."""
+    """Each sample meets the budgets of the other: (12, 4) entries wished, room for (4, 12), so 8 of
+    16 find none.
+    """
     (evidence,) = calibrated(two_heads(12, 4), "ab")
     found = held_out_overflow(evidence)
     for way in ("alpha 0", "alpha 2", "fitted", "unscaled"):
@@ -96,11 +123,14 @@ def test_overflow_is_what_one_counts_by_hand() -> None:
 
 
 def test_a_spread_flattens_scaled_budgets_and_fills_unscaled_ones() -> None:
-    """Others (16, 0) and (8, 8): μ (12, 4) and σ 4, so B is (12, 4) at α 0 and (16, 12) at α 2, of 16 entries."""
+    """Others (16, 0) and (8, 8): μ (12, 4) and σ 4, so B is (12, 4) at α 0 and (16, 12) at α 2, of
+    16 entries.
+    """
     (evidence,) = calibrated(two_heads(12, 16, 8), "aaa", page_tokens=2)
     assert evidence.profile_of([1, 2], 0.0).sealed_pages == (6, 2)
     assert evidence.profile_of([1, 2], 2.0).sealed_pages == (5, 3)
-    # Left out in turn: (16, 0) and (8, 8) fill 16 + 12 entries, (12, 4) and (8, 8) 14 + 10, (12, 4) and (16, 0) 16 + 6.
+    # Left out in turn: (16, 0) and (8, 8) fill 16 + 12 entries, (12, 4) and (8, 8) 14 + 10, (12, 4)
+    # and (16, 0) 16 + 6.
     unscaled = held_out_overflow(evidence)["unscaled"]
     assert unscaled["footprint"] == pytest.approx((28 + 24 + 22) / 3 / 32, abs=1e-5)
     assert unscaled["lost"] == pytest.approx((0 + 2 + 2) / 3 / 16, abs=1e-5)
@@ -112,7 +142,9 @@ def test_a_profile_of_one_kind_serves_its_own_and_not_the_other() -> None:
     assert found["a"] == {"a": 0.0, "b": 0.5}
     assert found["b"] == {"a": 0.5, "b": 0.0}
     assert found["all others"] == {"a": 0.5, "b": 0.5}
-    assert found["all"] == {"a": 0.25, "b": 0.25}, "(12, 4), (4, 12), (4, 12) share out as two pages each"
+    assert found["all"] == {"a": 0.25, "b": 0.25}, (
+        "(12, 4), (4, 12), (4, 12) share out as two pages each"
+    )
     assert transfer(calibrated(two_heads(12, 4), "aa")[0], 0.0) == {}
     lonely = transfer(calibrated(two_heads(12, 4), "ab")[0], 0.0)
     assert lonely["a"] == {"b": 0.5}, "one sample cannot be held out of itself"
@@ -153,7 +185,10 @@ def test_fitted_counts_lose_least_of_all_that_reserve_as_much(seed: int, spread:
 
 def test_kinds_that_are_alike_correlate_fully_and_those_reversed_inversely() -> None:
     ascending, descending = np.arange(6.0).reshape(2, 3), np.arange(6.0)[::-1].reshape(2, 3)
-    fractions, kinds = np.stack([ascending, ascending, descending, 2 * descending]), ["a", "b", "c", "c"]
+    fractions, kinds = (
+        np.stack([ascending, ascending, descending, 2 * descending]),
+        ["a", "b", "c", "c"],
+    )
     table = kind_correlations(fractions, kinds)
     assert table["a"] == {"a": 1.0, "b": 1.0, "c": -1.0}
     assert table["c"]["c"] == 1.0
@@ -171,7 +206,10 @@ def test_more_samples_come_closer_to_all() -> None:
     for name in ("mean", "budget", "pages"):
         medians = [figures[name]["median"] for figures in found.values()]
         assert medians == sorted(medians, reverse=True) and medians[0] > medians[-1], name
-    assert found[50]["mean"]["p95"] - found[50]["mean"]["p5"] < found[5]["mean"]["p95"] - found[5]["mean"]["p5"]
+    assert (
+        found[50]["mean"]["p95"] - found[50]["mean"]["p5"]
+        < found[5]["mean"]["p95"] - found[5]["mean"]["p5"]
+    )
     assert found[50]["rank"]["median"] >= found[5]["rank"]["median"] > 0.9
     assert found[50]["lost"]["median"] < found[5]["lost"]["p95"]
     assert samples_needed(evidence, draws=40) == found, "the same draws every time"
@@ -180,7 +218,11 @@ def test_more_samples_come_closer_to_all() -> None:
 def test_draws_take_kinds_in_proportion() -> None:
     """With two kinds, alike within and unlike each other, any even draw has the means of all."""
     (evidence,) = calibrated(two_heads(*[12, 4] * 6), "ab" * 6)
-    assert samples_needed(evidence, sizes=[2, 4, 10])[4]["mean"] == {"median": 0.0, "p5": 0.0, "p95": 0.0}
+    assert samples_needed(evidence, sizes=[2, 4, 10])[4]["mean"] == {
+        "median": 0.0,
+        "p5": 0.0,
+        "p95": 0.0,
+    }
 
 
 def test_a_report_covers_every_rho_and_survives_json() -> None:
@@ -189,7 +231,12 @@ def test_a_report_covers_every_rho_and_survives_json() -> None:
     found = report(evidence)
     assert json.loads(json.dumps(found)) == found
     assert list(found["retentions"]) == ["0.5", "0.4"]
-    assert (found["samples"], found["kinds"], found["chunks"], found["heads"]) == (6, {"a": 3, "b": 3}, 12, 6)
+    assert (found["samples"], found["kinds"], found["chunks"], found["heads"]) == (
+        6,
+        {"a": 3, "b": 3},
+        12,
+        6,
+    )
     text = markdown(found)
     for heading in (
         "## ρ 0.5",
@@ -219,7 +266,9 @@ def test_the_picture_is_a_png_with_a_box_for_each_head(tmp_path: Path) -> None:
     picture = drawn(evidence, "six heads")
     picture.savefig(tmp_path / "heads.png")
     assert (tmp_path / "heads.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    assert [len(axes.patches) - 1 for axes in picture.axes] == [6, 6], "boxes, and the line of what is reserved"
+    assert [len(axes.patches) - 1 for axes in picture.axes] == [6, 6], (
+        "boxes, and the line of what is reserved"
+    )
     names = [label.get_text() for label in picture.axes[0].get_xticklabels()]
     assert sorted(names) == ["0.0", "0.1", "0.2", "1.0", "1.1", "1.2"]
     assert names[0] == "0.0" and names[-1] == "1.2", "the head that needs most comes first"

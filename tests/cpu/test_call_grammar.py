@@ -1,4 +1,6 @@
-"""What a model may write when it may call tools: texts that can end there, and texts that cannot come."""
+"""What a model may write when it may call tools: texts that can end there, and texts that cannot
+come.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,17 @@ TOOLS = [
 YES = {"enum": ["yes"]}
 LOOK = '<tool_call>\n{"name": "look", "arguments": {"city": "Rome"}}\n</tool_call>'
 STOP = '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
-LOOK_L, STOP_L = '{"name": "look", "parameters": {"city": "Oslo"}}', '{"name": "stop", "parameters": {}}'
+LOOK_L, STOP_L = (
+    '{"name": "look", "parameters": {"city": "Oslo"}}',
+    '{"name": "stop", "parameters": {}}',
+)
 WRONG = [
-    '<tool_call>\n{"name": "fly', '<tool_call>{"name"', '<tool_call>\n{"name": "look", "arguments": {"city": "Paris',
-    '<tool_call>\n{"name": "look", "arguments": {}', '<tool_call>\n{"name": "stop", "arguments": {"a"',
-]  # fmt: skip
+    '<tool_call>\n{"name": "fly',
+    '<tool_call>{"name"',
+    '<tool_call>\n{"name": "look", "arguments": {"city": "Paris',
+    '<tool_call>\n{"name": "look", "arguments": {}',
+    '<tool_call>\n{"name": "stop", "arguments": {"a"',
+]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +60,9 @@ def may_end(compiler: GrammarCompiler, grammar: CallGrammar, tokens: list[int]) 
     return bool(np.unpackbits(matcher.allowed(), bitorder="little")[END])
 
 
-def wish(form: ToolFormat, *, forced: bool, parallel: bool = True, schema: dict[str, Any] | None = None) -> CallGrammar:
+def wish(
+    form: ToolFormat, *, forced: bool, parallel: bool = True, schema: dict[str, Any] | None = None
+) -> CallGrammar:
     return CallGrammar(TOOLS, form, forced, parallel, schema, control_token_ids=[5, 6])
 
 
@@ -60,14 +70,30 @@ FREE, ONE = wish(HERMES, forced=False), wish(HERMES, forced=False, parallel=Fals
 MUST, MUST_ONE = wish(HERMES, forced=True), wish(HERMES, forced=True, parallel=False)
 EITHER = wish(HERMES, forced=False, schema=YES)
 FREE_L, MUST_L, EITHER_L = (
-    wish(LLAMA, forced=False), wish(LLAMA, forced=True), wish(LLAMA, forced=False, schema=YES),
-)  # fmt: skip
+    wish(LLAMA, forced=False),
+    wish(LLAMA, forced=True),
+    wish(LLAMA, forced=False, schema=YES),
+)
 WISHES = {
-    "free": FREE, "one": ONE, "must": MUST, "must one": MUST_ONE, "either": EITHER,
-    "free llama": FREE_L, "must llama": MUST_L, "either llama": EITHER_L,
-}  # fmt: skip
+    "free": FREE,
+    "one": ONE,
+    "must": MUST,
+    "must one": MUST_ONE,
+    "either": EITHER,
+    "free llama": FREE_L,
+    "must llama": MUST_L,
+    "either llama": EITHER_L,
+}
 GOOD = {
-    "free": ["", "Hello {", "a < b", "<tool", LOOK, f"I look.\n{LOOK}\n{STOP}", f"{LOOK} and {LOOK} done"],
+    "free": [
+        "",
+        "Hello {",
+        "a < b",
+        "<tool",
+        LOOK,
+        f"I look.\n{LOOK}\n{STOP}",
+        f"{LOOK} and {LOOK} done",
+    ],
     "one": ["", "Hello", LOOK, f"I look. {STOP}"],
     "must": [LOOK, f"{LOOK}\n{STOP}\n{LOOK}"],
     "must one": [LOOK, STOP],
@@ -77,9 +103,13 @@ GOOD = {
     "either llama": ['"yes"', LOOK_L],
 }
 UNFINISHED = {
-    "free": "<tool_call>", "one": "<tool_call>\n", "must": "", "either": '"', "free llama": '{"name": "',
+    "free": "<tool_call>",
+    "one": "<tool_call>\n",
+    "must": "",
+    "either": '"',
+    "free llama": '{"name": "',
     "must llama": "",
-}  # fmt: skip
+}
 BAD = {
     "free": [*WRONG, *(f"Well. {text}" for text in WRONG)],
     "one": [*WRONG, f"{LOOK}\n{STOP}"],
@@ -93,24 +123,37 @@ BAD = {
 
 
 @pytest.mark.parametrize("wished", GOOD)
-def test_what_may_be_said(compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase, wished: str) -> None:
+def test_what_may_be_said(
+    compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase, wished: str
+) -> None:
     for text in GOOD[wished]:
-        assert may_end(compiler, WISHES[wished], tokenizer.encode(text, add_special_tokens=False)), text
+        assert may_end(
+            compiler, WISHES[wished], tokenizer.encode(text, add_special_tokens=False)
+        ), text
 
 
 @pytest.mark.parametrize("wished", UNFINISHED)
-def test_what_cannot_end_there(compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase, wished: str) -> None:
+def test_what_cannot_end_there(
+    compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase, wished: str
+) -> None:
     tokens = tokenizer.encode(UNFINISHED[wished], add_special_tokens=False)
     assert may_end(compiler, WISHES[wished], tokens) is False
 
 
 @pytest.mark.parametrize("wished", BAD)
-def test_what_cannot_be_said(compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase, wished: str) -> None:
+def test_what_cannot_be_said(
+    compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase, wished: str
+) -> None:
     for text in BAD[wished]:
-        assert may_end(compiler, WISHES[wished], tokenizer.encode(text, add_special_tokens=False)) is None, text
+        assert (
+            may_end(compiler, WISHES[wished], tokenizer.encode(text, add_special_tokens=False))
+            is None
+        ), text
 
 
-def test_control_tokens_stand_in_free_text_only(compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_control_tokens_stand_in_free_text_only(
+    compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase
+) -> None:
     hello, call = (tokenizer.encode(text, add_special_tokens=False) for text in ("Hello", LOOK))
     assert may_end(compiler, FREE, [5, *hello, 6, *call, 5])
     assert may_end(compiler, FREE_L, [5, *hello])

@@ -36,6 +36,17 @@ def test_errors_are_one_line_and_exit_code_2() -> None:
     assert "Traceback" not in result.output
 
 
+def test_a_text_that_could_never_fit_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    codec = SimpleNamespace(
+        longest_token_bytes=4, encode=lambda text: pytest.fail("it is tokenized")
+    )
+    engine = SimpleNamespace(max_model_len=8, codec=codec)
+    monkeypatch.setattr("tangram.engine.build.build_engine", lambda config: engine)
+    result = CLI.invoke(app, ["generate", "-p", "é" * 17])
+    assert result.exit_code == 2
+    assert "prompt has 34 bytes of text, 8 tokens (max_model_len) hold at most 32" in result.output
+
+
 @pytest.mark.parametrize(
     ("model", "name"),
     [
@@ -69,7 +80,9 @@ def test_measuring_decode_needs_a_gpu_and_says_so(command: str, tmp_path: Path) 
     loads = [StepLoad(number, 1, 1.0, 1.0) for number in (1, 2)]
     policy = tmp_path / "policy.json"
     Policy.fitted("GPU", {}, CostModel(), ["aot"], loads, [[1.0], [1.0]]).save(policy)
-    result = CLI.invoke(app, ["bench", command, *([str(policy)] if command == "check-policy" else [])])
+    result = CLI.invoke(
+        app, ["bench", command, *([str(policy)] if command == "check-policy" else [])]
+    )
     assert result.exit_code == 2
     assert "device is cpu" in result.output and "Traceback" not in result.output
     refused = CLI.invoke(app, ["generate", "-p", "hello", "--decode-policy", str(policy)])
@@ -85,7 +98,10 @@ def test_measuring_decode_needs_a_gpu_and_says_so(command: str, tmp_path: Path) 
         (["--report", "absent/report.md"], "report is absent/report.md, there is no folder absent"),
         (["--report", "report.md", "--samples", "1"], "take at least 2"),
         (["--also-at", "0.3"], "also_at is 0.3, it is for --plot and --report"),
-        (["--report", "report.md", "--also-at", "0.3,1.5"], "also_at has 1.5, each must be less than 1"),
+        (
+            ["--report", "report.md", "--also-at", "0.3,1.5"],
+            "also_at has 1.5, each must be less than 1",
+        ),
         (["--report", "report.md", "--also-at", ""], "also_at is ''"),
         (["--report", "report.md", "--also-at", "some"], "also_at is 'some'"),
         (["--report", "report.md", "--import", "budgets.npz"], "imported budgets hold no samples"),
@@ -113,7 +129,9 @@ def test_what_calibration_could_not_show_is_refused_before_any_work(
         "--profile=a.json",
     ],
 )
-def test_calibrate_does_not_know_what_only_an_engine_needs(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calibrate_does_not_know_what_only_an_engine_needs(
+    option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tangram.model.load.load_model", None)
     refused = CLI.invoke(app, ["calibrate", "smollm2", "-o", "profile.json", option])
     assert refused.exit_code == 2
@@ -123,13 +141,19 @@ def test_calibrate_does_not_know_what_only_an_engine_needs(option: str, monkeypa
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (["--samples", "50", "--data", "a.txt"], "samples is 50 and data 'a.txt': give one of them"),
+        (
+            ["--samples", "50", "--data", "a.txt"],
+            "samples is 50 and data 'a.txt': give one of them",
+        ),
         (["--seed", "3", "--data", "a.txt"], "seed is 3, with --data"),
         (["--import", "budgets.npz", "--samples", "50"], "samples is 50, with --import"),
         (["--import", "budgets.npz", "--data", "a.txt"], "data is a.txt, with --import"),
         (["--import", "budgets.npz", "--device", "cpu"], "device is cpu, with --import"),
         (["--import", "budgets.npz", "--dtype", "float32"], "dtype is float32, with --import"),
-        (["--import", "budgets.npz", "--load-format", "dummy"], "load_format is dummy, with --import"),
+        (
+            ["--import", "budgets.npz", "--load-format", "dummy"],
+            "load_format is dummy, with --import",
+        ),
         (["--import", "budgets.npz", "--seed", "3"], "seed is 3, with --import"),
     ],
 )
@@ -142,11 +166,15 @@ def test_what_a_calibration_would_not_look_at_is_refused(
     assert named in " ".join(refused.output.split())
 
 
-@pytest.mark.parametrize(("chunk_tokens", "options", "texts"), [(2048, [], 50), (4096, ["--samples", "3"], 3)])
+@pytest.mark.parametrize(
+    ("chunk_tokens", "options", "texts"), [(2048, [], 50), (4096, ["--samples", "3"], 3)]
+)
 def test_chunks_that_fill_a_step_are_calibrated(
     chunk_tokens: int, options: list[str], texts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine's step must hold a chunk and a token of each sequence beside it; a calibration has no such steps."""
+    """An engine's step must hold a chunk and a token of each sequence beside it; a calibration has
+    no such steps.
+    """
 
     def told(*given: object, texts: list[str], **_: object) -> list[Profile]:
         (config,) = (entry for entry in given if isinstance(entry, EngineConfig))
@@ -155,25 +183,50 @@ def test_chunks_that_fill_a_step_are_calibrated(
     model = SimpleNamespace(fingerprint=None, geometry=SimpleNamespace(max_positions=8192))
     monkeypatch.setattr("tangram.model.load.load_model", lambda *_, **__: model)
     monkeypatch.setattr("tangram.engine.profiles.calibrate_model", told)
-    command = ["calibrate", "smollm2", "-o", "profile.json", "--chunk-tokens", str(chunk_tokens), *options]
+    command = [
+        "calibrate",
+        "smollm2",
+        "-o",
+        "profile.json",
+        "--chunk-tokens",
+        str(chunk_tokens),
+        *options,
+    ]
     assert f"{texts} texts, {chunk_tokens} tokens a chunk" in CLI.invoke(app, command).output
 
 
-def test_drawing_without_matplotlib_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drawing_without_matplotlib_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tangram.cli.calibration.find_spec", lambda name: None)
-    refused = CLI.invoke(app, ["calibrate", "smollm2", "-o", str(tmp_path / "p.json"), "--plot", "heads.png"])
+    refused = CLI.invoke(
+        app, ["calibrate", "smollm2", "-o", str(tmp_path / "p.json"), "--plot", "heads.png"]
+    )
     assert refused.exit_code == 2 and "pip install matplotlib" in " ".join(refused.output.split())
 
 
-def test_calibrate_writes_a_profile_that_generate_accepts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calibrate_writes_a_profile_that_generate_accepts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sys.argv", ["/usr/bin/tangram", "calibrate", "smollm2"])
     data, profile = tmp_path / "texts.jsonl", tmp_path / "profile.json"
     texts = [{"text": TEXT[start : start + 1500]} for start in (0, 5000)]
     data.write_text("\n".join(map(json.dumps, texts)))
-    options = ["--chunk-tokens", "128", "--kv-retention", "0.6", "--scope", "layer", "--scorer", "tova"]
+    options = [
+        "--chunk-tokens",
+        "128",
+        "--kv-retention",
+        "0.6",
+        "--scope",
+        "layer",
+        "--scorer",
+        "tova",
+    ]
     report = tmp_path / "report.json"
     shown = ["--report", str(report), "--also-at", "0.4"]
-    made = CLI.invoke(app, ["calibrate", "smollm2", "-o", str(profile), "--data", str(data), *options, *shown])
+    made = CLI.invoke(
+        app, ["calibrate", "smollm2", "-o", str(profile), "--data", str(data), *options, *shown]
+    )
     assert made.exit_code == 0, made.output
     assert Profile.load(profile).calibration.samples == 2
     said = made.output.splitlines()
@@ -186,7 +239,9 @@ def test_calibrate_writes_a_profile_that_generate_accepts(tmp_path: Path, monkey
     assert list(found["retentions"]) == ["0.6", "0.4"] and found["kinds"] == {"texts": 2}
     assert found["environment"]["commit"] and found["command"] == "tangram calibrate smollm2"
     unnamed = options[:-2]  # the profile says its scorer
-    used = CLI.invoke(app, ["generate", "-p", "Hello", "--max-tokens", "3", "--profile", str(profile), *unnamed])
+    used = CLI.invoke(
+        app, ["generate", "-p", "Hello", "--max-tokens", "3", "--profile", str(profile), *unnamed]
+    )
     assert used.exit_code == 0, used.output
     options[options.index("tova")] = "keydiff"
     refused = CLI.invoke(app, ["generate", "-p", "Hello", "--profile", str(profile), *options])

@@ -1,4 +1,5 @@
-"""Which scorer serves where none is named: that of the profiles, of the gate, or the best that the weights have.
+"""Which scorer serves where none is named: that of the profiles, of the gate, or the best that the
+weights have.
 
 And among which heads entries compete by its scores.
 """
@@ -52,9 +53,14 @@ def test_weights_without_a_gate_are_served_by_keydiff(
     folder: Path, empty_cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = EngineConfig(
-        str(folder), load_format="dummy", chunk_tokens=32, page_tokens=8, max_num_seqs=4, kv_cache_gib=0.01,
+        str(folder),
+        load_format="dummy",
+        chunk_tokens=32,
+        page_tokens=8,
+        max_num_seqs=4,
+        kv_cache_gib=0.01,
         max_num_batched_tokens=128,
-    )  # fmt: skip
+    )
     with caplog.at_level("INFO", "tangram"):
         engine = build_engine(config)
     assert engine.config.scorer == "keydiff"
@@ -68,7 +74,9 @@ def test_a_profile_says_its_scorer(loaded: LoadedModel) -> None:
 
 def test_a_scorer_that_is_named_is_taken(loaded: LoadedModel) -> None:
     assert served(loaded, scorer="keydiff").config.scorer == "keydiff"
-    with pytest.raises(ProfileError, match="scorer is 'keydiff' in the profile, 'fastkvzip' was asked"):
+    with pytest.raises(
+        ProfileError, match="scorer is 'keydiff' in the profile, 'fastkvzip' was asked"
+    ):
         served(loaded, scorer="fastkvzip", profile=(KEYDIFF,))
 
 
@@ -79,7 +87,10 @@ def test_a_gate_that_is_given_is_used(loaded: LoadedModel) -> None:
 
 def test_profiles_of_several_scorers_are_refused_by_name(loaded: LoadedModel) -> None:
     gated = KEYDIFF.replace("keydiff", "fastkvzip").replace("r0.5", "r0.25")
-    with pytest.raises(ProfileError, match=r"several scorers \(.*r0.5.json for keydiff, .*r0.25.json for fastkvzip\)"):
+    with pytest.raises(
+        ProfileError,
+        match=r"several scorers \(.*r0.5.json for keydiff, .*r0.25.json for fastkvzip\)",
+    ):
         served(loaded, profile=(KEYDIFF, gated))
 
 
@@ -91,7 +102,9 @@ def test_heads_of_the_whole_model_compete_unless_scores_mean_nothing_across_laye
 
 
 def test_a_profile_says_which_heads_compete() -> None:
-    published = [f"llama-3.1-8b-instruct.keydiff.{scope}.c512.r0.5.json" for scope in ("layer", "model")]
+    published = [
+        f"llama-3.1-8b-instruct.keydiff.{scope}.c512.r0.5.json" for scope in ("layer", "model")
+    ]
     files = tuple(str(shipped_profiles() / name) for name in published)
     one, both = EngineConfig(profile=files[:1]), EngineConfig(profile=files)
     assert choose(one, None, read_profiles(one)) == ("keydiff", "layer")

@@ -41,7 +41,9 @@ def test_an_old_gpu_is_left_alone_and_named(turing: None, caplog: pytest.LogCapt
         find_device("cuda")
 
 
-def test_an_amd_gpu_is_left_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_amd_gpu_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.version, "hip", "7.1")
     with caplog.at_level(logging.WARNING, "tangram"):
@@ -50,7 +52,9 @@ def test_an_amd_gpu_is_left_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     assert "AMD GPU (ROCm 7.1)" in line and line.endswith("running on the CPU")
 
 
-def test_apples_gpu_is_left_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_apples_gpu_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     with caplog.at_level(logging.WARNING, "tangram"):

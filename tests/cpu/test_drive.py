@@ -14,12 +14,21 @@ from tangram.engine.llm import LLM
 from tangram.engine.sampling import SampledTokens
 from tangram.errors import ConfigError, ModelError, RequestError
 from tangram.lab.load.asks import Ask, alike, arriving, made_up, next_turn, traced
-from tangram.lab.load.clock import GivenUpError, LatencyLimits, Patience, Summary, TimedAnswer, answered
+from tangram.lab.load.clock import (
+    GivenUpError,
+    LatencyLimits,
+    Patience,
+    Summary,
+    TimedAnswer,
+    answered,
+)
 from tangram.types import Event, FinishReason, Request, SamplingParams, TokenLogprob
 
 
 def test_a_config_alone_makes_a_model_whose_words_are_numbers(folder: Path, small_llm: LLM) -> None:
-    output = small_llm.generate("17 4 299", SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))[0]
+    output = small_llm.generate(
+        "17 4 299", SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    )[0]
     assert output.prompt_token_ids == (17, 4, 299)
     assert output.outputs[0].text.split() == [str(token) for token in output.outputs[0].token_ids]
     again = LLM(str(folder), load_format="dummy", kv_retention=1.0)
@@ -46,7 +55,9 @@ def test_answers_are_those_of_the_engine_by_the_clock(small_llm: LLM) -> None:
         [{"prompt_token_ids": list(ask.tokens)} for ask in asks],
         SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True),
     )
-    assert [tuple(answer.token_ids) for answer in answers] == [output.outputs[0].token_ids for output in expected]
+    assert [tuple(answer.token_ids) for answer in answers] == [
+        output.outputs[0].token_ids for output in expected
+    ]
     assert sorted(told) == [1, 2, 3]
     for answer in answers:
         assert 0 < answer.first_token_s < answer.times_s[-1] and len(answer.times_s) == 5
@@ -59,7 +70,9 @@ def test_a_turn_finds_the_one_before_in_the_cache(small_llm: LLM) -> None:
     for turn in (1, 2):
         asks = next_turn(histories, turn, 10, 4, 300)
         answers = answered(small_llm.engine, asks)
-        histories = [ask.tokens + tuple(answer.token_ids) for ask, answer in zip(asks, answers, strict=True)]
+        histories = [
+            ask.tokens + tuple(answer.token_ids) for ask, answer in zip(asks, answers, strict=True)
+        ]
         assert [answer.cached_tokens >= 60 for answer in answers] == [turn == 2] * 2
 
 
@@ -71,7 +84,9 @@ def test_what_requests_share_is_computed_once_even_when_they_come_together(small
     assert small_llm.engine.stats().sealed_chunks - before == 2
     assert sorted(answer.cached_tokens for answer in answers) == [0, 64, 64, 64]
     small_llm.engine.clear_cache()
-    assert [answered(small_llm.engine, [ask])[0].token_ids for ask in asks] == [answer.token_ids for answer in answers]
+    assert [answered(small_llm.engine, [ask])[0].token_ids for ask in asks] == [
+        answer.token_ids for answer in answers
+    ]
 
 
 def test_requests_wait_for_their_time(small_llm: LLM) -> None:
@@ -87,10 +102,22 @@ def test_a_request_that_never_fits_stops_all(small_llm: LLM) -> None:
 
 
 def test_a_summary_adds_up() -> None:
-    answers = [TimedAnswer(0.0, 10, [1.0, 1.5, 2.0], [7, 8, 9], 4), TimedAnswer(1.0, 30, [4.0], [7], 0)]
+    answers = [
+        TimedAnswer(0.0, 10, [1.0, 1.5, 2.0], [7, 8, 9], 4),
+        TimedAnswer(1.0, 30, [4.0], [7], 0),
+    ]
     summary = Summary.of(answers)
-    assert (summary.requests, summary.seconds, summary.prompt_tokens, summary.output_tokens) == (2, 4.0, 40, 4)
-    assert summary.requests_per_s == 0.5 and summary.tokens_per_s == 11.0 and summary.cached_share == 0.1
+    assert (summary.requests, summary.seconds, summary.prompt_tokens, summary.output_tokens) == (
+        2,
+        4.0,
+        40,
+        4,
+    )
+    assert (
+        summary.requests_per_s == 0.5
+        and summary.tokens_per_s == 11.0
+        and summary.cached_share == 0.1
+    )
     assert summary.ttft_s["p50"] == 2.0 and summary.tpot_ms["p99"] == 500.0
 
 
@@ -132,8 +159,11 @@ def test_arrivals_have_the_rate_that_is_asked_for_and_the_same_order() -> None:
 def test_who_listens_hears_when_all_have_their_first_token(small_llm: LLM) -> None:
     heard: list[int] = []
     generated = small_llm.engine.stats().generated_tokens
-    answered(small_llm.engine, alike(3, 20, 6, shared_tokens=0, vocab_size=300),
-             started=lambda: heard.append(small_llm.engine.stats().generated_tokens - generated))  # fmt: skip
+    answered(
+        small_llm.engine,
+        alike(3, 20, 6, shared_tokens=0, vocab_size=300),
+        started=lambda: heard.append(small_llm.engine.stats().generated_tokens - generated),
+    )
     assert len(heard) == 1 and 3 <= heard[0] < 18
 
 
@@ -148,7 +178,10 @@ def test_a_trace_gives_equal_tokens_for_equal_blocks(tmp_path: Path) -> None:
     first, second = traced(path, seconds=5, speed=2.0, vocab_size=300)
     assert (len(first.tokens), first.output_tokens, first.at_s) == (700, 3, 0.0)
     assert (len(second.tokens), second.output_tokens, second.at_s) == (600, 1, 1.0)
-    assert first.tokens[:512] == second.tokens[:512] and first.tokens[512:600] != second.tokens[512:600]
+    assert (
+        first.tokens[:512] == second.tokens[:512]
+        and first.tokens[512:600] != second.tokens[512:600]
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,31 +203,66 @@ def test_a_trace_that_is_none_is_refused(text: str, message: str, tmp_path: Path
         traced(path, seconds=5, speed=1.0, vocab_size=300)
 
 
-SMALL = ["--load-format", "dummy", "--kv-retention", "1.0", "--chunk-tokens", "32", "--kv-cache-gib", "0.01",
-         "--max-num-seqs", "4", "--max-num-batched-tokens", "128", "--page-tokens", "8"]  # fmt: skip
+SMALL = [
+    "--load-format",
+    "dummy",
+    "--kv-retention",
+    "1.0",
+    "--chunk-tokens",
+    "32",
+    "--kv-cache-gib",
+    "0.01",
+    "--max-num-seqs",
+    "4",
+    "--max-num-batched-tokens",
+    "128",
+    "--page-tokens",
+    "8",
+]
 
 
 @pytest.mark.parametrize(
     ("command", "options", "parts"),
     [
-        ("throughput", ["--requests", "3", "--input-tokens", "40", "--output-tokens", "4", "--repeats", "2"],
-         ["run 1", "run 2"]),
-        ("multi-turn", ["--sessions", "2", "--history-tokens", "50", "--turns", "2", "--user-tokens", "5",
-                        "--output-tokens", "4"], ["turn 1", "turn 2"]),
+        (
+            "throughput",
+            ["--requests", "3", "--input-tokens", "40", "--output-tokens", "4", "--repeats", "2"],
+            ["run 1", "run 2"],
+        ),
+        (
+            "multi-turn",
+            [
+                "--sessions",
+                "2",
+                "--history-tokens",
+                "50",
+                "--turns",
+                "2",
+                "--user-tokens",
+                "5",
+                "--output-tokens",
+                "4",
+            ],
+            ["turn 1", "turn 2"],
+        ),
         ("trace", ["--speed", "1,4"], ["speed 1", "speed 4"]),
         ("trace", ["--speed", "1,4", "--hold-ttft-s", "1e-9"], []),
     ],
-)  # fmt: skip
+)
 def test_the_commands_keep_what_they_measure(
     command: str, options: list[str], parts: list[str], folder: Path, tmp_path: Path
 ) -> None:
     if command == "trace":
         file = tmp_path / "trace.jsonl"
-        file.write_text('{"timestamp": 0, "input_length": 100, "output_length": 3, "hash_ids": [1]}\n')
+        file.write_text(
+            '{"timestamp": 0, "input_length": 100, "output_length": 3, "hash_ids": [1]}\n'
+        )
         options = [*options, "--file", str(file)]
     kept = tmp_path / "kept.json"
     result = CliRunner().invoke(
-        app, ["bench", "serving", command, str(folder), *SMALL, *options, "-o", str(kept)], catch_exceptions=False
+        app,
+        ["bench", "serving", command, str(folder), *SMALL, *options, "-o", str(kept)],
+        catch_exceptions=False,
     )
     assert result.exit_code == 0, result.output
     content = json.loads(kept.read_text())
@@ -213,8 +281,12 @@ def test_a_run_that_is_too_slow_is_given_up_and_leaves_nothing_behind(small_llm:
         answered(engine, asks, patience=Patience(1e-9, every_s=0.0))
     assert not engine.busy and engine.stats().pages_held == 0
     assert len(answered(engine, asks, patience=Patience(600.0))) == 6
-    late = [TimedAnswer(0.0, 5, times_s=[first]) for first in (1.0, 2.0, 9.0)] + [TimedAnswer(8.0, 5)]
-    assert Patience(5.0, share=0.2).ends(late, 10.0) and not Patience(5.0, share=0.3).ends(late, 10.0)
+    late = [TimedAnswer(0.0, 5, times_s=[first]) for first in (1.0, 2.0, 9.0)] + [
+        TimedAnswer(8.0, 5)
+    ]
+    assert Patience(5.0, share=0.2).ends(late, 10.0) and not Patience(5.0, share=0.3).ends(
+        late, 10.0
+    )
     assert Patience(5.0, share=0.3).ends(late, 14.0), "who asked at 8 waits since"
 
 
@@ -222,14 +294,20 @@ def test_a_run_that_is_too_slow_is_given_up_and_leaves_nothing_behind(small_llm:
 def test_a_stop_string_ends_a_completion_whose_next_token_is_under_way(
     ahead: bool, small_llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the text is read while the device goes on, neither the client nor the books see the token too many."""
+    """Where the text is read while the device goes on, neither the client nor the books see the
+    token too many.
+    """
     monkeypatch.setattr(small_llm.engine, "ahead", ahead)
     prompt = {"prompt_token_ids": list(range(40, 71))}  # the answer's second token ends a chunk
-    free = small_llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True))[0].outputs[0]
+    free = small_llm.generate(
+        prompt, SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    )[0].outputs[0]
     words = free.text.split()
     stop = words[2]
     last = words.index(stop)
-    held = small_llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, stop=(stop,)))[0]
+    held = small_llm.generate(
+        prompt, SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, stop=(stop,))
+    )[0]
     assert held.outputs[0].finish_reason == "stop"
     assert held.outputs[0].text.split() == words[:last]
     assert held.outputs[0].token_ids == free.token_ids[: last + 1]
@@ -260,15 +338,23 @@ def test_after_a_step_that_failed_the_engine_answers_as_before(
     with pytest.raises(ModelError):
         while engine.busy:
             engine.step()
-    assert events[-1].finish_reason is FinishReason.ABORT and events[-1].error == "a step of the engine failed"
+    assert (
+        events[-1].finish_reason is FinishReason.ABORT
+        and events[-1].error == "a step of the engine failed"
+    )
     assert not engine.busy and engine.stats().pages_free == engine.stats().pages_total
     engine.check_books()
     assert [answer.token_ids for answer in answered(engine, asks)] == expected
 
 
 def test_launching_ahead_changes_nothing(small_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also for answers of one token; of what is aborted with a token on its way, that token is dropped."""
-    engine, asks = small_llm.engine, [*alike(3, 30, 6, shared_tokens=0, vocab_size=300), Ask((9, 9, 9), 1)]
+    """Also for answers of one token; of what is aborted with a token on its way, that token is
+    dropped.
+    """
+    engine, asks = (
+        small_llm.engine,
+        [*alike(3, 30, 6, shared_tokens=0, vocab_size=300), Ask((9, 9, 9), 1)],
+    )
     expected = [answer.token_ids for answer in answered(engine, asks)]
     monkeypatch.setattr(engine, "ahead", True)
     assert [answer.token_ids for answer in answered(engine, asks)] == expected

@@ -1,4 +1,6 @@
-"""`tangram eval` on tiny random models: whole runs, with every method, and what they leave behind."""
+"""`tangram eval` on tiny random models: whole runs, with every method, and what they
+leave behind.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,18 @@ from tangram.types import SamplingParams
 
 CONTEXT, CHUNK = 640, 128
 LLAMA = LlamaConfig(
-    vocab_size=49152, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=16, max_position_embeddings=1024, pad_token_id=2, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
+    vocab_size=49152,
+    hidden_size=32,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=1024,
+    pad_token_id=2,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 BASE = EngineConfig(page_tokens=8, heads_per_page=2, kv_cache_gib=0.02, max_num_seqs=4)
 ASKED = Questions("multiturn", ("key_values",), 2, CONTEXT, max_questions=2)
 METHODS = [
@@ -44,7 +55,9 @@ METHODS = [
 
 
 @pytest.fixture
-def loaded(adopt_tiny: Callable[[PretrainedConfig], LoadedModel], tmp_path: Path, monkeypatch: Any) -> LoadedModel:
+def loaded(
+    adopt_tiny: Callable[[PretrainedConfig], LoadedModel], tmp_path: Path, monkeypatch: Any
+) -> LoadedModel:
     monkeypatch.setenv("TANGRAM_CACHE", str(tmp_path))
     return adopt_tiny(LLAMA)
 
@@ -64,7 +77,9 @@ def bench_of(loaded: LoadedModel, methods: Sequence[Method] = METHODS) -> tuple[
     return bench.for_prompts(prompts.samples), prompts
 
 
-def test_contexts_leave_nothing_raw_and_questions_find_them_in_the_cache(loaded: LoadedModel) -> None:
+def test_contexts_leave_nothing_raw_and_questions_find_them_in_the_cache(
+    loaded: LoadedModel,
+) -> None:
     bench, prompts = bench_of(loaded)
     assert all(one.shared_tokens == CONTEXT for one in prompts.samples)
     for method in METHODS:
@@ -80,9 +95,14 @@ def test_contexts_leave_nothing_raw_and_questions_find_them_in_the_cache(loaded:
             longest = CONTEXT * 0.5 + tail + 64 + BASE.page_tokens
             for reply in (reply for own in replies for reply in own):
                 assert reply.held_bytes is not None
-                entries = reply.held_bytes / (2 * 16 * 4) / 4  # of one head: k and v, D, float32; L · H
+                entries = (
+                    reply.held_bytes / (2 * 16 * 4) / 4
+                )  # of one head: k and v, D, float32; L · H
                 assert entries <= longest
-        assert all((reply.held_bytes is None) == (method.name in ("dynamic", "one-shot")) for reply in replies[0])
+        assert all(
+            (reply.held_bytes is None) == (method.name in ("dynamic", "one-shot"))
+            for reply in replies[0]
+        )
 
 
 def test_a_reply_does_not_depend_on_who_asks_first(loaded: LoadedModel) -> None:
@@ -91,7 +111,9 @@ def test_a_reply_does_not_depend_on_who_asks_first(loaded: LoadedModel) -> None:
         with bench.opened([method]) as ask:
             together = ask(method, prompts.samples, lambda done: None)
             alone = [ask(method, [one], lambda done: None)[0] for one in reversed(prompts.samples)]
-        assert [[r.text for r in own] for own in together] == [[r.text for r in own] for own in reversed(alone)]
+        assert [[r.text for r in own] for own in together] == [
+            [r.text for r in own] for own in reversed(alone)
+        ]
 
 
 def test_methods_keep_different_entries(loaded: LoadedModel) -> None:
@@ -116,7 +138,9 @@ def test_a_reply_does_not_depend_on_which_ratios_the_engine_serves(loaded: Loade
         assert [ask(method, prompts.samples, lambda n: None) for method in methods] == alone
 
 
-def test_calibrations_are_kept_and_serve_every_alpha(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calibrations_are_kept_and_serve_every_alpha(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench, _ = bench_of(loaded)
     wide, narrow = (bench.budgets.profile(method) for method in METHODS[2:4])
     assert wide.mean == narrow.mean and (wide.alpha, narrow.alpha) == (2.0, 0.0)
@@ -134,7 +158,9 @@ def test_calibrations_are_kept_and_serve_every_alpha(loaded: LoadedModel, monkey
 
 
 def test_one_pass_measures_every_retention(loaded: LoadedModel, tmp_path: Path) -> None:
-    methods = [Method("static", ratio, "keydiff", CHUNK, "model", 2.0, 4) for ratio in (0.5, 0.25, 0.75)]
+    methods = [
+        Method("static", ratio, "keydiff", CHUNK, "model", 2.0, 4) for ratio in (0.5, 0.25, 0.75)
+    ]
     ModelBench.of(BASE, loaded, methods, calibration_samples=2).budgets.profile(methods[0])
     kept = [Profile.load(path) for path in (tmp_path / "calibrations").iterdir()]
     assert sorted(profile.kv_retention for profile in kept) == [0.25, 0.5, 0.75]
@@ -143,17 +169,25 @@ def test_one_pass_measures_every_retention(loaded: LoadedModel, tmp_path: Path) 
 def test_uniform_heads_keep_alike(loaded: LoadedModel) -> None:
     bench, _ = bench_of(loaded)
     profile = bench.budgets.profile(METHODS[1])
-    assert max(profile.sealed_pages) - min(profile.sealed_pages) <= 1 and profile.realised_retention <= 0.5
+    assert (
+        max(profile.sealed_pages) - min(profile.sealed_pages) <= 1
+        and profile.realised_retention <= 0.5
+    )
 
 
-def test_what_no_engine_could_do_is_refused_before_anything_is_measured(loaded: LoadedModel) -> None:
+def test_what_no_engine_could_do_is_refused_before_anything_is_measured(
+    loaded: LoadedModel,
+) -> None:
     def refused(method: Method, said: str, base: EngineConfig = BASE, samples: int = 2) -> None:
         with pytest.raises(ConfigError, match=said):
             ModelBench.of(base, loaded, [method], calibration_samples=samples)
 
     refused(Method("static", 0.01, "keydiff", CHUNK, "model", 2.0, 4), "kv_retention")
     refused(Method("dynamic", 0.5, "best", CHUNK, "model"), "scorer is 'best'")
-    refused(Method("dynamic", 0.5, "keydiff", 100, "model"), "chunk_tokens is 100, .*multiple of page_tokens")
+    refused(
+        Method("dynamic", 0.5, "keydiff", 100, "model"),
+        "chunk_tokens is 100, .*multiple of page_tokens",
+    )
     refused(METHODS[0], "calibration_samples is 0", samples=0)
     refused(METHODS[2], "gate is 'g', but no method scores by fastkvzip", EngineConfig(gate="g"))
     bench = ModelBench.of(BASE, loaded, METHODS[:1], calibration_samples=2)
@@ -163,11 +197,31 @@ def test_what_no_engine_could_do_is_refused_before_anything_is_measured(loaded: 
 
 
 FLAGS = [
-    "--suites", "ruler/niah_single_1,multiturn/key_values", "--methods", "full,static", "--retentions", "0.5",
-    "--samples", "1", "--context-tokens", str(CONTEXT), "--max-questions", "2", "--chunk-tokens", str(CHUNK),
-    "--calibration-samples", "2", "--page-tokens", "8", "--heads-per-page", "2", "--kv-cache-gib", "0.02",
-    "--load-format", "dummy",
-]  # fmt: skip
+    "--suites",
+    "ruler/niah_single_1,multiturn/key_values",
+    "--methods",
+    "full,static",
+    "--retentions",
+    "0.5",
+    "--samples",
+    "1",
+    "--context-tokens",
+    str(CONTEXT),
+    "--max-questions",
+    "2",
+    "--chunk-tokens",
+    str(CHUNK),
+    "--calibration-samples",
+    "2",
+    "--page-tokens",
+    "8",
+    "--heads-per-page",
+    "2",
+    "--kv-cache-gib",
+    "0.02",
+    "--load-format",
+    "dummy",
+]
 
 
 def test_full_is_what_the_model_answers_by_itself(model: Path, tmp_path: Path) -> None:
@@ -178,15 +232,26 @@ def test_full_is_what_the_model_answers_by_itself(model: Path, tmp_path: Path) -
     assert result.exit_code == 0, result.output
     (cell,) = [cell for cell in Results.load(kept).cells if cell.setting.suite == "multiturn"]
     llm = LLM(str(model), load_format="dummy", kv_retention=1.0, kv_cache_gib=0.02)
-    (asked_of,) = Questions("multiturn", ("key_values",), 1, CONTEXT, max_questions=2).prompts(
-        llm.engine.codec, None
-    ).samples  # fmt: skip
-    sample = asked_of.sample
-    chats = [[{"role": "user", "content": sample.context + question.text}] for question in sample.questions]
-    said = llm.chat(
-        chats, [SamplingParams(temperature=0, max_tokens=question.max_tokens) for question in sample.questions]
+    (asked_of,) = (
+        Questions("multiturn", ("key_values",), 1, CONTEXT, max_questions=2)
+        .prompts(llm.engine.codec, None)
+        .samples
     )
-    assert [answer.reply for answer in cell.samples[0].answers] == [one.outputs[0].text[:240] for one in said]
+    sample = asked_of.sample
+    chats = [
+        [{"role": "user", "content": sample.context + question.text}]
+        for question in sample.questions
+    ]
+    said = llm.chat(
+        chats,
+        [
+            SamplingParams(temperature=0, max_tokens=question.max_tokens)
+            for question in sample.questions
+        ],
+    )
+    assert [answer.reply for answer in cell.samples[0].answers] == [
+        one.outputs[0].text[:240] for one in said
+    ]
 
 
 def test_the_command_goes_on_where_it_was_interrupted(
@@ -211,11 +276,18 @@ def test_the_command_goes_on_where_it_was_interrupted(
     content = Results.load(kept)
     assert len(calls) == 5 and len(content.cells) == 4
     assert [(cell.method.name, cell.setting.suite) for cell in content.cells] == [
-        ("full", "ruler"), ("full", "multiturn"), ("static", "ruler"), ("static", "multiturn"),
-    ]  # fmt: skip
+        ("full", "ruler"),
+        ("full", "multiturn"),
+        ("static", "ruler"),
+        ("static", "multiturn"),
+    ]
     assert all(cell.environment["cpu"] and cell.seconds > 0 for cell in content.cells)
     static = content.cells[3]
-    assert static.basis["calibration_samples"] == 2 and static.footprint is not None and static.footprint < 0.75
+    assert (
+        static.basis["calibration_samples"] == 2
+        and static.footprint is not None
+        and static.footprint < 0.75
+    )
     assert "static − full" in tables.read_text() and "static" in result.output
     before = kept.read_text()
     assert CliRunner().invoke(app, options).exit_code == 0
@@ -226,7 +298,15 @@ def test_the_picture_is_drawn(model: Path, tmp_path: Path, monkeypatch: pytest.M
     pytest.importorskip("matplotlib")
     monkeypatch.setenv("TANGRAM_CACHE", str(tmp_path / "cache"))
     picture = tmp_path / "r.png"
-    options = [*FLAGS, "--methods", "full,uniform", "-o", str(tmp_path / "r.json"), "--plot", str(picture)]
+    options = [
+        *FLAGS,
+        "--methods",
+        "full,uniform",
+        "-o",
+        str(tmp_path / "r.json"),
+        "--plot",
+        str(picture),
+    ]
     result = CliRunner().invoke(app, ["eval", str(model), *options], catch_exceptions=False)
     assert result.exit_code == 0 and picture.read_bytes().startswith(b"\x89PNG")
 
@@ -247,16 +327,25 @@ def test_the_picture_is_drawn(model: Path, tmp_path: Path, monkeypatch: pytest.M
             "chunk_tokens has 128, but fidelity looks at 128 tokens that fill no chunk",
         ),
         (["--report", "none/r.md"], "there is no folder none"),
-        (["--chunk-tokens", "128,96"], "chunk_tokens has 96, of which the largest chunk, 128, is no multiple"),
+        (
+            ["--chunk-tokens", "128,96"],
+            "chunk_tokens has 96, of which the largest chunk, 128, is no multiple",
+        ),
     ],
 )
-def test_what_cannot_be_run_is_refused_in_a_line(options: list[str], said: str, model: Path, tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["eval", str(model), *FLAGS, "-o", str(tmp_path / "r.json"), *options])
+def test_what_cannot_be_run_is_refused_in_a_line(
+    options: list[str], said: str, model: Path, tmp_path: Path
+) -> None:
+    result = CliRunner().invoke(
+        app, ["eval", str(model), *FLAGS, "-o", str(tmp_path / "r.json"), *options]
+    )
     assert result.exit_code == 2
     assert said in " ".join(result.output.split()) and "Traceback" not in result.output
 
 
-def test_who_cannot_draw_hears_it_first(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_cannot_draw_hears_it_first(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tangram.lab.accuracy.plot.find_spec", lambda name: None)
     options = [*FLAGS, "-o", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]
     result = CliRunner().invoke(app, ["eval", str(model), *options])
@@ -266,13 +355,34 @@ def test_who_cannot_draw_hears_it_first(model: Path, tmp_path: Path, monkeypatch
 def test_fidelity_falls_with_retention_and_is_kept_and_shown(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full cache expects what it expects; the less is kept the further it goes; what is there is not read again."""
+    """A full cache expects what it expects; the less is kept the further it goes; what is there is
+    not read again.
+    """
     monkeypatch.setenv("TANGRAM_CACHE", str(tmp_path / "cache"))
     kept, tables = tmp_path / "r.json", tmp_path / "r.md"
-    asked_for = ["--suites", "fidelity", "--samples", "3", "--context-tokens", "768", "--chunk-tokens", "256"]
+    asked_for = [
+        "--suites",
+        "fidelity",
+        "--samples",
+        "3",
+        "--context-tokens",
+        "768",
+        "--chunk-tokens",
+        "256",
+    ]
     grid = ["--methods", "full,uniform,dynamic,one-shot", "--retentions", "0.75,0.25"]
     own = [*FLAGS[: FLAGS.index("--max-questions")], *FLAGS[FLAGS.index("--max-questions") + 2 :]]
-    options = ["eval", str(model), *own, *asked_for, *grid, "-o", str(kept), "--report", str(tables)]
+    options = [
+        "eval",
+        str(model),
+        *own,
+        *asked_for,
+        *grid,
+        "-o",
+        str(kept),
+        "--report",
+        str(tables),
+    ]
     reads: list[str] = []
     reading = ModelBench._expected
 
@@ -288,10 +398,16 @@ def test_fidelity_falls_with_retention_and_is_kept_and_shown(
     result = CliRunner().invoke(app, options, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     cells = [cell for cell in Results.load(kept).cells if isinstance(cell, FidelityCell)]
-    assert len(cells) == 7 and len(reads) == 3 + 1 + 5 and all(len(cell.passages) == 3 for cell in cells)
+    assert (
+        len(cells) == 7
+        and len(reads) == 3 + 1 + 5
+        and all(len(cell.passages) == 3 for cell in cells)
+    )
     full, *others = cells
     assert (full.divergence.mean, full.agreement.mean) == (0.0, 1.0)
-    by_method = {(cell.method.name, cell.method.kv_retention): cell.divergence.mean for cell in others}
+    by_method = {
+        (cell.method.name, cell.method.kv_retention): cell.divergence.mean for cell in others
+    }
     for name in ("uniform", "dynamic", "one-shot"):
         assert 0.0 < by_method[name, 0.75] < by_method[name, 0.25]  # type: ignore[index]
     text = tables.read_text()

@@ -39,8 +39,12 @@ def model(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Path:
     return folder
 
 
-def test_it_asks_what_a_server_of_the_model_would_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The gate's scorer for the embedded model, with the profiles that ship; nothing is calibrated for it."""
+def test_it_asks_what_a_server_of_the_model_would_answer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The gate's scorer for the embedded model, with the profiles that ship; nothing is calibrated
+    for it.
+    """
     seen: list[Planned] = []
 
     def before(bench: ModelBench, plans: Sequence[Planned]) -> float:
@@ -67,7 +71,10 @@ def test_it_says_how_long_beforehand_and_what_it_costs_at_the_end(
     result = CLI.invoke(app, command, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     said = " ".join(result.output.split())
-    begin, end = said.index("as served at ρ 0.5."), said.rindex("ρ 0.5 (static, keydiff) leaves the likeliest next")
+    begin, end = (
+        said.index("as served at ρ 0.5."),
+        said.rindex("ρ 0.5 (static, keydiff) leaves the likeliest next"),
+    )
     assert begin < said.index("minutes from here.") < said.index("full, ρ 1: ruler") < end
     assert said.count("(static, keydiff)") == 2
     cells = Results.load(kept).cells
@@ -79,8 +86,14 @@ def test_it_says_how_long_beforehand_and_what_it_costs_at_the_end(
     LLM(str(model), load_format="dummy", kv_cache_gib=0.1, kv_retention=EngineConfig.kv_retention)
 
 
-@pytest.mark.parametrize("given", [["--samples", "9"], ["--methods", "full"], ["--no-align"], ["--scopes", "layer"]])
-def test_what_it_settles_is_refused_beside_it(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "given", [["--samples", "9"], ["--methods", "full"], ["--no-align"], ["--scopes", "layer"]]
+)
+def test_what_it_settles_is_refused_beside_it(
+    given: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tangram.lab.accuracy.compare.load_model", None)
     result = CLI.invoke(app, ["eval", "--quick", *given])
-    assert result.exit_code == 2 and "with --quick that is settled" in " ".join(result.output.split())
+    assert result.exit_code == 2 and "with --quick that is settled" in " ".join(
+        result.output.split()
+    )

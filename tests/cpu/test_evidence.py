@@ -1,8 +1,11 @@
-"""Recall of evidence: where evidence lies in tokens, what methods keep of it, and that this is what engines keep."""
+"""Recall of evidence: where evidence lies in tokens, what methods keep of it, and that this is what
+engines keep.
+"""
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +19,9 @@ from transformers import LlamaConfig, PretrainedConfig, PreTrainedTokenizerBase
 from typer.testing import CliRunner
 
 from bench.accuracy import evidence as bench_evidence
-from bench.accuracy import page
-from bench.accuracy.evidence_table import Evidence
-from bench.accuracy.thin import Thin
+from bench.accuracy.evidence_file import Evidence
+from bench.accuracy.figures import EVIDENCE, KEPT, thin
+from bench.render.page import RESULTS, Page
 from tangram.cli import app
 from tangram.compress.profile import Profile
 from tangram.compress.scorers import make_scorer
@@ -60,15 +63,21 @@ def folder(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("aligned", [True, False])
-def test_the_tokens_of_evidence_are_its_text(tokenizer: PreTrainedTokenizerBase, locomo: Path, aligned: bool) -> None:
+def test_the_tokens_of_evidence_are_its_text(
+    tokenizer: PreTrainedTokenizerBase, locomo: Path, aligned: bool
+) -> None:
     codec = TextCodec(tokenizer)
     alignment = Alignment(CHUNK, filler_token(codec)) if aligned else None
-    samples = Questions("locomo", None, None, CONTEXT, path=locomo).prompts(codec, alignment).samples
+    samples = (
+        Questions("locomo", None, None, CONTEXT, path=locomo).prompts(codec, alignment).samples
+    )
     found = 0
     for sample in samples:
         assert aligned == bool(sample.filler_tokens)
         places = evidence_tokens(sample, codec)
-        for prompt, question, pieces in zip(sample.prompts, sample.sample.questions, places, strict=True):
+        for prompt, question, pieces in zip(
+            sample.prompts, sample.sample.questions, places, strict=True
+        ):
             texts = [codec.decode(prompt[piece.start : piece.stop]) for piece in pieces]
             assert texts == list(question.evidence)
             found += len(texts)
@@ -90,7 +99,9 @@ def test_dynamic_methods_keep_rho_of_random_evidence(retention: float) -> None:
 
 
 @pytest.mark.parametrize("retention", [0.75, 0.5, 0.25])
-def test_equal_budgets_keep_rho_of_random_evidence_and_the_best_of_any(adopt: Any, retention: float) -> None:
+def test_equal_budgets_keep_rho_of_random_evidence_and_the_best_of_any(
+    adopt: Any, retention: float
+) -> None:
     loaded, bench = adopt
     method = Method("uniform", retention, "keydiff", CHUNK, None, None, 4)
     rule = budgeted(bench.budgets.equal(method), loaded.geometry)
@@ -115,7 +126,9 @@ def test_everything_stays_of_full_and_of_what_fills_no_chunk() -> None:
 
 
 @pytest.fixture
-def adopt(adopt_tiny: Adopt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[LoadedModel, ModelBench]:
+def adopt(
+    adopt_tiny: Adopt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[LoadedModel, ModelBench]:
     monkeypatch.setenv("TANGRAM_CACHE", str(tmp_path))
     loaded = adopt_tiny(LLAMA)
     return loaded, ModelBench.of(BASE, loaded, [UNIFORM, DYNAMIC], calibration_samples=2)
@@ -130,7 +143,11 @@ def test_an_engine_keeps_the_same_positions_of_the_first_chunk(
     loaded, chunk = adopt_tiny(small), 64
     prompt = [3 + (i * i) % 9000 for i in range(chunk + 5)]
     scores = next(iter(score_source(loaded, make_scorer("keydiff"), chunk_tokens=chunk)(prompt)))
-    options: dict[str, Any] = {"reclamation": reclamation, "enable_prefix_caching": False, "chunk_tokens": chunk}
+    options: dict[str, Any] = {
+        "reclamation": reclamation,
+        "enable_prefix_caching": False,
+        "chunk_tokens": chunk,
+    }
     if reclamation == "dynamic":
         path = profile_file(loaded, tmp_path, chunk_tokens=chunk)
         rule = budgeted(Profile.load(path), loaded.geometry)
@@ -157,7 +174,7 @@ def test_an_engine_keeps_the_same_positions_of_the_first_chunk(
 
 def test_one_pass_serves_all_methods_of_a_scorer_and_chunk(
     adopt: tuple[LoadedModel, ModelBench], locomo: Path
-) -> None:  # fmt: skip
+) -> None:
     _, bench = adopt
     prompts = Questions("locomo", None, None, CONTEXT, path=locomo).prompts(
         bench.codec, Alignment(CHUNK, filler_token(bench.codec))
@@ -170,7 +187,9 @@ def test_one_pass_serves_all_methods_of_a_scorer_and_chunk(
         return source(name, chunk_tokens)
 
     bench = replace(bench, budgets=replace(bench.budgets, source_of=source_of))
-    full, uniform, dynamic = (bench.recall(method, prompts) for method in (Method("full"), UNIFORM, DYNAMIC))
+    full, uniform, dynamic = (
+        bench.recall(method, prompts) for method in (Method("full"), UNIFORM, DYNAMIC)
+    )
     assert {recall for own in full for recall in own} == {1.0}
     for found in (uniform, dynamic):
         shares = [recall for own in found for recall in own if recall is not None]
@@ -185,11 +204,33 @@ def test_tangram_eval_reports_it_of_conversations(
     monkeypatch.setenv("TANGRAM_CACHE", str(tmp_path / "cache"))
     kept, tables = tmp_path / "r.json", tmp_path / "r.md"
     options = [
-        "--suites", "locomo,ruler/niah_single_1", "--locomo", str(locomo), "--methods", "full,uniform,dynamic",
-        "--samples", "2", "--context-tokens", str(CONTEXT), "--retentions", "0.5", "--chunk-tokens", str(CHUNK),
-        "--page-tokens", "8", "--heads-per-page", "2", "--kv-cache-gib", "0.02", "--load-format", "dummy",
-        "-o", str(kept), "--report", str(tables),
-    ]  # fmt: skip
+        "--suites",
+        "locomo,ruler/niah_single_1",
+        "--locomo",
+        str(locomo),
+        "--methods",
+        "full,uniform,dynamic",
+        "--samples",
+        "2",
+        "--context-tokens",
+        str(CONTEXT),
+        "--retentions",
+        "0.5",
+        "--chunk-tokens",
+        str(CHUNK),
+        "--page-tokens",
+        "8",
+        "--heads-per-page",
+        "2",
+        "--kv-cache-gib",
+        "0.02",
+        "--load-format",
+        "dummy",
+        "-o",
+        str(kept),
+        "--report",
+        str(tables),
+    ]
     result = CliRunner().invoke(app, ["eval", str(folder), *options], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     cells = [cell for cell in Results.load(kept).cells if isinstance(cell, Cell)]
@@ -199,33 +240,55 @@ def test_tangram_eval_reports_it_of_conversations(
     assert by_method["full", "ruler"] is None and by_method["uniform", "ruler"] is None
     text = tables.read_text()
     assert text.count("| recall of evidence, % ± standard error |") == 1
-    assert f"| uniform | keydiff | – | {100 * uniform.mean:.1f} ± " in text.split("recall of evidence")[1]
+    assert (
+        f"| uniform | keydiff | – | {100 * uniform.mean:.1f} ± "
+        in text.split("recall of evidence")[1]
+    )
 
 
 def test_result_files_without_it_are_read(tmp_path: Path) -> None:
-    cells = Thin.load(page.KEPT).whole()[:2]
+    cells = thin(RESULTS).whole()[:2]
     content = Results(command="c", cells=cells).model_dump(mode="json")
-    for answer in (answer for cell in content["cells"] for one in cell["samples"] for answer in one["answers"]):
+    for answer in (
+        answer for cell in content["cells"] for one in cell["samples"] for answer in one["answers"]
+    ):
         del answer["evidence_recall"]
     (tmp_path / "old.json").write_text(json.dumps(content))
     assert Results.load(tmp_path / "old.json").cells == cells
 
 
 def test_the_benchmark_goes_on_with_other_scorers_and_its_table_is_written(
-    folder: Path, locomo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    locomo: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("TANGRAM_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(
-        bench_evidence, "load_model", lambda model, device: load_model(str(folder), load_format="dummy")
+        bench_evidence,
+        "load_model",
+        lambda model, device: load_model(str(folder), load_format="dummy"),
     )
-    kept = tmp_path / page.EVIDENCE
-    options = ["--locomo", str(locomo), "--context-tokens", str(CONTEXT), "--calibration-samples", "1", "-o", str(kept)]
+    kept = tmp_path / EVIDENCE
+    options = [
+        "--locomo",
+        str(locomo),
+        "--context-tokens",
+        str(CONTEXT),
+        "--calibration-samples",
+        "1",
+        "-o",
+        str(kept),
+    ]
     for scorers in ("keydiff", "keydiff,streaming_llm"):
         assert bench_evidence.main([*options, "--scorers", scorers, "--retentions", "0.5"]) == 0
     found = Evidence.load(kept)
     assert [own.scorer for own in found.passes] == ["keydiff", "streaming_llm"], "each once"
     assert [one.method for one in found.passes[0].recalls] == ["uniform", "static", "dynamic"]
-    text = page.written(Thin.load(page.KEPT), None, page.evidence(tmp_path / "accuracy.json"))
+    shutil.copy(RESULTS / KEPT, tmp_path)
+    text = Page("accuracy", tmp_path).blocks()["eval"]
+    assert "beside kvpress" not in text
     table = text.split("### Recall of evidence (LoCoMo)")[1]
     assert f"{found.questions} questions on {found.contexts} contexts" in table
     assert "| uniform | keydiff | " in table and "python -m bench.accuracy.evidence" in table

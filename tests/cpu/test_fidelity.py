@@ -1,4 +1,6 @@
-"""Fidelity: forced texts give what the model itself expects, and divergence is what its definition says."""
+"""Fidelity: forced texts give what the model itself expects, and divergence is what its definition
+says.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,18 @@ from tests.support import profile_file
 
 Adopt = Callable[[PretrainedConfig], LoadedModel]
 LLAMA = LlamaConfig(
-    vocab_size=300, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=16, max_position_embeddings=1024, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
+    vocab_size=300,
+    hidden_size=32,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=1024,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 TEXT = [3 + (i * i * 7) % 290 for i in range(2 * 256 + TAIL_TOKENS)]
 
 
@@ -59,7 +70,13 @@ def test_the_less_is_kept_the_further_it_goes(loaded: LoadedModel, tmp_path: Pat
     found = []
     for retention in (0.75, 0.25):
         file = profile_file(loaded, tmp_path, retention=retention, chunk_tokens=64)
-        kept = config(kv_retention=retention, chunk_tokens=64, page_tokens=8, heads_per_page=2, profile=(file,))
+        kept = config(
+            kv_retention=retention,
+            chunk_tokens=64,
+            page_tokens=8,
+            heads_per_page=2,
+            profile=(file,),
+        )
         forced = ForcedText(kept, loaded)
         odd = TEXT[:-64]  # 64 of the tail are left behind whole chunks
         first, again = forced.logits(odd[:-1]), forced.logits(odd[:-1])
@@ -73,7 +90,11 @@ def test_divergence_and_surprise_are_those_of_the_definition() -> None:
     full = torch.tensor([[0.5, 0.5], [0.9, 0.1], [0.5, 0.5]]).log()
     found = torch.tensor([[0.25, 0.75], [0.4, 0.6], [0.5, 0.5]]).log()
     seen = fidelity(full, found, [7, 0, 1, 0])
-    terms = [0.5 * math.log(2) + 0.5 * math.log(0.5 / 0.75), 0.9 * math.log(0.9 / 0.4) + 0.1 * math.log(0.1 / 0.6), 0.0]
+    terms = [
+        0.5 * math.log(2) + 0.5 * math.log(0.5 / 0.75),
+        0.9 * math.log(0.9 / 0.4) + 0.1 * math.log(0.1 / 0.6),
+        0.0,
+    ]
     assert seen.divergence == pytest.approx(sum(terms) / 3)
     assert seen.agreement == pytest.approx(1 / 3)
     assert seen.surprise == pytest.approx(-(math.log(0.75) + math.log(0.4)) / 2)
@@ -91,7 +112,9 @@ class Letters:
 
 
 def cut(samples: int | None, seed: int = 0, **options: Any) -> list[tuple[int, ...]]:
-    return list(RealText(samples, 512, seed, **options).prompts(Letters(), Alignment(128, 10)).pieces)
+    return list(
+        RealText(samples, 512, seed, **options).prompts(Letters(), Alignment(128, 10)).pieces
+    )
 
 
 def test_passages_are_cut_from_real_text_one_after_the_other() -> None:
@@ -103,7 +126,9 @@ def test_passages_are_cut_from_real_text_one_after_the_other() -> None:
     assert "".join(map(chr, pieces[0])).isprintable() is False, "lines of text"
     own = passages(encode, 512, 2, texts=["a" * 700, "b" * 600])
     assert own[1] == [97] * 60 + [98] * 580
-    assert len(passages(encode, 512, None, texts=["a" * 700, "b" * 600])) == 2, "what the texts give"
+    assert len(passages(encode, 512, None, texts=["a" * 700, "b" * 600])) == 2, (
+        "what the texts give"
+    )
     with pytest.raises(ConfigError, match="samples is 3, the texts hold 2 passages"):
         passages(encode, 512, 3, texts=["a" * 700, "b" * 600])
 
@@ -126,7 +151,9 @@ def test_a_text_of_ones_own_is_read_and_named_where_it_is_too_short(tmp_path: Pa
     file.write_bytes(b"\xff")
     with pytest.raises(ConfigError, match=r"text is .*own\.txt, which cannot be read as UTF-8"):
         cut(1, path=file)
-    with pytest.raises(ConfigError, match=r"context_tokens is 512, for .* multiple of the largest chunk, 500"):
+    with pytest.raises(
+        ConfigError, match=r"context_tokens is 512, for .* multiple of the largest chunk, 500"
+    ):
         RealText(1, 512).prompts(Letters(), Alignment(500, 10))
     with pytest.raises(ConfigError, match=r"suites has fidelity, .* needs align"):
         RealText(1, 512).prompts(Letters(), None)

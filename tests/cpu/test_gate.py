@@ -42,7 +42,10 @@ def gate_layers() -> list[dict[str, Tensor]]:
 
 
 def save_layers(layers: list[dict[str, Tensor]], path: Path) -> None:
-    save_file({f"{n}.{name}": tensor for n, layer in enumerate(layers) for name, tensor in layer.items()}, path)
+    save_file(
+        {f"{n}.{name}": tensor for n, layer in enumerate(layers) for name, tensor in layer.items()},
+        path,
+    )
 
 
 def no_rotary(positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,25 +65,46 @@ def test_another_gate_has_other_parameters(tmp_path: Path) -> None:
     assert FastKVzip(tmp_path / "other.safetensors").parameters() != FastKVzip(GATE).parameters()
 
 
-def test_a_released_gate_is_converted_as_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_released_gate_is_converted_as_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those files carry NumPy's numbers of the training run beside the tensors."""
     monkeypatch.chdir(tmp_path)
-    torch.save({"module": gate_layers(), "losses": np.ones(3), "rates": np.ones(3, np.float32)}, "gate.pt")
-    (code,) = [block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "gate.pt" in block]
+    torch.save(
+        {"module": gate_layers(), "losses": np.ones(3), "rates": np.ones(3, np.float32)}, "gate.pt"
+    )
+    (code,) = [
+        block
+        for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+        if "gate.pt" in block
+    ]
     exec(code, {})
     chunk = a_chunk()
-    assert torch.equal(FastKVzip(Path("gate.safetensors")).score(chunk), FastKVzip(GATE).score(chunk))
+    assert torch.equal(
+        FastKVzip(Path("gate.safetensors")).score(chunk), FastKVzip(GATE).score(chunk)
+    )
 
 
 def broken_gates() -> dict[str, tuple[Callable[[list[dict[str, Tensor]]], object], str]]:
     return {
-        "missing": (lambda layers: layers[1].pop("q_norm.weight"), r"layer 1 .*missing \['q_norm.weight'\]"),
-        "unknown": (lambda layers: layers[0].update(extra=torch.ones(1)), r"layer 0 .*unknown \['extra'\]"),
-        "rows": (lambda layers: layers[1].update({"k_proj.weight": torch.ones(8, 48)}),
-                 r"layer 1 has k_proj.weight of shape \[8, 48\], it must be \[16, 48\]"),
-        "dimensions": (lambda layers: layers[0].update(k_base=torch.ones(2, 4, 8)), r"k_base of shape \[2, 4, 8\]"),
+        "missing": (
+            lambda layers: layers[1].pop("q_norm.weight"),
+            r"layer 1 .*missing \['q_norm.weight'\]",
+        ),
+        "unknown": (
+            lambda layers: layers[0].update(extra=torch.ones(1)),
+            r"layer 0 .*unknown \['extra'\]",
+        ),
+        "rows": (
+            lambda layers: layers[1].update({"k_proj.weight": torch.ones(8, 48)}),
+            r"layer 1 has k_proj.weight of shape \[8, 48\], it must be \[16, 48\]",
+        ),
+        "dimensions": (
+            lambda layers: layers[0].update(k_base=torch.ones(2, 4, 8)),
+            r"k_base of shape \[2, 4, 8\]",
+        ),
         "empty": (lambda layers: layers.clear(), "holds no layers"),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("case", broken_gates())
@@ -100,7 +124,9 @@ class Malice:
         return (eval, ("1 / 0",))
 
 
-@pytest.mark.parametrize("content", [b"", b"not a gate", GATE.read_bytes()[:5000]], ids=["empty", "text", "cut"])
+@pytest.mark.parametrize(
+    "content", [b"", b"not a gate", GATE.read_bytes()[:5000]], ids=["empty", "text", "cut"]
+)
 def test_a_file_that_is_no_gate_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "gate.safetensors").write_bytes(content)
     with pytest.raises(ConfigError, match="cannot be read as a Fast KVzip gate"):
@@ -115,7 +141,9 @@ def test_a_pickle_is_not_opened_and_the_error_says_what_to_do(
     torch.save({"module": content or gate_layers()}, tmp_path / name)
     monkeypatch.setattr(pickle, "Unpickler", pytest.fail)
     monkeypatch.setattr(torch, "load", pytest.fail)
-    with pytest.raises(ConfigError, match=r"safetensors.*docs/scorers\.md says under 'Gate files' how to convert"):
+    with pytest.raises(
+        ConfigError, match=r"safetensors.*docs/scorers\.md says under 'Gate files' how to convert"
+    ):
         FastKVzip(tmp_path / name)
 
 
@@ -126,12 +154,23 @@ def test_tensors_of_no_layer_are_refused(tmp_path: Path, name: str) -> None:
         FastKVzip(tmp_path / "gate.safetensors")
 
 
-def test_the_engine_compresses_by_a_gate(adopt_tiny: Callable[[PretrainedConfig], LoadedModel], tmp_path: Path) -> None:
-    """The gate reads the block's input: it must reach the scorer, for prompts and for decode-completed chunks alike."""
+def test_the_engine_compresses_by_a_gate(
+    adopt_tiny: Callable[[PretrainedConfig], LoadedModel], tmp_path: Path
+) -> None:
+    """The gate reads the block's input: it must reach the scorer, for prompts and for
+    decode-completed chunks alike.
+    """
     config = Qwen3Config(
-        vocab_size=96, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=6,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=512, eos_token_id=2,
-    )  # fmt: skip
+        vocab_size=96,
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=512,
+        eos_token_id=2,
+    )
     loaded = adopt_tiny(config)
     options = {"kv_retention": 0.5, "scorer": "fastkvzip", "gate": str(GATE)}
     profile = profile_file(loaded, tmp_path, scorer="fastkvzip", gate=GATE)
@@ -140,7 +179,9 @@ def test_the_engine_compresses_by_a_gate(adopt_tiny: Callable[[PretrainedConfig]
     answers = run(engine, prompts, replace(GREEDY, max_tokens=40))
     assert answers != run(small_engine(loaded), prompts, replace(GREEDY, max_tokens=40))
     for prompt, answer in zip(prompts, answers, strict=True):
-        longer = prompt + answer[:38]  # past the next chunk, which decode completed above and a prefill completes here
+        longer = (
+            prompt + answer[:38]
+        )  # past the next chunk, which decode completed above and a prefill completes here
         again = small_engine(loaded, **options, profile=(profile,))
         assert run(again, [longer], replace(GREEDY, max_tokens=2))[0] == answer[38:]
 
@@ -148,9 +189,22 @@ def test_the_engine_compresses_by_a_gate(adopt_tiny: Callable[[PretrainedConfig]
 def test_published_budgets_are_imported_for_a_gate(tmp_path: Path) -> None:
     published, profile = tmp_path / "published.npz", tmp_path / "profile.json"
     prefix, shares = "gpt-oss-20b/fastkvzip/layer", np.random.default_rng(0).random((12, 8)) * 0.2
-    arrays = {f"{prefix}/mean": shares, f"{prefix}/std": 0 * shares, f"{prefix}/layers": np.arange(1, 24, 2)}
+    arrays = {
+        f"{prefix}/mean": shares,
+        f"{prefix}/std": 0 * shares,
+        f"{prefix}/layers": np.arange(1, 24, 2),
+    }
     np.savez(published, **arrays)  # type: ignore[arg-type]
-    options = ["--import", str(published), "--scorer", "fastkvzip", "--scope", "layer", "-o", str(profile)]
+    options = [
+        "--import",
+        str(published),
+        "--scorer",
+        "fastkvzip",
+        "--scope",
+        "layer",
+        "-o",
+        str(profile),
+    ]
     result = CliRunner().invoke(app, ["calibrate", "gpt-oss-20b", *options, "--gate", str(GATE)])
     assert result.exit_code == 0, result.output
     assert dict(Profile.load(profile).scorer.parameters) == FastKVzip(GATE).parameters()

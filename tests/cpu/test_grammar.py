@@ -37,9 +37,18 @@ PERSON = {
     "additionalProperties": False,
 }
 TINY = LlamaConfig(
-    vocab_size=VOCABULARY, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=4, head_dim=16, max_position_embeddings=2048, pad_token_id=0, bos_token_id=1, eos_token_id=EOS,
-)  # fmt: skip
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    head_dim=16,
+    max_position_embeddings=2048,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=EOS,
+)
 
 
 class Person(BaseModel):
@@ -68,7 +77,9 @@ def person(engine: Engine) -> CompiledGrammar:
 Job = tuple[SamplingParams, Grammar | None]
 
 
-def answers(engine: Engine, jobs: Sequence[Job], prompt: Sequence[int] = (1, 5, 9)) -> list[list[list[Event]]]:
+def answers(
+    engine: Engine, jobs: Sequence[Job], prompt: Sequence[int] = (1, 5, 9)
+) -> list[list[list[Event]]]:
     """By job and completion, its events; all are submitted at once."""
     told: list[list[list[Event]]] = []
     for number, (params, grammar) in enumerate(jobs):
@@ -98,7 +109,9 @@ def tokens_of(events: list[Event]) -> list[int]:
     [
         SamplingParams(temperature=0, max_tokens=200),
         SamplingParams(temperature=2.0, n=3, max_tokens=200),
-        SamplingParams(top_k=3, min_p=0.1, repetition_penalty=1.3, presence_penalty=1, max_tokens=200),
+        SamplingParams(
+            top_k=3, min_p=0.1, repetition_penalty=1.3, presence_penalty=1, max_tokens=200
+        ),
         SamplingParams(temperature=5.0, top_p=0.9, frequency_penalty=-1, max_tokens=200),
     ],
 )
@@ -120,23 +133,32 @@ def test_who_has_no_grammar_does_not_notice_those_who_have(
         (SamplingParams(temperature=0, max_tokens=40, ignore_eos=True), None),
         (SamplingParams(temperature=1.0, seed=5, n=2, max_tokens=30, ignore_eos=True), None),
     ]
-    bound: list[Job] = [(SamplingParams(temperature=1.5, seed=seed, max_tokens=200), person) for seed in range(4)]
+    bound: list[Job] = [
+        (SamplingParams(temperature=1.5, seed=seed, max_tokens=200), person) for seed in range(4)
+    ]
     alone = [[tokens_of(events) for events in answers(engine, [job])[0]] for job in (*free, *bound)]
     engine.ahead = ahead
     together = answers(engine, [bound[0], free[0], bound[1], free[1], *bound[2:]])
     engine.ahead = False
     order = [2, 0, 3, 1, 4, 5]
-    assert [[tokens_of(events) for events in told] for told in together] == [alone[at] for at in order]
+    assert [[tokens_of(events) for events in told] for told in together] == [
+        alone[at] for at in order
+    ]
 
 
-def test_preemption_does_not_lose_the_place_in_a_grammar(tiny: LoadedModel, person: CompiledGrammar) -> None:
+def test_preemption_does_not_lose_the_place_in_a_grammar(
+    tiny: LoadedModel, person: CompiledGrammar
+) -> None:
     prompt = [3 + at % 90 for at in range(60)]
     long = {"type": "array", "items": PERSON, "minItems": 8, "maxItems": 8}
     roomy, narrow = small_engine(tiny, kv_cache_gib=0.02), small_engine(tiny, kv_cache_gib=0.0008)
     found = []
     for engine in (roomy, narrow):
         grammar = engine.grammars.compile(answer_grammar(long), "response_format")
-        jobs: list[Job] = [(SamplingParams(temperature=1.0, seed=seed, max_tokens=500), grammar) for seed in range(4)]
+        jobs: list[Job] = [
+            (SamplingParams(temperature=1.0, seed=seed, max_tokens=500), grammar)
+            for seed in range(4)
+        ]
         found.append([tokens_of(told[0]) for told in answers(engine, jobs, prompt)])
     assert narrow.stats().preemptions > 0 == roomy.stats().preemptions
     assert found[0] == found[1]
@@ -160,14 +182,24 @@ def test_logprobs_are_over_what_the_grammar_allows(engine: Engine) -> None:
     params = SamplingParams(temperature=0, max_tokens=9, logprobs=5)
     first, last = [event.logprobs[0] for event in answers(engine, [(params, grammar)])[0][0]]
     assert len(first.top) == 2
-    assert sum(torch.tensor([logprob for _, logprob in first.top]).exp()) == pytest.approx(1, abs=1e-5)
+    assert sum(torch.tensor([logprob for _, logprob in first.top]).exp()) == pytest.approx(
+        1, abs=1e-5
+    )
     assert [token for token, _ in last.top] == [EOS]
 
 
 def test_a_mask_is_exact(engine: Engine) -> None:
-    """The probabilities are those of the allowed tokens alone, in the last places of the vocabulary too."""
+    """The probabilities are those of the allowed tokens alone, in the last places of the vocabulary
+    too.
+    """
     grammar = engine.grammars.compile("start: /(.|\\n)*/\n", "response_format")
-    row = SampleRow(SamplingParams(), prompt_token_ids=(), vocab_size=VOCABULARY, seed=0, matcher=grammar.begin())
+    row = SampleRow(
+        SamplingParams(),
+        prompt_token_ids=(),
+        vocab_size=VOCABULARY,
+        seed=0,
+        matcher=grammar.begin(),
+    )
     free = SampleRow(SamplingParams(), prompt_token_ids=(), vocab_size=VOCABULARY, seed=0)
     logits = torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(0)).repeat(2, 1)
     bound, unbound = probabilities(logits, [row, free])
@@ -179,7 +211,9 @@ def test_a_mask_is_exact(engine: Engine) -> None:
     assert sample(logits, [free, row])[0] == sample(logits[:1], [free])[0]
 
 
-def test_a_grammar_that_becomes_too_much_ends_its_request_alone(engine: Engine, person: CompiledGrammar) -> None:
+def test_a_grammar_that_becomes_too_much_ends_its_request_alone(
+    engine: Engine, person: CompiledGrammar
+) -> None:
     heavy = {"type": "string", "pattern": "^(a{1,1000}){1,1000}$"}
     grammar = engine.grammars.compile(answer_grammar(heavy), "response_format")
     params = SamplingParams(temperature=0, max_tokens=300)
@@ -193,7 +227,9 @@ def test_a_grammar_that_becomes_too_much_ends_its_request_alone(engine: Engine, 
 @pytest.mark.parametrize("at_least", [1, 7, 30])
 def test_no_end_comes_before_min_tokens(engine: Engine, at_least: int) -> None:
     bias = {EOS: 100.0, 7: 100.0}  # which would end it at once
-    params = SamplingParams(temperature=0, max_tokens=30, min_tokens=at_least, logit_bias=bias, stop_token_ids=[7])
+    params = SamplingParams(
+        temperature=0, max_tokens=30, min_tokens=at_least, logit_bias=bias, stop_token_ids=[7]
+    )
     told = answers(engine, [(params, None)])[0][0]
     assert len(tokens_of(told)) == min(30, at_least + 1)
     assert told[-1].finish_reason == ("stop" if at_least < 30 else "length")
@@ -215,34 +251,55 @@ VALUES: st.SearchStrategy[Any] = st.one_of(
         st.integers(-99, 99),
         st.integers(0, 50),
     ),
-    st.lists(st.text(max_size=4), min_size=1, max_size=3, unique=True).map(lambda values: {"enum": values}),
+    st.lists(st.text(max_size=4), min_size=1, max_size=3, unique=True).map(
+        lambda values: {"enum": values}
+    ),
 )
 SCHEMAS = st.recursive(
     VALUES,
-    lambda inner: st.dictionaries(st.text(min_size=1, max_size=5), inner, min_size=1, max_size=3).map(
-        lambda fields: {
-            "type": "object", "properties": fields, "required": list(fields), "additionalProperties": False
-        }
-    ) | inner.map(lambda item: {"type": "array", "items": item, "minItems": 1, "maxItems": 2}),
+    lambda inner: (
+        st.dictionaries(st.text(min_size=1, max_size=5), inner, min_size=1, max_size=3).map(
+            lambda fields: {
+                "type": "object",
+                "properties": fields,
+                "required": list(fields),
+                "additionalProperties": False,
+            }
+        )
+        | inner.map(lambda item: {"type": "array", "items": item, "minItems": 1, "maxItems": 2})
+    ),
     max_leaves=4,
-)  # fmt: skip
+)
 
 
 def allows(schema: dict[str, Any], value: Any) -> bool:
     """JSON schema, as far as `SCHEMAS` goes."""
     if "enum" in schema:
         return value in schema["enum"]
-    kinds = {"string": str, "boolean": bool, "null": type(None), "integer": int, "object": dict, "array": list}
+    kinds = {
+        "string": str,
+        "boolean": bool,
+        "null": type(None),
+        "integer": int,
+        "object": dict,
+        "array": list,
+    }
     if type(value) is not kinds[schema["type"]]:
         return False
     if isinstance(value, dict):
         fields = schema["properties"]
-        return value.keys() == fields.keys() and all(allows(fields[name], item) for name, item in value.items())
+        return value.keys() == fields.keys() and all(
+            allows(fields[name], item) for name, item in value.items()
+        )
     if isinstance(value, list):
         return 1 <= len(value) <= 2 and all(allows(schema["items"], item) for item in value)
     if isinstance(value, str):
         return len(value) <= 5
-    return not isinstance(value, int) or "minimum" not in schema or schema["minimum"] <= value <= schema["maximum"]
+    return (
+        not isinstance(value, int)
+        or "minimum" not in schema
+        or schema["minimum"] <= value <= schema["maximum"]
+    )
 
 
 @settings(max_examples=25, deadline=None)
@@ -257,10 +314,17 @@ def test_any_schema_is_followed(engine: Engine, schema: dict[str, Any], seed: in
 
 def test_the_embedded_model_fills_in_a_form(loaded: LoadedModel) -> None:
     engine = small_engine(loaded, kv_cache_gib=0.1)
-    prompt = engine.codec.chat_prompt([{"role": "user", "content": "Describe Ann, who is 31 and sad, as JSON."}])
-    grammar = engine.grammars.compile(answer_grammar(TypeAdapter(Person).json_schema()), "response_format")
+    prompt = engine.codec.chat_prompt(
+        [{"role": "user", "content": "Describe Ann, who is 31 and sad, as JSON."}]
+    )
+    grammar = engine.grammars.compile(
+        answer_grammar(TypeAdapter(Person).json_schema()), "response_format"
+    )
     params = SamplingParams(temperature=0.7, seed=1, n=3, max_tokens=120)
     for events in answers(engine, [(params, grammar)], prompt)[0]:
         if events[-1].finish_reason == "stop":
             Person.model_validate_json(text_of(events))
-    assert any(events[-1].finish_reason == "stop" for events in answers(engine, [(params, grammar)], prompt)[0])
+    assert any(
+        events[-1].finish_reason == "stop"
+        for events in answers(engine, [(params, grammar)], prompt)[0]
+    )

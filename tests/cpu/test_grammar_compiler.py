@@ -28,7 +28,9 @@ __all__ = ["engine", "tiny"]
         ('start: x "a"\nx: x "b"\n', "no text satisfies it"),
     ],
 )
-def test_no_grammar_is_an_error_of_the_field_and_the_next_one_is_fine(engine: Engine, source: str, words: str) -> None:
+def test_no_grammar_is_an_error_of_the_field_and_the_next_one_is_fine(
+    engine: Engine, source: str, words: str
+) -> None:
     with pytest.raises(RequestError, match=words) as error:
         engine.grammars.compile(source, "response_format")
     assert error.value.field == "response_format"
@@ -36,7 +38,9 @@ def test_no_grammar_is_an_error_of_the_field_and_the_next_one_is_fine(engine: En
     engine.grammars.compile(answer_grammar(PERSON), "response_format")
 
 
-def test_what_was_made_or_refused_before_is_tried_no_more(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_made_or_refused_before_is_tried_no_more(
+    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not even where refusals are many, each of which takes seconds of somebody's time."""
     tried = list[bytes]()
     run = subprocess.run
@@ -65,7 +69,9 @@ def test_what_was_made_or_refused_before_is_tried_no_more(tiny: LoadedModel, mon
     assert grammars.known(bad[0], "tools") is None, "more are kept than may be"
 
 
-def test_a_trial_that_could_not_be_held_is_held_again(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_that_could_not_be_held_is_held_again(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = 'start: "once more"\n'
     with monkeypatch.context() as patched, pytest.raises(MachineError):
         patched.setattr("tangram.engine.grammar.sys.executable", "/nowhere")

@@ -33,23 +33,39 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that holds what the wheel has, and nothing else."""
     work = tmp_path_factory.mktemp("wheel")
     sources = work / "sources"
-    shutil.copytree(ROOT / "tangram", sources / "tangram", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "tangram", sources / "tangram", ignore=shutil.ignore_patterns("__pycache__")
+    )
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, sources)
     pip = ("-m", "pip", "--quiet", "--disable-pip-version-check")
-    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", work, sources, folder=work)
+    run(
+        *pip,
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        work,
+        sources,
+        folder=work,
+    )
     (wheel,) = work.glob("tangram_serve-*.whl")
     run(*pip, "install", "--no-deps", "--target", work / "site", wheel, folder=work)
     return work / "site"
 
 
 def test_an_installed_wheel_serves_its_commands_from_any_folder(site: Path, tmp_path: Path) -> None:
-    """Presets, profiles and the gate are read, the distribution's own version is told, the model answers."""
+    """Presets, profiles and the gate are read, the distribution's own version is told, the model
+    answers.
+    """
 
     def tangram(*arguments: str) -> str:
         return run(site / "bin" / "tangram", *arguments, folder=tmp_path, PYTHONPATH=str(site))
 
-    where = "import tangram, importlib.metadata as m; print(tangram.__file__, m.version('tangram-serve'))"
+    where = (
+        "import tangram, importlib.metadata as m; print(tangram.__file__, "
+        "m.version('tangram-serve'))"
+    )
     told = run("-c", where, folder=tmp_path, PYTHONPATH=str(site))
     assert told.split() == [str(site / "tangram" / "__init__.py"), __version__]
     assert tangram("--version") == f"tangram {__version__}\n"

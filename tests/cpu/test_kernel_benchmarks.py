@@ -23,7 +23,10 @@ FAMILIES: dict[str, tuple[Main, list[str]]] = {
     "dense": (dense.main, ["--planners", "aot,workqueue"]),
     "pat": (pat.main, ["--heads", "8/2", "--configs", "1,10_4096,416", "2,8,16,256_256,256,32,32"]),
     "persistent": (persistent.main, ["--quick", "--seeds", "0"]),
-    "ragged": (ragged.main, ["--quick", "--contexts", "8192", "--batches", "2", "--planners", "aot,uniform"]),
+    "ragged": (
+        ragged.main,
+        ["--quick", "--contexts", "8192", "--batches", "2", "--planners", "aot,uniform"],
+    ),
     "ablations": (ablations.main, ["--heads", "8/2"]),
 }
 
@@ -39,14 +42,23 @@ def test_tiny_cases_give_the_plain_answer(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_dry_run_takes_the_kernels_along_where_they_can_be_interpreted(capsys: pytest.CaptureFixture[str]) -> None:
-    pat.main(["--heads", "8/2", "--configs", "1,10_4096,416", "--planners", "packing:naive", "--dry-run"])
+def test_a_dry_run_takes_the_kernels_along_where_they_can_be_interpreted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pat.main(
+        ["--heads", "8/2", "--configs", "1,10_4096,416", "--planners", "packing:naive", "--dry-run"]
+    )
     assert "kernels interpreted" in capsys.readouterr().out
 
 
 def test_a_plan_that_skips_entries_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def forgetful(
-        q: torch.Tensor, pool: torch.Tensor, tables: Any, lengths: torch.Tensor, *rest: Any, **kw: Any
+        q: torch.Tensor,
+        pool: torch.Tensor,
+        tables: Any,
+        lengths: torch.Tensor,
+        *rest: Any,
+        **kw: Any,
     ) -> Any:
         return honest(q, pool, tables, lengths - 1, *rest, **kw)
 
@@ -65,13 +77,24 @@ def test_without_a_gpu_a_benchmark_says_so_in_one_line(capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 4096, 1 << 30])
-def test_the_benchmarks_answer_is_the_specifications(chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_benchmarks_answer_is_the_specifications(
+    chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(workloads_room, "REFERENCE_BYTES", chunk_bytes)
     geometry = BatchGeometry(kv_heads=2, group=2, head_dim=16, page_tokens=4, heads_per_page=1)
-    for case in (own_case("", [3, 50, 1, 17], geometry, 0), tree_case(Tree((1, 3), (8, 4)), geometry, 0)):
+    for case in (
+        own_case("", [3, 50, 1, 17], geometry, 0),
+        tree_case(Tree((1, 3), (8, 4)), geometry, 0),
+    ):
         workload = Workload.build(case, torch.float32, torch.device("cpu"))
         plan: WorkPlan = plan_plain(case.rows)
         out = reference.decode(
-            workload.q[0], workload.pool, workload.tables, workload.lengths, plan, 0, scaling=workload.scaling
+            workload.q[0],
+            workload.pool,
+            workload.tables,
+            workload.lengths,
+            plan,
+            0,
+            scaling=workload.scaling,
         )
         np.testing.assert_allclose(expected(workload)[0].numpy(), out.numpy(), rtol=1e-4, atol=1e-5)

@@ -1,4 +1,6 @@
-"""Decode and prefill kernels against other people's attention, and the compiled kernel against the specification."""
+"""Decode and prefill kernels against other people's attention, and the compiled kernel against the
+specification.
+"""
 
 from __future__ import annotations
 
@@ -19,32 +21,64 @@ from tests.plans import TaskList, assemble
 
 
 def plans(rows: DecodeRows) -> list[WorkPlan]:
-    """Whole heads; shares, some of them EMPTY (heads shorter than the tile); many shares of one tile."""
-    return [plan_plain(rows), plan_aot(rows, 16, tile_tokens=256), plan_aot(rows, 40, tile_tokens=16)]
+    """Whole heads; shares, some of them EMPTY (heads shorter than the tile); many shares of one
+    tile.
+    """
+    return [
+        plan_plain(rows),
+        plan_aot(rows, 16, tile_tokens=256),
+        plan_aot(rows, 40, tile_tokens=16),
+    ]
 
 
 def run_reference(batch: Batch, plan: WorkPlan, layer: int, **options: object) -> Tensor:
-    reference.append(batch.k, batch.v, batch.pool, batch.tables, batch.lengths, *batch.address(layer))
+    reference.append(
+        batch.k, batch.v, batch.pool, batch.tables, batch.lengths, *batch.address(layer)
+    )
     return reference.decode(
-        batch.q, batch.pool, batch.tables, batch.lengths, plan, layer, scaling=SCALING, **options  # type: ignore[arg-type]
-    )  # fmt: skip
+        batch.q,
+        batch.pool,
+        batch.tables,
+        batch.lengths,
+        plan,
+        layer,
+        scaling=SCALING,
+        **options,  # type: ignore[arg-type]
+    )
 
 
-def run_compiled(batch: Batch, plan: WorkPlan, layer: int, threads: int = 1, **options: object) -> Tensor:
+def run_compiled(
+    batch: Batch, plan: WorkPlan, layer: int, threads: int = 1, **options: object
+) -> Tensor:
     return cpu.decode_step(
-        batch.q, batch.k, batch.v, batch.pool, batch.tables, batch.lengths,
-        cpu.CpuPlan.build(plan, batch.rows, threads), layer, scaling=SCALING, **options,  # type: ignore[arg-type]
-    )  # fmt: skip
+        batch.q,
+        batch.k,
+        batch.v,
+        batch.pool,
+        batch.tables,
+        batch.lengths,
+        cpu.CpuPlan.build(plan, batch.rows, threads),
+        layer,
+        scaling=SCALING,
+        **options,  # type: ignore[arg-type]
+    )
 
 
 OPTIONS = [(None, False), (None, True), (2.0, False)]  # softcap, sinks
-SHAPES = [(3, 1, 1, 16, 16), (2, 2, 4, 80, 8), (4, 3, 3, 64, 16), (1, 3, 1, 64, 32)]  # R, H, G, D, P
+SHAPES = [
+    (3, 1, 1, 16, 16),
+    (2, 2, 4, 80, 8),
+    (4, 3, 3, 64, 16),
+    (1, 3, 1, 64, 32),
+]  # R, H, G, D, P
 
 
 @pytest.mark.parametrize("run", [run_reference, run_compiled])
 @pytest.mark.parametrize(("softcap", "use_sinks"), OPTIONS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_decode_equals_dense_attention(run, shape: tuple[int, ...], softcap: float | None, use_sinks: bool) -> None:  # type: ignore[no-untyped-def]
+def test_decode_equals_dense_attention(
+    run, shape: tuple[int, ...], softcap: float | None, use_sinks: bool
+) -> None:  # type: ignore[no-untyped-def]
     r, h, g, d, page = shape
     batch = make_batch(r, h, g, d, page=page)
     sinks = batch.sinks if use_sinks else None
@@ -61,12 +95,23 @@ def test_the_compiled_kernel_equals_the_specification(seed: int) -> None:
     rng = np.random.default_rng(seed)
     h, g, d = (int(rng.choice(options)) for options in ([1, 2, 3], [1, 3, 4], [16, 64, 80]))
     longest = int(rng.choice([2, 40, 600]))
-    batch = make_batch(int(rng.integers(1, 5)), h, g, d, page=int(rng.choice([4, 16, 64])), longest=longest, seed=seed)
+    batch = make_batch(
+        int(rng.integers(1, 5)),
+        h,
+        g,
+        d,
+        page=int(rng.choice([4, 16, 64])),
+        longest=longest,
+        seed=seed,
+    )
     for plan in plans(batch.rows):
         for layer in (0, 1):
             ours, theirs = batch.copy(), batch.copy()
             options = {"softcap": 3.0, "sinks": batch.sinks}
-            out, expected = run_compiled(ours, plan, layer, **options), run_reference(theirs, plan, layer, **options)
+            out, expected = (
+                run_compiled(ours, plan, layer, **options),
+                run_reference(theirs, plan, layer, **options),
+            )
             torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
             assert torch.equal(ours.pool.nan_to_num(7.0), theirs.pool.nan_to_num(7.0))
 
@@ -80,7 +125,9 @@ def test_a_plan_made_before_growth_serves_longer_rows() -> None:
 
 
 def test_one_task_may_serve_rows_that_share_a_prefix() -> None:
-    """Rows 0 and 1 share their first 32 entries: reading them once gives what reading them twice gives."""
+    """Rows 0 and 1 share their first 32 entries: reading them once gives what reading them twice
+    gives.
+    """
     batch = make_batch(2, 1, 3, 16, longest=200, seed=3)
     rows, tables = batch.rows, batch.tables
     batch.lengths[rows.length_index[:, 0, 0]] = torch.tensor([64, 100], dtype=torch.int32)
@@ -91,12 +138,21 @@ def test_one_task_may_serve_rows_that_share_a_prefix() -> None:
     one = np.ones(3, np.int64)
     shared = assemble(
         TaskList(
-            layer=one * 0, table=at[[0, 0, 1]], length_index=rows.length_index[[0, 0, 1], 0, 0],
-            column=rows.column[[0, 0, 1], 0, 0], head=one * 0, kind=np.array([0, 1, 1]), a=np.array([0, 32, 32]),
-            b=np.array([32, 0, 0]), row_count=np.array([2, 1, 1]), rows=np.array([0, 1, 0, 1]),
+            layer=one * 0,
+            table=at[[0, 0, 1]],
+            length_index=rows.length_index[[0, 0, 1], 0, 0],
+            column=rows.column[[0, 0, 1], 0, 0],
+            head=one * 0,
+            kind=np.array([0, 1, 1]),
+            a=np.array([0, 32, 32]),
+            b=np.array([32, 0, 0]),
+            row_count=np.array([2, 1, 1]),
+            rows=np.array([0, 1, 0, 1]),
         ),
-        layers=1, kv_heads=1, tile_tokens=16,
-    )  # fmt: skip
+        layers=1,
+        kv_heads=1,
+        tile_tokens=16,
+    )
     whole = run_compiled(batch.copy(), plan_plain(rows), 0)
     for run in (run_reference, run_compiled):
         torch.testing.assert_close(run(batch.copy(), shared, 0), whole, rtol=1e-4, atol=1e-5)
@@ -115,23 +171,42 @@ def test_half_precision_pools_are_served_too(dtype: torch.dtype) -> None:
     batch = make_batch(2, 2, 3, 64, dtype=dtype)
     out = run_compiled(batch.copy(), plan_aot(batch.rows, 8), 0)
     assert out.dtype == dtype
-    torch.testing.assert_close(out, dense_decode(batch, 0, softcap=None, sinks=None), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(
+        out, dense_decode(batch, 0, softcap=None, sinks=None), rtol=2e-2, atol=2e-2
+    )
 
 
-def prefill(batch: Batch, layer: int, n: int, past: list[int], **options: object) -> tuple[Tensor, Tensor]:
-    """Row 0's next n tokens after `past` entries of each head: ours, and dense attention's answer."""
+def prefill(
+    batch: Batch, layer: int, n: int, past: list[int], **options: object
+) -> tuple[Tensor, Tensor]:
+    """Row 0's next n tokens after `past` entries of each head: ours, and dense
+    attention's answer.
+    """
     torch.manual_seed(n)
     (_, heads, d), group = batch.k.shape, batch.q.shape[1] // batch.k.shape[1]
     q, k, v = torch.randn(n, heads * group, d), torch.randn(n, heads, d), torch.randn(n, heads, d)
     q, k, v = (x.to(batch.pool.dtype) for x in (q, k, v))
     table, column = batch.rows.table[0, layer], batch.rows.column[0, layer]
     out = reference.prefill(
-        q, k, v, batch.pool, batch.tables, table, column, np.array(past), scaling=SCALING,
-        past_tokens=max(past), window=batch.rows.windows[layer], **options,  # type: ignore[arg-type]
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        batch.pool,
+        batch.tables,
+        table,
+        column,
+        np.array(past),
+        scaling=SCALING,
+        past_tokens=max(past),
+        window=batch.rows.windows[layer],
+        **options,  # type: ignore[arg-type]
+    )
     dense = torch.empty_like(out).unflatten(1, (heads, group))
     for head in range(heads):
-        keys, values = (torch.cat([batch.kv[0][layer][head][i, : past[head]], x[:, head]]) for i, x in ((0, k), (1, v)))
+        keys, values = (
+            torch.cat([batch.kv[0][layer][head][i, : past[head]], x[:, head]])
+            for i, x in ((0, k), (1, v))
+        )
         distance = torch.arange(n)[:, None] + past[head] - torch.arange(past[head] + n)
         visible = (distance >= 0) & (distance < WINDOW if layer else True)
         mask = torch.where(visible, 0.0, -torch.inf)
@@ -144,16 +219,22 @@ def prefill(batch: Batch, layer: int, n: int, past: list[int], **options: object
 
 @pytest.mark.parametrize(("softcap", "use_sinks"), OPTIONS)
 @pytest.mark.parametrize("n", [1, 33, 120])
-def test_prefill_over_a_ragged_past_equals_dense_attention(n: int, softcap: float | None, use_sinks: bool) -> None:
+def test_prefill_over_a_ragged_past_equals_dense_attention(
+    n: int, softcap: float | None, use_sinks: bool
+) -> None:
     batch = make_batch(1, 3, 3, 64, longest=200, seed=5)
     past = [max(0, kv.shape[1] - 1) for kv in batch.kv[0][0]]
     for lengths in (past, [min(past)] * 3, [0, 0, past[2]], [0, 0, 0]):
-        out, dense = prefill(batch, 0, n, lengths, softcap=softcap, sinks=batch.sinks if use_sinks else None)
+        out, dense = prefill(
+            batch, 0, n, lengths, softcap=softcap, sinks=batch.sinks if use_sinks else None
+        )
         torch.testing.assert_close(out, dense, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize(("softcap", "use_sinks"), OPTIONS)
-@pytest.mark.parametrize(("n", "past"), [(1, 130), (20, 130), (120, 130), (120, 20), (10, 20), (70, 0)])
+@pytest.mark.parametrize(
+    ("n", "past"), [(1, 130), (20, 130), (120, 130), (120, 20), (10, 20), (70, 0)]
+)
 def test_prefill_with_a_window_reads_only_what_it_sees(
     n: int, past: int, softcap: float | None, use_sinks: bool
 ) -> None:
@@ -161,14 +242,20 @@ def test_prefill_with_a_window_reads_only_what_it_sees(
     first_seen = max(0, past - WINDOW + 1) // 16 * 16
     offset = torch.arange(-(-past // 16) * 2, dtype=torch.int32).view(2, -1)
     batch.pool = torch.full((offset.numel() + 1, 4, 2, 16, 16), torch.nan)
-    batch.tables = torch.where(torch.arange(offset.shape[1]) >= first_seen // 16, offset, offset.numel()).flatten()
+    batch.tables = torch.where(
+        torch.arange(offset.shape[1]) >= first_seen // 16, offset, offset.numel()
+    ).flatten()
     batch.rows.table[0, 1] = [0, offset.shape[1]]
     for head in (0, 1):
         batch.kv[0][1][head] = torch.randn(2, past, 16)
         for entry in range(first_seen, past):
             page = batch.tables[head * offset.shape[1] + entry // 16]
-            batch.pool[page, batch.rows.column[0, 1, head], :, entry % 16] = batch.kv[0][1][head][:, entry]
-    out, dense = prefill(batch, 1, n, [past, past], softcap=softcap, sinks=batch.sinks if use_sinks else None)
+            batch.pool[page, batch.rows.column[0, 1, head], :, entry % 16] = batch.kv[0][1][head][
+                :, entry
+            ]
+    out, dense = prefill(
+        batch, 1, n, [past, past], softcap=softcap, sinks=batch.sinks if use_sinks else None
+    )
     torch.testing.assert_close(out, dense, rtol=1e-4, atol=2e-5)
 
 
@@ -183,7 +270,9 @@ def test_prefill_does_not_depend_on_where_pages_lie_or_on_other_rows() -> None:
     past = [max(0, kv.shape[1] - 1) for kv in batch.kv[0][0]]
     first, _ = prefill(batch, 0, 64, past)
     move = torch.randperm(len(batch.pool))
-    moved = replace(batch, pool=torch.empty_like(batch.pool), tables=move[batch.tables.long()].int())
+    moved = replace(
+        batch, pool=torch.empty_like(batch.pool), tables=move[batch.tables.long()].int()
+    )
     moved.pool[move] = batch.pool
     assert torch.equal(prefill(moved, 0, 64, past)[0], first)
 

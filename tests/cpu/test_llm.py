@@ -20,7 +20,9 @@ def llm() -> LLM:
 
 def test_text_and_token_ids_are_the_same_prompt(llm: LLM) -> None:
     ids = llm.engine.codec.encode("The capital of France is")
-    text, tokens = llm.generate(["The capital of France is", {"prompt_token_ids": list(ids)}], GREEDY)
+    text, tokens = llm.generate(
+        ["The capital of France is", {"prompt_token_ids": list(ids)}], GREEDY
+    )
     assert text.prompt_token_ids == tokens.prompt_token_ids == ids
     assert text.outputs[0].token_ids == tokens.outputs[0].token_ids
     assert "Paris" in text.outputs[0].text
@@ -39,17 +41,27 @@ def test_chat_goes_through_the_template_and_ends_at_the_end_token(llm: LLM) -> N
 
 def test_n_answers_share_the_prompt_and_differ(llm: LLM) -> None:
     params = SamplingParams(n=3, temperature=1.5, max_tokens=12, seed=7)
-    first = llm.generate("Once upon a time there was a small robot who lived by the sea and", params)[0]
-    again = llm.generate("Once upon a time there was a small robot who lived by the sea and", params)[0]
+    first = llm.generate(
+        "Once upon a time there was a small robot who lived by the sea and", params
+    )[0]
+    again = llm.generate(
+        "Once upon a time there was a small robot who lived by the sea and", params
+    )[0]
     assert [output.index for output in first.outputs] == [0, 1, 2]
     assert len({output.token_ids for output in first.outputs}) == 3
-    assert [output.token_ids for output in first.outputs] == [output.token_ids for output in again.outputs]
+    assert [output.token_ids for output in first.outputs] == [
+        output.token_ids for output in again.outputs
+    ]
 
 
 def test_a_seed_decides_whatever_else_runs(llm: LLM) -> None:
     params = SamplingParams(temperature=1.0, max_tokens=12, seed=3)
     alone = llm.generate("My favourite colour is", params)[0].outputs[0].token_ids
-    crowd = llm.generate(["My favourite colour is", "Two plus two", "A list of"], params)[0].outputs[0].token_ids
+    crowd = (
+        llm.generate(["My favourite colour is", "Two plus two", "A list of"], params)[0]
+        .outputs[0]
+        .token_ids
+    )
     assert crowd == alone
 
 
@@ -67,11 +79,15 @@ def test_stop_strings_are_cut_and_stop_tokens_end(llm: LLM) -> None:
     prompt = "One, two, three, four,"
     whole = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=12))[0].outputs[0]
     assert "six" in whole.text
-    cut = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=12, stop="six"))[0].outputs[0]
+    cut = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=12, stop="six"))[
+        0
+    ].outputs[0]
     assert cut.text == whole.text[: whole.text.index("six")]
     assert cut.finish_reason == "stop"
     third = whole.token_ids[2]
-    ended = llm.generate(prompt, SamplingParams(temperature=0.0, stop_token_ids=[third]))[0].outputs[0]
+    ended = llm.generate(prompt, SamplingParams(temperature=0.0, stop_token_ids=[third]))[
+        0
+    ].outputs[0]
     assert ended.token_ids == whole.token_ids[: whole.token_ids.index(third) + 1]
 
 
@@ -107,7 +123,10 @@ def test_options_that_contradict_each_other_are_refused() -> None:
 
 
 def test_an_fp8_cache_takes_a_quarter_of_float32_and_says_much_the_same(llm: LLM) -> None:
-    asked, params = "The capital of France is", SamplingParams(temperature=0.0, max_tokens=12, logprobs=1)
+    asked, params = (
+        "The capital of France is",
+        SamplingParams(temperature=0.0, max_tokens=12, logprobs=1),
+    )
     small = LLM(kv_retention=0.5, kv_cache_gib=0.5, max_model_len=2048, kv_cache_dtype="fp8")
     assert small.engine.stats().pages_total == 4 * llm.engine.stats().pages_total
     wide, narrow = (one.generate(asked, params)[0] for one in (llm, small))
@@ -115,7 +134,12 @@ def test_an_fp8_cache_takes_a_quarter_of_float32_and_says_much_the_same(llm: LLM
     first, other = wide.outputs[0], narrow.outputs[0]
     assert first.logprobs is not None and other.logprobs is not None
     same = next(
-        (n for n, pair in enumerate(zip(first.token_ids, other.token_ids, strict=True)) if len(set(pair)) > 1), 12
+        (
+            n
+            for n, pair in enumerate(zip(first.token_ids, other.token_ids, strict=True))
+            if len(set(pair)) > 1
+        ),
+        12,
     )
     assert same >= 4
     for one, two in zip(first.logprobs[:same], other.logprobs[:same], strict=True):

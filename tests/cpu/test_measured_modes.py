@@ -1,4 +1,6 @@
-"""The ways to run an engine that are there to be measured: groupings, schedules, reclamation after the fact."""
+"""The ways to run an engine that are there to be measured: groupings, schedules, reclamation after
+the fact.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,26 @@ from tangram.types import Event, Request, SamplingParams
 from tests.support import drain, run, small_engine
 
 SHAPE: dict[str, Any] = {
-    "vocab_size": 49152, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 6,
-    "num_key_value_heads": 3, "head_dim": 16, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2,
+    "vocab_size": 49152,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
     "pad_token_id": 0,
-}  # fmt: skip
+}
 LLAMA = LlamaConfig(**SHAPE)
 WINDOWS = GptOssConfig(
-    **SHAPE, num_local_experts=2, num_experts_per_tok=1, sliding_window=20,
+    **SHAPE,
+    num_local_experts=2,
+    num_experts_per_tok=1,
+    sliding_window=20,
     layer_types=["sliding_attention", "full_attention"] * 2,
-)  # fmt: skip
+)
 ANSWER = SamplingParams(temperature=0.0, max_tokens=45, ignore_eos=True, logprobs=2)
 PROMPTS = [[3 + (i * i * k) % 90 for i in range(33 * k)] for k in range(1, 5)]
 GROUPS = ("clustered", "adjacent", "monolithic")
@@ -44,13 +57,23 @@ Adopt = Callable[[PretrainedConfig], LoadedModel]
 def uneven_profile(loaded: LoadedModel, folder: Path, scorer: str = "keydiff") -> str:
     """A profile whose heads need 1/8 to all of a chunk, neighbours never alike; its path."""
     layers = loaded.geometry.full_layers
-    need = np.random.default_rng(3).permutation(np.linspace(0.1, 0.9, len(layers) * loaded.geometry.kv_heads))
+    need = np.random.default_rng(3).permutation(
+        np.linspace(0.1, 0.9, len(layers) * loaded.geometry.kv_heads)
+    )
     profile = Profile.from_statistics(
-        need.reshape(len(layers), -1), np.zeros((len(layers), loaded.geometry.kv_heads)), model=loaded.fingerprint,
-        layers=layers, scorer=scorer_spec(make_scorer(scorer)), scope="model", kv_retention=0.5, chunk_tokens=32,
-        page_tokens=4, heads_per_page=2, window_tokens=2,
+        need.reshape(len(layers), -1),
+        np.zeros((len(layers), loaded.geometry.kv_heads)),
+        model=loaded.fingerprint,
+        layers=layers,
+        scorer=scorer_spec(make_scorer(scorer)),
+        scope="model",
+        kv_retention=0.5,
+        chunk_tokens=32,
+        page_tokens=4,
+        heads_per_page=2,
+        window_tokens=2,
         calibration=Calibration(source="made up", samples=1, tokens=1),
-    )  # fmt: skip
+    )
     profile.save(folder / f"{scorer}.json")
     return str(folder / f"{scorer}.json")
 
@@ -77,17 +100,26 @@ def log_probabilities(engine: Engine, prompts: list[list[int]]) -> list[list[tup
     for number, prompt in enumerate(prompts):
         engine.submit(Request(str(number), tuple(prompt), ANSWER, events[number].append))
     drain(engine)
-    return [[(token.token_id, token.logprob) for event in own for token in event.logprobs] for own in events]
+    return [
+        [(token.token_id, token.logprob) for event in own for token in event.logprobs]
+        for own in events
+    ]
 
 
-def assert_same(found: list[list[tuple[int, float]]], expected: list[list[tuple[int, float]]]) -> None:
-    """Equal tokens, and log-probabilities but for the rounding of decode, which depends on the batch."""
+def assert_same(
+    found: list[list[tuple[int, float]]], expected: list[list[tuple[int, float]]]
+) -> None:
+    """Equal tokens, and log-probabilities but for the rounding of decode, which depends on the
+    batch.
+    """
     for ours, theirs in zip(found, expected, strict=True):
         assert [token for token, _ in ours] == [token for token, _ in theirs]
         assert np.allclose([value for _, value in ours], [value for _, value in theirs], atol=1e-4)
 
 
-def test_groupings_hold_every_head_and_cost_more_the_coarser_they_are(loaded: LoadedModel, profile: str) -> None:
+def test_groupings_hold_every_head_and_cost_more_the_coarser_they_are(
+    loaded: LoadedModel, profile: str
+) -> None:
     layouts = {groups: engine_of(loaded, profile, head_groups=groups).layout for groups in GROUPS}
     kept = {groups: layout.head_kept_tokens for groups, layout in layouts.items()}
     assert all((kept["clustered"] <= kept[groups]).all() for groups in GROUPS)
@@ -102,12 +134,16 @@ def test_groupings_hold_every_head_and_cost_more_the_coarser_they_are(loaded: Lo
 
 
 @pytest.mark.parametrize("groups", GROUPS)
-def test_no_grouping_changes_what_an_uncompressed_cache_answers(groups: str, loaded: LoadedModel) -> None:
+def test_no_grouping_changes_what_an_uncompressed_cache_answers(
+    groups: str, loaded: LoadedModel
+) -> None:
     expected = run(engine_of(loaded, None), PROMPTS, ANSWER)
     assert run(engine_of(loaded, None, head_groups=groups), PROMPTS, ANSWER) == expected
 
 
-@pytest.mark.parametrize("schedule", ["uniform", "aot", "plain", "buckets:padded", "workqueue", "packing:measured"])
+@pytest.mark.parametrize(
+    "schedule", ["uniform", "aot", "plain", "buckets:padded", "workqueue", "packing:measured"]
+)
 def test_no_schedule_changes_an_answer(schedule: str, loaded: LoadedModel, profile: str) -> None:
     expected = log_probabilities(engine_of(loaded, profile), PROMPTS)
     found = log_probabilities(engine_of(loaded, profile, decode_schedule=schedule), PROMPTS)
@@ -123,7 +159,9 @@ def test_no_schedule_changes_an_answer(schedule: str, loaded: LoadedModel, profi
         ("aot+replan", r"leave out \+replan"),
     ],
 )
-def test_a_schedule_that_cannot_be_run_is_refused(schedule: str, message: str, loaded: LoadedModel) -> None:
+def test_a_schedule_that_cannot_be_run_is_refused(
+    schedule: str, message: str, loaded: LoadedModel
+) -> None:
     with pytest.raises(ConfigError, match=message):
         engine_of(loaded, None, decode_schedule=schedule)
 
@@ -136,13 +174,17 @@ def test_a_schedule_that_cannot_be_run_is_refused(schedule: str, message: str, l
         ({"decode_schedule": "aot", "decode_policy": "a.json"}, "give one of them"),
     ],
 )
-def test_an_option_out_of_range_is_refused(options: dict[str, str], message: str, loaded: LoadedModel) -> None:
+def test_an_option_out_of_range_is_refused(
+    options: dict[str, str], message: str, loaded: LoadedModel
+) -> None:
     with pytest.raises(ConfigError, match=message):
         engine_of(loaded, None, **options)
 
 
 @pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize(("config", "scorer"), [(LLAMA, "keydiff"), (WINDOWS, "keydiff"), (LLAMA, "kvzip")])
+@pytest.mark.parametrize(
+    ("config", "scorer"), [(LLAMA, "keydiff"), (WINDOWS, "keydiff"), (LLAMA, "kvzip")]
+)
 def test_reclamation_ends_where_reservation_begins(
     config: PretrainedConfig, scorer: str, groups: str, adopt_tiny: Adopt, tmp_path: Path
 ) -> None:
@@ -150,7 +192,9 @@ def test_reclamation_ends_where_reservation_begins(
     model = adopt_tiny(config)
     profile = uneven_profile(model, tmp_path, scorer)
     options = {"scorer": scorer, "head_groups": groups, "kv_cache_gib": 0.02}
-    engines = [engine_of(model, profile, reclamation=mode, **options) for mode in ("reserved", "dynamic")]
+    engines = [
+        engine_of(model, profile, reclamation=mode, **options) for mode in ("reserved", "dynamic")
+    ]
     assert_same(*(log_probabilities(engine, PROMPTS) for engine in engines))
     state, found = (
         {node.key: engine._runner.pool[node.pages] for node in nodes if not node.transient}
@@ -166,7 +210,9 @@ def test_reclamation_ends_where_reservation_begins(
 def test_compacting_moves_what_is_kept_to_the_front(dtype: torch.dtype) -> None:
     pool = torch.randn(6, 2, 2, 4, 8).to(dtype)
     tables = torch.tensor([3, 0, 5, 1, 2, 4], dtype=torch.int32)
-    place = [np.array(values, np.int32) for values in ((0, 3), (1, 0), (4, 2))]  # table, column, first entry
+    place = [
+        np.array(values, np.int32) for values in ((0, 3), (1, 0), (4, 2))
+    ]  # table, column, first entry
     kept = torch.tensor([[0, 1, 1, 0, 0, 1, 0, 1], [1, 0, 0, 0, 1, 1, 1, 0]], dtype=torch.bool)
     spans = [
         (table, column, first, first + 8)
@@ -181,20 +227,29 @@ def test_compacting_moves_what_is_kept_to_the_front(dtype: torch.dtype) -> None:
 
 @settings(deadline=None, max_examples=12, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
-    lengths=st.lists(st.integers(1, 150), min_size=1, max_size=5), pool_sequences=st.floats(1.0, 2.5),
-    prefix_caching=st.booleans(), groups=st.sampled_from(GROUPS),
-)  # fmt: skip
+    lengths=st.lists(st.integers(1, 150), min_size=1, max_size=5),
+    pool_sequences=st.floats(1.0, 2.5),
+    prefix_caching=st.booleans(),
+    groups=st.sampled_from(GROUPS),
+)
 def test_reclamation_keeps_the_books_however_tight_the_pool(
-    loaded: LoadedModel, profile: str, lengths: list[int], pool_sequences: float, prefix_caching: bool, groups: str
+    loaded: LoadedModel,
+    profile: str,
+    lengths: list[int],
+    pool_sequences: float,
+    prefix_caching: bool,
+    groups: str,
 ) -> None:
     """`run` checks the books after every step."""
     prompts = [[3 + i % 7 for i in range(length)] for length in lengths]
     layout = engine_of(loaded, profile, head_groups=groups).layout
     pages = int(pool_sequences * layout.most_pages(max(lengths) + 45))
     options: dict[str, Any] = {
-        "head_groups": groups, "enable_prefix_caching": prefix_caching, "max_model_len": max(lengths) + 45,
+        "head_groups": groups,
+        "enable_prefix_caching": prefix_caching,
+        "max_model_len": max(lengths) + 45,
         "kv_cache_gib": (pages + 0.5) * layout.page_bytes(4) / 2**30,
-    }  # fmt: skip
+    }
     engine = engine_of(loaded, profile, reclamation="dynamic", **options)
     expected = engine_of(loaded, profile, **options)
     assert run(engine, prompts, ANSWER) == run(expected, prompts, ANSWER)

@@ -1,4 +1,6 @@
-"""What the engine measures about itself: that it is measured, that it adds up, and that measuring changes nothing."""
+"""What the engine measures about itself: that it is measured, that it adds up, and that measuring
+changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def tiny(adopt_tiny: Callable[[PretrainedConfig], LoadedModel]) -> LoadedModel:
 
 
 @pytest.fixture(scope="module", params=["model", "layer"])
-def profile(request: pytest.FixtureRequest, tiny: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> str:
+def profile(
+    request: pytest.FixtureRequest, tiny: LoadedModel, tmp_path_factory: pytest.TempPathFactory
+) -> str:
     return profile_file(tiny, tmp_path_factory.mktemp("profile"), scope=request.param)
 
 
@@ -54,7 +58,9 @@ def test_clocks_run_while_there_is_work_and_only_then(tiny: LoadedModel, profile
     assert stats.host_share == pytest.approx(1 - stats.device_s / stats.step_s)
 
 
-def test_a_prompt_shorter_than_a_chunk_seals_nothing_and_costs_no_sealing(tiny: LoadedModel, profile: str) -> None:
+def test_a_prompt_shorter_than_a_chunk_seals_nothing_and_costs_no_sealing(
+    tiny: LoadedModel, profile: str
+) -> None:
     engine = engine_for(tiny, profile)
     run(engine, [PROMPT[: C // 2]], max_tokens_of(4))
     assert engine.stats().sealing_s == 0 < engine.stats().device_s
@@ -83,7 +89,9 @@ def test_slots_bytes_and_pages_of_a_running_request(tiny: LoadedModel, profile: 
     assert engine.stats().slots_held == engine.stats().pages_promised == 0
 
 
-def test_overflow_is_what_calibration_would_say_of_the_same_chunks(tiny: LoadedModel, profile: str) -> None:
+def test_overflow_is_what_calibration_would_say_of_the_same_chunks(
+    tiny: LoadedModel, profile: str
+) -> None:
     """The first chunk depends on no compressed past, so calibration sees the same scores."""
     engine = engine_for(tiny, profile, overflow_every=1)
     run(engine, [PROMPT[: C + 5]])
@@ -91,19 +99,27 @@ def test_overflow_is_what_calibration_would_say_of_the_same_chunks(tiny: LoadedM
     (scores,) = score_source(tiny, make_scorer("keydiff"), chunk_tokens=C)(PROMPT[:C])
     (shares,) = kept_fractions(
         scores, [0.5], made.scope, sink_tokens=made.sink_tokens, window_tokens=made.window_tokens
-    )  # fmt: skip
+    )
     wishes, layout = np.round(shares * C).astype(int), engine.layout
     assert len(engine.stats().overflow) == layout.full_groups
     for line in engine.stats().overflow:
         own = layout.head_group == line.group
         lost = np.maximum(wishes - layout.head_kept_tokens, 0)[own]
         assert (line.kv_retention, line.chunks) == (0.5, 1)
-        assert (line.wished, line.lost, line.exceeded) == (wishes[own].sum(), lost.sum(), (lost > 0).sum())
-    assert sum(line.lost for line in engine.stats().overflow) > 0, "budgets that fit every chunk show nothing"
+        assert (line.wished, line.lost, line.exceeded) == (
+            wishes[own].sum(),
+            lost.sum(),
+            (lost > 0).sum(),
+        )
+    assert sum(line.lost for line in engine.stats().overflow) > 0, (
+        "budgets that fit every chunk show nothing"
+    )
 
 
 @pytest.mark.parametrize("every", [2, 3])
-def test_overflow_looks_at_some_chunks_and_changes_no_token(tiny: LoadedModel, profile: str, every: int) -> None:
+def test_overflow_looks_at_some_chunks_and_changes_no_token(
+    tiny: LoadedModel, profile: str, every: int
+) -> None:
     plain, measured = engine_for(tiny, profile), engine_for(tiny, profile, overflow_every=every)
     prompts = [PROMPT, PROMPT[1:], PROMPT[2:]]
     assert run(plain, prompts) == run(measured, prompts)
@@ -115,7 +131,9 @@ def test_overflow_looks_at_some_chunks_and_changes_no_token(tiny: LoadedModel, p
 @pytest.mark.parametrize(
     ("every", "why"), [(0, "it must be at least 1"), (3, "at kv_retention 1.0 nothing is dropped")]
 )
-def test_overflow_that_could_never_be_seen_is_refused(tiny: LoadedModel, every: int, why: str) -> None:
+def test_overflow_that_could_never_be_seen_is_refused(
+    tiny: LoadedModel, every: int, why: str
+) -> None:
     with pytest.raises(ConfigError, match=f"overflow_every is {every}, .*{why}"):
         small_engine(tiny, overflow_every=every)
 

@@ -1,4 +1,6 @@
-"""Files that are damaged, cut short or something else are refused with a sentence, before anything runs."""
+"""Files that are damaged, cut short or something else are refused with a sentence, before anything
+runs.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,17 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model as safetensors, without a tokenizer."""
     path = tmp_path_factory.mktemp("whole")
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     LlamaForCausalLM(config).save_pretrained(path)
     return path
 
@@ -59,7 +69,9 @@ def header_changed(data: bytes, change: Callable[[str], str]) -> bytes:
         lambda data: data + b"more",
     ],
 )
-def test_safetensors_that_are_not_as_their_header_says(copy: Path, damage: Callable[[bytes], bytes]) -> None:
+def test_safetensors_that_are_not_as_their_header_says(
+    copy: Path, damage: Callable[[bytes], bytes]
+) -> None:
     check_safetensors(copy)
     weights = copy / "model.safetensors"
     weights.write_bytes(damage(weights.read_bytes()))
@@ -70,14 +82,19 @@ def test_safetensors_that_are_not_as_their_header_says(copy: Path, damage: Calla
 def test_a_model_that_lacks_a_tensor_is_not_made_up(copy: Path) -> None:
     weights = copy / "model.safetensors"
     changed = header_changed(
-        weights.read_bytes(), lambda text: text.replace("layers.0.mlp.up_proj", "layers.0.mlp.upproj")
+        weights.read_bytes(),
+        lambda text: text.replace("layers.0.mlp.up_proj", "layers.0.mlp.upproj"),
     )
     weights.write_bytes(changed)
-    with pytest.raises(ModelError, match=r"lacks 1 tensors, 'model\.layers\.0\.mlp\.up_proj\.weight'"):
+    with pytest.raises(
+        ModelError, match=r"lacks 1 tensors, 'model\.layers\.0\.mlp\.up_proj\.weight'"
+    ):
         load_model(str(copy))
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '"llama"', "{}", '{"model_type": "llama", "hidden_size": "x"}'])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '"llama"', "{}", '{"model_type": "llama", "hidden_size": "x"}']
+)
 def test_a_config_that_is_none(copy: Path, content: str) -> None:
     (copy / "config.json").write_text(content)
     with pytest.raises(ModelError, match="cannot be read"):
@@ -86,7 +103,14 @@ def test_a_config_that_is_none(copy: Path, content: str) -> None:
 
 @pytest.mark.parametrize(
     "field",
-    ["num_attention_heads", "num_key_value_heads", "num_hidden_layers", "head_dim", "vocab_size", "hidden_size"],
+    [
+        "num_attention_heads",
+        "num_key_value_heads",
+        "num_hidden_layers",
+        "head_dim",
+        "vocab_size",
+        "hidden_size",
+    ],
 )
 def test_a_model_of_nothing_is_named(copy: Path, field: str) -> None:
     config = json.loads((copy / "config.json").read_text())
@@ -114,12 +138,16 @@ def test_pickled_weights_are_never_opened(copy: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "owned").exists()
 
 
-@pytest.mark.parametrize("target", ["a.bin", "../outside.safetensors", "/etc/model.safetensors", ".safetensors", 7])
+@pytest.mark.parametrize(
+    "target", ["a.bin", "../outside.safetensors", "/etc/model.safetensors", ".safetensors", 7]
+)
 def test_an_index_leads_nowhere_but_to_safetensors_beside_it(copy: Path, target: object) -> None:
     (copy / "model.safetensors").rename(copy / "shard.safetensors")
     index = copy / "model.safetensors.index.json"
     names = [f"model.{name}" for name in ("embed_tokens.weight", "norm.weight")]
-    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "shard.safetensors") | {names[1]: target}}))
+    index.write_text(
+        json.dumps({"weight_map": dict.fromkeys(names, "shard.safetensors") | {names[1]: target}})
+    )
     with pytest.raises(ModelError, match=r"names the file|is damaged"):
         load_model(str(copy))
 
@@ -131,17 +159,27 @@ def test_tensors_that_the_config_has_no_place_for_are_not_left_out(copy: Path) -
     (copy / "config.json").write_text(
         json.dumps(json.loads((copy / "config.json").read_text()) | {"num_hidden_layers": 1})
     )
-    with pytest.raises(ModelError, match=r"has 9 tensors that its config has no place for, 'model\.layers\.1\."):
+    with pytest.raises(
+        ModelError, match=r"has 9 tensors that its config has no place for, 'model\.layers\.1\."
+    ):
         load_model(str(copy))
 
 
-def write_llama(path: Path, layers: int = 1, leave_out: str = "", also: tuple[str, ...] = ()) -> Path:
+def write_llama(
+    path: Path, layers: int = 1, leave_out: str = "", also: tuple[str, ...] = ()
+) -> Path:
     """A GGUF file of a tiny Llama with a byte-level tokenizer, which Transformers can read."""
     hidden, writer = 32, GGUFWriter(path, "llama")
     for name, number in {
-        "block_count": layers, "context_length": 64, "embedding_length": hidden, "feed_forward_length": hidden,
-        "attention.head_count": 2, "attention.head_count_kv": 1, "rope.dimension_count": 16, "vocab_size": 260,
-    }.items():  # fmt: skip
+        "block_count": layers,
+        "context_length": 64,
+        "embedding_length": hidden,
+        "feed_forward_length": hidden,
+        "attention.head_count": 2,
+        "attention.head_count_kv": 1,
+        "rope.dimension_count": 16,
+        "vocab_size": 260,
+    }.items():
         writer.add_uint32(f"llama.{name}", number)
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
     writer.add_float32("llama.rope.freq_base", 10_000.0)
@@ -153,12 +191,24 @@ def write_llama(path: Path, layers: int = 1, leave_out: str = "", also: tuple[st
     for name, token in (("bos", 256), ("eos", 257), ("unknown", 258), ("padding", 257)):
         writer.add_uint32(f"tokenizer.ggml.{name}_token_id", token)
     block = {
-        "attn_q": (hidden, hidden), "attn_k": (16, hidden), "attn_v": (16, hidden), "attn_output": (hidden, hidden),
-        "ffn_gate": (hidden, hidden), "ffn_up": (hidden, hidden), "ffn_down": (hidden, hidden),
-        "attn_norm": (hidden,), "ffn_norm": (hidden,),
-    }  # fmt: skip
-    tensors = {"token_embd.weight": (260, hidden), "output_norm.weight": (hidden,)} | dict.fromkeys(also, (hidden,))
-    tensors |= {f"blk.{layer}.{name}.weight": shape for layer in range(layers) for name, shape in block.items()}
+        "attn_q": (hidden, hidden),
+        "attn_k": (16, hidden),
+        "attn_v": (16, hidden),
+        "attn_output": (hidden, hidden),
+        "ffn_gate": (hidden, hidden),
+        "ffn_up": (hidden, hidden),
+        "ffn_down": (hidden, hidden),
+        "attn_norm": (hidden,),
+        "ffn_norm": (hidden,),
+    }
+    tensors = {"token_embd.weight": (260, hidden), "output_norm.weight": (hidden,)} | dict.fromkeys(
+        also, (hidden,)
+    )
+    tensors |= {
+        f"blk.{layer}.{name}.weight": shape
+        for layer in range(layers)
+        for name, shape in block.items()
+    }
     generator = np.random.default_rng(0)
     for name, shape in tensors.items():
         if name != leave_out:
@@ -180,9 +230,18 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"leave_out": "blk.0.ffn_up.weight"}, r"lacks 1 tensors, 'model\.layers\.0\.mlp\.up_proj\.weight'"),
-        ({"also": ("blk.1.attn_norm.weight",)}, r"1 tensors that its config has no place for, 'blk\.1"),
-        ({"also": ("blk.0.attn_q.bias",)}, r"1 tensors that its config has no place for, 'blk\.0\.attn_q\.bias'"),
+        (
+            {"leave_out": "blk.0.ffn_up.weight"},
+            r"lacks 1 tensors, 'model\.layers\.0\.mlp\.up_proj\.weight'",
+        ),
+        (
+            {"also": ("blk.1.attn_norm.weight",)},
+            r"1 tensors that its config has no place for, 'blk\.1",
+        ),
+        (
+            {"also": ("blk.0.attn_q.bias",)},
+            r"1 tensors that its config has no place for, 'blk\.0\.attn_q\.bias'",
+        ),
         ({"also": ("rope_freqs.weight",)}, r"no place for, 'rope_freqs\.weight'"),
     ],
 )
@@ -254,7 +313,9 @@ def gguf(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 def gguf_of(*kinds_and_counts: tuple[int, int]) -> bytes:
     """A header whose only value is an array of arrays, kinds and lengths as given."""
     head = struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"a" + struct.pack("<I", 9)
-    return b"GGUF" + head + b"".join(struct.pack("<IQ", *one) for one in kinds_and_counts) + bytes(64)
+    return (
+        b"GGUF" + head + b"".join(struct.pack("<IQ", *one) for one in kinds_and_counts) + bytes(64)
+    )
 
 
 @pytest.mark.parametrize(
@@ -278,7 +339,11 @@ def gguf_of(*kinds_and_counts: tuple[int, int]) -> bytes:
 )
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 def test_a_gguf_file_that_is_not_as_its_header_says(
-    gguf: bytes, damage: Callable[[bytes], bytes], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gguf: bytes,
+    damage: Callable[[bytes], bytes],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TANGRAM_CACHE", str(tmp_path / "cache"))
     path = tmp_path / "model.gguf"

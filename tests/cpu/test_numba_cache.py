@@ -1,4 +1,6 @@
-"""Compiled code without a place to keep it: a new process computes the same, and says what was not kept."""
+"""Compiled code without a place to keep it: a new process computes the same, and says what was not
+kept.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,11 @@ prefetch_block(np.zeros((2, 16), np.float32))
 def said(code: str, **variables: str) -> str:
     """All that a new Python writes; it must end well."""
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=os.environ | variables
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | variables,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "(1, 2)\n"
@@ -59,7 +65,11 @@ def test_no_folder_to_write_to_costs_the_cache_only(tmp_path: Path) -> None:
 
 def test_a_full_disk_costs_the_cache_only(tmp_path: Path) -> None:
     warning = said(TWO_FUNCTIONS, NUMBA_CACHE_DIR=str(tmp_path))
-    assert warning.count("could not be kept") == 1 and "File too large" in warning and str(tmp_path) in warning
+    assert (
+        warning.count("could not be kept") == 1
+        and "File too large" in warning
+        and str(tmp_path) in warning
+    )
 
 
 @pytest.mark.parametrize("suffix", ["nbc", "nbi"])

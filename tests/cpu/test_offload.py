@@ -1,4 +1,6 @@
-"""Engines with host memory behind a small pool: what comes back answers like what was never away."""
+"""Engines with host memory behind a small pool: what comes back answers like what was
+never away.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,22 @@ from tests.support import drain, run
 
 C = 32
 SLIDING = Gemma3TextConfig(
-    vocab_size=96, hidden_size=48, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=16, max_position_embeddings=512, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    layer_types=["sliding_attention", "full_attention", "sliding_attention"], sliding_window=40,
-    query_pre_attn_scalar=16, tie_word_embeddings=False,
-)  # fmt: skip
+    vocab_size=96,
+    hidden_size=48,
+    intermediate_size=64,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=512,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+    layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    sliding_window=40,
+    query_pre_attn_scalar=16,
+    tie_word_embeddings=False,
+)
 MODELS = {"llama": TINY, "sliding windows": SLIDING}
 ANSWER = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=3)
 HISTORIES = [tuple(3 + (i * i * k + i) % 9 for i in range(3 * C + 9 + k)) for k in range(1, 5)]
@@ -29,18 +42,23 @@ HISTORIES = [tuple(3 + (i * i * k + i) % 9 for i in range(3 * C + 9 + k)) for k 
 
 @pytest.fixture(scope="module", params=MODELS)
 def world(
-    request: pytest.FixtureRequest, adopt_tiny: Callable[[PretrainedConfig], LoadedModel],
+    request: pytest.FixtureRequest,
+    adopt_tiny: Callable[[PretrainedConfig], LoadedModel],
     tmp_path_factory: pytest.TempPathFactory,
-) -> World:  # fmt: skip
+) -> World:
     return World(adopt_tiny(MODELS[request.param]), tmp_path_factory.mktemp("profiles"), "keydiff")
 
 
 def small(world: World, sequences: float, **options: object) -> Engine:
-    """An engine whose pool holds so many of the longest sequences, with room for all in host memory."""
+    """An engine whose pool holds so many of the longest sequences, with room for all in host
+    memory.
+    """
     layout = world.engine()._admission.retentions[0].layout
     pages = int(sequences * layout.most_pages(4 * C + 40))
     gib = (pages + 0.5) * layout.page_bytes(4) / 2**30
-    return world.engine(**({"kv_cache_gib": gib, "max_model_len": 4 * C + 40, "kv_offload_gib": 0.01} | options))
+    return world.engine(
+        **({"kv_cache_gib": gib, "max_model_len": 4 * C + 40, "kv_offload_gib": 0.01} | options)
+    )
 
 
 def told(engine: Engine, prompt: tuple[int, ...], params: SamplingParams = ANSWER) -> list[Event]:
@@ -58,8 +76,12 @@ def test_second_turns_come_back_from_host_memory_and_answer_the_same(world: Worl
             prompt = history + turn * (7, 8, 9)
             found, expected = told(engine, prompt), told(roomy, prompt)
             assert [event.token_ids for event in found] == [event.token_ids for event in expected]
-            ours, theirs = ([log.top for event in each for log in event.logprobs] for each in (found, expected))
-            torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-5, atol=1e-5)
+            ours, theirs = (
+                [log.top for event in each for log in event.logprobs] for each in (found, expected)
+            )
+            torch.testing.assert_close(
+                torch.tensor(ours), torch.tensor(theirs), rtol=1e-5, atol=1e-5
+            )
     stats, without = engine.stats(), roomy.stats()
     assert stats.restored_tokens >= len(HISTORIES) * 2 * C and without.restored_tokens == 0
     assert stats.cached_tokens >= len(HISTORIES) * 3 * C
@@ -96,7 +118,8 @@ def test_a_cleared_cache_is_forgotten_in_host_memory_too(world: World) -> None:
 def test_what_cannot_be_had_is_refused_with_the_limits(world: World) -> None:
     for gib in (1e-9, 1e6):
         with pytest.raises(
-            ConfigError, match=r"kv_offload_gib is .*, it must be 0 or lie between .*the memory of this"
+            ConfigError,
+            match=r"kv_offload_gib is .*, it must be 0 or lie between .*the memory of this",
         ):
             world.engine(kv_offload_gib=gib)
 

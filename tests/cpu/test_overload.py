@@ -44,19 +44,27 @@ def seconds_per_step(llm: LLM, crowd: int) -> float:
 
 @pytest.fixture(scope="module")
 def overload(small_llm: LLM) -> tuple[float, float]:
-    """Seconds a step with nobody waiting and with ten times as many as there are places, each the best of three."""
-    tried = [(seconds_per_step(small_llm, 0), seconds_per_step(small_llm, 10 * PLACES)) for _ in range(3)]
+    """Seconds a step with nobody waiting and with ten times as many as there are places, each the
+    best of three.
+    """
+    tried = [
+        (seconds_per_step(small_llm, 0), seconds_per_step(small_llm, 10 * PLACES)) for _ in range(3)
+    ]
     exact, crowded = zip(*tried, strict=True)
     return min(exact), min(crowded)
 
 
-def test_running_requests_keep_their_pace_while_ten_times_as_many_wait(overload: tuple[float, float]) -> None:
+def test_running_requests_keep_their_pace_while_ten_times_as_many_wait(
+    overload: tuple[float, float],
+) -> None:
     exact_s, crowded_s = overload
     assert crowded_s < 2 * exact_s + 0.002
 
 
 def test_each_step_of_an_overload_gives_everybody_who_runs_a_token(small_llm: LLM) -> None:
-    """What joins takes part of a step's tokens, so nobody who runs waits longer than for one full step."""
+    """What joins takes part of a step's tokens, so nobody who runs waits longer than for one full
+    step.
+    """
     engine = small_llm.engine
     events = list[Event]()
     engine.submit(Request("running", (5, 6, 7), RUNNING, events.append))

@@ -1,4 +1,6 @@
-"""The law of the house: the KV state of a sequence is a function of its tokens and the profile, and of nothing else."""
+"""The law of the house: the KV state of a sequence is a function of its tokens and the profile, and
+of nothing else.
+"""
 
 from __future__ import annotations
 
@@ -21,35 +23,63 @@ from tangram.types import SamplingParams
 from tests.support import profile_file, run, small_engine
 
 TINY = LlamaConfig(
-    vocab_size=96, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=6,
-    num_key_value_heads=3, head_dim=16, max_position_embeddings=512, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-)  # fmt: skip
+    vocab_size=96,
+    hidden_size=48,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    num_key_value_heads=3,
+    head_dim=16,
+    max_position_embeddings=512,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+)
 C = 32
 ANSWER = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-PROPERTY = settings(deadline=None, max_examples=12, derandomize=True, suppress_health_check=list(HealthCheck))
+PROPERTY = settings(
+    deadline=None, max_examples=12, derandomize=True, suppress_health_check=list(HealthCheck)
+)
 
 
 def sealed_state(engine: Engine) -> dict[bytes, Tensor]:
-    """What the cache holds of sealed chunks, by the key of their tokens: page contents [pages, Hp, 2, P, D]."""
+    """What the cache holds of sealed chunks, by the key of their tokens: page contents [pages, Hp,
+    2, P, D].
+    """
     nodes = engine._scheduler.cache.prefix.nodes.values()
-    return {node.key: engine._runner.pool[node.pages].clone() for node in nodes if not node.transient}
+    return {
+        node.key: engine._runner.pool[node.pages].clone() for node in nodes if not node.transient
+    }
 
 
 class World:
-    """One tiny model and its profile, with the state and the answers that each prompt has when it is alone."""
+    """One tiny model and its profile, with the state and the answers that each prompt has when it
+    is alone.
+    """
 
     def __init__(
-        self, loaded: LoadedModel, folder: Path, scorer: str, chunk_tokens: int = C, sink_tokens: int = SINK_TOKENS
+        self,
+        loaded: LoadedModel,
+        folder: Path,
+        scorer: str,
+        chunk_tokens: int = C,
+        sink_tokens: int = SINK_TOKENS,
     ) -> None:
         self.loaded, self.scorer, self.chunk_tokens = loaded, scorer, chunk_tokens
-        self.profile = profile_file(loaded, folder, scorer=scorer, chunk_tokens=chunk_tokens, sink_tokens=sink_tokens)
+        self.profile = profile_file(
+            loaded, folder, scorer=scorer, chunk_tokens=chunk_tokens, sink_tokens=sink_tokens
+        )
         self.alone = cache(self._alone)
 
     def engine(self, **options: object) -> Engine:
         return small_engine(
-            self.loaded, kv_retention=0.5, scorer=self.scorer, profile=(self.profile,),
-            chunk_tokens=self.chunk_tokens, **options,
-        )  # fmt: skip
+            self.loaded,
+            kv_retention=0.5,
+            scorer=self.scorer,
+            profile=(self.profile,),
+            chunk_tokens=self.chunk_tokens,
+            **options,
+        )
 
     def _alone(self, prompt: tuple[int, ...]) -> tuple[list[int], dict[bytes, Tensor]]:
         engine = self.engine()
@@ -57,7 +87,9 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(adopt_tiny: Callable[[PretrainedConfig], LoadedModel], tmp_path_factory: pytest.TempPathFactory) -> World:
+def world(
+    adopt_tiny: Callable[[PretrainedConfig], LoadedModel], tmp_path_factory: pytest.TempPathFactory
+) -> World:
     return World(adopt_tiny(TINY), tmp_path_factory.mktemp("profiles"), "keydiff")
 
 
@@ -68,22 +100,36 @@ forks = st.lists(st.lists(tokens, min_size=1, max_size=2 * C), min_size=2, max_s
 
 @PROPERTY
 @given(
-    prefix=shared_prefixes, forks=forks, max_num_seqs=st.integers(1, 5), extra_tokens=st.integers(0, 70),
-    pool_sequences=st.floats(1.0, 2.5), prefix_caching=st.booleans(), static=st.booleans(),
-)  # fmt: skip
+    prefix=shared_prefixes,
+    forks=forks,
+    max_num_seqs=st.integers(1, 5),
+    extra_tokens=st.integers(0, 70),
+    pool_sequences=st.floats(1.0, 2.5),
+    prefix_caching=st.booleans(),
+    static=st.booleans(),
+)
 def test_answers_and_sealed_pages_do_not_depend_on_what_else_runs(
-    world: World, prefix: list[int], forks: list[list[int]], max_num_seqs: int, extra_tokens: int,
-    pool_sequences: float, prefix_caching: bool, static: bool,
-) -> None:  # fmt: skip
+    world: World,
+    prefix: list[int],
+    forks: list[list[int]],
+    max_num_seqs: int,
+    extra_tokens: int,
+    pool_sequences: float,
+    prefix_caching: bool,
+    static: bool,
+) -> None:
     prompts = [tuple(prefix + fork) for fork in forks]
     largest = max(map(len, prompts)) + 40
     layout = world.engine()._admission.retentions[0].layout
     pages = int(pool_sequences * layout.most_pages(largest))
     engine = world.engine(
-        max_num_seqs=max_num_seqs, max_num_batched_tokens=C + max_num_seqs + extra_tokens, max_model_len=largest,
-        kv_cache_gib=(pages + 0.5) * layout.page_bytes(4) / 2**30, enable_prefix_caching=prefix_caching,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=C + max_num_seqs + extra_tokens,
+        max_model_len=largest,
+        kv_cache_gib=(pages + 0.5) * layout.page_bytes(4) / 2**30,
+        enable_prefix_caching=prefix_caching,
         scheduling="static" if static else "continuous",
-    )  # fmt: skip
+    )
     answers = run(engine, prompts, ANSWER)
     state = sealed_state(engine)
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -111,7 +157,10 @@ def test_the_property_above_meets_preemption_and_eviction(world: World) -> None:
     [*((name, SINK_TOKENS) for name in SCORERS if name != "fastkvzip"), ("kvzip", 2), ("kvzip", 0)],
 )
 def test_a_chunk_that_decode_completed_is_sealed_like_a_prefilled_one(
-    scorer: str, sink_tokens: int, adopt_tiny: Callable[[PretrainedConfig], LoadedModel], tmp_path: Path
+    scorer: str,
+    sink_tokens: int,
+    adopt_tiny: Callable[[PretrainedConfig], LoadedModel],
+    tmp_path: Path,
 ) -> None:
     chunk_tokens = 48  # SnapKV's window takes 32
     # KVzip's repeat prompt comes from the tokenizer, so the whole vocabulary must be there.

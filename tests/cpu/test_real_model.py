@@ -1,4 +1,6 @@
-"""The embedded model, served as users get it: exact at ρ = 1.0, within its promise below, and it still finds things."""
+"""The embedded model, served as users get it: exact at ρ = 1.0, within its promise below, and it
+still finds things.
+"""
 
 from __future__ import annotations
 
@@ -41,17 +43,24 @@ def generated(loaded: LoadedModel, prompt: list[int]) -> tuple[list[int], list[f
     loaded.model.set_attn_implementation("sdpa")
     try:
         output = loaded.model.generate(
-            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.int64), do_sample=False,
-            max_new_tokens=TOKENS, min_new_tokens=TOKENS, pad_token_id=0, output_logits=True,
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            do_sample=False,
+            max_new_tokens=TOKENS,
+            min_new_tokens=TOKENS,
+            pad_token_id=0,
+            output_logits=True,
             return_dict_in_generate=True,
-        )  # fmt: skip
+        )
     finally:
         loaded.model.set_attn_implementation("tangram")
     best = torch.cat(output.logits).topk(2).values
     return output.sequences[0, len(prompt) :].tolist(), (best[:, 0] - best[:, 1]).tolist()
 
 
-def test_uncompressed_greedy_tokens_equal_transformers_generate(loaded: LoadedModel, prompts: list[list[int]]) -> None:
+def test_uncompressed_greedy_tokens_equal_transformers_generate(
+    loaded: LoadedModel, prompts: list[list[int]]
+) -> None:
     together = run(engine(loaded, 1.0), prompts, GREEDY)
     lonely = engine(loaded, 1.0, enable_prefix_caching=False)
     for prompt, answer in zip(prompts, together, strict=True):
@@ -62,11 +71,15 @@ def test_uncompressed_greedy_tokens_equal_transformers_generate(loaded: LoadedMo
 
 
 @pytest.mark.parametrize("retention", [0.25, 0.5, 0.75])
-def test_sealed_pages_occupy_no_more_than_was_promised(loaded: LoadedModel, retention: float) -> None:
+def test_sealed_pages_occupy_no_more_than_was_promised(
+    loaded: LoadedModel, retention: float
+) -> None:
     served = engine(loaded, retention)
     events: list[Event] = []
     prompt = tuple(loaded.tokenizer.encode(TEXT[:20_000])[: 2 * 512])
-    served.submit(Request("0", prompt, SamplingParams(temperature=0.0, max_tokens=1), events.append))
+    served.submit(
+        Request("0", prompt, SamplingParams(temperature=0.0, max_tokens=1), events.append)
+    )
     while served.busy:
         served.step()
     usage = events[-1].usage
@@ -79,16 +92,23 @@ def test_sealed_pages_occupy_no_more_than_was_promised(loaded: LoadedModel, rete
 def needle_prompt(loaded: LoadedModel, seed: int) -> tuple[list[dict[str, str]], str]:
     """About 4,000 tokens of documentation with one fact hidden in it, and the fact."""
     rng = random.Random(seed)
-    city, code = rng.choice(["Oslo", "Lima", "Cairo", "Quito", "Dakar", "Turin", "Osaka"]), rng.randint(10_000, 99_999)
+    city, code = (
+        rng.choice(["Oslo", "Lima", "Cairo", "Quito", "Dakar", "Turin", "Osaka"]),
+        rng.randint(10_000, 99_999),
+    )
     start = rng.randrange(0, 120_000)
     hay = loaded.tokenizer.decode(loaded.tokenizer.encode(TEXT[start : start + 40_000])[:3_850])
     cut = hay.index(" ", int(len(hay) * (0.2 + 0.65 * seed / 9)))
     fact = f" The secret access code of {city} is {code}."
-    question = f"\n\nQuestion: What is the secret access code of {city}? Answer with the number only."
+    question = (
+        f"\n\nQuestion: What is the secret access code of {city}? Answer with the number only."
+    )
     return [{"role": "user", "content": hay[:cut] + fact + hay[cut:] + question}], str(code)
 
 
-def test_a_needle_at_4000_tokens_is_found_as_often_as_without_compression(loaded: LoadedModel) -> None:
+def test_a_needle_at_4000_tokens_is_found_as_often_as_without_compression(
+    loaded: LoadedModel,
+) -> None:
     found = {}
     for retention in (1.0, 0.5):
         served = engine(loaded, retention)

@@ -17,7 +17,10 @@ from tangram.model.rotary import model_rotary
 from tests.cpu.test_architectures import BASE, CONFIGS
 from tests.support import small_engine
 
-INTERLEAVED = {"glm4": Glm4Config(**BASE), "cohere2": Cohere2Config(**BASE, layer_types=["full_attention"] * 4)}
+INTERLEAVED = {
+    "glm4": Glm4Config(**BASE),
+    "cohere2": Cohere2Config(**BASE, layer_types=["full_attention"] * 4),
+}
 
 
 class Queries:
@@ -52,7 +55,9 @@ def test_undoing_the_rotation_gives_the_queries_of_position_zero(
     rotary = model_rotary(loaded.model, loaded.geometry.head_dim)
     factor = rotary(torch.tensor([0]))[0][0, 0]  # YaRN multiplies the cosine of angle zero too
     assert not torch.allclose(rotated, still, atol=1e-2)
-    torch.testing.assert_close(unrotate(rotated, *rotary(positions[0])), still / factor, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        unrotate(rotated, *rotary(positions[0])), still / factor, atol=1e-5, rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize("name", INTERLEAVED)

@@ -1,4 +1,6 @@
-"""Sampling against Transformers' logits processors, against the chi-square test and against its own laws."""
+"""Sampling against Transformers' logits processors, against the chi-square test and against its own
+laws.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ filters = st.builds(
 )
 
 
-def random_logits(seed: int, rows: int = 1, vocab: int = VOCAB, spread: float = 3.0) -> torch.Tensor:
+def random_logits(
+    seed: int, rows: int = 1, vocab: int = VOCAB, spread: float = 3.0
+) -> torch.Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * spread
 
 
@@ -50,7 +54,9 @@ def row_of(
     sample_index: int = 0,
     vocab: int = VOCAB,
 ) -> SampleRow:
-    row = SampleRow(params, prompt_token_ids=prompt, vocab_size=vocab, seed=seed, sample_index=sample_index)
+    row = SampleRow(
+        params, prompt_token_ids=prompt, vocab_size=vocab, seed=seed, sample_index=sample_index
+    )
     for token in output:
         row.append(torch.tensor([token]))
     return row
@@ -74,11 +80,14 @@ def transformers_probabilities(logits: torch.Tensor, params: SamplingParams) -> 
     spread=st.sampled_from([0.3, 3.0, 10.0]),
     params=filters,
 )
-def test_the_filters_give_the_distribution_of_transformers(seed: int, spread: float, params: SamplingParams) -> None:
+def test_the_filters_give_the_distribution_of_transformers(
+    seed: int, spread: float, params: SamplingParams
+) -> None:
     logits = random_logits(seed, spread=spread)
     ours = probabilities(logits, [row_of(params)])
     theirs = transformers_probabilities(logits, params)
-    # A token on the very edge of the nucleus may fall on either side in float32: allow one, of that tiny weight.
+    # A token on the very edge of the nucleus may fall on either side in float32: allow one, of that
+    # tiny weight.
     differing = ((ours > 0) != (theirs > 0)) & (ours + theirs > 1e-9)
     assert differing.sum() <= 1
     torch.testing.assert_close(ours[~differing], theirs[~differing], rtol=2e-3, atol=1e-9)
@@ -95,12 +104,18 @@ def test_a_nucleus_wider_than_the_first_look_is_still_exact() -> None:
 
 
 @pytest.mark.parametrize("penalty", [0.5, 1.3, 4.0])
-def test_the_repetition_penalty_is_that_of_transformers_over_prompt_and_output(penalty: float) -> None:
+def test_the_repetition_penalty_is_that_of_transformers_over_prompt_and_output(
+    penalty: float,
+) -> None:
     logits = random_logits(1)
     prompt, output = [3, 3, 17, 900], [17, 40, 999]
     row = row_of(SamplingParams(repetition_penalty=penalty), prompt=prompt, output=output)
-    expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([prompt + output]), logits.clone())
-    torch.testing.assert_close(probabilities(logits, [row]), expected.double().softmax(-1), rtol=1e-5, atol=1e-11)
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(
+        torch.tensor([prompt + output]), logits.clone()
+    )
+    torch.testing.assert_close(
+        probabilities(logits, [row]), expected.double().softmax(-1), rtol=1e-5, atol=1e-11
+    )
 
 
 def test_presence_and_frequency_count_the_output_alone() -> None:
@@ -108,9 +123,14 @@ def test_presence_and_frequency_count_the_output_alone() -> None:
     params = SamplingParams(presence_penalty=0.7, frequency_penalty=-0.4)
     row = row_of(params, prompt=[5, 6, 7], output=[7, 8, 8, 8])
     counts = np.bincount([7, 8, 8, 8], minlength=VOCAB)
-    expected = logits[0].double().numpy() - -0.4 * counts - 0.7 * (counts > 0)  # OpenAI's published formula
+    expected = (
+        logits[0].double().numpy() - -0.4 * counts - 0.7 * (counts > 0)
+    )  # OpenAI's published formula
     torch.testing.assert_close(
-        probabilities(logits, [row])[0], torch.from_numpy(expected).softmax(-1), rtol=1e-5, atol=1e-11
+        probabilities(logits, [row])[0],
+        torch.from_numpy(expected).softmax(-1),
+        rtol=1e-5,
+        atol=1e-11,
     )
 
 
@@ -152,14 +172,18 @@ def test_a_token_is_drawn_as_often_as_its_probability_says() -> None:
     params = SamplingParams(temperature=0.8, top_k=15, top_p=0.97)
     expected = transformers_probabilities(logits, params)[0].numpy()
     rows = [row_of(params, seed=seed, vocab=vocab) for seed in range(draws)]
-    counts = np.bincount([t.token_id for t in sample(logits.expand(draws, -1), rows)], minlength=vocab)
+    counts = np.bincount(
+        [t.token_id for t in sample(logits.expand(draws, -1), rows)], minlength=vocab
+    )
     kept = expected > 0
     assert counts[~kept].sum() == 0
     assert stats.chisquare(counts[kept], expected[kept] * draws).pvalue > 1e-3
 
 
 @pytest.mark.parametrize("kept", [1, 3])
-def test_the_outermost_draws_stay_within_the_filter(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_outermost_draws_stay_within_the_filter(
+    kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     smallest, largest = 2.0**-32, 32 * math.log(2)
     numbers = torch.full((1, 5), smallest)
     numbers[0, 4 - kept] = largest
@@ -172,7 +196,9 @@ def test_the_outermost_draws_stay_within_the_filter(kept: int, monkeypatch: pyte
 def test_the_draws_of_one_seed_are_independent_over_steps_and_samples() -> None:
     vocab, steps = 4, 4000
     logits = torch.zeros(2, vocab)
-    rows = [row_of(SamplingParams(n=2), seed=11, sample_index=index, vocab=vocab) for index in range(2)]
+    rows = [
+        row_of(SamplingParams(n=2), seed=11, sample_index=index, vocab=vocab) for index in range(2)
+    ]
     drawn = np.empty((steps, 2), np.int64)
     for step in range(steps):
         drawn[step] = [token.token_id for token in sample(logits, rows)]
@@ -195,9 +221,12 @@ def test_a_row_draws_the_same_token_alone_and_in_any_batch(data: st.DataObject) 
         SamplingParams(top_k=300, top_p=0.7, repetition_penalty=1.2, logit_bias={3: -1.0}),
     ]
     chosen = data.draw(st.lists(st.sampled_from(kinds), min_size=2, max_size=7))
-    # bfloat16 makes many logits equal: the cut of a filter must not depend on how a sort breaks ties.
+    # bfloat16 makes many logits equal: the cut of a filter must not depend on how a sort breaks
+    # ties.
     logits = random_logits(data.draw(st.integers(0, 10**6)), rows=len(chosen)).bfloat16()
-    rows = [row_of(params, prompt=[1, 2], output=[3], seed=seed) for seed, params in enumerate(chosen)]
+    rows = [
+        row_of(params, prompt=[1, 2], output=[3], seed=seed) for seed, params in enumerate(chosen)
+    ]
     together = sample(logits, rows)
     order = data.draw(st.permutations(range(len(rows))))
     shuffled = sample(logits[order], [rows[i] for i in order])
@@ -219,7 +248,10 @@ def test_a_seed_reproduces_a_completion_and_another_seed_changes_it() -> None:
 
     assert completion(42) == completion(42)
     assert completion(-(2**63)) == completion(-(2**63))
-    assert len({tuple(completion(seed, index)) for seed in (42, 43, 2**63 - 1) for index in (0, 1)}) == 6
+    assert (
+        len({tuple(completion(seed, index)) for seed in (42, 43, 2**63 - 1) for index in (0, 1)})
+        == 6
+    )
 
 
 def test_numbers_are_exponential_over_tokens_and_over_keys_and_each_argument_counts() -> None:
@@ -227,10 +259,16 @@ def test_numbers_are_exponential_over_tokens_and_over_keys_and_each_argument_cou
     over_tokens, over_keys = exponentials(keys[:1], 50_000)[0], exponentials(keys, 3)
     for numbers in (over_tokens, *over_keys.T):
         assert stats.kstest(numbers.numpy(), "expon").pvalue > 1e-4
-    assert stats.kstest((over_keys[:, 0] / over_keys.sum(dim=-1)).numpy(), stats.beta(1, 2).cdf).pvalue > 1e-4
+    assert (
+        stats.kstest((over_keys[:, 0] / over_keys.sum(dim=-1)).numpy(), stats.beta(1, 2).cdf).pvalue
+        > 1e-4
+    )
     assert len({row_key(1, 2, 3), row_key(2, 1, 3), row_key(1, 3, 2)}) == 3
     one, other = exponentials(keys[:2], 50_000)
-    assert abs(np.corrcoef(one, other)[0, 1]) < 0.03 and abs(np.corrcoef(one[1:], one[:-1])[0, 1]) < 0.03
+    assert (
+        abs(np.corrcoef(one, other)[0, 1]) < 0.03
+        and abs(np.corrcoef(one[1:], one[:-1])[0, 1]) < 0.03
+    )
 
 
 def test_numbers_match_the_same_hash_in_plain_integers() -> None:
@@ -251,7 +289,9 @@ def test_numbers_match_the_same_hash_in_plain_integers() -> None:
 def test_a_last_bit_moves_a_token_only_between_two_that_are_near() -> None:
     """Inverting a cumulative sum over 49,152 tokens would move hundreds of these."""
     logits = random_logits(11, rows=256, vocab=49152)
-    shaken = logits * (1 + 1e-6 * torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)))
+    shaken = logits * (
+        1 + 1e-6 * torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
+    )
     rows = [row_of(SamplingParams(temperature=2.0), vocab=49152, seed=seed) for seed in range(256)]
     pairs = zip(sample(logits, rows), sample(shaken, rows), strict=True)
     assert sum(one.token_id != other.token_id for one, other in pairs) <= 1
@@ -274,7 +314,9 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
         assert token.logprob == pytest.approx(expected[index, token.token_id].item(), abs=1e-4)
         best = expected[index].sort(descending=True).values[: len(token.top)]
         assert [value for _, value in token.top] == pytest.approx(best.tolist(), abs=1e-4)
-        assert all(value == pytest.approx(expected[index, i].item(), abs=1e-4) for i, value in token.top)
+        assert all(
+            value == pytest.approx(expected[index, i].item(), abs=1e-4) for i, value in token.top
+        )
 
 
 def test_the_coldest_and_the_hottest_temperatures_are_sound() -> None:
@@ -299,7 +341,10 @@ def test_broken_logits_are_reported_with_their_row(temperature: float, bad: floa
 @pytest.mark.parametrize("token", [-1, VOCAB])
 def test_a_bias_or_an_end_that_is_no_token_of_the_model_is_refused(token: int) -> None:
     ends = SamplingParams(stop_token_ids=(3, token), min_tokens=1)
-    for params, field in ((SamplingParams(logit_bias={token: 1.0}), "logit_bias"), (ends, "stop_token_ids")):
+    for params, field in (
+        (SamplingParams(logit_bias={token: 1.0}), "logit_bias"),
+        (ends, "stop_token_ids"),
+    ):
         with pytest.raises(RequestError, match=rf"{field}.*token {token}.*999") as caught:
             row_of(params)
         assert caught.value.field == field
@@ -320,9 +365,15 @@ def test_greedy_costs_little_beyond_the_argmax() -> None:
     assert best_ms(lambda: sample(logits, rows)) < best_ms(lambda: logits.argmax(dim=-1)) + 1.0
 
 
-@given(st.integers(0, 2**32 - 1), st.integers(1, 3000), st.sampled_from([1e-9, 0.05, 0.5, 0.9, 1 - 1e-12]))
+@given(
+    st.integers(0, 2**32 - 1),
+    st.integers(1, 3000),
+    st.sampled_from([1e-9, 0.05, 0.5, 0.9, 1 - 1e-12]),
+)
 @settings(max_examples=60, deadline=None)
-def test_a_nucleus_is_the_same_found_by_halving_and_by_sorting(seed: int, vocab: int, top_p: float) -> None:
+def test_a_nucleus_is_the_same_found_by_halving_and_by_sorting(
+    seed: int, vocab: int, top_p: float
+) -> None:
     """Ties, weights of nothing and one weight of everything included."""
     rng = np.random.default_rng(seed)
     weights = np.exp(rng.normal(0, rng.choice([0.0, 1.0, 30.0]), (4, vocab)).clip(-60, 0)) * 2**40

@@ -29,13 +29,18 @@ def test_parameters_can_be_written_to_a_profile(scorer: Scorer) -> None:
 
 def test_parameters_tell_every_option() -> None:
     assert SnapKV().parameters() == {"window_tokens": 32, "kernel_tokens": 7, "max_pooling": True}
-    assert ExpectedAttention(epsilon=0.5).parameters() == {"future_tokens": 512, "sinks": 4, "epsilon": 0.5}
+    assert ExpectedAttention(epsilon=0.5).parameters() == {
+        "future_tokens": 512,
+        "sinks": 4,
+        "epsilon": 0.5,
+    }
     assert KVzip(sinks=2).parameters() == {"sinks": 2}
 
 
 def test_make_scorer_names_the_known_ones() -> None:
     with pytest.raises(
-        ConfigError, match=r"'snap'.*expected_attention, fastkvzip, keydiff, kvzip, snapkv, streaming_llm"
+        ConfigError,
+        match=r"'snap'.*expected_attention, fastkvzip, keydiff, kvzip, snapkv, streaming_llm",
     ):
         make_scorer("snap")
 

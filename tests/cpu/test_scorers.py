@@ -1,4 +1,6 @@
-"""The scorers against kvpress 0.5.5 (see tests/fixtures/kvpress/make_fixture.py) and against their own definitions."""
+"""The scorers against kvpress 0.5.5 (see tests/fixtures/kvpress/make_fixture.py) and against their
+own definitions.
+"""
 
 from __future__ import annotations
 
@@ -59,15 +61,27 @@ def view(oracle: dict[str, Tensor], model: str, layer: int, chunk: int) -> Chunk
     if f"{at}/repeat_keys" in oracle:
         repeat = Reconstruction(oracle[f"{at}/repeat_queries"], oracle[f"{at}/repeat_keys"])
     return ChunkView(
-        queries=oracle[f"{at}/queries"], keys=keys, values=oracle[f"{at}/values"], start=chunk * CHUNK, layer=layer,
-        scaling=keys.shape[-1] ** -0.5, rotary=embed,
-        hidden=oracle.get(f"{at}/hidden"), reconstruction=repeat,
+        queries=oracle[f"{at}/queries"],
+        keys=keys,
+        values=oracle[f"{at}/values"],
+        start=chunk * CHUNK,
+        layer=layer,
+        scaling=keys.shape[-1] ** -0.5,
+        rotary=embed,
+        hidden=oracle.get(f"{at}/hidden"),
+        reconstruction=repeat,
         sink_keys=oracle[f"{model}/{layer}/0/keys"][:, :4] if chunk else None,
-    )  # fmt: skip
+    )
 
 
 def random_view(
-    *, tokens: int = 48, start: int = 0, kv_heads: int = 2, group: int = 2, head_dim: int = 8, repeat: int = 70
+    *,
+    tokens: int = 48,
+    start: int = 0,
+    kv_heads: int = 2,
+    group: int = 2,
+    head_dim: int = 8,
+    repeat: int = 70,
 ) -> ChunkView:
     generator = torch.Generator().manual_seed(7)
 
@@ -75,12 +89,19 @@ def random_view(
         return torch.randn(*shape, generator=generator)
 
     return ChunkView(
-        queries=normal(kv_heads * group, tokens, head_dim), keys=normal(kv_heads, tokens, head_dim),
-        values=normal(kv_heads, tokens, head_dim), start=start, layer=0, scaling=head_dim**-0.5,
-        rotary=rotary(1e4 ** -torch.linspace(0, 0.9, head_dim // 2), 1.0), hidden=normal(tokens, 16),
-        reconstruction=Reconstruction(normal(kv_heads * group, repeat, head_dim), normal(kv_heads, repeat, head_dim)),
+        queries=normal(kv_heads * group, tokens, head_dim),
+        keys=normal(kv_heads, tokens, head_dim),
+        values=normal(kv_heads, tokens, head_dim),
+        start=start,
+        layer=0,
+        scaling=head_dim**-0.5,
+        rotary=rotary(1e4 ** -torch.linspace(0, 0.9, head_dim // 2), 1.0),
+        hidden=normal(tokens, 16),
+        reconstruction=Reconstruction(
+            normal(kv_heads * group, repeat, head_dim), normal(kv_heads, repeat, head_dim)
+        ),
         sink_keys=normal(kv_heads, 4, head_dim) if start else None,
-    )  # fmt: skip
+    )
 
 
 SAME_AS_KVPRESS: list[tuple[str, Scorer]] = [
@@ -97,12 +118,16 @@ SAME_AS_KVPRESS: list[tuple[str, Scorer]] = [
 
 @pytest.mark.parametrize("chunk", [0, 1])
 @pytest.mark.parametrize("layer", [0, 1])
-@pytest.mark.parametrize(("press", "scorer"), SAME_AS_KVPRESS, ids=[press for press, _ in SAME_AS_KVPRESS])
+@pytest.mark.parametrize(
+    ("press", "scorer"), SAME_AS_KVPRESS, ids=[press for press, _ in SAME_AS_KVPRESS]
+)
 def test_scores_are_those_of_kvpress(
     oracle: dict[str, Tensor], press: str, scorer: Scorer, layer: int, chunk: int
 ) -> None:
     scores = scorer.score(view(oracle, "plain", layer, chunk))
-    torch.testing.assert_close(scores, oracle[f"plain/{layer}/{chunk}/scores/{press}"], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        scores, oracle[f"plain/{layer}/{chunk}/scores/{press}"], rtol=1e-4, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("chunk", [0, 1])
@@ -113,19 +138,26 @@ def test_expected_attention_undoes_a_scaled_rotation(
 ) -> None:
     assert oracle["yarn/rope_factor"] > 1.1
     scores = dict(SAME_AS_KVPRESS)[press].score(view(oracle, "yarn", layer, chunk))
-    torch.testing.assert_close(scores, oracle[f"yarn/{layer}/{chunk}/scores/{press}"], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        scores, oracle[f"yarn/{layer}/{chunk}/scores/{press}"], rtol=1e-4, atol=1e-6
+    )
 
 
 def test_streaming_llm_keeps_what_kvpress_keeps(oracle: dict[str, Tensor]) -> None:
     chunk = view(oracle, "plain", 0, 0)
     expected = [row.nonzero().squeeze(1) for row in oracle["plain/0/0/scores/streaming_llm"]]
-    kept = keep(protect(StreamingLLM().score(chunk), 0, sinks=4, window=0), [len(row) for row in expected])
+    kept = keep(
+        protect(StreamingLLM().score(chunk), 0, sinks=4, window=0), [len(row) for row in expected]
+    )
     assert [row.tolist() for row in kept] == [row.tolist() for row in expected]
 
 
 def test_streaming_llm_keeps_the_newest_tokens_of_a_later_chunk() -> None:
     scores = StreamingLLM().score(random_view(start=48))
-    assert [row.tolist() for row in keep(protect(scores, 48, sinks=4, window=0), [3, 2])] == [[45, 46, 47], [46, 47]]
+    assert [row.tolist() for row in keep(protect(scores, 48, sinks=4, window=0), [3, 2])] == [
+        [45, 46, 47],
+        [46, 47],
+    ]
 
 
 def test_repeat_pass_has_the_tokens_of_kvpress(oracle: dict[str, Tensor]) -> None:
@@ -136,11 +168,15 @@ def test_repeat_pass_has_the_tokens_of_kvpress(oracle: dict[str, Tensor]) -> Non
         return list(text.encode())
 
     assert repeat_tokens(encode, first, suffix=[10, 7]) == oracle["repeat_tokens/0"].tolist()
-    assert repeat_tokens(encode, second, first, suffix=[10, 7]) == oracle["repeat_tokens/1"].tolist()
+    assert (
+        repeat_tokens(encode, second, first, suffix=[10, 7]) == oracle["repeat_tokens/1"].tolist()
+    )
 
 
 def test_expected_attention_turns_only_the_rotary_dimensions() -> None:
-    """Partial RoPE, which kvpress does not know: the definition, written out with matrices in float64."""
+    """Partial RoPE, which kvpress does not know: the definition, written out with matrices in
+    float64.
+    """
     start, tokens, dim, rotary_dim, factor = 64, 64, 8, 4, 1.3
     inv_freq = torch.tensor([1.0, 0.05], dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
@@ -160,22 +196,34 @@ def test_expected_attention_turns_only_the_rotary_dimensions() -> None:
     future = torch.stack([matrix(start + tokens + t) for t in range(512)]).mean(dim=0)
     expected = torch.zeros(tokens, dtype=torch.float64)
     for head in before:
-        mean, covariance = future @ head.mean(dim=0), future @ torch.cov(head.T, correction=0) @ future.T
+        mean, covariance = (
+            future @ head.mean(dim=0),
+            future @ torch.cov(head.T, correction=0) @ future.T,
+        )
         logits = [0.3 * k @ mean + 0.5 * 0.3**2 * k @ covariance @ k for k in keys[0]]
         expected += torch.stack(logits).softmax(dim=0) / 2
     expected = (expected + 0.01) * values[0].norm(dim=1)
 
     chunk = ChunkView(
-        queries=after.float(), keys=keys.float(), values=values.float(), start=start, layer=0, scaling=0.3,
+        queries=after.float(),
+        keys=keys.float(),
+        values=values.float(),
+        start=start,
+        layer=0,
+        scaling=0.3,
         rotary=rotary(inv_freq.float(), factor),
-    )  # fmt: skip
-    torch.testing.assert_close(ExpectedAttention().score(chunk)[0], expected.float(), rtol=1e-4, atol=1e-6)
+    )
+    torch.testing.assert_close(
+        ExpectedAttention().score(chunk)[0], expected.float(), rtol=1e-4, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("rotary_dim", [16, 8])
 @pytest.mark.parametrize("factor", [1.0, 1.2])
 def test_unrotate_is_the_inverse_of_rotate(rotary_dim: int, factor: float) -> None:
-    cos, sin = rotary(1e4 ** -torch.linspace(0, 0.9, rotary_dim // 2), factor)(torch.arange(1000, 1050))
+    cos, sin = rotary(1e4 ** -torch.linspace(0, 0.9, rotary_dim // 2), factor)(
+        torch.arange(1000, 1050)
+    )
     x = torch.randn(3, 50, 16, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(unrotate(rotate(x, cos, sin), cos, sin), x, rtol=1e-5, atol=1e-6)
 
@@ -232,7 +280,9 @@ def test_every_scorer_keeps_the_contract(
     assert scores.isfinite().all()
     assert torch.equal(scores, scorer.score(chunk))
     for name in ("queries", "keys", "values", "hidden"):
-        assert torch.equal(getattr(chunk, name), getattr(before, name)), f"{scorer.name} changed the chunk's {name}"
+        assert torch.equal(getattr(chunk, name), getattr(before, name)), (
+            f"{scorer.name} changed the chunk's {name}"
+        )
 
 
 def cast(chunk: ChunkView, dtype: torch.dtype) -> ChunkView:
@@ -249,10 +299,13 @@ def cast(chunk: ChunkView, dtype: torch.dtype) -> ChunkView:
     )
 
 
-@pytest.mark.parametrize(("scorer", "tokens"), [(SnapKV(), 32), (ExpectedAttention(), 4), (TOVA(), 1)])
+@pytest.mark.parametrize(
+    ("scorer", "tokens"), [(SnapKV(), 32), (ExpectedAttention(), 4), (TOVA(), 1)]
+)
 def test_a_chunk_that_is_too_short_is_a_configuration_error(scorer: Scorer, tokens: int) -> None:
     with pytest.raises(
-        ConfigError, match=f"chunk_tokens is {tokens}, scorer {scorer.name} needs at least {tokens + 1}"
+        ConfigError,
+        match=f"chunk_tokens is {tokens}, scorer {scorer.name} needs at least {tokens + 1}",
     ):
         scorer.score(random_view(tokens=tokens))
     assert scorer.score(random_view(tokens=tokens + 1)).shape == (2, tokens + 1)
@@ -262,7 +315,9 @@ def test_a_chunk_that_is_too_short_is_a_configuration_error(scorer: Scorer, toke
     ("scorer", "missing"),
     [(FastKVzip(GATE), "hidden"), (KVzip(), "reconstruction"), (KVzip(), "sink_keys")],
 )
-def test_what_the_engine_forgot_is_named(oracle: dict[str, Tensor], scorer: Scorer, missing: str) -> None:
+def test_what_the_engine_forgot_is_named(
+    oracle: dict[str, Tensor], scorer: Scorer, missing: str
+) -> None:
     chunk = dataclasses.replace(view(oracle, "plain", 0, 1), **{missing: None})  # type: ignore[arg-type]
     with pytest.raises(IntegrityError, match=f"without {missing}"):
         scorer.score(chunk)
@@ -272,7 +327,9 @@ def test_what_the_engine_forgot_is_named(oracle: dict[str, Tensor], scorer: Scor
 def test_the_example_of_the_documentation_is_lagkv(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, oracle: dict[str, Tensor], chunk: int
 ) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "scorers.md").read_text(), flags=re.DOTALL)
+    blocks = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "scorers.md").read_text(), flags=re.DOTALL
+    )
     (example,) = [block for block in blocks if "class LagKV" in block]
     assert example.count("\n") < 40
     (tmp_path / "documented_scorer.py").write_text(example)
@@ -284,7 +341,9 @@ def test_the_example_of_the_documentation_is_lagkv(
     scorer = lagkv(lag_tokens=16)
     assert scorer.parameters() == {"lag_tokens": 16}
     scores = scorer.score(view(oracle, "plain", 0, chunk))
-    torch.testing.assert_close(scores, oracle[f"plain/0/{chunk}/scores/lagkv"], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        scores, oracle[f"plain/0/{chunk}/scores/lagkv"], rtol=1e-4, atol=1e-6
+    )
 
 
 def test_the_documentation_lists_every_scorer() -> None:

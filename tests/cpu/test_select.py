@@ -22,7 +22,11 @@ SCORE = st.sampled_from([math.nan, -math.inf, -1.5, -0.0, 0.0, 0.25, 1.0, math.i
 
 @st.composite
 def score_tables(draw: st.DrawFn, max_layers: int = 1) -> Tensor:
-    layers, heads, tokens = draw(st.integers(1, max_layers)), draw(st.integers(1, 4)), draw(st.integers(1, 12))
+    layers, heads, tokens = (
+        draw(st.integers(1, max_layers)),
+        draw(st.integers(1, 4)),
+        draw(st.integers(1, 12)),
+    )
     total = layers * heads * tokens
     values = draw(st.lists(SCORE, min_size=total, max_size=total))
     return torch.tensor(values, dtype=torch.float32).reshape(layers, heads, tokens)
@@ -31,7 +35,8 @@ def score_tables(draw: st.DrawFn, max_layers: int = 1) -> Tensor:
 def order(scores: list[float]) -> list[int]:
     """Indices, best first: high scores, then low indices, NaN last."""
     return sorted(
-        range(len(scores)), key=lambda i: (math.isnan(scores[i]), 0 if math.isnan(scores[i]) else -scores[i], i)
+        range(len(scores)),
+        key=lambda i: (math.isnan(scores[i]), 0 if math.isnan(scores[i]) else -scores[i], i),
     )
 
 
@@ -47,8 +52,14 @@ def test_keep_takes_the_best_and_the_lower_of_equals(scores: Tensor, data: st.Da
     assert all(row.dtype == torch.int64 for row in kept)
 
 
-@given(scores=score_tables(max_layers=3), retention=st.floats(0.05, 1.0), scope=st.sampled_from(["layer", "model"]),
-       sinks=st.integers(0, 5), window=st.integers(0, 14), start=st.sampled_from([0, 12]))  # fmt: skip
+@given(
+    scores=score_tables(max_layers=3),
+    retention=st.floats(0.05, 1.0),
+    scope=st.sampled_from(["layer", "model"]),
+    sinks=st.integers(0, 5),
+    window=st.integers(0, 14),
+    start=st.sampled_from([0, 12]),
+)
 def test_dynamic_fractions_are_those_of_a_global_sort(
     scores: Tensor, retention: float, scope: Scope, sinks: int, window: int, start: int
 ) -> None:
@@ -56,8 +67,17 @@ def test_dynamic_fractions_are_those_of_a_global_sort(
     kept = torch.zeros(layers, heads)
     pools = [[layer] for layer in range(layers)] if scope == "layer" else [list(range(layers))]
     for pool in pools:
-        entries = [(layer, head, token) for token in range(tokens) for layer in pool for head in range(heads)]
-        safe = {entry for entry in entries if (start == 0 and entry[2] < sinks) or entry[2] >= tokens - window}
+        entries = [
+            (layer, head, token)
+            for token in range(tokens)
+            for layer in pool
+            for head in range(heads)
+        ]
+        safe = {
+            entry
+            for entry in entries
+            if (start == 0 and entry[2] < sinks) or entry[2] >= tokens - window
+        }
         best = order([math.inf if entry in safe else scores[entry].item() for entry in entries])
         for index in best[: max(round(retention * len(entries)), len(safe))]:
             kept[entries[index][:2]] += 1

@@ -1,4 +1,6 @@
-"""Gates that come with the project: whole, found for the weights they were trained for, and for no other."""
+"""Gates that come with the project: whole, found for the weights they were trained for, and for no
+other.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +32,26 @@ from tests.support import GREEDY, run, small_engine
 
 SHIPPED = sorted(shipped_gates().glob("*.safetensors"))
 NONE_SHIPS = "needs a gate file and none ships for this model: .*--train-gate"
-HAY = "The lake was calm and the boats lay in the harbour. Some people walked along the shore and talked. "
+HAY = (
+    "The lake was calm and the boats lay in the harbour. Some people walked along the shore and "
+    "talked. "
+)
 
 
 @pytest.fixture(scope="module")
 def other(adopt_tiny: Callable[[PretrainedConfig], LoadedModel]) -> LoadedModel:
     """A model that no gate ships for."""
     config = LlamaConfig(
-        vocab_size=49152, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=1024, pad_token_id=2,
-    )  # fmt: skip
+        vocab_size=49152,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=1024,
+        pad_token_id=2,
+    )
     return adopt_tiny(config)
 
 
@@ -54,7 +66,9 @@ def test_a_shipped_gate_is_whole_and_says_where_it_is_from(path: Path) -> None:
     assert all(tensor.isfinite().all() for layer in gate.layers for tensor in layer.values())
 
 
-def test_the_embedded_models_gate_is_found_under_any_name_of_the_same_weights(loaded: LoadedModel) -> None:
+def test_the_embedded_models_gate_is_found_under_any_name_of_the_same_weights(
+    loaded: LoadedModel,
+) -> None:
     found = find_gate(shipped_gates(), replace(loaded.fingerprint, name="/models/mine"))
     assert found == shipped_gates() / "smollm2.fastkvzip.safetensors"
     fine_tuned = replace(loaded.fingerprint, weights_sha256="ab" * 32)
@@ -72,23 +86,39 @@ def test_a_file_that_is_no_gate_is_passed_over_and_named(
     assert find_gate(tmp_path, loaded.fingerprint) == tmp_path / "b.safetensors"
 
 
-def test_the_engine_takes_the_shipped_gate_where_none_is_named(loaded: LoadedModel, tmp_path: Path) -> None:
+def test_the_engine_takes_the_shipped_gate_where_none_is_named(
+    loaded: LoadedModel, tmp_path: Path
+) -> None:
     """The profile names the gate's digest, so the engine would refuse it with any other."""
     layers = loaded.geometry.full_layers
     even = np.full((len(layers), loaded.geometry.kv_heads), 0.5)
     profile = Profile.from_statistics(
-        even, 0 * even, model=loaded.fingerprint, layers=layers, scorer=scorer_spec(FastKVzip(SHIPPED[0])),
-        scope="model", kv_retention=0.5, chunk_tokens=32, calibration=Calibration(1, "equal budgets"), page_tokens=8,
-    )  # fmt: skip
+        even,
+        0 * even,
+        model=loaded.fingerprint,
+        layers=layers,
+        scorer=scorer_spec(FastKVzip(SHIPPED[0])),
+        scope="model",
+        kv_retention=0.5,
+        chunk_tokens=32,
+        calibration=Calibration(1, "equal budgets"),
+        page_tokens=8,
+    )
     profile.save(tmp_path / "profile.json")
-    engine = small_engine(loaded, kv_retention=0.5, scorer="fastkvzip", profile=(str(tmp_path / "profile.json"),))
+    engine = small_engine(
+        loaded, kv_retention=0.5, scorer="fastkvzip", profile=(str(tmp_path / "profile.json"),)
+    )
     prompt = loaded.tokenizer.encode(HAY)[:20] * 2
     assert len(run(engine, [prompt], replace(GREEDY, max_tokens=2))[0]) == 2
 
 
 def test_a_needle_is_found_in_half_the_entries(loaded: LoadedModel) -> None:
     config = ComparisonConfig(
-        scorer="fastkvzip", kv_retention=0.5, kv_cache_gib=0.5, reclamation="by-input", enable_prefix_caching=False
+        scorer="fastkvzip",
+        kv_retention=0.5,
+        kv_cache_gib=0.5,
+        reclamation="by-input",
+        enable_prefix_caching=False,
     )
     engine = engine_of(config, loaded)
     text = HAY * 10 + "The secret access code of Lima is 48213. " + HAY * 20
@@ -109,14 +139,25 @@ def test_an_evaluation_takes_the_shipped_gate(
         ModelBench.of(EngineConfig(), other, [method], calibration_samples=2)
 
 
-def test_a_model_without_a_gate_is_told_what_to_do(other: LoadedModel, folder: Path, tmp_path: Path) -> None:
+def test_a_model_without_a_gate_is_told_what_to_do(
+    other: LoadedModel, folder: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=NONE_SHIPS):
         small_engine(other, kv_retention=0.5, scorer="fastkvzip")
-    options = ["--load-format", "dummy", "--scorer", "fastkvzip", "-o", str(tmp_path / "profile.json")]
+    options = [
+        "--load-format",
+        "dummy",
+        "--scorer",
+        "fastkvzip",
+        "-o",
+        str(tmp_path / "profile.json"),
+    ]
     result = CliRunner().invoke(app, ["calibrate", str(folder), *options])
     assert result.exit_code == 2 and "none ships for this model" in " ".join(result.output.split())
 
 
-def test_a_gate_that_is_named_goes_before_the_shipped_one(loaded: LoadedModel, tmp_path: Path) -> None:
+def test_a_gate_that_is_named_goes_before_the_shipped_one(
+    loaded: LoadedModel, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         make_scorer("fastkvzip", gate=tmp_path / "absent.safetensors", model=loaded.fingerprint)

@@ -11,7 +11,12 @@ from tangram.compress.profile import Profile
 from tangram.compress.scorers import make_scorer
 
 
-@pytest.mark.parametrize("path", sorted(shipped_profiles().glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted(shipped_profiles().glob("*.json")), ids=lambda path: path.stem
+)
 def test_a_shipped_profile_names_its_scorers_parameters(path: Path) -> None:
     profile = Profile.load(path)
-    assert dict(profile.scorer.parameters) == make_scorer(profile.scorer.name, model=profile.model).parameters()
+    assert (
+        dict(profile.scorer.parameters)
+        == make_scorer(profile.scorer.name, model=profile.model).parameters()
+    )

@@ -1,4 +1,6 @@
-"""What stands in the way of a start is named, with what to do; a cache that cannot be written is not in the way."""
+"""What stands in the way of a start is named, with what to do; a cache that cannot be written is
+not in the way.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,27 @@ from tangram.model import convert, load
 
 def config(folder: Path, **options: float | str) -> EngineConfig:
     return EngineConfig(
-        str(folder), load_format="dummy", kv_retention=1.0, chunk_tokens=32, page_tokens=8, max_num_seqs=4,
-        max_num_batched_tokens=128, **options,  # type: ignore[arg-type]
-    )  # fmt: skip
+        str(folder),
+        load_format="dummy",
+        kv_retention=1.0,
+        chunk_tokens=32,
+        page_tokens=8,
+        max_num_seqs=4,
+        max_num_batched_tokens=128,
+        **options,  # type: ignore[arg-type]
+    )
 
 
 def test_more_pages_than_the_machine_has_memory_are_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"kv_cache_gib is 1000000\.0, .* GiB in all: lower kv_cache_gib"):
+    with pytest.raises(
+        ConfigError, match=r"kv_cache_gib is 1000000\.0, .* GiB in all: lower kv_cache_gib"
+    ):
         build_engine(config(folder, kv_cache_gib=1e6))
 
 
-def test_a_container_counts_as_the_machine(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_container_counts_as_the_machine(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     limit = tmp_path / "memory.max"
     monkeypatch.setattr(memory, "_CGROUP_LIMIT", limit)
     limit.write_text(f"{2**29}\n")
@@ -57,13 +69,25 @@ def test_a_device_that_cannot_be_served_on_is_refused(
 
 
 def test_block_tables_that_kernels_cannot_address_are_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"max_num_seqs is 8000000 .* lower max_num_seqs or max_model_len"):
-        build_engine(replace(config(folder, kv_cache_gib=0.01), max_num_seqs=8_000_000,
-                             max_num_batched_tokens=8_000_100))  # fmt: skip
+    with pytest.raises(
+        ConfigError, match=r"max_num_seqs is 8000000 .* lower max_num_seqs or max_model_len"
+    ):
+        build_engine(
+            replace(
+                config(folder, kv_cache_gib=0.01),
+                max_num_seqs=8_000_000,
+                max_num_batched_tokens=8_000_100,
+            )
+        )
 
 
 @pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("CUDA out of memory."), MemoryError(), RuntimeError("can't allocate memory: 12")]
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        MemoryError(),
+        RuntimeError("can't allocate memory: 12"),
+    ],
 )
 @pytest.mark.parametrize(("where", "name"), [(build, "Runner"), (load, "random_model")])
 def test_memory_that_runs_out_says_what_to_lower(
@@ -77,7 +101,9 @@ def test_memory_that_runs_out_says_what_to_lower(
         build_engine(config(folder, kv_cache_gib=0.01))
 
 
-def test_other_errors_of_the_start_stay_what_they_are(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_of_the_start_stay_what_they_are(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*args: object, **options: object) -> None:
         raise RuntimeError("an illegal memory access")
 

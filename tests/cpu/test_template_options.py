@@ -1,4 +1,6 @@
-"""What a request may tell a chat template: what the template reads, and nothing of the server's own."""
+"""What a request may tell a chat template: what the template reads, and nothing of the server's
+own.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def codec_of(template: str | dict[str, str] | None) -> TextCodec:
         ({"default": "{{ a }}{{ b }}", "tool_use": "{{ b }}{{ c }}"}, {"b"}),
     ],
 )
-def test_options_are_what_every_template_reads(template: str | dict[str, str] | None, options: set[str]) -> None:
+def test_options_are_what_every_template_reads(
+    template: str | dict[str, str] | None, options: set[str]
+) -> None:
     assert codec_of(template).template_options == options
 
 
@@ -41,7 +45,9 @@ def test_the_embedded_model_has_none() -> None:
 
 def test_an_option_changes_the_prompt() -> None:
     codec = codec_of(QWEN3)
-    thinking, silent = (codec.chat_prompt(USER, (), {"enable_thinking": flag}) for flag in (True, False))
+    thinking, silent = (
+        codec.chat_prompt(USER, (), {"enable_thinking": flag}) for flag in (True, False)
+    )
     assert codec.chat_prompt(USER) == thinking
     assert silent[: len(thinking)] == thinking
     assert codec.decode(silent[len(thinking) :]) == "<think>\n\n</think>\n\n"

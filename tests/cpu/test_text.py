@@ -1,4 +1,6 @@
-"""Text in and out: the stream against the tokenizer's own decoding of everything, with two kinds of vocabulary."""
+"""Text in and out: the stream against the tokenizer's own decoding of everything, with two kinds of
+vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +29,28 @@ def codec() -> TextCodec:
 
 @pytest.fixture(scope="module")
 def byte_fallback_codec() -> TextCodec:
-    """A small tokenizer of Llama 2's and Mistral's kind: a mark for spaces, one token per unknown byte."""
+    """A small tokenizer of Llama 2's and Mistral's kind: a mark for spaces, one token per unknown
+    byte.
+    """
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", "a", "o", "h", "e", "l", "!", "he", "▁he", "ll", "lo", "llo", "▁hello"]
     merges = [("h", "e"), ("▁", "he"), ("l", "l"), ("l", "o"), ("ll", "o"), ("▁he", "llo")]
     vocab = {piece: index for index, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token="<unk>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
     return TextCodec(wrapped)
 
 
@@ -63,7 +76,9 @@ def broken(codec: TextCodec) -> list[int]:
 
 
 token_ids = st.one_of(
-    st.integers(0, VOCAB - 1), st.integers(0, 20), st.integers(0, 2**20).map(lambda number: -1 - number)
+    st.integers(0, VOCAB - 1),
+    st.integers(0, 20),
+    st.integers(0, 2**20).map(lambda number: -1 - number),
 )
 
 
@@ -95,7 +110,9 @@ def test_text_streams_whole_characters_only(codec: TextCodec, text: str, prompt:
 
 @settings(max_examples=300, deadline=None)
 @given(text=st.text(alphabet="hello! éß€😀a", max_size=40))
-def test_byte_fallback_text_streams_whole_characters_only(byte_fallback_codec: TextCodec, text: str) -> None:
+def test_byte_fallback_text_streams_whole_characters_only(
+    byte_fallback_codec: TextCodec, text: str
+) -> None:
     tokens = byte_fallback_codec.encode(text)
     pieces, _ = streamed(byte_fallback_codec, tokens)
     assert "".join(pieces) == byte_fallback_codec.decode(tokens)
@@ -103,19 +120,28 @@ def test_byte_fallback_text_streams_whole_characters_only(byte_fallback_codec: T
 
 
 @settings(max_examples=200, deadline=None)
-@given(tokens=st.lists(st.one_of(st.integers(3 + 0x80, 3 + 0xFF), st.integers(260, 271)), max_size=60))
+@given(
+    tokens=st.lists(st.one_of(st.integers(3 + 0x80, 3 + 0xFF), st.integers(260, 271)), max_size=60)
+)
 def test_invalid_utf8_of_a_byte_fallback_vocabulary_harms_no_other_text(
     byte_fallback_codec: TextCodec, tokens: list[int]
 ) -> None:
     pieces, _ = streamed(byte_fallback_codec, tokens)
-    readable = byte_fallback_codec.tokenizer.convert_ids_to_tokens([token for token in tokens if token >= 260])
-    assert "".join(letter for letter in "".join(pieces) if letter in "ahelo!") == "".join(readable).replace("▁", "")
+    readable = byte_fallback_codec.tokenizer.convert_ids_to_tokens(
+        [token for token in tokens if token >= 260]
+    )
+    assert "".join(letter for letter in "".join(pieces) if letter in "ahelo!") == "".join(
+        readable
+    ).replace("▁", "")
 
 
 def test_the_space_between_prompt_and_answer_is_kept(byte_fallback_codec: TextCodec) -> None:
     hello = byte_fallback_codec.encode("hello")
     assert "".join(streamed(byte_fallback_codec, hello)[0]) == "hello"
-    assert "".join(streamed(byte_fallback_codec, hello, prompt=byte_fallback_codec.encode("a"))[0]) == " hello"
+    assert (
+        "".join(streamed(byte_fallback_codec, hello, prompt=byte_fallback_codec.encode("a"))[0])
+        == " hello"
+    )
     end = byte_fallback_codec.tokenizer.eos_token_id
     after_specials = [*hello, *([end] * 100), *hello]
     assert "".join(streamed(byte_fallback_codec, after_specials)[0]) == "hello hello"
@@ -156,7 +182,11 @@ def test_a_possible_beginning_of_a_stop_string_waits_until_it_is_decided(codec: 
     stream = TextStream(codec, stop=["END now", "\n\n"])
     got = [stream.push(token)[0] for token in codec.encode("the END never")]
     assert "".join(got) == "the END never"
-    position = [index for index, token in enumerate(codec.encode("the END never")) if "END" in codec.decode([token])]
+    position = [
+        index
+        for index, token in enumerate(codec.encode("the END never"))
+        if "END" in codec.decode([token])
+    ]
     assert position and not any("END" in got[index] for index in position)
     assert stream.finish() == ""
     stream = TextStream(codec, stop=["END now"])
@@ -173,17 +203,26 @@ def test_each_token_costs_a_bounded_amount_of_work(codec: TextCodec, broken: lis
             longest = max(longest, len(token_ids))
             return super().decode(token_ids)
 
-    tokens = [*codec.encode(EMOJI * 5), *([2] * 300), *(broken[:1] * 300), *codec.encode("a b c" * 50)]
+    tokens = [
+        *codec.encode(EMOJI * 5),
+        *([2] * 300),
+        *(broken[:1] * 300),
+        *codec.encode("a b c" * 50),
+    ]
     pieces, _ = streamed(Counting(codec.tokenizer), tokens, stop=["never"])
     assert "".join(pieces) == codec.decode(tokens)
     assert longest <= 64
 
 
 def test_chat_prompt_is_the_models_own_format(codec: TextCodec) -> None:
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi " + EMOJI}]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi " + EMOJI},
+    ]
     text = codec.tokenizer.decode(list(codec.chat_prompt(messages)))
     assert text == (
-        f"<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi {EMOJI}<|im_end|>\n<|im_start|>assistant\n"
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi "
+        f"{EMOJI}<|im_end|>\n<|im_start|>assistant\n"
     )
 
 
@@ -228,7 +267,9 @@ def test_control_tokens_inside_a_message_stay_text(codec: TextCodec, text: str, 
     assert text in named.verbatim(hostile, "prompt")
 
 
-def test_control_tokens_of_the_template_and_of_raw_prompts_are_control_tokens(codec: TextCodec) -> None:
+def test_control_tokens_of_the_template_and_of_raw_prompts_are_control_tokens(
+    codec: TextCodec,
+) -> None:
     start, end = codec.encode("<|im_start|>")[0], codec.encode("<|im_end|>")[0]
     prompt = codec.chat_prompt([{"role": "user", "content": "hi"}])
     assert (prompt.count(start), prompt.count(end)) == (3, 2)
@@ -269,7 +310,9 @@ def test_tokens_outside_the_vocabulary_have_no_text(codec: TextCodec) -> None:
             codec.verbatim([5, token], "tokens")
 
 
-def test_token_text_has_the_space_the_name_or_the_bytes(codec: TextCodec, byte_fallback_codec: TextCodec) -> None:
+def test_token_text_has_the_space_the_name_or_the_bytes(
+    codec: TextCodec, byte_fallback_codec: TextCodec
+) -> None:
     (world,) = codec.encode(" world")
     assert codec.token_text(world) == TokenText(" world", b" world")
     assert codec.token_text(2) == TokenText("<|im_end|>", b"<|im_end|>")

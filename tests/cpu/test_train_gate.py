@@ -1,4 +1,6 @@
-"""Gates of one's own: they keep what KVzip would keep, they are the same every time, and serve their model alone."""
+"""Gates of one's own: they keep what KVzip would keep, they are the same every time, and serve
+their model alone.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +26,31 @@ from tests.support import GREEDY, profile_file, run, small_engine
 
 CHUNK = 64
 RECIPE = Recipe(epochs=12, batch_tokens=64, learning_rate=1e-2, head_dim=8, sinks=4)
-WORDS = "the old harbour keeps a lantern that nobody lights and a map which shows where boats go at night"
+WORDS = (
+    "the old harbour keeps a lantern that nobody lights and a map which shows where boats go "
+    "at night"
+)
 # Few words: a random model has no more to say about a token than which one it is.
 TEXTS = [" ".join(random.Random(number).choices(WORDS.split(), k=400)) for number in range(8)]
 
 
 def config(**changes: int) -> Qwen3Config:
-    return Qwen3Config(**({
-        "vocab_size": 49_152, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512,
-        "eos_token_id": 2,
-    } | changes))  # fmt: skip
+    return Qwen3Config(
+        **(
+            {
+                "vocab_size": 49_152,
+                "hidden_size": 48,
+                "intermediate_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 6,
+                "num_key_value_heads": 2,
+                "head_dim": 8,
+                "max_position_embeddings": 512,
+                "eos_token_id": 2,
+            }
+            | changes
+        )
+    )
 
 
 @pytest.fixture(scope="module")
@@ -52,27 +68,42 @@ def taught(tiny: LoadedModel) -> tuple[Gate, list[list[int]]]:
     return distilled(tiny)
 
 
-def test_a_trained_gate_keeps_what_kvzip_would_keep(tiny: LoadedModel, taught: tuple[Gate, list[list[int]]]) -> None:
-    """On text it has not seen: far better than one that was not trained, and than chance, which keeps a share of ρ."""
+def test_a_trained_gate_keeps_what_kvzip_would_keep(
+    tiny: LoadedModel, taught: tuple[Gate, list[list[int]]]
+) -> None:
+    """On text it has not seen: far better than one that was not trained, and than chance, which
+    keeps a share of ρ.
+    """
     gate, unseen = taught
     generator = torch.Generator().manual_seed(1)
     fresh = replace(gate, layers=tuple(new_weights(gate.shape, generator) for _ in gate.layers))
-    trained, untrained = (agreements(tiny, entry, unseen, chunk_tokens=CHUNK) for entry in (gate, fresh))
+    trained, untrained = (
+        agreements(tiny, entry, unseen, chunk_tokens=CHUNK) for entry in (gate, fresh)
+    )
     assert [(found.retention, found.scope) for found in trained] == [
-        (0.3, "model"), (0.5, "model"), (0.3, None), (0.5, None)
-    ]  # fmt: skip
+        (0.3, "model"),
+        (0.5, "model"),
+        (0.3, None),
+        (0.5, None),
+    ]
     for ours, theirs in zip(trained, untrained, strict=True):
         assert ours.gate > max(theirs.gate, ours.retention) + 0.1, (ours, theirs)
         assert ours.keydiff == theirs.keydiff
 
 
-def test_the_file_holds_the_gate_and_where_it_is_from(taught: tuple[Gate, list[list[int]]], tmp_path: Path) -> None:
+def test_the_file_holds_the_gate_and_where_it_is_from(
+    taught: tuple[Gate, list[list[int]]], tmp_path: Path
+) -> None:
     gate, _ = taught
     save_gate(tmp_path / "gate.safetensors", gate)
     again = load_gate(tmp_path / "gate.safetensors")
     assert again.shape == gate.shape == GateShape(2, 48, 2, 3, 8, 4)
     assert again.training == gate.training is not None
-    assert (gate.training.samples, gate.training.chunk_tokens, gate.training.teacher.name) == (7, CHUNK, "kvzip")
+    assert (gate.training.samples, gate.training.chunk_tokens, gate.training.teacher.name) == (
+        7,
+        CHUNK,
+        "kvzip",
+    )
     hidden = torch.randn(CHUNK, 48, generator=torch.Generator().manual_seed(0))
     assert torch.equal(again.score(1, hidden), gate.score(1, hidden))
     assert list(tmp_path.iterdir()) == [tmp_path / "gate.safetensors"]
@@ -82,7 +113,9 @@ def test_the_same_seed_gives_the_same_file_and_another_seed_another(
     tiny: LoadedModel, taught: tuple[Gate, list[list[int]]], tmp_path: Path
 ) -> None:
     paths = [tmp_path / f"{name}.safetensors" for name in ("first", "again", "other")]
-    for path, gate in zip(paths, (taught[0], distilled(tiny)[0], distilled(tiny, seed=1)[0]), strict=True):
+    for path, gate in zip(
+        paths, (taught[0], distilled(tiny)[0], distilled(tiny, seed=1)[0]), strict=True
+    ):
         save_gate(path, gate)
     first, again, other = (path.read_bytes() for path in paths)
     assert first == again != other
@@ -98,17 +131,32 @@ def test_the_engine_serves_its_model_by_it_and_refuses_another(
     save_gate(path, taught[0])
     profile = profile_file(tiny, tmp_path, scorer="fastkvzip", gate=path)
     options = {"kv_retention": 0.5, "scorer": "fastkvzip", "gate": str(path), "profile": (profile,)}
-    assert len(run(small_engine(tiny, **options), [list(range(3, 90))], replace(GREEDY, max_tokens=4))[0]) == 4
-    # The shape is the same, and so are all sizes a gate depends on: only the fingerprint tells them apart.
+    assert (
+        len(
+            run(small_engine(tiny, **options), [list(range(3, 90))], replace(GREEDY, max_tokens=4))[
+                0
+            ]
+        )
+        == 4
+    )
+    # The shape is the same, and so are all sizes a gate depends on: only the fingerprint tells them
+    # apart.
     other = adopt_tiny(config(vocab_size=49_000))
-    with pytest.raises(ConfigError, match="trained for another model: vocab_size is 49152 in the gate, 49000 in the"):
+    with pytest.raises(
+        ConfigError,
+        match="trained for another model: vocab_size is 49152 in the gate, 49000 in the",
+    ):
         small_engine(other, **options)
 
 
 def test_layers_that_are_not_compressed_get_a_gate_too(tiny: LoadedModel) -> None:
-    """The format numbers all layers; one without examples, a sliding window, is there but was not trained."""
+    """The format numbers all layers; one without examples, a sliding window, is there but was not
+    trained.
+    """
     examples = Examples(1, CHUNK, RECIPE)
-    examples.hidden[1] = torch.randn(CHUNK, 48, generator=torch.Generator().manual_seed(0)).bfloat16()
+    examples.hidden[1] = torch.randn(
+        CHUNK, 48, generator=torch.Generator().manual_seed(0)
+    ).bfloat16()
     examples.scores[1] = torch.rand(2, CHUNK, generator=torch.Generator().manual_seed(1))
     gate = train_gate(examples, tiny.geometry, torch.device("cpu"))
     assert len(gate.layers) == 2
@@ -124,7 +172,9 @@ def test_memory_is_bounded_by_the_recipe() -> None:
 def test_overlap_counts_what_is_kept_alike() -> None:
     theirs = torch.tensor([[[8.0, 7.0, 2.0, 1.0]], [[6.0, 5.0, 4.0, 3.0]]])
     ours = torch.tensor([[[8.0, 7.0, 6.0, 5.0]], [[1.0, 2.0, 3.0, 4.0]]])
-    assert overlap(ours, theirs, 0.5, "model") == 0.5  # theirs keep 8 7 6 5, ours the first head alone
+    assert (
+        overlap(ours, theirs, 0.5, "model") == 0.5
+    )  # theirs keep 8 7 6 5, ours the first head alone
     assert overlap(ours, theirs, 0.5, None) == 0.5  # all of the first head, none of the second
     assert overlap(ours, theirs, 0.25, None) == 0.5
     assert overlap(theirs, theirs, 0.25, "layer") == 1.0
@@ -132,9 +182,14 @@ def test_overlap_counts_what_is_kept_alike() -> None:
 
 @pytest.mark.parametrize(
     ("texts", "message"),
-    [(TEXTS[:1], "there are 1 texts, a gate needs at least 2"), (["short"] * 2, "sample 0 has 1 tokens")],
+    [
+        (TEXTS[:1], "there are 1 texts, a gate needs at least 2"),
+        (["short"] * 2, "sample 0 has 1 tokens"),
+    ],
 )
-def test_texts_that_are_not_enough_are_refused(tiny: LoadedModel, texts: list[str], message: str) -> None:
+def test_texts_that_are_not_enough_are_refused(
+    tiny: LoadedModel, texts: list[str], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         distil_gate(tiny, texts, chunk_tokens=CHUNK, source="", recipe=RECIPE)
 
@@ -152,14 +207,32 @@ def test_a_batch_must_fill(tiny: LoadedModel) -> None:
             "train_gate is nowhere/gate.safetensors, there is no folder",
         ),
         (["--train-gate", "gate.pt"], "give it the suffix .safetensors"),
-        (["--train-gate", "gate.safetensors", "-o", "profile.json"], "together with --output profile.json"),
+        (
+            ["--train-gate", "gate.safetensors", "-o", "profile.json"],
+            "together with --output profile.json",
+        ),
         (["--train-gate", "gate.safetensors", "--scorer", "tova"], "together with --scorer tova"),
-        (["--train-gate", "gate.safetensors", "--scorer", "keydiff"], "together with --scorer keydiff"),
-        (["--train-gate", "gate.safetensors", "--kv-retention", "0.3"], "together with --kv-retention 0.3"),
+        (
+            ["--train-gate", "gate.safetensors", "--scorer", "keydiff"],
+            "together with --scorer keydiff",
+        ),
+        (
+            ["--train-gate", "gate.safetensors", "--kv-retention", "0.3"],
+            "together with --kv-retention 0.3",
+        ),
         (["--train-gate", "gate.safetensors", "--scope", "layer"], "together with --scope layer"),
-        (["--train-gate", "gate.safetensors", "--page-tokens", "8"], "together with --page-tokens 8"),
-        (["--train-gate", "gate.safetensors", "--heads-per-page", "2"], "together with --heads-per-page 2"),
-        (["--train-gate", "gate.safetensors", "--samples", "2", "--data", "a.txt"], "samples is 2 and data 'a.txt'"),
+        (
+            ["--train-gate", "gate.safetensors", "--page-tokens", "8"],
+            "together with --page-tokens 8",
+        ),
+        (
+            ["--train-gate", "gate.safetensors", "--heads-per-page", "2"],
+            "together with --heads-per-page 2",
+        ),
+        (
+            ["--train-gate", "gate.safetensors", "--samples", "2", "--data", "a.txt"],
+            "samples is 2 and data 'a.txt'",
+        ),
         ([], "output is not set"),
     ],
 )
@@ -174,7 +247,11 @@ def test_the_command_refuses_at_once(
 
 
 def test_the_command_writes_a_gate_that_calibrate_accepts(folder: Path, tmp_path: Path) -> None:
-    data, gate, profile = tmp_path / "texts.jsonl", tmp_path / "gate.safetensors", tmp_path / "profile.json"
+    data, gate, profile = (
+        tmp_path / "texts.jsonl",
+        tmp_path / "gate.safetensors",
+        tmp_path / "profile.json",
+    )
     texts = [" ".join(str(37 * n * start % 290 + 3) for n in range(300)) for start in range(1, 6)]
     data.write_text("\n".join(json.dumps({"text": text}) for text in texts))
     options = ["--data", str(data), "--load-format", "dummy", "--chunk-tokens", "64"]
@@ -182,6 +259,15 @@ def test_the_command_writes_a_gate_that_calibrate_accepts(folder: Path, tmp_path
     assert made.exit_code == 0, made.output
     assert "1 unseen texts" in " ".join(made.output.split())
     assert FastKVzip(gate).gate.training is not None
-    options += ["--scorer", "fastkvzip", "--gate", str(gate), "-o", str(profile), "--kv-retention", "0.6"]
+    options += [
+        "--scorer",
+        "fastkvzip",
+        "--gate",
+        str(gate),
+        "-o",
+        str(profile),
+        "--kv-retention",
+        "0.6",
+    ]
     used = CliRunner().invoke(app, ["calibrate", str(folder), *options])
     assert used.exit_code == 0, used.output

@@ -1,4 +1,6 @@
-"""Calibrating and judging a policy, with a clock that is told what to say: no device is needed for the bookkeeping."""
+"""Calibrating and judging a policy, with a clock that is told what to say: no device is needed for
+the bookkeeping.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ from tangram.cli import app
 from tangram.lab.kernel_benchmarks import cases, policy_calibration
 from tangram.lab.kernel_benchmarks.case import BatchGeometry, Case
 from tangram.lab.kernel_benchmarks.cases import Named
-from tangram.lab.kernel_benchmarks.policy_calibration import best_single, calibrate_policy, judge, regret
+from tangram.lab.kernel_benchmarks.policy_calibration import (
+    best_single,
+    calibrate_policy,
+    judge,
+    regret,
+)
 from tangram.lab.kernel_benchmarks.timing import Measurement
 from tangram.lab.kernel_benchmarks.traces import Trace
 from tangram.lab.kernel_benchmarks.tree import Tree
@@ -30,7 +37,9 @@ SCHEDULES = ("workqueue", "packing:measured")
 
 
 def told(name: str, case: Case) -> float:
-    """Packing is twice as fast where prefixes are shared, half as fast elsewhere; FlashInfer never."""
+    """Packing is twice as fast where prefixes are shared, half as fast elsewhere;
+    FlashInfer never.
+    """
     shared = case.tree is not None and case.tree.shared
     if name == FLASHINFER:
         return 105.0
@@ -47,7 +56,9 @@ class Told:
 def told_measure(contender: Told, *rest: Any, **options: Any) -> Measurement:
     us = told(contender.name, contender.case)
     library = contender.name == FLASHINFER
-    return Measurement(contender.name, us, us, us, [us], True, library, 0.0, True, 20.0, us + 5, us + 2)
+    return Measurement(
+        contender.name, us, us, us, [us], True, library, 0.0, True, 20.0, us + 5, us + 2
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -57,15 +68,23 @@ def told_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy_calibration, "ColdCache", lambda device: None)
     monkeypatch.setattr(policy_calibration, "measured_cost", lambda *rest: CostModel(task_us=0.25))
     monkeypatch.setattr(
-        policy_calibration, "Ours", lambda schedule, workload, *rest: Told(schedule.text, workload.case)
+        policy_calibration,
+        "Ours",
+        lambda schedule, workload, *rest: Told(schedule.text, workload.case),
     )
-    monkeypatch.setattr(policy_calibration, "Library", lambda workload, *rest: Told(FLASHINFER, workload.case))
+    monkeypatch.setattr(
+        policy_calibration, "Library", lambda workload, *rest: Told(FLASHINFER, workload.case)
+    )
     monkeypatch.setattr(policy_calibration.flashinfer, "installed", lambda: True)
     monkeypatch.setattr(policy_calibration.flashinfer, "WORKSPACE_BYTES", 1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=4))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=4)
+    )
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
     # A 256th of the real lengths: the cases are built, so that their loads are real.
-    monkeypatch.setattr(Trace, "lengths", lambda trace, seed: [trace.bucket // 256 + seed % 7] * min(trace.batch, 4))
+    monkeypatch.setattr(
+        Trace, "lengths", lambda trace, seed: [trace.bucket // 256 + seed % 7] * min(trace.batch, 4)
+    )
 
 
 def small(cases: Sequence[Named]) -> list[Named]:
@@ -76,12 +95,19 @@ def small(cases: Sequence[Named]) -> list[Named]:
 
 
 def test_a_policy_takes_what_the_clock_says_is_fastest_and_is_judged_by_it() -> None:
-    policy = calibrate_policy(GEOMETRY, torch.float16, CPU, small(cases.calibration(GEOMETRY)), SCHEDULES)
+    policy = calibrate_policy(
+        GEOMETRY, torch.float16, CPU, small(cases.calibration(GEOMETRY)), SCHEDULES
+    )
     assert policy.schedules == (*SCHEDULES, FLASHINFER)
     assert policy.device == "a GPU" and policy.cost.task_us == 0.25
     assert policy.geometry == {
-        "kv_heads": 2, "group": 2, "head_dim": 16, "page_tokens": 16, "heads_per_page": 2, "dtype": "float16",
-    }  # fmt: skip
+        "kv_heads": 2,
+        "group": 2,
+        "head_dim": 16,
+        "page_tokens": 16,
+        "heads_per_page": 2,
+        "dtype": "float16",
+    }
     verdicts = judge(policy, torch.float16, GEOMETRY, CPU, small(cases.held_out(GEOMETRY)))
     chosen = {verdict.family: verdict.chosen for verdict in verdicts}
     assert chosen["shared prefixes"] == "packing:measured" and chosen["ragged"] == "workqueue"
@@ -97,18 +123,26 @@ def test_planning_at_every_step_counts() -> None:
     assert policy_calibration.step_us(replace(measured, each_step=False)) == 105.0
 
 
-def test_the_command_judges_a_policy_and_keeps_every_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = calibrate_policy(GEOMETRY, torch.float16, CPU, small(cases.calibration(GEOMETRY)), SCHEDULES)
+def test_the_command_judges_a_policy_and_keeps_every_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = calibrate_policy(
+        GEOMETRY, torch.float16, CPU, small(cases.calibration(GEOMETRY)), SCHEDULES
+    )
     policy.save(tmp_path / "policy.json")
     monkeypatch.setattr("tangram.cli.bench._gpu", lambda: CPU)
     held_out = small(cases.held_out(GEOMETRY))
     monkeypatch.setattr(cases, "held_out", lambda geometry: held_out)
     kept = tmp_path / "kernels_policy.json"
-    result = CliRunner().invoke(app, ["bench", "check-policy", str(tmp_path / "policy.json"), "-o", str(kept)])
+    result = CliRunner().invoke(
+        app, ["bench", "check-policy", str(tmp_path / "policy.json"), "-o", str(kept)]
+    )
     assert result.exit_code == 0, result.output
     assert "best single schedule" in result.output
     found = json.loads(kept.read_text())
-    assert len(found["verdicts"]) == len(held_out) and set(found["verdicts"][0]["step_us"]) == set(policy.schedules)
+    assert len(found["verdicts"]) == len(held_out) and set(found["verdicts"][0]["step_us"]) == set(
+        policy.schedules
+    )
     assert found["worst_regret"] <= 0.0
 
 
@@ -120,7 +154,8 @@ def test_the_command_keeps_a_policy_where_an_engine_looks_for_it(
     few = small(cases.calibration(GEOMETRY))
     monkeypatch.setattr(cases, "calibration", lambda geometry: few)
     result = CliRunner().invoke(
-        app, ["bench", "calibrate-policy", "--heads", "4/2", "--head-dim", "16", "--dtype", "float16"]
+        app,
+        ["bench", "calibrate-policy", "--heads", "4/2", "--head-dim", "16", "--dtype", "float16"],
     )
     assert result.exit_code == 0, result.output
     assert Policy.load(tmp_path / "policies" / "a_GPU_4-2x16_float16.json").device == "a GPU"

@@ -17,7 +17,8 @@ from tangram.engine.llm import LLM
 from tangram.errors import ConfigError
 from tangram.kernels.waiting import FREE_S, WINDOW_S, WaitPolicy
 
-# How much processor time a process takes that hardly computes, with threads that wait long and with such that do not.
+# How much processor time a process takes that hardly computes, with threads that wait long and with
+# such that do not.
 COST = """
 import os, sys, time
 from pathlib import Path
@@ -70,7 +71,9 @@ class Machine:
         self._stat.write_text(f"123 {self._waited_ns} 4\n")
 
     def window(self, waited_share: float) -> bool:
-        """Whether threads wait briefly after a window of which one has waited this share for a core."""
+        """Whether threads wait briefly after a window of which one has waited this share for a
+        core.
+        """
         self._pass(WINDOW_S, waited_share)
         self.policy.adjust()
         return self.policy.brief
@@ -95,7 +98,9 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def test_brief_while_others_want_the_cores_and_long_when_they_have_gone(tmp_path: Path, two_threads: None) -> None:
+def test_brief_while_others_want_the_cores_and_long_when_they_have_gone(
+    tmp_path: Path, two_threads: None
+) -> None:
     machine, before = Machine(tmp_path), teams()
     assert not machine.window(0.0)
     assert machine.window(0.5)
@@ -128,11 +133,19 @@ def test_a_system_that_tells_nothing_of_threads_is_left_alone(tmp_path: Path) ->
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
-@pytest.mark.skipif(not list((Path(torch.__file__).parent / "lib").glob("libgomp*")), reason="no libgomp")
+@pytest.mark.skipif(
+    not list((Path(torch.__file__).parent / "lib").glob("libgomp*")), reason="no libgomp"
+)
 def test_threads_that_wait_briefly_leave_the_cores_to_others(tmp_path: Path) -> None:
-    unset = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    unset = {
+        name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))
+    }
     done = subprocess.run(
-        [sys.executable, "-c", COST, str(tmp_path)], capture_output=True, text=True, timeout=120, env=unset
+        [sys.executable, "-c", COST, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=unset,
     )
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) > 1.5
@@ -143,9 +156,16 @@ def test_threads_are_those_of_torch(folder: Path) -> None:
     try:
         for count in (2, 1):
             LLM(
-                str(folder), load_format="dummy", kv_retention=1.0, chunk_tokens=32, page_tokens=8, kv_cache_gib=0.01,
-                max_num_seqs=4, max_num_batched_tokens=128, threads=count,
-            )  # fmt: skip
+                str(folder),
+                load_format="dummy",
+                kv_retention=1.0,
+                chunk_tokens=32,
+                page_tokens=8,
+                kv_cache_gib=0.01,
+                max_num_seqs=4,
+                max_num_batched_tokens=128,
+                threads=count,
+            )
             assert torch.get_num_threads() == count
     finally:
         torch.set_num_threads(threads)

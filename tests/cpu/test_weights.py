@@ -1,4 +1,6 @@
-"""The count of a model's parameters from its config.json, beside models that Transformers builds."""
+"""The count of a model's parameters from its config.json, beside models that
+Transformers builds.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,9 @@ PUBLISHED = {  # in billions, as their makers say; of gemma-3-12b the language p
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_count_is_that_of_the_model_that_transformers_builds(family: str, tmp_path: Path) -> None:
+def test_the_count_is_that_of_the_model_that_transformers_builds(
+    family: str, tmp_path: Path
+) -> None:
     config = CONFIG_MAPPING[family](**FAMILIES[family])
     config.save_pretrained(tmp_path)
     with torch.device("meta"):
@@ -102,11 +106,15 @@ def model_kv_heads(config: Any) -> int:
 
 @pytest.mark.parametrize("name", presets())
 def test_presets_have_as_many_parameters_as_was_published(name: str) -> None:
-    assert read_weights(read_config(name)).parameters / 1e9 == pytest.approx(PUBLISHED[name], rel=0.002)
+    assert read_weights(read_config(name)).parameters / 1e9 == pytest.approx(
+        PUBLISHED[name], rel=0.002
+    )
 
 
 def test_files_at_hand_are_counted_and_not_reckoned(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**GQA, "model_type": "llama", "dtype": "float16"}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**GQA, "model_type": "llama", "dtype": "float16"})
+    )
     names = ["model-1.safetensors", "model-2.safetensors"]
     save_file({"a": torch.zeros(10, 7), "b": torch.zeros(3)}, tmp_path / names[0])
     index = {"weight_map": {"a": names[0], "b": names[0], "c": names[1]}}
@@ -127,7 +135,9 @@ def test_files_at_hand_are_counted_and_not_reckoned(tmp_path: Path) -> None:
 
 
 def run(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["size", *arguments], env={"COLUMNS": "200"}, catch_exceptions=False)
+    result = CliRunner().invoke(
+        app, ["size", *arguments], env={"COLUMNS": "200"}, catch_exceptions=False
+    )
     return result.exit_code, " ".join(result.output.split())
 
 
@@ -137,7 +147,9 @@ def test_size_takes_the_weights_off_and_counts_sequences_and_tokens() -> None:
     assert code == 0 and found["weights_bytes"] == 2 * found["parameters"]
     # 80 GiB less 14.96 hold 16 caches of 3.91.
     assert (found["sequences"], found["tokens"]) == (16, 16 * 32_000)
-    half = json.loads(run("llama-3.1-8b", "--memory-gib", "80", "--kv-retention", "0.5", "--json")[1])
+    half = json.loads(
+        run("llama-3.1-8b", "--memory-gib", "80", "--kv-retention", "0.5", "--json")[1]
+    )
     assert 31 <= half["sequences"] <= 33
     _, table = run("llama-3.1-8b", "--memory-gib", "80")
     for words in ("8.03 B parameters in bfloat16", "14.96 GiB", "65.04 GiB", "512,000"):
@@ -147,20 +159,34 @@ def test_size_takes_the_weights_off_and_counts_sequences_and_tokens() -> None:
 
 def test_size_knows_its_old_names_for_dtypes() -> None:
     both = [
-        json.loads(run("qwen3-4b", "--json", *given)[1]) for given in (["--dtype", "fp8"], ["--kv-cache-dtype", "fp8"])
+        json.loads(run("qwen3-4b", "--json", *given)[1])
+        for given in (["--dtype", "fp8"], ["--kv-cache-dtype", "fp8"])
     ]
-    assert both[0] == both[1] and both[0]["kv_cache_dtype"] == "fp8" and both[0]["weights_dtype"] == "bfloat16"
-    assert run("qwen3-4b", "--json", "--dtype", "fp32") == run("qwen3-4b", "--json", "--dtype", "float32")
+    assert (
+        both[0] == both[1]
+        and both[0]["kv_cache_dtype"] == "fp8"
+        and both[0]["weights_dtype"] == "bfloat16"
+    )
+    assert run("qwen3-4b", "--json", "--dtype", "fp32") == run(
+        "qwen3-4b", "--json", "--dtype", "float32"
+    )
     code, said = run("qwen3-4b", "--dtype", "int4")
-    assert code == 2 and "dtype is 'int4', it must be auto or one of float32, bfloat16, float16" in said
+    assert (
+        code == 2
+        and "dtype is 'int4', it must be auto or one of float32, bfloat16, float16" in said
+    )
 
 
-def test_a_model_on_the_hub_is_read_from_its_config_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_on_the_hub_is_read_from_its_config_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = []
 
     def download(model: str, name: str) -> str:
         asked.append((model, name))
-        (tmp_path / name).write_text(json.dumps({**GQA, "model_type": "llama", "tie_word_embeddings": False}))
+        (tmp_path / name).write_text(
+            json.dumps({**GQA, "model_type": "llama", "tie_word_embeddings": False})
+        )
         return str(tmp_path / name)
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
@@ -175,14 +201,21 @@ def test_without_a_network_it_says_so_in_a_line(monkeypatch: pytest.MonkeyPatch)
     result = CliRunner().invoke(app, ["size", "somebody/there-is-no-such-model"])
     assert result.exit_code == 2 and len(result.output.splitlines()) == 1
     assert (
-        "cannot be fetched from Hugging Face" in result.output and "give a folder with its config.json" in result.output
+        "cannot be fetched from Hugging Face" in result.output
+        and "give a folder with its config.json" in result.output
     )
 
 
 def test_unknown_weights_are_said_and_not_left_out(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}))
+    path.write_text(
+        json.dumps({"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4})
+    )
     code, said = run(str(path))
     assert code == 0 and "Of the weights nothing is known" in said and "no vocab_size" in said
     code, said = run(str(path), "--memory-gib", "8")
-    assert code == 2 and "memory_gib is 8.0, but the weights count, too" in said and "no vocab_size" in said
+    assert (
+        code == 2
+        and "memory_gib is 8.0, but the weights count, too" in said
+        and "no vocab_size" in said
+    )

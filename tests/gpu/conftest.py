@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+# isort: off
+import tests.interpreter  # noqa: F401, before Triton is imported
+
+# isort: on
 import pytest
 import torch
 

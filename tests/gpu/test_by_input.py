@@ -1,4 +1,6 @@
-"""The reference mode of `tangram eval`: heads keep what each chunk's scores give them, by both kinds of kernels."""
+"""The reference mode of `tangram eval`: heads keep what each chunk's scores give them, by both
+kinds of kernels.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,11 @@ def test_every_step_leaves_the_pool_and_the_answers_that_torch_leaves(
 ) -> None:
     loaded = models[id(CASES[case][0])]
     options = options_of(case, loaded, tmp_path) | {
-        "reclamation": "by-input", "enable_prefix_caching": False, "scope": scope, "profile": (),
-    }  # fmt: skip
+        "reclamation": "by-input",
+        "enable_prefix_caching": False,
+        "scope": scope,
+        "profile": (),
+    }
     engines = both(loaded, options)
     in_step(engines, PROMPTS)
     assert engines[0].stats().sealed_chunks == 4
@@ -32,9 +37,13 @@ def test_the_whole_context_may_be_one_chunk(models: dict[int, LoadedModel], tmp_
     """One-shot: a chunk as long as the longest prompt, and a shorter one that seals nothing."""
     loaded = models[id(CASES["llama"][0])]
     options = options_of("llama", loaded, tmp_path) | {
-        "reclamation": "by-input", "enable_prefix_caching": False, "scope": "model", "profile": (),
-        "chunk_tokens": 2 * CHUNK, "max_num_batched_tokens": 2 * CHUNK + 3,
-    }  # fmt: skip
+        "reclamation": "by-input",
+        "enable_prefix_caching": False,
+        "scope": "model",
+        "profile": (),
+        "chunk_tokens": 2 * CHUNK,
+        "max_num_batched_tokens": 2 * CHUNK + 3,
+    }
     engines = both(loaded, options)
     in_step(engines, PROMPTS)
     assert engines[0].stats().sealed_chunks == 2

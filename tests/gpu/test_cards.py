@@ -19,7 +19,15 @@ from tangram.kernels import e4m3
 from tangram.kernels.tiling import LEAST_ENTRIES, Operands, Tile, fitted
 from tangram.model.load import load_tokenizer
 from tests.gpu.cards import CARDS, REGISTERS, REGISTERS_A_THREAD
-from tests.gpu.test_engine import LLAMA, PROMPTS, always, both, log_probabilities, options_of, submitted
+from tests.gpu.test_engine import (
+    LLAMA,
+    PROMPTS,
+    always,
+    both,
+    log_probabilities,
+    options_of,
+    submitted,
+)
 from tests.gpu.test_engine import pytestmark as pytestmark
 from tests.support import drain, tiny_model
 

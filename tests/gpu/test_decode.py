@@ -26,27 +26,40 @@ PLANNERS: dict[str, Callable[[Batch], WorkPlan]] = {
     "plain": lambda batch: plan_plain(batch.rows),
     "aot": lambda batch: plan_aot(batch.rows, 16, tile_tokens=64),
     "aot, empty shares": lambda batch: plan_aot(batch.rows, 40, tile_tokens=256),
-    "work queue": lambda batch: plan_workqueue(batch.rows, batch.lengths.numpy(), 8, tile_tokens=64, min_tokens=64),
+    "work queue": lambda batch: plan_workqueue(
+        batch.rows, batch.lengths.numpy(), 8, tile_tokens=64, min_tokens=64
+    ),
     "uniform": lambda batch: plan_uniform_splits(batch.rows, batch.lengths.numpy(), 64),
 }
 
 
-def run(batch: Batch, plan: WorkPlan, layer: int, device: torch.device, **options: object) -> Tensor:
+def run(
+    batch: Batch, plan: WorkPlan, layer: int, device: torch.device, **options: object
+) -> Tensor:
     """Append the new entries, then attend, as a decode step does."""
     from tangram.kernels import gpu, store
 
     pool, q, k, v, tables, lengths = (
-        x.to(device) for x in (batch.pool.clone(), batch.q, batch.k, batch.v, batch.tables, batch.lengths)
+        x.to(device)
+        for x in (batch.pool.clone(), batch.q, batch.k, batch.v, batch.tables, batch.lengths)
     )
     rows = batch.rows
-    address = torch.from_numpy(np.stack([rows.table, rows.column, rows.length_index], axis=-1).swapaxes(0, 1).copy())
+    address = torch.from_numpy(
+        np.stack([rows.table, rows.column, rows.length_index], axis=-1).swapaxes(0, 1).copy()
+    )
     store.append(k, v, pool, tables, lengths, address.to(device, torch.int32), layer)
-    settings = {name: options.pop(name) for name in ("options", "plans", "planned_at") if name in options}
+    settings = {
+        name: options.pop(name) for name in ("options", "plans", "planned_at") if name in options
+    }
     planned_at: Any = settings.get("planned_at", batch.lengths.numpy())
     decoder = gpu.GpuDecode(
-        settings.get("plans", [plan]), group=q.shape[1] // k.shape[1], head_dim=q.shape[2], pool=pool,  # type: ignore[arg-type]
-        lengths=planned_at, options=settings.get("options"),  # type: ignore[arg-type]
-    )  # fmt: skip
+        settings.get("plans", [plan]),
+        group=q.shape[1] // k.shape[1],
+        head_dim=q.shape[2],
+        pool=pool,  # type: ignore[arg-type]
+        lengths=planned_at,
+        options=settings.get("options"),  # type: ignore[arg-type]
+    )
     decoder.load(plan, planned_at)
     return decoder.attend(layer, q, tables, lengths, scaling=SCALING, **options).cpu()  # type: ignore[arg-type]
 
@@ -65,13 +78,21 @@ def test_decode_equals_dense_attention(
     batch = make_batch(3, 2, 4, 64, longest=200)
     plan, sinks = PLANNERS[planner](batch), batch.sinks if use_sinks else None
     for layer in (0, 1):
-        out = run(batch, plan, layer, device, softcap=softcap, sinks=None if sinks is None else sinks.to(device))
+        out = run(
+            batch,
+            plan,
+            layer,
+            device,
+            softcap=softcap,
+            sinks=None if sinks is None else sinks.to(device),
+        )
         assert_close(out, dense_decode(batch, layer, softcap=softcap, sinks=sinks))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("head_dim", "group", "page"), [(64, 3, 16), (80, 1, 8), (96, 8, 32), (128, 4, 64), (256, 2, 16)]
+    ("head_dim", "group", "page"),
+    [(64, 3, 16), (80, 1, 8), (96, 8, 32), (128, 4, 64), (256, 2, 16)],
 )
 def test_head_dims_groups_pages_and_dtypes(
     dtype: torch.dtype, head_dim: int, group: int, page: int, device: torch.device
@@ -89,7 +110,9 @@ def options(merge: str, **changes: object) -> Any:
 
 
 def shared_batch(rows: int, group: int, prefix: int) -> tuple[Batch, WorkPlan]:
-    """Rows whose first `prefix` entries are one and the same, read by one task a head, and a tail of each row's own."""
+    """Rows whose first `prefix` entries are one and the same, read by one task a head, and a tail
+    of each row's own.
+    """
     batch = make_batch(rows, 2, group, 64, longest=120, seed=3)
     page, table = batch.rows.page_tokens, batch.rows.table
     lengths = batch.lengths.clone()
@@ -107,15 +130,24 @@ def shared_batch(rows: int, group: int, prefix: int) -> tuple[Batch, WorkPlan]:
     column = np.broadcast_to(batch.rows.column[:1], table.shape).copy()
     layout = replace(batch.rows, table=rows_table, column=column, windows=(None, None))
     kv = [
-        [[_read(pool, tables, layout, lengths, (r, la, h)) for h in range(2)] for la in range(2)] for r in range(rows)
+        [[_read(pool, tables, layout, lengths, (r, la, h)) for h in range(2)] for la in range(2)]
+        for r in range(rows)
     ]
-    shared = replace(batch, rows=layout, pool=pool, tables=torch.from_numpy(tables), lengths=lengths, kv=kv)
+    shared = replace(
+        batch, rows=layout, pool=pool, tables=torch.from_numpy(tables), lengths=lengths, kv=kv
+    )
     return shared, _packed(layout, prefix)
 
 
-def _read(pool: Tensor, tables: np.ndarray, rows: DecodeRows, lengths: Tensor, cell: tuple[int, int, int]) -> Tensor:
+def _read(
+    pool: Tensor, tables: np.ndarray, rows: DecodeRows, lengths: Tensor, cell: tuple[int, int, int]
+) -> Tensor:
     """[2, length, D]: a copy of one head's entries."""
-    table, column, length = rows.table[cell], rows.column[cell], int(lengths[rows.length_index[cell]])
+    table, column, length = (
+        rows.table[cell],
+        rows.column[cell],
+        int(lengths[rows.length_index[cell]]),
+    )
     places = tables[table : table + -(-length // pool.shape[3])].astype(np.int64)
     return pool[places, column].transpose(0, 1).flatten(1, 2)[:, :length].clone()
 
@@ -124,13 +156,33 @@ def _packed(rows: DecodeRows, prefix: int) -> WorkPlan:
     count, layers, heads = rows.table.shape
     cells = [(layer, head) for layer in range(layers) for head in range(heads)]
     fields: list[tuple[int, ...]] = [
-        (la, rows.table[0, la, h], rows.length_index[0, la, h], rows.column[0, la, h], h, 0, 0, prefix, count)
+        (
+            la,
+            rows.table[0, la, h],
+            rows.length_index[0, la, h],
+            rows.column[0, la, h],
+            h,
+            0,
+            0,
+            prefix,
+            count,
+        )
         for la, h in cells
     ]
     members = [list(range(count))] * len(cells)
     for row in range(count):
         fields += [
-            (la, rows.table[row, la, h], rows.length_index[row, la, h], rows.column[row, la, h], h, 1, prefix, 0, 1)
+            (
+                la,
+                rows.table[row, la, h],
+                rows.length_index[row, la, h],
+                rows.column[row, la, h],
+                h,
+                1,
+                prefix,
+                0,
+                1,
+            )
             for la, h in cells
         ]
         members += [[row]] * len(cells)
@@ -140,7 +192,9 @@ def _packed(rows: DecodeRows, prefix: int) -> WorkPlan:
 
 @pytest.mark.parametrize("merge", MERGES)
 @pytest.mark.parametrize(("rows", "group"), [(3, 4), (8, 4), (16, 4), (30, 4), (5, 3)])
-def test_one_task_serves_rows_that_share_a_prefix(rows: int, group: int, merge: str, device: torch.device) -> None:
+def test_one_task_serves_rows_that_share_a_prefix(
+    rows: int, group: int, merge: str, device: torch.device
+) -> None:
     """12, 32, 64, 120 and 15 queries: every tile size."""
     batch, plan = shared_batch(rows, group, prefix=64)
     plan.check(batch.rows, batch.lengths.numpy(), batch.tables.numpy())
@@ -152,7 +206,9 @@ def test_one_task_serves_rows_that_share_a_prefix(rows: int, group: int, merge: 
 
 
 def test_a_short_tail_finishes_its_row() -> None:
-    """Each row's tail runs with the smallest tile, after the shared prefix: nothing is left for the merge kernel."""
+    """Each row's tail runs with the smallest tile, after the shared prefix: nothing is left for the
+    merge kernel.
+    """
     from tangram.kernels.packed import pack
 
     batch, plan = shared_batch(8, 4, prefix=64)
@@ -169,7 +225,9 @@ def test_buffers_with_slack_take_plans_that_differ_a_little(device: torch.device
 
     batch = make_batch(3, 2, 4, 64, longest=2000)
     pool = batch.pool.to(device)
-    small, like_it, large = (plan_aot(batch.rows, workers, tile_tokens=16) for workers in (14, 15, 90))
+    small, like_it, large = (
+        plan_aot(batch.rows, workers, tile_tokens=16) for workers in (14, 15, 90)
+    )
     decoder = GpuDecode([small], group=4, head_dim=64, pool=pool, slack=True)
     assert decoder.takes(like_it)
     assert not decoder.takes(large)
@@ -180,7 +238,9 @@ def test_buffers_with_slack_take_plans_that_differ_a_little(device: torch.device
 
 
 @pytest.mark.parametrize("merge", MERGES)
-def test_equal_plans_give_equal_bits_and_counters_return_to_zero(merge: str, device: torch.device) -> None:
+def test_equal_plans_give_equal_bits_and_counters_return_to_zero(
+    merge: str, device: torch.device
+) -> None:
     from tangram.kernels import gpu
 
     batch = make_batch(3, 2, 4, 64, longest=200)
@@ -211,7 +271,10 @@ def test_short_tasks_take_whatever_their_rows_grow_to(device: torch.device) -> N
 
 def test_buffers_take_any_plan_that_fits_and_refuse_others(device: torch.device) -> None:
     batch = make_batch(3, 2, 4, 64, longest=200)
-    large, small = PLANNERS["work queue"](batch), plan_workqueue(batch.rows, batch.lengths.numpy(), 1, tile_tokens=64)
+    large, small = (
+        PLANNERS["work queue"](batch),
+        plan_workqueue(batch.rows, batch.lengths.numpy(), 1, tile_tokens=64),
+    )
     out = run(batch, small, 0, device, plans=[large, small])
     assert_close(out, dense_decode(batch, 0, softcap=None, sinks=None))
     with pytest.raises(ConfigError, match="the buffers hold"):
@@ -226,14 +289,28 @@ def test_a_captured_graph_replays_under_changing_plans(merge: str, device: torch
     from tangram.kernels import gpu
 
     batch = make_batch(6, 2, 4, 128, longest=3000, dtype=torch.bfloat16)
-    made = [plan_plain(batch.rows), plan_aot(batch.rows, 132, tile_tokens=16), plan_aot(batch.rows, 7, tile_tokens=16)]
+    made = [
+        plan_plain(batch.rows),
+        plan_aot(batch.rows, 132, tile_tokens=16),
+        plan_aot(batch.rows, 7, tile_tokens=16),
+    ]
     pool = batch.pool.to(device)
     q, tables, lengths = (x.to(device) for x in (batch.q, batch.tables, batch.lengths))
     from tangram.kernels import store
 
     rows = batch.rows
-    address = torch.from_numpy(np.stack([rows.table, rows.column, rows.length_index], axis=-1).swapaxes(0, 1).copy())
-    store.append(batch.k.to(device), batch.v.to(device), pool, tables, lengths, address.to(device, torch.int32), 0)
+    address = torch.from_numpy(
+        np.stack([rows.table, rows.column, rows.length_index], axis=-1).swapaxes(0, 1).copy()
+    )
+    store.append(
+        batch.k.to(device),
+        batch.v.to(device),
+        pool,
+        tables,
+        lengths,
+        address.to(device, torch.int32),
+        0,
+    )
     decoder = gpu.GpuDecode(made, group=4, head_dim=128, pool=pool, options=options(merge))
     decoder.attend(0, q, tables, lengths, scaling=SCALING)
     torch.cuda.synchronize()

@@ -1,4 +1,6 @@
-"""A prompt's first chunks, where nothing is dropped, through torch's own attention: which, and what comes of it."""
+"""A prompt's first chunks, where nothing is dropped, through torch's own attention: which, and what
+comes of it.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,18 @@ from tests.support import tiny_model
 
 
 def rows_of(*rows: tuple[int, int, int, int]) -> PrefillRows:
-    """Rows (sequence, position, tokens, kept), end to end, of a model with one layer and two heads."""
+    """Rows (sequence, position, tokens, kept), end to end, of a model with one layer
+    and two heads.
+    """
     sequence, position, tokens, kept = np.array(rows).T
     ends = np.cumsum(tokens)
     spans = np.stack([ends - tokens, ends, ends - tokens, ends, position], 1).astype(np.int32)
     address = np.stack(
-        [np.stack([sequence * 100, sequence * 100 + 50], 1), *2 * [np.repeat(position[:, None], 2, 1)]], 2
+        [
+            np.stack([sequence * 100, sequence * 100 + 50], 1),
+            *2 * [np.repeat(position[:, None], 2, 1)],
+        ],
+        2,
     )
     return PrefillRows(
         address[None].astype(np.int32),
@@ -52,7 +60,9 @@ def least(monkeypatch: pytest.MonkeyPatch) -> None:
         ([(0, 0, 16, 16)], []),  # too short
     ],
 )
-def test_runs_begin_at_the_first_token_and_drop_nothing(rows: list[Any], expected: list[tuple[int, int]]) -> None:
+def test_runs_begin_at_the_first_token_and_drop_nothing(
+    rows: list[Any], expected: list[tuple[int, int]]
+) -> None:
     assert [(run.rows.start, run.rows.stop) for run in dense.runs(rows_of(*rows))] == expected
 
 
@@ -62,14 +72,21 @@ def test_rows_that_do_not_ask_and_second_passes_are_no_runs() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_run_attends_causally_and_touches_nothing_else(dtype: torch.dtype, device: torch.device) -> None:
+def test_a_run_attends_causally_and_touches_nothing_else(
+    dtype: torch.dtype, device: torch.device
+) -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(60, 8, 64, device=device).to(dtype).split([4, 2, 2], dim=1)
-    out, run = torch.full(q.shape, torch.nan, dtype=dtype, device=device), dense.Run(slice(0, 2), slice(10, 50))
+    out, run = (
+        torch.full(q.shape, torch.nan, dtype=dtype, device=device),
+        dense.Run(slice(0, 2), slice(10, 50)),
+    )
     dense.attend(q, k, v, out, run, scaling=0.1)
     keys, values = (x[10:50].float().repeat_interleave(2, dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q[10:50].float(), keys) * 0.1
-    scores = scores.masked_fill(~torch.ones(40, 40, dtype=torch.bool, device=device).tril(), float("-inf"))
+    scores = scores.masked_fill(
+        ~torch.ones(40, 40, dtype=torch.bool, device=device).tril(), float("-inf")
+    )
     expected = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
     limit = 1e-5 if dtype is torch.float32 else 2e-2
     torch.testing.assert_close(out[10:50].float(), expected, rtol=limit, atol=limit)

@@ -1,4 +1,6 @@
-"""Whole engines, step by step: what the Triton kernels leave in the pool and answer is what the torch ones do."""
+"""Whole engines, step by step: what the Triton kernels leave in the pool and answer is what the
+torch ones do.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +39,18 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:\\s*Online softmax is disabled:UserWarning"),
 ]
 BASE: dict[str, Any] = {
-    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
     "eos_token_id": 2,
-}  # fmt: skip
+}
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 20}
 LLAMA = LlamaConfig(**BASE)
 GPT_OSS = GptOssConfig(**BASE, **SLIDING, num_local_experts=2, num_experts_per_tok=1)
@@ -50,7 +60,11 @@ GEMMA_3 = Gemma3TextConfig(**BASE, **SLIDING, query_pre_attn_scalar=16, tie_word
 LLAMA_WORDS = LlamaConfig(**(BASE | {"vocab_size": 49152}))
 CHUNK = 16
 LAYOUT = Layout.uncompressed(
-    Geometry(2, 2, 4, 16, 96, 64, (None, None)), chunk_tokens=CHUNK, page_tokens=4, heads_per_page=2, max_tokens=64
+    Geometry(2, 2, 4, 16, 96, 64, (None, None)),
+    chunk_tokens=CHUNK,
+    page_tokens=4,
+    heads_per_page=2,
+    max_tokens=64,
 )
 # Three chunks are prefilled, tails beside them, and the second answer fills a fourth.
 PROMPTS = [[5, 9, 17], [(7 * i) % 90 + 3 for i in range(28)], [(i * i) % 90 + 3 for i in range(40)]]
@@ -67,14 +81,18 @@ def always(schedule: str) -> Policy:
     return Policy.fitted("this", {}, CostModel(), [schedule], loads, [[1.0], [1.0]])
 
 
-def on_triton(pool: Tensor, group: int, schedule: str = "aot+ctas=16+tile=16+min=16") -> PoolKernels:
+def on_triton(
+    pool: Tensor, group: int, schedule: str = "aot+ctas=16+tile=16+min=16"
+) -> PoolKernels:
     """Short as they are, heads are split."""
     from tangram.kernels.triton_kernels import TritonKernels
 
     return TritonKernels(pool, group, always(schedule))
 
 
-def both(loaded: LoadedModel, options: dict[str, Any], triton: KernelChoice = on_triton) -> list[Engine]:
+def both(
+    loaded: LoadedModel, options: dict[str, Any], triton: KernelChoice = on_triton
+) -> list[Engine]:
     """Over pools of zeros: an engine on a GPU has rehearsed in its own."""
     engines = [small_engine(loaded, kernels, **options) for kernels in (on_torch, triton)]
     for engine in engines:
@@ -91,7 +109,9 @@ def submitted(engine: Engine, prompts: Sequence[list[int]]) -> list[list[Event]]
 
 
 def log_probabilities(events: list[Event]) -> Tensor:
-    return torch.tensor([[value for _, value in step.top] for event in events for step in event.logprobs])
+    return torch.tensor(
+        [[value for _, value in step.top] for event in events for step in event.logprobs]
+    )
 
 
 CASES: dict[str, tuple[PretrainedConfig, str, float]] = {
@@ -100,7 +120,11 @@ CASES: dict[str, tuple[PretrainedConfig, str, float]] = {
     "llama, another scorer": (LLAMA, "expected_attention", 0.5),
     "llama, second pass": (LLAMA_WORDS, "kvzip", 0.5),
     "gpt-oss, windows and sinks": (GPT_OSS, "keydiff", 0.5),
-    "gpt-oss, windows in a second pass": (GptOssConfig(**(GPT_OSS.to_dict() | {"vocab_size": 49152})), "kvzip", 0.5),
+    "gpt-oss, windows in a second pass": (
+        GptOssConfig(**(GPT_OSS.to_dict() | {"vocab_size": 49152})),
+        "kvzip",
+        0.5,
+    ),
     "gemma 2, softcap": (GEMMA_2, "keydiff", 0.5),
     "gemma 3": (GEMMA_3, "keydiff", 0.5),
 }
@@ -116,9 +140,14 @@ def models(device: torch.device) -> dict[int, LoadedModel]:
 def options_of(case: str, loaded: LoadedModel, folder: Path) -> dict[str, Any]:
     _, scorer, retention = CASES[case]
     options: dict[str, Any] = {
-        "kv_retention": retention, "scorer": scorer, "chunk_tokens": CHUNK, "max_num_seqs": 3, "kv_cache_gib": 1e-3,
-        "max_model_len": 100, "max_num_batched_tokens": 50,
-    }  # fmt: skip
+        "kv_retention": retention,
+        "scorer": scorer,
+        "chunk_tokens": CHUNK,
+        "max_num_seqs": 3,
+        "kv_cache_gib": 1e-3,
+        "max_model_len": 100,
+        "max_num_batched_tokens": 50,
+    }
     if retention < 1:
         options["profile"] = (profile_file(loaded, folder, scorer=scorer, chunk_tokens=CHUNK),)
     return options
@@ -135,7 +164,9 @@ def in_step(engines: Sequence[Engine], prompts: Sequence[list[int]]) -> None:
     assert pools[0].any()
     for ours, theirs in zip(found, expected, strict=True):
         assert [event.token_ids for event in ours] == [event.token_ids for event in theirs]
-        torch.testing.assert_close(log_probabilities(ours), log_probabilities(theirs), rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(
+            log_probabilities(ours), log_probabilities(theirs), rtol=1e-3, atol=1e-3
+        )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -149,8 +180,12 @@ def test_every_step_leaves_the_pool_and_the_answers_that_torch_leaves(
     assert engines[0].stats().sealed_chunks == 4
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="tiny models are in float32, which is not gathered")
-@pytest.mark.parametrize("case", ["llama", "llama, uncompressed", "llama, second pass", "gpt-oss, windows and sinks"])
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="tiny models are in float32, which is not gathered"
+)
+@pytest.mark.parametrize(
+    "case", ["llama", "llama, uncompressed", "llama, second pass", "gpt-oss, windows and sinks"]
+)
 def test_chunks_are_gathered_where_nothing_else_is_asked_of_a_layer(
     case: str, models: dict[int, LoadedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,7 +232,9 @@ def test_rows_that_share_a_prefix_read_it_together(
     assert max(served) == 3
 
 
-@pytest.mark.parametrize("case", ["llama", "llama, uncompressed", "llama, second pass", "gpt-oss, windows and sinks"])
+@pytest.mark.parametrize(
+    "case", ["llama", "llama, uncompressed", "llama, second pass", "gpt-oss, windows and sinks"]
+)
 def test_an_fp8_cache_holds_what_the_specification_holds(
     case: str, models: dict[int, LoadedModel], tmp_path: Path
 ) -> None:
@@ -217,7 +254,9 @@ def test_an_fp8_cache_holds_what_the_specification_holds(
 
 
 def test_tables_on_the_device_follow_what_is_written(device: torch.device) -> None:
-    """Pages are taken, sealed chunks replace raw tails in the same places, and a cached prefix is entered."""
+    """Pages are taken, sealed chunks replace raw tails in the same places, and a cached prefix is
+    entered.
+    """
     full = Retention(1.0, LAYOUT, "full")
     cache = CacheManager([full], total_pages=200, max_sequences=2, prefix_caching=True)
     on_device, keys = DeviceTables(cache, device), ChunkKeys(full, "")
@@ -234,19 +273,25 @@ def test_tables_on_the_device_follow_what_is_written(device: torch.device) -> No
         assert on_device.flat().tolist() == cache.tables.ravel().tolist()
 
 
-def test_sealing_takes_the_fused_form_of_a_scorer_by_its_name(models: dict[int, LoadedModel], tmp_path: Path) -> None:
+def test_sealing_takes_the_fused_form_of_a_scorer_by_its_name(
+    models: dict[int, LoadedModel], tmp_path: Path
+) -> None:
     loaded, shapes = models[id(LLAMA)], list[torch.Size]()
 
     def first_tokens_first(keys: Tensor) -> Tensor:
         shapes.append(keys.shape)
-        return -torch.arange(keys.shape[2], dtype=torch.float32, device=keys.device).expand(keys.shape[:3])
+        return -torch.arange(keys.shape[2], dtype=torch.float32, device=keys.device).expand(
+            keys.shape[:3]
+        )
 
     def choose(pool: Tensor, group: int) -> PoolKernels:
         serving = TorchKernels(pool)
         serving.fused_scores = {"keydiff": first_tokens_first}
         return serving
 
-    engine = small_engine(loaded, choose, **options_of("llama", loaded, tmp_path) | {"max_num_batched_tokens": 100})
+    engine = small_engine(
+        loaded, choose, **options_of("llama", loaded, tmp_path) | {"max_num_batched_tokens": 100}
+    )
     shapes.clear()  # a GPU's engine has rehearsed
     submitted(engine, [PROMPTS[2], PROMPTS[2][::-1]])
     engine.step()
@@ -272,7 +317,9 @@ def test_what_comes_back_from_host_memory_beside_other_steps_answers_the_same(
             drain(engine)
         for ours, theirs in zip(found, expected, strict=True):
             assert [event.token_ids for event in ours] == [event.token_ids for event in theirs]
-            torch.testing.assert_close(log_probabilities(ours), log_probabilities(theirs), rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(
+                log_probabilities(ours), log_probabilities(theirs), rtol=1e-3, atol=1e-3
+            )
     assert tight_engine.stats().restored_tokens > 0 and roomy.stats().restored_tokens == 0
 
 
@@ -298,4 +345,6 @@ def test_chunks_that_are_stored_whole_and_compacted_later_answer_the_same(
             engine.check_books()
     for ours, theirs in zip(*found, strict=True):
         assert [event.token_ids for event in ours] == [event.token_ids for event in theirs]
-        torch.testing.assert_close(log_probabilities(ours), log_probabilities(theirs), rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(
+            log_probabilities(ours), log_probabilities(theirs), rtol=1e-3, atol=1e-3
+        )

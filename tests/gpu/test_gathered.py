@@ -1,4 +1,6 @@
-"""Attention over gathered entries is the specification's: heads of any lengths from pages, then the chunk itself."""
+"""Attention over gathered entries is the specification's: heads of any lengths from pages, then the
+chunk itself.
+"""
 
 from __future__ import annotations
 
@@ -18,40 +20,65 @@ LIMIT = {torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
 class Requests:
-    """Rows of `keys` new tokens, `queries` of which ask, behind `past` [rows, H] entries; page tables without order.
+    """Rows of `keys` new tokens, `queries` of which ask, behind `past` [rows, H] entries; page
+    tables without order.
 
     Rows of one `sequence` stand on one table, each on as much of it as its past has.
     """
 
     def __init__(
-        self, keys: Sequence[int], past: Sequence[Sequence[int]], dtype: torch.dtype, queries: Sequence[int] = (),
+        self,
+        keys: Sequence[int],
+        past: Sequence[Sequence[int]],
+        dtype: torch.dtype,
+        queries: Sequence[int] = (),
         sequence: Sequence[int] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         torch.manual_seed(sum(keys))
         asking, sequences = list(queries or keys), np.array(sequence or range(len(keys)))
         batch = torch.randn(max(sum(keys), sum(asking)) + 7, (GROUP + 2) * HEADS, DIM).to(dtype)
-        self.q, self.k, self.v = batch[3:-4].split([HEADS * GROUP, HEADS, HEADS], dim=1)  # as a flattened batch lies
+        self.q, self.k, self.v = batch[3:-4].split(
+            [HEADS * GROUP, HEADS, HEADS], dim=1
+        )  # as a flattened batch lies
         self.past = np.array(past)
-        pages = np.array([-(-self.past[sequences == one].max(0) // PAGE) + 1 for one in np.unique(sequences)])
+        pages = np.array(
+            [-(-self.past[sequences == one].max(0) // PAGE) + 1 for one in np.unique(sequences)]
+        )
         first = (np.cumsum(pages).reshape(pages.shape) - pages)[sequences]
         self.pool = torch.randn(int(pages.sum()), 2, 2, PAGE, DIM).to(dtype)
         self.tables = torch.randperm(int(pages.sum())).int()
-        self.address = np.stack([first, np.indices(first.shape)[1] % 2, self.past], -1).astype(np.int32)
+        self.address = np.stack([first, np.indices(first.shape)[1] % 2, self.past], -1).astype(
+            np.int32
+        )
         ends, asked = np.cumsum(keys), np.cumsum(asking)
         position = self.past.max(1)
-        self.spans = np.stack([asked - asking, asked, ends - keys, ends, position], 1).astype(np.int32)
+        self.spans = np.stack([asked - asking, asked, ends - keys, ends, position], 1).astype(
+            np.int32
+        )
 
     def rows(self, asking: slice) -> PrefillRows:
-        kept = np.broadcast_to((self.spans[:, 3] - self.spans[:, 2])[None, :, None], (1, len(self.spans), HEADS))
-        return PrefillRows(self.address[None], self.spans, np.ascontiguousarray(kept, np.int32), asking)
+        kept = np.broadcast_to(
+            (self.spans[:, 3] - self.spans[:, 2])[None, :, None], (1, len(self.spans), HEADS)
+        )
+        return PrefillRows(
+            self.address[None], self.spans, np.ascontiguousarray(kept, np.int32), asking
+        )
 
     def expected(self, row: int) -> Tensor:
         begin, end, first, last, _ = self.spans[row]
         table, column, past = self.address[row].T
         return reference.prefill(
-            self.q[begin:end], self.k[first:last], self.v[first:last], self.pool, self.tables, table, column, past,
-            scaling=DIM**-0.5, past_tokens=int(past.max()),
-        )  # fmt: skip
+            self.q[begin:end],
+            self.k[first:last],
+            self.v[first:last],
+            self.pool,
+            self.tables,
+            table,
+            column,
+            past,
+            scaling=DIM**-0.5,
+            past_tokens=int(past.max()),
+        )
 
 
 def attended(asked: Requests, device: torch.device, asking: slice | None = None) -> Tensor:
@@ -60,19 +87,36 @@ def attended(asked: Requests, device: torch.device, asking: slice | None = None)
 
     rows = asked.rows(asking or slice(0, len(asked.spans)))
     cells = gathered.PrefillOrder.of(rows, 2 * DIM * 2, gathers=True)
-    q, k, v, pool, tables = (x.to(device) for x in (asked.q, asked.k, asked.v, asked.pool, asked.tables))
+    q, k, v, pool, tables = (
+        x.to(device) for x in (asked.q, asked.k, asked.v, asked.pool, asked.tables)
+    )
     out = torch.full(q.shape, torch.nan, dtype=q.dtype, device=device)
 
     def there(array: Int32) -> Tensor:
         return torch.from_numpy(array).to(device)
 
     for part in cells.gathered:
-        copies = [torch.full((gathered.room(part, 0, DIM),), torch.nan, dtype=q.dtype, device=device) for _ in range(2)]
+        copies = [
+            torch.full((gathered.room(part, 0, DIM),), torch.nan, dtype=q.dtype, device=device)
+            for _ in range(2)
+        ]
         gathered.attend(
-            q, k, v, pool, tables, there(asked.address), there(asked.spans), there(cells.order[0, part.cells]),
-            there(cells.offsets[0]), there(cells.sources[part.sources]), copies, part, out, layer=0,
+            q,
+            k,
+            v,
+            pool,
+            tables,
+            there(asked.address),
+            there(asked.spans),
+            there(cells.order[0, part.cells]),
+            there(cells.offsets[0]),
+            there(cells.sources[part.sources]),
+            copies,
+            part,
+            out,
+            layer=0,
             scaling=DIM**-0.5,
-        )  # fmt: skip
+        )
     return out.cpu()
 
 
@@ -88,7 +132,9 @@ def test_rows_see_their_pasts_and_themselves(dtype: torch.dtype, device: torch.d
     asked = Requests([40, 64, 100, 31], [[0, 0, 0], [128, 3, 64], [60, 200, 0], [7, 7, 150]], dtype)
     out = attended(asked, device)
     for row, (begin, end, *_) in enumerate(asked.spans):
-        torch.testing.assert_close(out[begin:end], asked.expected(row), rtol=LIMIT[dtype], atol=LIMIT[dtype])
+        torch.testing.assert_close(
+            out[begin:end], asked.expected(row), rtol=LIMIT[dtype], atol=LIMIT[dtype]
+        )
 
 
 def test_rows_of_one_sequence_see_as_much_of_its_past_as_is_theirs(device: torch.device) -> None:
@@ -106,7 +152,9 @@ def test_queries_of_a_second_pass_see_the_keys_before_them(device: torch.device)
     assert out[20:].isnan().all()
 
 
-def test_a_row_is_computed_alike_whatever_is_beside_it(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_is_computed_alike_whatever_is_beside_it(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also if not all rows fit at a time."""
     from tangram.kernels import gathered
 
@@ -114,7 +162,9 @@ def test_a_row_is_computed_alike_whatever_is_beside_it(device: torch.device, mon
     asked = Requests([40, 64, 50, 30], past, torch.float16, sequence=[0, 1, 2, 0])
     together = attended(asked, device)
     for row, (begin, end, *_) in enumerate(asked.spans):
-        assert torch.equal(attended(asked, device, asking=slice(row, row + 1))[begin:end], together[begin:end])
+        assert torch.equal(
+            attended(asked, device, asking=slice(row, row + 1))[begin:end], together[begin:end]
+        )
     monkeypatch.setattr(gathered, "MOST_BYTES", 1)
     assert torch.equal(attended(asked, device), together)
 
@@ -137,18 +187,33 @@ def test_every_cell_is_computed_once_and_every_past_copied_once(
     )
     assert sorted(cells.order[0, cells.paged] // HEADS) == [1] * HEADS + [3] * HEADS
     assert sorted(cells.order[0]) == list(range(5 * HEADS))
-    assert sorted(cells.sources) == sorted([*range(2 * HEADS, 3 * HEADS), *range(4 * HEADS, 5 * HEADS)])
+    assert sorted(cells.sources) == sorted(
+        [*range(2 * HEADS, 3 * HEADS), *range(4 * HEADS, 5 * HEADS)]
+    )
     reads = np.array(past) + (asked.spans[:, 3] - asked.spans[:, 2])[:, None]
     for part, run in zip(cells.gathered, runs, strict=True):
         assert (np.diff(reads.ravel()[run]) <= 0).all(), "who reads most comes first"
-        taken = [(cells.offsets[0, cell, 0], past[cell // HEADS][cell % HEADS]) for cell in cells.sources[part.sources]]
+        taken = [
+            (cells.offsets[0, cell, 0], past[cell // HEADS][cell % HEADS])
+            for cell in cells.sources[part.sources]
+        ]
         taken += [
-            (cells.offsets[0, cell, 1], asked.spans[cell // HEADS, 3] - asked.spans[cell // HEADS, 2]) for cell in run
+            (
+                cells.offsets[0, cell, 1],
+                asked.spans[cell // HEADS, 3] - asked.spans[cell // HEADS, 2],
+            )
+            for cell in run
         ]
         taken.sort()
         ends = [begin + length for begin, length in taken]
-        assert all(end <= begin for end, (begin, _) in zip(ends, taken[1:], strict=False)), "segments overlap"
+        assert all(end <= begin for end, (begin, _) in zip(ends, taken[1:], strict=False)), (
+            "segments overlap"
+        )
         assert ends[-1] <= part.total[0] and all(begin % gathered.TILE == 0 for begin, _ in taken)
-    assert (cells.offsets[0, :HEADS, 0] == cells.offsets[0, 4 * HEADS :, 0]).all(), "one copy for both rows"
+    assert (cells.offsets[0, :HEADS, 0] == cells.offsets[0, 4 * HEADS :, 0]).all(), (
+        "one copy for both rows"
+    )
     nothing = gathered.PrefillOrder.of(rows, 256, gathers=False)
-    assert nothing.gathered == [] and sorted(nothing.order[0, nothing.paged]) == list(range(5 * HEADS))
+    assert nothing.gathered == [] and sorted(nothing.order[0, nothing.paged]) == list(
+        range(5 * HEADS)
+    )

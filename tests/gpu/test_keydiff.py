@@ -17,12 +17,20 @@ def expected(keys: Tensor) -> Tensor:
 def keys_in_a_batch(heads: int, tokens: int, dim: int, dtype: torch.dtype) -> Tensor:
     """Keys [H, C, D] as they lie in a flattened batch, around a common direction."""
     torch.manual_seed(tokens)
-    return (torch.randn(tokens + 9, heads, dim) + torch.randn(heads, dim)).to(dtype)[4:-5].transpose(0, 1)
+    return (
+        (torch.randn(tokens + 9, heads, dim) + torch.randn(heads, dim))
+        .to(dtype)[4:-5]
+        .transpose(0, 1)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("heads", "tokens", "dim"), [(2, 64, 128), (3, 130, 80), (1, 1, 16), (2, 1200, 16)])
-def test_scores_are_the_scorers(heads: int, tokens: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("heads", "tokens", "dim"), [(2, 64, 128), (3, 130, 80), (1, 1, 16), (2, 1200, 16)]
+)
+def test_scores_are_the_scorers(
+    heads: int, tokens: int, dim: int, dtype: torch.dtype, device: torch.device
+) -> None:
     from tangram.kernels import keydiff
 
     keys = keys_in_a_batch(heads, tokens, dim, dtype).to(device)
@@ -52,7 +60,9 @@ def test_equal_keys_tie_and_strides_do_not_matter(device: torch.device) -> None:
 def test_chunks_scored_together_score_as_alone(device: torch.device) -> None:
     from tangram.kernels import keydiff
 
-    keys = torch.cat([keys_in_a_batch(2, tokens, 32, torch.bfloat16)[:, :70] for tokens in (70, 90, 110)], dim=1)
+    keys = torch.cat(
+        [keys_in_a_batch(2, tokens, 32, torch.bfloat16)[:, :70] for tokens in (70, 90, 110)], dim=1
+    )
     chunks = keys.to(device).transpose(0, 1).unflatten(0, (3, 70)).transpose(1, 2)
     alone = torch.cat([keydiff.score(chunk[None]) for chunk in chunks])
     assert torch.equal(keydiff.score(chunks), alone)

@@ -1,4 +1,6 @@
-"""What is measured over the Triton kernels: the chunks that torch sees, the device's time without waiting for it."""
+"""What is measured over the Triton kernels: the chunks that torch sees, the device's time without
+waiting for it.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def test_sampled_chunks_wish_what_they_wish_on_torch(
         stats = engine.stats()
         assert stats.sealing_s > 0
         assert {line.chunks for line in stats.overflow} == {stats.sealed_chunks // every}
-        figures.append(np.array([[line.wished, line.lost, line.exceeded] for line in stats.overflow]))
+        figures.append(
+            np.array([[line.wished, line.lost, line.exceeded] for line in stats.overflow])
+        )
     assert figures[0][:, 0].sum() == figures[1][:, 0].sum() > 0
     # Scores differ in the last bits: an entry or two may change sides.
     assert np.abs(figures[0] - figures[1]).max() <= 2
@@ -79,7 +83,9 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Stopwatch:
     return Stopwatch(torch.device("cuda"))
 
 
-def test_a_stopwatch_counts_every_replay_of_a_graph(watch: Stopwatch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopwatch_counts_every_replay_of_a_graph(
+    watch: Stopwatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as capture:
         capture.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         for _ in range(2):

@@ -1,4 +1,6 @@
-"""Pages on their way to host memory and back: the kernel against torch, and an order of moves against plain copies."""
+"""Pages on their way to host memory and back: the kernel against torch, and an order of moves
+against plain copies.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from tangram.types import PageMove
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
 
 
-def pool_of(pages: int, dtype: torch.dtype, device: torch.device, shape: tuple[int, ...] = (3, 2, 4, 10)) -> Tensor:
+def pool_of(
+    pages: int, dtype: torch.dtype, device: torch.device, shape: tuple[int, ...] = (3, 2, 4, 10)
+) -> Tensor:
     """A pool [pages, Hp, 2, P, D] of noise."""
     generator = torch.Generator().manual_seed(pages)
     return torch.randn(pages, *shape, generator=generator).to(dtype).to(device)
@@ -44,18 +48,29 @@ def test_pages_larger_than_a_block_are_copied_whole(device: torch.device) -> Non
     target.zero_()
     pages = torch.tensor([2, 0], dtype=torch.int32, device=device)
     copy(source, pages, target, pages.flip(0), programs=1)
-    assert torch.equal(target[0], source[2]) and torch.equal(target[2], source[0]) and not target[1].any()
+    assert (
+        torch.equal(target[0], source[2])
+        and torch.equal(target[2], source[0])
+        and not target[1].any()
+    )
 
 
 def random_moves(rng: np.random.Generator, pages: int, slots: int, count: int) -> list[PageMove]:
     """Moves in any order; what comes in was once sent out, and does not go out again."""
-    moves, written = [PageMove(*(np.arange(min(pages, slots), dtype=np.int32),) * 2, inward=False)], min(pages, slots)
+    moves, written = (
+        [PageMove(*(np.arange(min(pages, slots), dtype=np.int32),) * 2, inward=False)],
+        min(pages, slots),
+    )
     came = np.zeros(pages, np.bool_)
     for _ in range(count):
         size, inward = int(rng.integers(1, written)), bool(rng.integers(2))
         chosen = rng.permutation(pages if inward else np.flatnonzero(~came))[:size]
         moves.append(
-            PageMove(chosen.astype(np.int32), rng.permutation(written)[: len(chosen)].astype(np.int32), inward)
+            PageMove(
+                chosen.astype(np.int32),
+                rng.permutation(written)[: len(chosen)].astype(np.int32),
+                inward,
+            )
         )
         came[chosen] |= inward
     return moves

@@ -1,4 +1,6 @@
-"""Prefill, append and sealing kernels against the torch specification; what is not read holds NaN."""
+"""Prefill, append and sealing kernels against the torch specification; what is not read
+holds NaN.
+"""
 
 from __future__ import annotations
 
@@ -20,25 +22,40 @@ from tests.paged import SCALING, WINDOW, Batch, make_batch
 HEADS, GROUP, DIM = 2, 3, 64
 
 
-def requests(batch: Batch, layer: int, sizes: Sequence[int]) -> tuple[list[np.ndarray], list[tuple[int, int]]]:
-    """Each row's past lengths (in a window layer one position for all heads) and where its new tokens lie."""
+def requests(
+    batch: Batch, layer: int, sizes: Sequence[int]
+) -> tuple[list[np.ndarray], list[tuple[int, int]]]:
+    """Each row's past lengths (in a window layer one position for all heads) and where its new
+    tokens lie.
+    """
     rng, ends = np.random.default_rng(len(sizes)), np.cumsum(sizes).tolist()
     past = []
     for kv in batch.kv:
         lengths = [kv[layer][head].shape[1] - 1 for head in range(HEADS)]
-        past.append(np.array([min(lengths)] * HEADS if layer else [int(rng.integers(0, n + 1)) for n in lengths]))
+        past.append(
+            np.array(
+                [min(lengths)] * HEADS if layer else [int(rng.integers(0, n + 1)) for n in lengths]
+            )
+        )
     return past, list(zip([0, *ends[:-1]], ends, strict=True))
 
 
 def fill_window(batch: Batch, past: Sequence[np.ndarray]) -> None:
-    """Put in place what the window layer still sees from position `past` on; everything before is NaN."""
+    """Put in place what the window layer still sees from position `past` on; everything before is
+    NaN.
+    """
     rows, page = batch.rows, batch.rows.page_tokens
     for row, head in np.ndindex(len(past), HEADS):
         end = int(past[row][head])
         for entry in range(len(batch.kv[row][1][head][0])):
-            place = int(batch.tables[rows.table[row, 1, head] + entry // page]), rows.column[row, 1, head]
+            place = (
+                int(batch.tables[rows.table[row, 1, head] + entry // page]),
+                rows.column[row, 1, head],
+            )
             seen = max(0, end - WINDOW + 1) <= entry < end
-            batch.pool[(*place, slice(None), entry % page)] = batch.kv[row][1][head][:, entry] if seen else torch.nan
+            batch.pool[(*place, slice(None), entry % page)] = (
+                batch.kv[row][1][head][:, entry] if seen else torch.nan
+            )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -52,26 +69,44 @@ def test_prefill_of_several_requests_equals_each_alone(
     batch = make_batch(3, HEADS, GROUP, DIM, longest=130, dtype=dtype, seed=5)
     sizes = [70, 1, 33]
     torch.manual_seed(0)
-    q, k, v = (torch.randn(sum(sizes), heads, DIM).to(dtype) for heads in (HEADS * GROUP, HEADS, HEADS))
+    q, k, v = (
+        torch.randn(sum(sizes), heads, DIM).to(dtype) for heads in (HEADS * GROUP, HEADS, HEADS)
+    )
     past, spans = requests(batch, layer, sizes)
     rows, window = batch.rows, batch.rows.windows[layer]
     if window is not None:
         fill_window(batch, past)
     sinks = batch.sinks if use_sinks else None
     address = np.stack([rows.table[:, layer], rows.column[:, layer], np.stack(past)], axis=-1)
-    places = [(begin, end, begin, end, int(past[row].max())) for row, (begin, end) in enumerate(spans)]
+    places = [
+        (begin, end, begin, end, int(past[row].max())) for row, (begin, end) in enumerate(spans)
+    ]
     out = prefill.prefill(
-        *(x.to(device) for x in (q, k, v, batch.pool, batch.tables)), torch.from_numpy(address).to(device, torch.int32),
-        torch.tensor(places, dtype=torch.int32, device=device), torch.randperm(len(sizes) * HEADS).int().to(device),
-        layer=layer, longest=max(sizes), scaling=SCALING,
-        window=window, softcap=softcap, sinks=None if sinks is None else sinks.to(device),
-    ).cpu()  # fmt: skip
+        *(x.to(device) for x in (q, k, v, batch.pool, batch.tables)),
+        torch.from_numpy(address).to(device, torch.int32),
+        torch.tensor(places, dtype=torch.int32, device=device),
+        torch.randperm(len(sizes) * HEADS).int().to(device),
+        layer=layer,
+        longest=max(sizes),
+        scaling=SCALING,
+        window=window,
+        softcap=softcap,
+        sinks=None if sinks is None else sinks.to(device),
+    ).cpu()
     for row, (begin, end) in enumerate(spans):
         expected = reference.prefill(
-            *(x[begin:end] for x in (q, k, v)), batch.pool, batch.tables, rows.table[row, layer],
-            rows.column[row, layer], past[row], scaling=SCALING, window=window, past_tokens=int(past[row].max()),
-            softcap=softcap, sinks=sinks,
-        )  # fmt: skip
+            *(x[begin:end] for x in (q, k, v)),
+            batch.pool,
+            batch.tables,
+            rows.table[row, layer],
+            rows.column[row, layer],
+            past[row],
+            scaling=SCALING,
+            window=window,
+            past_tokens=int(past[row].max()),
+            softcap=softcap,
+            sinks=sinks,
+        )
         assert_close(out[begin:end], expected)
 
 
@@ -80,19 +115,34 @@ def test_queries_of_a_second_pass_see_the_keys_before_them(device: torch.device)
     from tangram.kernels import prefill
 
     batch = make_batch(1, HEADS, GROUP, DIM, longest=100)
-    q, k, v = torch.randn(20, HEADS * GROUP, DIM), torch.randn(52, HEADS, DIM), torch.randn(52, HEADS, DIM)
+    q, k, v = (
+        torch.randn(20, HEADS * GROUP, DIM),
+        torch.randn(52, HEADS, DIM),
+        torch.randn(52, HEADS, DIM),
+    )
     past = np.array([30, 17])
     address = np.stack([batch.rows.table[:, 0], batch.rows.column[:, 0], past[None]], axis=-1)
     out = prefill.prefill(
         *(x.to(device) for x in (q, k, v, batch.pool.nan_to_num(0.5), batch.tables)),
         torch.from_numpy(address).to(device, torch.int32),
         torch.tensor([[0, 20, 0, 52, 30]], dtype=torch.int32, device=device),
-        torch.arange(HEADS, dtype=torch.int32, device=device), layer=0, longest=20, scaling=SCALING,
-    ).cpu()  # fmt: skip
+        torch.arange(HEADS, dtype=torch.int32, device=device),
+        layer=0,
+        longest=20,
+        scaling=SCALING,
+    ).cpu()
     expected = reference.prefill(
-        q, k, v, batch.pool.nan_to_num(0.5), batch.tables, batch.rows.table[0, 0], batch.rows.column[0, 0], past,
-        scaling=SCALING, past_tokens=30,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        batch.pool.nan_to_num(0.5),
+        batch.tables,
+        batch.rows.table[0, 0],
+        batch.rows.column[0, 0],
+        past,
+        scaling=SCALING,
+        past_tokens=30,
+    )
     assert_close(out, expected)
 
 
@@ -100,32 +150,54 @@ def test_a_row_is_computed_alike_whatever_is_beside_it(device: torch.device) -> 
     from tangram.kernels import prefill
 
     batch, sizes = make_batch(2, HEADS, GROUP, DIM, longest=40), [9, 150]
-    q, k, v = (torch.randn(sum(sizes), heads, DIM, device=device) for heads in (HEADS * GROUP, HEADS, HEADS))
+    q, k, v = (
+        torch.randn(sum(sizes), heads, DIM, device=device)
+        for heads in (HEADS * GROUP, HEADS, HEADS)
+    )
     past, _ = requests(batch, 0, sizes)
     address = np.stack([batch.rows.table[:, 0], batch.rows.column[:, 0], np.stack(past)], axis=-1)
     where = torch.from_numpy(address).to(device, torch.int32)
     spans = torch.tensor([[0, 9, 0, 9, 40], [9, 159, 9, 159, 40]], dtype=torch.int32, device=device)
     pool, tables = batch.pool.to(device), batch.tables.to(device)
-    orders = torch.tensor([3, 1, 2, 0], dtype=torch.int32, device=device), torch.tensor([0, 1]).int().to(device)
+    orders = (
+        torch.tensor([3, 1, 2, 0], dtype=torch.int32, device=device),
+        torch.tensor([0, 1]).int().to(device),
+    )
     both, alone = (
         prefill.prefill(
-            q, k, v, pool, tables, where[: len(order) // HEADS], spans[: len(order) // HEADS], order, layer=0,
-            longest=longest, scaling=SCALING,
-        ) for order, longest in zip(orders, (150, 9), strict=True)
-    )  # fmt: skip
+            q,
+            k,
+            v,
+            pool,
+            tables,
+            where[: len(order) // HEADS],
+            spans[: len(order) // HEADS],
+            order,
+            layer=0,
+            longest=longest,
+            scaling=SCALING,
+        )
+        for order, longest in zip(orders, (150, 9), strict=True)
+    )
     assert torch.equal(both[:9], alone[:9])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_are_stored_behind_their_pasts_where_all_of_them_is_kept(dtype: torch.dtype, device: torch.device) -> None:
-    """Of rows of 45, 3 and 20 tokens, head 1 of the last keeps a part only, and the second has no keys."""
+def test_rows_are_stored_behind_their_pasts_where_all_of_them_is_kept(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    """Of rows of 45, 3 and 20 tokens, head 1 of the last keeps a part only, and the second has no
+    keys.
+    """
     from tangram.kernels import store
 
     generator = np.random.default_rng(0)
     k, v = torch.randn(2, 70, HEADS, DIM).to(dtype)
     spans = np.array([[2, 47, 2, 47, 0], [47, 50, 0, 0, 7], [50, 70, 50, 70, 11]])
     kept = np.array([[45, 45], [3, 3], [20, 16]])
-    address = np.stack([np.arange(6) * 9, generator.integers(0, 4, 6), [5, 0, 7, 7, 11, 3]], axis=-1).reshape(3, 2, 3)
+    address = np.stack(
+        [np.arange(6) * 9, generator.integers(0, 4, 6), [5, 0, 7, 7, 11, 3]], axis=-1
+    ).reshape(3, 2, 3)
     tables = torch.randperm(54).int()
     expected = torch.full((54, 4, 2, 8, DIM), torch.nan, dtype=dtype)
     pool = expected.to(device)
@@ -134,9 +206,14 @@ def test_rows_are_stored_behind_their_pasts_where_all_of_them_is_kept(dtype: tor
         at = address[row, head : head + 1].T
         reference.store(*(x[begin:end, head][None] for x in (k, v)), expected, tables, *at)
     store.store(
-        k.to(device), v.to(device), pool, tables.to(device),
-        *(torch.from_numpy(x).to(device, torch.int32) for x in (address, spans, kept)), layer=0, longest=45,
-    )  # fmt: skip
+        k.to(device),
+        v.to(device),
+        pool,
+        tables.to(device),
+        *(torch.from_numpy(x).to(device, torch.int32) for x in (address, spans, kept)),
+        layer=0,
+        longest=45,
+    )
     torch.testing.assert_close(pool.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -145,8 +222,12 @@ SCORES = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-30, -3.5, math.inf, -math.inf
 
 @given(data=st.data(), tokens=st.sampled_from([16, 48, 130]), start=st.sampled_from([0, 512]))
 @settings(max_examples=25, deadline=None)
-def test_sealing_keeps_what_the_specification_keeps(data: st.DataObject, tokens: int, start: int) -> None:
-    """Ties, NaN and infinities included: the same positions, in the same order, at the same places, nothing else."""
+def test_sealing_keeps_what_the_specification_keeps(
+    data: st.DataObject, tokens: int, start: int
+) -> None:
+    """Ties, NaN and infinities included: the same positions, in the same order, at the same places,
+    nothing else.
+    """
     from tangram.kernels import store
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -155,11 +236,16 @@ def test_sealing_keeps_what_the_specification_keeps(data: st.DataObject, tokens:
     if data.draw(st.booleans()):
         drawn = data.draw(st.lists(SCORES, min_size=heads * tokens, max_size=heads * tokens))
         scores[data.draw(st.integers(0, 1))] = torch.tensor(drawn).view(heads, tokens)
-    kept = [data.draw(st.lists(st.integers(8, tokens), min_size=heads, max_size=heads)) for _ in range(2)]
+    kept = [
+        data.draw(st.lists(st.integers(8, tokens), min_size=heads, max_size=heads))
+        for _ in range(2)
+    ]
     k, v = torch.randn(2, 2 * tokens, heads, dim)
     pages = 2 + -(-(tokens + 5) // page)
     tables = torch.randperm(2 * heads * pages).int()
-    address = torch.tensor([[head * pages, head % 2, 5 * head % 7] for head in range(2 * heads)], dtype=torch.int32)
+    address = torch.tensor(
+        [[head * pages, head % 2, 5 * head % 7] for head in range(2 * heads)], dtype=torch.int32
+    )
     address = address.view(2, heads, 3)
     empty = torch.full((2 * heads * pages, 2, 2, page, dim), torch.nan)
     expected, pool = empty.clone(), empty.clone().to(device)
@@ -171,9 +257,16 @@ def test_sealing_keeps_what_the_specification_keeps(data: st.DataObject, tokens:
         reference.store(*stored, expected, tables, *address[chunk].numpy().T)
     spans = torch.tensor([[0, 0, 0, 0, start] for start in starts], dtype=torch.int32)
     store.seal(
-        *(x.to(device) for x in (scores, k, v)), pool, tables.to(device), address.to(device), spans.to(device),
-        torch.tensor(kept, dtype=torch.int32, device=device), layer=0, sinks=sinks, window=window,
-    )  # fmt: skip
+        *(x.to(device) for x in (scores, k, v)),
+        pool,
+        tables.to(device),
+        address.to(device),
+        spans.to(device),
+        torch.tensor(kept, dtype=torch.int32, device=device),
+        layer=0,
+        sinks=sinks,
+        window=window,
+    )
     torch.testing.assert_close(pool.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -186,7 +279,8 @@ def test_an_fp8_pool_is_written_and_read_through_its_scales(device: torch.device
     from tangram.plan.aot import plan_aot
 
     batch = make_batch(2, HEADS, 4, DIM, longest=90, dtype=torch.float16, seed=2)
-    # Powers of two, and entries that E4M3 holds exactly: Triton's interpreter loses the carry when it rounds.
+    # Powers of two, and entries that E4M3 holds exactly: Triton's interpreter loses the carry when
+    # it rounds.
     scales = 2.0 ** -torch.arange(4.0, 4.0 + 2 * HEADS * 2).view(2, HEADS, 2)
     for row, head in np.ndindex(2, HEADS):
         scale = scales[0, head][:, None, None]
@@ -208,27 +302,59 @@ def test_an_fp8_pool_is_written_and_read_through_its_scales(device: torch.device
             wide[place] = stored.float() * scales[0, head][:, None]
     plan = plan_aot(rows, 8, tile_tokens=16)
     on_device = pool.clone().to(device)
-    address = torch.from_numpy(np.stack([rows.table, rows.column, rows.length_index], axis=-1).swapaxes(0, 1).copy())
+    address = torch.from_numpy(
+        np.stack([rows.table, rows.column, rows.length_index], axis=-1).swapaxes(0, 1).copy()
+    )
     q, tables, lengths = (x.to(device) for x in (batch.q, batch.tables, batch.lengths))
-    store.append(batch.k.to(device), batch.v.to(device), on_device, tables, lengths, address.to(device, torch.int32), 0,
-                 scales=scales.to(device))  # fmt: skip
+    store.append(
+        batch.k.to(device),
+        batch.v.to(device),
+        on_device,
+        tables,
+        lengths,
+        address.to(device, torch.int32),
+        0,
+        scales=scales.to(device),
+    )
     assert torch.equal(on_device.cpu().view(torch.uint8), pool.view(torch.uint8)), (
         "append stores what was stored before"
     )
     decoder = gpu.GpuDecode([plan], group=4, head_dim=DIM, pool=on_device, scales=scales.to(device))
     out = decoder.attend(0, q, tables, lengths, scaling=SCALING).cpu()
-    expected = reference.decode(batch.q, wide, batch.tables, batch.lengths, plan, 0, scaling=SCALING)
+    expected = reference.decode(
+        batch.q, wide, batch.tables, batch.lengths, plan, 0, scaling=SCALING
+    )
     assert_close(out, expected)
-    new = torch.randn(10, HEADS * 4, DIM).half(), torch.randn(10, HEADS, DIM).half(), torch.randn(10, HEADS, DIM).half()
+    new = (
+        torch.randn(10, HEADS * 4, DIM).half(),
+        torch.randn(10, HEADS, DIM).half(),
+        torch.randn(10, HEADS, DIM).half(),
+    )
     past = batch.lengths.numpy()[rows.length_index[:1, 0]]
-    at = torch.from_numpy(np.stack([rows.table[:1, 0], rows.column[:1, 0], past], axis=-1)).to(device, torch.int32)
+    at = torch.from_numpy(np.stack([rows.table[:1, 0], rows.column[:1, 0], past], axis=-1)).to(
+        device, torch.int32
+    )
     spans = torch.tensor([[0, 10, 0, 10, int(past.max())]], dtype=torch.int32, device=device)
     out = prefill.prefill(
-        *(x.to(device) for x in new), on_device, tables, at, spans, torch.arange(HEADS).int().to(device), layer=0,
-        longest=10, scaling=SCALING, scales=scales.to(device),
-    ).cpu()  # fmt: skip
+        *(x.to(device) for x in new),
+        on_device,
+        tables,
+        at,
+        spans,
+        torch.arange(HEADS).int().to(device),
+        layer=0,
+        longest=10,
+        scaling=SCALING,
+        scales=scales.to(device),
+    ).cpu()
     expected = reference.prefill(
-        *(x.float() for x in new), wide, batch.tables, rows.table[0, 0], rows.column[0, 0], past[0], scaling=SCALING,
+        *(x.float() for x in new),
+        wide,
+        batch.tables,
+        rows.table[0, 0],
+        rows.column[0, 0],
+        past[0],
+        scaling=SCALING,
         past_tokens=int(past.max()),
-    )  # fmt: skip
+    )
     assert_close(out, expected)

@@ -1,4 +1,6 @@
-"""The embedded model on a GPU says what it says on the CPU, and its cache depends on nothing but tokens and profile."""
+"""The embedded model on a GPU says what it says on the CPU, and its cache depends on nothing but
+tokens and profile.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ QUESTIONS = (
     3 * LONG + "What did the keeper write down?",
 )
 GREEDY = SamplingParams(temperature=0.0, max_tokens=48, logprobs=5)
-# A first token that differs must have been nearly as likely on the CPU, by so much of its log-probability.
+# A first token that differs must have been nearly as likely on the CPU, by so much of its
+# log-probability.
 NEAR = {"float32": 0.01, "bfloat16": 0.35, "float16": 0.05}
 
 
@@ -38,7 +41,9 @@ def on_cpu() -> list[CompletionOutput]:
 
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("dtype", NEAR)
-def test_greedy_answers_are_those_of_the_cpu(dtype: str, eager: bool, on_cpu: list[CompletionOutput]) -> None:
+def test_greedy_answers_are_those_of_the_cpu(
+    dtype: str, eager: bool, on_cpu: list[CompletionOutput]
+) -> None:
     llm = LLM(kv_retention=1.0, device="cuda", dtype=dtype, kv_cache_gib=1.0, enforce_eager=eager)  # type: ignore[arg-type]
     for ours, expected in zip(chats(llm), on_cpu, strict=True):
         pairs = zip(ours.token_ids, expected.token_ids, strict=False)
@@ -56,17 +61,29 @@ def sealed(llm: LLM) -> dict[bytes, Tensor]:
     """What heads hold of sealed chunks, by the key of their tokens: [heads of pages, 2, P, D]."""
     layout, pool = llm.engine._admission.retentions[0].layout, llm.engine._runner.pool
     # A group of fewer heads than a page has room for leaves the rest of its pages as they were.
-    members = torch.tensor([len(group) for group in layout.groups]).repeat_interleave(torch.tensor(layout.sealed_pages))
+    members = torch.tensor([len(group) for group in layout.groups]).repeat_interleave(
+        torch.tensor(layout.sealed_pages)
+    )
     held = torch.arange(layout.heads_per_page) < members[:, None]
     nodes = llm.engine._scheduler.cache.prefix.nodes.values()
-    return {node.key: pool[node.pages][held.to(pool.device)] for node in nodes if not node.transient}
+    return {
+        node.key: pool[node.pages][held.to(pool.device)] for node in nodes if not node.transient
+    }
 
 
 def test_sealed_pages_do_not_depend_on_the_batch() -> None:
-    """The same entries stay, whoever else was in the step; their values agree but for the order of sums."""
+    """The same entries stay, whoever else was in the step; their values agree but for the order of
+    sums.
+    """
     texts = [f"{number}. {LONG}" for number in range(6)]
     # Only keydiff seals the chunks of one step together.
-    options = {"scorer": "keydiff", "kv_retention": 0.5, "device": "cuda", "dtype": "float32", "kv_cache_gib": 2.0}
+    options = {
+        "scorer": "keydiff",
+        "kv_retention": 0.5,
+        "device": "cuda",
+        "dtype": "float32",
+        "kv_cache_gib": 2.0,
+    }
     short = SamplingParams(temperature=0.0, max_tokens=600, ignore_eos=True)
     together = LLM(**options, max_num_batched_tokens=4096)  # type: ignore[arg-type]
     together.generate(texts, short)

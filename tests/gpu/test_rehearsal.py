@@ -1,4 +1,6 @@
-"""An engine launches whatever its steps may launch before it serves: without a trace, and so that nothing is left."""
+"""An engine launches whatever its steps may launch before it serves: without a trace, and so that
+nothing is left.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,24 @@ import torch
 from transformers import LlamaConfig
 
 from tangram.model.load import load_tokenizer
-from tests.gpu.test_engine import BASE, CASES, CHUNK, PROMPTS, both, in_step, on_triton, options_of, submitted
+from tests.gpu.test_engine import (
+    BASE,
+    CASES,
+    CHUNK,
+    PROMPTS,
+    both,
+    in_step,
+    on_triton,
+    options_of,
+    submitted,
+)
 from tests.gpu.test_engine import pytestmark as pytestmark
 from tests.support import profile_file, small_engine, tiny_model
 
 
-@pytest.mark.parametrize("case", ["llama", "llama, second pass", "gpt-oss, windows and sinks", "gemma 2, softcap"])
+@pytest.mark.parametrize(
+    "case", ["llama", "llama, second pass", "gpt-oss, windows and sinks", "gemma 2, softcap"]
+)
 def test_a_rehearsal_leaves_no_trace(case: str, device: torch.device, tmp_path: Path) -> None:
     loaded = tiny_model(CASES[case][0], load_tokenizer("smollm2"), device)
     options = options_of(case, loaded, tmp_path)
@@ -29,24 +43,41 @@ def test_a_rehearsal_leaves_no_trace(case: str, device: torch.device, tmp_path: 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="nothing is compiled in the interpreter")
 @pytest.mark.parametrize("head_dim, dtype", [(32, torch.float32), (64, torch.bfloat16)])
 def test_nothing_is_compiled_once_an_engine_serves(
-    head_dim: int, dtype: torch.dtype, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Mixed steps, splits, shared prefixes, seals, gathered pasts: all of it was launched before."""
+    """Mixed steps, splits, shared prefixes, seals, gathered pasts: all of it was
+    launched before.
+    """
     from triton import knobs
 
     from tangram.kernels import gathered
 
     monkeypatch.setattr(gathered, "LEAST_TOKENS", CHUNK)
     # A head dim that no other test has, so that no other test has compiled anything for it.
-    loaded = tiny_model(LlamaConfig(**(BASE | {"head_dim": head_dim})), load_tokenizer("smollm2"), device, dtype)
+    loaded = tiny_model(
+        LlamaConfig(**(BASE | {"head_dim": head_dim})), load_tokenizer("smollm2"), device, dtype
+    )
     profile = profile_file(loaded, tmp_path, chunk_tokens=CHUNK)
     compiled: list[str] = []
-    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **about: compiled.append(about["repr"]))
+    monkeypatch.setattr(
+        knobs.runtime, "jit_post_compile_hook", lambda **about: compiled.append(about["repr"])
+    )
     engine = small_engine(
-        loaded, partial(on_triton, schedule="packing:naive+ctas=8+tile=16+min=16"), kv_retention=0.5,
-        profile=(profile,), chunk_tokens=CHUNK, page_tokens=4, max_num_seqs=8, max_num_batched_tokens=50,
-        max_model_len=100, kv_cache_gib=1e-3,
-    )  # fmt: skip
+        loaded,
+        partial(on_triton, schedule="packing:naive+ctas=8+tile=16+min=16"),
+        kv_retention=0.5,
+        profile=(profile,),
+        chunk_tokens=CHUNK,
+        page_tokens=4,
+        max_num_seqs=8,
+        max_num_batched_tokens=50,
+        max_model_len=100,
+        kv_cache_gib=1e-3,
+    )
     engine._runner.rehearse(8, 50)
     assert compiled, "the hook hears of kernels"
     compiled.clear()

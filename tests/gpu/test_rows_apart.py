@@ -1,4 +1,6 @@
-"""Few prefill rows are passes of their own, in rooms that graphs replay, and compute what they always do."""
+"""Few prefill rows are passes of their own, in rooms that graphs replay, and compute what they
+always do.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ __all__ = ["models"]
 
 
 def apart(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Makes the engine take rows apart where nothing can be captured, too; which of them had room, as they come."""
+    """Makes the engine take rows apart where nothing can be captured, too; which of them had room,
+    as they come.
+    """
     runner, had_room = engine._runner, list[bool]()
     runner._graphs = PassGraphs(runner._forward, engine.device)
     begin = TritonKernels.begin_row
@@ -33,11 +37,19 @@ def apart(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 @pytest.mark.parametrize("gathers", [False, True])
-@pytest.mark.parametrize("case", ["llama", "llama, uncompressed", "gpt-oss, windows and sinks", "gemma 2, softcap"])
+@pytest.mark.parametrize(
+    "case", ["llama", "llama, uncompressed", "gpt-oss, windows and sinks", "gemma 2, softcap"]
+)
 def test_rows_that_are_taken_apart_leave_what_torch_leaves(
-    case: str, gathers: bool, models: dict[int, LoadedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str,
+    gathers: bool,
+    models: dict[int, LoadedModel],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Chunks with and without a past, tails, and a chunk that an answer fills while others decode."""
+    """Chunks with and without a past, tails, and a chunk that an answer fills while
+    others decode.
+    """
     from tangram.kernels import gathered
 
     if gathers:

@@ -1,4 +1,6 @@
-"""Batches for the planners' tests: rows whose block tables share prefixes as the cache lays them out."""
+"""Batches for the planners' tests: rows whose block tables share prefixes as the cache lays them
+out.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ CHUNK_PAGES = 4  # raw pages of a chunk; window layers keep them all
 
 @dataclass(frozen=True, eq=False)
 class SharedBatch:
-    """R rows that share sealed chunks and raw pages; table entries beyond what a row holds name page 0."""
+    """R rows that share sealed chunks and raw pages; table entries beyond what a row holds name
+    page 0.
+    """
 
     rows: DecodeRows
     lengths: Int32
@@ -27,16 +31,24 @@ class SharedBatch:
 
 
 def shared_batch(
-    paths: list[tuple[int, ...]], sealed: list[int], own: list[int], kept_pages: Int64,
-    windows: tuple[int | None, ...] | None = None, grow_pages: int = 20,
-) -> SharedBatch:  # fmt: skip
-    """Row r holds the units `paths[r]`, the first `sealed[r]` of them sealed, and `own[r]` further tokens.
+    paths: list[tuple[int, ...]],
+    sealed: list[int],
+    own: list[int],
+    kept_pages: Int64,
+    windows: tuple[int | None, ...] | None = None,
+    grow_pages: int = 20,
+) -> SharedBatch:
+    """Row r holds the units `paths[r]`, the first `sealed[r]` of them sealed, and `own[r]` further
+    tokens.
 
-    Equal units at equal places after equal units are the same pages; `kept_pages` [L, H] are kept of a sealed chunk.
+    Equal units at equal places after equal units are the same pages; `kept_pages` [L, H] are kept
+    of a sealed chunk.
     """
     layers, heads = kept_pages.shape
     windows = windows or (None,) * layers
-    kept_pages = np.where(np.array([w is not None for w in windows])[:, None], CHUNK_PAGES, kept_pages)
+    kept_pages = np.where(
+        np.array([w is not None for w in windows])[:, None], CHUNK_PAGES, kept_pages
+    )
     pages: dict[tuple[object, ...], np.ndarray] = {}
     counter = iter(range(1, 1 << 40))
 
@@ -49,7 +61,10 @@ def shared_batch(
     for row, path in enumerate(paths):
         for layer, head in np.ndindex(layers, heads):
             held = [
-                page_ids((layer, head, path[: unit + 1]), kept_pages[layer, head] if unit < sealed[row] else 1)
+                page_ids(
+                    (layer, head, path[: unit + 1]),
+                    kept_pages[layer, head] if unit < sealed[row] else 1,
+                )
                 for unit in range(len(path))
             ]
             full = sum(map(len, held)) * PAGE
@@ -63,7 +78,14 @@ def shared_batch(
     table = np.array(offsets).reshape(shape)
     tables = np.concatenate(runs).astype(np.int32)
     budget = np.broadcast_to(1e4 * kept_pages / CHUNK_PAGES, shape)
-    rows = DecodeRows(table, np.zeros(shape, np.int64), np.arange(table.size).reshape(shape), budget, windows, PAGE)
+    rows = DecodeRows(
+        table,
+        np.zeros(shape, np.int64),
+        np.arange(table.size).reshape(shape),
+        budget,
+        windows,
+        PAGE,
+    )
     probe = next((layer for layer, window in enumerate(windows) if window is None), 0)
     raw = np.array([len(path) for path in paths]) - sealed
     units, count = units_of(
@@ -74,8 +96,12 @@ def shared_batch(
 
 
 @st.composite
-def shared_batches(draw: st.DrawFn, windows: bool = True, layers: int = 3, heads: int = 2) -> SharedBatch:
-    """Random forests: each row continues a prefix of an earlier row, or starts anew; up to `layers` and `heads`."""
+def shared_batches(
+    draw: st.DrawFn, windows: bool = True, layers: int = 3, heads: int = 2
+) -> SharedBatch:
+    """Random forests: each row continues a prefix of an earlier row, or starts anew; up to `layers`
+    and `heads`.
+    """
     count = draw(st.integers(1, 9))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     layers, heads = draw(st.integers(1, layers)), draw(st.integers(1, heads))
@@ -93,5 +119,9 @@ def shared_batches(draw: st.DrawFn, windows: bool = True, layers: int = 3, heads
         paths.append(path)
     own = rng.integers(0, draw(st.sampled_from([2, 40, 900])), count).tolist()
     kept = rng.integers(1, CHUNK_PAGES + 1, (layers, heads))
-    kinds = draw(st.lists(st.sampled_from([None, 50, 128]), min_size=layers, max_size=layers)) if windows else None
+    kinds = (
+        draw(st.lists(st.sampled_from([None, 50, 128]), min_size=layers, max_size=layers))
+        if windows
+        else None
+    )
     return shared_batch(paths, sealed, own, kept, tuple(kinds) if kinds else None)

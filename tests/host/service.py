@@ -17,27 +17,44 @@ MAX_TOKENS = 48
 
 
 class Service:
-    """A scheduler with a labelled pool for a device; a step checks every rule. A sampled token depends on its prefix
-    and on the sequence's `taste`, so that sequences of one taste stay together and others part; one of taste 2 ends
-    when it samples a 2. With `ahead` a step is scheduled before the tokens of the one before are there."""
+    """A scheduler with a labelled pool for a device; a step checks every rule. A sampled token
+    depends on its prefix and on the sequence's `taste`, so that sequences of one taste stay
+    together and others part; one of taste 2 ends when it samples a 2. With `ahead` a step is
+    scheduled before the tokens of the one before are there.
+    """
 
     def __init__(
-        self, layouts: Sequence[Layout], *, slack_pages: int, max_num_seqs: int, slack_tokens: int = 0,
-        scheduling: str = "continuous", caching: bool = True, one_chunk_a_step: frozenset[int] = frozenset(),
-        ahead: bool = False, host_pages: int = 0, patience: int = 16,
-    ) -> None:  # fmt: skip
+        self,
+        layouts: Sequence[Layout],
+        *,
+        slack_pages: int,
+        max_num_seqs: int,
+        slack_tokens: int = 0,
+        scheduling: str = "continuous",
+        caching: bool = True,
+        one_chunk_a_step: frozenset[int] = frozenset(),
+        ahead: bool = False,
+        host_pages: int = 0,
+        patience: int = 16,
+    ) -> None:
         self.retentions = retentions(*layouts, one_chunk_a_step=one_chunk_a_step)
         self.ahead = ahead
         chunk, page = layouts[0].chunk_tokens, layouts[0].page_tokens
         self.config = EngineConfig(
-            chunk_tokens=chunk, page_tokens=page, max_num_seqs=max_num_seqs, scheduling=scheduling,  # type: ignore[arg-type]
-            max_num_batched_tokens=chunk + max_num_seqs + slack_tokens, prompt_patience=patience,
-        )  # fmt: skip
+            chunk_tokens=chunk,
+            page_tokens=page,
+            max_num_seqs=max_num_seqs,
+            scheduling=scheduling,  # type: ignore[arg-type]
+            max_num_batched_tokens=chunk + max_num_seqs + slack_tokens,
+            prompt_patience=patience,
+        )
         self.manager = CacheManager(
             self.retentions,
             total_pages=max(entry.most_pages(MAX_TOKENS - 1) for entry in layouts) + slack_pages,
-            max_sequences=max_num_seqs, prefix_caching=caching, host_pages=host_pages,
-        )  # fmt: skip
+            max_sequences=max_num_seqs,
+            prefix_caching=caching,
+            host_pages=host_pages,
+        )
         self.scheduler = Scheduler(self.config, self.manager)
         self.device = Device(self.manager, page)
         self.tastes: dict[TokenSequence, int] = {}
@@ -51,14 +68,24 @@ class Service:
         return self.scheduler.running + self.scheduler.waiting
 
     def submit(
-        self, prompt: Sequence[int], max_new: int, *, layout: int = 0, salt: str = "", taste: int = 0,
+        self,
+        prompt: Sequence[int],
+        max_new: int,
+        *,
+        layout: int = 0,
+        salt: str = "",
+        taste: int = 0,
         arrival: int | None = None,
-    ) -> TokenSequence:  # fmt: skip
-        """Queue a sequence; every arrival leaves a number free for a sibling that may come later."""
+    ) -> TokenSequence:
+        """Queue a sequence; every arrival leaves a number free for a sibling that may
+        come later.
+        """
         if arrival is None:
             arrival = self.arrivals = self.arrivals + 2
         limit = min(len(prompt) + max_new - 1, MAX_TOKENS - 1)
-        sequence = sequence_of(str(arrival), arrival, self.retentions[layout], salt, tuple(prompt), limit)
+        sequence = sequence_of(
+            str(arrival), arrival, self.retentions[layout], salt, tuple(prompt), limit
+        )
         self.tastes[sequence] = taste
         self.scheduler.add(sequence)
         return sequence
@@ -75,19 +102,26 @@ class Service:
         assert self.manager.new_tokens(sequence.keys, sequence.known_tokens) == sequence.known
 
     def step(self) -> Step | None:
-        before, preemptions = list(self.scheduler.running), {entry: entry.preemptions for entry in self.alive}
+        before, preemptions = (
+            list(self.scheduler.running),
+            {entry: entry.preemptions for entry in self.alive},
+        )
         starts = {entry: entry.cache.computed_tokens for entry in before if entry.cache is not None}
         step = self.scheduler.schedule()
         self._check_queues(before, preemptions)
         if step is None:
             assert self.expected or not self.alive, "nothing runs though somebody waits"
             return self.step() if self._settle() else None
-        by_slot = {entry.cache.slot: entry for entry in self.scheduler.running if entry.cache is not None}
+        by_slot = {
+            entry.cache.slot: entry for entry in self.scheduler.running if entry.cache is not None
+        }
         self._check_step(step, by_slot, starts)
         self._check_work_conserved(step, by_slot)
         self._settle()
         # What has ended meanwhile writes into pages that nobody has yet.
-        alive = replace(step, rows=tuple(row for row in step.rows if by_slot[row.slot] not in self.ended))
+        alive = replace(
+            step, rows=tuple(row for row in step.rows if by_slot[row.slot] not in self.ended)
+        )
         self.device.run(alive, by_slot)
         self.scheduler.commit(step)
         self.expected = [by_slot[row.slot] for row in alive.rows if row.sample]
@@ -108,7 +142,9 @@ class Service:
     def drain(self) -> None:
         """Everybody ends, and not too late: the first that runs moves on in every step."""
         # Twice: one that is due earlier and comes late may cost the first so far its place.
-        steps = 2 * sum(entry.limit + 2 * (entry.limit // self.config.chunk_tokens) + 3 for entry in self.alive)
+        steps = 2 * sum(
+            entry.limit + 2 * (entry.limit // self.config.chunk_tokens) + 3 for entry in self.alive
+        )
         for _ in range(steps):
             if self.step() is None:
                 return
@@ -122,47 +158,80 @@ class Service:
             self.scheduler.remove(sequence)
             self.ended.append(sequence)
 
-    def _check_queues(self, before: list[TokenSequence], preemptions: dict[TokenSequence, int]) -> None:
+    def _check_queues(
+        self, before: list[TokenSequence], preemptions: dict[TokenSequence, int]
+    ) -> None:
         running, waiting = self.scheduler.running, self.scheduler.waiting
-        assert sorted(entry.arrival for entry in running + waiting) == sorted(entry.arrival for entry in preemptions)
+        assert sorted(entry.arrival for entry in running + waiting) == sorted(
+            entry.arrival for entry in preemptions
+        )
         preempted = [entry for entry in before if entry.preemptions > preemptions[entry]]
         kept = [entry for entry in before if entry not in preempted]
         assert kept or not before, "the first was preempted"
-        assert all(first.rank < last.rank for first in kept for last in preempted), "not the last was preempted"
+        assert all(first.rank < last.rank for first in kept for last in preempted), (
+            "not the last was preempted"
+        )
         admitted = [entry for entry in running if entry not in kept]
-        assert all(first.rank < later.rank for first in admitted for later in waiting), "overtaken at admission"
-        assert not (self.config.scheduling == "static" and before and admitted), "a batch was joined under way"
+        assert all(first.rank < later.rank for first in admitted for later in waiting), (
+            "overtaken at admission"
+        )
+        assert not (self.config.scheduling == "static" and before and admitted), (
+            "a batch was joined under way"
+        )
         assert len(running) <= self.config.max_num_seqs
 
-    def _check_step(self, step: Step, by_slot: dict[int, TokenSequence], starts: dict[TokenSequence, int]) -> None:
+    def _check_step(
+        self, step: Step, by_slot: dict[int, TokenSequence], starts: dict[TokenSequence, int]
+    ) -> None:
         size = self.config.chunk_tokens
         assert sum(len(row.tokens) for row in step.rows) <= self.config.max_num_batched_tokens
         self._check_several(step, by_slot)
-        assert all((row.kind is RowKind.DECODE) == (at < step.decode_rows) for at, row in enumerate(step.rows))
+        assert all(
+            (row.kind is RowKind.DECODE) == (at < step.decode_rows)
+            for at, row in enumerate(step.rows)
+        )
         served = [by_slot[row.slot] for row in step.rows]
         # Whoever was the first before goes on, unless newcomers who are due earlier take the step.
         working = next((entry for entry in starts if entry.cache and not entry.complete), served[0])
-        passing = [entry for entry in served[step.decode_rows :] if entry not in starts and entry.rank < working.rank]
+        passing = [
+            entry
+            for entry in served[step.decode_rows :]
+            if entry not in starts and entry.rank < working.rank
+        ]
         assert working in served or passing, "the first stands still"
         for row in step.rows:
             sequence, end = by_slot[row.slot], row.start + len(row.tokens)
             assert row.request_id == sequence.request_id and row.retention is sequence.retention
             assert row.tokens.tolist() == sequence.tokens[row.start : end].tolist()
-            assert row.preceding.tolist() == sequence.tokens[max(0, row.start - PRECEDING_TOKENS) : row.start].tolist()
+            assert (
+                row.preceding.tolist()
+                == sequence.tokens[max(0, row.start - PRECEDING_TOKENS) : row.start].tolist()
+            )
             assert row.start // size == (end - 1) // size, "a row leaves its chunk"
             if row.kind is RowKind.SEAL:
                 assert row.start % size == 0 and len(row.tokens) == size
             assert row.kind is not RowKind.DECODE or (len(row.tokens) == 1 and row.sample)
-            # A chunk that decode filled is computed once more to be sealed; its last token has given its sample.
-            resealed = row.kind is RowKind.SEAL and starts.get(sequence) == end and sequence.preemptions == 0
+            # A chunk that decode filled is computed once more to be sealed; its last token has
+            # given its sample.
+            resealed = (
+                row.kind is RowKind.SEAL
+                and starts.get(sequence) == end
+                and sequence.preemptions == 0
+            )
             assert row.sample == (end == sequence.known and not resealed)
             assert row.pending == (sequence.pending and end == sequence.known)
             assert row.kind is RowKind.DECODE or not row.pending
-        skipped = [entry for entry in starts if entry.cache and not entry.complete and entry not in served]
+        skipped = [
+            entry for entry in starts if entry.cache and not entry.complete and entry not in served
+        ]
         prefilled = served[step.decode_rows :]
-        assert all(one.rank < other.rank for one in prefilled for other in skipped), "overtaken within a step"
+        assert all(one.rank < other.rank for one in prefilled for other in skipped), (
+            "overtaken within a step"
+        )
         decoders = served[: step.decode_rows]
-        assert self.decoders.setdefault(step.epoch, decoders) == decoders, "one epoch, two sets of decoding rows"
+        assert self.decoders.setdefault(step.epoch, decoders) == decoders, (
+            "one epoch, two sets of decoding rows"
+        )
 
     def _check_several(self, step: Step, by_slot: dict[int, TokenSequence]) -> None:
         """Rows of one sequence follow on each other: chunks, then perhaps a tail."""
@@ -170,25 +239,45 @@ class Service:
         for row in step.rows:
             before = last.get(row.slot)
             if before is not None:
-                assert before.kind is RowKind.SEAL and row.start == before.start + len(before.tokens)
+                assert before.kind is RowKind.SEAL and row.start == before.start + len(
+                    before.tokens
+                )
                 assert row.kind is not RowKind.DECODE
                 assert not row.retention.one_chunk_a_step
                 assert row.retention.layout.window_chunks == 0
             last[row.slot] = row
 
     def _check_work_conserved(self, step: Step, by_slot: dict[int, TokenSequence]) -> None:
-        """Whoever waits at the head waits for a reason: a seat, tokens, copies, pages, or a chunk it will find."""
+        """Whoever waits at the head waits for a reason: a seat, tokens, copies, pages, or a chunk
+        it will find.
+        """
         running, waiting = self.scheduler.running, self.scheduler.waiting
-        if not waiting or len(running) == self.config.max_num_seqs or self.config.scheduling == "static":
+        if (
+            not waiting
+            or len(running) == self.config.max_num_seqs
+            or self.config.scheduling == "static"
+        ):
             return
         if any(move.inward for move in step.moves):
             return
         head = waiting[0]
-        if any(self._spent(step, row, by_slot[row.slot]) for row in {row.slot: row for row in step.rows}.values()):
+        if any(
+            self._spent(step, row, by_slot[row.slot])
+            for row in {row.slot: row for row in step.rows}.values()
+        ):
             return
-        if len({row.slot for row in step.rows}) == len([entry for entry in running if not entry.complete]):
-            full = head.retention.layout.promised_pages(head.known, head.limit) > self.manager.spare_pages
-            assert full or head.pending or any(self._begins_like(head, row, by_slot[row.slot]) for row in step.rows)
+        if len({row.slot for row in step.rows}) == len(
+            [entry for entry in running if not entry.complete]
+        ):
+            full = (
+                head.retention.layout.promised_pages(head.known, head.limit)
+                > self.manager.spare_pages
+            )
+            assert (
+                full
+                or head.pending
+                or any(self._begins_like(head, row, by_slot[row.slot]) for row in step.rows)
+            )
 
     def _spent(self, step: Step, last: Row, sequence: TokenSequence) -> bool:
         """Whether there was no room in `step` for what follows on the `last` row of a sequence."""
@@ -200,7 +289,8 @@ class Service:
         """Whether `row` seals a chunk of `other` that `head` has too."""
         end = row.start + len(row.tokens)
         return (
-            row.kind is RowKind.SEAL and self.manager.prefix_caching
+            row.kind is RowKind.SEAL
+            and self.manager.prefix_caching
             and (head.retention, head.keys.salt) == (other.retention, other.keys.salt)
             and head.known_tokens[:end].tolist() == other.known_tokens[:end].tolist()
-        )  # fmt: skip
+        )

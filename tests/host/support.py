@@ -1,7 +1,8 @@
 """A stand-in for the device, and the rules of the house counted anew: what the host tests share.
 
-`Device` keeps a label in every entry of every page and says whether each row of a step reads what it must.
-`recount` goes over a cache manager's books by page, not by the totals it keeps. Hypothesis derandomises itself in CI.
+`Device` keeps a label in every entry of every page and says whether each row of a step reads what
+it must. `recount` goes over a cache manager's books by page, not by the totals it keeps. Hypothesis
+derandomises itself in CI.
 """
 
 from __future__ import annotations
@@ -25,19 +26,30 @@ from tangram.types import Geometry, Int64, PageMove
 Label = tuple[Any, ...]
 
 
-def geometry(layers: int = 2, kv_heads: int = 2, windows: Sequence[int | None] | None = None) -> Geometry:
+def geometry(
+    layers: int = 2, kv_heads: int = 2, windows: Sequence[int | None] | None = None
+) -> Geometry:
     """A tiny model; every layer sees the whole context unless `windows` says otherwise."""
-    return Geometry(layers, kv_heads, 2 * kv_heads, 8, 50, 4096, tuple(windows) if windows else (None,) * layers)
+    return Geometry(
+        layers, kv_heads, 2 * kv_heads, 8, 50, 4096, tuple(windows) if windows else (None,) * layers
+    )
 
 
-def layout(sealed_pages: int = 1, *, model: Geometry | None = None, chunk: int = 8, page: int = 2) -> Layout:
+def layout(
+    sealed_pages: int = 1, *, model: Geometry | None = None, chunk: int = 8, page: int = 2
+) -> Layout:
     """A layout of adjacent heads, two a page, whose groups all keep `sealed_pages` of a chunk."""
     model = model or geometry()
     groups = adjacent_groups(model.full_layers, model.kv_heads, 2)
     return Layout.build(
-        model, chunk_tokens=chunk, page_tokens=page, heads_per_page=2, max_tokens=96,
-        groups=groups, sealed_pages=[sealed_pages] * len(groups),
-    )  # fmt: skip
+        model,
+        chunk_tokens=chunk,
+        page_tokens=page,
+        heads_per_page=2,
+        max_tokens=96,
+        groups=groups,
+        sealed_pages=[sealed_pages] * len(groups),
+    )
 
 
 def retentions(*layouts: Layout, one_chunk_a_step: frozenset[int] = frozenset()) -> list[Retention]:
@@ -61,7 +73,9 @@ class NumberedCache(CacheManager):
 
 @st.composite
 def layout_sets(draw: st.DrawFn, *, count: int = 2, max_tokens: int = 48) -> list[Layout]:
-    """Layouts of one model and page size, as one engine has them; groups, counts and windows are anything legal."""
+    """Layouts of one model and page size, as one engine has them; groups, counts and windows are
+    anything legal.
+    """
     page, chunk_pages = draw(st.sampled_from([1, 2, 3])), draw(st.integers(1, 4))
     chunk, per_page = page * chunk_pages, draw(st.integers(1, 3))
     window = st.none() | st.integers(1, 3 * chunk)
@@ -72,11 +86,20 @@ def layout_sets(draw: st.DrawFn, *, count: int = 2, max_tokens: int = 48) -> lis
     for _ in range(count):
         order = draw(st.permutations(heads))
         groups = [order[start : start + per_page] for start in range(0, len(order), per_page)]
-        pages = draw(st.lists(st.integers(1, chunk_pages), min_size=len(groups), max_size=len(groups)))
-        built.append(Layout.build(
-            model, chunk_tokens=chunk, page_tokens=page, heads_per_page=per_page, max_tokens=max_tokens,
-            groups=groups, sealed_pages=pages,
-        ))  # fmt: skip
+        pages = draw(
+            st.lists(st.integers(1, chunk_pages), min_size=len(groups), max_size=len(groups))
+        )
+        built.append(
+            Layout.build(
+                model,
+                chunk_tokens=chunk,
+                page_tokens=page,
+                heads_per_page=per_page,
+                max_tokens=max_tokens,
+                groups=groups,
+                sealed_pages=pages,
+            )
+        )
     return built
 
 
@@ -84,7 +107,9 @@ Work = tuple[Row, dict[int, Label], dict[int, Label]]
 
 
 class Device:
-    """The pool as labels: an entry's label names everything that its KV state may depend on, and nothing else."""
+    """The pool as labels: an entry's label names everything that its KV state may depend on, and
+    nothing else.
+    """
 
     def __init__(self, manager: CacheManager, page_tokens: int) -> None:
         self.manager, self.page_tokens = manager, page_tokens
@@ -92,13 +117,19 @@ class Device:
         self.host: list[Label | None] = [None] * (manager.host.total * self.page_tokens)
 
     def run(self, step: Step, sequences: dict[int, TokenSequence]) -> None:
-        """All rows write, then every row reads what it must; nobody writes what a row of another sequence touches."""
+        """All rows write, then every row reads what it must; nobody writes what a row of another
+        sequence touches.
+        """
         work = [(row, *self._work(row, sequences[row.slot])) for row in step.rows]
         self._check_touched(work)
         self.move(step.moves)
         if not step.awaited:
             coming = {page for move in step.moves if move.inward for page in move.pages.tolist()}
-            touched = {place // self.page_tokens for _, reads, writes in work for place in (*reads, *writes)}
+            touched = {
+                place // self.page_tokens
+                for _, reads, writes in work
+                for place in (*reads, *writes)
+            }
             assert not coming & touched, "a row touches a page that is still being copied"
         for row in {row.slot: row for row in step.rows}.values():  # the last of each sequence
             self._check_length(row)
@@ -112,12 +143,22 @@ class Device:
                 )
 
     def move(self, moves: Sequence[PageMove]) -> None:
-        """Copies between the pool and host memory, one after the other; what leaves is read before any comes in."""
+        """Copies between the pool and host memory, one after the other; what leaves is read before
+        any comes in.
+        """
         size, before = self.page_tokens, list(self.entries)
         for move in moves:
-            assert len(set(move.pages.tolist())) == len(move.pages) == len(set(move.slots.tolist())) > 0
+            assert (
+                len(set(move.pages.tolist()))
+                == len(move.pages)
+                == len(set(move.slots.tolist()))
+                > 0
+            )
             for page, slot in zip(move.pages.tolist(), move.slots.tolist(), strict=True):
-                inside, outside = slice(page * size, (page + 1) * size), slice(slot * size, (slot + 1) * size)
+                inside, outside = (
+                    slice(page * size, (page + 1) * size),
+                    slice(slot * size, (slot + 1) * size),
+                )
                 if move.inward:
                     self.entries[inside] = self.host[outside]
                 else:
@@ -131,9 +172,13 @@ class Device:
                     by_page.setdefault(place // self.page_tokens, set()).add(row.slot)
         for page, slots in writers.items():
             assert len(slots) == 1, "two sequences write to one page"
-            assert readers.get(page, slots) == slots, "a row writes to a page that another sequence reads"
+            assert readers.get(page, slots) == slots, (
+                "a row writes to a page that another sequence reads"
+            )
             assert self.manager.ledger.references[page] == 1, "a row writes to a shared page"
-        published = {page for node in self.manager.prefix.nodes.values() for page in node.pages.tolist()}
+        published = {
+            page for node in self.manager.prefix.nodes.values() for page in node.pages.tolist()
+        }
         assert not writers.keys() & published, "a row writes to a page of the prefix cache"
 
     def _work(self, row: Row, sequence: TokenSequence) -> tuple[dict[int, Label], dict[int, Label]]:
@@ -147,7 +192,10 @@ class Device:
 
             def packed(chunk: int, group: int = group, kept: int = kept) -> dict[int, Label]:
                 mark = (*owner, group, chunk, hash(tuple(tokens[: (chunk + 1) * size])))
-                return {self._at(row, group, chunk * kept + entry): (*mark, entry) for entry in range(kept)}
+                return {
+                    self._at(row, group, chunk * kept + entry): (*mark, entry)
+                    for entry in range(kept)
+                }
 
             def raw(position: int, group: int = group, kept: int = kept) -> tuple[int, Label]:
                 mark = (*owner, group, position, hash(tuple(tokens[: position + 1])))
@@ -173,11 +221,15 @@ class Device:
         if row.kind is not RowKind.SEAL and raw == 0:  # a chunk that is full and not yet sealed
             chunks, raw = chunks - 1, layout.chunk_tokens
         for group, pages in enumerate(layout.sealed_pages):
-            assert self.manager.lengths[row.slot, group] == chunks * pages * layout.page_tokens + raw
+            assert (
+                self.manager.lengths[row.slot, group] == chunks * pages * layout.page_tokens + raw
+            )
 
     def _at(self, row: Row, group: int, entry: int) -> int:
         layout = row.retention.layout
-        page = self.manager.tables[row.slot, int(layout.group_offset[group]) + entry // self.page_tokens]
+        page = self.manager.tables[
+            row.slot, int(layout.group_offset[group]) + entry // self.page_tokens
+        ]
         return int(page) * self.page_tokens + entry % self.page_tokens
 
 
@@ -202,7 +254,11 @@ def recount(manager: CacheManager) -> None:
     assert manager.prefix.idle_pages == len(cached.keys() - held)
     assert manager.prefix.crowded_pages == sum(passing.values()) - len(passing)
     promised = sum(seq.promised_pages for seq in sequences)
-    assert manager.spare_pages == manager.ledger.total + sum(lasting.values()) - len(lasting) - promised >= 0
+    assert (
+        manager.spare_pages
+        == manager.ledger.total + sum(lasting.values()) - len(lasting) - promised
+        >= 0
+    )
     assert all(seq.held_pages == seq.booked_pages <= seq.promised_pages for seq in sequences)
     for node in nodes:
         standing = (*(seq.chunk_nodes + seq.window_nodes + seq.raw_nodes for seq in sequences),)
@@ -219,7 +275,9 @@ def held_by_group(manager: CacheManager, slot: int) -> list[list[int]]:
     layout, counts = seq.layout, seq.layout.sealed_pages.tolist()
     lists: list[list[int]] = [[] for _ in counts]
     full, windowed = range(layout.full_groups), range(layout.full_groups, len(counts))
-    for groups, span in [(full, span) for span in seq.spans] + [(windowed, span) for span in seq.window_spans]:
+    for groups, span in [(full, span) for span in seq.spans] + [
+        (windowed, span) for span in seq.window_spans
+    ]:
         pages = iter(span.tolist())
         for group in groups:
             lists[group] += [next(pages) for _ in range(counts[group])]
@@ -231,7 +289,9 @@ def held_by_group(manager: CacheManager, slot: int) -> list[list[int]]:
 
 
 def table_pages(manager: CacheManager, slot: int) -> list[list[int]]:
-    """Per group, the pages that the block tables name within the group's length; a window group's dropped ones not."""
+    """Per group, the pages that the block tables name within the group's length; a window group's
+    dropped ones not.
+    """
     seq, layout = manager.sequences[slot], manager.sequences[slot].layout
     dropped = max(0, seq.sealed_chunks - layout.window_chunks) * layout.chunk_pages
     lists = []

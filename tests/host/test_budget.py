@@ -1,4 +1,6 @@
-"""The search for the longest text: it never overshoots, wastes next to nothing, and tokenizes little."""
+"""The search for the longest text: it never overshoots, wastes next to nothing, and tokenizes
+little.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,14 @@ def writer(sizes: list[int]) -> list[str]:
     return ["w " * length for length in itertools.islice(words, 1_200)]
 
 
-@given(sizes=st.lists(st.integers(1, 60), min_size=1, max_size=9), limit=st.integers(1, 1_000), data=st.data())
-def test_filled_to_98_percent_or_to_the_last_unit_that_fits(sizes: list[int], limit: int, data: st.DataObject) -> None:
+@given(
+    sizes=st.lists(st.integers(1, 60), min_size=1, max_size=9),
+    limit=st.integers(1, 1_000),
+    data=st.data(),
+)
+def test_filled_to_98_percent_or_to_the_last_unit_that_fits(
+    sizes: list[int], limit: int, data: st.DataObject
+) -> None:
     texts = writer(sizes)
     fewest = data.draw(st.integers(0, 5).filter(lambda count: count_words(texts[count]) <= limit))
     units = Budget(count_words, limit).fill(texts.__getitem__, fewest=fewest)

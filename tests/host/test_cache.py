@@ -1,4 +1,6 @@
-"""Pages of sequences: reserved exactly, shared while equal, let go when nobody needs them, never written twice."""
+"""Pages of sequences: reserved exactly, shared while equal, let go when nobody needs them, never
+written twice.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,18 @@ WINDOWED = geometry(3, 2, (None, 11, None))
 
 
 def manager(*layouts: Layout, pages: int = 1000, caching: bool = True) -> NumberedCache:
-    return NumberedCache(retentions(*layouts), total_pages=pages, max_sequences=8, prefix_caching=caching)
+    return NumberedCache(
+        retentions(*layouts), total_pages=pages, max_sequences=8, prefix_caching=caching
+    )
 
 
 def tokens_of(count: int, seed: int = 0) -> Int64:
     return np.random.default_rng(seed).integers(0, 50, count)
 
 
-def admit(cache: NumberedCache, tokens: Int64, *, layout: int = 0, salt: str = "", limit: int = 96) -> SequenceCache:
+def admit(
+    cache: NumberedCache, tokens: Int64, *, layout: int = 0, salt: str = "", limit: int = 96
+) -> SequenceCache:
     seq = cache.enter(layout, salt, tokens, limit)
     assert seq is not None
     return seq
@@ -74,20 +80,28 @@ def pages_of(cache: NumberedCache, seq: SequenceCache) -> set[int]:
     return {page for pages in held_by_group(cache, seq.slot) for page in pages}
 
 
-# -- the ledger -------------------------------------------------------------------------------------------------------
+# -- the ledger ------------------------------------------------------------------------------------
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["take", "share", "release"]), st.integers(0, 9)), max_size=40))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["take", "share", "release"]), st.integers(0, 9)), max_size=40
+    )
+)
 def test_a_page_is_free_exactly_when_nobody_refers_to_it(program: list[tuple[str, int]]) -> None:
     ledger, held, expected = Ledger(12), list[np.ndarray](), Counter[int]()
     for action, number in program:
         if action == "take" and number > 12 - len(+expected):
-            with pytest.raises(IntegrityError, match=f"{number} pages were asked for, {ledger.free} of 12 are free"):
+            with pytest.raises(
+                IntegrityError, match=f"{number} pages were asked for, {ledger.free} of 12 are free"
+            ):
                 ledger.take(number)
         elif action == "take":
             held.append(ledger.take(number))
-            assert len(set(held[-1].tolist())) == number and not set(held[-1].tolist()) & set(+expected)
+            assert len(set(held[-1].tolist())) == number and not set(held[-1].tolist()) & set(
+                +expected
+            )
             expected.update(held[-1].tolist())
         elif held and action == "share":
             held.append(held[number % len(held)])
@@ -129,7 +143,7 @@ def test_check_finds_a_lost_page_a_wrong_footprint_and_a_promise_without_pages()
         check_books(cache)
 
 
-# -- reservation ------------------------------------------------------------------------------------------------------
+# -- reservation -----------------------------------------------------------------------------------
 
 
 @FEW
@@ -170,7 +184,9 @@ def test_who_finds_no_room_or_no_seat_leaves_no_trace() -> None:
     before = (cache.spare_pages, cache.ledger.free, cache.ledger.references.copy())
     assert cache.enter(0, "", np.concatenate([tokens, tokens_of(70, 1)]), 96) is None
     recount(cache)
-    assert (cache.spare_pages, cache.ledger.free) == before[:2] and (cache.ledger.references == before[2]).all()
+    assert (cache.spare_pages, cache.ledger.free) == before[:2] and (
+        cache.ledger.references == before[2]
+    ).all()
     cache = manager(layout(2))
     for seed in range(8):
         admit(cache, tokens_of(4, seed))
@@ -185,12 +201,14 @@ def test_growing_over_the_end_of_a_chunk_is_refused() -> None:
         cache.grow(seq, 6)
 
 
-# -- sharing ----------------------------------------------------------------------------------------------------------
+# -- sharing ---------------------------------------------------------------------------------------
 
 
 @FEW
 @given(layout_sets(), st.integers(2, 40), st.integers(0, 40), st.integers(1, 5))
-def test_equal_starts_share_pages_until_they_part(layouts: list[Layout], length: int, common: int, more: int) -> None:
+def test_equal_starts_share_pages_until_they_part(
+    layouts: list[Layout], length: int, common: int, more: int
+) -> None:
     cache, one = manager(*layouts), tokens_of(length)
     other = np.concatenate([one[:common], tokens_of(more, 1) + 50])
     compute(cache, first := admit(cache, one), one)
@@ -272,7 +290,7 @@ def test_the_cache_gives_way_to_the_living_least_recently_used_first() -> None:
     assert visit(np.append(two, 1), 9) == 0
 
 
-# -- sliding windows --------------------------------------------------------------------------------------------------
+# -- sliding windows -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("caching", [True, False])

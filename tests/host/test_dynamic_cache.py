@@ -24,7 +24,9 @@ def kept(entry: Layout) -> Int64:
 
 
 def dynamic(entry: Layout, pages: int) -> NumberedDynamicCache:
-    return NumberedDynamicCache(retentions(entry), total_pages=pages, max_sequences=8, prefix_caching=True)
+    return NumberedDynamicCache(
+        retentions(entry), total_pages=pages, max_sequences=8, prefix_caching=True
+    )
 
 
 def free(cache: NumberedDynamicCache) -> int:
@@ -34,7 +36,9 @@ def free(cache: NumberedDynamicCache) -> int:
 
 @settings(max_examples=50, deadline=None)
 @given(layouts=layout_sets(count=1), length=st.integers(1, 48))
-def test_a_pool_that_holds_the_promise_holds_every_chunk_whole(layouts: list[Layout], length: int) -> None:
+def test_a_pool_that_holds_the_promise_holds_every_chunk_whole(
+    layouts: list[Layout], length: int
+) -> None:
     entry, tokens = layouts[0], np.arange(length)
     cache = dynamic(entry, entry.most_pages(length))
     seq = cache.enter(0, "", tokens, length)

@@ -13,7 +13,11 @@ from tangram.lab.baselines.config import ComparisonConfig
 
 
 def grid(**changes: Any) -> Grid:
-    options: dict[str, Any] = {"names": NAMES, "scorers": ["keydiff", "snapkv"], "retentions": [0.5, 0.3]}
+    options: dict[str, Any] = {
+        "names": NAMES,
+        "scorers": ["keydiff", "snapkv"],
+        "retentions": [0.5, 0.3],
+    }
     return Grid(**(options | changes))
 
 
@@ -25,19 +29,34 @@ def test_what_makes_no_difference_is_measured_once() -> None:
 
 
 def test_one_shot_takes_the_context_in_one_piece_as_dynamic_takes_chunks() -> None:
-    dynamic, one_shot = grid(names=["dynamic", "one-shot"], scorers=["keydiff"], retentions=[0.3]).methods(4096)
-    dynamic_config, config = (method.config(EngineConfig(max_num_seqs=8)) for method in (dynamic, one_shot))
+    dynamic, one_shot = grid(
+        names=["dynamic", "one-shot"], scorers=["keydiff"], retentions=[0.3]
+    ).methods(4096)
+    dynamic_config, config = (
+        method.config(EngineConfig(max_num_seqs=8)) for method in (dynamic, one_shot)
+    )
     assert config.chunk_tokens == 4096 and config.max_num_batched_tokens >= 4096 + 8
     for one in (dynamic_config, config):
-        assert (one.reclamation, one.enable_prefix_caching, one.kv_retention) == ("by-input", False, 0.3)
+        assert (one.reclamation, one.enable_prefix_caching, one.kv_retention) == (
+            "by-input",
+            False,
+            0.3,
+        )
 
 
 def test_full_drops_nothing_and_budgets_come_from_a_file() -> None:
     base = EngineConfig(gate="gate.safetensors", heads_per_page=2)
     full = Method("full").config(base)
-    assert full.kv_retention == 1.0 and full.profile == () and not isinstance(full, ComparisonConfig)
+    assert (
+        full.kv_retention == 1.0 and full.profile == () and not isinstance(full, ComparisonConfig)
+    )
     static = Method("static", 0.3, "snapkv", 256, "layer", 1.0, 4).config(base, "profile.json")
-    assert (static.scorer, static.scope, static.chunk_tokens, static.kv_retention) == ("snapkv", "layer", 256, 0.3)
+    assert (static.scorer, static.scope, static.chunk_tokens, static.kv_retention) == (
+        "snapkv",
+        "layer",
+        256,
+        0.3,
+    )
     assert static.profile == ("profile.json",) and static.heads_per_page == 2
     assert static.gate is None, "only the scorer that has a gate is given one"
     assert Method("static", 0.3, "fastkvzip", 256).config(base).gate == "gate.safetensors"
@@ -50,10 +69,22 @@ def test_full_drops_nothing_and_budgets_come_from_a_file() -> None:
         ({"names": []}, "methods is empty"),
         ({"retentions": [1.0]}, r"retentions has 1.0, .*\(0, 1\).*full"),
         ({"scorers": []}, "scorers is empty"),
-        ({"names": ["full", "dynamic"], "alphas": [1]}, "alphas is .1., methods full, dynamic: only static would"),
-        ({"names": ["full", "uniform"], "scopes": ["layer"]}, "scopes is .'layer'., .* only dynamic, one-shot, static"),
-        ({"names": ["full"], "sink_tokens": 0}, "sink_tokens is 0, methods full: only static, uniform"),
-        ({"names": ["full"], "window_tokens": 8}, "window_tokens is 8, methods full: only static, uniform"),
+        (
+            {"names": ["full", "dynamic"], "alphas": [1]},
+            "alphas is .1., methods full, dynamic: only static would",
+        ),
+        (
+            {"names": ["full", "uniform"], "scopes": ["layer"]},
+            "scopes is .'layer'., .* only dynamic, one-shot, static",
+        ),
+        (
+            {"names": ["full"], "sink_tokens": 0},
+            "sink_tokens is 0, methods full: only static, uniform",
+        ),
+        (
+            {"names": ["full"], "window_tokens": 8},
+            "window_tokens is 8, methods full: only static, uniform",
+        ),
         ({"scopes": ["head"]}, "scopes has .head., it must be layer or model"),
         ({"chunk_tokens": [0]}, "chunk_tokens has 0, .*at least 1"),
         ({"alphas": [-1.0]}, "alphas has -1.0, .*at least 0"),
@@ -71,12 +102,16 @@ def test_contexts_end_where_every_chunk_does() -> None:
     assert aligned_tokens(chunks.methods(4096), align=True) == 1024
     assert aligned_tokens(chunks.methods(4096), align=False) is None
     assert aligned_tokens(chunks.methods(4096), align=True, unit=4096) == 4096
-    with pytest.raises(ConfigError, match="chunk_tokens has 1024, of which align_tokens, 1536, is no multiple"):
+    with pytest.raises(
+        ConfigError, match="chunk_tokens has 1024, of which align_tokens, 1536, is no multiple"
+    ):
         aligned_tokens(chunks.methods(4096), align=True, unit=1536)
     with pytest.raises(ConfigError, match="align_tokens is 1024, but no_align"):
         aligned_tokens(chunks.methods(4096), align=False, unit=1024)
     assert aligned_tokens(grid(chunk_tokens=[256]).methods(4096), align=True) == 4096
-    with pytest.raises(ConfigError, match="chunk_tokens has 384, of which the largest chunk, 1024, is no multiple"):
+    with pytest.raises(
+        ConfigError, match="chunk_tokens has 384, of which the largest chunk, 1024, is no multiple"
+    ):
         aligned_tokens(grid(chunk_tokens=[384, 1024], names=["static"]).methods(4096), align=True)
     with pytest.raises(ConfigError, match=r"one-shot.*needs align"):
         aligned_tokens(grid().methods(4096), align=False)

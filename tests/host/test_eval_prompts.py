@@ -1,4 +1,6 @@
-"""Prompts: the context of a sample is one prefix, which ends where it should, and nothing of it is lost."""
+"""Prompts: the context of a sample is one prefix, which ends where it should, and nothing of it is
+lost.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,13 @@ from typing import Any
 import pytest
 
 from tangram.errors import ConfigError
-from tangram.lab.accuracy.prompts import Alignment, Questions, filler_token, parse_suites, prompts_of
+from tangram.lab.accuracy.prompts import (
+    Alignment,
+    Questions,
+    filler_token,
+    parse_suites,
+    prompts_of,
+)
 from tests.host.asking import sample
 from tests.host.test_locomo import asked, document
 
@@ -30,7 +38,11 @@ class Letters:
         return "".join("\n\n" if token == 5 else chr(token - 10) for token in tokens if token > 4)
 
     def _tokens(self, text: str) -> list[int]:
-        return [5 if pair == "\n\n" else ord(character) + 10 for pair in _pairs(text) for character in pair[:1]]
+        return [
+            5 if pair == "\n\n" else ord(character) + 10
+            for pair in _pairs(text)
+            for character in pair[:1]
+        ]
 
 
 def _pairs(text: str) -> list[str]:
@@ -50,7 +62,9 @@ SAMPLE = sample("ruler", "niah_multikey_1", 600)
 def test_without_alignment_a_prompt_is_what_the_chat_template_makes() -> None:
     made = prompts_of(SAMPLE, CODEC, None)
     for prompt, question in zip(made.prompts, SAMPLE.questions, strict=True):
-        assert prompt == CODEC.chat_prompt([{"role": "user", "content": SAMPLE.context + question.text}])
+        assert prompt == CODEC.chat_prompt(
+            [{"role": "user", "content": SAMPLE.context + question.text}]
+        )
     assert made.filler_tokens == 0 and len(made.prompts) == 4
 
 
@@ -98,7 +112,9 @@ def test_conversations_are_filled_up_to_the_next_chunk_only(tmp_path: Path) -> N
 
 
 def test_a_context_that_the_template_fills_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"context_tokens is 512, of which the chat template takes 3.*519"):
+    with pytest.raises(
+        ConfigError, match=r"context_tokens is 512, of which the chat template takes 3.*519"
+    ):
         Questions("ruler", None, 1, 512).prompts(CODEC, None)
 
 

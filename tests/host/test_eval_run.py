@@ -1,4 +1,6 @@
-"""The grid's bookkeeping, with engines that know some answers: what is kept, resumed, compared and reported."""
+"""The grid's bookkeeping, with engines that know some answers: what is kept, resumed, compared and
+reported.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,19 @@ KNOWN = {"full": 4, "uniform": 1, "static": 3, "dynamic": 3, "one-shot": 3}
 def suite(name: str, task: str) -> tuple[SuitePrompts, Setting]:
     samples = tuple(prompts_of(sample(name, task, 600, number), CODEC, None) for number in range(3))
     setting = Setting(
-        model="m", weights_sha256="0", dtype="float32", kv_cache_dtype="auto", page_tokens=16, heads_per_page=4,
-        suite=name, samples=3, context_tokens=600, seed=0, aligned=False, prompts_sha256=f"{name}/{task}",
-    )  # fmt: skip
+        model="m",
+        weights_sha256="0",
+        dtype="float32",
+        kv_cache_dtype="auto",
+        page_tokens=16,
+        heads_per_page=4,
+        suite=name,
+        samples=3,
+        context_tokens=600,
+        seed=0,
+        aligned=False,
+        prompts_sha256=f"{name}/{task}",
+    )
     return SuitePrompts(name, samples, setting.prompts_sha256), setting
 
 
@@ -41,7 +53,9 @@ SUITES = [suite("ruler", "niah_multikey_1"), suite("multiturn", "report")]
 
 
 class StubBench:
-    """Answers at once; sample 0 is always right. `fails_at` interrupts before that many cells are answered."""
+    """Answers at once; sample 0 is always right. `fails_at` interrupts before that many cells are
+    answered.
+    """
 
     def __init__(self, fails_at: int | None = None, parameters: int = 1) -> None:
         self.opens: list[str] = []
@@ -60,7 +74,7 @@ class StubBench:
 
         def ask(
             method: Method, samples: Sequence[SamplePrompts], told: Callable[[int], None]
-        ) -> list[tuple[Reply, ...]]:  # fmt: skip
+        ) -> list[tuple[Reply, ...]]:
             assert method in methods
             if len(self.asked) == self.fails_at:
                 raise KeyboardInterrupt
@@ -97,7 +111,13 @@ class Silent:
 
 
 def measure(path: Path, bench: StubBench, methods: Sequence[Method] = METHODS) -> list[Cell]:
-    return run(bench, planned(bench, methods, SUITES), Results.resumed(path, "tangram eval"), path, Silent())
+    return run(
+        bench,
+        planned(bench, methods, SUITES),
+        Results.resumed(path, "tangram eval"),
+        path,
+        Silent(),
+    )
 
 
 def test_a_cell_is_the_mean_over_samples_of_the_mean_over_questions(tmp_path: Path) -> None:
@@ -111,22 +131,37 @@ def test_a_cell_is_the_mean_over_samples_of_the_mean_over_questions(tmp_path: Pa
     assert uniform.footprint == 0.5 and by_name["full", "ruler"].footprint == 1.0
     assert [answer.score for answer in uniform.samples[1].answers] == [1, 0, 0, 0]
     less = difference(by_name["static", "ruler"], uniform)
-    assert less.mean == pytest.approx(1 / 3) and less.stderr == pytest.approx(1 / 6), "sample by sample"
+    assert less.mean == pytest.approx(1 / 3) and less.stderr == pytest.approx(1 / 6), (
+        "sample by sample"
+    )
 
 
-def test_ratios_of_one_method_share_an_engine_and_those_without_a_profile_do_not(tmp_path: Path) -> None:
+def test_ratios_of_one_method_share_an_engine_and_those_without_a_profile_do_not(
+    tmp_path: Path,
+) -> None:
     bench, dynamic = StubBench(), replace(STATIC, name="dynamic", alpha=None, sink_tokens=None)
-    ratios = [replace(method, kv_retention=ratio) for method in (STATIC, dynamic) for ratio in (0.5, 0.25)]
+    ratios = [
+        replace(method, kv_retention=ratio) for method in (STATIC, dynamic) for ratio in (0.5, 0.25)
+    ]
     cells = measure(tmp_path / "results.json", bench, ratios)
     assert bench.opens == ["static", "dynamic", "dynamic"]
     assert [cell.method for cell in cells] == [method for method in ratios for _ in SUITES]
 
 
-def test_an_interrupted_run_goes_on_where_it_was_and_opens_only_what_is_missing(tmp_path: Path) -> None:
-    path, first, second, third = tmp_path / "r.json", StubBench(fails_at=3), StubBench(), StubBench()
+def test_an_interrupted_run_goes_on_where_it_was_and_opens_only_what_is_missing(
+    tmp_path: Path,
+) -> None:
+    path, first, second, third = (
+        tmp_path / "r.json",
+        StubBench(fails_at=3),
+        StubBench(),
+        StubBench(),
+    )
     with pytest.raises(KeyboardInterrupt):
         measure(path, first)
-    assert [(cell.method.name, cell.setting.suite) for cell in Results.load(path).cells] == first.asked
+    assert [
+        (cell.method.name, cell.setting.suite) for cell in Results.load(path).cells
+    ] == first.asked
     assert len(first.asked) == 3 and [one.name for one in tmp_path.iterdir()] == ["r.json"]
     cells = measure(path, second)
     assert first.asked + second.asked == [(m.name, s[0].suite) for m in METHODS for s in SUITES]
@@ -152,7 +187,9 @@ def test_what_is_left_to_ask_is_known_beforehand() -> None:
     assert isinstance(plans[0], Planned) and plans[0].found_in(Results(command="")) is None
 
 
-@pytest.mark.parametrize("content", ["[]", "{", json.dumps({"format_version": 2, "command": "", "cells": []})])
+@pytest.mark.parametrize(
+    "content", ["[]", "{", json.dumps({"format_version": 2, "command": "", "cells": []})]
+)
 def test_a_file_of_another_kind_is_not_overwritten(content: str, tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     path.write_text(content)
@@ -189,17 +226,23 @@ def test_categories_of_questions_are_told_apart_where_there_are_any(tmp_path: Pa
         for own in cell.samples
     ]
     samples = tuple(
-        own.model_copy(update={"answers": some}) for own, some in zip(cell.samples, answers, strict=True)
-    )  # fmt: skip
+        own.model_copy(update={"answers": some})
+        for own, some in zip(cell.samples, answers, strict=True)
+    )
     text = report([cell.model_copy(update={"samples": samples})])
     assert "| method | scorer | ρ | single_hop | temporal |" in text
-    assert "| static | keydiff | 0.5 | 66.7 | 100.0 |" in text, "right are both of the first two, and 4 of 6 others"
+    assert "| static | keydiff | 0.5 | 66.7 | 100.0 |" in text, (
+        "right are both of the first two, and 4 of 6 others"
+    )
 
 
 def test_variants_are_named_where_they_differ() -> None:
     other = Method("static", 0.3, "keydiff", 64, "model", 0.0, 4)
     assert label(STATIC, [FULL, STATIC]) == "static"
-    assert label(STATIC, [STATIC, other]) == "static, α 2" and label(other, [STATIC, other]) == "static, α 0"
+    assert (
+        label(STATIC, [STATIC, other]) == "static, α 2"
+        and label(other, [STATIC, other]) == "static, α 0"
+    )
 
 
 def test_nothing_measured_is_said() -> None:

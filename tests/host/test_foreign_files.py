@@ -1,7 +1,10 @@
-"""Files of users that are not what they seem: each reader refuses them by name and returns at once."""
+"""Files of users that are not what they seem: each reader refuses them by name and
+returns at once.
+"""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -13,6 +16,7 @@ from tangram.calibrate.files import read_texts
 from tangram.compress.library import find_profile
 from tangram.compress.profile import ModelFingerprint, Profile
 from tangram.errors import ConfigError, TangramError
+from tangram.foreign_files import replaced
 from tangram.lab.accuracy.conversation import read_conversations
 from tangram.lab.accuracy.passages import _read
 from tangram.lab.accuracy.results import Results
@@ -30,7 +34,9 @@ READERS: list[Callable[[Path], object]] = [
 
 
 @pytest.mark.parametrize("read", READERS)
-@pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff\xfe{}", b"", b'{"a": ', None])
+@pytest.mark.parametrize(
+    "content", [b"[" * 100_000, b"\xff\xfe{}", b"", b'{"a": ', b'{"text": "\\ud800"}', None]
+)
 def test_a_file_that_is_no_json_is_refused(
     read: Callable[[Path], object], content: bytes | None, tmp_path: Path
 ) -> None:
@@ -54,7 +60,9 @@ def test_a_nested_file_among_the_profiles_is_passed_over(
 
 @pytest.mark.parametrize("value", ["a", None, [], -1, float("nan"), True, 10**400])
 @pytest.mark.parametrize("field", ["timestamp", "input_length", "output_length", "hash_ids"])
-def test_a_trace_names_the_field_that_is_no_number(field: str, value: object, tmp_path: Path) -> None:
+def test_a_trace_names_the_field_that_is_no_number(
+    field: str, value: object, tmp_path: Path
+) -> None:
     entry = {"timestamp": 0, "input_length": 3, "output_length": 1, "hash_ids": [1]}
     given = [value] if field == "hash_ids" else value
     (tmp_path / "t.jsonl").write_text(json.dumps(entry | {field: given}))
@@ -69,3 +77,36 @@ def test_nobody_waits_for_a_pipe(read: Callable[[Path], object], tmp_path: Path)
     os.mkfifo(tmp_path / "file.jsonl")
     with pytest.raises(TangramError, match="regular file"):
         read(tmp_path / "file.jsonl")
+
+
+def full(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text[:3])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / ("a" * 255)  # no longer name is allowed, not even for a while
+    with replaced(path) as file:
+        file.write_text("first")
+    with pytest.raises(OSError, match="No space"), replaced(path) as file:
+        full(file, "second")
+    assert [each.read_text() for each in tmp_path.iterdir()] == ["first"]
+
+
+def test_a_link_to_a_file_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("file")
+    with replaced(tmp_path / "link") as file:
+        file.write_text("new")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "new"
+
+
+def test_a_device_or_pipe_is_written_and_not_replaced(tmp_path: Path) -> None:
+    """As root, whoever writes to /dev/null would be its end."""
+    with replaced("/dev/null") as file:
+        assert file == Path("/dev/null")
+    os.mkfifo(pipe := tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(pipe)
+    with replaced(tmp_path / "link") as file:
+        assert file.is_fifo()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["link", "pipe"]

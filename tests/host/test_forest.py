@@ -18,7 +18,9 @@ def forest_of(paths: list[list[int]], padding: int = 0) -> Forest:
     units = np.full((len(paths), max(map(len, paths), default=0)), padding, np.int64)
     for row, path in enumerate(paths):
         units[row, : len(path)] = path
-    return build_forest(units, np.array([len(path) for path in paths]), np.zeros(len(paths), np.int64))
+    return build_forest(
+        units, np.array([len(path) for path in paths]), np.zeros(len(paths), np.int64)
+    )
 
 
 def described(forest: Forest) -> set[tuple[frozenset[int], int, int]]:
@@ -32,7 +34,9 @@ def described(forest: Forest) -> set[tuple[frozenset[int], int, int]]:
 
 
 def brute_force(paths: list[list[int]]) -> set[tuple[frozenset[int], int, int]]:
-    """For each prefix the rows that have it; runs of prefixes with the same two or more rows are the nodes."""
+    """For each prefix the rows that have it; runs of prefixes with the same two or more rows are
+    the nodes.
+    """
     having: dict[tuple[int, ...], set[int]] = {}
     for row, path in enumerate(paths):
         for end in range(1, len(path) + 1):
@@ -64,7 +68,12 @@ def test_parents_come_first_and_contain_their_children(paths: list[list[int]]) -
             continue
         assert up < node and forest.depth[node] == forest.depth[up] + 1
         assert forest.unit_begin[node] == forest.unit_end[up]
-        assert forest.row_begin[up] <= forest.row_begin[node] < forest.row_end[node] <= forest.row_end[up]
+        assert (
+            forest.row_begin[up]
+            <= forest.row_begin[node]
+            < forest.row_end[node]
+            <= forest.row_end[up]
+        )
 
 
 @given(paths)
@@ -73,7 +82,9 @@ def test_the_deepest_node_of_a_row_ends_where_its_own_tail_begins(paths: list[li
     for position, row in enumerate(forest.order):
         shared = [end for rows, _, end in brute_force(paths) if row in rows]
         node = forest.deepest[position]
-        assert (forest.unit_end[node] if shared else node) == (max(shared) if shared else forest.nodes)
+        assert (forest.unit_end[node] if shared else node) == (
+            max(shared) if shared else forest.nodes
+        )
 
 
 def test_the_worked_example() -> None:
@@ -88,19 +99,28 @@ def test_equal_rows_share_everything_and_a_chain_is_as_deep_as_it_is_long() -> N
     assert chain.nodes == 38 and chain.depth.tolist() == list(range(38))
 
 
-def test_boundaries_count_what_each_head_keeps_of_sealed_chunks_and_whole_pages_after_them() -> None:
+def test_boundaries_count_what_each_head_keeps_of_sealed_chunks_and_whole_pages_after_them() -> (
+    None
+):
     kept = np.array([[512, 64]])
     tokens = boundary_tokens(np.array([0, 1, 2, 5]), np.array([2, 2, 2, 2]), kept, 16)
     assert tokens.tolist() == [[[0, 0]], [[512, 64]], [[1024, 128]], [[1024 + 48, 128 + 48]]]
-    by_row = boundary_tokens(np.array([1, 1]), np.array([1, 1]), np.array([[[512, 64]], [[128, 256]]]), 16)
+    by_row = boundary_tokens(
+        np.array([1, 1]), np.array([1, 1]), np.array([[[512, 64]], [[128, 256]]]), 16
+    )
     assert by_row.tolist() == [[[512, 64]], [[128, 256]]]
 
 
 def test_units_are_read_where_the_layout_puts_sealed_chunks_and_raw_pages() -> None:
     layout = Layout.build(
-        Geometry(2, 2, 4, 16, 100, 4096, (None, None)), chunk_tokens=64, page_tokens=16, heads_per_page=1,
-        max_tokens=512, groups=[[(0, 0)], [(0, 1)], [(1, 0)], [(1, 1)]], sealed_pages=[1, 3, 2, 4],
-    )  # fmt: skip
+        Geometry(2, 2, 4, 16, 100, 4096, (None, None)),
+        chunk_tokens=64,
+        page_tokens=16,
+        heads_per_page=1,
+        max_tokens=512,
+        groups=[[(0, 0)], [(0, 1)], [(1, 0)], [(1, 1)]],
+        sealed_pages=[1, 3, 2, 4],
+    )
     width, group = int(layout.group_offset[-1]), int(layout.head_group[0, 1])
     tables = np.arange(2 * width, dtype=np.int32)
     start = np.array([0, width]) + layout.group_offset[group]
@@ -108,13 +128,20 @@ def test_units_are_read_where_the_layout_puts_sealed_chunks_and_raw_pages() -> N
     units, count = units_of(tables, start, np.full(2, layout.sealed_pages[group]), sealed, raw)
     tail = layout.raw_entries(2, 0)
     expected = [
-        [*(layout.span_entries(chunk)[layout.span_group == group][0] for chunk in (0, 1)), tail[group]],
+        [
+            *(layout.span_entries(chunk)[layout.span_group == group][0] for chunk in (0, 1)),
+            tail[group],
+        ],
         [width + layout.raw_entries(0, page)[group] for page in range(3)],
-    ]  # fmt: skip
+    ]
     assert count.tolist() == [3, 3] and units.tolist() == expected
 
 
-@pytest.mark.parametrize(("count", "sealed"), [([3, 1], [0, 0]), ([1], [0, 0]), ([1, 1], [0]), ([-1, 1], [0, 0])])
-def test_counts_that_do_not_fit_the_units_are_refused_by_name(count: list[int], sealed: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("count", "sealed"), [([3, 1], [0, 0]), ([1], [0, 0]), ([1, 1], [0]), ([-1, 1], [0, 0])]
+)
+def test_counts_that_do_not_fit_the_units_are_refused_by_name(
+    count: list[int], sealed: list[int]
+) -> None:
     with pytest.raises(ConfigError, match="unit_count"):
         build_forest(np.zeros((2, 2), np.int64), np.array(count), np.array(sealed))

@@ -1,4 +1,6 @@
-"""Grades: right replies get 1, unrelated ones 0, and parts of words or numbers count for nothing."""
+"""Grades: right replies get 1, unrelated ones 0, and parts of words or numbers count
+for nothing.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,20 @@ def test_the_answer_itself_is_right_in_any_case(grade: Grade, answer: str) -> No
     assert score(asked, f"  {answer.upper()}.\n") == 1
 
 
-@given(grade=st.sampled_from(sorted(RULES)), answers=st.lists(PHRASE, min_size=1, max_size=3), reply=UNRELATED)
+@given(
+    grade=st.sampled_from(sorted(RULES)),
+    answers=st.lists(PHRASE, min_size=1, max_size=3),
+    reply=UNRELATED,
+)
 def test_an_unrelated_reply_is_worth_nothing(grade: Grade, answers: list[str], reply: str) -> None:
     assert score(question(grade, *answers), reply) == 0
 
 
-@given(grade=st.sampled_from(sorted(RULES)), answers=st.lists(st.text(min_size=1), min_size=1), reply=st.text())
+@given(
+    grade=st.sampled_from(sorted(RULES)),
+    answers=st.lists(st.text(min_size=1), min_size=1),
+    reply=st.text(),
+)
 def test_any_texts_have_a_score_from_0_to_1(grade: Grade, answers: list[str], reply: str) -> None:
     assert 0 <= score(question(grade, *answers), reply) <= 1
 
@@ -38,7 +48,9 @@ def test_any_texts_have_a_score_from_0_to_1(grade: Grade, answers: list[str], re
 @given(answers=st.lists(WORD, min_size=1, max_size=6, unique=True), data=st.data())
 def test_all_is_the_share_of_answers_that_occur(answers: list[str], data: st.DataObject) -> None:
     said = data.draw(st.lists(st.sampled_from(answers), unique=True))
-    assert score(question("all", *answers), "They are " + ", ".join(said)) == pytest.approx(len(said) / len(answers))
+    assert score(question("all", *answers), "They are " + ", ".join(said)) == pytest.approx(
+        len(said) / len(answers)
+    )
     assert score(question("any", *answers), "They are " + ", ".join(said)) == bool(said)
 
 
@@ -46,7 +58,12 @@ def test_all_is_the_share_of_answers_that_occur(answers: list[str], data: st.Dat
 def test_numbers_match_whole(number: int, digit: int) -> None:
     assert occurs(str(number), f"it is {number}, I think")
     assert occurs(str(number), f"({number}).")
-    for longer in (f"{number}{digit}", f"{digit}{number}", f"{number}.{digit}", f"{digit}.{number}"):
+    for longer in (
+        f"{number}{digit}",
+        f"{digit}{number}",
+        f"{number}.{digit}",
+        f"{digit}.{number}",
+    ):
         assert not occurs(str(number), longer)
 
 
@@ -73,7 +90,9 @@ def test_code_may_be_laid_out_and_quoted_otherwise() -> None:
     assert score(asked, "def join(self, sep='; ')") == 0
 
 
-@pytest.mark.parametrize("reply", ["dapomi", " Dapomi. ", "Label: dapomi", "The label is **dapomi**", "\n`dapomi`\nok"])
+@pytest.mark.parametrize(
+    "reply", ["dapomi", " Dapomi. ", "Label: dapomi", "The label is **dapomi**", "\n`dapomi`\nok"]
+)
 def test_exact_sees_through_markup(reply: str) -> None:
     assert score(question("exact", "dapomi"), reply) == 1
 
@@ -103,7 +122,15 @@ def test_parts_of_a_list_are_matched_one_by_one() -> None:
 
 @pytest.mark.parametrize(
     ("reply", "right"),
-    [("(b)", 1), ("b", 1), ("B.", 1), ("(a)", 0), ("a", 0), ("It is not mentioned.", 1), ("a blue boat", 0)],
+    [
+        ("(b)", 1),
+        ("b", 1),
+        ("B.", 1),
+        ("(a)", 0),
+        ("a", 0),
+        ("It is not mentioned.", 1),
+        ("a blue boat", 0),
+    ],
 )
 def test_an_option_is_chosen_by_letter_or_words(reply: str, right: int) -> None:
     assert score(question("choice", "(b)", "Not mentioned"), reply) == right

@@ -12,7 +12,13 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tangram.compress.groups import adjacent, allot_pages, cluster, group_budgets, realised_retention
+from tangram.compress.groups import (
+    adjacent,
+    allot_pages,
+    cluster,
+    group_budgets,
+    realised_retention,
+)
 from tangram.errors import ConfigError
 
 PAGE_TOKENS = 16
@@ -50,7 +56,9 @@ def footprint(pages: list[int], case: dict[str, Any]) -> Fraction:
 def test_footprint_keeps_the_promise_and_leaves_no_usable_page(case: dict[str, Any]) -> None:
     pages = allot_pages(**case)
     allowed = Fraction(str(case["retention"]))
-    one_page = Fraction(case["heads_per_page"] * PAGE_TOKENS, sum(case["group_sizes"]) * case["chunk_tokens"])
+    one_page = Fraction(
+        case["heads_per_page"] * PAGE_TOKENS, sum(case["group_sizes"]) * case["chunk_tokens"]
+    )
     most = case["chunk_tokens"] // PAGE_TOKENS
     assert all(case["min_pages"] <= count <= most for count in pages)
     assert footprint(pages, case) <= allowed
@@ -65,13 +73,18 @@ def test_a_larger_budget_never_gets_fewer_pages(case: dict[str, Any]) -> None:
     spread: dict[float, set[int]] = {}
     for budget, count in ranked:
         spread.setdefault(budget, set()).add(count)
-    assert all(max(counts) - min(counts) <= 1 for counts in spread.values()), "equal budgets, unequal treatment"
+    assert all(max(counts) - min(counts) <= 1 for counts in spread.values()), (
+        "equal budgets, unequal treatment"
+    )
 
 
 @given(allotments(), st.floats(1.0, 4.0))
 def test_a_larger_retention_takes_no_page_away(case: dict[str, Any], factor: float) -> None:
     more = {**case, "retention": min(0.999, case["retention"] * factor)}
-    assert all(less <= greater for less, greater in zip(allot_pages(**case), allot_pages(**more), strict=True))
+    assert all(
+        less <= greater
+        for less, greater in zip(allot_pages(**case), allot_pages(**more), strict=True)
+    )
 
 
 @given(allotments())
@@ -83,22 +96,42 @@ def test_only_the_ratios_of_budgets_matter(case: dict[str, Any]) -> None:
 
 def test_pages_are_proportional_when_nothing_is_clipped() -> None:
     pages = allot_pages(
-        [0.4, 0.3, 0.2, 0.1], [4] * 4, chunk_tokens=2048, page_tokens=16, heads_per_page=4, retention=0.25, min_pages=3
+        [0.4, 0.3, 0.2, 0.1],
+        [4] * 4,
+        chunk_tokens=2048,
+        page_tokens=16,
+        heads_per_page=4,
+        retention=0.25,
+        min_pages=3,
     )
     assert pages == [51, 38, 26, 13]  # 128 pages in the ratio 4 : 3 : 2 : 1
 
 
 def test_a_full_group_passes_its_surplus_on() -> None:
     pages = allot_pages(
-        [1.0, 0.02, 0.02], [1] * 3, chunk_tokens=64, page_tokens=16, heads_per_page=1, retention=0.7, min_pages=1
+        [1.0, 0.02, 0.02],
+        [1] * 3,
+        chunk_tokens=64,
+        page_tokens=16,
+        heads_per_page=1,
+        retention=0.7,
+        min_pages=1,
     )
     assert pages == [4, 2, 2]
 
 
 def test_empty_columns_are_paid_for() -> None:
-    """Three heads a group on pages of four columns: a quarter of every page is air, and counts against ρ."""
+    """Three heads a group on pages of four columns: a quarter of every page is air, and counts
+    against ρ.
+    """
     pages = allot_pages(
-        [0.5] * 10, [3] * 10, chunk_tokens=512, page_tokens=16, heads_per_page=4, retention=0.5, min_pages=1
+        [0.5] * 10,
+        [3] * 10,
+        chunk_tokens=512,
+        page_tokens=16,
+        heads_per_page=4,
+        retention=0.5,
+        min_pages=1,
     )
     assert pages == [12] * 10
     realised = realised_retention(pages, 30, chunk_tokens=512, page_tokens=16, heads_per_page=4)
@@ -107,7 +140,9 @@ def test_empty_columns_are_paid_for() -> None:
 
 def test_an_impossible_retention_is_refused_with_the_smallest_possible_one() -> None:
     shape = {"chunk_tokens": 512, "page_tokens": 16, "heads_per_page": 4, "min_pages": 2}
-    with pytest.raises(ConfigError, match=r"kv_retention is 0\.05, the smallest possible is 0\.0834") as refusal:
+    with pytest.raises(
+        ConfigError, match=r"kv_retention is 0\.05, the smallest possible is 0\.0834"
+    ) as refusal:
         allot_pages([0.5] * 4, [3] * 4, retention=0.05, **shape)
     assert "page_tokens" in str(refusal.value)
     assert allot_pages([0.5] * 4, [3] * 4, retention=0.0834, **shape) == [2] * 4
@@ -115,9 +150,17 @@ def test_an_impossible_retention_is_refused_with_the_smallest_possible_one() -> 
 
 def test_pages_that_no_retention_could_fill_are_refused_by_their_size() -> None:
     """No ratio is proposed that could not be given: it would be over 1."""
-    with pytest.raises(ConfigError, match="heads_per_page is 100000 and page_tokens 16: ") as refusal:
+    with pytest.raises(
+        ConfigError, match="heads_per_page is 100000 and page_tokens 16: "
+    ) as refusal:
         allot_pages(
-            [0.5] * 4, [3] * 4, chunk_tokens=64, page_tokens=16, heads_per_page=100_000, retention=0.5, min_pages=1
+            [0.5] * 4,
+            [3] * 4,
+            chunk_tokens=64,
+            page_tokens=16,
+            heads_per_page=100_000,
+            retention=0.5,
+            min_pages=1,
         )
     assert "raise kv_retention" not in str(refusal.value)
 
@@ -125,7 +168,15 @@ def test_pages_that_no_retention_could_fill_are_refused_by_their_size() -> None:
 @pytest.mark.parametrize("retention", [0.0, 1.0, -0.1, float("nan"), float("inf")])
 def test_a_retention_outside_the_open_interval_is_refused(retention: float) -> None:
     with pytest.raises(ConfigError, match="kv_retention"):
-        allot_pages([0.5], [1], chunk_tokens=64, page_tokens=16, heads_per_page=1, retention=retention, min_pages=1)
+        allot_pages(
+            [0.5],
+            [1],
+            chunk_tokens=64,
+            page_tokens=16,
+            heads_per_page=1,
+            retention=retention,
+            min_pages=1,
+        )
 
 
 @pytest.mark.parametrize(
@@ -145,16 +196,22 @@ def test_a_bad_argument_is_refused_by_name(change: dict[str, Any], named: str) -
 
 
 @given(
-    st.integers(1, 6), st.integers(1, 9), st.integers(1, 8), st.sampled_from(["model", "layer"]), st.booleans(),
+    st.integers(1, 6),
+    st.integers(1, 9),
+    st.integers(1, 8),
+    st.sampled_from(["model", "layer"]),
+    st.booleans(),
     st.integers(0, 2**32 - 1),
-)  # fmt: skip
+)
 def test_every_head_is_in_exactly_one_group(
     layers: int, heads: int, size: int, across: Any, ordered: bool, seed: int
 ) -> None:
     indices = [3 * layer + 1 for layer in range(layers)]
     budgets = np.random.default_rng(seed).random((layers, heads))
     groups = cluster(budgets, indices, size, across, ordered=ordered)
-    assert sorted(head for group in groups for head in group) == [(l, h) for l in indices for h in range(heads)]  # noqa: E741
+    assert sorted(head for group in groups for head in group) == [
+        (layer, head) for layer in indices for head in range(heads)
+    ]
     assert all(1 <= len(group) <= size for group in groups)
     full = layers * -(-heads // size) if across == "layer" else -(-layers * heads // size)
     assert len(groups) == full, "more groups than the heads need"
@@ -163,7 +220,9 @@ def test_every_head_is_in_exactly_one_group(
 
 
 @given(st.integers(1, 6), st.integers(1, 9), st.integers(1, 8), st.integers(0, 2**32 - 1))
-def test_groups_hold_neighbours_in_budget_order(layers: int, heads: int, size: int, seed: int) -> None:
+def test_groups_hold_neighbours_in_budget_order(
+    layers: int, heads: int, size: int, seed: int
+) -> None:
     budgets = np.random.default_rng(seed).random((layers, heads))
     groups = cluster(budgets, range(layers), size, "model")
     assert all(
@@ -173,8 +232,12 @@ def test_groups_hold_neighbours_in_budget_order(layers: int, heads: int, size: i
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4), st.integers(0, 2**32 - 1))
-def test_no_other_grouping_of_whole_pages_is_shallower(layers: int, blocks: int, size: int, seed: int) -> None:
-    """Clustering by budget minimises the sum of group maxima; across layers it is never worse than within."""
+def test_no_other_grouping_of_whole_pages_is_shallower(
+    layers: int, blocks: int, size: int, seed: int
+) -> None:
+    """Clustering by budget minimises the sum of group maxima; across layers it is never worse than
+    within.
+    """
     rng = np.random.default_rng(seed)
     budgets = rng.random((layers, blocks * size))
     indices = range(layers)
@@ -207,23 +270,32 @@ def test_ties_keep_the_natural_order_and_layers_keep_their_own_index() -> None:
         ([[0.1, 0.2]], 2, "rank", "grouping"),
     ],
 )
-def test_cluster_refuses_what_it_cannot_group(budgets: list[Any], size: int, across: Any, named: str) -> None:
+def test_cluster_refuses_what_it_cannot_group(
+    budgets: list[Any], size: int, across: Any, named: str
+) -> None:
     with pytest.raises(ConfigError, match=named):
         cluster(budgets, [0], size, across)
 
 
 @given(
-    kv_heads=st.integers(1, 6), layers=st.integers(1, 5), per_page=st.integers(1, 6), coarser=st.integers(1, 6),
+    kv_heads=st.integers(1, 6),
+    layers=st.integers(1, 5),
+    per_page=st.integers(1, 6),
+    coarser=st.integers(1, 6),
     data=st.data(),
-)  # fmt: skip
+)
 def test_neighbours_keep_at_least_what_clustering_gave_them(
     kv_heads: int, layers: int, per_page: int, coarser: int, data: st.DataObject
 ) -> None:
     shape = layers * kv_heads
-    budgets = np.array(data.draw(st.lists(st.floats(0, 1), min_size=shape, max_size=shape))).reshape(layers, kv_heads)
+    budgets = np.array(
+        data.draw(st.lists(st.floats(0, 1), min_size=shape, max_size=shape))
+    ).reshape(layers, kv_heads)
     groups = cluster(budgets, range(layers), per_page, "model")
     pages = data.draw(st.lists(st.integers(1, 9), min_size=len(groups), max_size=len(groups)))
-    given_pages = {head: count for group, count in zip(groups, pages, strict=True) for head in group}
+    given_pages = {
+        head: count for group, count in zip(groups, pages, strict=True) for head in group
+    }
     runs, deepest = adjacent(groups, pages, coarser)
     heads = [head for run in runs for head in run]
     assert heads == sorted(given_pages) and all(len(run) == coarser for run in runs[:-1])

@@ -1,4 +1,6 @@
-"""Host memory behind the pool: what comes back is what its key stands for, whatever was evicted on the way."""
+"""Host memory behind the pool: what comes back is what its key stands for, whatever was evicted on
+the way.
+"""
 
 from __future__ import annotations
 
@@ -23,22 +25,34 @@ LIMIT = 40
 
 
 class Copies(RuleBasedStateMachine):
-    """Sequences come, are computed, and go, over a pool hardly larger than one of them; every page has a label.
+    """Sequences come, are computed, and go, over a pool hardly larger than one of them; every page
+    has a label.
 
     The device makes the moves as a step would: before it writes what the step computes.
     """
 
-    @initialize(layouts=layout_sets(max_tokens=LIMIT), slack=st.integers(0, 40), host=st.sampled_from([400, 60, 20]))
+    @initialize(
+        layouts=layout_sets(max_tokens=LIMIT),
+        slack=st.integers(0, 40),
+        host=st.sampled_from([400, 60, 20]),
+    )
     def build(self, layouts: list[Layout], slack: int, host: int) -> None:
         pages = max(entry.most_pages(LIMIT) for entry in layouts) + slack
         self.manager = NumberedCache(
-            retentions(*layouts), total_pages=pages, max_sequences=3, prefix_caching=True, host_pages=host
+            retentions(*layouts),
+            total_pages=pages,
+            max_sequences=3,
+            prefix_caching=True,
+            host_pages=host,
         )
         self.pool: dict[int, Any] = {}
         self.host: dict[int, Any] = {}
         self.tokens: dict[int, Int64] = {}
 
-    @rule(stems=st.lists(st.integers(0, 3), min_size=1, max_size=6), length=st.sampled_from([40, 33, 21]))
+    @rule(
+        stems=st.lists(st.integers(0, 3), min_size=1, max_size=6),
+        length=st.sampled_from([40, 33, 21]),
+    )
     def visit(self, stems: list[int], length: int) -> None:
         """Some come and go, one after the other."""
         for stem in stems:
@@ -132,7 +146,9 @@ class Copies(RuleBasedStateMachine):
     def check(self, seq: SequenceCache) -> None:
         for chunk in range(seq.sealed_chunks):
             for pages, key in self.spans(seq, chunk):
-                assert [self.pool[page] for page in pages.tolist()] == [(key, at) for at in range(len(pages))]
+                assert [self.pool[page] for page in pages.tolist()] == [
+                    (key, at) for at in range(len(pages))
+                ]
 
     def spans(self, seq: SequenceCache, chunk: int) -> list[tuple[Int32, bytes]]:
         key, size = root_key(seq.keys.retention.fingerprint, ""), seq.layout.chunk_tokens
@@ -146,7 +162,7 @@ class Copies(RuleBasedStateMachine):
 TestCopies = Copies.TestCase
 TestCopies.settings = settings(
     max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-)  # fmt: skip
+)
 
 
 def visit(cache: NumberedCache, tokens: Int64) -> int:
@@ -164,7 +180,9 @@ def visit(cache: NumberedCache, tokens: Int64) -> int:
 def small(host_pages: int, *, windows: tuple[int | None, ...] = (None, None)) -> NumberedCache:
     """Chunks of 8 tokens and, without windows, 8 pages; room for three of them on the device."""
     (only,) = retentions(layout(4, model=geometry(2, 2, windows)))
-    return NumberedCache([only], total_pages=27, max_sequences=2, prefix_caching=True, host_pages=host_pages)
+    return NumberedCache(
+        [only], total_pages=27, max_sequences=2, prefix_caching=True, host_pages=host_pages
+    )
 
 
 def test_a_copy_stays_when_its_chunk_comes_back_and_so_costs_nothing_the_second_time() -> None:
@@ -183,7 +201,9 @@ def test_clearing_the_cache_leaves_alone_what_a_sequence_waits_for() -> None:
     seq = cache.enter(0, "", np.arange(25), 25)
     assert seq is not None and seq.cached_tokens == 24
     cache.prefix.clear()
-    brought = [page for move in cache.take_moves(())[0] if move.inward for page in move.pages.tolist()]
+    brought = [
+        page for move in cache.take_moves(())[0] if move.inward for page in move.pages.tolist()
+    ]
     assert set(np.concatenate(seq.spans).tolist()) <= set(brought)
 
 
@@ -248,7 +268,9 @@ def test_nothing_is_kept_without_host_pages_and_what_was_dropped_is_counted() ->
 
 def test_another_layout_and_another_salt_find_nothing() -> None:
     both = retentions(layout(4), layout(4))
-    cache = NumberedCache(both, total_pages=27, max_sequences=2, prefix_caching=True, host_pages=100)
+    cache = NumberedCache(
+        both, total_pages=27, max_sequences=2, prefix_caching=True, host_pages=100
+    )
     for start in (0, 100):
         visit(cache, np.arange(25) + start)
     root = root_key("profile 0", "")
@@ -275,5 +297,8 @@ def test_host_memory_is_not_negative_and_not_without_limit(gib: float) -> None:
 
 
 def test_host_memory_without_a_prefix_cache_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"kv_offload_gib is 1\.0, but without enable_prefix_caching nothing is kept"):
+    with pytest.raises(
+        ConfigError,
+        match=r"kv_offload_gib is 1\.0, but without enable_prefix_caching nothing is kept",
+    ):
         EngineConfig(kv_offload_gib=1.0, enable_prefix_caching=False)

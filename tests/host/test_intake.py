@@ -34,13 +34,19 @@ def test_the_queue_takes_in_as_many_as_it_may_hold_and_no_more() -> None:
 
 @pytest.mark.parametrize("waiting", [0, 3])
 def test_who_could_never_be_taken_in_is_not_told_to_come_again(waiting: int) -> None:
-    with pytest.raises(RequestError, match=r"asks for 6 completions at once, 2 may run and 3 wait") as caught:
+    with pytest.raises(
+        RequestError, match=r"asks for 6 completions at once, 2 may run and 3 wait"
+    ) as caught:
         Intake(3, places=2).take(waiting, 6, "prompt")
     assert caught.value.field == "prompt"
 
 
-@pytest.mark.parametrize(("starts_per_s", "expected_s"), [(1000.0, 1), (10.0, 4), (1.0, 40), (0.1, 60)])
-def test_who_is_refused_hears_how_long_the_queue_takes(starts_per_s: float, expected_s: int) -> None:
+@pytest.mark.parametrize(
+    ("starts_per_s", "expected_s"), [(1000.0, 1), (10.0, 4), (1.0, 40), (0.1, 60)]
+)
+def test_who_is_refused_hears_how_long_the_queue_takes(
+    starts_per_s: float, expected_s: int
+) -> None:
     clock = Clock()
     intake = Intake(40, 8, clock)
     for _ in range(200):

@@ -33,7 +33,14 @@ def check(schema: dict[str, Any]) -> None:
         properties(1000),
         {"type": "array", "items": {"$ref": "#/$defs/a"}, "$defs": {"a": {"const": {"not": [1]}}}},
         {"properties": {"not": {"type": "string"}, "if": True}, "additionalProperties": False},
-        {"title": "t", "description": "d", "default": {"else": 1}, "examples": [1], "$schema": "s", "$comment": "c"},
+        {
+            "title": "t",
+            "description": "d",
+            "default": {"else": 1},
+            "examples": [1],
+            "$schema": "s",
+            "$comment": "c",
+        },
         {"enum": [{"frob": 1}] * 1000},
         {"type": "number", "multipleOf": 0.01, "minimum": -5, "exclusiveMaximum": 3},
         {"type": "integer", "multipleOf": 86400},
@@ -49,7 +56,7 @@ def test_what_schemas_usually_are_passes(schema: dict[str, Any]) -> None:
     ("schema", "field", "words"),
     [
         (nested(200), "f", "64"),
-        (nested(5_000), "f", "65536"),
+        (nested(5_000), "f", "64"),
         ({"const": [[1]] * 100_000}, "f", "65536"),
         ({"description": "a" * 70_000}, "f", "65536"),
         ({"description": "\ud800"}, "f", "surrogate"),
@@ -78,7 +85,9 @@ def test_what_schemas_usually_are_passes(schema: dict[str, Any]) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "schema",
 )
-def test_what_is_out_of_bounds_or_unknown_is_named(schema: dict[str, Any], field: str, words: str) -> None:
+def test_what_is_out_of_bounds_or_unknown_is_named(
+    schema: dict[str, Any], field: str, words: str
+) -> None:
     with pytest.raises(RequestError) as error:
         check(schema)
     assert error.value.field.startswith(field)

@@ -18,7 +18,9 @@ ONE = layout_sets(count=1).map(lambda built: built[0])
 
 
 class Walk:
-    """A sequence that holds pages one by one, as the papers say: sealed chunks, newest windows, a raw tail."""
+    """A sequence that holds pages one by one, as the papers say: sealed chunks, newest windows, a
+    raw tail.
+    """
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -28,7 +30,9 @@ class Walk:
     @property
     def pages(self) -> int:
         """Pages held between two steps."""
-        raw = sum(at % self.layout.page_tokens == 0 for at in range(self.raw_tokens)) * len(self.counts)
+        raw = sum(at % self.layout.page_tokens == 0 for at in range(self.raw_tokens)) * len(
+            self.counts
+        )
         return self._sealed(self.layout.window_chunks) + raw
 
     def seal(self) -> int:
@@ -37,7 +41,10 @@ class Walk:
         return self._sealed(self.layout.window_chunks + 1)
 
     def _sealed(self, window_chunks: int) -> int:
-        full, windowed = self.counts[: self.layout.full_groups], self.counts[self.layout.full_groups :]
+        full, windowed = (
+            self.counts[: self.layout.full_groups],
+            self.counts[self.layout.full_groups :],
+        )
         newest = range(self.chunks)[-window_chunks:] if window_chunks else ()
         return sum(sum(full) for _ in range(self.chunks)) + sum(sum(windowed) for _ in newest)
 
@@ -72,7 +79,9 @@ def test_held_and_peak_pages_are_what_a_growing_sequence_holds(layout: Layout, t
 
 @FEW
 @given(ONE, st.integers(0, 48), st.integers(0, 48))
-def test_a_promise_is_exactly_what_prefill_and_the_rest_of_the_chunk_need(layout: Layout, one: int, other: int) -> None:
+def test_a_promise_is_exactly_what_prefill_and_the_rest_of_the_chunk_need(
+    layout: Layout, one: int, other: int
+) -> None:
     tokens, limit = sorted((one, other))
     walk = Walk(layout)
     most = max(prefilled(layout, walk, tokens))
@@ -92,7 +101,9 @@ def test_most_pages_covers_every_promise_on_the_way_and_no_more(layout: Layout, 
 
 @FEW
 @given(ONE, st.integers(0, 48))
-def test_uncompressed_entries_counts_what_the_next_token_could_see(layout: Layout, tokens: int) -> None:
+def test_uncompressed_entries_counts_what_the_next_token_could_see(
+    layout: Layout, tokens: int
+) -> None:
     visible = 0
     for window in layout.geometry.windows:
         newest = range(tokens) if window is None else range(max(0, tokens - window), tokens)
@@ -105,7 +116,9 @@ def test_uncompressed_entries_counts_what_the_next_token_could_see(layout: Layou
 def test_every_head_has_one_place_and_every_page_one_entry(layout: Layout) -> None:
     heads = [head for group in layout.groups for head in group]
     assert sorted(heads) == list(np.ndindex(layout.geometry.layers, layout.geometry.kv_heads))
-    assert all(layout.groups[layout.head_group[head]][layout.head_column[head]] == head for head in heads)
+    assert all(
+        layout.groups[layout.head_group[head]][layout.head_column[head]] == head for head in heads
+    )
     for chunks in range(-(-layout.max_tokens // layout.chunk_tokens) + 1):
         entries = [layout.span_entries(chunk) for chunk in range(chunks)]
         entries += [layout.raw_entries(chunks, page) for page in range(layout.chunk_pages)]
@@ -123,33 +136,46 @@ def test_the_newest_window_chunks_hold_all_that_a_later_query_sees(layout: Layou
     assert (layout.window_chunks > 0) == bool(windows)
     for window in windows:
         first_query = 10 * layout.chunk_tokens
-        seen_chunks = {position // layout.chunk_tokens for position in range(first_query - window + 1, first_query)}
+        seen_chunks = {
+            position // layout.chunk_tokens
+            for position in range(first_query - window + 1, first_query)
+        }
         assert len(seen_chunks) <= layout.window_chunks
     assert layout.window_span_pages == int(layout.sealed_pages[layout.full_groups :].sum())
     assert all(pages == layout.chunk_pages for pages in layout.sealed_pages[layout.full_groups :])
 
 
 def test_uncompressed_keeps_every_entry_of_every_head() -> None:
-    whole = Layout.uncompressed(geometry(3, 3), chunk_tokens=8, page_tokens=2, heads_per_page=2, max_tokens=32)
+    whole = Layout.uncompressed(
+        geometry(3, 3), chunk_tokens=8, page_tokens=2, heads_per_page=2, max_tokens=32
+    )
     assert whole.keeps_everything and (whole.head_kept_tokens == 8).all()
     assert [len(group) for group in whole.groups] == [2, 2, 2, 2, 1]
     assert not layout(3).keeps_everything
     assert whole.page_bytes(2) == 2 * 2 * 2 * 8 * 2
 
 
-@pytest.mark.parametrize(("groups", "pages", "message"), [
-    ([[(0, 0)]], [1], "cover 1 heads, the model's full-attention layers have 2"),
-    ([[(0, 0)], [(0, 0)]], [1, 1], "cover 2 heads"),
-    ([[(0, 0), (0, 1)], []], [1, 1], "1 to 2 heads"),
-    ([[(0, 0), (0, 1)]], [5], "1 to 4 pages"),
-    ([[(0, 0), (0, 1)]], [0], "1 to 4 pages"),
-    ([[(0, 0), (0, 1)]], [1, 1], "each of 1 groups"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("groups", "pages", "message"),
+    [
+        ([[(0, 0)]], [1], "cover 1 heads, the model's full-attention layers have 2"),
+        ([[(0, 0)], [(0, 0)]], [1, 1], "cover 2 heads"),
+        ([[(0, 0), (0, 1)], []], [1, 1], "1 to 2 heads"),
+        ([[(0, 0), (0, 1)]], [5], "1 to 4 pages"),
+        ([[(0, 0), (0, 1)]], [0], "1 to 4 pages"),
+        ([[(0, 0), (0, 1)]], [1, 1], "each of 1 groups"),
+    ],
+)
 def test_a_layout_that_does_not_cover_the_heads_is_refused(
     groups: list[list[tuple[int, int]]], pages: list[int], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         Layout.build(
-            geometry(1, 2), chunk_tokens=8, page_tokens=2, heads_per_page=2, max_tokens=32,
-            groups=groups, sealed_pages=pages,
-        )  # fmt: skip
+            geometry(1, 2),
+            chunk_tokens=8,
+            page_tokens=2,
+            heads_per_page=2,
+            max_tokens=32,
+            groups=groups,
+            sealed_pages=pages,
+        )

@@ -1,4 +1,6 @@
-"""LoCoMo's files: whole sessions that fit, each question asked where its evidence is or counted as dropped."""
+"""LoCoMo's files: whole sessions that fit, each question asked where its evidence is or counted as
+dropped.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,28 @@ def count_words(text: str) -> int:
 
 def turn(session: int, number: int) -> dict[str, Any]:
     speaker = ("Nils", "Rosa")[number % 2]
-    spoken = {"speaker": speaker, "dia_id": f"D{session}:{number}", "text": f"In week {session}.{number} {LONG}"}
-    return {**spoken, "img_url": ["x"], "blip_caption": "a photo of a kite"} if number == 2 else spoken
+    spoken = {
+        "speaker": speaker,
+        "dia_id": f"D{session}:{number}",
+        "text": f"In week {session}.{number} {LONG}",
+    }
+    return (
+        {**spoken, "img_url": ["x"], "blip_caption": "a photo of a kite"} if number == 2 else spoken
+    )
 
 
 def asked(category: int, *evidence: str, **more: Any) -> dict[str, Any]:
     question = f"Category {category}, evidence {' '.join(evidence)}?"
-    answer = {"adversarial_answer": "a red kite"} if category == 5 else {"answer": "seven kites, a rope"}
-    return {"question": question, "category": category, "evidence": list(evidence), **answer, **more}
+    answer = (
+        {"adversarial_answer": "a red kite"} if category == 5 else {"answer": "seven kites, a rope"}
+    )
+    return {
+        "question": question,
+        "category": category,
+        "evidence": list(evidence),
+        **answer,
+        **more,
+    }
 
 
 def document(*questions: dict[str, Any]) -> dict[str, Any]:
@@ -76,20 +92,33 @@ TURNS = st.builds("D{}:{}".format, st.integers(1, SESSIONS), st.integers(1, 4))
     evidence=st.lists(st.lists(TURNS, max_size=3), min_size=1, max_size=12),
     context_tokens=st.integers(330, 1_900),
 )
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+)
 def test_every_question_is_asked_where_its_evidence_is_or_counted(
     folder: Path, evidence: list[list[str]], context_tokens: int
 ) -> None:
-    questions = [asked(4, "D1:1"), *(asked(1 + number % 5, *ids) for number, ids in enumerate(evidence))]
+    questions = [
+        asked(4, "D1:1"),
+        *(asked(1 + number % 5, *ids) for number, ids in enumerate(evidence)),
+    ]
     made = read(folder, document(*questions), context_tokens)
     assert sum(len(one.questions) + one.dropped_questions for one in made) == len(questions)
     for one in made:
         assert count_words(one.context) <= context_tokens
         assert one.questions
         assert all(question.evidence for question in one.questions)
-        assert all(piece in one.context for question in one.questions for piece in question.evidence)
-    if len({one.context for one in made}) == 1 and "week 6.4" in made[0].context and "week 1.1" in made[0].context:
-        assert made[0].dropped_questions == sum(not ids for ids in evidence), "nothing is cut, so only these are lost"
+        assert all(
+            piece in one.context for question in one.questions for piece in question.evidence
+        )
+    if (
+        len({one.context for one in made}) == 1
+        and "week 6.4" in made[0].context
+        and "week 1.1" in made[0].context
+    ):
+        assert made[0].dropped_questions == sum(not ids for ids in evidence), (
+            "nothing is cut, so only these are lost"
+        )
 
 
 def test_windows_hold_whole_sessions_once_each_in_order(folder: Path) -> None:
@@ -103,7 +132,10 @@ def test_windows_hold_whole_sessions_once_each_in_order(folder: Path) -> None:
     assert [one.number for one in made] == list(range(len(made)))
     assert {one.task for one in made} == {"7"}
     first = [one.context.index("DATE: 1:00 pm on") for one in made]
-    assert all("two people: Nils and Rosa" in one.context[:place] for one, place in zip(made, first, strict=True))
+    assert all(
+        "two people: Nils and Rosa" in one.context[:place]
+        for one, place in zip(made, first, strict=True)
+    )
 
 
 def test_sessions_go_by_number_not_by_name(folder: Path) -> None:
@@ -147,7 +179,11 @@ def test_an_adversarial_question_offers_both_options_in_either_order(folder: Pat
     for seed in range(20):
         (made,) = read(folder, document(asked(5, "D1:1")), seed=seed)
         (one,) = made.questions
-        options = one.text.split("Select the correct answer: (a) ")[1].split(" Short answer")[0].rstrip(".")
+        options = (
+            one.text.split("Select the correct answer: (a) ")[1]
+            .split(" Short answer")[0]
+            .rstrip(".")
+        )
         right = "(a)" if options.split(" (b) ")[0].startswith("Not mentioned") else "(b)"
         wrong = {"(a)": "(b)", "(b)": "(a)"}[right]
         assert sorted(options.split(" (b) ")) == ["Not mentioned in the conversation", "a red kite"]
@@ -169,19 +205,29 @@ def test_without_a_wrong_option_the_adversarial_question_is_open(folder: Path) -
     ("evidence", "turns"),
     [(["D2:1; D2:3"], 2), (["D:2:1"], 1), (["D2:01"], 1), (["D2:1", "D", "D2:1"], 1)],
 )
-def test_evidence_is_read_as_the_files_have_it(folder: Path, evidence: list[str], turns: int) -> None:
+def test_evidence_is_read_as_the_files_have_it(
+    folder: Path, evidence: list[str], turns: int
+) -> None:
     assert len(only_question(folder, asked(4, *evidence)).evidence) == turns
 
 
-@pytest.mark.parametrize("lost", [asked(4), asked(4, "D1:1", "D1:99"), asked(4, "D77:1"), asked(4, "D1:1", answer="")])
-def test_questions_that_cannot_be_placed_or_graded_are_counted(folder: Path, lost: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "lost", [asked(4), asked(4, "D1:1", "D1:99"), asked(4, "D77:1"), asked(4, "D1:1", answer="")]
+)
+def test_questions_that_cannot_be_placed_or_graded_are_counted(
+    folder: Path, lost: dict[str, Any]
+) -> None:
     (made,) = read(folder, document(asked(4, "D1:1"), lost))
     assert (len(made.questions), made.dropped_questions) == (1, 1)
 
 
 def test_lists_of_conversations_and_their_ids_are_read(folder: Path) -> None:
     one = document(asked(4, "D1:1"))
-    nested = {"sample_id": "conv-26", "conversation": {k: v for k, v in one.items() if k != "qa"}, "qa": one["qa"]}
+    nested = {
+        "sample_id": "conv-26",
+        "conversation": {k: v for k, v in one.items() if k != "qa"},
+        "qa": one["qa"],
+    }
     made = read(folder, [nested, one])
     assert [sample.task for sample in made] == ["conv-26", "7-1"]
     assert made[0].context == made[1].context
@@ -189,7 +235,13 @@ def test_lists_of_conversations_and_their_ids_are_read(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [("{", "is not JSON"), ("{}", "LoCoMo"), ('{"qa": []}', "LoCoMo"), ("3", "LoCoMo"), ("[[]]", "LoCoMo")],
+    [
+        ("{", "is not JSON"),
+        ("{}", "LoCoMo"),
+        ('{"qa": []}', "LoCoMo"),
+        ("3", "LoCoMo"),
+        ("[[]]", "LoCoMo"),
+    ],
 )
 def test_other_files_are_refused_by_name(folder: Path, content: str, said: str) -> None:
     file = folder / "9.json"
@@ -211,17 +263,26 @@ def test_a_context_shorter_than_any_session_is_refused(folder: Path) -> None:
 
 
 def test_the_suite_picks_samples_categories_and_first_questions(folder: Path) -> None:
-    questions = [asked(category, f"D{number}:1") for number in range(1, 7) for category in range(1, 6)]
+    questions = [
+        asked(category, f"D{number}:1") for number in range(1, 7) for category in range(1, 6)
+    ]
     (folder / "7.json").write_text(json.dumps(document(*questions)), encoding="utf-8")
     everything = SUITES["locomo"](count_words, 700, 3, path=folder)
     assert SUITES["locomo"](count_words, 700, path=folder) == everything, "all that the files give"
     assert sum(len(one.questions) for one in everything) == len(questions)
     assert SUITES["locomo"](count_words, 700, 2, path=folder) == everything[:2]
     few = SUITES["locomo"](count_words, 700, 3, path=folder, max_questions=5)
-    assert all({one.category for one in sample.questions} == set(locomo.CATEGORIES.values()) for sample in few)
+    assert all(
+        {one.category for one in sample.questions} == set(locomo.CATEGORIES.values())
+        for sample in few
+    )
     temporal = SUITES["locomo"](count_words, 700, 3, path=folder, tasks=["temporal"])
-    assert [len(one.questions) for one in temporal] == [len(one.questions) // 5 for one in everything]
-    with pytest.raises(ConfigError, match=r"samples is 4, .* 3 contexts of at most 700 tokens: ask for 3 or fewer"):
+    assert [len(one.questions) for one in temporal] == [
+        len(one.questions) // 5 for one in everything
+    ]
+    with pytest.raises(
+        ConfigError, match=r"samples is 4, .* 3 contexts of at most 700 tokens: ask for 3 or fewer"
+    ):
         SUITES["locomo"](count_words, 700, 4, path=folder)
     with pytest.raises(ConfigError, match=r"tasks has 'vt'.*temporal"):
         SUITES["locomo"](count_words, 700, 1, path=folder, tasks=["vt"])

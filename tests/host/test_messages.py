@@ -1,4 +1,6 @@
-"""What a command says: foreign names letter by letter, errors in one line wherever nobody looks at its width."""
+"""What a command says: foreign names letter by letter, errors in one line wherever nobody looks at
+its width.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def test_a_name_is_shown_letter_by_letter(
     command: str, name: str, coloured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("FORCE_COLOR", "1") if coloured else monkeypatch.delenv("FORCE_COLOR", raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1") if coloured else monkeypatch.delenv(
+        "FORCE_COLOR", raising=False
+    )
     given = [word.replace("NAME", name) for word in COMMANDS[command]]
     result = CliRunner().invoke(app, given, env={"COLUMNS": None})
     assert result.exit_code == 2, result.exception
@@ -83,7 +87,9 @@ def test_bars_tables_and_logs_show_names_letter_by_letter(
     ids=lambda given: given[0][:9],
 )
 def test_a_redirected_error_is_not_wrapped(given: list[str], tmp_path: Path) -> None:
-    variables = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "FORCE_COLOR")}
+    variables = {
+        name: value for name, value in os.environ.items() if name not in ("COLUMNS", "FORCE_COLOR")
+    }
     ended = subprocess.run(
         [sys.executable, "-m", "tangram", *given],
         cwd=tmp_path,
@@ -99,7 +105,9 @@ def test_a_redirected_error_is_not_wrapped(given: list[str], tmp_path: Path) -> 
     assert [each.split()[0] for each in usage if each] in ([], ["Usage:", "Try"])
 
 
-def test_a_redirected_log_is_not_wrapped(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_redirected_log_is_not_wrapped(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     with logging_as(LogForm.text):
         logging.getLogger("tangram").warning("%s", "word " * 60)

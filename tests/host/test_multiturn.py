@@ -1,4 +1,6 @@
-"""Shared contexts with several questions: each answer follows from the context by a parser of a few lines."""
+"""Shared contexts with several questions: each answer follows from the context by a parser of a few
+lines.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +38,17 @@ def test_only_both_ends_together_tell_the_string(context_tokens: int, number: in
     assert len(set(strings)) == len(strings)
     for question in made.questions:
         begin, end = question.text.split('"')[1::2]
-        assert [one for one in strings if one.startswith(begin) and one.endswith(end)] == list(question.answers)
+        assert [one for one in strings if one.startswith(begin) and one.endswith(end)] == list(
+            question.answers
+        )
         assert sum(one.startswith(begin) for one in strings) == 2
         assert sum(one.endswith(end) for one in strings) == 2
 
 
 @pytest.mark.parametrize(("context_tokens", "number"), CASES)
-def test_a_label_follows_from_the_thing_a_sentence_is_about(context_tokens: int, number: int) -> None:
+def test_a_label_follows_from_the_thing_a_sentence_is_about(
+    context_tokens: int, number: int
+) -> None:
     made = sample("multiturn", "many_shot", context_tokens, number)
     shots = re.findall(r"Sentence: (.+)\nLabel: (\w+)", made.context)
     labels_of: dict[str, set[str]] = defaultdict(set)
@@ -53,7 +59,11 @@ def test_a_label_follows_from_the_thing_a_sentence_is_about(context_tokens: int,
     for question in made.questions:
         told = re.findall(r"Sentence: (.+)\n", question.text)[0]
         assert told not in dict(shots), "the sentence is a new one"
-        thing = next(word for word in re.findall(r"\w+", told) if word in question.evidence[0] and word in THINGS)
+        thing = next(
+            word
+            for word in re.findall(r"\w+", told)
+            if word in question.evidence[0] and word in THINGS
+        )
         assert labels_of[thing] == set(question.answers)
     counts = Counter(label for _, label in shots)
     assert len(counts) == 4
@@ -61,10 +71,54 @@ def test_a_label_follows_from_the_thing_a_sentence_is_about(context_tokens: int,
 
 
 THINGS = {
-    *("sparrow", "badger", "salmon", "tortoise", "beetle", "donkey", "otter", "pigeon", "lizard", "hamster"),
-    *("bread", "soup", "cheese", "pancake", "noodle", "pudding", "salad", "biscuit", "sausage", "omelette"),
-    *("violin", "trumpet", "drum", "flute", "piano", "cello", "guitar", "harp", "clarinet", "accordion"),
-    *("train", "bicycle", "ferry", "tractor", "tram", "helicopter", "canoe", "lorry", "scooter", "bus"),
+    *(
+        "sparrow",
+        "badger",
+        "salmon",
+        "tortoise",
+        "beetle",
+        "donkey",
+        "otter",
+        "pigeon",
+        "lizard",
+        "hamster",
+    ),
+    *(
+        "bread",
+        "soup",
+        "cheese",
+        "pancake",
+        "noodle",
+        "pudding",
+        "salad",
+        "biscuit",
+        "sausage",
+        "omelette",
+    ),
+    *(
+        "violin",
+        "trumpet",
+        "drum",
+        "flute",
+        "piano",
+        "cello",
+        "guitar",
+        "harp",
+        "clarinet",
+        "accordion",
+    ),
+    *(
+        "train",
+        "bicycle",
+        "ferry",
+        "tractor",
+        "tram",
+        "helicopter",
+        "canoe",
+        "lorry",
+        "scooter",
+        "bus",
+    ),
 }
 
 
@@ -120,9 +174,14 @@ def test_functions_are_there_in_full_and_can_be_looked_up(context_tokens: int, n
 
 
 def test_all_three_things_are_asked_about_functions() -> None:
-    texts = [q.text for number in range(6) for q in sample("multiturn", "code_lookup", 3_000, number).questions]
+    texts = [
+        q.text
+        for number in range(6)
+        for q in sample("multiturn", "code_lookup", 3_000, number).questions
+    ]
     assert all(
-        any(word in text for text in texts) for word in ("the parameters of", "line of the docstring", "return?")
+        any(word in text for text in texts)
+        for word in ("the parameters of", "line of the docstring", "return?")
     )
 
 

@@ -1,4 +1,6 @@
-"""What options may hold: numbers within bounds, texts in UTF-8, files that can be written. All is seen before work."""
+"""What options may hold: numbers within bounds, texts in UTF-8, files that can be written. All is
+seen before work.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,11 @@ def test_no_number_is_taken_that_cannot_be_meant(path: tuple[str, ...], param: o
 
 
 def test_every_number_of_an_engine_has_bounds_without_the_command_line_too() -> None:
-    numbers = {field for field, kind in EngineConfig.__annotations__.items() if kind.split()[0] in ("int", "float")}
+    numbers = {
+        field
+        for field, kind in EngineConfig.__annotations__.items()
+        if kind.split()[0] in ("int", "float")
+    }
     assert numbers == {name for name, option in OPTIONS.items() if option.bounds is not None}
     for field in numbers:
         for value in (float("nan"), 1e300, -1e300):
@@ -75,7 +81,9 @@ def test_every_number_of_an_engine_has_bounds_without_the_command_line_too() -> 
 
 
 def test_a_refused_number_is_told_with_its_bounds() -> None:
-    with pytest.raises(ConfigError, match=r"^x is 3, it must be greater than 0 and at most 2: 2 is all$"):
+    with pytest.raises(
+        ConfigError, match=r"^x is 3, it must be greater than 0 and at most 2: 2 is all$"
+    ):
         Bounds(0.0, 2.0, open_low=True).check_option("x", 3, "2 is all")
     Bounds(0.0, 2.0).check_option("x", 0.0)
 
@@ -108,7 +116,11 @@ PLACES: dict[str, tuple[Callable[[Path], str], str]] = {
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("path", "param"), WRITTEN, ids=name)
 def test_a_file_that_could_not_be_written_is_told_before_any_work(
-    path: tuple[str, ...], param: object, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: tuple[str, ...],
+    param: object,
+    place: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     make, said = PLACES[place]
@@ -136,7 +148,9 @@ def test_a_file_of_others_is_not_written(tmp_path: Path) -> None:
     ],
     ids=" ".join,
 )
-def test_no_file_is_written_over_another_one(given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_file_is_written_over_another_one(
+    given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a.json").write_text("precious")
     Path("link.json").symlink_to("a.json")
@@ -156,19 +170,31 @@ def test_no_file_is_written_over_another_one(given: list[str], tmp_path: Path, m
 )
 def test_bytes_that_are_no_text_are_refused(given: list[str]) -> None:
     result = CliRunner().invoke(app, given)
-    assert result.exit_code == 2 and "has bytes that are not UTF-8" in result.stderr, result.exception
+    assert result.exit_code == 2 and "has bytes that are not UTF-8" in result.stderr, (
+        result.exception
+    )
 
 
 @pytest.mark.parametrize("given", ["", " "])
 def test_a_server_needs_a_name_and_an_address(given: str) -> None:
-    assert "it must be a text that is not empty" in refused(("serve",), "--served-model-name", given)
+    assert "it must be a text that is not empty" in refused(
+        ("serve",), "--served-model-name", given
+    )
     assert "0.0.0.0 for all interfaces" in refused(("serve",), "--host", given)
+
+
+@pytest.mark.parametrize("given", ["a\nb", "a\r", "a\u2028b", "\x85"])
+def test_the_name_of_a_model_is_one_line(given: str) -> None:
+    assert "has no line breaks" in refused(("serve",), "--served-model-name", given)
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["generate", "--batch", "in.jsonl", "-o", "out"], "output is out, it is not a regular file"),
+        (
+            ["generate", "--batch", "in.jsonl", "-o", "out"],
+            "output is out, it is not a regular file",
+        ),
         (["calibrate", "-o", "out"], "output is out, it is not a regular file"),
         (["eval", "-o", "out", "--suites", "x"], "suites has 'x'"),
         (["bench", "serving", "throughput", "./absent", "-o", "out"], "there is no such folder"),
@@ -177,7 +203,9 @@ def test_a_server_needs_a_name_and_an_address(given: str) -> None:
 def test_a_pipe_is_written_to_but_not_read_or_replaced(
     given: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Figures may go to `-o >(jq .)`; a profile would take the place of the device that is named."""
+    """Figures may go to `-o >(jq .)`; a profile would take the place of the device that
+    is named.
+    """
     monkeypatch.chdir(tmp_path)
     os.mkfifo("out")
     Path("in.jsonl").touch()

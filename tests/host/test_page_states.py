@@ -1,4 +1,6 @@
-"""Pages by state add up to the pool at any time: between two steps and in the middle of one, counted page by page."""
+"""Pages by state add up to the pool at any time: between two steps and in the middle of one,
+counted page by page.
+"""
 
 from __future__ import annotations
 
@@ -17,24 +19,39 @@ from tests.host.support import geometry, layout_sets
 
 def check_states(manager: CacheManager) -> PageStates:
     """What the books say, if it is what their pages say one by one."""
-    held = {page for seq in manager.sequences.values()
-            for pages in (*seq.spans, *seq.window_spans, *seq.raw_pages) for page in pages.tolist()}  # fmt: skip
+    held = {
+        page
+        for seq in manager.sequences.values()
+        for pages in (*seq.spans, *seq.window_spans, *seq.raw_pages)
+        for page in pages.tolist()
+    }
     cached = {page for node in manager.prefix.nodes.values() for page in node.pages.tolist()} - held
     free = set(np.flatnonzero(manager.ledger.references == 0).tolist())
     states = PageStates.of(manager)
     assert (states.held, states.cached, states.free) == (len(held), len(cached), len(free))
     assert states.held + states.cached + states.free == manager.ledger.total
     assert held | cached | free == set(range(manager.ledger.total))
-    assert 0 <= states.promised <= states.cached + states.free, "a promise of pages that there are not"
+    assert 0 <= states.promised <= states.cached + states.free, (
+        "a promise of pages that there are not"
+    )
     return states
 
 
 def check_slots(manager: CacheManager) -> None:
-    """Entries by the tables' lengths, which the kernels follow, beside the formula and the room in the pages."""
+    """Entries by the tables' lengths, which the kernels follow, beside the formula and the room in
+    the pages.
+    """
     for seq in manager.sequences.values():
-        layout, dropped = seq.layout, max(0, seq.sealed_chunks - seq.layout.window_chunks) * seq.layout.chunk_tokens
+        layout, dropped = (
+            seq.layout,
+            max(0, seq.sealed_chunks - seq.layout.window_chunks) * seq.layout.chunk_tokens,
+        )
         used = sum(
-            len(members) * (int(manager.lengths[seq.slot, group]) - (dropped if group >= layout.full_groups else 0))
+            len(members)
+            * (
+                int(manager.lengths[seq.slot, group])
+                - (dropped if group >= layout.full_groups else 0)
+            )
             for group, members in enumerate(layout.groups)
         )
         assert used == layout.held_entries(seq.sealed_chunks, seq.raw_tokens)
@@ -55,12 +72,19 @@ class Watched(Service):
 @given(data=st.data(), layouts=layout_sets(max_tokens=MAX_TOKENS))
 def test_states_add_up_to_the_pool_at_any_time(data: st.DataObject, layouts: list[Layout]) -> None:
     service = Watched(
-        layouts, slack_pages=data.draw(st.integers(0, 40)), max_num_seqs=data.draw(st.integers(1, 4)),
-        host_pages=data.draw(st.sampled_from([0, 30])), ahead=data.draw(st.booleans()),
-    )  # fmt: skip
+        layouts,
+        slack_pages=data.draw(st.integers(0, 40)),
+        max_num_seqs=data.draw(st.integers(1, 4)),
+        host_pages=data.draw(st.sampled_from([0, 30])),
+        ahead=data.draw(st.booleans()),
+    )
     for number in range(data.draw(st.integers(3, 8))):
         start, length = data.draw(st.integers(0, 1)), data.draw(st.integers(1, 30))
-        service.submit([(start + at) % 5 for at in range(length)], data.draw(st.integers(1, 12)), layout=number % 2)
+        service.submit(
+            [(start + at) % 5 for at in range(length)],
+            data.draw(st.integers(1, 12)),
+            layout=number % 2,
+        )
         for _ in range(data.draw(st.integers(0, 4))):
             service.step()
             check_states(service.manager)
@@ -74,8 +98,15 @@ def test_states_add_up_to_the_pool_at_any_time(data: st.DataObject, layouts: lis
 
 def test_a_growing_sequence_is_promised_pages_that_others_hold_nothing_of() -> None:
     """One chunk's worth: what it does not hold yet is promised, and no longer once it has ended."""
-    service = Watched([Layout.uncompressed(geometry(), chunk_tokens=8, page_tokens=2, heads_per_page=2, max_tokens=96)],
-                      slack_pages=0, max_num_seqs=1)  # fmt: skip
+    service = Watched(
+        [
+            Layout.uncompressed(
+                geometry(), chunk_tokens=8, page_tokens=2, heads_per_page=2, max_tokens=96
+            )
+        ],
+        slack_pages=0,
+        max_num_seqs=1,
+    )
     service.submit([1, 2, 3], 4)
     service.step()
     assert PageStates.of(service.manager).promised > 0

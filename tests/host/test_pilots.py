@@ -21,7 +21,11 @@ def test_fifty_texts_of_the_promised_length_all_different() -> None:
 
 @pytest.mark.parametrize("min_characters", [1_000, 5_000, 12_288])
 def test_lengths_follow_the_minimum(min_characters: int) -> None:
-    lengths = [len(text) for seed in range(4) for text in pilot_texts(16, seed, min_characters=min_characters)]
+    lengths = [
+        len(text)
+        for seed in range(4)
+        for text in pilot_texts(16, seed, min_characters=min_characters)
+    ]
     assert min_characters <= min(lengths)
     assert max(lengths) <= 1.5 * min_characters + 200
 
@@ -29,10 +33,14 @@ def test_lengths_follow_the_minimum(min_characters: int) -> None:
 def test_another_process_writes_the_same_texts_and_another_seed_others() -> None:
     """Text seeds must not depend on Python's per-process string hashing."""
     program = (
-        "import sys; from tangram.calibrate.texts import pilot_texts; sys.stdout.write(chr(0).join(pilot_texts(9, 7)))"
+        "import sys; from tangram.calibrate.texts import pilot_texts; "
+        "sys.stdout.write(chr(0).join(pilot_texts(9, 7)))"
     )
     other = subprocess.run(
-        [sys.executable, "-X", "utf8", "-c", program], capture_output=True, check=True, encoding="utf-8"
+        [sys.executable, "-X", "utf8", "-c", program],
+        capture_output=True,
+        check=True,
+        encoding="utf-8",
     )
     mine = pilot_texts(9, 7)
     assert other.stdout.split("\0") == [text.replace("\r\n", "\n") for text in mine]
@@ -44,12 +52,20 @@ def test_kinds_are_evenly_mixed() -> None:
     assert len(KINDS) >= 6
     texts = pilot_texts(4 * len(KINDS))
     looks = Counter(
-        "json" if text.startswith("Below is a JSON") else "table" if text.startswith("| No") else "other"
+        "json"
+        if text.startswith("Below is a JSON")
+        else "table"
+        if text.startswith("| No")
+        else "other"
         for text in texts
     )
     assert looks == {"json": 4, "table": 4, "other": 4 * (len(KINDS) - 2)}
     assert sum("def " in text or "import " in text for text in texts) >= 4
-    json_kinds = [kind for kind, text in zip(pilot_kinds(len(texts)), texts, strict=True) if text.startswith("Below")]
+    json_kinds = [
+        kind
+        for kind, text in zip(pilot_kinds(len(texts)), texts, strict=True)
+        if text.startswith("Below")
+    ]
     assert json_kinds == ["key_values"] * 4
 
 
@@ -72,7 +88,9 @@ def test_texts_are_varied_not_one_line_over_and_over() -> None:
         assert len(set(lines)) > 0.8 * len(lines)
 
 
-@pytest.mark.parametrize(("arguments", "named"), [({"count": 0}, "count"), ({"min_characters": 10}, "min_characters")])
+@pytest.mark.parametrize(
+    ("arguments", "named"), [({"count": 0}, "count"), ({"min_characters": 10}, "min_characters")]
+)
 def test_nonsense_is_refused_by_name(arguments: dict[str, int], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         pilot_texts(**arguments)

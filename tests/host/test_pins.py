@@ -1,6 +1,8 @@
-"""The pinned versions fit together on the public index, for every Python and platform that is promised.
+"""The pinned versions fit together on the public index, for every Python and platform that is
+promised.
 
-uv resolves without this machine's configuration and wheels, for platforms that need not be this one.
+uv resolves without this machine's configuration and wheels, for platforms that need not be this
+one.
 """
 
 from __future__ import annotations
@@ -30,7 +32,14 @@ CPU_BUILD_REQUIRES = (
     "jinja2",
     "fsspec>=0.8.5",
 )
-KEPT_VARIABLES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "HTTPS_PROXY", "https_proxy", "NO_PROXY", "no_proxy")
+KEPT_VARIABLES = (
+    "SSL_CERT_FILE",
+    "SSL_CERT_DIR",
+    "HTTPS_PROXY",
+    "https_proxy",
+    "NO_PROXY",
+    "no_proxy",
+)
 OFFLINE = ("error sending request", "dns error", "Failed to fetch", "timed out")
 
 
@@ -49,20 +58,53 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("uv")
 
 
-def resolved(cache: Path, python: str, platform: str, *options: str, pins: tuple[Path, ...] = PINS) -> dict[str, str]:
+def resolved(
+    cache: Path, python: str, platform: str, *options: str, pins: tuple[Path, ...] = PINS
+) -> dict[str, str]:
     """All extras, from wheels alone; skips where there is no network."""
     variables = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
     command = [
-        *(sys.executable, "-m", "uv", "pip", "compile", "pyproject.toml", "--all-extras", "--no-config", "--quiet"),
-        *("--only-binary", ":all:", "--no-annotate", "--no-header", "--no-python-downloads", "--cache-dir", str(cache)),
+        *(
+            sys.executable,
+            "-m",
+            "uv",
+            "pip",
+            "compile",
+            "pyproject.toml",
+            "--all-extras",
+            "--no-config",
+            "--quiet",
+        ),
+        *(
+            "--only-binary",
+            ":all:",
+            "--no-annotate",
+            "--no-header",
+            "--no-python-downloads",
+            "--cache-dir",
+            str(cache),
+        ),
         *(option for file in pins for option in ("--constraint", str(file))),
-        *("--python", sys.executable, "--python-version", python, "--python-platform", platform, *options),
+        *(
+            "--python",
+            sys.executable,
+            "--python-version",
+            python,
+            "--python-platform",
+            platform,
+            *options,
+        ),
     ]
     ended = subprocess.run(
         command,
         cwd=ROOT,
         # PyTorch has wheels for macOS 14 and later.
-        env={**variables, "HOME": str(cache), "PATH": os.defpath, "MACOSX_DEPLOYMENT_TARGET": "14.0"},
+        env={
+            **variables,
+            "HOME": str(cache),
+            "PATH": os.defpath,
+            "MACOSX_DEPLOYMENT_TARGET": "14.0",
+        },
         capture_output=True,
         text=True,
         timeout=120,
@@ -71,7 +113,9 @@ def resolved(cache: Path, python: str, platform: str, *options: str, pins: tuple
         pytest.skip(f"the public index cannot be reached: {ended.stderr.strip().splitlines()[0]}")
     assert ended.returncode == 0, ended.stderr
     # Without its header uv may still name an index of its own choice.
-    return {name_of(line): line.partition("==")[2] for line in ended.stdout.splitlines() if "==" in line}
+    return {
+        name_of(line): line.partition("==")[2] for line in ended.stdout.splitlines() if "==" in line
+    }
 
 
 @pytest.mark.parametrize("platform", [*LINUX, MACOS])
@@ -105,7 +149,9 @@ def cpu_build(folder: Path, version: str) -> None:
     metadata += [f"Requires-Dist: {requirement}" for requirement in CPU_BUILD_REQUIRES]
     with zipfile.ZipFile(folder / f"torch-{version}+cpu-py3-none-any.whl", "w") as wheel:
         wheel.writestr(f"{info}/METADATA", "\n".join(metadata) + "\n")
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         wheel.writestr(f"{info}/RECORD", "")
 
 

@@ -1,4 +1,6 @@
-"""Work plans: planners give plans that pass the integrity check, which catches every plan that does not add up."""
+"""Work plans: planners give plans that pass the integrity check, which catches every plan that does
+not add up.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,13 @@ from tangram.types import Int32
 from tests.plans import TaskList, assemble
 
 
-def make_rows(budget: np.ndarray, windows: tuple[int | None, ...] | None = None, page_tokens: int = 16) -> DecodeRows:
+def make_rows(
+    budget: np.ndarray, windows: tuple[int | None, ...] | None = None, page_tokens: int = 16
+) -> DecodeRows:
     cell = np.arange(budget.size).reshape(budget.shape)
-    return DecodeRows(cell * 100, cell % 4, cell, budget, windows or (None,) * budget.shape[1], page_tokens)
+    return DecodeRows(
+        cell * 100, cell % 4, cell, budget, windows or (None,) * budget.shape[1], page_tokens
+    )
 
 
 @st.composite
@@ -30,7 +36,9 @@ def batches(draw: st.DrawFn) -> tuple[DecodeRows, Int32]:
     """Rows with any budgets and windows, and a length for each head."""
     shape = draw(st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3)))
     seed = np.random.default_rng(draw(st.integers(0, 2**32)))
-    windows = tuple(draw(st.lists(st.sampled_from([None, 1, 50, 128]), min_size=shape[1], max_size=shape[1])))
+    windows = tuple(
+        draw(st.lists(st.sampled_from([None, 1, 50, 128]), min_size=shape[1], max_size=shape[1]))
+    )
     longest = draw(st.sampled_from([1, 20, 700]))
     lengths = seed.integers(0, longest + 1, shape).astype(np.int32).ravel()
     return make_rows(seed.uniform(1.0, 4000.0, shape), windows), lengths
@@ -59,14 +67,18 @@ def test_a_plan_covers_every_entry_once_and_survives_growth(
 
 
 @given(batches(), st.sampled_from([1, 7, 132]))
-def test_every_planner_agrees_with_counting_entries_one_by_one(batch: tuple[DecodeRows, Int32], workers: int) -> None:
+def test_every_planner_agrees_with_counting_entries_one_by_one(
+    batch: tuple[DecodeRows, Int32], workers: int
+) -> None:
     rows, lengths = batch
     for plan in every_plan(rows, lengths, workers, 16):
         assert covered_once(plan, rows, lengths)
 
 
 @given(batches(), st.sampled_from([1, 7, 132]))
-def test_a_layer_is_planned_alone_as_it_is_among_others(batch: tuple[DecodeRows, Int32], workers: int) -> None:
+def test_a_layer_is_planned_alone_as_it_is_among_others(
+    batch: tuple[DecodeRows, Int32], workers: int
+) -> None:
     rows, lengths = batch
     whole = plan_workqueue(rows, lengths, workers, tile_tokens=16, min_tokens=16)
     for layer in range(whole.layers):
@@ -120,7 +132,11 @@ def test_the_check_agrees_with_counting_entries_one_by_one(
     values = getattr(plan, field).copy()
     index = data.draw(st.integers(0, len(values) - 1))
     values[index] = data.draw(st.integers(0, 3 if field == "kind" else 130))
-    if field in ("kind", "b") and plan.kind[index] != RangeKind.FRAC and values[index] == RangeKind.FRAC:
+    if (
+        field in ("kind", "b")
+        and plan.kind[index] != RangeKind.FRAC
+        and values[index] == RangeKind.FRAC
+    ):
         return  # a share of 0 shares means nothing
     if field == "b" and plan.kind[index] == RangeKind.FRAC and values[index] == 0:
         return
@@ -139,7 +155,9 @@ def changed(plan: WorkPlan, field: str, index: int, value: int) -> WorkPlan:
     return replace(plan, **{field: values})
 
 
-UNEVEN = make_rows(np.array([[[1000, 100.0]], [[500, 100.0]]]))  # 2 rows, 1 layer, 2 heads: some split, some whole
+UNEVEN = make_rows(
+    np.array([[[1000, 100.0]], [[500, 100.0]]])
+)  # 2 rows, 1 layer, 2 heads: some split, some whole
 LENGTHS = np.array([400, 40, 200, 40], np.int32)
 
 
@@ -183,17 +201,27 @@ def test_a_missing_task_is_caught() -> None:
 
 
 def shared_prefix_plan() -> WorkPlan:
-    """Both rows read head 0's first 32 entries in one task, and each its own tail; head 1 is read whole."""
+    """Both rows read head 0's first 32 entries in one task, and each its own tail; head 1 is read
+    whole.
+    """
     zero = np.zeros(5, np.int64)
     return assemble(
         TaskList(
-            layer=zero, table=UNEVEN.table[[0, 0, 1, 0, 1], 0, [0, 0, 0, 1, 1]],
-            length_index=np.array([0, 0, 2, 1, 3]), column=UNEVEN.column[[0, 0, 1, 0, 1], 0, [0, 0, 0, 1, 1]],
-            head=np.array([0, 0, 0, 1, 1]), kind=np.array([0, 1, 1, 1, 1]), a=np.array([0, 32, 32, 0, 0]),
-            b=np.array([32, 0, 0, 0, 0]), row_count=np.array([2, 1, 1, 1, 1]), rows=np.array([0, 1, 0, 1, 0, 1]),
+            layer=zero,
+            table=UNEVEN.table[[0, 0, 1, 0, 1], 0, [0, 0, 0, 1, 1]],
+            length_index=np.array([0, 0, 2, 1, 3]),
+            column=UNEVEN.column[[0, 0, 1, 0, 1], 0, [0, 0, 0, 1, 1]],
+            head=np.array([0, 0, 0, 1, 1]),
+            kind=np.array([0, 1, 1, 1, 1]),
+            a=np.array([0, 32, 32, 0, 0]),
+            b=np.array([32, 0, 0, 0, 0]),
+            row_count=np.array([2, 1, 1, 1, 1]),
+            rows=np.array([0, 1, 0, 1, 0, 1]),
         ),
-        layers=1, kv_heads=2, tile_tokens=16,
-    )  # fmt: skip
+        layers=1,
+        kv_heads=2,
+        tile_tokens=16,
+    )
 
 
 def test_a_span_may_serve_several_rows_only_if_they_share_its_pages() -> None:
@@ -232,13 +260,19 @@ def test_aot_hardly_splits_a_batch_that_fills_the_workers() -> None:
     rows = make_rows(np.full((8, 2, 3), 1000.0))
     assert (parts_of(plan_aot(rows, 2), rows) == 1).all()
     assert (
-        parts_of(plan_aot(make_rows(np.full((1, 2, 3), 1000.0)), 2), make_rows(np.full((1, 2, 3), 1000.0))) > 1
+        parts_of(
+            plan_aot(make_rows(np.full((1, 2, 3), 1000.0)), 2),
+            make_rows(np.full((1, 2, 3), 1000.0)),
+        )
+        > 1
     ).all()
 
 
 @pytest.mark.parametrize("budget", [[1.0, 1.0, 1.0], [1.0, 0.2, 0.1], [0.4, 0.35, 0.3]])
 @pytest.mark.parametrize("workers", [2, 4])
-def test_aot_balances_heads_whose_lengths_follow_their_budgets(budget: list[float], workers: int) -> None:
+def test_aot_balances_heads_whose_lengths_follow_their_budgets(
+    budget: list[float], workers: int
+) -> None:
     rows = make_rows(np.array([[budget]]) * 16384)
     begin, end = plan_aot(rows, workers).spans((np.array(budget) * 16384).astype(np.int32))
     finish_at = [0] * workers
@@ -256,9 +290,13 @@ def test_window_layers_are_read_by_window_and_never_split() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "field"),
-    [({"workers": 0}, "workers"), ({"workers": 1, "tasks_per_worker": 0}, "tasks_per_worker"),
-     ({"workers": 1, "tile_tokens": 40}, "tile_tokens"), ({"workers": 1, "tile_tokens": 0}, "tile_tokens")],
-)  # fmt: skip
+    [
+        ({"workers": 0}, "workers"),
+        ({"workers": 1, "tasks_per_worker": 0}, "tasks_per_worker"),
+        ({"workers": 1, "tile_tokens": 40}, "tile_tokens"),
+        ({"workers": 1, "tile_tokens": 0}, "tile_tokens"),
+    ],
+)
 def test_wrong_planner_arguments_are_refused_by_name(arguments: dict[str, int], field: str) -> None:
     with pytest.raises(ConfigError, match=field):
         plan_aot(UNEVEN, **arguments)
@@ -274,8 +312,12 @@ def test_rows_of_mixed_shapes_are_refused() -> None:
 
 
 @pytest.mark.parametrize("rows", [33, 40, 48, 64])
-def test_about_as_many_heads_as_workers_are_cut_so_that_the_long_ones_delay_nobody(rows: int) -> None:
-    """Half of the heads hold a third of what the others hold; heads that are all alike stay whole."""
+def test_about_as_many_heads_as_workers_are_cut_so_that_the_long_ones_delay_nobody(
+    rows: int,
+) -> None:
+    """Half of the heads hold a third of what the others hold; heads that are all alike
+    stay whole.
+    """
     workers, shape = 396, (rows, 1, 8)
     lengths = np.broadcast_to(np.array([6000, 2000] * 4), shape).astype(np.int32).ravel()
     plan = plan_workqueue(make_rows(np.ones(shape)), lengths, workers)
@@ -284,5 +326,7 @@ def test_about_as_many_heads_as_workers_are_cut_so_that_the_long_ones_delay_nobo
     for tokens in end - begin:  # in the order they start
         heapq.heapreplace(finished, finished[0] + int(tokens))
     assert max(finished) < 1.6 * lengths.sum() / workers
-    alike = plan_workqueue(make_rows(np.ones(shape)), np.full(lengths.shape, 4000, np.int32), workers)
+    alike = plan_workqueue(
+        make_rows(np.ones(shape)), np.full(lengths.shape, 4000, np.int32), workers
+    )
     assert alike.direct.all()

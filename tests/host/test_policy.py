@@ -23,7 +23,9 @@ SCHEDULES = ("workqueue", "aot", FLASHINFER)
 
 
 def policy(times: dict[StepLoad, list[float]], schedules: tuple[str, ...] = SCHEDULES) -> Policy:
-    return Policy.fitted("a GPU", {"kv_heads": 2}, CostModel(), schedules, list(times), list(times.values()))
+    return Policy.fitted(
+        "a GPU", {"kv_heads": 2}, CostModel(), schedules, list(times), list(times.values())
+    )
 
 
 def two_regimes() -> Policy:
@@ -69,7 +71,8 @@ def test_a_file_gives_the_same_policy_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("schedules", None), ("reach", "far"), ("loads", [{"cells": 1}]), ("cost", {"task_us": "x"})]
+    ("field", "value"),
+    [("schedules", None), ("reach", "far"), ("loads", [{"cells": 1}]), ("cost", {"task_us": "x"})],
 )
 def test_a_damaged_file_is_refused_by_field(tmp_path: Path, field: str, value: object) -> None:
     path = tmp_path / "policy.json"
@@ -102,7 +105,10 @@ def test_one_trace_makes_no_policy() -> None:
 def trees(draw: st.DrawFn) -> Tree:
     levels = draw(st.integers(1, 4))
     nodes = sorted(draw(st.lists(st.integers(1, 9), min_size=levels, max_size=levels)))
-    return Tree(tuple(nodes), tuple(draw(st.lists(st.sampled_from([4, 8]), min_size=levels, max_size=levels))))
+    return Tree(
+        tuple(nodes),
+        tuple(draw(st.lists(st.sampled_from([4, 8]), min_size=levels, max_size=levels))),
+    )
 
 
 @given(trees())
@@ -110,7 +116,11 @@ def test_sharing_is_what_is_read_over_what_is_there(tree: Tree) -> None:
     case = tree_case(tree, GEOMETRY, seed=0)
     load = StepLoad.of(case.decoding)
     assert load.sharing == pytest.approx(int(case.cell_lengths.sum()) / unique_entries(case))
-    assert (load.cells, load.mean_tokens, load.unevenness) == (tree.leaves * 2, sum(tree.tokens), 1.0)
+    assert (load.cells, load.mean_tokens, load.unevenness) == (
+        tree.leaves * 2,
+        sum(tree.tokens),
+        1.0,
+    )
 
 
 def test_uneven_rows_are_seen_as_such() -> None:
@@ -123,16 +133,28 @@ def test_what_a_policy_learns_from_is_not_what_it_is_judged_by() -> None:
     geometry = BatchGeometry.of_heads("32/8", 16)
     learnt, judged = ({case.name for case in suite(geometry)} for suite in (calibration, held_out))
     assert not learnt & judged and len(learnt) == len(calibration(geometry))
-    assert {case.family for case in held_out(geometry)} >= {"ragged", "shared prefixes", "bimodal B8"}
+    assert {case.family for case in held_out(geometry)} >= {
+        "ragged",
+        "shared prefixes",
+        "bimodal B8",
+    }
     assert set(CONFIGS) <= judged
 
 
 @pytest.mark.parametrize("seed", range(100, 112))
 def test_random_trees_are_shared_and_within_bounds(seed: int) -> None:
     tree = random_tree(seed)
-    assert tree.shared and 16 <= tree.leaves <= 1024 and all(tokens % 32 == 0 for tokens in tree.tokens)
+    assert (
+        tree.shared
+        and 16 <= tree.leaves <= 1024
+        and all(tokens % 32 == 0 for tokens in tree.tokens)
+    )
 
 
 def test_ragged_budgets_keep_their_promise_on_average() -> None:
     kept = budgets(64, seed=0)
-    assert np.all((kept > 0) & (kept <= 1)) and kept.mean() <= 0.25 + 1e-9 and kept.max() > 2 * kept.mean()
+    assert (
+        np.all((kept > 0) & (kept <= 1))
+        and kept.mean() <= 0.25 + 1e-9
+        and kept.max() > 2 * kept.mean()
+    )

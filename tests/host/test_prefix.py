@@ -1,4 +1,6 @@
-"""The prefix cache against a plain model of least-recently-used, and the keys that keep strangers apart."""
+"""The prefix cache against a plain model of least-recently-used, and the keys that keep strangers
+apart.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ PAGES = 40
 
 
 class Shelf(RuleBasedStateMachine):
-    """Chains are stood on, left and evicted. The model lists idle links by when they were last left."""
+    """Chains are stood on, left and evicted. The model lists idle links by when they were last
+    left.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +47,10 @@ class Shelf(RuleBasedStateMachine):
         return chain
 
     @precondition(lambda self: self.ledger.free >= 12)
-    @rule(path=st.lists(st.integers(0, 2), min_size=1, max_size=4).map(tuple), link=st.sampled_from(Link))
+    @rule(
+        path=st.lists(st.integers(0, 2), min_size=1, max_size=4).map(tuple),
+        link=st.sampled_from(Link),
+    )
     def stand(self, path: tuple[int, ...], link: Link) -> None:
         self.standing.append(self._stand(path, link))
 
@@ -71,8 +78,12 @@ class Shelf(RuleBasedStateMachine):
         assert set(self.cache.nodes.values()) == used | set(self.idle)
         assert self.cache.idle_pages == sum(len(node.pages) for node in self.idle)
         stood = [node for chain in self.standing for node in chain if node.transient]
-        assert self.cache.crowded_pages == sum(len(n.pages) for n in stood) - sum(len(n.pages) for n in set(stood))
-        assert self.ledger.free == PAGES - sum(len(node.pages) for node in self.cache.nodes.values())
+        assert self.cache.crowded_pages == sum(len(n.pages) for n in stood) - sum(
+            len(n.pages) for n in set(stood)
+        )
+        assert self.ledger.free == PAGES - sum(
+            len(node.pages) for node in self.cache.nodes.values()
+        )
 
     def teardown(self) -> None:
         while self.standing:
@@ -104,7 +115,9 @@ TEXT = st.text(max_size=8) | st.text(st.characters(categories=["Cs"]), max_size=
 
 @settings(max_examples=100, deadline=None)
 @given(st.tuples(TEXT, TEXT), st.tuples(TEXT, TEXT))
-def test_only_equal_profiles_and_salts_start_the_same_chain(one: tuple[str, str], other: tuple[str, str]) -> None:
+def test_only_equal_profiles_and_salts_start_the_same_chain(
+    one: tuple[str, str], other: tuple[str, str]
+) -> None:
     assert (root_key(*one) == root_key(*other)) == (one == other)
 
 
@@ -117,4 +130,8 @@ def test_a_chunk_a_raw_page_and_a_window_part_of_the_same_tokens_are_three_links
     parent, tokens = root_key("profile", ""), np.arange(4)
     chunk = chunk_key(parent, tokens)
     assert len({chunk, raw_key(parent, tokens), window_key(chunk), window_key(parent)}) == 4
-    assert chunk_key(parent, tokens) != chunk_key(parent, tokens[::-1].copy()) != chunk_key(chunk, tokens)
+    assert (
+        chunk_key(parent, tokens)
+        != chunk_key(parent, tokens[::-1].copy())
+        != chunk_key(chunk, tokens)
+    )

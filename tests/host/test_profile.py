@@ -1,4 +1,6 @@
-"""A profile is a promise in a file: it survives the disk, is refused when damaged, and fits one model only."""
+"""A profile is a promise in a file: it survives the disk, is refused when damaged, and fits one
+model only.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,23 @@ from hypothesis import strategies as st
 
 from tangram.cache.layout import Layout
 from tangram.compress.library import find_profile
-from tangram.compress.profile import Calibration, ModelFingerprint, Profile, RankStability, ScorerSpec
+from tangram.compress.profile import (
+    Calibration,
+    ModelFingerprint,
+    Profile,
+    RankStability,
+    ScorerSpec,
+)
 from tangram.errors import ConfigError, ProfileError
 from tangram.types import Geometry
 
 MODEL = ModelFingerprint("acme/tiny", "llama", 5, 6, 12, 64, 1000, "ab" * 32)
-OPTIONS: dict[str, Any] = {"scorer": "keydiff", "scope": "model", "kv_retention": 0.5, "chunk_tokens": 512}
+OPTIONS: dict[str, Any] = {
+    "scorer": "keydiff",
+    "scope": "model",
+    "kv_retention": 0.5,
+    "chunk_tokens": 512,
+}
 
 
 def make(seed: int = 0, **changes: Any) -> Profile:
@@ -49,13 +62,26 @@ def make(seed: int = 0, **changes: Any) -> Profile:
 def test_the_layout_built_from_a_profile_occupies_at_most_rho(
     seed: int, retention: float, shape: tuple[int, int], grouping: str
 ) -> None:
-    """Checked in the cache's own terms: pages of a sealed chunk against the entries the chunk has."""
-    profile = make(seed, kv_retention=retention, page_tokens=shape[0], heads_per_page=shape[1], grouping=grouping)
+    """Checked in the cache's own terms: pages of a sealed chunk against the entries the
+    chunk has.
+    """
+    profile = make(
+        seed,
+        kv_retention=retention,
+        page_tokens=shape[0],
+        heads_per_page=shape[1],
+        grouping=grouping,
+    )
     geometry = Geometry(5, 6, 12, 64, 1000, 4096, (None, 64, None, 64, None))
     layout = Layout.build(
-        geometry, chunk_tokens=512, page_tokens=shape[0], heads_per_page=shape[1], max_tokens=4096,
-        groups=profile.groups, sealed_pages=profile.sealed_pages,
-    )  # fmt: skip
+        geometry,
+        chunk_tokens=512,
+        page_tokens=shape[0],
+        heads_per_page=shape[1],
+        max_tokens=4096,
+        groups=profile.groups,
+        sealed_pages=profile.sealed_pages,
+    )
     occupied = sum(profile.sealed_pages) * shape[0] * shape[1]
     assert occupied <= retention * 18 * 512
     assert profile.realised_retention == pytest.approx(occupied / (18 * 512))
@@ -94,13 +120,19 @@ def test_a_saved_profile_comes_back_the_same_and_derives_the_same_counts(
     assert loaded == profile
     assert loaded.fingerprint() == profile.fingerprint()
     assert loaded.with_pages(16, 4) == profile
-    assert [entry.name for entry in path.parent.iterdir()] == ["one.json"], "a partial file was left behind"
+    assert [entry.name for entry in path.parent.iterdir()] == ["one.json"], (
+        "a partial file was left behind"
+    )
 
 
 def test_other_page_shapes_keep_the_statistics_and_the_promise() -> None:
     profile = make()
     other = profile.with_pages(32, 6)
-    assert (other.mean, other.std, other.calibration) == (profile.mean, profile.std, profile.calibration)
+    assert (other.mean, other.std, other.calibration) == (
+        profile.mean,
+        profile.std,
+        profile.calibration,
+    )
     assert (other.page_tokens, other.heads_per_page, len(other.groups)) == (32, 6, 3)
     assert other.realised_retention <= 0.5
     with pytest.raises(ConfigError, match="multiple of page_tokens"):
@@ -137,7 +169,9 @@ def edit(path: Path, **changes: Any) -> None:
         ({"model": {"name": "x"}}, r"model\.architecture"),
     ],
 )
-def test_a_wrong_file_is_refused_by_file_and_field(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+def test_a_wrong_file_is_refused_by_file_and_field(
+    tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
     path = tmp_path / "one.json"
     make().save(path)
     edit(path, **changes)
@@ -167,7 +201,9 @@ def test_a_missing_field_is_named(tmp_path: Path, missing: str) -> None:
         ("\ud800".encode("utf-8", "surrogatepass"), "not valid JSON"),
     ],
 )
-def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, text: str | bytes, named: str) -> None:
+def test_a_file_that_is_no_profile_is_refused(
+    tmp_path: Path, text: str | bytes, named: str
+) -> None:
     path = tmp_path / "one.json"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ProfileError, match=named):
@@ -184,11 +220,15 @@ def test_an_overflowing_number_is_refused(tmp_path: Path) -> None:
 
 @given(st.data())
 @settings(max_examples=60, deadline=None)
-def test_any_flipped_digit_is_noticed(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_any_flipped_digit_is_noticed(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     path = tmp_path_factory.mktemp("profiles") / "one.json"
     make().save(path)
     text = path.read_text()
-    place = data.draw(st.sampled_from([index for index, letter in enumerate(text) if letter.isdigit()]))
+    place = data.draw(
+        st.sampled_from([index for index, letter in enumerate(text) if letter.isdigit()])
+    )
     digit = data.draw(st.sampled_from(sorted(set("123456789") - {text[place]})))
     path.write_text(text[:place] + digit + text[place + 1 :])
     with pytest.raises(ProfileError):
@@ -219,7 +259,9 @@ def test_unknown_weights_and_vocabulary_match_on_architecture_and_geometry() -> 
 def test_every_mismatch_with_the_options_is_named_with_both_values() -> None:
     make().check_options(**OPTIONS)
     make().check_options(**OPTIONS, parameters={"epsilon": 0.01})
-    with pytest.raises(ProfileError, match=r"scorer parameters is \{'epsilon': 0\.01\}.*\{'epsilon': 0\.5\}"):
+    with pytest.raises(
+        ProfileError, match=r"scorer parameters is \{'epsilon': 0\.01\}.*\{'epsilon': 0\.5\}"
+    ):
         make().check_options(**OPTIONS, parameters={"epsilon": 0.5})
     with pytest.raises(ProfileError) as refusal:
         make().check_options(scorer="snapkv", scope="layer", kv_retention=0.3, chunk_tokens=256)
@@ -232,15 +274,24 @@ def test_the_fingerprint_follows_what_determines_the_kv_state_and_nothing_else()
     same = [
         make(model=replace(MODEL, name="other name")),
         make(calibration=Calibration(1, "elsewhere")),
-        make(mean=np.asarray(base.mean) / 2, std=np.asarray(base.std) / 2),  # other statistics, the same counts
+        make(
+            mean=np.asarray(base.mean) / 2, std=np.asarray(base.std) / 2
+        ),  # other statistics, the same counts
     ]
     assert same[2].sealed_pages == base.sealed_pages and same[2].groups == base.groups
     assert {profile.fingerprint() for profile in same} == {base.fingerprint()}
     others = [
-        make(seed=1), make(kv_retention=0.4), make(sink_tokens=3), make(window_tokens=9), make(chunk_tokens=256),
-        base.with_pages(32, 4), base.with_pages(16, 6), make(scorer=ScorerSpec("keydiff")),
-        make(scorer=ScorerSpec("snapkv", {"epsilon": 0.01})), make(model=replace(MODEL, weights_sha256="cd" * 32)),
-    ]  # fmt: skip
+        make(seed=1),
+        make(kv_retention=0.4),
+        make(sink_tokens=3),
+        make(window_tokens=9),
+        make(chunk_tokens=256),
+        base.with_pages(32, 4),
+        base.with_pages(16, 6),
+        make(scorer=ScorerSpec("keydiff")),
+        make(scorer=ScorerSpec("snapkv", {"epsilon": 0.01})),
+        make(model=replace(MODEL, weights_sha256="cd" * 32)),
+    ]
     assert len({profile.fingerprint() for profile in [base, *others]}) == 1 + len(others)
 
 
@@ -268,7 +319,9 @@ def test_a_profile_is_immutable() -> None:
         make().kv_retention = 0.9
 
 
-def test_find_prefers_exact_weights_then_earlier_folders(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_find_prefers_exact_weights_then_earlier_folders(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
     second.mkdir()
@@ -283,7 +336,9 @@ def test_find_prefers_exact_weights_then_earlier_folders(tmp_path: Path, caplog:
     assert "damaged.json" in caplog.text
     make(seed=4).save(second / "c.json")
     assert find_profile(folders, MODEL, **OPTIONS) == make(seed=4)
-    assert find_profile(folders, MODEL, **{**OPTIONS, "kv_retention": 0.25}) == make(seed=3, kv_retention=0.25)
+    assert find_profile(folders, MODEL, **{**OPTIONS, "kv_retention": 0.25}) == make(
+        seed=3, kv_retention=0.25
+    )
     assert find_profile(folders, MODEL, **{**OPTIONS, "scope": "layer"}) is None
     assert find_profile(folders, MODEL, **OPTIONS, parameters={"epsilon": 0.5}) is None
     assert find_profile(folders, replace(MODEL, layers=7), **OPTIONS) is None

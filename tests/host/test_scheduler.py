@@ -1,4 +1,6 @@
-"""Whatever is asked for in whatever order: every sequence ends, in its turn, and no page is lost on the way."""
+"""Whatever is asked for in whatever order: every sequence ends, in its turn, and no page is lost on
+the way.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from tangram.engine.sequence import TokenSequence
 from tests.host.service import MAX_TOKENS, Service
 from tests.host.support import geometry, layout, layout_sets, recount
 
-PROMPTS = st.tuples(st.sampled_from([0, 1]), st.integers(0, 30), st.lists(st.integers(0, 2), max_size=6))
+PROMPTS = st.tuples(
+    st.sampled_from([0, 1]), st.integers(0, 30), st.lists(st.integers(0, 2), max_size=6)
+)
 
 
 def prompt_of(stem: int, length: int, rest: list[int]) -> list[int]:
@@ -25,31 +29,46 @@ def prompt_of(stem: int, length: int, rest: list[int]) -> list[int]:
 
 
 class Traffic(RuleBasedStateMachine):
-    """Requests, turns that follow, forks, aborts and cleared caches, over a pool hardly larger than one sequence."""
+    """Requests, turns that follow, forks, aborts and cleared caches, over a pool hardly larger than
+    one sequence.
+    """
 
     @initialize(data=st.data())
     def build(self, data: st.DataObject) -> None:
         self.service = Service(
-            data.draw(layout_sets(max_tokens=MAX_TOKENS)), slack_pages=data.draw(st.integers(0, 40)),
-            max_num_seqs=data.draw(st.integers(1, 4)), slack_tokens=data.draw(st.integers(0, 20)),
+            data.draw(layout_sets(max_tokens=MAX_TOKENS)),
+            slack_pages=data.draw(st.integers(0, 40)),
+            max_num_seqs=data.draw(st.integers(1, 4)),
+            slack_tokens=data.draw(st.integers(0, 20)),
             scheduling=data.draw(st.sampled_from(["continuous", "continuous", "static"])),
             caching=data.draw(st.sampled_from([True, True, True, False])),
             one_chunk_a_step=data.draw(st.sampled_from([frozenset(), frozenset(), frozenset([0])])),
             ahead=data.draw(st.booleans()),
             host_pages=data.draw(st.sampled_from([0, 5, 30, 1000])),
             patience=data.draw(st.sampled_from([0, 1, 16])),
-        )  # fmt: skip
+        )
 
     def number(self, sequence: TokenSequence) -> int:
         return self.service.retentions.index(sequence.retention)
 
-    @rule(prompt=PROMPTS, max_new=st.integers(1, 16), layout=st.integers(0, 1), salt=st.sampled_from(["", "", "s"]),
-          taste=st.integers(0, 1))  # fmt: skip
-    def submit(self, prompt: tuple[int, int, list[int]], max_new: int, layout: int, salt: str, taste: int) -> None:
+    @rule(
+        prompt=PROMPTS,
+        max_new=st.integers(1, 16),
+        layout=st.integers(0, 1),
+        salt=st.sampled_from(["", "", "s"]),
+        taste=st.integers(0, 1),
+    )
+    def submit(
+        self, prompt: tuple[int, int, list[int]], max_new: int, layout: int, salt: str, taste: int
+    ) -> None:
         self.service.submit(prompt_of(*prompt), max_new, layout=layout, salt=salt, taste=taste)
 
     @precondition(lambda self: self.service.ended)
-    @rule(which=st.integers(0, 99), more=st.lists(st.integers(0, 2), max_size=5), max_new=st.integers(1, 16))
+    @rule(
+        which=st.integers(0, 99),
+        more=st.lists(st.integers(0, 2), max_size=5),
+        max_new=st.integers(1, 16),
+    )
     def follow(self, which: int, more: list[int], max_new: int) -> None:
         last = self.service.ended[which % len(self.service.ended)]
         prompt = [*last.known_tokens.tolist(), *more][: MAX_TOKENS - 2]
@@ -61,7 +80,9 @@ class Traffic(RuleBasedStateMachine):
         running = self.service.scheduler.running
         one = running[which % len(running)]
         prompt = one.known_tokens[: MAX_TOKENS - 2].tolist()
-        self.service.submit(prompt, max_new, layout=self.number(one), salt=one.keys.salt, taste=taste)
+        self.service.submit(
+            prompt, max_new, layout=self.number(one), salt=one.keys.salt, taste=taste
+        )
 
     @precondition(lambda self: self.service.scheduler.running)
     @rule(which=st.integers(0, 99), taste=st.integers(0, 2), max_new=st.integers(1, 16))
@@ -69,7 +90,10 @@ class Traffic(RuleBasedStateMachine):
         """Another sample of a running request, which arrived with it and was held back."""
         running = self.service.scheduler.running
         one = running[which % len(running)]
-        if one.arrival + 1 not in {entry.arrival for entry in self.service.alive} and one.arrival % 2 == 0:
+        if (
+            one.arrival + 1 not in {entry.arrival for entry in self.service.alive}
+            and one.arrival % 2 == 0
+        ):
             self.service.submit(
                 one.tokens[: one.prompt_tokens].tolist(),
                 max_new,
@@ -116,17 +140,22 @@ class Traffic(RuleBasedStateMachine):
 TestTraffic = Traffic.TestCase
 TestTraffic.settings = settings(
     max_examples=200, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
-)  # fmt: skip
+)
 
 
 def crowd(seed: int, **options: object) -> Service:
     """A service with compressed, whole and sliding-window groups after a random day of traffic."""
     model = geometry(3, 2, (None, 11, None))
     layouts = [layout(2, model=model), layout(4, model=model)]
-    service, rng = Service(layouts, **({"slack_pages": 12, "max_num_seqs": 4} | options)), random.Random(seed)  # type: ignore[arg-type]
+    service, rng = (
+        Service(layouts, **({"slack_pages": 12, "max_num_seqs": 4} | options)),
+        random.Random(seed),
+    )  # type: ignore[arg-type]
     for _ in range(25):
         prompt = prompt_of(rng.randrange(2), rng.randrange(30), [rng.randrange(3)])
-        service.submit(prompt, rng.randrange(1, 16), layout=rng.randrange(2), taste=rng.randrange(2))
+        service.submit(
+            prompt, rng.randrange(1, 16), layout=rng.randrange(2), taste=rng.randrange(2)
+        )
         for _ in range(rng.randrange(6)):
             service.step()
     service.drain()
@@ -143,9 +172,14 @@ def test_a_small_pool_under_load_preempts_evicts_and_hits() -> None:
 
 
 def test_host_memory_keeps_what_a_small_pool_evicts() -> None:
-    services = [(crowd(seed), crowd(seed, host_pages=60), crowd(seed, host_pages=1000)) for seed in range(6)]
+    services = [
+        (crowd(seed), crowd(seed, host_pages=60), crowd(seed, host_pages=1000)) for seed in range(6)
+    ]
     without, some, much = zip(*services, strict=True)
-    cached = [sum(each.scheduler.counters.cached_tokens for each in tried) for tried in (without, some, much)]
+    cached = [
+        sum(each.scheduler.counters.cached_tokens for each in tried)
+        for tried in (without, some, much)
+    ]
     assert cached[0] < cached[1] < cached[2]
     assert sum(each.manager.host.restored_tokens for each in some) > 100
     assert sum(each.manager.host.dropped for each in some) > 100
@@ -163,8 +197,13 @@ def test_who_waits_for_host_memory_lets_the_others_run() -> None:
     late = service.submit([1] * 24, 1)
     beside, joined = service.step(), service.step()
     assert beside is not None and joined is not None and late.cache is None
-    assert any(move.inward for move in beside.moves) and not beside.awaited and len(beside.rows) == 1
-    assert not any(move.inward for move in joined.moves) and [row.start for row in joined.rows] == [4, 16]
+    assert (
+        any(move.inward for move in beside.moves) and not beside.awaited and len(beside.rows) == 1
+    )
+    assert not any(move.inward for move in joined.moves) and [row.start for row in joined.rows] == [
+        4,
+        16,
+    ]
     service.drain()
     alone = service.submit([2] * 24, 1)
     step = service.step()
@@ -174,7 +213,9 @@ def test_who_waits_for_host_memory_lets_the_others_run() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_answers_do_not_depend_on_seats_pages_or_the_cache(seed: int) -> None:
     def answers(**options: object) -> dict[str, list[int]]:
-        return {entry.request_id: entry.known_tokens.tolist() for entry in crowd(seed, **options).ended}
+        return {
+            entry.request_id: entry.known_tokens.tolist() for entry in crowd(seed, **options).ended
+        }
 
     expected = answers(slack_pages=2000, max_num_seqs=25, slack_tokens=1000, caching=False)
     assert answers() == expected
@@ -193,7 +234,11 @@ def test_static_batching_fills_its_seats_at_once_and_waits_until_all_have_left()
     while service.alive:
         service.step()
         batches.append([entry.arrival for entry in service.scheduler.running])
-    joined = [batch for last, batch in zip([[], *batches], batches, strict=False) if not set(batch) <= set(last)]
+    joined = [
+        batch
+        for last, batch in zip([[], *batches], batches, strict=False)
+        if not set(batch) <= set(last)
+    ]
     assert joined == [[4, 6], [8, 10]]
     assert [entry.arrival for entry in service.ended] == [2, 6, 4, 8, 10]
 
@@ -207,7 +252,14 @@ def test_generated_tokens_are_sealed_when_they_fill_their_chunk() -> None:
     kinds = [(row.kind.value, row.start, len(row.tokens), row.sample) for row in rows]
     decode = [("decode", at, 1, True) for at in range(6, 17)]
     seal = [("seal", 0, 8, False)]
-    assert kinds == [("tail", 0, 6, True), *decode[:2], *seal, *decode[2:10], ("seal", 8, 8, False), *decode[10:]]
+    assert kinds == [
+        ("tail", 0, 6, True),
+        *decode[:2],
+        *seal,
+        *decode[2:10],
+        ("seal", 8, 8, False),
+        *decode[10:],
+    ]
 
 
 def test_chunks_of_one_token_are_promised_one_by_one() -> None:
@@ -236,5 +288,8 @@ def test_preemption_keeps_what_was_sampled_and_goes_to_the_head_of_the_queue() -
 
 
 def test_the_scheduler_needs_no_torch() -> None:
-    code = "import sys, tangram.engine.scheduler; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = (
+        "import sys, tangram.engine.scheduler; sys.exit('torch' in sys.modules or "
+        "'transformers' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

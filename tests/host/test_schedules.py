@@ -15,9 +15,13 @@ from tangram.plan.form import DecodeRows, RangeKind, WorkPlan
 from tangram.plan.workqueue import plan_workqueue
 
 
-def rows_of(rows: int, layers: int, heads: int, windows: tuple[int | None, ...] | None = None) -> DecodeRows:
+def rows_of(
+    rows: int, layers: int, heads: int, windows: tuple[int | None, ...] | None = None
+) -> DecodeRows:
     cell = np.arange(rows * layers * heads).reshape(rows, layers, heads)
-    return DecodeRows(cell * 9000, cell % 4, cell, np.full(cell.shape, 1e4), windows or (None,) * layers, 16)
+    return DecodeRows(
+        cell * 9000, cell % 4, cell, np.full(cell.shape, 1e4), windows or (None,) * layers, 16
+    )
 
 
 def sizes(plan: WorkPlan, lengths: np.ndarray, layer: int = 0) -> np.ndarray:
@@ -33,21 +37,32 @@ def parts(plan: WorkPlan, rows: DecodeRows) -> list[int]:
 
 def test_the_work_queues_worked_example() -> None:
     lengths = np.array([1000, 300], np.int32)
-    plan = plan_workqueue(rows_of(2, 1, 1), lengths, 2, tasks_per_worker=2, tile_tokens=128, min_tokens=256)
+    plan = plan_workqueue(
+        rows_of(2, 1, 1), lengths, 2, tasks_per_worker=2, tile_tokens=128, min_tokens=256
+    )
     assert plan.rows.tolist() == [0, 0, 0, 1]
     assert plan.kind.tolist() == [RangeKind.ABS, RangeKind.ABS, RangeKind.OPEN, RangeKind.OPEN]
     assert plan.a.tolist() == [0, 256, 640, 0] and plan.b[:2].tolist() == [256, 640]
 
 
-lengths_of_layers = st.lists(st.integers(0, 60_000), min_size=12, max_size=12).map(lambda x: np.array(x, np.int32))
+lengths_of_layers = st.lists(st.integers(0, 60_000), min_size=12, max_size=12).map(
+    lambda x: np.array(x, np.int32)
+)
 
 
-@given(lengths_of_layers, st.sampled_from([1, 8, 132]), st.sampled_from([16, 128]), st.sampled_from([1, 256, 1000]))
+@given(
+    lengths_of_layers,
+    st.sampled_from([1, 8, 132]),
+    st.sampled_from([16, 128]),
+    st.sampled_from([1, 256, 1000]),
+)
 def test_queue_tasks_are_as_large_as_the_target_and_no_smaller_than_asked(
     lengths: np.ndarray, workers: int, tile: int, least: int
 ) -> None:
     rows = rows_of(3, 2, 2)
-    plan = plan_workqueue(rows, lengths, workers, tile_tokens=tile, min_tokens=least, tasks_per_worker=4)
+    plan = plan_workqueue(
+        rows, lengths, workers, tile_tokens=tile, min_tokens=least, tasks_per_worker=4
+    )
     for layer in (0, 1):
         here = lengths[rows.length_index[:, layer]]
         size, inside = sizes(plan, lengths, layer), plan.tasks(layer)
@@ -64,7 +79,9 @@ def test_queue_tasks_start_longest_first(lengths: np.ndarray) -> None:
     plan = plan_workqueue(rows, lengths, 8)
     for layer in (0, 1):
         size = sizes(plan, lengths, layer)
-        assert (size[1:] - size[:-1]).max(initial=0) <= 2 * 128  # to a tile: those of a head differ by one
+        assert (size[1:] - size[:-1]).max(
+            initial=0
+        ) <= 2 * 128  # to a tile: those of a head differ by one
 
 
 @pytest.mark.parametrize("shape", ["uniform", "bimodal", "one long"])
@@ -91,7 +108,9 @@ def public_heuristic(cells: int, workers: int, tiles: int) -> int:
     if cells >= 0.8 * workers:
         return 1
     eligible = [
-        s for s in range(1, min(128, workers, max(tiles, 1)) + 1) if s == 1 or ceil(tiles / s) != ceil(tiles / (s - 1))
+        s
+        for s in range(1, min(128, workers, max(tiles, 1)) + 1)
+        if s == 1 or ceil(tiles / s) != ceil(tiles / (s - 1))
     ]
     filled = {s: cells * s / workers / ceil(cells * s / workers) for s in eligible}
     return min(s for s in eligible if filled[s] >= 0.85 * max(filled.values()))
@@ -99,7 +118,9 @@ def public_heuristic(cells: int, workers: int, tiles: int) -> int:
 
 @given(st.integers(1, 300), st.sampled_from([1, 7, 108, 132, 264]), st.integers(0, 600))
 def test_uniform_splits_follow_the_public_heuristic(cells: int, workers: int, tiles: int) -> None:
-    assert splits_for(np.array(cells), np.array(tiles), workers) == public_heuristic(cells, workers, tiles)
+    assert splits_for(np.array(cells), np.array(tiles), workers) == public_heuristic(
+        cells, workers, tiles
+    )
 
 
 def test_uniform_splits_are_one_number_for_all_heads_from_the_longest() -> None:
@@ -113,7 +134,11 @@ def test_exact_buckets_split_heads_of_equal_length_alike_as_if_alone() -> None:
     rows, lengths = rows_of(4, 1, 1), np.array([8192, 1024, 1024, 1000], np.int32)
     plan = plan_buckets(rows, lengths, 16)
     alone, pair = public_heuristic(1, 16, 64), public_heuristic(2, 16, 8)
-    assert parts(plan, rows) == [alone, pair, pair, public_heuristic(1, 16, 8)] and alone > 1 and pair > 1
+    assert (
+        parts(plan, rows) == [alone, pair, pair, public_heuristic(1, 16, 8)]
+        and alone > 1
+        and pair > 1
+    )
 
 
 def test_padded_buckets_leave_splits_beyond_the_true_length_empty() -> None:
@@ -128,10 +153,17 @@ def test_padded_buckets_leave_splits_beyond_the_true_length_empty() -> None:
 
 @pytest.mark.parametrize(
     ("planner", "options", "field"),
-    [(plan_workqueue, {"workers": 0}, "workers"), (plan_workqueue, {"tasks_per_worker": 0}, "tasks_per_worker"),
-     (plan_workqueue, {"min_tokens": 0}, "min_tokens"), (plan_workqueue, {"tile_tokens": 24}, "tile_tokens"),
-     (plan_uniform_splits, {"workers": 0}, "workers"), (plan_buckets, {"kind": "rounded"}, "kind")],
-)  # fmt: skip
-def test_wrong_arguments_are_refused_by_name(planner: object, options: dict[str, object], field: str) -> None:
+    [
+        (plan_workqueue, {"workers": 0}, "workers"),
+        (plan_workqueue, {"tasks_per_worker": 0}, "tasks_per_worker"),
+        (plan_workqueue, {"min_tokens": 0}, "min_tokens"),
+        (plan_workqueue, {"tile_tokens": 24}, "tile_tokens"),
+        (plan_uniform_splits, {"workers": 0}, "workers"),
+        (plan_buckets, {"kind": "rounded"}, "kind"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(
+    planner: object, options: dict[str, object], field: str
+) -> None:
     with pytest.raises(ConfigError, match=field):
         planner(rows_of(1, 1, 1), np.array([5], np.int32), **{"workers": 2, **options})  # type: ignore[operator]

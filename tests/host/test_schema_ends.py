@@ -57,7 +57,12 @@ def test_what_always_asks_for_more_is_refused(schema: dict[str, Any]) -> None:
         {"properties": {"a": ROOT}, "required": ["a"]},
         defined(A, a=needs("b", B), b={"type": "object", "properties": {"a": A}}),
         {"type": "array", "prefixItems": [{"type": "null"}, ROOT], "minItems": 1},
-        {"type": "object", "additionalProperties": ROOT, "properties": {"x": {"type": "null"}}, "minProperties": 1},
+        {
+            "type": "object",
+            "additionalProperties": ROOT,
+            "properties": {"x": {"type": "null"}},
+            "minProperties": 1,
+        },
         needs("self", ROOT) | {"const": 1},
         {"$ref": "#/nowhere/3"},
     ],
@@ -74,10 +79,25 @@ def test_a_long_chain_ends_where_its_last_link_does(order: list[int]) -> None:
     assert not can_end(defined(start, **links, l60=start))
 
 
-KEYWORDS = ["$ref", "type", "properties", "required", "allOf", "anyOf", "items", "minItems", "minProperties"]
+KEYWORDS = [
+    "$ref",
+    "type",
+    "properties",
+    "required",
+    "allOf",
+    "anyOf",
+    "items",
+    "minItems",
+    "minProperties",
+]
 JSON = st.recursive(
-    st.sampled_from([None, True, -1, 2.5, float("nan"), "object", "array", "#", "#/properties/a", "#/items/0"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*KEYWORDS, "a"]), inner, max_size=4),
+    st.sampled_from(
+        [None, True, -1, 2.5, float("nan"), "object", "array", "#", "#/properties/a", "#/items/0"]
+    ),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from([*KEYWORDS, "a"]), inner, max_size=4)
+    ),
     max_leaves=30,
 )
 

@@ -1,4 +1,6 @@
-"""Profiles that come with the project or from published budgets: whole, found, and as saving as their authors say."""
+"""Profiles that come with the project or from published budgets: whole, found, and as saving as
+their authors say.
+"""
 
 from __future__ import annotations
 
@@ -39,15 +41,24 @@ def test_shipped_profiles_are_whole_and_named_after_their_content(path: Path) ->
 def test_shipped_profiles_are_found_for_their_models(
     model: str, scorer: str, scope: str, kv_retention: float, chunk_tokens: int
 ) -> None:
-    loaded = replace(MODELS[model], name="/models/mine", vocab_size=128_256, weights_sha256="ab" * 32)
-    assert find_profile([shipped_profiles()], loaded, scorer, scope, kv_retention, chunk_tokens) is not None
+    loaded = replace(
+        MODELS[model], name="/models/mine", vocab_size=128_256, weights_sha256="ab" * 32
+    )
+    assert (
+        find_profile([shipped_profiles()], loaded, scorer, scope, kv_retention, chunk_tokens)
+        is not None
+    )
 
 
-@pytest.mark.parametrize("path", [path for path in IMPORTED if ".r0.25." in path.name], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [path for path in IMPORTED if ".r0.25." in path.name], ids=lambda path: path.stem
+)
 def test_published_budgets_reclaim_what_their_authors_report(path: Path) -> None:
-    """Of ρ 0.3 at 4 heads a page: adjacent 0.43-0.67, clustered 0.51-0.68, across layers 0.66-0.70 (Tangram).
+    """Of ρ 0.3 at 4 heads a page: adjacent 0.43-0.67, clustered 0.51-0.68, across layers 0.66-0.70
+    (Tangram).
 
-    Their fractions count the always-kept tokens, ours do not: those are put back first, so that the mean is 0.3.
+    Their fractions count the always-kept tokens, ours do not: those are put back first, so that the
+    mean is 0.3.
     """
     profile = Profile.load(path)
     mean = np.asarray(profile.mean)
@@ -82,11 +93,17 @@ def published(tmp_path: Path) -> Path:
 
 
 def test_published_budgets_are_rescaled_to_the_rho_wanted(published: Path) -> None:
-    profile = import_published(published, "gpt-oss-20b", ScorerSpec("expected_attention"), "layer", 0.5)
+    profile = import_published(
+        published, "gpt-oss-20b", ScorerSpec("expected_attention"), "layer", 0.5
+    )
     assert profile.layers == tuple(range(1, 24, 2))
     assert (profile.model.head_dim, profile.model.query_heads) == (64, 64)
     assert (profile.model.weights_sha256, profile.model.vocab_size) == (None, None)
-    assert (profile.scorer.name, profile.scope, profile.alpha) == ("expected_attention", "layer", 2.0)
+    assert (profile.scorer.name, profile.scope, profile.alpha) == (
+        "expected_attention",
+        "layer",
+        2.0,
+    )
     assert 0.49 < profile.realised_retention <= 0.5
     top = np.unravel_index(np.argmax(profile.budgets), profile.budgets.shape)
     assert (profile.layers[int(top[0])], int(top[1])) == profile.groups[0][0]

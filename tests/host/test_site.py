@@ -42,14 +42,22 @@ def test_every_page_is_built(site: Path) -> None:
 
 
 def test_every_picture_is_there(site: Path) -> None:
-    pictures = {source for text in pages(site).values() for source in re.findall(r'<img[^>]* src="([^"]+)"', text)}
+    pictures = {
+        source
+        for text in pages(site).values()
+        for source in re.findall(r'<img[^>]* src="([^"]+)"', text)
+    }
     assert len(pictures) > 5
     assert not [source for source in pictures if not (site / source).is_file()]
 
 
 def test_no_link_leaves_the_site_for_a_file_of_the_tree(site: Path) -> None:
-    targets = {target for text in pages(site).values() for target in re.findall(r'href="([^"]+)"', text)}
-    assert not [target for target in targets if target.startswith("..") or target.endswith((".md", ".json"))]
+    targets = {
+        target for text in pages(site).values() for target in re.findall(r'href="([^"]+)"', text)
+    }
+    assert not [
+        target for target in targets if target.startswith("..") or target.endswith((".md", ".json"))
+    ]
     assert "<code>bench/results/busy_laptop.json</code>" in pages(site)["cpu"]
 
 
@@ -57,7 +65,9 @@ def test_no_link_leaves_the_site_for_a_file_of_the_tree(site: Path) -> None:
 def test_no_list_or_table_stays_text(site: Path, sign: str) -> None:
     """On the site, unlike elsewhere, a list begins after an empty line."""
     texts = [
-        (name, text) for name, page in pages(site).items() for text in re.findall(r"<p>(.*?)</p>", page, re.DOTALL)
+        (name, text)
+        for name, page in pages(site).items()
+        for text in re.findall(r"<p>(.*?)</p>", page, re.DOTALL)
     ]
     assert not [(name, text[:80]) for name, text in texts if sign in text]
 
@@ -66,7 +76,9 @@ def test_a_link_that_leads_nowhere_stops_the_build(tmp_path: Path) -> None:
     docs = tmp_path / "docs"
     docs.mkdir()
     (docs / "one.md").write_text("[two](two.md)\n")
-    config = re.sub(r"^nav:.*", "", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE | re.DOTALL)
+    config = re.sub(
+        r"^nav:.*", "", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE | re.DOTALL
+    )
     config = re.sub(r"^(hooks|docs_dir|site_dir):.*\n", "", config, flags=re.MULTILINE)
     (tmp_path / "mkdocs.yml").write_text(config + "nav: [one.md]\n")
     ended = build(tmp_path / "mkdocs.yml", tmp_path / "site")

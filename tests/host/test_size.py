@@ -51,20 +51,26 @@ def test_sliding_window_layers_hold_at_most_their_window() -> None:
 @pytest.mark.parametrize("name", list(presets()))
 def test_the_presets_agree_with_transformers(name: str) -> None:
     transformers = pytest.importorskip("transformers")
-    entry = json.loads((Path(__file__).parents[2] / "tangram" / "size_presets.json").read_text("utf-8"))[name]["config"]
+    entry = json.loads(
+        (Path(__file__).parents[2] / "tangram" / "size_presets.json").read_text("utf-8")
+    )[name]["config"]
     family = {"kimi_k2": "deepseek_v3"}.get(entry["model_type"], entry["model_type"])
     fields = {key: value for key, value in entry.items() if key != "model_type"}
     theirs = transformers.CONFIG_MAPPING[family](**fields).get_text_config()
     ours = read_shape(name)
     kinds = getattr(theirs, "layer_types", None) or ["full_attention"] * theirs.num_hidden_layers
-    assert ours.windows == tuple(None if kind == "full_attention" else theirs.sliding_window for kind in kinds)
+    assert ours.windows == tuple(
+        None if kind == "full_attention" else theirs.sliding_window for kind in kinds
+    )
     if ours.latent:
         assert ours.layer_elements == theirs.kv_lora_rank + theirs.qk_rope_head_dim
     else:
         assert ours.layer_elements == 2 * theirs.num_key_value_heads * theirs.head_dim
 
 
-@pytest.mark.parametrize(("dtype", "factor"), [("fp32", 2.0), ("bf16", 1.0), ("fp16", 1.0), ("fp8", 0.5)])
+@pytest.mark.parametrize(
+    ("dtype", "factor"), [("fp32", 2.0), ("bf16", 1.0), ("fp16", 1.0), ("fp8", 0.5)]
+)
 def test_bytes_follow_the_dtype(dtype: Any, factor: float) -> None:
     for model in ("qwen3-4b", "deepseek-v3"):
         size, reference = kv_size(model, 10_000, dtype=dtype), kv_size(model, 10_000)
@@ -77,7 +83,10 @@ def test_only_sealed_chunks_shrink_and_the_tail_counts_whole() -> None:
     assert kv_size("qwen3-4b", 511, retention=0.3).compressed_bytes == 511 * token
     assert kv_size("qwen3-4b", 512, retention=0.5).compressed_bytes == 256 * token
     assert kv_size("qwen3-4b", 1024 + 100, retention=0.25).compressed_bytes == (256 + 100) * token
-    assert kv_size("gemma-3-12b", 2048, retention=0.5).compressed_bytes == (8 * 1024 + 40 * 1024) * 2 * 8 * 256 * 2
+    assert (
+        kv_size("gemma-3-12b", 2048, retention=0.5).compressed_bytes
+        == (8 * 1024 + 40 * 1024) * 2 * 8 * 256 * 2
+    )
 
 
 shapes = st.fixed_dictionaries(
@@ -93,23 +102,46 @@ shapes = st.fixed_dictionaries(
 
 
 @settings(max_examples=200, deadline=None)
-@given(config=shapes, tokens=st.integers(1, 700), retention=st.floats(0.25, 1.0), heads_per_page=st.integers(1, 5))
-def test_pages_hold_the_promise(config: dict[str, Any], tokens: int, retention: float, heads_per_page: int) -> None:
+@given(
+    config=shapes,
+    tokens=st.integers(1, 700),
+    retention=st.floats(0.25, 1.0),
+    heads_per_page=st.integers(1, 5),
+)
+def test_pages_hold_the_promise(
+    config: dict[str, Any], tokens: int, retention: float, heads_per_page: int
+) -> None:
     def size(kept: float) -> Any:
-        return kv_size(config, tokens, retention=kept, page_tokens=8, heads_per_page=heads_per_page, chunk_tokens=32)
+        return kv_size(
+            config,
+            tokens,
+            retention=kept,
+            page_tokens=8,
+            heads_per_page=heads_per_page,
+            chunk_tokens=32,
+        )
 
     shape = read_shape(config)
-    geometry = Geometry(len(shape.windows), shape.kv_heads, 8, shape.head_dim, 100, 1000, shape.windows)
+    geometry = Geometry(
+        len(shape.windows), shape.kv_heads, 8, shape.head_dim, 100, 1000, shape.windows
+    )
     whole = Layout.uncompressed(
         geometry, chunk_tokens=32, page_tokens=8, heads_per_page=heads_per_page, max_tokens=tokens
     )
     assert size(1.0).pages == whole.held_pages(*divmod(tokens, 32))
-    assert size(1.0).pages * size(1.0).page_bytes >= size(1.0).uncompressed_bytes == size(1.0).compressed_bytes
+    assert (
+        size(1.0).pages * size(1.0).page_bytes
+        >= size(1.0).uncompressed_bytes
+        == size(1.0).compressed_bytes
+    )
     # Window layers keep the chunks they still see whole.
     window_pages = min(tokens // 32, whole.window_chunks) * whole.window_span_pages
     raw_pages = -(-(tokens % 32) // 8) * len(whole.groups)
     kept = size(retention)
-    assert kept.pages - window_pages - raw_pages <= retention * (tokens // 32) * whole.full_groups * 4 + 1e-6
+    assert (
+        kept.pages - window_pages - raw_pages
+        <= retention * (tokens // 32) * whole.full_groups * 4 + 1e-6
+    )
     assert kept.pages <= kept.most_pages
     assert kept.compressed_bytes <= kept.uncompressed_bytes
 
@@ -135,12 +167,17 @@ def test_how_many_fit_leaves_room_for_the_peak() -> None:
     [
         ({"sliding_window": 4096}, (4096,) * 4),  # Mistral 7B v0.1
         ({"sliding_window": 4096, "use_sliding_window": False}, (None,) * 4),  # Qwen2
-        ({"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 3}, (None, None, None, 4096)),
+        (
+            {"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 3},
+            (None, None, None, 4096),
+        ),
         ({"model_type": "gemma2"}, (4096, None, 4096, None)),
         ({"sliding_window": None}, (None,) * 4),
     ],
 )
-def test_the_several_ways_to_declare_windows(config: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+def test_the_several_ways_to_declare_windows(
+    config: dict[str, Any], windows: tuple[int | None, ...]
+) -> None:
     base = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4}
     assert read_shape({**base, **config}).windows == windows
 
@@ -203,5 +240,13 @@ def test_the_table_says_what_matters() -> None:
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(render(kv_size("llama-3.1-8b", 32_000, retention=0.5), memory_gib=80))
     text = console.export_text()
-    for words in ("llama-3.1-8b", "32,000", "3.91 GiB", "ρ = 0.5", "FP8", "pages of 32,768 bytes", "80 GiB"):
+    for words in (
+        "llama-3.1-8b",
+        "32,000",
+        "3.91 GiB",
+        "ρ = 0.5",
+        "FP8",
+        "pages of 32,768 bytes",
+        "80 GiB",
+    ):
         assert words in text

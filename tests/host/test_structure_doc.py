@@ -14,7 +14,9 @@ PACKAGES = ("cache", "plan", "kernels", "model", "engine", "calibrate", "gate_tr
 
 def section(package: str) -> str:
     """What the page says under the heading that names `package`."""
-    (found,) = re.findall(rf"^### [^\n]*\b{package}\b(.*?)(?=^##|\Z)", PAGE, re.MULTILINE | re.DOTALL)
+    (found,) = re.findall(
+        rf"^### [^\n]*\b{package}\b(.*?)(?=^##|\Z)", PAGE, re.MULTILINE | re.DOTALL
+    )
     return str(found)
 
 

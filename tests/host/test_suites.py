@@ -1,4 +1,6 @@
-"""What every made-up suite promises: length, determinism, answers and evidence in the context, an even spread."""
+"""What every made-up suite promises: length, determinism, answers and evidence in the context, an
+even spread.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,12 @@ def gold(question: Question) -> str:
 
 @pytest.mark.parametrize("context_tokens", [MIN_CONTEXT_TOKENS, 2_047, 9_000])
 @pytest.mark.parametrize(("suite", "task"), TASKS)
-def test_contexts_are_never_too_long_and_nearly_full(suite: str, task: str, context_tokens: int) -> None:
-    """Within 5 %; where a piece of the text is longer than that, within a piece (a pair of UUIDs is 30 tokens here)."""
+def test_contexts_are_never_too_long_and_nearly_full(
+    suite: str, task: str, context_tokens: int
+) -> None:
+    """Within 5 %; where a piece of the text is longer than that, within a piece (a pair of UUIDs is
+    30 tokens here).
+    """
     for number in range(2):
         length = count_tokens(sample(suite, task, context_tokens, number).context)
         assert length <= context_tokens
@@ -35,10 +41,16 @@ def test_contexts_are_never_too_long_and_nearly_full(suite: str, task: str, cont
 
 
 @pytest.mark.parametrize(("suite", "task"), TASKS)
-def test_the_same_four_things_give_the_same_sample_and_others_another(suite: str, task: str) -> None:
+def test_the_same_four_things_give_the_same_sample_and_others_another(
+    suite: str, task: str
+) -> None:
     first = sample(suite, task, 800)
     assert sample(suite, task, 800) == first
-    others = [sample(suite, task, 801), sample(suite, task, 800, number=1), sample(suite, task, 800, seed=1)]
+    others = [
+        sample(suite, task, 801),
+        sample(suite, task, 800, number=1),
+        sample(suite, task, 800, seed=1),
+    ]
     assert all(other.questions != first.questions for other in others)
 
 
@@ -61,7 +73,11 @@ def test_right_replies_get_1_and_unrelated_ones_0(suite: str, task: str) -> None
 def test_the_answer_to_another_question_is_wrong(suite: str, task: str) -> None:
     made, other = sample(suite, task, number=0), sample(suite, task, number=1)
     for question in made.questions:
-        strangers = [one for one in (*made.questions, *other.questions) if not set(one.answers) & set(question.answers)]
+        strangers = [
+            one
+            for one in (*made.questions, *other.questions)
+            if not set(one.answers) & set(question.answers)
+        ]
         assert strangers
         assert all(score(question, gold(stranger)) == 0 for stranger in strangers)
 
@@ -90,7 +106,9 @@ def test_another_process_writes_the_same_samples() -> None:
         "made = [SUITES[name](len, 3000, 18, 7) for name in ('ruler', 'multiturn')]\n"
         "sys.stdout.write(hashlib.sha256(repr(made).encode()).hexdigest())"
     )
-    run = subprocess.run([sys.executable, "-X", "utf8", "-c", program], capture_output=True, check=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-X", "utf8", "-c", program], capture_output=True, check=True, text=True
+    )
     made = [SUITES[name](len, 3_000, 18, 7) for name in MADE_UP]
     assert run.stdout == hashlib.sha256(repr(made).encode()).hexdigest()
 
@@ -111,7 +129,9 @@ def test_ruler_has_thirteen_tasks() -> None:
 
 
 def test_tasks_and_questions_can_be_picked() -> None:
-    made = SUITES["multiturn"](count_tokens, 600, 5, tasks=["report", "key_values"], max_questions=2)
+    made = SUITES["multiturn"](
+        count_tokens, 600, 5, tasks=["report", "key_values"], max_questions=2
+    )
     assert [one.task for one in made] == ["report", "key_values", "report", "key_values", "report"]
     assert all(len(one.questions) == 2 for one in made)
     whole = SUITES["multiturn"](count_tokens, 600, 1, tasks=["report"])
@@ -125,11 +145,16 @@ def test_tasks_and_questions_can_be_picked() -> None:
         (lambda: SUITES["ruler"](count_tokens, 600, 0), "samples is 0, .*1"),
         (lambda: SUITES["ruler"](count_tokens, 600, 5, max_questions=0), "max_questions is 0, .*1"),
         (lambda: SUITES["ruler"](count_tokens, 600, 5, tasks=[]), "tasks is empty.*niah_single_1"),
-        (lambda: SUITES["ruler"](count_tokens, 600, 5, tasks=["niah"]), "tasks has 'niah'.*niah_single_1"),
+        (
+            lambda: SUITES["ruler"](count_tokens, 600, 5, tasks=["niah"]),
+            "tasks has 'niah'.*niah_single_1",
+        ),
         (lambda: SUITES["ruler"](count_tokens, 600, 5, path=Path("x.json")), "path is x.json"),
         (lambda: SUITES["locomo"](count_tokens, 600, 5), "path is missing"),
     ],
 )
-def test_impossible_arguments_are_refused_by_name(call: Callable[[], list[Sample]], said: str) -> None:
+def test_impossible_arguments_are_refused_by_name(
+    call: Callable[[], list[Sample]], said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
         call()

@@ -59,7 +59,12 @@ OUTPUTS: list[tuple[str, Callable[[], Reader], str, Said]] = [
     ("empty thought", thinks(), "<think>\n\n</think>\n\nYes.", ["Yes."]),
     ("half a thought", thinks(), "<think>\nHm, </th", [("", "Hm, </th")]),
     ("half a mark", thinks(), "<thi", ["<thi"]),
-    ("thought and call", thinks(HERMES), f"<think>\nA</think>\n\nB\n{LOOK_CALL}", [("", "A"), "B", ("look", {})]),
+    (
+        "thought and call",
+        thinks(HERMES),
+        f"<think>\nA</think>\n\nB\n{LOOK_CALL}",
+        [("", "A"), "B", ("look", {})],
+    ),
     ("call thought of", thinks(HERMES), f"<think>{LOOK_CALL}</think>No.", [("", LOOK_CALL), "No."]),
     # DeepSeek-R1: the prompt has opened the thought.
     ("opened", thinks(opened=True), "Hm.\n</think>\n\nYes.", [("", "Hm."), "Yes."]),
@@ -67,51 +72,112 @@ OUTPUTS: list[tuple[str, Callable[[], Reader], str, Said]] = [
     ("opened, cut", thinks(opened=True), "Hm, still ", [("", "Hm, still")]),
     ("opened, nothing", thinks(opened=True), "", []),
     # GPT-OSS: a channel a message.
-    ("channels", CHANNELS, ANALYSIS + FINAL, [("", "The user asks for the weather."), "It is 25°C."]),
+    (
+        "channels",
+        CHANNELS,
+        ANALYSIS + FINAL,
+        [("", "The user asks for the weather."), "It is 25°C."],
+    ),
     ("final only", CHANNELS, FINAL, ["It is 25°C."]),
-    ("two thoughts", CHANNELS, ANALYSIS + ANALYSIS + FINAL,
-     [("", "The user asks for the weather.\nThe user asks for the weather."), "It is 25°C."]),
-    ("call", CHANNELS, f'{ANALYSIS}{TO}{{"location": "Tokyo"}}',
-     [("", "The user asks for the weather."), ("get_current_weather", {"location": "Tokyo"})]),
+    (
+        "two thoughts",
+        CHANNELS,
+        ANALYSIS + ANALYSIS + FINAL,
+        [("", "The user asks for the weather.\nThe user asks for the weather."), "It is 25°C."],
+    ),
+    (
+        "call",
+        CHANNELS,
+        f'{ANALYSIS}{TO}{{"location": "Tokyo"}}',
+        [("", "The user asks for the weather."), ("get_current_weather", {"location": "Tokyo"})],
+    ),
     ("call, head first", CHANNELS, HEADED, [("look", {})]),
     ("call with its mark", CHANNELS, f"{HEADED}<|call|>", [("look", {})]),
-    ("said before a call", CHANNELS, f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{HEADED}",
-     ["I look.", ("look", {})]),
+    (
+        "said before a call",
+        CHANNELS,
+        f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{HEADED}",
+        ["I look.", ("look", {})],
+    ),
     ("call of nobody", CHANNELS, TO.replace("get_current", "get") + "{}", ["{}"]),
     ("half a call", CHANNELS, f'{TO}{{"loc', ['{"loc']),
-    ("half a head", CHANNELS, f"{ANALYSIS}<|channel|>fin", [("", "The user asks for the weather.")]),
+    (
+        "half a head",
+        CHANNELS,
+        f"{ANALYSIS}<|channel|>fin",
+        [("", "The user asks for the weather.")],
+    ),
     ("no channels", CHANNELS, "Hello, to=you!", ["Hello, to=you!"]),
     ("cut while thinking", CHANNELS, "<|channel|>analysis<|message|>The us", [("", "The us")]),
     ("constrained", CHANNELS, "<|channel|>final <|constrain|>json<|message|>{}", ["{}"]),
     # Llama 3.x: bare JSON, one or more; some write the other name.
-    ("llama", calls(LLAMA), '{"type": "function", "name": "look", "parameters": {"a": "b{}"}}',
-     [("look", {"a": "b{}"})]),
-    ("llama, two", calls(LLAMA), '{"name": "look", "parameters": {}}; {"name": "add", "parameters": {"a": 1}}',
-     [("look", {}), ("add", {"a": 1})]),
+    (
+        "llama",
+        calls(LLAMA),
+        '{"type": "function", "name": "look", "parameters": {"a": "b{}"}}',
+        [("look", {"a": "b{}"})],
+    ),
+    (
+        "llama, two",
+        calls(LLAMA),
+        '{"name": "look", "parameters": {}}; {"name": "add", "parameters": {"a": 1}}',
+        [("look", {}), ("add", {"a": 1})],
+    ),
     ("llama, other name", calls(LLAMA), LOOK, [("look", {})]),
     ("llama, one wrong", calls(LLAMA), f'{LOOK}; {{"name": "rm"}}', [f'{LOOK}; {{"name": "rm"}}']),
     # Mistral before and after 2025.
-    ("list", calls(LIST), f'[TOOL_CALLS] [{LOOK}, {{"name": "add", "arguments": {{"a": 3.5}}}}]',
-     [("look", {}), ("add", {"a": 3.5})]),
-    ("list, ids", calls(LIST), '[TOOL_CALLS][{"name": "look", "arguments": {}, "id": "abcdefghi"}]', [("look", {})]),
+    (
+        "list",
+        calls(LIST),
+        f'[TOOL_CALLS] [{LOOK}, {{"name": "add", "arguments": {{"a": 3.5}}}}]',
+        [("look", {}), ("add", {"a": 3.5})],
+    ),
+    (
+        "list, ids",
+        calls(LIST),
+        '[TOOL_CALLS][{"name": "look", "arguments": {}, "id": "abcdefghi"}]',
+        [("look", {})],
+    ),
     ("list, text before", calls(LIST), f"I look. [TOOL_CALLS][{LOOK}]", ["I look.", ("look", {})]),
     ("list, cut", calls(LIST), f"[TOOL_CALLS][{LOOK}, ", [f"[TOOL_CALLS][{LOOK}, "]),
-    ("named", calls(NAMED), '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]look[ARGS]{}', [("add", {"a": 1}), ("look", {})]),
+    (
+        "named",
+        calls(NAMED),
+        '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]look[ARGS]{}',
+        [("add", {"a": 1}), ("look", {})],
+    ),
     ("named, id", calls(NAMED), "[TOOL_CALLS]look[CALL_ID]abcdefghi[ARGS]{}", [("look", {})]),
     ("named, wrong", calls(NAMED), "[TOOL_CALLS]rm[ARGS]{}", ["[TOOL_CALLS]rm[ARGS]{}"]),
     # Qwen3-Coder, Qwen3.5: values are bare, their types are the schema's.
-    ("tagged", calls(TAGGED),
-     "I add.\n<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\nlines\n</parameter>\n"
-     '<parameter=many>\n["x", 1]\n</parameter>\n<parameter=on>\nTrue\n</parameter>\n</function>\n</tool_call>',
-     ["I add.", ("add", {"a": 1, "b": "2\nlines", "many": ["x", 1], "on": True})]),
-    ("tagged, nothing", calls(TAGGED), "<tool_call>\n<function=look>\n</function>\n</tool_call>", [("look", {})]),
-    ("tagged, null or text", calls(TAGGED),
-     "<tool_call><function=add><parameter=maybe>null</parameter></function></tool_call>"
-     "<tool_call><function=add><parameter=maybe>12</parameter></function></tool_call>",
-     [("add", {"maybe": None}), ("add", {"maybe": "12"})]),
-    ("tagged, wrong", calls(TAGGED), "<tool_call>\n<function=look>\nx</function>\n</tool_call>",
-     ["<tool_call>\n<function=look>\nx</function>\n</tool_call>"]),
-]  # fmt: skip
+    (
+        "tagged",
+        calls(TAGGED),
+        "I add.\n<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n"
+        "<parameter=b>\n2\nlines\n</parameter>\n"
+        '<parameter=many>\n["x", '
+        "1]\n</parameter>\n<parameter=on>\nTrue\n</parameter>\n</function>\n</tool_call>",
+        ["I add.", ("add", {"a": 1, "b": "2\nlines", "many": ["x", 1], "on": True})],
+    ),
+    (
+        "tagged, nothing",
+        calls(TAGGED),
+        "<tool_call>\n<function=look>\n</function>\n</tool_call>",
+        [("look", {})],
+    ),
+    (
+        "tagged, null or text",
+        calls(TAGGED),
+        "<tool_call><function=add><parameter=maybe>null</parameter></function></tool_call>"
+        "<tool_call><function=add><parameter=maybe>12</parameter></function></tool_call>",
+        [("add", {"maybe": None}), ("add", {"maybe": "12"})],
+    ),
+    (
+        "tagged, wrong",
+        calls(TAGGED),
+        "<tool_call>\n<function=look>\nx</function>\n</tool_call>",
+        ["<tool_call>\n<function=look>\nx</function>\n</tool_call>"],
+    ),
+]
 
 
 def read(reader: Reader, pieces: list[str]) -> Said:
@@ -132,7 +198,9 @@ def read(reader: Reader, pieces: list[str]) -> Said:
 
 
 @pytest.mark.parametrize(
-    ("reader", "text", "expected"), [case[1:] for case in OUTPUTS], ids=[case[0] for case in OUTPUTS]
+    ("reader", "text", "expected"),
+    [case[1:] for case in OUTPUTS],
+    ids=[case[0] for case in OUTPUTS],
 )
 def test_the_parts_of_an_answer(reader: Callable[[], Reader], text: str, expected: Said) -> None:
     assert read(reader(), [text]) == expected
@@ -140,7 +208,9 @@ def test_the_parts_of_an_answer(reader: Callable[[], Reader], text: str, expecte
 
 
 @given(case=st.sampled_from(OUTPUTS), cuts=st.lists(st.integers(0, 200)))
-def test_cutting_changes_nothing(case: tuple[str, Callable[[], Reader], str, Said], cuts: list[int]) -> None:
+def test_cutting_changes_nothing(
+    case: tuple[str, Callable[[], Reader], str, Said], cuts: list[int]
+) -> None:
     _, reader, text, expected = case
     at = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
     assert read(reader(), [text[start:end] for start, end in pairwise(at)]) == expected

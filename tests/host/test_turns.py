@@ -12,8 +12,12 @@ from tests.host.support import geometry, layout
 
 
 def order_of_ends(patience: int, lengths: list[int]) -> list[int]:
-    """In which order prompts of `lengths` tokens, one a step and all there at once, get their only token."""
-    service = Service([layout(4)], slack_pages=1000, max_num_seqs=1, caching=False, patience=patience)
+    """In which order prompts of `lengths` tokens, one a step and all there at once, get their only
+    token.
+    """
+    service = Service(
+        [layout(4)], slack_pages=1000, max_num_seqs=1, caching=False, patience=patience
+    )
     for token, length in enumerate(lengths):
         service.submit([token % 5] * length, 1)
     service.drain()
@@ -27,7 +31,9 @@ def test_short_prompts_pass_long_ones_unless_there_is_no_patience() -> None:
 
 @pytest.mark.parametrize("patience", [0, 1, 3])
 def test_a_long_prompt_is_passed_for_so_many_times_its_tokens_and_no_longer(patience: int) -> None:
-    service = Service([layout(4)], slack_pages=1000, max_num_seqs=1, caching=False, patience=patience)
+    service = Service(
+        [layout(4)], slack_pages=1000, max_num_seqs=1, caching=False, patience=patience
+    )
     long, passed = service.submit([1] * 40, 1), 0
     while long not in service.scheduler.running:
         service.submit([2] * 8, 1)
@@ -50,24 +56,41 @@ def test_a_chunk_that_does_not_fit_beside_the_others_waits_whole() -> None:
     service.submit([1] * 8, 9)
     service.submit([2] * 8, 9)
     steps = [service.step(), service.step()]
-    shapes = [[(row.kind, row.start, len(row.tokens)) for row in step.rows] for step in steps if step is not None]
+    shapes = [
+        [(row.kind, row.start, len(row.tokens)) for row in step.rows]
+        for step in steps
+        if step is not None
+    ]
     assert shapes == [[(RowKind.SEAL, 0, 8)], [(RowKind.DECODE, 8, 1), (RowKind.SEAL, 0, 8)]]
 
 
 def first_step(**options: Any) -> list[tuple[str, str, int, bool]]:
     """Rows of the first step of a prompt of 20 tokens and one of 29, in chunks of 8."""
-    service = Service([layout(2, **options.pop("layout", {}))], slack_pages=1000, max_num_seqs=2, **options)
+    service = Service(
+        [layout(2, **options.pop("layout", {}))], slack_pages=1000, max_num_seqs=2, **options
+    )
     for length in (20, 29):
         service.submit([length] * length, 3)
     step = service.step()
-    return [(row.request_id, row.kind.value, row.start, row.sample) for row in step.rows] if step else []
+    return (
+        [(row.request_id, row.kind.value, row.start, row.sample) for row in step.rows]
+        if step
+        else []
+    )
 
 
 def test_a_step_goes_to_one_prompt_after_the_other() -> None:
     one_chunk = [("2", "seal", 0, False), ("4", "seal", 0, False)]
     whole = [("2", "seal", 0, False), ("2", "seal", 8, False), ("2", "tail", 16, True)]
-    other = [("4", "seal", 0, False), ("4", "seal", 8, False), ("4", "seal", 16, False), ("4", "tail", 24, True)]
-    assert first_step(slack_tokens=40) == [*whole[:2], *other[:3], whole[2], other[3]], "whole chunks lie end to end"
+    other = [
+        ("4", "seal", 0, False),
+        ("4", "seal", 8, False),
+        ("4", "seal", 16, False),
+        ("4", "tail", 24, True),
+    ]
+    assert first_step(slack_tokens=40) == [*whole[:2], *other[:3], whole[2], other[3]], (
+        "whole chunks lie end to end"
+    )
     assert first_step(slack_tokens=14) == [
         *whole,
     ]

@@ -1,4 +1,6 @@
-"""What `tangram eval` and `tangram calibrate` say in words: it follows from the figures, and from their errors."""
+"""What `tangram eval` and `tangram calibrate` say in words: it follows from the figures, and from
+their errors.
+"""
 
 from __future__ import annotations
 
@@ -16,41 +18,65 @@ from tangram.lab.accuracy.results import AnyCell, Cell, Fidelity, FidelityCell, 
 from tangram.lab.accuracy.verdict import verdict
 from tests.host.test_eval_run import STATIC, StubBench, measure
 
-SHIPPED = Path(__file__).parents[2] / "tangram" / "profiles" / "smollm2.fastkvzip.model.c512.r0.5.json"
+SHIPPED = (
+    Path(__file__).parents[2] / "tangram" / "profiles" / "smollm2.fastkvzip.model.c512.r0.5.json"
+)
 
 
 def test_a_cost_is_the_paired_difference_with_its_error(tmp_path: Path) -> None:
-    """Of three samples all right with everything kept, static has the first whole and three quarters of the others."""
+    """Of three samples all right with everything kept, static has the first whole and three
+    quarters of the others.
+    """
     ruler, multiturn = verdict(measure(tmp_path / "r.json", StubBench()))
-    assert ruler.startswith("ρ 0.5 (static, keydiff) costs 16.7 ± 8.3 points on ruler: 83.3 % instead of 100.0 %")
+    assert ruler.startswith(
+        "ρ 0.5 (static, keydiff) costs 16.7 ± 8.3 points on ruler: 83.3 % instead of 100.0 %"
+    )
     assert "for 50 % of the KV bytes" in ruler and "within chance for 3 contexts" in ruler
     assert "on multiturn" in multiturn
 
 
 def scored(cell: Cell, *scores: float) -> Cell:
     samples = tuple(
-        sample.model_copy(update={"answers": tuple(one.model_copy(update={"score": score}) for one in sample.answers)})
+        sample.model_copy(
+            update={
+                "answers": tuple(one.model_copy(update={"score": score}) for one in sample.answers)
+            }
+        )
         for sample, score in zip(cell.samples, scores, strict=True)
     )
     return cell.model_copy(update={"samples": samples, "score": Score.of(scores)})
 
 
 def test_the_words_follow_the_error(tmp_path: Path) -> None:
-    cells = [cell for cell in measure(tmp_path / "r.json", StubBench()) if cell.setting.suite == "ruler"]
-    full, static = (next(cell for cell in cells if cell.method.name == name) for name in ("full", "static"))
+    cells = [
+        cell for cell in measure(tmp_path / "r.json", StubBench()) if cell.setting.suite == "ruler"
+    ]
+    full, static = (
+        next(cell for cell in cells if cell.method.name == name) for name in ("full", "static")
+    )
     assert "costs 50.0 ± 0.0 points" in verdict([full, scored(static, 0.5, 0.5, 0.5)])[0]
     assert "more than chance for 3 contexts" in verdict([full, scored(static, 0.5, 0.5, 0.5)])[0]
-    assert "costs -33.3 ± 16.7 points" in verdict([scored(full, 0.5, 0.5, 0.5), scored(static, 1, 0.5, 1)])[0]
+    assert (
+        "costs -33.3 ± 16.7 points"
+        in verdict([scored(full, 0.5, 0.5, 0.5), scored(static, 1, 0.5, 1)])[0]
+    )
     nothing = verdict([scored(full, 0, 0, 0), scored(static, 0, 0, 0)])
     assert nothing == [
-        "ρ 0.5 (static, keydiff) cannot be judged by ruler: even with everything kept the model answers none of it."
+        (
+            "ρ 0.5 (static, keydiff) cannot be judged by ruler: even with everything kept the "
+            "model "
+            "answers none of it."
+        )
     ]
     assert verdict([static]) == [] == verdict([full])
 
 
 def test_of_real_text_it_says_what_changes(tmp_path: Path) -> None:
     setting = measure(tmp_path / "r.json", StubBench())[0].setting
-    pieces = [Fidelity(divergence=0.1, agreement=same, surprise=2.1, full_surprise=2.0) for same in (0.9, 1.0)]
+    pieces = [
+        Fidelity(divergence=0.1, agreement=same, surprise=2.1, full_surprise=2.0)
+        for same in (0.9, 1.0)
+    ]
 
     def read(method: Method) -> AnyCell:
         found = [replace_full(piece) for piece in pieces] if method.name == "full" else pieces
@@ -68,7 +94,9 @@ def test_of_real_text_it_says_what_changes(tmp_path: Path) -> None:
 
 
 def replace_full(piece: Fidelity) -> Fidelity:
-    return piece.model_copy(update={"surprise": piece.full_surprise, "agreement": 1.0, "divergence": 0.0})
+    return piece.model_copy(
+        update={"surprise": piece.full_surprise, "agreement": 1.0, "divergence": 0.0}
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,7 +113,9 @@ def replace_full(piece: Fidelity) -> Fidelity:
 )
 def test_a_profile_is_told_in_words(stability: RankStability | None, said: str) -> None:
     profile = Profile.load(SHIPPED)
-    told = profile.model_copy(update={"calibration": replace(profile.calibration, rank_stability=stability)})
+    told = profile.model_copy(
+        update={"calibration": replace(profile.calibration, rank_stability=stability)}
+    )
     kept, agreed = meaning(told)
     assert f"at most {profile.realised_retention:.1%} of its entries" in kept
     assert said in agreed
@@ -102,5 +132,6 @@ def test_the_serve_line_names_what_the_profile_depends_on() -> None:
         scorer="fastkvzip",
     )
     assert serve_line(config, Path("my profile.json")) == (
-        "tangram serve 'a model' --kv-retention 0.3 --profile 'my profile.json' --chunk-tokens 256 --gate g.safetensors"
+        "tangram serve 'a model' --kv-retention 0.3 --profile 'my profile.json' --chunk-tokens "
+        "256 --gate g.safetensors"
     )

@@ -1,7 +1,13 @@
-"""Servers to talk to: `fake_server` runs over an engine without a model, `server_url` is the real thing."""
+"""Servers to talk to: `fake_server` runs over an engine without a model, `server_url` is the real
+thing.
+"""
 
 from __future__ import annotations
 
+# isort: off
+import tests.interpreter  # noqa: F401, before Triton is imported
+
+# isort: on
 import socket
 import subprocess
 import sys
@@ -46,7 +52,9 @@ class FakeServer:
         return OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=10)
 
     def chat(self, **fields: Any) -> Any:
-        return self.openai().chat.completions.create(**{"model": MODEL, "messages": [USER], **fields})
+        return self.openai().chat.completions.create(
+            **{"model": MODEL, "messages": [USER], **fields}
+        )
 
     def complete(self, **fields: Any) -> Any:
         return self.openai().completions.create(**{"model": MODEL, **fields})
@@ -74,9 +82,13 @@ def run_fake_server(
     engine = FakeEngine()
     protection = Protection(api_keys, max_body_mb, allowed_origins)
     app = build_app(
-        engine, served_model_name=MODEL, protection=protection, limits=limits, telemetry=telemetry,
+        engine,
+        served_model_name=MODEL,
+        protection=protection,
+        limits=limits,
+        telemetry=telemetry,
         let_unknown_by=let_unknown_by,
-    )  # fmt: skip
+    )
     options = {"port": 0, "log_level": "critical", "timeout_graceful_shutdown": 1}
     server = uvicorn.Server(uvicorn.Config(app, **options, **transport_options()))
     thread = threading.Thread(target=server.run)
@@ -127,7 +139,9 @@ def stream_data(response: httpx.Response) -> list[str]:
 def scrape(client: httpx.Client) -> dict[tuple[str, str], float]:
     """(sample name, label values) → value of everything on /metrics, as Prometheus reads it."""
     text = client.get("/metrics").text
-    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    samples = [
+        sample for family in text_string_to_metric_families(text) for sample in family.samples
+    ]
     return {(sample.name, ",".join(sample.labels.values())): sample.value for sample in samples}
 
 
@@ -155,10 +169,14 @@ def run_real_server(*options: str) -> Iterator[str]:
         try:
             url = f"http://127.0.0.1:{port}"
             wait_until(
-                lambda: process.poll() is not None or healthy(url), "the real server is not healthy", REAL_START_S
+                lambda: process.poll() is not None or healthy(url),
+                "the real server is not healthy",
+                REAL_START_S,
             )
             if process.poll() is not None:
-                pytest.fail(f"the real server ended with code {process.returncode} before it was healthy")
+                pytest.fail(
+                    f"the real server ended with code {process.returncode} before it was healthy"
+                )
             yield url
         finally:
             process.terminate()

@@ -1,7 +1,8 @@
-"""An engine without a model, so that the HTTP behaviour can be tested alone: one thread, one character a token.
+"""An engine without a model, so that the HTTP behaviour can be tested alone: one thread, one
+character a token.
 
-Its answer to a prompt is the prompt's last words reversed. Words in the prompt steer it: `silent` never answers,
-`endless` never stops, `broken` gives up after two tokens.
+Its answer to a prompt is the prompt's last words reversed. Words in the prompt steer it: `silent`
+never answers, `endless` never stops, `broken` gives up after two tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +17,16 @@ from typing import Any
 from tangram.engine.text import TokenText
 from tangram.errors import RequestError
 from tangram.metrics import EngineStats, GroupOverflow
-from tangram.types import Event, FinishReason, Marks, Request, ThinkingFormat, TokenLogprob, ToolFormat, Usage
+from tangram.types import (
+    Event,
+    FinishReason,
+    Marks,
+    Request,
+    ThinkingFormat,
+    TokenLogprob,
+    ToolFormat,
+    Usage,
+)
 
 CONTEXT_TOKENS = 512
 POOL_PAGES = 1000
@@ -46,7 +56,9 @@ class FakeCodec:
         options: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]:
         self.told.append(dict(options or {}))
-        return self.encode("".join(f"<{message['role']}>{message['content']}" for message in messages))
+        return self.encode(
+            "".join(f"<{message['role']}>{message['content']}" for message in messages)
+        )
 
     def verbatim(self, token_ids: Sequence[int], field: str) -> str:
         if not all(0 <= token < 0x110000 for token in token_ids):
@@ -59,7 +71,9 @@ class FakeCodec:
 
 @dataclass
 class FakeGrammars:
-    """Notes what it is asked for; its grammars are their sources. It knows only those that a test has it know."""
+    """Notes what it is asked for; its grammars are their sources. It knows only those that a test
+    has it know.
+    """
 
     sources: list[tuple[str, str]] = field(default_factory=list)
     remembered: dict[str, Any] = field(default_factory=dict)
@@ -87,7 +101,9 @@ class _Completion:
 
 @dataclass
 class FakeEngine:
-    """Gives every running completion one token a millisecond. `submitted` and `aborted` are its diary."""
+    """Gives every running completion one token a millisecond. `submitted` and `aborted` are its
+    diary.
+    """
 
     codec: FakeCodec = field(default_factory=FakeCodec)
     grammars: FakeGrammars = field(default_factory=FakeGrammars)
@@ -125,17 +141,24 @@ class FakeEngine:
 
     def _check(self, request: Request) -> None:
         if request.kv_retention is not None and not 0 < request.kv_retention <= 1:
-            raise RequestError(f"kv_retention is {request.kv_retention}, it must lie in (0, 1]", "kv_retention")
+            raise RequestError(
+                f"kv_retention is {request.kv_retention}, it must lie in (0, 1]", "kv_retention"
+            )
         needed = len(request.prompt_token_ids) + (request.sampling.max_tokens or 0)
         if needed > CONTEXT_TOKENS:
-            raise RequestError(f"the request needs {needed} tokens, the context has {CONTEXT_TOKENS}", "max_tokens")
+            raise RequestError(
+                f"the request needs {needed} tokens, the context has {CONTEXT_TOKENS}", "max_tokens"
+            )
 
     def _take(self, request: Request) -> None:
         prompt = request.prompt_token_ids
         cached = max((_shared(prompt, seen) for seen in self._seen), default=0)
         answer = "".join(reversed("".join(map(chr, prompt)).split("<assistant>")[-1][-60:]))
         now_s = time.monotonic()
-        self._running += [_Completion(request, index, answer, cached, now_s) for index in range(request.sampling.n)]
+        self._running += [
+            _Completion(request, index, answer, cached, now_s)
+            for index in range(request.sampling.n)
+        ]
         self._seen.append(prompt)
         self.submitted.append(request)
 
@@ -154,16 +177,41 @@ class FakeEngine:
         with self._lock:
             held, queued = PAGES_PER_REQUEST * len(self._running), self.waiting
             return EngineStats(
-                running=len(self._running), waiting=queued, pages_total=POOL_PAGES, pages_held=held, pages_cached=7,
-                pages_free=POOL_PAGES - held - 7, capacity_tokens=2000, capacity_uncompressed_tokens=1000,
-                cache_dtype="float32", page_bytes=64, kv_token_bytes=8, kv_bytes_held=80,
-                kv_bytes_uncompressed=160, prompt_tokens=11, cached_tokens=5,
-                computed_prompt_tokens=6, generated_tokens=self._generated_tokens,
-                preemptions=3, steps=self.steps, sealed_chunks=2,
-                host_pages_total=50, host_pages_used=20, restored_tokens=4, host_bytes_out=640, host_bytes_in=320,
-                dropped_spans=6, pages_promised=12, slots_held=640, slots_used=600, step_s=4.0, device_s=3.0,
-                sealing_s=0.5, plans={"aot": 9}, overflow=(GroupOverflow(0.5, 0, 2, 100, 10, 3),),
-            )  # fmt: skip
+                running=len(self._running),
+                waiting=queued,
+                pages_total=POOL_PAGES,
+                pages_held=held,
+                pages_cached=7,
+                pages_free=POOL_PAGES - held - 7,
+                capacity_tokens=2000,
+                capacity_uncompressed_tokens=1000,
+                cache_dtype="float32",
+                page_bytes=64,
+                kv_token_bytes=8,
+                kv_bytes_held=80,
+                kv_bytes_uncompressed=160,
+                prompt_tokens=11,
+                cached_tokens=5,
+                computed_prompt_tokens=6,
+                generated_tokens=self._generated_tokens,
+                preemptions=3,
+                steps=self.steps,
+                sealed_chunks=2,
+                host_pages_total=50,
+                host_pages_used=20,
+                restored_tokens=4,
+                host_bytes_out=640,
+                host_bytes_in=320,
+                dropped_spans=6,
+                pages_promised=12,
+                slots_held=640,
+                slots_used=600,
+                step_s=4.0,
+                device_s=3.0,
+                sealing_s=0.5,
+                plans={"aot": 9},
+                overflow=(GroupOverflow(0.5, 0, 2, 100, 10, 3),),
+            )
 
     def _loop(self) -> None:
         while not self.stopped:
@@ -190,18 +238,39 @@ class FakeEngine:
         self._emit(job, character, reason)
         return reason is not None
 
-    def _emit(self, job: _Completion, text: str, reason: FinishReason | None, error: str | None = None) -> None:
+    def _emit(
+        self, job: _Completion, text: str, reason: FinishReason | None, error: str | None = None
+    ) -> None:
         request, ids = job.request, self.codec.encode(text)
         prompt_tokens = len(request.prompt_token_ids)
         tokens = prompt_tokens + job.sent
         usage = Usage(prompt_tokens, job.sent, job.cached_tokens, 4 * tokens, 8 * tokens)
-        top = tuple((ord(letter), -float(rank)) for rank, letter in enumerate("xyz"))[: request.sampling.logprobs]
-        logprobs = tuple(TokenLogprob(token, -math.inf if token == ord("!") else -0.5, top) for token in ids)
+        top = tuple((ord(letter), -float(rank)) for rank, letter in enumerate("xyz"))[
+            : request.sampling.logprobs
+        ]
+        logprobs = tuple(
+            TokenLogprob(token, -math.inf if token == ord("!") else -0.5, top) for token in ids
+        )
         wanted = logprobs if request.sampling.logprobs is not None else ()
-        request.on_event(Event(request.request_id, job.index, ids, text, wanted, usage, reason, error, job.admitted_s))
+        request.on_event(
+            Event(
+                request.request_id,
+                job.index,
+                ids,
+                text,
+                wanted,
+                usage,
+                reason,
+                error,
+                job.admitted_s,
+            )
+        )
 
 
 def _shared(left: Sequence[int], right: Sequence[int]) -> int:
     """Length of the common prefix, never the whole of `left`: the last token must be computed."""
-    common = next((at for at, pair in enumerate(zip(left, right, strict=False)) if pair[0] != pair[1]), len(right))
+    common = next(
+        (at for at, pair in enumerate(zip(left, right, strict=False)) if pair[0] != pair[1]),
+        len(right),
+    )
     return min(common, len(left) - 1)

@@ -1,4 +1,6 @@
-"""A load under which everything moves that is measured: queue, preemption, reuse, host memory, compression, aborts."""
+"""A load under which everything moves that is measured: queue, preemption, reuse, host memory,
+compression, aborts.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,26 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from .conftest import COMPLETIONS, run_real_server, scrape, wait_until
 
-# Hardly more than one sequence fits, two may run, three are asked; host memory takes a chunk or two.
+# Hardly more than one sequence fits, two may run, three are asked; host memory takes a chunk or
+# two.
 OPTIONS = (
-    "--kv-cache-gib", "0.05", "--max-model-len", "1100", "--max-num-seqs", "2", "--max-num-batched-tokens", "1024",
-    "--kv-offload-gib", "0.025", "--metrics-aliases", "vllm", "--overflow-every", "1",
-    "--unknown-fields", "warn",
-)  # fmt: skip
+    "--kv-cache-gib",
+    "0.05",
+    "--max-model-len",
+    "1100",
+    "--max-num-seqs",
+    "2",
+    "--max-num-batched-tokens",
+    "1024",
+    "--kv-offload-gib",
+    "0.025",
+    "--metrics-aliases",
+    "vllm",
+    "--overflow-every",
+    "1",
+    "--unknown-fields",
+    "warn",
+)
 
 
 class Watched:
@@ -32,12 +48,17 @@ class Watched:
 
     def read(self) -> None:
         """Take a reading; `families` keeps what was ever there."""
-        found = list(text_string_to_metric_families(httpx.get(f"{self.url}/metrics", timeout=30).text))
+        found = list(
+            text_string_to_metric_families(httpx.get(f"{self.url}/metrics", timeout=30).text)
+        )
         self.families |= {family.name: family for family in found}
         self.readings.append(
-            {(sample.name, tuple(sorted(sample.labels.items()))): sample.value for family in found
-             for sample in family.samples}
-        )  # fmt: skip
+            {
+                (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+                for family in found
+                for sample in family.samples
+            }
+        )
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -63,25 +84,42 @@ def prompt(count: int, step: int) -> list[int]:
 
 
 def ask(url: str, tokens: list[int], **fields: object) -> httpx.Response:
-    asked = {"model": "smollm2", "prompt": tokens, "temperature": 0, "ignore_eos": True, "max_tokens": 24} | fields
+    asked = {
+        "model": "smollm2",
+        "prompt": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "max_tokens": 24,
+    } | fields
     return httpx.post(url + COMPLETIONS, json=asked, timeout=120)
 
 
 def leave_early(url: str, tokens: list[int]) -> None:
     """Ask for all that fits, read twenty tokens, hang up."""
-    asked = {"model": "smollm2", "prompt": tokens, "ignore_eos": True, "stream": True, "max_tokens": 560}
+    asked = {
+        "model": "smollm2",
+        "prompt": tokens,
+        "ignore_eos": True,
+        "stream": True,
+        "max_tokens": 560,
+    }
     with httpx.stream("POST", url + COMPLETIONS, json=asked, timeout=120) as response:
         for _ in zip(range(40), response.iter_lines(), strict=False):  # every other line is empty
             pass
 
 
 def load(url: str) -> None:
-    """Two that outgrow the pool together while one waits; then others, and back again, so that chunks fall out of the
-    pool, out of host memory too, and come back."""
+    """Two that outgrow the pool together while one waits; then others, and back again, so that
+    chunks fall out of the pool, out of host memory too, and come back.
+    """
     with ThreadPoolExecutor(3) as pool, httpx.Client(base_url=url, timeout=30) as client:
         early = [pool.submit(leave_early, url, prompt(500, step)) for step in (7, 11)]
         # A short one that came now would have the second place, and nothing would be outgrown.
-        wait_until(lambda: scrape(client)["tangram_requests_running", ""] == 2, "two do not run together", 60)
+        wait_until(
+            lambda: scrape(client)["tangram_requests_running", ""] == 2,
+            "two do not run together",
+            60,
+        )
         assert pool.submit(ask, url, prompt(60, 13)).result().status_code == 200
         for each in early:
             each.result()

@@ -35,10 +35,13 @@ def test_two_readings_make_a_line() -> None:
     )
     told = Activity.between(before, now, 10.0)
     assert str(told) == (
-        "running 3, waiting 1 · prompt 30.0 and generated 5.0 tokens/s · KV pages 25.0% held, 2.0% cached"
+        "running 3, waiting 1 · prompt 30.0 and generated 5.0 tokens/s · KV pages 25.0% held, "
+        "2.0% cached"
         " · 25% of new prompts reused"
     )
-    assert "reused" not in str(Activity.between(before, replace(now, prompt_tokens=before.prompt_tokens), 10.0))
+    assert "reused" not in str(
+        Activity.between(before, replace(now, prompt_tokens=before.prompt_tokens), 10.0)
+    )
 
 
 def test_an_idle_engine_makes_none() -> None:
@@ -56,10 +59,15 @@ def test_a_server_tells_what_it_does_and_then_is_silent(
     with run_tiny_server(tiny_folder(tmp_path)) as server:
         server.complete(numbers(100), max_tokens=30)
         server.complete(numbers(100), max_tokens=30)
-        wait_until(lambda: sum(line["generated_tokens_per_s"] > 0 for line in lines(caplog)) > 0, "there is no line")
+        wait_until(
+            lambda: sum(line["generated_tokens_per_s"] > 0 for line in lines(caplog)) > 0,
+            "there is no line",
+        )
         wait_until(lambda: server.engine.stats().running == 0, "it still runs")
         wait_until(lambda: says_nothing(caplog, 0.8), "an idle server is silent", timeout_s=30)
-        assert 0 < generated(caplog) <= 60 * 1.3  # a late look, on a busy machine, counts as if it came in time
+        assert (
+            0 < generated(caplog) <= 60 * 1.3
+        )  # a late look, on a busy machine, counts as if it came in time
     assert any((line["reused_share"] or 0) > 0 for line in lines(caplog))
 
 
@@ -72,7 +80,11 @@ def says_nothing(caplog: pytest.LogCaptureFixture, seconds: float) -> bool:
 def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, float]]:
     """The lines as JSON has them."""
     form = JsonFormatter()
-    found = [json.loads(form.format(record)) for record in caplog.records if record.name == activity.__name__]
+    found = [
+        json.loads(form.format(record))
+        for record in caplog.records
+        if record.name == activity.__name__
+    ]
     assert all(line["message"].startswith("running ") for line in found)
     return found
 

@@ -1,4 +1,6 @@
-"""Whole answers are in memory until they are written: how many log-probabilities one may ask for."""
+"""Whole answers are in memory until they are written: how many log-probabilities one
+may ask for.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,11 @@ def body(path: str, **fields: Any) -> dict[str, Any]:
         (COMPLETIONS, {"n": 128, "max_tokens": 66, "logprobs": 20}, 128 * 66 * 21),
         (COMPLETIONS, {"n": 3, "max_tokens": 4000, "logprobs": 20}, 3 * 4000 * 21),
         (COMPLETIONS, {"prompt": [[5]] * 1024, "logprobs": 10}, 1024 * 16 * 11),
-        (COMPLETIONS, {"prompt": [[5], [5] * 96], "n": 2, "max_tokens": 4000, "logprobs": 20}, 2 * 8000 * 21),
+        (
+            COMPLETIONS,
+            {"prompt": [[5], [5] * 96], "n": 2, "max_tokens": 4000, "logprobs": 20},
+            2 * 8000 * 21,
+        ),
     ],
 )
 def test_more_than_fit_into_memory_are_refused_before_any_work(
@@ -61,7 +67,11 @@ def test_more_than_fit_into_memory_are_refused_before_any_work(
     steps = server.engine.stats().steps
     response = client.post(path, json=body(path, **fields))
     error = response.json()["error"]
-    assert (response.status_code, error["param"], error["type"]) == (400, "logprobs", "invalid_request_error"), error
+    assert (response.status_code, error["param"], error["type"]) == (
+        400,
+        "logprobs",
+        "invalid_request_error",
+    ), error
     assert f"at most {replies.MAX_WHOLE_LOGPROBS}" in error["message"]
     assert "stream" in error["message"]
     assert asked is None or f" {asked} log-probabilities" in error["message"]
@@ -88,14 +98,18 @@ def test_what_fits_is_answered(client: httpx.Client, path: str, fields: dict[str
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_a_stream_has_no_such_bound(client: httpx.Client, path: str) -> None:
     wish = CHAT_20 if path == CHAT else {"logprobs": 20}
-    with client.stream("POST", path, json=body(path, n=4, max_tokens=4000, stream=True, **wish)) as response:
+    with client.stream(
+        "POST", path, json=body(path, n=4, max_tokens=4000, stream=True, **wish)
+    ) as response:
         assert response.status_code == 200
         *chunks, end = stream_data(response)
     reasons = [json.loads(chunk)["choices"][0]["finish_reason"] for chunk in chunks]
     assert (reasons.count("stop"), end) == (4, "[DONE]")
 
 
-def test_an_answer_at_the_bound_has_as_many_as_it_says(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_at_the_bound_has_as_many_as_it_says(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(replies, "MAX_WHOLE_LOGPROBS", 2 * 3 * 10 * 5)
     fields = {"prompt": [[5], [7]], "n": 3, "logprobs": 4, "logit_bias": {}, "ignore_eos": True}
     answer = client.post(COMPLETIONS, json=body(COMPLETIONS, **fields, max_tokens=10)).json()
@@ -105,5 +119,7 @@ def test_an_answer_at_the_bound_has_as_many_as_it_says(client: httpx.Client, mon
 
 
 def test_a_prompt_that_never_fits_is_still_told_so(client: httpx.Client) -> None:
-    response = client.post(COMPLETIONS, json=body(COMPLETIONS, prompt=[5] * 5000, n=128, max_tokens=1000, logprobs=20))
+    response = client.post(
+        COMPLETIONS, json=body(COMPLETIONS, prompt=[5] * 5000, n=128, max_tokens=1000, logprobs=20)
+    )
     assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")

@@ -38,10 +38,14 @@ def test_second_turn_reports_reused_tokens(fake_server: FakeServer) -> None:
 def test_stream_says_the_same_as_the_whole_answer(fake_server: FakeServer) -> None:
     whole = fake_server.chat()
     *chunks, last = fake_server.chat(stream=True, stream_options={"include_usage": True})
-    assert [chunk.choices[0].delta.role for chunk in chunks] == ["assistant"] + [None] * (len(chunks) - 1)
+    assert [chunk.choices[0].delta.role for chunk in chunks] == ["assistant"] + [None] * (
+        len(chunks) - 1
+    )
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert text == whole.choices[0].message.content
-    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + [
+        "stop"
+    ]
     assert all(chunk.usage is None for chunk in chunks)
     assert last.choices == []
     assert last.usage.completion_tokens == whole.usage.completion_tokens
@@ -59,7 +63,9 @@ def test_a_stream_tells_what_each_choice_has_used_so_far(fake_server: FakeServer
         assert {usage.prompt_tokens for usage in used} == {last.usage.prompt_tokens}
     assert all(
         chunk.usage is None
-        for chunk in fake_server.chat(stream=True, stream_options={**options, "include_usage": False})
+        for chunk in fake_server.chat(
+            stream=True, stream_options={**options, "include_usage": False}
+        )
     )
 
 
@@ -80,7 +86,9 @@ def test_n_gives_n_choices_and_counts_the_prompt_once(fake_server: FakeServer) -
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (12, 6)
     stream = fake_server.chat(n=3, max_tokens=2, stream=True)
-    roles = [chunk.choices[0].index for chunk in stream if chunk.choices[0].delta.role == "assistant"]
+    roles = [
+        chunk.choices[0].index for chunk in stream if chunk.choices[0].delta.role == "assistant"
+    ]
     assert sorted(roles) == [0, 1, 2]
 
 
@@ -112,7 +120,9 @@ def test_two_prompts_with_n_keep_their_order(fake_server: FakeServer) -> None:
 
 def test_content_parts_and_the_developer_role(fake_server: FakeServer) -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    fake_server.chat(messages=[{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}])
+    fake_server.chat(
+        messages=[{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}]
+    )
     prompt = "".join(map(chr, fake_server.engine.submitted[0].prompt_token_ids))
     assert prompt == "<system>be brief<user>one\ntwo"
 
@@ -124,12 +134,25 @@ def test_text_beyond_ascii_arrives_whole(fake_server: FakeServer) -> None:
 
 
 def test_chat_logprobs(fake_server: FakeServer) -> None:
-    fields = {"messages": [USER | {"content": "a!"}], "max_tokens": 2, "logprobs": True, "top_logprobs": 2}
+    fields = {
+        "messages": [USER | {"content": "a!"}],
+        "max_tokens": 2,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
     content = fake_server.chat(**fields).choices[0].logprobs.content
-    assert [(entry.token, entry.logprob, entry.bytes) for entry in content] == [("!", -9999.0, [33]), ("a", -0.5, [97])]
-    assert [(top.token, top.logprob) for top in content[1].top_logprobs] == [("x", 0.0), ("y", -1.0)]
+    assert [(entry.token, entry.logprob, entry.bytes) for entry in content] == [
+        ("!", -9999.0, [33]),
+        ("a", -0.5, [97]),
+    ]
+    assert [(top.token, top.logprob) for top in content[1].top_logprobs] == [
+        ("x", 0.0),
+        ("y", -1.0),
+    ]
     chunks = [chunk.choices[0] for chunk in fake_server.chat(**fields, stream=True)]
-    assert [entry for chunk in chunks if chunk.logprobs for entry in chunk.logprobs.content] == content
+    assert [
+        entry for chunk in chunks if chunk.logprobs for entry in chunk.logprobs.content
+    ] == content
     assert fake_server.chat().choices[0].logprobs is None
 
 
@@ -190,7 +213,9 @@ def test_metrics(fake_server: FakeServer) -> None:
     assert 0 < values["tangram_time_to_first_token_seconds_sum", ""] < 5
 
 
-def test_two_servers_in_one_process_have_their_own_metrics(fake_server: FakeServer, locked_server: FakeServer) -> None:
+def test_two_servers_in_one_process_have_their_own_metrics(
+    fake_server: FakeServer, locked_server: FakeServer
+) -> None:
     fake_server.chat()
     with locked_server.http() as client:
         client.headers["Authorization"] = "Bearer sesame"
@@ -206,5 +231,11 @@ def test_alternatives_of_equal_text_all_have_their_place() -> None:
     top = ((1, -0.1), (65, -0.5), (2, -1.0), (3, -2.0))
     event = Event("r", 0, (4,), "\ufffd", (TokenLogprob(4, -9.0, top),), Usage(1, 0, 1, 0, 0))
     found = answer.delta(0, event)["logprobs"]["top_logprobs"]
-    expected = {"\ufffd": -0.1, "A": -0.5, "token_id:2": -1.0, "token_id:3": -2.0, "token_id:4": -9.0}
+    expected = {
+        "\ufffd": -0.1,
+        "A": -0.5,
+        "token_id:2": -1.0,
+        "token_id:3": -2.0,
+        "token_id:4": -9.0,
+    }
     assert found == [expected]

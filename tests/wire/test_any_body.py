@@ -1,4 +1,6 @@
-"""Whatever JSON a client sends, the answer is never a server error, it comes soon, and nothing stays behind."""
+"""Whatever JSON a client sends, the answer is never a server error, it comes soon, and nothing
+stays behind.
+"""
 
 from __future__ import annotations
 
@@ -22,24 +24,70 @@ PATHS = {
     "/detokenize": {"tokens": [97]},
 }
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just("\ud800") | st.integers(-2, 2),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.just("\ud800")
+    | st.integers(-2, 2),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
+    ),
     max_leaves=8,
 )
 NAMES = st.sampled_from(
     [
-        "messages", "prompt", "input", "tokens", "model", "n", "max_tokens", "max_completion_tokens", "temperature",
-        "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "logit_bias", "stop", "stop_token_ids",
-        "ignore_eos", "seed", "kv_retention", "cache_salt", "user", "logprobs", "top_logprobs", "stream",
-        "stream_options", "echo", "instructions", "max_output_tokens", "tools", "response_format", "metadata",
-        "add_special_tokens", "suffix", "text", "reasoning", "tool_choice", "parallel_tool_calls", "min_tokens",
+        "messages",
+        "prompt",
+        "input",
+        "tokens",
+        "model",
+        "n",
+        "max_tokens",
+        "max_completion_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "logit_bias",
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+        "seed",
+        "kv_retention",
+        "cache_salt",
+        "user",
+        "logprobs",
+        "top_logprobs",
+        "stream",
+        "stream_options",
+        "echo",
+        "instructions",
+        "max_output_tokens",
+        "tools",
+        "response_format",
+        "metadata",
+        "add_special_tokens",
+        "suffix",
+        "text",
+        "reasoning",
+        "tool_choice",
+        "parallel_tool_calls",
+        "min_tokens",
     ]
-)  # fmt: skip
+)
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(path=st.sampled_from(sorted(PATHS)), changes=st.dictionaries(NAMES, VALUES, max_size=3))
-def test_no_body_is_a_server_error(shared_server: FakeServer, path: str, changes: dict[str, Any]) -> None:
+def test_no_body_is_a_server_error(
+    shared_server: FakeServer, path: str, changes: dict[str, Any]
+) -> None:
     with shared_server.http() as client:
         response = client.post(path, content=json.dumps({**PATHS[path], **changes}), headers=JSON)
     assert response.status_code in (200, 400, 404), response.text
@@ -60,7 +108,9 @@ def test_no_body_is_a_server_error(shared_server: FakeServer, path: str, changes
         {"tools": [{}] * 2_000_000},
     ],
 )
-def test_a_body_full_of_mistakes_costs_little(shared_server: FakeServer, fields: dict[str, Any]) -> None:
+def test_a_body_full_of_mistakes_costs_little(
+    shared_server: FakeServer, fields: dict[str, Any]
+) -> None:
     content = json.dumps({"model": MODEL, "messages": [USER], **fields}).encode()
     before_kib, start_s = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
     with shared_server.http() as client:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +32,12 @@ def run(folder: Path, lines: list[str], engine: FakeEngine | None = None) -> tup
     """The records of the output and the number of failures, of a run over `lines`."""
     (folder / "in.jsonl").write_text("\n".join(lines) + "\n")
     files = BatchFiles(folder / "in.jsonl", folder / "out.jsonl")
-    failed = answer_all(Service(engine or FakeEngine(), MODEL), files, at_once=3, on_line=lambda: None)
-    return [json.loads(record) for record in (folder / "out.jsonl").read_text().splitlines()], failed
+    failed = answer_all(
+        Service(engine or FakeEngine(), MODEL), files, at_once=3, on_line=lambda: None
+    )
+    return [
+        json.loads(record) for record in (folder / "out.jsonl").read_text().splitlines()
+    ], failed
 
 
 def test_both_endpoints_are_answered_by_custom_id(tmp_path: Path) -> None:
@@ -41,9 +48,16 @@ def test_both_endpoints_are_answered_by_custom_id(tmp_path: Path) -> None:
     assert by_id["chat"]["response"]["body"]["choices"][0]["message"]["content"] == "ti yas>resu<"
     assert by_id["chat"]["response"]["body"]["object"] == "chat.completion"
     for number in range(8):
-        assert by_id[f"text {number}"]["response"]["body"]["choices"][0]["text"] == ("ba" * (number + 1))[:16]
-    assert [choice["text"] for choice in by_id["two"]["response"]["body"]["choices"]] == ["abccba"] * 2
-    assert all(record["error"] is None and record["response"]["status_code"] == 200 for record in records)
+        assert (
+            by_id[f"text {number}"]["response"]["body"]["choices"][0]["text"]
+            == ("ba" * (number + 1))[:16]
+        )
+    assert [choice["text"] for choice in by_id["two"]["response"]["body"]["choices"]] == [
+        "abccba"
+    ] * 2
+    assert all(
+        record["error"] is None and record["response"]["status_code"] == 200 for record in records
+    )
 
 
 def test_a_wrong_line_gets_an_error_and_the_others_their_answers(tmp_path: Path) -> None:
@@ -64,7 +78,9 @@ def test_a_wrong_line_gets_an_error_and_the_others_their_answers(tmp_path: Path)
         "too long": (line("l", prompt="x" * 600), "max_tokens", 400),
         "engine": (line("b", prompt="broken"), None, 500),
     }
-    records, failed = run(tmp_path, [line("fine"), *(text for text, _, _ in wrong.values()), line("last")])
+    records, failed = run(
+        tmp_path, [line("fine"), *(text for text, _, _ in wrong.values()), line("last")]
+    )
     by_line = {record["id"]: record for record in records}
     assert (len(records), failed) == (len(wrong) + 2, len(wrong))
     for number, (name, (_, param, status)) in enumerate(wrong.items(), 2):
@@ -106,7 +122,9 @@ def test_a_dead_engine_writes_no_answers_and_says_so(tmp_path: Path) -> None:
     assert run(tmp_path, [line("a"), line("b")])[1] == 0
 
 
-def test_a_machine_without_room_costs_no_line_its_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_room_costs_no_line_its_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*_: object) -> None:
         raise MachineError("no room to try the grammar")
 
@@ -144,7 +162,10 @@ def test_a_file_that_is_no_output_is_left_alone(content: str, number: int, tmp_p
 
 @pytest.mark.parametrize("link", ["same", "symbolic", "hard"])
 def test_the_requests_are_never_overwritten(link: str, tmp_path: Path) -> None:
-    source, target = tmp_path / "in.jsonl", tmp_path / ("in.jsonl" if link == "same" else "out.jsonl")
+    source, target = (
+        tmp_path / "in.jsonl",
+        tmp_path / ("in.jsonl" if link == "same" else "out.jsonl"),
+    )
     source.write_text(requests := line("a") + "\n" + line("b"))
     if link != "same":
         target.symlink_to(source) if link == "symbolic" else target.hardlink_to(source)
@@ -153,11 +174,68 @@ def test_the_requests_are_never_overwritten(link: str, tmp_path: Path) -> None:
     assert source.read_text() == requests
 
 
+@pytest.mark.parametrize("kind", ["pipe", "device", "link in a circle", "long name"])
+def test_an_output_that_is_no_file_is_refused_and_not_waited_for(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text(line("a"))
+    target = tmp_path / ("a" * 300 if kind == "long name" else "out.jsonl")
+    if kind == "pipe":
+        os.mkfifo(target)
+    elif kind != "long name":
+        target.symlink_to("/dev/zero" if kind == "device" else target)
+    with pytest.raises(ConfigError, match="output"):
+        BatchFiles(tmp_path / "in.jsonl", target)
+
+
+def test_two_runs_do_not_write_one_output(tmp_path: Path) -> None:
+    """The second would take what the first is writing for the rest of a crash, and cut it off."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(line("a"))
+    target.write_text(f"{ANSWER}\n{ANSWER[:30]}")
+    first = BatchFiles(source, target)
+    with target.open("a") as file:
+        file.write(ANSWER[:40])
+    with pytest.raises(ConfigError, match="another run writes"):
+        BatchFiles(source, target)
+    assert target.read_text() == f"{ANSWER}\n{ANSWER[:40]}"
+    first.output.close()
+    second = BatchFiles(source, target)
+    assert second.skipped == 1
+    second.output.close()
+
+
+class Full(io.FileIO):
+    """A file on a disk with room for 700 bytes."""
+
+    def write(self, data: Any) -> int:
+        room = 700 - self.tell()
+        if room <= 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(data[:room])
+
+
+def test_a_full_disk_costs_one_answer_at_most(tmp_path: Path) -> None:
+    lines = [line(str(number)) for number in range(4)]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    files = BatchFiles(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    files.output.close()
+    files.output = Full(files.target, "a+")
+    with pytest.raises(TangramError, match=r"cannot be written.*No space left"):
+        answer_all(Service(FakeEngine(), MODEL), files, at_once=1, on_line=lambda: None)
+    assert (tmp_path / "out.jsonl").stat().st_size == 700
+    records, failed = run(tmp_path, lines, engine := FakeEngine())
+    assert ([record["custom_id"] for record in records], failed) == (["0", "1", "2", "3"], 0)
+    assert len(engine.submitted) < 4, "what was answered is answered again"
+
+
 @pytest.mark.parametrize("cut", [1, 5, 13, 30, len(ANSWER) - 1])
 def test_a_crash_costs_one_answer_at_most(cut: int, tmp_path: Path) -> None:
     (tmp_path / "out.jsonl").write_text(f"{ANSWER}\n{ANSWER.replace('line-1', 'line-2')[:cut]}")
     records, failed = run(tmp_path, [line("a"), line("b")], engine := FakeEngine())
-    assert ([record["custom_id"] for record in records], failed, len(engine.submitted)) == (["a", "b"], 0, 1)
+    assert ([record["custom_id"] for record in records], failed, len(engine.submitted)) == (
+        ["a", "b"],
+        0,
+        1,
+    )
 
 
 def test_a_last_answer_without_a_line_end_counts(tmp_path: Path) -> None:
@@ -194,26 +272,49 @@ def test_options_that_do_not_go_together(
 
 
 def test_a_model_from_a_folder_goes_by_the_name_that_a_server_gives_it(tmp_path: Path) -> None:
-    source, target, folder = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tiny_folder(tmp_path / "a.model")
+    source, target, folder = (
+        tmp_path / "in.jsonl",
+        tmp_path / "out.jsonl",
+        tiny_folder(tmp_path / "a.model"),
+    )
     prompt = {"prompt": numbers(9), "max_tokens": 3}
-    source.write_text("\n".join([line("name", model="a.model", **prompt), line("path", model=str(folder), **prompt)]))
+    source.write_text(
+        "\n".join(
+            [line("name", model="a.model", **prompt), line("path", model=str(folder), **prompt)]
+        )
+    )
     options = ["--load-format", "dummy", "--kv-retention", "1.0", "--kv-cache-gib", "0.02"]
-    result = CliRunner().invoke(app, ["generate", str(folder), "--batch", str(source), "-o", str(target), *options])
+    result = CliRunner().invoke(
+        app, ["generate", str(folder), "--batch", str(source), "-o", str(target), *options]
+    )
     assert result.exit_code == 1, result.output
-    found = {r["custom_id"]: r["response"] for r in map(json.loads, target.read_text().splitlines())}
-    assert {name: response["status_code"] for name, response in found.items()} == {"name": 200, "path": 404}
+    found = {
+        r["custom_id"]: r["response"] for r in map(json.loads, target.read_text().splitlines())
+    }
+    assert {name: response["status_code"] for name, response in found.items()} == {
+        "name": 200,
+        "path": 404,
+    }
     assert found["name"]["body"]["model"] == "a.model"
 
 
 def test_a_real_model_answers_a_file(tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    lines = [line(str(number), CHAT, model="smollm2", max_tokens=3, temperature=0) for number in range(3)]
+    lines = [
+        line(str(number), CHAT, model="smollm2", max_tokens=3, temperature=0) for number in range(3)
+    ]
     source.write_text("\n".join([*lines, line("x", model="gpt-4")]))
-    result = CliRunner().invoke(app, ["generate", "smollm2", "--batch", str(source), "-o", str(target)])
+    result = CliRunner().invoke(
+        app, ["generate", "smollm2", "--batch", str(source), "-o", str(target)]
+    )
     assert result.exit_code == 1, "a line that failed"
     assert "3 answered, 1 with errors, 0 were there already" in " ".join(result.output.split())
     records = [json.loads(record) for record in target.read_text().splitlines()]
-    answers = {r["response"]["body"]["choices"][0]["message"]["content"] for r in records if r["error"] is None}
+    answers = {
+        r["response"]["body"]["choices"][0]["message"]["content"]
+        for r in records
+        if r["error"] is None
+    }
     assert len(answers) == 1
 
 

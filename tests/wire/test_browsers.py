@@ -1,4 +1,6 @@
-"""What a browser needs, and what a client hears that asks in the wrong way or for something else."""
+"""What a browser needs, and what a client hears that asks in the wrong way or for
+something else.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def test_a_page_may_ask_with_its_key(server: FakeServer) -> None:
         assert before.status_code == 200
         assert before.headers[ALLOWED] == PAGE
         allowed = before.headers["access-control-allow-headers"]
-        assert {"authorization", "content-type", "x-stainless-lang"} <= set(re.split(", ?", allowed.lower()))
+        assert {"authorization", "content-type", "x-stainless-lang"} <= set(
+            re.split(", ?", allowed.lower())
+        )
         assert "POST" in before.headers["access-control-allow-methods"]
         headers = {"Origin": PAGE, "Authorization": "Bearer sesame"}
         answer = client.post(CHAT, json=chat_body(), headers=headers)
@@ -56,7 +60,11 @@ def test_a_page_can_read_every_error(server: FakeServer, monkeypatch: pytest.Mon
     key, origin = {"Authorization": "Bearer sesame"}, {"Origin": PAGE}
     statuses = []
     with server.http() as client:
-        for headers, body in (({}, chat_body()), (key, chat_body(temprature=1)), (key, chat_body(model="other"))):
+        for headers, body in (
+            ({}, chat_body()),
+            (key, chat_body(temprature=1)),
+            (key, chat_body(model="other")),
+        ):
             answer = client.post(CHAT, json=body, headers={**headers, **origin})
             statuses.append(answer.status_code)
             assert answer.headers[ALLOWED] == PAGE and answer.json()["error"]["message"]
@@ -75,11 +83,17 @@ def test_a_full_queue_is_told_to_pages_too() -> None:
     with run_fake_server(allowed_origins=("*",)) as server, server.http() as client:
         server.engine.submit = full  # type: ignore[method-assign]
         answer = client.post(CHAT, json=chat_body(), headers={"Origin": "https://anywhere.example"})
-    assert (answer.status_code, answer.headers[ALLOWED], answer.headers["retry-after"]) == (429, "*", "7")
+    assert (answer.status_code, answer.headers[ALLOWED], answer.headers["retry-after"]) == (
+        429,
+        "*",
+        "7",
+    )
     assert "retry-after" in answer.headers["access-control-expose-headers"]
 
 
-@pytest.mark.parametrize("origin", ["https://evil.example", "null", f"{PAGE}.evil.example", "http://localhost:3001"])
+@pytest.mark.parametrize(
+    "origin", ["https://evil.example", "null", f"{PAGE}.evil.example", "http://localhost:3001"]
+)
 def test_another_page_may_not(server: FakeServer, origin: str) -> None:
     with server.http() as client:
         before = client.options(CHAT, headers=PREFLIGHT | {"Origin": origin})
@@ -101,7 +115,9 @@ def test_without_the_option_no_page_may_ask(fake_server: FakeServer) -> None:
         assert ALLOWED not in client.get("/health", headers={"Origin": PAGE}).headers
 
 
-@pytest.mark.parametrize("origin", ["chat.example", "https://chat.example/", "HTTPS://chat.example", "", "http://a b"])
+@pytest.mark.parametrize(
+    "origin", ["chat.example", "https://chat.example/", "HTTPS://chat.example", "", "http://a b"]
+)
 def test_what_is_no_origin_is_refused_at_start(origin: str) -> None:
     with pytest.raises(ConfigError, match="allowed_origins"):
         Protection(allowed_origins=("https://fine.example:8443", "http://[::1]:80", origin))
@@ -128,7 +144,10 @@ class Page(HTMLParser):
 
 def read_page(server: FakeServer, **headers: str) -> tuple[Page, Any]:
     with server.http() as client:
-        answer, document = client.get("/docs", headers=headers), client.get("/openapi.json", headers=headers)
+        answer, document = (
+            client.get("/docs", headers=headers),
+            client.get("/openapi.json", headers=headers),
+        )
     assert answer.headers["content-type"].startswith("text/html")
     assert answer.headers["content-security-policy"].startswith("default-src 'none'")
     page = Page()
@@ -136,7 +155,9 @@ def read_page(server: FakeServer, **headers: str) -> tuple[Page, Any]:
     return page, document.json()
 
 
-def test_the_page_has_every_endpoint_and_field_and_asks_no_other_host(shared_server: FakeServer) -> None:
+def test_the_page_has_every_endpoint_and_field_and_asks_no_other_host(
+    shared_server: FakeServer,
+) -> None:
     page, document = read_page(shared_server)
     assert not page.tags & {"script", "link", "img", "iframe", "form"}
     assert {link for link in page.links if not link.startswith("#")} == {"openapi.json"}
@@ -174,14 +195,25 @@ def test_a_body_that_is_not_called_json_is_told_so(
     with shared_server.http() as client:
         answer = client.post(path, content=b'{"model": "a"}', headers=headers)
     error = answer.json()["error"]
-    assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_content_type", None)
+    assert (answer.status_code, error["code"], error["param"]) == (
+        400,
+        "invalid_content_type",
+        None,
+    )
     assert words in error["message"] and "Content-Type: application/json" in error["message"]
 
 
-@pytest.mark.parametrize("kind", ["application/json", "application/json; charset=utf-8", "application/ld+json"])
+@pytest.mark.parametrize(
+    "kind", ["application/json", "application/json; charset=utf-8", "application/ld+json"]
+)
 def test_json_by_any_name_is_read(shared_server: FakeServer, kind: str) -> None:
     with shared_server.http() as client:
-        assert client.post("/tokenize", content=b'{"prompt": "a"}', headers={"Content-Type": kind}).status_code == 200
+        assert (
+            client.post(
+                "/tokenize", content=b'{"prompt": "a"}', headers={"Content-Type": kind}
+            ).status_code
+            == 200
+        )
         wrong = client.post("/tokenize", content=b"{", headers={"Content-Type": kind})
     assert wrong.json()["error"]["code"] == "json_invalid"
 
@@ -199,7 +231,9 @@ def test_json_by_any_name_is_read(shared_server: FakeServer, kind: str) -> None:
         ("/v1/rerank", "reranking"),
     ],
 )
-def test_an_endpoint_of_others_is_refused_by_name(shared_server: FakeServer, path: str, word: str) -> None:
+def test_an_endpoint_of_others_is_refused_by_name(
+    shared_server: FakeServer, path: str, word: str
+) -> None:
     with shared_server.http() as client:
         for answer in (client.post(path, json={"model": MODEL, "input": "a"}), client.get(path)):
             error = answer.json()["error"]

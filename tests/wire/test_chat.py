@@ -1,4 +1,6 @@
-"""`tangram chat` and `tangram generate` as somebody at a terminal, or a pipe, has them: the embedded model."""
+"""`tangram chat` and `tangram generate` as somebody at a terminal, or a pipe, has them: the
+embedded model.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|[\x01\x02\r]")
 
 
 class Typed:
-    """A process on a terminal of 200 columns; `said` is what it has written so far, without colours."""
+    """A process on a terminal of 200 columns; `said` is what it has written so far, without
+    colours.
+    """
 
     def __init__(self, process: subprocess.Popen[bytes], terminal: int) -> None:
         self.process, self._terminal, self._raw = process, terminal, b""
@@ -40,7 +44,9 @@ class Typed:
         os.write(self._terminal, line.encode() + b"\n")
 
     def interrupt(self, heard: Callable[[], bool]) -> None:
-        """Press Ctrl-C until it is heard: one between a prompt and readline's waiting is noted at the next key."""
+        """Press Ctrl-C until it is heard: one between a prompt and readline's waiting is noted at
+        the next key.
+        """
         for _ in range(20):
             self.process.send_signal(signal.SIGINT)
             deadline_s = time.monotonic() + 2
@@ -75,10 +81,25 @@ class Typed:
 def chat(variables: Mapping[str, str], *options: str) -> Iterator[Typed]:
     terminal, other = pty.openpty()
     fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 200, 0, 0))
-    command = [sys.executable, "-m", "tangram", "chat", "smollm2", "--kv-cache-gib", "0.3", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "tangram",
+        "chat",
+        "smollm2",
+        "--kv-cache-gib",
+        "0.3",
+        *options,
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TERM": "xterm"} | variables
     process = subprocess.Popen(
-        command, cwd=ROOT, stdin=other, stdout=other, stderr=other, env=environment, start_new_session=True
+        command,
+        cwd=ROOT,
+        stdin=other,
+        stdout=other,
+        stderr=other,
+        env=environment,
+        start_new_session=True,
     )
     os.close(other)
     try:
@@ -96,7 +117,9 @@ def test_somebody_talks_stops_an_answer_and_ends(tmp_path: Path) -> None:
         talk.expect("you  ", START_S)
         talk.enter("Count from one to two hundred, in words.")
         talk.expect("in words.\n")
-        talk.expect("[A-Za-z]{3,}[^·]{20,}")  # it streams: there are words before the answer has ended
+        talk.expect(
+            "[A-Za-z]{3,}[^·]{20,}"
+        )  # it streams: there are words before the answer has ended
         talk.process.send_signal(signal.SIGINT)
         talk.expect(r"stopped · reused 0 of \d+ tokens · .* · KV .* MiB, nothing to compress yet")
         talk.expect("you  ")
@@ -112,7 +135,10 @@ def test_somebody_talks_stops_an_answer_and_ends(tmp_path: Path) -> None:
         talk.expect(r"notes.txt, [\d,]+ tokens, goes before your next question\n")
         talk.enter("Who laid \\")
         talk.enter("the cable? One word.")
-        talk.expect(r"reused .* · KV .* MiB, \d+% of uncompressed \(ρ 0.5, the newest \d+ tokens are whole\)")
+        talk.expect(
+            r"reused .* · KV .* MiB, \d+% of uncompressed \(ρ 0.5, the newest \d+ tokens are "
+            r"whole\)"
+        )
         talk.expect("you  ")
         talk.interrupt(lambda: "Ctrl-C again ends" in talk.said)
         talk.interrupt(lambda: talk.process.poll() is not None)
@@ -135,7 +161,9 @@ def piped(*command: str, given: bytes, **variables: str) -> subprocess.Completed
 
 
 def test_a_conversation_in_a_pipe() -> None:
-    ended = piped("chat", "--max-tokens", "4", given=b"/system Be brief.\nHello\n/exit\nnever asked\n")
+    ended = piped(
+        "chat", "--max-tokens", "4", given=b"/system Be brief.\nHello\n/exit\nnever asked\n"
+    )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count(b"\n") == 1 and b"you" not in ended.stdout
     assert b"reused 0 of " in ended.stderr and b"cut at 4 tokens" in ended.stderr
@@ -160,7 +188,9 @@ ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 @pytest.mark.parametrize("variables", [{"LC_ALL": "C"}, ASCII], ids=["C", "ASCII"])
 def test_any_locale_takes_and_gives_texts(variables: dict[str, str]) -> None:
-    """What an ASCII terminal cannot show is escaped. The same text is asked for, by the argument and the pipe."""
+    """What an ASCII terminal cannot show is escaped. The same text is asked for, by the argument
+    and the pipe.
+    """
     prompt = "Zürich, Genève, Köln, Zürich, Genève,"
     options = ("--max-tokens", "4")
     by_pipe = piped("generate", *options, given=prompt.encode(), **variables)
@@ -173,7 +203,7 @@ def test_any_locale_takes_and_gives_texts(variables: dict[str, str]) -> None:
 def test_an_argument_that_is_no_text_is_one_line() -> None:
     ended = piped("generate", "-p", "H\udcff", given=b"")
     assert ended.returncode == 2
-    assert ended.stderr == b"error: prompt has bytes that are not UTF-8: give a text\n"
+    assert ended.stderr == b"error: prompt is no text, it has bytes that are not UTF-8: give one\n"
 
 
 @pytest.mark.parametrize("options", [[], ["-p", "-"]])
@@ -187,7 +217,9 @@ def test_generate_reads_a_pipe_and_its_output_is_the_text_alone(options: list[st
     assert b"nothing to compress yet" in ended.stderr
 
 
-@pytest.mark.parametrize(("given", "why"), [(b"\n", b"standard input is empty"), (b"\xff", b"no text in UTF-8")])
+@pytest.mark.parametrize(
+    ("given", "why"), [(b"\n", b"standard input is empty"), (b"\xff", b"no text in UTF-8")]
+)
 def test_a_pipe_without_text_is_one_line(given: bytes, why: bytes) -> None:
     ended = piped("generate", given=given)
     assert ended.returncode == 2 and why in ended.stderr

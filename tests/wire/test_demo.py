@@ -112,7 +112,9 @@ def test_as_many_conversations_fit_as_the_bars_say(shown: Shown) -> None:
     for rho, count in said.items():
         pages = talk.engine.stats().pages_total
         retention = Retention(rho, talk.layout(rho), "")
-        cache = CacheManager([retention], total_pages=pages, max_sequences=500, prefix_caching=False)
+        cache = CacheManager(
+            [retention], total_pages=pages, max_sequences=500, prefix_caching=False
+        )
         admitted = 0
         keys = ChunkKeys(retention, "")
         while cache.admit(keys, np.zeros(tokens, np.int64), tokens) is not None:

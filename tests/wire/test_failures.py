@@ -25,7 +25,9 @@ def test_with_one_bad_prompt_of_two_nothing_is_begun(fake_server: FakeServer) ->
 def test_bodies_that_are_no_object(fake_server: FakeServer) -> None:
     with fake_server.http() as client:
         for content in ("{", "[1]", "null", '"text"', b"\xff\xfe", "", "[" * 100_000):
-            response = client.post(CHAT, content=content, headers={"Content-Type": "application/json"})
+            response = client.post(
+                CHAT, content=content, headers={"Content-Type": "application/json"}
+            )
             assert response.status_code == 400, content
             assert response.json()["error"]["type"] == "invalid_request_error"
 
@@ -62,7 +64,9 @@ def test_api_key(locked_server: FakeServer) -> None:
         assert client.get("/health").status_code == 200
         for path in ("/v1/models", "/metrics"):
             assert client.get(path).status_code == 401
-        refused = client.post(CHAT, content="not even json", headers={"Authorization": "Bearer sesam"})
+        refused = client.post(
+            CHAT, content="not even json", headers={"Authorization": "Bearer sesam"}
+        )
         assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
     with pytest.raises(openai.AuthenticationError):
         locked_server.openai("wrong").models.list()
@@ -98,7 +102,9 @@ def test_hanging_up_on_a_stream_frees_the_pages(fake_server: FakeServer, word: s
 
 
 @pytest.mark.parametrize("word", ["silent", "endless"])
-def test_hanging_up_while_waiting_for_an_answer_frees_the_pages(fake_server: FakeServer, word: str) -> None:
+def test_hanging_up_while_waiting_for_an_answer_frees_the_pages(
+    fake_server: FakeServer, word: str
+) -> None:
     engine = fake_server.engine
     body = chat_body(max_tokens=None, n=2, messages=[USER | {"content": word}])
     with fake_server.http() as client, pytest.raises(httpx.ReadTimeout):

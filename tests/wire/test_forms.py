@@ -1,4 +1,6 @@
-"""Calls and thoughts of a real engine, over a random model whose template has one of the newer forms."""
+"""Calls and thoughts of a real engine, over a random model whose template has one of the newer
+forms.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,14 @@ import pytest
 from tokenizers import AddedToken
 
 from tangram.model.load import load_tokenizer
-from tests.real_templates import MISTRAL_LIST, MISTRAL_NAMED, real_template
+from tests.real_templates import MISTRAL_LISTS, MISTRAL_NAMED, real_template
 
 from .conftest import CHAT, chat_body
 from .tiny import TinyServer, run_tiny_server, tiny_folder
 
 CONTROLS = ["[TOOL_CALLS]", "[ARGS]", "<|start|>", "<|channel|>", "<|message|>", "<|end|>"]
 CONTROLS += ["<|call|>", "<|return|>", "<|constrain|>"]
-TEMPLATES = {"list": MISTRAL_LIST, "named": MISTRAL_NAMED}
+TEMPLATES = {"list": MISTRAL_LISTS["mistral-nemo-instruct-2407"], "named": MISTRAL_NAMED}
 REAL = {"channels": "gptoss", "thinking": "qwen3_5_think"}
 TOOL = {"type": "function", "function": {"name": "get_time"}}
 
@@ -44,7 +46,11 @@ def unlikely(*words: str) -> dict[str, Any]:
 
 def test_a_forced_call_and_a_thought_that_its_limit_ends(served: tuple[str, TinyServer]) -> None:
     name, server = served
-    fields: dict[str, Any] = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+    fields: dict[str, Any] = {
+        "tools": [TOOL],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+    }
     fields |= {"temperature": 0, "max_tokens": 60, "logit_bias": unlikely("analysis", "Analysis")}
     with server.http() as http:
         body = http.post(CHAT, json=chat_body(**fields)).json()
@@ -59,5 +65,8 @@ def test_a_forced_call_and_a_thought_that_its_limit_ends(served: tuple[str, Tiny
     else:
         (call,) = choice["message"]["tool_calls"]
         assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
-        assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("get_time", {})
+        assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == (
+            "get_time",
+            {},
+        )
     server.check_baseline()

@@ -10,9 +10,9 @@ import jsonschema_rs
 import pytest
 from pydantic import ValidationError
 
-from bench.hammer.fuzz import KEY, check_afterwards, check_log, fuzz, statuses
-from bench.hammer.made_up import MOST_TOKENS, fitting, small
-from bench.hammer.server import served
+from bench.stress.fuzz import KEY, check_afterwards, check_log, fuzz, statuses
+from bench.stress.made_up import MOST_TOKENS, fitting, small
+from bench.stress.server import served
 from tangram.serve.exposition import ENDPOINTS
 from tangram.serve.guard import OPEN_PATHS
 from tangram.serve.schema import ChatRequest
@@ -22,7 +22,11 @@ from .conftest import CHAT, COMPLETIONS, FakeServer, chat_body, scrape, wait_unt
 OPEN_S, LOCKED_S = 12, 12
 LABELS: tuple[dict[str, Any], ...] = (
     {"metadata": {"chat": "7"}, "service_tier": "flex", "store": False, "user": "me"},
-    {"chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "low", "verbosity": "high"},
+    {
+        "chat_template_kwargs": {"enable_thinking": False},
+        "reasoning_effort": "low",
+        "verbosity": "high",
+    },
 )
 WRONG_LABELS: tuple[dict[str, Any], ...] = (
     {"metadata": {"a": 1}},
@@ -40,10 +44,16 @@ WRONG_LABELS: tuple[dict[str, Any], ...] = (
 def test_no_request_breaks_an_open_server(server_url: str) -> None:
     fuzz(server_url, OPEN_S, {}, "fuzzing")
     with httpx.Client(base_url=server_url, timeout=60) as client:
-        wait_until(lambda: scrape(client)["tangram_kv_pages", "held"] == 0, "pages are still held", timeout_s=30)
+        wait_until(
+            lambda: scrape(client)["tangram_kv_pages", "held"] == 0,
+            "pages are still held",
+            timeout_s=30,
+        )
         found = scrape(client)
         assert client.get("/health").status_code == 200
-    assert not [name for name in found if name[0] == "tangram_http_requests_total" and ",5" in name[1]]
+    assert not [
+        name for name in found if name[0] == "tangram_http_requests_total" and ",5" in name[1]
+    ]
     pages = sum(found["tangram_kv_pages", state] for state in ("held", "cached", "free"))
     assert pages == found["tangram_kv_pages_total", ""]
 
@@ -76,15 +86,22 @@ def test_the_document_names_every_endpoint_and_what_it_answers(document: Any) ->
     assert chat["200"]["content"].keys() == {"application/json", "text/event-stream"}
 
 
-def test_the_document_says_the_ranges_that_the_server_keeps(document: Any, locked_server: FakeServer) -> None:
+def test_the_document_says_the_ranges_that_the_server_keeps(
+    document: Any, locked_server: FakeServer
+) -> None:
     properties = document["components"]["schemas"]["ChatRequest"]["properties"]
     ranges = {
-        name: form for name, schema in properties.items() for form in schema.get("anyOf", []) if "maximum" in form
+        name: form
+        for name, schema in properties.items()
+        for form in schema.get("anyOf", [])
+        if "maximum" in form
     }
     assert {"n", "temperature", "top_p", "seed", "max_tokens", "top_logprobs"} <= ranges.keys()
     with locked_server.http() as client:
         for name in ranges.keys() - {"kv_retention", "seed"}:
-            body = chat_body(**{"logprobs": True, "max_tokens": None, name: ranges[name]["maximum"] + 1})
+            body = chat_body(
+                **{"logprobs": True, "max_tokens": None, name: ranges[name]["maximum"] + 1}
+            )
             response = client.post(CHAT, json=body, headers={"Authorization": "Bearer sesame"})
             assert (response.status_code, response.json()["error"]["param"]) == (400, name)
 
@@ -106,7 +123,11 @@ def test_the_document_has_the_forms_that_validators_take(document: Any) -> None:
     ):
         assert validator.is_valid(body | fields), fields
         ChatRequest.model_validate(body | fields)
-    for fields in ({"tool_choice": {"name": "weather"}}, {"stop_token_ids": [-1]}, {"cache_salt": "a" * 1025}):
+    for fields in (
+        {"tool_choice": {"name": "weather"}},
+        {"stop_token_ids": [-1]},
+        {"cache_salt": "a" * 1025},
+    ):
         assert not validator.is_valid(body | fields), fields
     for fields in WRONG_LABELS:
         assert not validator.is_valid(body | fields), fields
@@ -126,4 +147,7 @@ def test_what_is_out_of_range_is_sent_as_it_was_made_up() -> None:
     assert small(CHAT, {"n": 100})["max_completion_tokens"] == MOST_TOKENS
     assert small(COMPLETIONS, {"prompt": ["a"] * 9, "max_tokens": 2**31})["max_tokens"] == 2**31
     assert len(fitting(CHAT, {"messages": [{"role": "tool"}] * 4096})["messages"]) < 10
-    assert fitting(COMPLETIONS, {"prompt": [50_000], "kv_retention": 0.9}) == {"prompt": [848], "kv_retention": 1.0}
+    assert fitting(COMPLETIONS, {"prompt": [50_000], "kv_retention": 0.9}) == {
+        "prompt": [848],
+        "kv_retention": 1.0,
+    }

@@ -14,7 +14,16 @@ import pytest
 
 from tangram.serve import service
 
-from .conftest import CHAT, USER, FakeServer, chat_body, free_port, healthy, run_fake_server, wait_until
+from .conftest import (
+    CHAT,
+    USER,
+    FakeServer,
+    chat_body,
+    free_port,
+    healthy,
+    run_fake_server,
+    wait_until,
+)
 
 SILENT = chat_body(max_tokens=None, messages=[USER | {"content": "silent"}])
 SCRIPT = """
@@ -26,7 +35,8 @@ class Hanging(FakeEngine):
     def stop(self):
         threading.Event().wait()
 service.LAST_STEP_S = 1
-serve_forever(Hanging(), host="127.0.0.1", port=int(sys.argv[1]), served_model_name="fake-model", shutdown_grace_s=0.5)
+serve_forever(Hanging(), host="127.0.0.1", port=int(sys.argv[1]),
+              served_model_name="fake-model", shutdown_grace_s=0.5)
 """
 
 
@@ -37,17 +47,27 @@ def test_a_step_that_does_not_end_is_no_health_until_it_does(
     with run_fake_server() as server, server.http() as client, ThreadPoolExecutor(1) as pool:
         time.sleep(1)
         assert healthy(server.url), "who has nothing to do hangs not"
-        held = pool.submit(client.post, CHAT, json=SILENT, timeout=2.5)  # the fake's steps are never counted
+        held = pool.submit(
+            client.post, CHAT, json=SILENT, timeout=2.5
+        )  # the fake's steps are never counted
         wait_until(lambda: not healthy(server.url), "it is healthy for ever")
         assert client.get("/ready").status_code == 503
-        assert [record.getMessage() for record in caplog.records if "has not ended" in record.getMessage()]
+        assert [
+            record.getMessage()
+            for record in caplog.records
+            if "has not ended" in record.getMessage()
+        ]
         assert isinstance(held.exception(), httpx.ReadTimeout)
         wait_until(lambda: healthy(server.url), "it is never healthy again")
 
 
-def test_steps_that_end_are_health_however_many(fake_server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_end_are_health_however_many(
+    fake_server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(service, "MOST_STEP_S", 0.3)
-    monkeypatch.setattr(type(fake_server.engine), "steps", property(lambda engine: time.monotonic_ns()))
+    monkeypatch.setattr(
+        type(fake_server.engine), "steps", property(lambda engine: time.monotonic_ns())
+    )
     with fake_server.http() as client, pytest.raises(httpx.ReadTimeout):
         client.post(CHAT, json=SILENT, timeout=1)
     assert healthy(fake_server.url)

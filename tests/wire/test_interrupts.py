@@ -1,4 +1,6 @@
-"""Ctrl-C ends every command with one line, whatever it is at, and no end is followed by a list of leaks."""
+"""Ctrl-C ends every command with one line, whatever it is at, and no end is followed by a list of
+leaks.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from .test_trials_process import log_of, options, process
 from .tiny import tiny_folder
 
 ROOT = Path(__file__).parents[2]
-# The command, with a part of its start that takes until somebody presses Ctrl-C, which happens at once.
+# The command, with a part of its start that takes until somebody presses Ctrl-C, which happens at
+# once.
 INTERRUPTED = """
 import importlib, os, signal, sys, time
 where, name, *arguments = sys.argv[1:]
@@ -39,25 +42,47 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("tangram.model.load load_model", "calibrate FOLDER -o profile.json"),
         ("tangram.engine.build load_model", "generate FOLDER -p hello"),
         ("tangram.engine.profiles calibrate_model", "serve FOLDER --load-format dummy --port 0"),
-        ("tangram.kernels.cpu warm_up", "chat FOLDER --load-format dummy --kv-retention 1.0 --kv-cache-gib 0.02"),
+        (
+            "tangram.kernels.cpu warm_up",
+            "chat FOLDER --load-format dummy --kv-retention 1.0 --kv-cache-gib 0.02",
+        ),
     ],
 )
-def test_ctrl_c_during_the_start_is_one_line(where: str, arguments: str, folder: Path, tmp_path: Path) -> None:
+def test_ctrl_c_during_the_start_is_one_line(
+    where: str, arguments: str, folder: Path, tmp_path: Path
+) -> None:
     command = [*where.split(), *arguments.replace("FOLDER", str(folder)).split()]
     done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, *command], cwd=tmp_path, capture_output=True, text=True, timeout=120,
-        env=os.environ | {"TANGRAM_CACHE": str(tmp_path), "PYTHONPATH": str(ROOT)}, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+        [sys.executable, "-c", INTERRUPTED, *command],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"TANGRAM_CACHE": str(tmp_path), "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+    )
     assert done.returncode == 130, done.stderr
     assert done.stderr.splitlines()[-1] == "interrupted"
     assert "Traceback" not in done.stderr and "nanobind" not in done.stderr
 
 
 def test_compiling_is_announced_and_can_be_interrupted(folder: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tangram", "generate", str(folder), "--load-format", "dummy", "-p", "hello"]
+    command = [
+        sys.executable,
+        "-m",
+        "tangram",
+        "generate",
+        str(folder),
+        "--load-format",
+        "dummy",
+        "-p",
+        "hello",
+    ]
     command += ["--kv-retention", "1.0", "--kv-cache-gib", "0.02"]
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as started:
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
+    ) as started:
         assert started.stderr is not None
         said = ""
         for line in started.stderr:

@@ -1,4 +1,6 @@
-"""Fields that clients of OpenAI send: labels, what a chat template is told, and what is let by on demand."""
+"""Fields that clients of OpenAI send: labels, what a chat template is told, and what is let by on
+demand.
+"""
 
 from __future__ import annotations
 
@@ -89,11 +91,25 @@ def test_the_answer_says_the_tier_that_there_is_to_whom_asks(shared_server: Fake
         ({KWARGS: []}, KWARGS, "dictionary"),
         *(
             ({KWARGS: {name: 1}}, f"{KWARGS}.{name}", "the server's to set")
-            for name in ("messages", "tools", "add_generation_prompt", "tokenize", "documents", "chat_template")
+            for name in (
+                "messages",
+                "tools",
+                "add_generation_prompt",
+                "tokenize",
+                "documents",
+                "chat_template",
+            )
         ),
         *(
             ({KWARGS: {name: 1}}, f"{KWARGS}.{name}", "the server's to set")
-            for name in ("continue_final_message", "self", "bos_token", "range", "raise_exception", "conversation")
+            for name in (
+                "continue_final_message",
+                "self",
+                "bos_token",
+                "range",
+                "raise_exception",
+                "conversation",
+            )
         ),
         ({KWARGS: {"__class__": 1}}, f"{KWARGS}.__class__", "budget, enable_thinking"),
         ({KWARGS: {"é": 1}}, f"{KWARGS}.é", "letters"),
@@ -107,7 +123,11 @@ def test_the_answer_says_the_tier_that_there_is_to_whom_asks(shared_server: Fake
         ({KWARGS: {"budget": 10**7}}, f"{KWARGS}.budget", "1000000"),
         ({KWARGS: {"budget": {"a": [float("inf")]}}}, f"{KWARGS}.budget", "1000000"),
         ({KWARGS: {"budget": {"\ud800": 1}}}, None, "nicode"),
-        ({"reasoning_effort": "none", KWARGS: {"enable_thinking": True}}, "reasoning_effort", "send one"),
+        (
+            {"reasoning_effort": "none", KWARGS: {"enable_thinking": True}},
+            "reasoning_effort",
+            "send one",
+        ),
     ],
 )
 def test_what_is_wrong_with_them_is_named(
@@ -130,18 +150,25 @@ def test_what_is_wrong_with_them_is_named(
         ({KWARGS: {}}, {}),
         ({KWARGS: None}, {}),
         ({"reasoning_effort": "none"}, {"enable_thinking": False}),
-        ({"reasoning_effort": "none", KWARGS: {"enable_thinking": False}}, {"enable_thinking": False}),
+        (
+            {"reasoning_effort": "none", KWARGS: {"enable_thinking": False}},
+            {"enable_thinking": False},
+        ),
         ({"reasoning_effort": None, "verbosity": "medium"}, {}),
     ],
 )
-def test_the_template_is_told_what_was_sent(server: FakeServer, fields: dict[str, Any], told: Any) -> None:
+def test_the_template_is_told_what_was_sent(
+    server: FakeServer, fields: dict[str, Any], told: Any
+) -> None:
     with server.http() as client:
         assert client.post(CHAT, json=chat_body(**fields)).status_code == 200
     assert server.engine.codec.told[-1] == (fields[KWARGS] if told is None else told)
 
 
 @pytest.fixture(scope="module", params=[QWEN3, GPT_OSS], ids=["qwen3", "gpt-oss"])
-def told_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyServer]:
+def told_server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TinyServer]:
     """A random model behind a template that reads something."""
     folder = tiny_folder(tmp_path_factory.mktemp("told"), vocabulary=49152)
     tokenizer = load_tokenizer("smollm2")
@@ -152,7 +179,9 @@ def told_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 
 
 def test_a_real_template_follows(told_server: TinyServer) -> None:
-    """The prompt that is computed is the one that /tokenize tells, and it has what was asked for."""
+    """The prompt that is computed is the one that /tokenize tells, and it has what was
+    asked for.
+    """
     client = openai.OpenAI(base_url=f"{told_server.url}/v1", api_key="none", max_retries=0)
     thinks = "enable_thinking" in told_server.engine.codec.template_options
     asked: dict[str, Any] = {"reasoning_effort": "none" if thinks else "high"}
@@ -165,7 +194,9 @@ def test_a_real_template_follows(told_server: TinyServer) -> None:
     assert ("<think>\n\n</think>" if thinks else "Reasoning: high") in text
     assert refused.json()["error"]["param"] == KWARGS
     for fields in (asked, {"extra_body": {KWARGS: options}}):
-        answer = client.chat.completions.create(model=MODEL, messages=[USER], max_tokens=1, **fields)  # type: ignore[call-overload]
+        answer = client.chat.completions.create(
+            model=MODEL, messages=[USER], max_tokens=1, **fields
+        )  # type: ignore[call-overload]
         assert answer.usage.prompt_tokens == len(tokens)
     with pytest.raises(openai.BadRequestError, match="verbosity"):
         client.chat.completions.create(model=MODEL, messages=[USER], max_tokens=1, verbosity="low")  # type: ignore[list-item]
@@ -177,17 +208,30 @@ def test_what_is_not_served_is_let_by_counted_and_logged_once(
     caplog.set_level(logging.WARNING)
     part = {"type": "text", "text": "say it", "cache_control": {"type": "ephemeral"}}
     unknown = {
-        "guided_json": {"type": "object"}, "temprature": 1, "store": True, KWARGS: {"enable_thinking": False},
-        "reasoning_effort": "high", "verbosity": "low", "stream_options": {"include_usage": True, "often": 1},
-    }  # fmt: skip
-    body = chat_body(**unknown, stream=True) | {"messages": [USER | {"content": [part], "mood": "good"}]}
+        "guided_json": {"type": "object"},
+        "temprature": 1,
+        "store": True,
+        KWARGS: {"enable_thinking": False},
+        "reasoning_effort": "high",
+        "verbosity": "low",
+        "stream_options": {"include_usage": True, "often": 1},
+    }
+    body = chat_body(**unknown, stream=True) | {
+        "messages": [USER | {"content": [part], "mood": "good"}]
+    }
     with lenient_server.http() as client:
         for _ in range(2):
             answer = client.post(CHAT, json=body)
             assert answer.status_code == 200 and answer.text.endswith("data: [DONE]\n\n")
-        assert client.post(COMPLETIONS, json={"model": MODEL, "prompt": "a", "best_of": 3}).status_code == 200
-        counts = {labels: value for (name, labels), value in scrape(client).items()
-                  if name == "tangram_ignored_fields_total"}  # fmt: skip
+        assert (
+            client.post(COMPLETIONS, json={"model": MODEL, "prompt": "a", "best_of": 3}).status_code
+            == 200
+        )
+        counts = {
+            labels: value
+            for (name, labels), value in scrape(client).items()
+            if name == "tangram_ignored_fields_total"
+        }
     named = ("guided_json", "store", KWARGS, "reasoning_effort", "verbosity", "cache_control")
     assert counts == dict.fromkeys(named, 2.0) | {"other": 6.0, "best_of": 1.0}
     told = [record.getMessage() for record in caplog.records if "ignored" in record.getMessage()]
@@ -215,7 +259,9 @@ def test_names_that_nobody_knows_fill_neither_metrics_nor_log(
         for start in range(0, 300, 100):
             fields = {f"field {start + number}" + "x" * 500: 1 for number in range(100)}
             assert client.post(CHAT, json=chat_body(**fields)).status_code == 200
-        series = [labels for name, labels in scrape(client) if name == "tangram_ignored_fields_total"]
+        series = [
+            labels for name, labels in scrape(client) if name == "tangram_ignored_fields_total"
+        ]
     assert series == ["other"]
     lines = [record.getMessage() for record in caplog.records if "ignored" in record.getMessage()]
     assert len(lines) == 100 and max(map(len, lines)) < 200

@@ -14,9 +14,15 @@ QUESTIONS = ("What is the capital of France?", "Name a colour.", "Count to three
 @pytest.fixture
 def model(server_url: str) -> ChatOpenAI:
     return ChatOpenAI(
-        model="smollm2", base_url=f"{server_url}/v1", api_key=SecretStr("none"), temperature=0, timeout=120,
-        max_retries=0, max_completion_tokens=MOST_TOKENS, stream_usage=True,
-    )  # fmt: skip
+        model="smollm2",
+        base_url=f"{server_url}/v1",
+        api_key=SecretStr("none"),
+        temperature=0,
+        timeout=120,
+        max_retries=0,
+        max_completion_tokens=MOST_TOKENS,
+        stream_usage=True,
+    )
 
 
 def check_usage(message: BaseMessage) -> None:
@@ -47,7 +53,9 @@ def test_a_stream_adds_up_to_the_whole_answer(model: ChatOpenAI) -> None:
 
 def test_a_batch_answers_each_as_if_alone(model: ChatOpenAI) -> None:
     together = model.batch(list(QUESTIONS))
-    assert [answer.content for answer in together] == [model.invoke(question).content for question in QUESTIONS]
+    assert [answer.content for answer in together] == [
+        model.invoke(question).content for question in QUESTIONS
+    ]
 
 
 def test_a_conversation_goes_on_and_is_found_in_the_cache(model: ChatOpenAI) -> None:

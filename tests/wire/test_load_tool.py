@@ -1,4 +1,6 @@
-"""A load generator of other people's making, for a minute: it lives in an environment of its own (docs/load.md)."""
+"""A load generator of other people's making, for a minute: it lives in an environment of its own
+(docs/load.md).
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from bench.hammer.load import GUIDELLM, ROOT
+from bench.stress.load import GUIDELLM, ROOT
 
 
 @pytest.mark.skipif(not GUIDELLM.exists(), reason="make load brings GuideLLM")
 def test_a_load_generator_is_answered_every_request(tmp_path: Path) -> None:
     kept = tmp_path / "load.json"
-    command = [sys.executable, "-m", "bench.hammer.load", "--seconds", "60", "-o", str(kept)]
+    command = [sys.executable, "-m", "bench.stress.load", "--seconds", "60", "-o", str(kept)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
     result = json.loads(kept.read_text())

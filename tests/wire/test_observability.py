@@ -1,4 +1,6 @@
-"""What a server tells of itself: every metric moves with a real model, and page, dashboard and exposition agree."""
+"""What a server tells of itself: every metric moves with a real model, and page, dashboard and
+exposition agree.
+"""
 
 from __future__ import annotations
 
@@ -20,23 +22,36 @@ from .scenario import Watched, loaded_server
 
 ROOT = Path(__file__).parents[2]
 CONSTANT = {
-    "tangram_kv_pages_total", "tangram_kv_capacity_tokens", "tangram_kv_capacity_uncompressed_tokens",
-    "tangram_host_pages_total", "tangram_kv_page_bytes", "tangram_kv_pool_bytes", "tangram_host_pool_bytes",
+    "tangram_kv_pages_total",
+    "tangram_kv_capacity_tokens",
+    "tangram_kv_capacity_uncompressed_tokens",
+    "tangram_host_pages_total",
+    "tangram_kv_page_bytes",
+    "tangram_kv_pool_bytes",
+    "tangram_host_pool_bytes",
     "tangram_kv_cache_info",
-}  # fmt: skip
-# What the dashboard leaves out on purpose: shares since the start, where it draws those of late; sums of what it draws
-# apart; what never changes; and other names of the same numbers.
+}
+# What the dashboard leaves out on purpose: shares since the start, where it draws those of late;
+# sums of what it draws apart; what never changes; and other names of the same numbers.
 UNDRAWN = {
-    "tangram_prefix_cache_hit_share", "tangram_step_host_share", "tangram_completion_inference_seconds",
-    "tangram_completion_mean_token_seconds", "tangram_kv_page_bytes", "tangram_kv_pool_bytes",
-    "tangram_host_pool_bytes", "tangram_kv_cache_info",
-}  # fmt: skip
+    "tangram_prefix_cache_hit_share",
+    "tangram_step_host_share",
+    "tangram_completion_inference_seconds",
+    "tangram_completion_mean_token_seconds",
+    "tangram_kv_page_bytes",
+    "tangram_kv_pool_bytes",
+    "tangram_host_pool_bytes",
+    "tangram_kv_cache_info",
+}
 
 
 def families(text: str) -> dict[str, Metric]:
     """Metric families by the name that their samples have; times of creation aside."""
     found = text_string_to_metric_families(text)
-    named = {f"{family.name}_total" if family.type == "counter" else family.name: family for family in found}
+    named = {
+        f"{family.name}_total" if family.type == "counter" else family.name: family
+        for family in found
+    }
     return {name: family for name, family in named.items() if not name.endswith("_created")}
 
 
@@ -64,9 +79,10 @@ def named_server() -> Iterator[FakeServer]:
 def test_every_metric_moves_under_a_real_load(watched: Watched, exposed: dict[str, Metric]) -> None:
     moved = {name for name, _ in _changed(watched)}
     still = {
-        name for name, family in exposed.items()
+        name
+        for name, family in exposed.items()
         if name not in CONSTANT and not any(sample.name in moved for sample in family.samples)
-    }  # fmt: skip
+    }
     assert not still, "nothing has ever changed them"
     assert {name for (name, _), value in watched.readings[-1].items() if value > 0} >= CONSTANT
 
@@ -80,7 +96,11 @@ def _changed(watched: Watched) -> Iterator[tuple[str, Any]]:
 def test_every_reading_adds_up(watched: Watched) -> None:
     for reading in watched.readings:
         value = {name: number for (name, labels), number in reading.items() if not labels}
-        of_state = {(name, labels[0][1]): number for (name, labels), number in reading.items() if len(labels) == 1}
+        of_state = {
+            (name, labels[0][1]): number
+            for (name, labels), number in reading.items()
+            if len(labels) == 1
+        }
         pages = [of_state["tangram_kv_pages", state] for state in ("held", "cached", "free")]
         assert sum(pages) == value["tangram_kv_pages_total"]
         assert value["tangram_kv_pool_bytes"] == sum(pages) * value["tangram_kv_page_bytes"]
@@ -104,21 +124,29 @@ def test_counters_never_fall(watched: Watched) -> None:
 
 def test_phases_of_a_completion_add_up(watched: Watched) -> None:
     last = {name: number for (name, labels), number in watched.readings[-1].items() if not labels}
-    sums = {phase: last[f"tangram_completion_{phase}_seconds_sum"] for phase in ("prefill", "decode", "inference")}
+    sums = {
+        phase: last[f"tangram_completion_{phase}_seconds_sum"]
+        for phase in ("prefill", "decode", "inference")
+    }
     assert sums["prefill"] + sums["decode"] == pytest.approx(sums["inference"])
     assert 0 < last["tangram_sealing_seconds_total"] < last["tangram_step_device_seconds_total"]
 
 
 def test_overflow_is_counted_within_its_bounds(exposed: dict[str, Metric]) -> None:
     by_name = {
-        name: {sample.labels["group"]: sample.value for sample in exposed[f"tangram_budget_{name}_total"].samples}
+        name: {
+            sample.labels["group"]: sample.value
+            for sample in exposed[f"tangram_budget_{name}_total"].samples
+        }
         for name in ("wished_entries", "lost_entries", "exceeded_heads")
     }
     (chunks,) = exposed["tangram_budget_chunks_total"].samples
     assert 0 < chunks.value <= exposed["tangram_sealed_chunks_total"].samples[0].value
     for group, wished in by_name["wished_entries"].items():
         assert by_name["lost_entries"][group] <= wished
-        assert by_name["exceeded_heads"][group] <= 4 * chunks.value, "a group has at most four heads"
+        assert by_name["exceeded_heads"][group] <= 4 * chunks.value, (
+            "a group has at most four heads"
+        )
     # The embedded model has 30 layers of 3 heads; half of each chunk of 512 is shared out.
     assert sum(by_name["wished_entries"].values()) == chunks.value * 30 * 3 * 512 / 2
 
@@ -129,29 +157,45 @@ def test_vllms_names_have_the_same_numbers(exposed: dict[str, Metric], watched: 
         return float(found)
 
     for theirs, ours in {
-        "prompt_tokens": "prompt_tokens", "generation_tokens": "generated_tokens", "num_preemptions": "preemptions",
+        "prompt_tokens": "prompt_tokens",
+        "generation_tokens": "generated_tokens",
+        "num_preemptions": "preemptions",
         "prefix_cache_hits": "cached_prompt_tokens",
-    }.items():  # fmt: skip
+    }.items():
         assert sample(f"vllm:{theirs}_total") == sample(f"tangram_{ours}_total") > 0
     for theirs, ours in {
         "time_to_first_token_seconds": "time_to_first_token_seconds",
-        "request_queue_time_seconds": "completion_queue_seconds", "request_prompt_tokens": "completion_prompt_tokens",
-    }.items():  # fmt: skip
-        pairs = zip(exposed[f"vllm:{theirs}"].samples, exposed[f"tangram_{ours}"].samples, strict=True)
+        "request_queue_time_seconds": "completion_queue_seconds",
+        "request_prompt_tokens": "completion_prompt_tokens",
+    }.items():
+        pairs = zip(
+            exposed[f"vllm:{theirs}"].samples, exposed[f"tangram_{ours}"].samples, strict=True
+        )
         for one, other in pairs:
-            assert one.name.removeprefix(f"vllm:{theirs}") == other.name.removeprefix(f"tangram_{ours}")
+            assert one.name.removeprefix(f"vllm:{theirs}") == other.name.removeprefix(
+                f"tangram_{ours}"
+            )
             assert one.value == other.value and one.labels.get("le") == other.labels.get("le")
             assert (one.labels["model_name"], one.labels["engine"]) == ("smollm2", "0")
-    full = max(value for reading in watched.readings for (name, _), value in reading.items()
-               if name == "vllm:kv_cache_usage_perc")  # fmt: skip
+    full = max(
+        value
+        for reading in watched.readings
+        for (name, _), value in reading.items()
+        if name == "vllm:kv_cache_usage_perc"
+    )
     assert 0.5 < full <= 1
 
 
-def test_vllms_names_are_there_on_request_only(named_server: FakeServer, fake_server: FakeServer) -> None:
+def test_vllms_names_are_there_on_request_only(
+    named_server: FakeServer, fake_server: FakeServer
+) -> None:
     for server, expected in ((named_server, True), (fake_server, False)):
         with server.http() as client:
             client.post(CHAT, json=chat_body())
-            assert any(name.startswith("vllm:") for name in families(client.get("/metrics").text)) is expected
+            assert (
+                any(name.startswith("vllm:") for name in families(client.get("/metrics").text))
+                is expected
+            )
 
 
 def test_the_page_has_every_metric_as_it_is_exposed(named_server: FakeServer) -> None:
@@ -179,8 +223,14 @@ def test_the_dashboard_draws_what_there_is(exposed: dict[str, Metric]) -> None:
 
 
 def _expressions(dashboard: dict[str, Any]) -> list[str]:
-    targets = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
-    return targets + [entry["query"]["query"] for entry in dashboard["templating"]["list"] if entry["type"] == "query"]
+    targets = [
+        target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])
+    ]
+    return targets + [
+        entry["query"]["query"]
+        for entry in dashboard["templating"]["list"]
+        if entry["type"] == "query"
+    ]
 
 
 def test_panels_do_not_overlap_and_say_what_they_show() -> None:
@@ -188,8 +238,11 @@ def test_panels_do_not_overlap_and_say_what_they_show() -> None:
     taken: set[tuple[int, int]] = set()
     for panel in dashboard["panels"]:
         place = panel["gridPos"]
-        cells = {(x, y) for x in range(place["x"], place["x"] + place["w"])
-                 for y in range(place["y"], place["y"] + place["h"])}  # fmt: skip
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
         assert not cells & taken and place["x"] + place["w"] <= 24
         taken |= cells
         assert panel["type"] == "row" or (panel["description"] and panel["targets"])
@@ -199,4 +252,6 @@ def test_panels_do_not_overlap_and_say_what_they_show() -> None:
 def test_metrics_name_the_model_they_are_of(named_server: FakeServer) -> None:
     with named_server.http() as client:
         found = families(client.get("/metrics").text)
-    assert {sample.labels["model_name"] for sample in found["vllm:num_requests_running"].samples} == {MODEL}
+    assert {
+        sample.labels["model_name"] for sample in found["vllm:num_requests_running"].samples
+    } == {MODEL}

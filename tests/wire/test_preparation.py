@@ -97,12 +97,22 @@ def test_who_waits_in_the_engines_queue_counts_too(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_who_has_hung_up_is_not_tokenized(fake_server: FakeServer, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with gated(fake_server, monkeypatch) as gate, ThreadPoolExecutor(1) as pool, fake_server.http() as client:
+def test_who_has_hung_up_is_not_tokenized(
+    fake_server: FakeServer, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        gated(fake_server, monkeypatch) as gate,
+        ThreadPoolExecutor(1) as pool,
+        fake_server.http() as client,
+    ):
         held = pool.submit(client.post, CHAT, json=chat_body())
         wait_until(lambda: gate.begun == 1, "nothing is tokenized")
         with pytest.raises(httpx.ReadTimeout), fake_server.http() as leaving:
-            leaving.post(path, json=BODIES[path] | {"stream": True} if "v1" in path else BODIES[path], timeout=0.2)
+            leaving.post(
+                path,
+                json=BODIES[path] | {"stream": True} if "v1" in path else BODIES[path],
+                timeout=0.2,
+            )
         time.sleep(0.1)
         gate.open.set()
         assert held.result().status_code == 200
@@ -133,7 +143,9 @@ def test_whose_schema_is_slow_and_who_leaves_takes_no_time_from_others(
 
 
 class Compiler:
-    """The server's grammars, of which none is made until it is `open`. `begun` has their sources, `asked` counts."""
+    """The server's grammars, of which none is made until it is `open`. `begun` has their sources,
+    `asked` counts.
+    """
 
     def __init__(self, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.asked, self.open = list[str](), 0, threading.Event()
@@ -162,7 +174,9 @@ MOST_QUEUE = 3
 
 
 @pytest.mark.parametrize(
-    ("max_queue", "held"), [(MOST_QUEUE, MOST_QUEUE), (1000, preparation._MOST_NEW_GRAMMARS)], ids=["queue", "grammars"]
+    ("max_queue", "held"),
+    [(MOST_QUEUE, MOST_QUEUE), (1000, preparation._MOST_NEW_GRAMMARS)],
+    ids=["queue", "grammars"],
 )
 def test_who_waits_for_new_grammars_keeps_nobody_else_out(
     max_queue: int, held: int, monkeypatch: pytest.MonkeyPatch
@@ -174,12 +188,20 @@ def test_who_waits_for_new_grammars_keeps_nobody_else_out(
         server.engine.grammars.remembered[known] = known
         compiler = Compiler(server, monkeypatch)
         with ThreadPoolExecutor(held + 1) as pool:
-            waiting = [pool.submit(client.post, CHAT, json=of_value(number)) for number in range(held)]
+            waiting = [
+                pool.submit(client.post, CHAT, json=of_value(number)) for number in range(held)
+            ]
             wait_until(lambda: compiler.asked == held, "they do not wait")
             refused = client.post(CHAT, json=of_value("one more"))
-            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "grammar_queue_full")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (
+                429,
+                "grammar_queue_full",
+            )
             assert int(refused.headers["Retry-After"]) >= 1
-            assert f"{held} requests wait for {held} new grammars" in refused.json()["error"]["message"]
+            assert (
+                f"{held} requests wait for {held} new grammars"
+                in refused.json()["error"]["message"]
+            )
             for asked in (chat_body(), of_value("known")):
                 assert client.post(CHAT, json=asked).status_code == 200
             if max_queue > held:  # who asks for what is on its way already makes no more work
@@ -200,7 +222,8 @@ def test_a_new_grammar_is_made_for_those_who_still_wait_for_it(
         held = pool.submit(client.post, CHAT, json=of_value("held"))
         wait_until(lambda: compiler.asked == 1, "nobody asks")
         leaving = [
-            pool.submit(client.post, CHAT, json=of_value(value), timeout=0.5) for value in ("shared", "nobody's")
+            pool.submit(client.post, CHAT, json=of_value(value), timeout=0.5)
+            for value in ("shared", "nobody's")
         ]
         wait_until(lambda: compiler.asked == 3, "they do not wait")
         staying = pool.submit(client.post, CHAT, json=of_value("shared"))
@@ -221,7 +244,11 @@ def test_the_clock_of_a_request_runs_before_it_is_queued(
 ) -> None:
     """Where it is tokenized only just in time, the rest is for the answer."""
     limits = Limits(request_timeout_s=1.0)
-    with run_fake_server(limits=limits) as server, gated(server, monkeypatch) as gate, server.http() as client:
+    with (
+        run_fake_server(limits=limits) as server,
+        gated(server, monkeypatch) as gate,
+        server.http() as client,
+    ):
         if late and path in (CHAT, COMPLETIONS, RESPONSES):
             monkeypatch.setattr(server.engine, "_advance", lambda job: False)
             opening = threading.Timer(0.7, gate.open.set)
@@ -237,15 +264,24 @@ def test_text_of_tokens_is_made_beside_the_others_and_within_the_context(
     fake_server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = [97] * (CONTEXT_TOKENS + 1)
-    asked = {"/detokenize": {"tokens": tokens}, COMPLETIONS: {"model": MODEL, "prompt": tokens, "echo": True}}
+    asked = {
+        "/detokenize": {"tokens": tokens},
+        COMPLETIONS: {"model": MODEL, "prompt": tokens, "echo": True},
+    }
     with fake_server.http() as client, ThreadPoolExecutor(2) as pool:
         for (path, body), field in zip(asked.items(), ("tokens", "prompt"), strict=True):
             error = client.post(path, json=body)
             assert (error.status_code, error.json()["error"]["param"]) == (400, field)
             assert f"{CONTEXT_TOKENS} (max_model_len)" in error.json()["error"]["message"]
         with gated(fake_server, monkeypatch) as gate:
-            bodies = [asked["/detokenize"] | {"tokens": [97]}, asked[COMPLETIONS] | {"prompt": [97]}]
-            held = [pool.submit(client.post, path, json=body) for path, body in zip(asked, bodies, strict=True)]
+            bodies = [
+                asked["/detokenize"] | {"tokens": [97]},
+                asked[COMPLETIONS] | {"prompt": [97]},
+            ]
+            held = [
+                pool.submit(client.post, path, json=body)
+                for path, body in zip(asked, bodies, strict=True)
+            ]
             time.sleep(0.2)
             assert client.get("/health", timeout=2).status_code == 200, "the server stands still"
             gate.open.set()
@@ -256,7 +292,7 @@ def test_text_of_tokens_is_made_beside_the_others_and_within_the_context(
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_a_large_answer_is_made_beside_the_others(
     fake_server: FakeServer, monkeypatch: pytest.MonkeyPatch, path: str
-) -> None:  # fmt: skip
+) -> None:
     threads = list[str]()
     for style in (ChatFormat, CompletionFormat):
         whole = style.whole
@@ -269,7 +305,9 @@ def test_a_large_answer_is_made_beside_the_others(
     body = chat_body() if path == CHAT else {"model": MODEL, "prompt": "hello", "max_tokens": 3}
     with fake_server.http() as client:
         assert client.post(path, json=body).status_code == 200
-    assert threads and all(name.startswith("asyncio") for name in threads), "on the thread of all streams"
+    assert threads and all(name.startswith("asyncio") for name in threads), (
+        "on the thread of all streams"
+    )
 
 
 @pytest.mark.parametrize(("n", "most"), [(1, 512), (4, 2048), (128, 4096)])

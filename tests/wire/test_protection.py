@@ -66,13 +66,21 @@ def raw_request(server: FakeServer, head: str, body: bytes = b"") -> tuple[int, 
     ],
 )
 def test_no_spelling_of_a_path_goes_without_a_key(locked_server: FakeServer, target: str) -> None:
-    status, body = raw_request(locked_server, f"GET {target} HTTP/1.1\nHost: here\nConnection: close")
+    status, body = raw_request(
+        locked_server, f"GET {target} HTTP/1.1\nHost: here\nConnection: close"
+    )
     assert (status, json.loads(body)["error"]["code"]) == (401, "invalid_api_key")
 
 
 @pytest.mark.parametrize("host", ["evil.example", "[", "health", "127.0.0.1:1@x", "a" * 5000])
-def test_an_odd_host_header_opens_nothing_and_breaks_nothing(locked_server: FakeServer, host: str) -> None:
-    for path, key, status in (("/v1/models", "x", 401), ("/health", "x", 200), ("/nowhere", "sesame", 404)):
+def test_an_odd_host_header_opens_nothing_and_breaks_nothing(
+    locked_server: FakeServer, host: str
+) -> None:
+    for path, key, status in (
+        ("/v1/models", "x", 401),
+        ("/health", "x", 200),
+        ("/nowhere", "sesame", 404),
+    ):
         head = f"GET {path} HTTP/1.1\nHost: {host}\nConnection: close\nAuthorization: Bearer {key}"
         assert raw_request(locked_server, head)[0] == status
 
@@ -80,7 +88,9 @@ def test_an_odd_host_header_opens_nothing_and_breaks_nothing(locked_server: Fake
 def test_each_key_opens_and_nothing_near_it_does(locked_server: FakeServer) -> None:
     with locked_server.http() as client:
         for given in ("Bearer sesame", "Bearer poppy", "bearer sesame"):
-            assert client.get("/v1/models", headers={"Authorization": given}).status_code == 200, given
+            assert client.get("/v1/models", headers={"Authorization": given}).status_code == 200, (
+                given
+            )
         wrong = (
             "Bearer sesam",
             "Bearer sesamee",
@@ -103,7 +113,7 @@ def test_each_key_opens_and_nothing_near_it_does(locked_server: FakeServer) -> N
 @pytest.mark.parametrize("given", ["sesame", "poppy", "s", "sesame" * 50])
 def test_every_key_is_compared_in_constant_time(
     locked_server: FakeServer, monkeypatch: pytest.MonkeyPatch, given: str
-) -> None:  # fmt: skip
+) -> None:
     compared, compare = list[tuple[int, int]](), hmac.compare_digest
 
     def noted(one: bytes, other: bytes) -> bool:
@@ -114,7 +124,9 @@ def test_every_key_is_compared_in_constant_time(
     with locked_server.http() as client:
         status = client.get("/v1/models", headers={"Authorization": f"Bearer {given}"}).status_code
     assert status == (200 if given in ("sesame", "poppy") else 401)
-    assert compared == [(32, 32)] * 2, "a digest for each of the two keys, whatever was found before"
+    assert compared == [(32, 32)] * 2, (
+        "a digest for each of the two keys, whatever was found before"
+    )
 
 
 @pytest.mark.parametrize("key", ["", "two words"])
@@ -124,13 +136,15 @@ def test_keys_that_nobody_could_send_are_refused_at_start(key: str) -> None:
 
 
 def test_a_bound_on_bodies_must_be_positive() -> None:
-    for size in (0.0, -1.0, float("nan"), float("inf")):
+    for size in (0.0, 1e-9, -1.0, float("nan"), float("inf")):
         with pytest.raises(ConfigError, match="max_body_mb"):
             Protection(max_body_mb=size)
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_body_over_the_bound_is_413_before_it_is_read_to_its_end(small_server: FakeServer, chunked: bool) -> None:
+def test_a_body_over_the_bound_is_413_before_it_is_read_to_its_end(
+    small_server: FakeServer, chunked: bool
+) -> None:
     sent_bytes = 0
 
     def parts() -> Iterator[bytes]:
@@ -139,7 +153,9 @@ def test_a_body_over_the_bound_is_413_before_it_is_read_to_its_end(small_server:
             sent_bytes += 10_000
             yield b" " * 10_000
 
-    headers = {"Content-Type": "application/json"} | ({} if chunked else {"Content-Length": "200000"})
+    headers = {"Content-Type": "application/json"} | (
+        {} if chunked else {"Content-Length": "200000"}
+    )
     with small_server.http() as client:
         response = client.post(CHAT, content=parts(), headers=headers)
         assert response.status_code == 413
@@ -148,7 +164,10 @@ def test_a_body_over_the_bound_is_413_before_it_is_read_to_its_end(small_server:
 
 
 def test_a_declared_size_is_refused_without_waiting_for_the_body(small_server: FakeServer) -> None:
-    head = f"POST {CHAT} HTTP/1.1\nHost: here\nContent-Type: application/json\nContent-Length: 999999999999"
+    head = (
+        f"POST {CHAT} HTTP/1.1\nHost: here\nContent-Type: application/json\nContent-Length: "
+        "999999999999"
+    )
     host, port = small_server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=5) as connection:
         connection.sendall(head.replace("\n", "\r\n").encode() + b"\r\n\r\n{")
@@ -159,7 +178,9 @@ def test_a_body_at_the_bound_is_read(small_server: FakeServer) -> None:
     content = json.dumps(chat_body()).encode()
     with small_server.http() as client:
         response = client.post(
-            CHAT, content=content.ljust(int(MAX_BODY_MB * 1e6)), headers={"Content-Type": "application/json"}
+            CHAT,
+            content=content.ljust(int(MAX_BODY_MB * 1e6)),
+            headers={"Content-Type": "application/json"},
         )
     assert response.status_code == 200
 
@@ -170,7 +191,10 @@ def test_a_large_header_is_431(small_server: FakeServer, size: int) -> None:
         response = client.get("/health", headers={"X-Long": "a" * size})
         assert response.status_code == 431
         assert str(MAX_HEADER_BYTES) in response.json()["error"]["message"]
-        assert client.get("/health", headers={"X-Long": "a" * (MAX_HEADER_BYTES // 2)}).status_code == 200
+        assert (
+            client.get("/health", headers={"X-Long": "a" * (MAX_HEADER_BYTES // 2)}).status_code
+            == 200
+        )
 
 
 def test_what_is_no_http_is_a_400_in_the_error_form(small_server: FakeServer) -> None:
@@ -185,7 +209,10 @@ def test_every_answer_has_an_id_and_a_bug_is_found_in_the_log_by_it(
         raise ZeroDivisionError("/home/secret at 0x7fffdeadbeef")
 
     with fake_server.http() as client:
-        ids = {client.get(path).headers["x-request-id"] for path in ("/health", "/nowhere", "/v1/models")}
+        ids = {
+            client.get(path).headers["x-request-id"]
+            for path in ("/health", "/nowhere", "/v1/models")
+        }
         monkeypatch.setattr(fake_server.engine, "submit", buggy)
         response = client.post(CHAT, json=chat_body())
     assert len(ids) == 3
@@ -197,7 +224,11 @@ def test_every_answer_has_an_id_and_a_bug_is_found_in_the_log_by_it(
 
 def test_an_error_does_not_send_back_all_that_it_quotes(fake_server: FakeServer) -> None:
     with fake_server.http() as client:
-        for fields in ({"x" * 100_000: 1}, {"model": "x" * 100_000}, {"logit_bias": {"x" * 100_000: 1}}):
+        for fields in (
+            {"x" * 100_000: 1},
+            {"model": "x" * 100_000},
+            {"logit_bias": {"x" * 100_000: 1}},
+        ):
             response = client.post(CHAT, json=chat_body(**fields))
             assert 400 <= response.status_code < 500
             assert len(response.content) < 5000

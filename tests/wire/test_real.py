@@ -1,4 +1,6 @@
-"""The real server with the embedded model, over the wire: reuse, streaming, hanging up, and what can never fit."""
+"""The real server with the embedded model, over the wire: reuse, streaming, hanging up, and what
+can never fit.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ DOCUMENT = Path(__file__).parents[2].joinpath("bench", "demo_document.md").read_
 @pytest.fixture
 def client(server_url: str) -> Iterator[Any]:
     """The official client; untyped, because its own types know nothing of our usage fields."""
-    with openai.OpenAI(base_url=f"{server_url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+    with openai.OpenAI(
+        base_url=f"{server_url}/v1", api_key="none", max_retries=0, timeout=120
+    ) as client:
         yield client
 
 
@@ -51,7 +55,10 @@ def pages_held(http: httpx.Client) -> float:
 def test_a_second_turn_reuses_the_first_and_holds_less_than_a_full_cache(client: Any) -> None:
     history = [user(long_text(500) + "\n\nWhat is this about?")]
     first = chat(client, history, max_tokens=8)
-    history += [{"role": "assistant", "content": first.choices[0].message.content}, user("And who is in it?")]
+    history += [
+        {"role": "assistant", "content": first.choices[0].message.content},
+        user("And who is in it?"),
+    ]
     second = chat(client, history, max_tokens=8)
     cached = second.usage.prompt_tokens_details.cached_tokens
     assert first.usage.prompt_tokens > CHUNK_TOKENS
@@ -65,9 +72,13 @@ def test_an_answer_does_not_depend_on_a_cache_hit_or_on_streaming(client: Any) -
     cold = chat(client, messages, max_tokens=10, extra_body={"cache_salt": "nobody else's"})
     warm = chat(client, messages, max_tokens=10, extra_body={"cache_salt": "nobody else's"})
     *chunks, last = chat(
-        client, messages, max_tokens=10, stream=True, stream_options={"include_usage": True},
+        client,
+        messages,
+        max_tokens=10,
+        stream=True,
+        stream_options={"include_usage": True},
         extra_body={"cache_salt": "somebody else's"},
-    )  # fmt: skip
+    )
     streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert cold.usage.prompt_tokens_details.cached_tokens == 0
     assert warm.usage.prompt_tokens_details.cached_tokens > 0
@@ -78,7 +89,9 @@ def test_an_answer_does_not_depend_on_a_cache_hit_or_on_streaming(client: Any) -
 
 def test_keeping_everything_costs_what_an_uncompressed_cache_costs(client: Any) -> None:
     messages = [user(long_text(500))]
-    full = chat(client, messages, max_tokens=4, extra_body={"kv_retention": 1.0, "ignore_eos": True}).usage
+    full = chat(
+        client, messages, max_tokens=4, extra_body={"kv_retention": 1.0, "ignore_eos": True}
+    ).usage
     half = chat(client, messages, max_tokens=4, extra_body={"ignore_eos": True}).usage
     assert full.kv_bytes >= full.kv_bytes_uncompressed
     assert half.kv_bytes < 0.8 * full.kv_bytes
@@ -88,7 +101,12 @@ def test_keeping_everything_costs_what_an_uncompressed_cache_costs(client: Any) 
 @pytest.mark.parametrize("stream", [True, False])
 def test_hanging_up_returns_the_pages(http: httpx.Client, stream: bool) -> None:
     wait_until(lambda: pages_held(http) == 0, "an earlier request still holds pages", timeout_s=60)
-    body = {"model": MODEL, "messages": [user("Count to ten thousand.")], "ignore_eos": True, "stream": stream}
+    body = {
+        "model": MODEL,
+        "messages": [user("Count to ten thousand.")],
+        "ignore_eos": True,
+        "stream": stream,
+    }
     if stream:
         with http.stream("POST", CHAT, json=body) as response:
             lines = response.iter_lines()
@@ -97,13 +115,17 @@ def test_hanging_up_returns_the_pages(http: httpx.Client, stream: bool) -> None:
     else:
         with pytest.raises(httpx.ReadTimeout):
             http.post(CHAT, json=body, timeout=1.0)
-    wait_until(lambda: pages_held(http) == 0, "the abandoned request still holds pages", timeout_s=30)
+    wait_until(
+        lambda: pages_held(http) == 0, "the abandoned request still holds pages", timeout_s=30
+    )
     assert scrape(http)["tangram_requests_running", ""] == 0
 
 
 def test_what_can_never_fit_is_refused_with_both_numbers(http: httpx.Client) -> None:
     prompt = [5] * (CONTEXT_TOKENS + 1)
-    response = http.post("/v1/completions", json={"model": MODEL, "prompt": prompt, "max_tokens": 10})
+    response = http.post(
+        "/v1/completions", json={"model": MODEL, "prompt": prompt, "max_tokens": 10}
+    )
     assert response.status_code == 400
     numbers = {int(number) for number in re.findall(r"\d+", response.json()["error"]["message"])}
     assert CONTEXT_TOKENS in numbers
@@ -112,20 +134,28 @@ def test_what_can_never_fit_is_refused_with_both_numbers(http: httpx.Client) -> 
 
 def test_token_ids_the_model_does_not_have_are_refused(http: httpx.Client) -> None:
     for token in (10**6, -1):
-        response = http.post("/v1/completions", json={"model": MODEL, "prompt": [token], "max_tokens": 1})
+        response = http.post(
+            "/v1/completions", json={"model": MODEL, "prompt": [token], "max_tokens": 1}
+        )
         assert response.status_code == 400, token
 
 
 def test_many_at_once_answer_as_one_alone(client: Any) -> None:
     prompts = [long_text(40 * size) for size in range(1, 4)]
     fields = {"model": MODEL, "temperature": 0, "max_tokens": 8}
-    alone = [client.completions.create(prompt=prompt, **fields).choices[0].text for prompt in prompts]
+    alone = [
+        client.completions.create(prompt=prompt, **fields).choices[0].text for prompt in prompts
+    ]
     together = client.completions.create(prompt=prompts, **fields)
     assert [choice.text for choice in together.choices] == alone
 
 
 def test_logprobs_of_the_real_model_are_ordered_and_include_the_choice(client: Any) -> None:
-    content = chat(client, [user("Say hi.")], max_tokens=3, logprobs=True, top_logprobs=3).choices[0].logprobs.content
+    content = (
+        chat(client, [user("Say hi.")], max_tokens=3, logprobs=True, top_logprobs=3)
+        .choices[0]
+        .logprobs.content
+    )
     for entry in content:
         values = [top.logprob for top in entry.top_logprobs]
         assert len(values) == 3
@@ -144,8 +174,16 @@ def test_a_stop_string_ends_the_answer_before_it(client: Any) -> None:
 
 
 def test_the_same_seed_gives_the_same_answer(client: Any) -> None:
-    fields = {"model": MODEL, "prompt": "Once upon a time", "seed": 7, "temperature": 1.0, "max_tokens": 8}
+    fields = {
+        "model": MODEL,
+        "prompt": "Once upon a time",
+        "seed": 7,
+        "temperature": 1.0,
+        "max_tokens": 8,
+    }
     texts = {client.completions.create(**fields).choices[0].text for _ in range(2)}
-    others = {client.completions.create(**fields | {"seed": seed}).choices[0].text for seed in (8, 9)}
+    others = {
+        client.completions.create(**fields | {"seed": seed}).choices[0].text for seed in (8, 9)
+    }
     assert len(texts) == 1
     assert others != texts

@@ -17,16 +17,34 @@ MULTIPLES = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"mul
 
 def test_every_sampling_field_reaches_the_engine(fake_server: FakeServer) -> None:
     fields = {
-        "n": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.1,
-        "presence_penalty": 0.2, "frequency_penalty": 0.3, "logit_bias": {"65": -3}, "stop": ["a", "b"],
-        "stop_token_ids": [4], "ignore_eos": True, "seed": 9, "logprobs": True, "top_logprobs": 3, "max_tokens": 5,
+        "n": 2,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.3,
+        "logit_bias": {"65": -3},
+        "stop": ["a", "b"],
+        "stop_token_ids": [4],
+        "ignore_eos": True,
+        "seed": 9,
+        "logprobs": True,
+        "top_logprobs": 3,
+        "max_tokens": 5,
         "min_tokens": 0,
-    }  # fmt: skip
+    }
     with fake_server.http() as client:
         body = chat_body(**fields, kv_retention=0.3, cache_salt="tenant", user="me")
         assert client.post(CHAT, json=body).status_code == 200
     request = fake_server.engine.submitted[0]
-    expected = fields | {"logit_bias": {65: -3.0}, "stop": ("a", "b"), "stop_token_ids": (4,), "logprobs": 3}
+    expected = fields | {
+        "logit_bias": {65: -3.0},
+        "stop": ("a", "b"),
+        "stop_token_ids": (4,),
+        "logprobs": 3,
+    }
     del expected["top_logprobs"]
     assert {name: getattr(request.sampling, name) for name in expected} == expected
     assert (request.kv_retention, request.cache_salt) == (0.3, "tenant")
@@ -37,7 +55,13 @@ def test_defaults_are_those_of_the_api(fake_server: FakeServer) -> None:
     fake_server.chat(stop="q", max_completion_tokens=3)
     fake_server.complete(prompt="a", extra_body={"top_k": -1})
     bare, chat, completion = (request.sampling for request in fake_server.engine.submitted)
-    assert (bare.max_tokens, bare.temperature, bare.top_p, bare.logprobs, bare.stop) == (None, 1.0, 1.0, None, ())
+    assert (bare.max_tokens, bare.temperature, bare.top_p, bare.logprobs, bare.stop) == (
+        None,
+        1.0,
+        1.0,
+        None,
+        (),
+    )
     assert (chat.max_tokens, chat.stop) == (3, ("q",))
     assert (completion.max_tokens, completion.top_k) == (16, None)
     assert [request.kv_retention for request in fake_server.engine.submitted] == [None] * 3
@@ -45,13 +69,31 @@ def test_defaults_are_those_of_the_api(fake_server: FakeServer) -> None:
 
 def test_values_that_ask_for_nothing_pass(fake_server: FakeServer) -> None:
     nothing = {
-        "tools": None, "tool_choice": "auto", "response_format": {"type": "text"}, "audio": None, "store": False,
-        "metadata": None, "parallel_tool_calls": True, "use_beam_search": False, "stream_options": None,
-        "frequency_penalty": None, "stop": None, "logit_bias": None, "seed": None, "n": None,
-    }  # fmt: skip
+        "tools": None,
+        "tool_choice": "auto",
+        "response_format": {"type": "text"},
+        "audio": None,
+        "store": False,
+        "metadata": None,
+        "parallel_tool_calls": True,
+        "use_beam_search": False,
+        "stream_options": None,
+        "frequency_penalty": None,
+        "stop": None,
+        "logit_bias": None,
+        "seed": None,
+        "n": None,
+    }
     with fake_server.http() as client:
         assert client.post(CHAT, json=chat_body(**nothing)).status_code == 200
-        body = {"model": MODEL, "prompt": "a", "echo": False, "best_of": 1, "suffix": None, "logprobs": None}
+        body = {
+            "model": MODEL,
+            "prompt": "a",
+            "echo": False,
+            "best_of": 1,
+            "suffix": None,
+            "logprobs": None,
+        }
         assert client.post(COMPLETIONS, json=body).status_code == 200
 
 
@@ -87,24 +129,57 @@ def test_an_answer_can_be_sent_back_as_the_client_holds_it(fake_server: FakeServ
         (CHAT, {"messages": [USER | {"role": "wizard"}]}, "messages[0].role", "user"),
         (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content", "required"),
         (CHAT, {"messages": [USER | {"content": "\ud800"}]}, "messages[0].content", "surrogate"),
-        (CHAT, {"messages": [USER | {"content": [{"type": "image_url"}]}]}, "messages[0].content", "image_url"),
-        (CHAT, {"messages": [USER | {"content": [{"type": "text"}]}]}, "messages[0].content", "content part"),
-        (CHAT, {"messages": [USER | {"content": [{"type": {}, "text": ""}]}]}, "messages[0].content", "content part"),
+        (
+            CHAT,
+            {"messages": [USER | {"content": [{"type": "image_url"}]}]},
+            "messages[0].content",
+            "image_url",
+        ),
+        (
+            CHAT,
+            {"messages": [USER | {"content": [{"type": "text"}]}]},
+            "messages[0].content",
+            "content part",
+        ),
+        (
+            CHAT,
+            {"messages": [USER | {"content": [{"type": {}, "text": ""}]}]},
+            "messages[0].content",
+            "content part",
+        ),
         (CHAT, {"temperature": -1}, "temperature", "-1"),
         (CHAT, {"temperature": "hot"}, "temperature", "number"),
         (CHAT, {"n": 0}, "n", "[1, 128]"),
         (CHAT, {"n": 1.5}, "n", "integer"),
         (CHAT, {"max_completion_tokens": 0}, "max_completion_tokens", "greater than"),
-        (CHAT, {"max_completion_tokens": 2**31, "max_tokens": None}, "max_completion_tokens", "2147483647"),
+        (
+            CHAT,
+            {"max_completion_tokens": 2**31, "max_tokens": None},
+            "max_completion_tokens",
+            "2147483647",
+        ),
         (CHAT, {"max_completion_tokens": 7}, "max_completion_tokens", "max_tokens"),
-        (CHAT, {"max_completion_tokens": HUGE, "max_tokens": None}, "max_completion_tokens", "2147483647"),
-        *((CHAT, {name: HUGE}, name, "it must lie in") for name in ("n", "max_tokens", "top_k", "seed", "min_tokens")),
+        (
+            CHAT,
+            {"max_completion_tokens": HUGE, "max_tokens": None},
+            "max_completion_tokens",
+            "2147483647",
+        ),
+        *(
+            (CHAT, {name: HUGE}, name, "it must lie in")
+            for name in ("n", "max_tokens", "top_k", "seed", "min_tokens")
+        ),
         (CHAT, {"response_format": MULTIPLES}, f"{SCHEMA}.multipleOf", "positive"),
         *((path, {"cache_salt": "a" * 1025}, "cache_salt", "1024") for path in (CHAT, COMPLETIONS)),
         (CHAT, {"top_logprobs": 2}, "top_logprobs", "logprobs"),
         (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
         (CHAT, {"stream_options": {"include_usage": True}}, "stream_options", "stream"),
-        (CHAT, {"stream": True, "stream_options": {"verbose": 1}}, "stream_options.verbose", "unknown field"),
+        (
+            CHAT,
+            {"stream": True, "stream_options": {"verbose": 1}},
+            "stream_options.verbose",
+            "unknown field",
+        ),
         (CHAT, {"logit_bias": {"hello": 1}}, "logit_bias", "hello"),
         (CHAT, {"logit_bias": {"5": 101}}, "logit_bias[5]", "100"),
         (CHAT, {"stop": ["", "a"]}, "stop", "empty"),
@@ -142,7 +217,9 @@ def test_a_wrong_field_is_named(
     body = chat_body(**fields) if path == CHAT else {"model": MODEL, **fields}
     before = list(shared_server.engine.submitted)
     with shared_server.http() as client:
-        response = client.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
+        response = client.post(
+            path, content=json.dumps(body), headers={"Content-Type": "application/json"}
+        )
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, param), error
     assert words in error["message"]

@@ -1,4 +1,6 @@
-"""/v1/responses, /tokenize, /detokenize, /version, /ready and echo, over an engine without a model."""
+"""/v1/responses, /tokenize, /detokenize, /version, /ready and echo, over an engine
+without a model.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,28 @@ def respond(server: FakeServer, **fields: Any) -> Any:
 
 
 def test_a_text_gets_an_answer_with_its_usage(fake_server: FakeServer) -> None:
-    answer = respond(fake_server, instructions="be brief", temperature=0.5, top_p=0.9, max_output_tokens=50)
+    answer = respond(
+        fake_server, instructions="be brief", temperature=0.5, top_p=0.9, max_output_tokens=50
+    )
     assert answer.output_text == "cba>resu<feirb eb>metsys<"
-    assert (answer.status, answer.object, answer.model, answer.store) == ("completed", "response", MODEL, False)
-    assert (answer.usage.input_tokens, answer.usage.output_tokens, answer.usage.total_tokens) == (25, 25, 50)
+    assert (answer.status, answer.object, answer.model, answer.store) == (
+        "completed",
+        "response",
+        MODEL,
+        False,
+    )
+    assert (answer.usage.input_tokens, answer.usage.output_tokens, answer.usage.total_tokens) == (
+        25,
+        25,
+        50,
+    )
     sampling = fake_server.engine.submitted[0].sampling
     assert (sampling.temperature, sampling.top_p, sampling.max_tokens) == (0.5, 0.9, 50)
 
 
-def test_a_conversation_goes_on_with_the_answer_as_the_client_holds_it(fake_server: FakeServer) -> None:
+def test_a_conversation_goes_on_with_the_answer_as_the_client_holds_it(
+    fake_server: FakeServer,
+) -> None:
     first = respond(fake_server)
     question = {
         "role": "user",
@@ -51,16 +66,23 @@ def test_an_answer_cut_by_its_limit_is_incomplete(fake_server: FakeServer) -> No
 
 
 @pytest.mark.parametrize("limit", [2, 50])
-def test_the_stream_has_the_events_that_the_client_knows(fake_server: FakeServer, limit: int) -> None:
+def test_the_stream_has_the_events_that_the_client_knows(
+    fake_server: FakeServer, limit: int
+) -> None:
     whole = respond(fake_server, max_output_tokens=limit)
     events = respond(fake_server, max_output_tokens=limit, stream=True)
     deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert [event.type for event in events] == [
-        "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
         *["response.output_text.delta"] * len(deltas),
-        "response.output_text.done", "response.content_part.done", "response.output_item.done",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
         f"response.{whole.status}",
-    ]  # fmt: skip
+    ]
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert "".join(deltas) == whole.output_text == events[-1].response.output_text
     assert events[-1].response.usage.output_tokens == whole.usage.output_tokens
@@ -69,7 +91,9 @@ def test_the_stream_has_the_events_that_the_client_knows(fake_server: FakeServer
         assert list(stream)[-1].response.output_text == whole.output_text
 
 
-def test_an_engine_that_gives_up_ends_the_stream_with_an_error_event(fake_server: FakeServer) -> None:
+def test_an_engine_that_gives_up_ends_the_stream_with_an_error_event(
+    fake_server: FakeServer,
+) -> None:
     with pytest.raises(openai.InternalServerError, match="caught fire"):
         respond(fake_server, input="broken")
     last = respond(fake_server, input="broken", stream=True)[-1]
@@ -90,7 +114,10 @@ def test_an_engine_that_gives_up_ends_the_stream_with_an_error_event(fake_server
         ({"oops": 1}, "oops"),
         ({"input": []}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
-        ({"input": [{"type": "function_call_output", "role": "user", "content": "a"}]}, "input[0].type"),
+        (
+            {"input": [{"type": "function_call_output", "role": "user", "content": "a"}]},
+            "input[0].type",
+        ),
         ({"input": "x" * 3000}, "input"),
         ({"input": "\ud800"}, "input[0].content"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
@@ -100,10 +127,14 @@ def test_an_engine_that_gives_up_ends_the_stream_with_an_error_event(fake_server
         ({"kv_retention": 2}, "kv_retention"),
     ],
 )
-def test_what_it_does_not_do_is_refused_by_name(shared_server: FakeServer, fields: dict[str, Any], param: str) -> None:
+def test_what_it_does_not_do_is_refused_by_name(
+    shared_server: FakeServer, fields: dict[str, Any], param: str
+) -> None:
     body = {"model": MODEL, "input": "abc", **fields}
     with shared_server.http() as client:
-        response = client.post("/v1/responses", content=json.dumps(body), headers={"Content-Type": "application/json"})
+        response = client.post(
+            "/v1/responses", content=json.dumps(body), headers={"Content-Type": "application/json"}
+        )
     assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
 
 
@@ -121,11 +152,20 @@ def test_values_that_ask_for_nothing_pass(shared_server: FakeServer) -> None:
 def test_tokens_and_text_go_both_ways(shared_server: FakeServer) -> None:
     with shared_server.http() as client:
         tokens = client.post("/tokenize", json={"model": MODEL, "prompt": "hey"}).json()
-        assert tokens == {"count": 3, "max_model_len": 512, "tokens": [104, 101, 121], "token_strs": None}
+        assert tokens == {
+            "count": 3,
+            "max_model_len": 512,
+            "tokens": [104, 101, 121],
+            "token_strs": None,
+        }
         messages = [{"role": "user", "content": "hey"}]
-        chat = client.post("/tokenize", json={"messages": messages, "add_special_tokens": False}).json()
+        chat = client.post(
+            "/tokenize", json={"messages": messages, "add_special_tokens": False}
+        ).json()
         assert bytes(chat["tokens"]) == b"<user>hey"
-        assert client.post("/detokenize", json={"tokens": tokens["tokens"]}).json() == {"prompt": "hey"}
+        assert client.post("/detokenize", json={"tokens": tokens["tokens"]}).json() == {
+            "prompt": "hey"
+        }
         for path, body, status, param in (
             ("/tokenize", {}, 400, "prompt"),
             ("/tokenize", {"prompt": "a", "messages": messages}, 400, "prompt"),
@@ -138,7 +178,9 @@ def test_tokens_and_text_go_both_ways(shared_server: FakeServer) -> None:
             ("/detokenize", {}, 400, "tokens"),
         ):
             response = client.post(path, json=body)
-            assert (response.status_code, response.json()["error"]["param"]) == (status, param), response.text
+            assert (response.status_code, response.json()["error"]["param"]) == (status, param), (
+                response.text
+            )
 
 
 def test_echo_begins_with_the_prompt_whole_and_streamed(shared_server: FakeServer) -> None:
@@ -153,7 +195,10 @@ def test_echo_begins_with_the_prompt_whole_and_streamed(shared_server: FakeServe
     with shared_server.http() as client:
         body = {"model": MODEL, "prompt": "abc", "echo": True, "logprobs": 1}
         assert client.post(COMPLETIONS, json=body).json()["error"]["param"] == "echo"
-        assert client.post("/v1/chat/completions", json=chat_body(echo=True)).json()["error"]["param"] == "echo"
+        assert (
+            client.post("/v1/chat/completions", json=chat_body(echo=True)).json()["error"]["param"]
+            == "echo"
+        )
 
 
 def test_the_version_and_whether_it_is_ready() -> None:

@@ -20,21 +20,27 @@ import sys
 from tangram.serve.http import serve_forever
 from tests.wire.fake_engine import FakeEngine
 engine = FakeEngine()
-serve_forever(engine, host="127.0.0.1", port=int(sys.argv[1]), served_model_name="fake-model", shutdown_grace_s=0.5)
+serve_forever(engine, host="127.0.0.1", port=int(sys.argv[1]),
+              served_model_name="fake-model", shutdown_grace_s=0.5)
 print("stopped", engine.stopped, "aborted", len(engine.aborted))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_the_server_cleanly_in_the_middle_of_a_stream(number: signal.Signals) -> None:
     port = free_port()
     url, root = f"http://127.0.0.1:{port}", Path(__file__).parents[2]
     command = [sys.executable, "-c", SCRIPT, str(port)]
-    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         try:
             wait_until(lambda: healthy(url), "the server is not healthy", timeout_s=30)
             body = chat_body(stream=True, max_tokens=None, messages=[USER | {"content": "endless"}])
-            with httpx.Client(base_url=url) as client, client.stream("POST", CHAT, json=body) as response:
+            with (
+                httpx.Client(base_url=url) as client,
+                client.stream("POST", CHAT, json=body) as response,
+            ):
                 assert response.status_code == 200
                 process.send_signal(number)
                 *_, error, done = stream_data(response)
@@ -50,8 +56,20 @@ def test_a_signal_ends_the_server_cleanly_in_the_middle_of_a_stream(number: sign
 def test_more_connect_than_a_shell_lets_open_files() -> None:
     port = free_port()
     url, root = f"http://127.0.0.1:{port}", Path(__file__).parents[2]
-    command = ["bash", "-c", 'ulimit -Sn 128; exec "$@"', "bash", sys.executable, "-c", SCRIPT, str(port)]
-    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE) as process, ExitStack() as connections:
+    command = [
+        "bash",
+        "-c",
+        'ulimit -Sn 128; exec "$@"',
+        "bash",
+        sys.executable,
+        "-c",
+        SCRIPT,
+        str(port),
+    ]
+    with (
+        subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE) as process,
+        ExitStack() as connections,
+    ):
         try:
             wait_until(lambda: healthy(url), "the server is not healthy", timeout_s=30)
             for _ in range(200):

@@ -12,12 +12,12 @@ from random import Random
 import httpx
 import pytest
 
-from bench.hammer.conversations import MOST_TURNS, Message, Outcome, Turn, ask, conversation, hold
-from bench.hammer.heap import EVERY_BYTE
-from bench.hammer.laws import Growth, Sample, broken, growth
-from bench.hammer.load import LoadError, summary
-from bench.hammer.overload import broken as slowed
-from bench.hammer.server import Books
+from bench.stress.conversations import MOST_TURNS, Message, Outcome, Turn, ask, conversation, hold
+from bench.stress.heap import EVERY_BYTE
+from bench.stress.laws import Growth, Sample, broken, growth
+from bench.stress.load import LoadError, summary
+from bench.stress.overload import broken as slowed
+from bench.stress.server import Books
 
 SOUND = Books(running=1, waiting=0, held=10, cached=20, free=70, total=100)
 FLAT = Growth(mb_per_hour=10.0, standard_error=2.0, over_s=960.0, first_mb=500.0, last_mb=502.0)
@@ -57,13 +57,19 @@ def test_each_broken_law_is_named() -> None:
 
 def test_an_overload_that_is_noticed_or_loses_somebody_is_named() -> None:
     def answers(gap_s: float) -> list[Outcome]:
-        return [replace(ANSWERED[0], status=200, token_s=[1.0 + gap_s * at for at in range(64)])] * 3
+        return [
+            replace(ANSWERED[0], status=200, token_s=[1.0 + gap_s * at for at in range(64)])
+        ] * 3
 
     turned_away = Outcome(0.0, stream=True, status=429, retry_after_s=2.0)
     assert slowed(answers(0.1), [*answers(0.14), turned_away]) == []
     for words, found in {
-        "p50 of the time between pieces was 0.160": slowed(answers(0.1), [*answers(0.16), turned_away]),
-        "lost": slowed(answers(0.1), [*answers(0.1), turned_away, replace(turned_away, retry_after_s=None)]),
+        "p50 of the time between pieces was 0.160": slowed(
+            answers(0.1), [*answers(0.16), turned_away]
+        ),
+        "lost": slowed(
+            answers(0.1), [*answers(0.1), turned_away, replace(turned_away, retry_after_s=None)]
+        ),
         "no overload": slowed(answers(0.1), answers(0.1)),
         "not answered": slowed(answers(0.1), [turned_away]),
     }.items():
@@ -77,26 +83,38 @@ def test_a_slope_is_found_within_its_error() -> None:
 
 
 @pytest.mark.parametrize("leak_mb_per_hour, grew", [(0.0, False), (150.0, True)])
-def test_what_is_held_for_a_minute_is_no_growth_and_hides_none(leak_mb_per_hour: float, grew: bool) -> None:
-    """Long prompts that come in the second half leave 50 MB with the allocator for 80 s at a time."""
+def test_what_is_held_for_a_minute_is_no_growth_and_hides_none(
+    leak_mb_per_hour: float, grew: bool
+) -> None:
+    """Long prompts that come in the second half leave 50 MB with the allocator for 80 s
+    at a time.
+    """
     uneven = [
         replace(sample, heap_mb=sample.heap_mb + (50 if number > 50 and number % 16 < 8 else 0))
         for number, sample in enumerate(samples(leak_mb_per_hour, count=120))
     ]
-    assert any("heap grew" in law for law in broken(ANSWERED, [], heap_growth(uneven), ENDS, 0)) == grew
+    assert (
+        any("heap grew" in law for law in broken(ANSWERED, [], heap_growth(uneven), ENDS, 0))
+        == grew
+    )
 
 
 def test_a_step_near_the_end_is_growth() -> None:
     """What begins in the last tenth and stays."""
-    late = [replace(one, heap_mb=one.heap_mb + (50 if number >= 90 else 0)) for number, one in enumerate(samples(0.0))]
+    late = [
+        replace(one, heap_mb=one.heap_mb + (50 if number >= 90 else 0))
+        for number, one in enumerate(samples(0.0))
+    ]
     assert any("heap grew" in law for law in broken(ANSWERED, [], heap_growth(late), ENDS, 0))
 
 
 def test_the_heap_count_knows_what_is_in_use_and_what_is_free_again() -> None:
-    """Of a process of its own: a million small objects of Python, then large blocks of the C library."""
+    """Of a process of its own: a million small objects of Python, then large blocks of the C
+    library.
+    """
     script = """if True:
         import ctypes
-        from bench.hammer.heap import counter
+        from bench.stress.heap import counter
         count, libc = counter(), ctypes.CDLL("libc.so.6")
         libc.malloc.restype = ctypes.c_void_p
         def in_use():
@@ -108,7 +126,9 @@ def test_the_heap_count_knows_what_is_in_use_and_what_is_free_again() -> None:
         for block in blocks: libc.free(ctypes.c_void_p(block))
         print(small - empty, large - small, in_use() - empty)
     """
-    ended = subprocess.run([sys.executable, "-c", script], env=os.environ | EVERY_BYTE, capture_output=True, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", script], env=os.environ | EVERY_BYTE, capture_output=True, check=True
+    )
     small, large, left = map(int, ended.stdout.split())
     assert 24e6 <= small < 60e6 and 50e6 <= large < 51e6 and left < 1e6
 
@@ -122,7 +142,11 @@ def test_held_pages_are_not_the_baseline() -> None:
 def test_a_failed_request_fails_the_load() -> None:
     totals = {"successful": 3, "errored": 1, "total": 4, "incomplete": 0}
     requests = {"errored": [{"info": {"error": "status 400"}}]}
-    report = {"benchmarks": [{"metrics": {"request_totals": totals}, "requests": requests, "duration": 1.0}]}
+    report = {
+        "benchmarks": [
+            {"metrics": {"request_totals": totals}, "requests": requests, "duration": 1.0}
+        ]
+    }
     with pytest.raises(LoadError, match=r"1 of 4 .* status 400"):
         summary(report)
 
@@ -131,13 +155,18 @@ def test_askers_see_the_same_answer_streamed_and_whole_and_can_hang_up(server_ur
     async def talk() -> list[Outcome]:
         async with httpx.AsyncClient(base_url=server_url, timeout=60) as client:
             turns = [
-                Turn("", 8, stream=stream, patience_s=patience) for stream in (True, False) for patience in (None, 0.02)
+                Turn("", 8, stream=stream, patience_s=patience)
+                for stream in (True, False)
+                for patience in (None, 0.02)
             ]
             refused = Turn("", 10**6, stream=True, patience_s=None)
             return [await ask(client, MESSAGES, turn) for turn in (*turns, refused)]
 
     streamed, gone, whole, gone_too, refused = asyncio.run(talk())
-    assert (streamed.kind, whole.kind) == ("answered", "answered") and streamed.text == whole.text != ""
+    assert (streamed.kind, whole.kind) == (
+        "answered",
+        "answered",
+    ) and streamed.text == whole.text != ""
     assert streamed.ttft_s is not None and whole.ttft_s is None
     assert (gone.kind, gone_too.kind) == ("hung up", "hung up")
     assert refused.kind == "lost" and "status 400" in refused.reason
@@ -148,7 +177,10 @@ def test_a_conversation_brings_what_was_said_and_ends_with_who_hangs_up(server_u
         async with httpx.AsyncClient(base_url=server_url, timeout=60) as client:
             return [outcome async for outcome in hold(client, turns)]
 
-    patient, gone = Turn("Hello.", 4, stream=True, patience_s=None), Turn("Go on.", 400, stream=False, patience_s=0.05)
+    patient, gone = (
+        Turn("Hello.", 4, stream=True, patience_s=None),
+        Turn("Go on.", 400, stream=False, patience_s=0.05),
+    )
     first, second = asyncio.run(talk([patient, gone, patient]))
     assert [message["role"] for message in second.messages] == ["user", "assistant", "user"]
     assert second.messages[1]["content"] == first.text

@@ -1,4 +1,6 @@
-"""Clients that stall, leave or send nonsense in the middle: none keeps a connection or a page for long."""
+"""Clients that stall, leave or send nonsense in the middle: none keeps a connection or a page for
+long.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,9 @@ def test_who_sends_more_and_leaves_the_queue_is_never_computed(tmp_path: Path) -
 
 def test_a_request_that_was_sent_early_is_answered_in_its_turn(fake_server: FakeServer) -> None:
     with closing(connected(fake_server)) as connection:
-        connection.sendall(request(chat_body(max_tokens=5)) + request(chat_body(max_tokens=5), "Connection: close"))
+        connection.sendall(
+            request(chat_body(max_tokens=5)) + request(chat_body(max_tokens=5), "Connection: close")
+        )
         answers = rest(connection)
     assert answers.count(b"HTTP/1.1 200") == answers.count(b'"finish_reason":"length"') == 2
 
@@ -145,7 +149,9 @@ def test_neither_a_long_answer_nor_an_idle_connection_is_a_slow_request(
     monkeypatch.setattr(wire, "BODY_S", 0.3)
     with closing(connected(fake_server)) as connection:
         for _ in range(2):
-            connection.sendall(request(chat_body(max_tokens=450, messages=[USER | {"content": "endless"}])))
+            connection.sendall(
+                request(chat_body(max_tokens=450, messages=[USER | {"content": "endless"}]))
+            )
             received = b""
             while b'"length"' not in received:
                 received += connection.recv(1 << 16)
@@ -180,17 +186,29 @@ def test_nonsense_after_a_refusal_is_no_matter_for_the_log(
     locked_server: FakeServer, wait: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     with closing(connected(locked_server)) as connection:
-        connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
+        connection.sendall(
+            f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+        )
         answer = connection.recv(1000) if wait else b""
         connection.sendall(b"zz\r\n\r\n")
         answer += rest(connection)
     assert answer.startswith(b"HTTP/1.1 40")
-    assert not [record for record in caplog.records if record.levelno >= logging.ERROR or record.exc_info]
+    assert not [
+        record for record in caplog.records if record.levelno >= logging.ERROR or record.exc_info
+    ]
 
 
-def test_an_answer_that_nobody_takes_is_given_up(fake_server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_nobody_takes_is_given_up(
+    fake_server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(wire, "STALLED_CLIENT_S", 1)
-    large = chat_body(max_tokens=330, n=128, logprobs=True, top_logprobs=3, messages=[USER | {"content": "endless"}])
+    large = chat_body(
+        max_tokens=330,
+        n=128,
+        logprobs=True,
+        top_logprobs=3,
+        messages=[USER | {"content": "endless"}],
+    )
     with closing(connected(fake_server, 2048)) as connection:
         connection.sendall(request(large))
         connection.settimeout(60)

@@ -41,7 +41,9 @@ def schema_format(schema: Any, **fields: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def client(server_url: str) -> Iterator[Any]:
-    with openai.OpenAI(base_url=f"{server_url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+    with openai.OpenAI(
+        base_url=f"{server_url}/v1", api_key="none", max_retries=0, timeout=120
+    ) as client:
         yield client
 
 
@@ -49,7 +51,12 @@ def client(server_url: str) -> Iterator[Any]:
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_client_parses_answers_into_a_model(client: Any, temperature: float, seed: int) -> None:
     answer = client.chat.completions.parse(
-        model=SMOL, messages=[QUESTION], response_format=Trip, temperature=temperature, seed=seed, max_tokens=300
+        model=SMOL,
+        messages=[QUESTION],
+        response_format=Trip,
+        temperature=temperature,
+        seed=seed,
+        max_tokens=300,
     )
     assert answer.choices[0].finish_reason == "stop"
     assert isinstance(answer.choices[0].message.parsed, Trip)
@@ -58,9 +65,15 @@ def test_the_client_parses_answers_into_a_model(client: Any, temperature: float,
 def test_streams_and_several_choices_follow_the_schema_too(client: Any) -> None:
     texts = ["", "", ""]
     for chunk in client.chat.completions.create(
-        model=SMOL, messages=[QUESTION], n=3, stream=True, temperature=1, max_tokens=300, seed=4,
+        model=SMOL,
+        messages=[QUESTION],
+        n=3,
+        stream=True,
+        temperature=1,
+        max_tokens=300,
+        seed=4,
         response_format=schema_format(Trip.model_json_schema()),
-    ):  # fmt: skip
+    ):
         texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
     assert all(Trip.model_validate_json(text) for text in texts)
     assert len(set(texts)) > 1
@@ -69,7 +82,11 @@ def test_streams_and_several_choices_follow_the_schema_too(client: Any) -> None:
 def test_any_json_object(client: Any) -> None:
     """A small model may go on until its limit, but what it writes is the beginning of an object."""
     answer = client.chat.completions.create(
-        model=SMOL, messages=[QUESTION], response_format={"type": "json_object"}, temperature=0, max_tokens=60
+        model=SMOL,
+        messages=[QUESTION],
+        response_format={"type": "json_object"},
+        temperature=0,
+        max_tokens=60,
     ).choices[0]
     if answer.finish_reason == "stop":
         assert isinstance(json.loads(answer.message.content), dict)
@@ -78,15 +95,21 @@ def test_any_json_object(client: Any) -> None:
 
 def test_completions_have_formats_too(client: Any) -> None:
     wish = {"response_format": schema_format({"enum": ["yes", "no"]})}
-    answer = client.completions.create(model=SMOL, prompt=["It is ", "Is it "], max_tokens=9, extra_body=wish)
+    answer = client.completions.create(
+        model=SMOL, prompt=["It is ", "Is it "], max_tokens=9, extra_body=wish
+    )
     assert {choice.text for choice in answer.choices} <= {'"yes"', '"no"'}
 
 
 def test_logprobs_count_only_what_could_be_said(client: Any) -> None:
     answer = client.chat.completions.create(
-        model=SMOL, messages=[QUESTION], max_tokens=60, logprobs=True, top_logprobs=5,
+        model=SMOL,
+        messages=[QUESTION],
+        max_tokens=60,
+        logprobs=True,
+        top_logprobs=5,
         response_format=schema_format({"enum": ["yes"]}),
-    ).choices[0]  # fmt: skip
+    ).choices[0]
     assert answer.message.content == '"yes"'
     for entry in answer.logprobs.content:
         assert entry.logprob <= 0
@@ -123,11 +146,19 @@ def test_a_plain_request_beside_it_gets_the_same_answer(client: Any) -> None:
 
 def test_a_compilation_does_not_stall_who_is_being_answered(server_url: str) -> None:
     """The largest schema that is let in takes a tenth of a second or more to compile."""
-    large = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(900)}}
+    large = {
+        "type": "object",
+        "properties": {f"p{number}": {"type": "string"} for number in range(900)},
+    }
     body = {"model": SMOL, "messages": [USER], "max_tokens": 60, "ignore_eos": True, "stream": True}
     with httpx.Client(base_url=server_url, timeout=60) as http, ThreadPoolExecutor(1) as pool:
         http.post(CHAT, json={"model": SMOL, "messages": [USER], "max_tokens": 1})
-        ask = {"model": SMOL, "messages": [USER], "max_tokens": 2, "response_format": schema_format(large)}
+        ask = {
+            "model": SMOL,
+            "messages": [USER],
+            "max_tokens": 2,
+            "response_format": schema_format(large),
+        }
         with http.stream("POST", CHAT, json=body) as response:
             lines = response.iter_lines()
             next(lines)
@@ -144,16 +175,42 @@ def test_a_compilation_does_not_stall_who_is_being_answered(server_url: str) -> 
         ({"response_format": {"type": "xml"}}, "response_format.type", "json_object"),
         ({"response_format": "json"}, "response_format", "dict"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "needs it"),
-        ({"response_format": {"type": "text", "json_schema": {"name": "a"}}}, "response_format.json_schema", "belongs"),
-        ({"response_format": schema_format({}, color=1)}, "response_format.json_schema.color", "unknown field"),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.name", "req"),
+        (
+            {"response_format": {"type": "text", "json_schema": {"name": "a"}}},
+            "response_format.json_schema",
+            "belongs",
+        ),
+        (
+            {"response_format": schema_format({}, color=1)},
+            "response_format.json_schema.color",
+            "unknown field",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {}}},
+            "response_format.json_schema.name",
+            "req",
+        ),
         ({"response_format": schema_format([])}, "response_format.json_schema.schema", "dict"),
-        ({"response_format": schema_format({"if": {}})}, "response_format.json_schema.schema.if", "not supported"),
-        ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos", "leave it out"),
-        ({"response_format": {"type": "json_object"}, "min_tokens": 1}, "min_tokens", "leave it out"),
+        (
+            {"response_format": schema_format({"if": {}})},
+            "response_format.json_schema.schema.if",
+            "not supported",
+        ),
+        (
+            {"response_format": {"type": "json_object"}, "ignore_eos": True},
+            "ignore_eos",
+            "leave it out",
+        ),
+        (
+            {"response_format": {"type": "json_object"}, "min_tokens": 1},
+            "min_tokens",
+            "leave it out",
+        ),
     ],
-)  # fmt: skip
-def test_a_wrong_format_is_named(shared_server: FakeServer, fields: dict[str, Any], param: str, words: str) -> None:
+)
+def test_a_wrong_format_is_named(
+    shared_server: FakeServer, fields: dict[str, Any], param: str, words: str
+) -> None:
     with shared_server.http() as http:
         response = http.post(CHAT, json=chat_body(**fields))
     error = response.json()["error"]
@@ -183,11 +240,19 @@ def test_the_format_reaches_the_engine_as_a_grammar(fake_server: FakeServer) -> 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_grammar_that_becomes_too_much_is_the_fields_fault(server_url: str, stream: bool) -> None:
     wish = schema_format({"type": "string", "pattern": "^((a|b){1,1000}){200,1000}$"})
-    body = {"model": SMOL, "messages": [USER], "response_format": wish, "max_tokens": 200, "stream": stream}
+    body = {
+        "model": SMOL,
+        "messages": [USER],
+        "response_format": wish,
+        "max_tokens": 200,
+        "stream": stream,
+    }
     with httpx.Client(base_url=server_url, timeout=60) as http:
         response = http.post(CHAT, json=body)
         assert response.status_code == (200 if stream else 400)
-        error = json.loads(stream_data(response)[-2])["error"] if stream else response.json()["error"]
+        error = (
+            json.loads(stream_data(response)[-2])["error"] if stream else response.json()["error"]
+        )
         assert (error["param"], error["type"]) == ("response_format", "invalid_request_error")
         fine = body | {"stream": False, "response_format": schema_format({"enum": ["a"]})}
         assert http.post(CHAT, json=fine).json()["choices"][0]["message"]["content"] == '"a"'

@@ -1,4 +1,6 @@
-"""Thoughts over the wire: chat and responses of a server whose model says what it is asked, backwards."""
+"""Thoughts over the wire: chat and responses of a server whose model says what it is asked,
+backwards.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def thinker() -> Iterator[FakeServer]:
 
 
 def saying(text: str, **fields: Any) -> dict[str, Any]:
-    return chat_body(messages=[{"role": "assistant", "content": text[::-1]}], **({"max_tokens": 60} | fields))
+    return chat_body(
+        messages=[{"role": "assistant", "content": text[::-1]}], **({"max_tokens": 60} | fields)
+    )
 
 
 def ask(server: FakeServer, body: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -71,16 +75,27 @@ def test_whole_answers_and_streams_tell_thoughts_apart(
 ) -> None:
     whole, streamed = ask(thinker, saying(said, tools=[TOOL]))
     for found in (whole, streamed):
-        assert (found["reasoning_content"], found["content"], found["calls"]) == (thought, content, calls)
+        assert (found["reasoning_content"], found["content"], found["calls"]) == (
+            thought,
+            content,
+            calls,
+        )
         assert found["reason"] == ("tool_calls" if calls else "stop")
         # One character is a token; the mark is known with its last one.
         assert abs(found["usage"]["completion_tokens_details"]["reasoning_tokens"] - tokens) <= 2
-    assert whole["usage"]["completion_tokens_details"] == streamed["usage"]["completion_tokens_details"]
+    assert (
+        whole["usage"]["completion_tokens_details"]
+        == streamed["usage"]["completion_tokens_details"]
+    )
 
 
 def test_a_limit_in_the_middle_of_a_thought_leaves_a_thought(thinker: FakeServer) -> None:
     for found in ask(thinker, saying("<t>Thinking on and on</t>Yes", max_tokens=11)):
-        assert (found["reasoning_content"], found["content"], found["reason"]) == ("Thinking", "", "length")
+        assert (found["reasoning_content"], found["content"], found["reason"]) == (
+            "Thinking",
+            "",
+            "length",
+        )
         assert found["usage"]["completion_tokens"] == 11
 
 
@@ -142,13 +157,26 @@ def test_the_stream_of_items_is_what_the_client_puts_together(thinker: FakeServe
     events = respond(thinker, f"<t>Hm</t>Wait. {CALL}", tools=[F], stream=True)
     kinds = [event.type.removeprefix("response.") for event in events]
     assert list(dict.fromkeys(kinds)) == [
-        "created", "in_progress", "output_item.added", "content_part.added", "reasoning_text.delta",
-        "reasoning_text.done", "content_part.done", "output_item.done", "output_text.delta", "output_text.done",
-        "function_call_arguments.delta", "function_call_arguments.done", "completed",
-    ]  # fmt: skip
+        "created",
+        "in_progress",
+        "output_item.added",
+        "content_part.added",
+        "reasoning_text.delta",
+        "reasoning_text.done",
+        "content_part.done",
+        "output_item.done",
+        "output_text.delta",
+        "output_text.done",
+        "function_call_arguments.delta",
+        "function_call_arguments.done",
+        "completed",
+    ]
     assert [event.sequence_number for event in events] == list(range(len(events)))
     message = {"role": "assistant", "content": f"<t>Hm</t>Wait. {CALL}"[::-1]}
-    with thinker.openai() as client, client.responses.stream(model=MODEL, input=[message], tools=[F]) as stream:
+    with (
+        thinker.openai() as client,
+        client.responses.stream(model=MODEL, input=[message], tools=[F]) as stream,
+    ):
         final = stream.get_final_response()
     assert [item.type for item in final.output] == ["reasoning", "message", "function_call"]
     assert final.output_text == "Wait."
@@ -175,11 +203,20 @@ def test_responses_hold_answers_to_schemas_and_calls(thinker: FakeServer) -> Non
         ({"tools": [F, F]}, "tools[1].name"),
         ({"tools": [F | {"parameters": {"type": "string"}}]}, "tools[0].parameters.type"),
         ({"tools": [F | {"parameters": {"not": {}}}]}, "tools[0].parameters.not"),
-        ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"not": {}}}}}, "text.format.schema.not"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"not": {}}}}},
+            "text.format.schema.not",
+        ),
         ({"text": {"oops": 1}}, "text.oops"),
-        ({"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "["}]}, "input[0].arguments"),
+        (
+            {"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "["}]},
+            "input[0].arguments",
+        ),
         ({"input": [{"type": "function_call_output", "output": "a"}]}, "input[0].call_id"),
-        ({"input": [{"type": "reasoning", "encrypted_content": "a"}]}, "input[0].encrypted_content"),
+        (
+            {"input": [{"type": "reasoning", "encrypted_content": "a"}]},
+            "input[0].encrypted_content",
+        ),
         ({"input": [{"type": "web_search_call"}]}, "input[0].type"),
     ],
 )

@@ -1,4 +1,6 @@
-"""Calls of tools in text that an engine made up: read alike from a stream and from a whole answer."""
+"""Calls of tools in text that an engine made up: read alike from a stream and from a
+whole answer.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def marked() -> Iterator[FakeServer]:
 def test_streams_and_whole_answers_have_the_same_calls(
     marked: FakeServer, said: str, content: str | None, calls: int
 ) -> None:
-    body = chat_body(messages=[{"role": "assistant", "content": said[::-1]}], tools=[TOOL], max_tokens=60)
+    body = chat_body(
+        messages=[{"role": "assistant", "content": said[::-1]}], tools=[TOOL], max_tokens=60
+    )
     with marked.http() as http:
         (choice,) = http.post(CHAT, json=body).json()["choices"]
         with http.stream("POST", CHAT, json=body | {"stream": True}) as response:
@@ -60,16 +64,25 @@ def test_streams_and_whole_answers_have_the_same_calls(
     assert [call["index"] for call in streamed] == list(range(calls))
     for call in streamed:
         json.loads(call["function"]["arguments"], parse_constant=pytest.fail)
-    assert choice["finish_reason"] == deltas[-1]["finish_reason"] == ("tool_calls" if calls else "stop")
+    assert (
+        choice["finish_reason"]
+        == deltas[-1]["finish_reason"]
+        == ("tool_calls" if calls else "stop")
+    )
 
 
 def test_a_form_without_marks_reads_text_that_names_no_function(marked: FakeServer) -> None:
     marked.engine.codec.tool_format = ToolFormat("", "", "parameters")
     said = '{"name":[],"parameters":{}}'
-    body = chat_body(messages=[{"role": "assistant", "content": said[::-1]}], tools=[TOOL], max_tokens=60)
+    body = chat_body(
+        messages=[{"role": "assistant", "content": said[::-1]}], tools=[TOOL], max_tokens=60
+    )
     with marked.http() as http:
         assert http.post(CHAT, json=body).json()["choices"][0]["message"]["content"] == said
         with http.stream("POST", CHAT, json=body | {"stream": True}) as response:
             *chunks, end = stream_data(response)
     assert end == "[DONE]"
-    assert "".join(json.loads(chunk)["choices"][0]["delta"].get("content") or "" for chunk in chunks) == said
+    assert (
+        "".join(json.loads(chunk)["choices"][0]["delta"].get("content") or "" for chunk in chunks)
+        == said
+    )

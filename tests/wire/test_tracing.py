@@ -1,4 +1,6 @@
-"""Traces: one span a request, under the caller's trace, with what the answer was and cost; asked in vain, an error."""
+"""Traces: one span a request, under the caller's trace, with what the answer was and cost; asked in
+vain, an error.
+"""
 
 from __future__ import annotations
 
@@ -71,29 +73,53 @@ def test_a_span_has_what_was_asked_and_what_came_of_it(collected: Collected) -> 
     span, usage = collected.only(), response.json()["usage"]
     found = attributes(span)
     expected = {
-        "gen_ai.operation.name": "chat", "gen_ai.provider.name": "tangram", "gen_ai.request.model": MODEL,
-        "gen_ai.response.model": MODEL, "gen_ai.response.id": response.json()["id"], "gen_ai.request.max_tokens": 4,
-        "gen_ai.request.temperature": 0.5, "gen_ai.request.seed": 3, "gen_ai.request.choice.count": 2,
-        "gen_ai.request.stream": False, "gen_ai.response.finish_reasons": ("length", "length"),
-        "gen_ai.usage.input_tokens": usage["prompt_tokens"], "gen_ai.usage.output_tokens": usage["completion_tokens"],
-        "gen_ai.usage.cache_read.input_tokens": 0, "tangram.kv_bytes": usage["kv_bytes"],
-        "tangram.request.kv_retention": 0.5, "http.response.status_code": 200, "url.path": CHAT,
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "tangram",
+        "gen_ai.request.model": MODEL,
+        "gen_ai.response.model": MODEL,
+        "gen_ai.response.id": response.json()["id"],
+        "gen_ai.request.max_tokens": 4,
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.seed": 3,
+        "gen_ai.request.choice.count": 2,
+        "gen_ai.request.stream": False,
+        "gen_ai.response.finish_reasons": ("length", "length"),
+        "gen_ai.usage.input_tokens": usage["prompt_tokens"],
+        "gen_ai.usage.output_tokens": usage["completion_tokens"],
+        "gen_ai.usage.cache_read.input_tokens": 0,
+        "tangram.kv_bytes": usage["kv_bytes"],
+        "tangram.request.kv_retention": 0.5,
+        "http.response.status_code": 200,
+        "url.path": CHAT,
         "tangram.request_id": response.headers["x-request-id"],
-    }  # fmt: skip
+    }
     assert {name: found.get(name) for name in expected} == expected
     assert span.name == f"chat {MODEL}" and span.kind is SpanKind.SERVER
     assert span.status.status_code is StatusCode.UNSET
     assert span.start_time is not None and span.end_time is not None
     seconds = (span.end_time - span.start_time) / 1e9
-    assert 0 <= found["tangram.queue_seconds"] <= found["gen_ai.response.time_to_first_chunk"] <= seconds < 10
-    assert not [name for name in found if "message" in name or "prompt" in name], "texts are nobody's business"
+    assert (
+        0
+        <= found["tangram.queue_seconds"]
+        <= found["gen_ai.response.time_to_first_chunk"]
+        <= seconds
+        < 10
+    )
+    assert not [name for name in found if "message" in name or "prompt" in name], (
+        "texts are nobody's business"
+    )
 
 
-def test_it_hangs_under_the_callers_trace_and_is_left_out_where_that_is_not_sampled(collected: Collected) -> None:
+def test_it_hangs_under_the_callers_trace_and_is_left_out_where_that_is_not_sampled(
+    collected: Collected,
+) -> None:
     with collected.server.http() as client:
         client.post(CHAT, json=chat_body(), headers={"traceparent": f"00-{TRACE}-{PARENT}-00"})
-        client.post(COMPLETIONS, json={"model": MODEL, "prompt": "abc"},
-                    headers={"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=7"})  # fmt: skip
+        client.post(
+            COMPLETIONS,
+            json={"model": MODEL, "prompt": "abc"},
+            headers={"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=7"},
+        )
     span = collected.only()
     assert span.name == f"text_completion {MODEL}"
     assert span.parent is not None and span.context is not None
@@ -103,7 +129,10 @@ def test_it_hangs_under_the_callers_trace_and_is_left_out_where_that_is_not_samp
 
 def test_a_traceparent_that_is_none_starts_a_trace_of_its_own(collected: Collected) -> None:
     with collected.server.http() as client:
-        assert client.post(CHAT, json=chat_body(), headers={"traceparent": "00-zz-zz-01"}).status_code == 200
+        assert (
+            client.post(CHAT, json=chat_body(), headers={"traceparent": "00-zz-zz-01"}).status_code
+            == 200
+        )
     assert collected.only().parent is None
 
 
@@ -114,7 +143,11 @@ def test_streams_count_their_tokens_and_a_hit_its_cached_ones(collected: Collect
     wait_until(lambda: len(collected.all) == 2, "there are not two spans")
     first, second = map(attributes, collected.all)
     assert first["gen_ai.request.stream"] and first["gen_ai.usage.output_tokens"] == 3
-    assert first["gen_ai.usage.cache_read.input_tokens"] == 0 < second["gen_ai.usage.cache_read.input_tokens"]
+    assert (
+        first["gen_ai.usage.cache_read.input_tokens"]
+        == 0
+        < second["gen_ai.usage.cache_read.input_tokens"]
+    )
 
 
 def test_failures_say_so_and_wrong_requests_are_no_failures(collected: Collected) -> None:
@@ -122,17 +155,27 @@ def test_failures_say_so_and_wrong_requests_are_no_failures(collected: Collected
     with collected.server.http() as client:
         client.get("/v1/models")
         client.post("/tokenize", json={"prompt": "abc"})
-        for count, body in enumerate((chat_body(**broken), chat_body(**broken, stream=True), chat_body(oops=1)), 1):
+        for count, body in enumerate(
+            (chat_body(**broken), chat_body(**broken, stream=True), chat_body(oops=1)), 1
+        ):
             client.post(CHAT, json=body)
             wait_until(lambda spans=count: len(collected.all) == spans, "a request has no span")
     whole, stream, wrong = collected.all
     assert attributes(whole)["error.type"] == "500" and whole.status.status_code is StatusCode.ERROR
-    assert attributes(stream)["error.type"] == "500" and attributes(stream)["http.response.status_code"] == 200
-    assert attributes(wrong)["http.response.status_code"] == 400 and wrong.status.status_code is StatusCode.UNSET
+    assert (
+        attributes(stream)["error.type"] == "500"
+        and attributes(stream)["http.response.status_code"] == 200
+    )
+    assert (
+        attributes(wrong)["http.response.status_code"] == 400
+        and wrong.status.status_code is StatusCode.UNSET
+    )
 
 
 def test_a_client_that_hangs_up_leaves_a_span_that_says_abort(collected: Collected) -> None:
-    endless = chat_body(messages=[{"role": "user", "content": "endless"}], stream=True, max_tokens=None)
+    endless = chat_body(
+        messages=[{"role": "user", "content": "endless"}], stream=True, max_tokens=None
+    )
     with collected.server.http() as client, client.stream("POST", CHAT, json=endless) as response:
         next(response.iter_lines())
     assert attributes(collected.only())["gen_ai.response.finish_reasons"] == ("abort",)
@@ -176,21 +219,38 @@ def test_spans_reach_a_collector_before_the_server_is_gone(
     traces = traces_to(url if by == "option" else None, MODEL)
     with run_fake_server(telemetry=Telemetry(traces=traces)) as server:
         server.chat()
-    spans = [span for request in sent for resource in request.resource_spans
-             for scope in resource.scope_spans for span in scope.spans]  # fmt: skip
+    spans = [
+        span
+        for request in sent
+        for resource in request.resource_spans
+        for scope in resource.scope_spans
+        for span in scope.spans
+    ]
     assert [span.name for span in spans] == [f"chat {MODEL}"]
-    resource = {entry.key: entry.value.string_value for entry in sent[0].resource_spans[0].resource.attributes}
+    resource = {
+        entry.key: entry.value.string_value
+        for entry in sent[0].resource_spans[0].resource.attributes
+    }
     assert resource["service.name"] == "chat-of-the-house"
 
 
 def test_nothing_asked_is_nothing_made() -> None:
     assert traces_to(None, MODEL, {}) is None
-    assert traces_to(None, MODEL, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x", "OTEL_SDK_DISABLED": "true"}) is None
+    assert (
+        traces_to(
+            None, MODEL, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x", "OTEL_SDK_DISABLED": "true"}
+        )
+        is None
+    )
 
 
 def test_no_url_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"otlp_endpoint is 'collector:4318', it must be a URL"):
         traces_to("collector:4318", MODEL, {})
+    with pytest.raises(
+        ConfigError, match=r"OTEL_EXPORTER_OTLP_ENDPOINT is 'collector:4318', it must be a URL"
+    ):
+        traces_to(None, MODEL, {"OTEL_EXPORTER_OTLP_ENDPOINT": "collector:4318"})
 
 
 @pytest.mark.parametrize("endpoint", ["http://127.0.0.1:4318", None])
@@ -206,12 +266,18 @@ def test_without_the_sdk_asking_is_an_error_that_says_what_to_install(
 
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(ConfigError, match=r"pip install 'tangram-serve\[otel\]'"):
-        traces_to(endpoint, MODEL, {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://127.0.0.1:4318/v1/traces"})
+        traces_to(
+            endpoint,
+            MODEL,
+            {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://127.0.0.1:4318/v1/traces"},
+        )
 
 
 def test_a_collector_that_is_not_there_holds_up_neither_answers_nor_the_end() -> None:
     begin_s = time.monotonic()
-    with run_fake_server(telemetry=Telemetry(traces=traces_to(f"http://127.0.0.1:{free_port()}", MODEL))) as server:
+    with run_fake_server(
+        telemetry=Telemetry(traces=traces_to(f"http://127.0.0.1:{free_port()}", MODEL))
+    ) as server:
         for _ in range(3):
             assert server.chat().choices[0].finish_reason == "stop"
         assert time.monotonic() - begin_s < 5

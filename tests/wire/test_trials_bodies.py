@@ -1,4 +1,6 @@
-"""Bodies as strangers send them: far too many small things, halves of characters, fields that come twice."""
+"""Bodies as strangers send them: far too many small things, halves of characters, fields that come
+twice.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,14 @@ STALL_S = 1.0
 
 
 def many(item: str, before: str, after: str = "]", size: int = BODY_BYTES) -> bytes:
-    """`item` again and again, up to `size` bytes, in a chat unless `before` has a prompt or an input."""
-    asked = "" if '"prompt"' in before or '"messages"' in before else f'"messages":[{json.dumps(USER)}],'
+    """`item` again and again, up to `size` bytes, in a chat unless `before` has a prompt or an
+    input.
+    """
+    asked = (
+        ""
+        if '"prompt"' in before or '"messages"' in before
+        else f'"messages":[{json.dumps(USER)}],'
+    )
     asked = "" if '"input"' in before else asked
     items = ",".join([item] * (size // (len(item) + 1)))
     return f'{{"model":"{MODEL}",{asked}{before}{items}{after}}}'.encode()
@@ -50,7 +58,10 @@ CROWDS = {
     "short tokens": (COMPLETIONS, lambda: many("5", '"prompt":[')),
     "fractions": (COMPLETIONS, lambda: many("1.5", '"prompt":[')),
     "messages": (CHAT, lambda: many(json.dumps(USER), '"messages":[')),
-    "parts": (CHAT, lambda: many('{"type":"text","text":"a"}', '"messages":[{"role":"user","content":[', "]}]")),
+    "parts": (
+        CHAT,
+        lambda: many('{"type":"text","text":"a"}', '"messages":[{"role":"user","content":[', "]}]"),
+    ),
     "items": (RESPONSES, lambda: many(json.dumps(USER), '"input":[')),
     "tools": (CHAT, lambda: many("{}", '"tools":[')),
     "labels": (CHAT, lambda: many("", f'"metadata":{{{names(1_200_000)}', "}", size=0)),
@@ -120,7 +131,9 @@ def watched(url: str) -> Iterator[list[float]]:
 
 
 @pytest.mark.parametrize("name", CROWDS)
-def test_a_crowd_in_one_body_stops_no_stream_and_takes_little_memory(apart: tuple[str, int], name: str) -> None:
+def test_a_crowd_in_one_body_stops_no_stream_and_takes_little_memory(
+    apart: tuple[str, int], name: str
+) -> None:
     url, process = apart
     path, made = CROWDS[name]
     content = made()

@@ -29,7 +29,12 @@ def answers(server: FakeServer, *parts: bytes, ends: bool = False) -> bytes:
 
 @pytest.mark.parametrize(
     "target",
-    ["http://x/health", "HTTP://Elsewhere:8000/health", "https://[::1]:1/health", "http://u@x/health"],
+    [
+        "http://x/health",
+        "HTTP://Elsewhere:8000/health",
+        "https://[::1]:1/health",
+        "http://u@x/health",
+    ],
 )
 def test_a_target_may_have_its_host_before_the_path(shared_server: FakeServer, target: str) -> None:
     answer = answers(shared_server, GET.replace(b"/health", target.encode(), 1))
@@ -38,15 +43,29 @@ def test_a_target_may_have_its_host_before_the_path(shared_server: FakeServer, t
 
 @pytest.mark.parametrize(
     ("target", "path"),
-    [("http://x", "/"), ("http://x?a=1", "/"), ("http://x/nowhere", "/nowhere"), ("ftp://x/health", "ftp://x/health")],
+    [
+        ("http://x", "/"),
+        ("http://x?a=1", "/"),
+        ("http://x/nowhere", "/nowhere"),
+        ("ftp://x/health", "ftp://x/health"),
+    ],
 )
-def test_a_target_is_what_follows_its_host(shared_server: FakeServer, target: str, path: str) -> None:
+def test_a_target_is_what_follows_its_host(
+    shared_server: FakeServer, target: str, path: str
+) -> None:
     answer = answers(shared_server, GET.replace(b"/health", target.encode(), 1))
     assert answer.startswith(b"HTTP/1.1 404 ") and f"GET {path}: ".encode() in answer
 
 
 @pytest.mark.parametrize(
-    "target", ["http://x/metrics", "http://x/health", "http:///health", "http://x//health", "http://health/x"]
+    "target",
+    [
+        "http://x/metrics",
+        "http://x/health",
+        "http:///health",
+        "http://x//health",
+        "http://health/x",
+    ],
 )
 def test_no_host_before_the_path_opens_a_locked_one(locked_server: FakeServer, target: str) -> None:
     asked = GET.replace(b"/health", target.encode(), 1)
@@ -56,9 +75,13 @@ def test_no_host_before_the_path_opens_a_locked_one(locked_server: FakeServer, t
 
 
 @pytest.mark.parametrize("before", [b"\r\n", b"\r\n\r\n\r\n", b"\n", b"\r\n" * 30])
-def test_empty_lines_before_a_request_are_passed_over(shared_server: FakeServer, before: bytes) -> None:
+def test_empty_lines_before_a_request_are_passed_over(
+    shared_server: FakeServer, before: bytes
+) -> None:
     assert answers(shared_server, before + GET).startswith(b"HTTP/1.1 200 ")
-    assert answers(shared_server, *(bytes([byte]) for byte in before), GET).startswith(b"HTTP/1.1 200 ")
+    assert answers(shared_server, *(bytes([byte]) for byte in before), GET).startswith(
+        b"HTTP/1.1 200 "
+    )
 
 
 def test_an_empty_line_after_a_body_is_passed_over(shared_server: FakeServer) -> None:
@@ -67,7 +90,9 @@ def test_an_empty_line_after_a_body_is_passed_over(shared_server: FakeServer) ->
         assert answers(shared_server, *parts).count(b"HTTP/1.1 200 ") == 2
 
 
-@pytest.mark.parametrize("path", ["/health", "/ready", "/v1/models", "/version", "/metrics", "/docs", "/openapi.json"])
+@pytest.mark.parametrize(
+    "path", ["/health", "/ready", "/v1/models", "/version", "/metrics", "/docs", "/openapi.json"]
+)
 def test_head_is_get_without_content(shared_server: FakeServer, path: str) -> None:
     with shared_server.http() as client:
         head, whole = client.head(path), client.get(path)
@@ -88,8 +113,12 @@ def test_head_of_what_has_no_get(locked_server: FakeServer) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("header", [(), ("Connection: close",)])
-def test_who_sends_no_more_gets_the_answer(fake_server: FakeServer, stream: bool, header: tuple[str, ...]) -> None:
-    asked = request(chat_body(stream=stream, messages=[USER | {"content": "a " * 100}], max_tokens=50), *header)
+def test_who_sends_no_more_gets_the_answer(
+    fake_server: FakeServer, stream: bool, header: tuple[str, ...]
+) -> None:
+    asked = request(
+        chat_body(stream=stream, messages=[USER | {"content": "a " * 100}], max_tokens=50), *header
+    )
     answer = answers(fake_server, asked, ends=True)
     assert b"HTTP/1.1 200 " in answer and b'"finish_reason":"length"' in answer
     assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n" if stream else b"}")
@@ -112,13 +141,20 @@ def test_who_sends_no_more_in_the_middle_of_a_stream_gets_its_rest(fake_server: 
 
 def test_who_sends_no_more_gets_all_answers(fake_server: FakeServer) -> None:
     asked = request(chat_body(max_tokens=5))
-    assert answers(fake_server, asked + asked + asked, ends=True).count(b'"finish_reason":"length"') == 3
-    assert answers(fake_server, asked + asked[:50], ends=True).count(b'"finish_reason":"length"') == 1
+    assert (
+        answers(fake_server, asked + asked + asked, ends=True).count(b'"finish_reason":"length"')
+        == 3
+    )
+    assert (
+        answers(fake_server, asked + asked[:50], ends=True).count(b'"finish_reason":"length"') == 1
+    )
 
 
 @pytest.mark.parametrize("word", ["silent", "endless"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_has_gone_is_not_taken_for_one_who_waits(fake_server: FakeServer, word: str, stream: bool) -> None:
+def test_who_has_gone_is_not_taken_for_one_who_waits(
+    fake_server: FakeServer, word: str, stream: bool
+) -> None:
     body = chat_body(max_tokens=None, stream=stream, messages=[USER | {"content": word}])
     for pause_s in (0.0, 0.1):
         with closing(connected(fake_server)) as connection:
@@ -132,7 +168,9 @@ def test_who_has_gone_is_not_taken_for_one_who_waits(fake_server: FakeServer, wo
 
 def test_who_waits_and_then_goes_is_seen_to_go(fake_server: FakeServer) -> None:
     with closing(connected(fake_server)) as connection:
-        connection.sendall(request(chat_body(max_tokens=None, messages=[USER | {"content": "silent"}])))
+        connection.sendall(
+            request(chat_body(max_tokens=None, messages=[USER | {"content": "silent"}]))
+        )
         connection.shutdown(socket.SHUT_WR)
         wait_until(lambda: pages_held(fake_server) > 0, "the request did not begin")
         time.sleep(1.2)
@@ -148,8 +186,12 @@ def test_who_waits_and_then_goes_is_seen_to_go(fake_server: FakeServer) -> None:
         "transfer-encoding: CHUNKED\r\ncontent-length: 15",
     ],
 )
-def test_two_ends_of_a_body_are_refused_and_nothing_after_them_is_read(shared_server: FakeServer, lengths: str) -> None:
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{lengths}\r\n\r\n".encode()
+def test_two_ends_of_a_body_are_refused_and_nothing_after_them_is_read(
+    shared_server: FakeServer, lengths: str
+) -> None:
+    head = (
+        f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{lengths}\r\n\r\n"
+    ).encode()
     answer = answers(shared_server, head + CHUNKS + GET)
     assert answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP/1.1 ") == 1
     error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]

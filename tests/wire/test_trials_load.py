@@ -1,4 +1,6 @@
-"""Trials by load and by fault, one by one: each leaves the server healthy and its pages back at the baseline."""
+"""Trials by load and by fault, one by one: each leaves the server healthy and its pages back at the
+baseline.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def baseline(request: pytest.FixtureRequest) -> Iterator[None]:
         request.getfixturevalue("server").check_baseline()
 
 
-def raw_request(server: TinyServer, content: dict[str, Any], receive_bytes: int | None = None) -> socket.socket:
+def raw_request(
+    server: TinyServer, content: dict[str, Any], receive_bytes: int | None = None
+) -> socket.socket:
     """A connection that has sent a completion request and read nothing."""
     connection = socket.socket()
     if receive_bytes is not None:
@@ -51,7 +55,10 @@ def raw_request(server: TinyServer, content: dict[str, Any], receive_bytes: int 
     host, port = server.url.removeprefix("http://").split(":")
     connection.connect((host, int(port)))
     data = json.dumps(content).encode()
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    head = (
+        f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: "
+        f"application/json\r\nContent-Length: {len(data)}"
+    )
     connection.sendall(f"{head}\r\n\r\n".encode() + data)
     return connection
 
@@ -63,13 +70,17 @@ def pages_held(server: TinyServer) -> int:
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 @pytest.mark.parametrize("reset", [True, False])
-def test_a_disconnect_ends_the_work(server: TinyServer, stream: bool, phase: str, reset: bool) -> None:
+def test_a_disconnect_ends_the_work(
+    server: TinyServer, stream: bool, phase: str, reset: bool
+) -> None:
     prompt = numbers(LONG, 11 + 2 * stream) if phase == "prefill" else numbers(20)
     generated = server.engine.stats().generated_tokens
     connection = raw_request(server, body(prompt, stream=stream, max_tokens=900))
     wait_until(lambda: pages_held(server) > 0, "the request did not begin")
     if phase == "decode":
-        wait_until(lambda: server.engine.stats().generated_tokens > generated + 5, "nothing was decoded")
+        wait_until(
+            lambda: server.engine.stats().generated_tokens > generated + 5, "nothing was decoded"
+        )
     if reset:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     connection.close()
@@ -79,7 +90,9 @@ def test_a_disconnect_ends_the_work(server: TinyServer, stream: bool, phase: str
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("reset", [True, False])
-def test_pages_of_an_abandoned_request_are_free_one_step_later(folder: Path, stream: bool, reset: bool) -> None:
+def test_pages_of_an_abandoned_request_are_free_one_step_later(
+    folder: Path, stream: bool, reset: bool
+) -> None:
     with run_tiny_server(folder) as server:
         engine, step = server.engine, server.engine.step
         engine.step = lambda: (time.sleep(0.2), step())[1]  # type: ignore[method-assign]
@@ -100,7 +113,9 @@ def test_pages_of_an_abandoned_request_are_free_one_step_later(folder: Path, str
 
 def test_a_reader_that_does_not_read_is_given_up(server: TinyServer) -> None:
     fields: dict[str, Any] = {"stream": True, "n": 4, "logprobs": 20, "max_tokens": 2500}
-    with closing(raw_request(server, body(numbers(20), **fields), receive_bytes=2048)) as connection:
+    with closing(
+        raw_request(server, body(numbers(20), **fields), receive_bytes=2048)
+    ) as connection:
         generated = server.engine.stats().generated_tokens
         wait_until(lambda: pages_held(server) > 0, "the request did not begin")
         wait_until(lambda: pages_held(server) == 0, "it is served on and on", timeout_s=60)
@@ -113,7 +128,9 @@ def test_a_reader_that_does_not_read_is_given_up(server: TinyServer) -> None:
 
 
 def test_who_reads_slowly_but_reads_gets_everything(server: TinyServer) -> None:
-    with closing(raw_request(server, body(numbers(20), stream=True, max_tokens=60), 2048)) as connection:
+    with closing(
+        raw_request(server, body(numbers(20), stream=True, max_tokens=60), 2048)
+    ) as connection:
         received = bytearray()
         while b"[DONE]" not in received:
             part = connection.recv(512)
@@ -139,7 +156,9 @@ def test_who_is_being_answered_has_a_place_in_every_step_at_ten_times_the_load(
     run = server.engine._runner.run
 
     def watched(step: Step, *rest: Any) -> Any:
-        steps.append(({row.request_id for row in step.rows}, sum(len(row.tokens) for row in step.rows)))
+        steps.append(
+            ({row.request_id for row in step.rows}, sum(len(row.tokens) for row in step.rows))
+        )
         return run(step, *rest)
 
     monkeypatch.setattr(server.engine._runner, "run", watched)
@@ -157,9 +176,13 @@ def test_who_is_being_answered_has_a_place_in_every_step_at_ten_times_the_load(
 
 def test_more_than_the_queue_holds_are_told_when_to_come_back(folder: Path) -> None:
     with run_tiny_server(folder, max_queue=3, max_num_seqs=2) as server:
-        held = [raw_request(server, body(numbers(20, step), max_tokens=3000)) for step in range(3, 5)]
+        held = [
+            raw_request(server, body(numbers(20, step), max_tokens=3000)) for step in range(3, 5)
+        ]
         wait_until(lambda: server.engine.stats().running == 2, "two did not begin")
-        held += [raw_request(server, body(numbers(20, step), max_tokens=3000)) for step in range(5, 8)]
+        held += [
+            raw_request(server, body(numbers(20, step), max_tokens=3000)) for step in range(5, 8)
+        ]
         wait_until(lambda: server.engine.stats().waiting == 3, "three do not wait")
         with server.http() as client:
             for stream in (False, True):
@@ -177,7 +200,10 @@ def test_more_than_the_queue_holds_are_told_when_to_come_back(folder: Path) -> N
 @pytest.mark.parametrize("place", ["running", "waiting"])
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_request_that_takes_too_long_is_ended(folder: Path, place: str, stream: bool) -> None:
-    with run_tiny_server(folder, Limits(request_timeout_s=1.0), max_num_seqs=1) as server, server.http() as client:
+    with (
+        run_tiny_server(folder, Limits(request_timeout_s=1.0), max_num_seqs=1) as server,
+        server.http() as client,
+    ):
         if place == "waiting":
             connection = raw_request(server, body(numbers(20, 3), max_tokens=3500))
             wait_until(lambda: server.engine.stats().running == 1, "the first does not run")
@@ -219,7 +245,9 @@ def test_nan_ends_one_request_and_no_other(server: TinyServer, stream: bool) -> 
     sound = server.complete(poisoned)
     server.engine.clear_cache()
 
-    def hook(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+    def hook(
+        module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor
+    ) -> torch.Tensor:
         return torch.where((inputs[0] == bad)[..., None], torch.nan, output)
 
     handle = server.engine._loaded.model.get_input_embeddings().register_forward_hook(hook)
@@ -241,7 +269,9 @@ def test_nan_ends_one_request_and_no_other(server: TinyServer, stream: bool) -> 
     assert server.engine.stats().cached_tokens == cached, "its prefix was found again"
 
 
-def test_an_engine_that_dies_leaves_nobody_waiting(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_that_dies_leaves_nobody_waiting(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with run_tiny_server(folder, max_num_seqs=1) as server, server.http() as client:
         content = body(numbers(20), max_tokens=3000)
         answers: dict[str, httpx.Response] = {}
@@ -291,7 +321,8 @@ def test_the_same_prefix_with_another_salt_or_retention_shares_nothing(
     server.complete(prompt)
     with server.http() as client:
         usages = [
-            client.post(COMPLETIONS, json=body(prompt, **fields)).json()["usage"] for fields in ({}, other, other)
+            client.post(COMPLETIONS, json=body(prompt, **fields)).json()["usage"]
+            for fields in ({}, other, other)
         ]
     cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages]
     assert cached[0] >= 3 * CHUNK and cached[1] == 0 and cached[2] >= 3 * CHUNK

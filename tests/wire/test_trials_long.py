@@ -1,4 +1,6 @@
-"""Trials of a long prompt, on an engine whose steps are slow: who leaves while it is read, and who comes meanwhile."""
+"""Trials of a long prompt, on an engine whose steps are slow: who leaves while it is read, and who
+comes meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ STEP_S = 0.2
 
 @pytest.fixture(scope="module")
 def quick_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyServer]:
-    with run_tiny_server(tiny_folder(tmp_path_factory.mktemp("tiny")), max_num_batched_tokens=128) as server:
+    with run_tiny_server(
+        tiny_folder(tmp_path_factory.mktemp("tiny")), max_num_batched_tokens=128
+    ) as server:
         yield server
 
 
@@ -41,10 +45,14 @@ def server(quick_server: TinyServer, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("reset", [True, False])
-def test_who_leaves_while_the_prompt_is_read_is_given_nothing(server: TinyServer, stream: bool, reset: bool) -> None:
+def test_who_leaves_while_the_prompt_is_read_is_given_nothing(
+    server: TinyServer, stream: bool, reset: bool
+) -> None:
     before = server.engine.stats()
     # Each another one, of which nothing is cached.
-    connection = raw_request(server, body(numbers(LONG, 11 + 2 * stream + 4 * reset), stream=stream, max_tokens=900))
+    connection = raw_request(
+        server, body(numbers(LONG, 11 + 2 * stream + 4 * reset), stream=stream, max_tokens=900)
+    )
     wait_until(lambda: server.engine.stats().steps > before.steps + 2, "the prompt is not read")
     hung_up_at = server.engine.stats().steps
     if reset:
@@ -53,12 +61,15 @@ def test_who_leaves_while_the_prompt_is_read_is_given_nothing(server: TinyServer
     wait_until(lambda: pages_held(server) == 0, "the abandoned request still holds pages")
     after = server.engine.stats()
     assert after.generated_tokens == before.generated_tokens, "it was given tokens"
-    # The step under way when the client hangs up is counted already; one more may begin before the server sees it.
+    # The step under way when the client hangs up is counted already; one more may begin before the
+    # server sees it.
     assert after.steps - hung_up_at <= 1
 
 
 def test_a_long_prompt_and_a_flow_of_short_ones_are_all_answered(server: TinyServer) -> None:
-    """Short ones come one after the other and end before the long one, which ends although they never stop coming."""
+    """Short ones come one after the other and end before the long one, which ends although they
+    never stop coming.
+    """
     long, shorts = numbers(LONG, 19), [numbers(30, step) for step in (3, 5, 7)]
     expected = server.complete(long, cache_salt="alone")
     with ThreadPoolExecutor(4) as pool:

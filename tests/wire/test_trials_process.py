@@ -1,6 +1,7 @@
 """Trials of the server's process: signals under load, an engine that dies, a kill.
 
-Somebody must start it again, so what counts is that clients hear of it, how it ends, and that the next start works.
+Somebody must start it again, so what counts is that clients hear of it, how it ends, and that the
+next start works.
 """
 
 from __future__ import annotations
@@ -21,7 +22,17 @@ from typing import Any
 import httpx
 import pytest
 
-from .conftest import CHAT, MODEL, USER, chat_body, free_port, healthy, scrape, stream_data, wait_until
+from .conftest import (
+    CHAT,
+    MODEL,
+    USER,
+    chat_body,
+    free_port,
+    healthy,
+    scrape,
+    stream_data,
+    wait_until,
+)
 from .tiny import COMPLETIONS, body, numbers, tiny_folder
 
 ROOT = Path(__file__).parents[2]
@@ -51,15 +62,23 @@ app(sys.argv[1:])
 
 
 @contextmanager
-def process(*command: str, start_s: float = 60, **variables: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+def process(
+    *command: str, start_s: float = 60, **variables: str
+) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """A server of `command PORT`, healthy, and its address."""
     port = free_port()
     arguments = [sys.executable, *(argument.replace("PORT", str(port)) for argument in command)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
-    with subprocess.Popen(arguments, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment) as server:
+    with subprocess.Popen(
+        arguments, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment
+    ) as server:
         try:
             url = f"http://127.0.0.1:{port}"
-            wait_until(lambda: server.poll() is not None or healthy(url), "the server is not healthy", start_s)
+            wait_until(
+                lambda: server.poll() is not None or healthy(url),
+                "the server is not healthy",
+                start_s,
+            )
             yield url, server
         finally:
             server.kill()
@@ -84,19 +103,27 @@ def status_of(url: str, path: str) -> int:
 
 
 def test_sigterm_lets_running_answers_end_and_refuses_new_ones() -> None:
-    with fake(20) as (url, server), httpx.Client(base_url=url, timeout=30) as client, ThreadPoolExecutor(9) as pool:
+    with (
+        fake(20) as (url, server),
+        httpx.Client(base_url=url, timeout=30) as client,
+        ThreadPoolExecutor(9) as pool,
+    ):
         assert status_of(url, "/ready") == 200
         # A token takes a millisecond and more.
         asked = said("endless", max_tokens=450, model=MODEL)
         running = [pool.submit(client.post, CHAT, json=asked) for _ in range(4)]
         streams = [pool.submit(client.post, CHAT, json=asked | {"stream": True}) for _ in range(4)]
-        with client.stream("POST", CHAT, json=said("endless", max_tokens=480, stream=True)) as first:
+        with client.stream(
+            "POST", CHAT, json=said("endless", max_tokens=480, stream=True)
+        ) as first:
             lines = first.iter_lines()
             next(lines)
             server.send_signal(signal.SIGTERM)
             wait_until(lambda: status_of(url, "/ready") == 503, "it is still ready")
             refused = httpx.post(url + CHAT, json=said("hello"))
-            assert refused.status_code == 503 and "shutting down" in refused.json()["error"]["message"]
+            assert (
+                refused.status_code == 503 and "shutting down" in refused.json()["error"]["message"]
+            )
             assert [line for line in lines if line][-1] == "data: [DONE]"
         for answer in running:
             assert answer.result().json()["usage"]["completion_tokens"] == 450
@@ -117,7 +144,10 @@ def test_sigterm_ends_an_idle_server_at_once() -> None:
 def test_a_second_sigterm_ends_the_process_at_once() -> None:
     asked = said("endless", max_tokens=None, stream=True)
     with fake(600) as (url, server), httpx.Client(base_url=url) as client:
-        with pytest.raises(httpx.RemoteProtocolError), client.stream("POST", CHAT, json=asked) as response:
+        with (
+            pytest.raises(httpx.RemoteProtocolError),
+            client.stream("POST", CHAT, json=asked) as response,
+        ):
             lines = response.iter_lines()
             next(lines)
             server.send_signal(signal.SIGTERM)
@@ -163,7 +193,11 @@ def test_idle_connections_beyond_the_limit_of_files_cost_nobody_anything() -> No
 def test_a_limit_of_files_that_is_too_low_is_said() -> None:
     limited = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))\n" + FAKE
     done = subprocess.run(
-        [sys.executable, "-c", limited, "1", "1"], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", limited, "1", "1"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert "raise `ulimit -n`" in done.stderr
 
@@ -183,7 +217,9 @@ def test_keys_and_names_that_would_open_or_break_the_server(
 ) -> None:
     command = [sys.executable, "-m", "tangram", *options(folder, name=None), *arguments]
     command[command.index("PORT")] = str(free_port())
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | variables, capture_output=True, timeout=60)
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | variables, capture_output=True, timeout=60
+    )
     assert done.returncode == 2
     assert words in " ".join(done.stderr.decode().split())
 
@@ -196,14 +232,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def options(folder: Path, *more: str, name: str | None = MODEL) -> list[str]:
     named = [] if name is None else ["--served-model-name", name]
     return [
-        "serve", str(folder), "--load-format", "dummy", *named, "--port", "PORT",
-        "--chunk-tokens", "64", "--kv-cache-gib", "0.02", "--max-num-batched-tokens", "256", *more,
-    ]  # fmt: skip
+        "serve",
+        str(folder),
+        "--load-format",
+        "dummy",
+        *named,
+        "--port",
+        "PORT",
+        "--chunk-tokens",
+        "64",
+        "--kv-cache-gib",
+        "0.02",
+        "--max-num-batched-tokens",
+        "256",
+        *more,
+    ]
 
 
 def test_where_the_model_lies_is_told_to_nobody(folder: Path) -> None:
     started = process(
-        "-m", "tangram", *options(folder, "--kv-retention", "1.0", "--metrics-aliases", "vllm", name=None)
+        "-m",
+        "tangram",
+        *options(folder, "--kv-retention", "1.0", "--metrics-aliases", "vllm", name=None),
     )
     with started as (url, _), httpx.Client(base_url=url, timeout=30) as client:
         (card,) = client.get("/v1/models").json()["data"]
@@ -223,7 +273,9 @@ def test_a_dying_engine_ends_the_process_and_nobody_waits_for_it(folder: Path) -
     with process("-c", DYING, *server_options) as (url, server), ThreadPoolExecutor(6) as pool:
         asked = body(numbers(20), max_tokens=2000)
         waiting: list[Future[httpx.Response]] = [
-            pool.submit(httpx.post, url + COMPLETIONS, json=asked | {"stream": number % 2 == 0}, timeout=30)
+            pool.submit(
+                httpx.post, url + COMPLETIONS, json=asked | {"stream": number % 2 == 0}, timeout=30
+            )
             for number in range(6)
         ]
         answers = [each.result() for each in waiting]
@@ -247,15 +299,19 @@ def loaded(url: str) -> tuple[float, float]:
 
 def test_sigterm_under_load_lets_a_real_engine_end_what_it_has_taken(folder: Path) -> None:
     """Those that wait for a place have been taken, too."""
-    server_options = options(folder, "--kv-retention", "1.0", "--max-num-seqs", "4", "--shutdown-grace-s", "120")
+    server_options = options(
+        folder, "--kv-retention", "1.0", "--max-num-seqs", "4", "--shutdown-grace-s", "120"
+    )
     with process("-m", "tangram", *server_options) as (url, server), ThreadPoolExecutor(12) as pool:
         answers = [
             pool.submit(
-                httpx.post, url + COMPLETIONS, timeout=120,
+                httpx.post,
+                url + COMPLETIONS,
+                timeout=120,
                 json=body(numbers(20, 3 + number), max_tokens=500, stream=number % 2 == 0),
             )
             for number in range(12)
-        ]  # fmt: skip
+        ]
         wait_until(lambda: loaded(url) == (4, 8), "there is no load", 30)
         server.send_signal(signal.SIGTERM)
         wait_until(lambda: status_of(url, "/ready") == 503, "it is still ready")
@@ -278,8 +334,13 @@ def test_sigterm_under_load_lets_a_real_engine_end_what_it_has_taken(folder: Pat
 def test_who_is_answered_as_a_whole_hears_of_a_kill_at_once(folder: Path) -> None:
     with process("-m", "tangram", *options(folder, "--kv-retention", "1.0")) as (url, server):
         with ThreadPoolExecutor(2) as pool:
-            asked = [body(numbers(20, 3), max_tokens=3000), body(numbers(20, 5), max_tokens=3000, n=2)]
-            answers = [pool.submit(httpx.post, url + COMPLETIONS, json=each, timeout=60) for each in asked]
+            asked = [
+                body(numbers(20, 3), max_tokens=3000),
+                body(numbers(20, 5), max_tokens=3000, n=2),
+            ]
+            answers = [
+                pool.submit(httpx.post, url + COMPLETIONS, json=each, timeout=60) for each in asked
+            ]
             wait_until(lambda: loaded(url) == (3, 0), "they do not run", 30)
             begin_s = time.monotonic()
             server.kill()
@@ -291,13 +352,17 @@ def test_who_is_answered_as_a_whole_hears_of_a_kill_at_once(folder: Path) -> Non
         assert server.wait(timeout=10) == -signal.SIGKILL
 
 
-def test_after_a_kill_the_next_start_finds_the_cache_as_it_was(folder: Path, tmp_path: Path) -> None:
+def test_after_a_kill_the_next_start_finds_the_cache_as_it_was(
+    folder: Path, tmp_path: Path
+) -> None:
     command, cache = ("-m", "tangram", *options(folder, "--kv-retention", "0.5")), str(tmp_path)
     with process(*command, TANGRAM_CACHE=cache, start_s=120) as (url, server):
         expected = httpx.post(url + COMPLETIONS, json=body(numbers(200))).json()["choices"]
         with (
             pytest.raises(httpx.TransportError),
-            httpx.stream("POST", url + COMPLETIONS, json=body(numbers(20), stream=True, max_tokens=3000)) as response,
+            httpx.stream(
+                "POST", url + COMPLETIONS, json=body(numbers(20), stream=True, max_tokens=3000)
+            ) as response,
         ):
             lines = response.iter_lines()
             next(lines)
@@ -308,15 +373,23 @@ def test_after_a_kill_the_next_start_finds_the_cache_as_it_was(folder: Path, tmp
     with process(*command, TANGRAM_CACHE=cache, start_s=120) as (url, server):
         assert httpx.post(url + COMPLETIONS, json=body(numbers(200))).json()["choices"] == expected
         assert healthy(url)
-        wait_until(lambda: 'tangram_kv_pages{state="held"} 0.0' in httpx.get(url + "/metrics").text, "pages are held")
+        wait_until(
+            lambda: 'tangram_kv_pages{state="held"} 0.0' in httpx.get(url + "/metrics").text,
+            "pages are held",
+        )
         server.send_signal(signal.SIGTERM)
         assert server.wait(timeout=15) == 0
     assert profile.stat().st_mtime_ns == written_ns
 
 
-def test_a_cache_folder_that_cannot_be_written_costs_the_cache_only(folder: Path, tmp_path: Path) -> None:
+def test_a_cache_folder_that_cannot_be_written_costs_the_cache_only(
+    folder: Path, tmp_path: Path
+) -> None:
     tmp_path.joinpath("file").write_text("not a folder")
-    command, cache = ("-m", "tangram", *options(folder, "--kv-retention", "0.5")), str(tmp_path / "file")
+    command, cache = (
+        ("-m", "tangram", *options(folder, "--kv-retention", "0.5")),
+        str(tmp_path / "file"),
+    )
     with process(*command, TANGRAM_CACHE=cache, start_s=120) as (url, server):
         assert httpx.post(url + COMPLETIONS, json=body(numbers(200))).status_code == 200
         server.send_signal(signal.SIGTERM)

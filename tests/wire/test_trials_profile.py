@@ -1,4 +1,6 @@
-"""Trials of a server's start with a profile that is not for it: it never listens, and says which field is wrong."""
+"""Trials of a server's start with a profile that is not for it: it never listens, and says which
+field is wrong.
+"""
 
 from __future__ import annotations
 
@@ -41,25 +43,61 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One of a model with half the heads and a layer more."""
     other = tmp_path_factory.mktemp("other")
     LlamaConfig(
-        vocab_size=300, hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=4096, pad_token_id=0, bos_token_id=1,
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=4096,
+        pad_token_id=0,
+        bos_token_id=1,
         eos_token_id=2,
-    ).save_pretrained(other)  # fmt: skip
+    ).save_pretrained(other)
     return Path(profile_file(load_model(str(other), load_format="dummy"), other))
 
 
 def refusal(folder: Path, profile: Path, *more: str) -> str:
-    """What a server says that is started with `profile`, after it has ended, with 2, without ever listening."""
+    """What a server says that is started with `profile`, after it has ended, with 2, without ever
+    listening.
+    """
     port = free_port()
     command = [
-        sys.executable, "-m", "tangram", "serve", str(folder), "--load-format", "dummy", "--port", str(port),
-        "--chunk-tokens", "32", "--page-tokens", "8", "--heads-per-page", "2", "--kv-cache-gib", "0.01",
-        "--max-num-batched-tokens", "128", "--kv-retention", "0.5", "--profile", str(profile), *more,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "tangram",
+        "serve",
+        str(folder),
+        "--load-format",
+        "dummy",
+        "--port",
+        str(port),
+        "--chunk-tokens",
+        "32",
+        "--page-tokens",
+        "8",
+        "--heads-per-page",
+        "2",
+        "--kv-cache-gib",
+        "0.01",
+        "--max-num-batched-tokens",
+        "128",
+        "--kv-retention",
+        "0.5",
+        "--profile",
+        str(profile),
+        *more,
+    ]
     ended = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False,
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
         env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"},
-    )  # fmt: skip
+    )
     assert ended.returncode == 2, "starting it again does not help"
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"http://127.0.0.1:{port}/health")
@@ -69,13 +107,19 @@ def refusal(folder: Path, profile: Path, *more: str) -> str:
 
 def test_a_profile_of_another_model_is_named_by_what_differs(folder: Path, foreign: Path) -> None:
     said = refusal(folder, foreign)
-    for phrase in ("layers is 3 in the profile, 2 in the model", "kv_heads is 2 in the profile, 4 in the model"):
+    for phrase in (
+        "layers is 3 in the profile, 2 in the model",
+        "kv_heads is 2 in the profile, 4 in the model",
+    ):
         assert phrase in said
 
 
 def test_a_profile_for_other_options_is_named_by_what_differs(folder: Path, profile: Path) -> None:
     said = refusal(folder, profile, "--chunk-tokens", "64", "--scope", "layer")
-    assert "chunk_tokens is 32 in the profile, 64 was asked" in said and "scope is 'model' in the profile" in said
+    assert (
+        "chunk_tokens is 32 in the profile, 64 was asked" in said
+        and "scope is 'model' in the profile" in said
+    )
 
 
 def _with_nan(content: Content) -> None:

@@ -31,10 +31,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyServer]:
 
 def vocabularies() -> int:
     """How many tensors have a value for each token."""
-    return sum(type(found) is torch.Tensor and found.shape == (VOCABULARY,) for found in gc.get_objects())
+    return sum(
+        type(found) is torch.Tensor and found.shape == (VOCABULARY,) for found in gc.get_objects()
+    )
 
 
-def test_completions_that_wait_are_counted_and_hold_nothing_of_the_size_of_the_vocabulary(server: TinyServer) -> None:
+def test_completions_that_wait_are_counted_and_hold_nothing_of_the_size_of_the_vocabulary(
+    server: TinyServer,
+) -> None:
     before = vocabularies()
     held = list[Any]()
 
@@ -90,7 +94,9 @@ def test_of_a_list_of_prompts_all_are_taken_or_none(small: TinyServer, stream: b
     small.check_baseline()
 
 
-def test_what_is_wrong_with_the_last_prompt_is_seen_before_the_first_is_begun(small: TinyServer) -> None:
+def test_what_is_wrong_with_the_last_prompt_is_seen_before_the_first_is_begun(
+    small: TinyServer,
+) -> None:
     with small.http() as client:
         refused = client.post(COMPLETIONS, json=body([*prompts(4), [10**6]]))
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
@@ -149,7 +155,11 @@ def test_a_request_that_cannot_begin_ends_alone(
 
     monkeypatch.setattr(server.engine, "ahead", ahead)
     if place == "queue":
-        failing(server.engine._scheduler, "add", lambda sequence: list(sequence.tokens[: len(odd)]) == odd)
+        failing(
+            server.engine._scheduler,
+            "add",
+            lambda sequence: list(sequence.tokens[: len(odd)]) == odd,
+        )
     elif place == "books":
         failing(completion, "sequence_of", lambda *args: list(args[4]) == odd)
     else:

@@ -1,4 +1,6 @@
-"""What is wrong with a body is said in words of the API: by name, with the limit, and what to do."""
+"""What is wrong with a body is said in words of the API: by name, with the limit, and
+what to do.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ PLAIN: dict[str, dict[str, Any]] = {
 }
 
 
-def post(server: FakeServer, path: str, content: bytes, **headers: str) -> tuple[int, dict[str, Any]]:
+def post(
+    server: FakeServer, path: str, content: bytes, **headers: str
+) -> tuple[int, dict[str, Any]]:
     with server.http() as client:
         response = client.post(path, content=content, headers=JSON | headers)
     return response.status_code, response.json().get("error")
@@ -42,7 +46,11 @@ CALLED = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}
 FUNCTION = {"name": "f", "description": "a", "parameters": {}}
 HALVES: list[tuple[str, dict[str, Any], str]] = [
     *((path, {"model": HALF}, "model") for path in PLAIN),
-    *((path, {name: HALF}, name) for path in (CHAT, COMPLETIONS, RESPONSES) for name in ("user", "prompt_cache_key")),
+    *(
+        (path, {name: HALF}, name)
+        for path in (CHAT, COMPLETIONS, RESPONSES)
+        for name in ("user", "prompt_cache_key")
+    ),
     (CHAT, {"safety_identifier": "a" + HALF}, "safety_identifier"),
     (CHAT, {"metadata": {"a": HALF}}, "metadata.a"),
     (CHAT, {"metadata": {HALF: "a"}}, "metadata"),
@@ -50,17 +58,48 @@ HALVES: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"stop": [HALF]}, "stop[0]"),
     (CHAT, {"logit_bias": {HALF: 1}}, "logit_bias"),
     (CHAT, {"messages": [USER | {"name": HALF}]}, "messages[0].name"),
-    (CHAT, {"messages": [{"role": "tool", "content": "a", "tool_call_id": HALF}]}, "messages[0].tool_call_id"),
-    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [CALL | {"id": HALF}]}]}, "messages[0].tool_calls[0].id"),
-    (CHAT, {"tools": [{"type": "function", "function": FUNCTION | {"name": HALF}}]}, "tools[0].function.name"),
-    (CHAT, {"tools": [{"type": "function", "function": FUNCTION | {"description": HALF}}]},
-     "tools[0].function.description"),
+    (
+        CHAT,
+        {"messages": [{"role": "tool", "content": "a", "tool_call_id": HALF}]},
+        "messages[0].tool_call_id",
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "assistant", "tool_calls": [CALL | {"id": HALF}]}]},
+        "messages[0].tool_calls[0].id",
+    ),
+    (
+        CHAT,
+        {"tools": [{"type": "function", "function": FUNCTION | {"name": HALF}}]},
+        "tools[0].function.name",
+    ),
+    (
+        CHAT,
+        {"tools": [{"type": "function", "function": FUNCTION | {"description": HALF}}]},
+        "tools[0].function.description",
+    ),
     (CHAT, {"tool_choice": {"type": "function", "function": {"name": HALF}}}, "tool_choice"),
     (CHAT, {"chat_template_kwargs": {"a": HALF}}, "chat_template_kwargs.a"),
-    (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "description": HALF}}},
-     "response_format.json_schema.description"),
-    (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": HALF}}}},
-     "response_format.json_schema.schema"),
+    (
+        CHAT,
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "a", "description": HALF},
+            }
+        },
+        "response_format.json_schema.description",
+    ),
+    (
+        CHAT,
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "a", "schema": {"const": HALF}},
+            }
+        },
+        "response_format.json_schema.schema",
+    ),
     (COMPLETIONS, {"prompt": ["a", HALF]}, "prompt"),
     (RESPONSES, {"safety_identifier": HALF}, "safety_identifier"),
     (RESPONSES, {"instructions": HALF}, "instructions"),
@@ -68,12 +107,20 @@ HALVES: list[tuple[str, dict[str, Any], str]] = [
     (RESPONSES, {"input": [{"role": "user", "content": "a", "id": HALF}]}, "input[0].id"),
     (RESPONSES, {"input": [CALLED | {"call_id": HALF}]}, "input[0].call_id"),
     (RESPONSES, {"input": [CALLED | {"name": HALF}]}, "input[0].name"),
-    (RESPONSES, {"tools": [{"type": "function", **FUNCTION, "description": HALF}]}, "tools[0].description"),
+    (
+        RESPONSES,
+        {"tools": [{"type": "function", **FUNCTION, "description": HALF}]},
+        "tools[0].description",
+    ),
     (RESPONSES, {"tool_choice": {"type": "function", "name": HALF}}, "tool_choice"),
     (RESPONSES, {"text": {"format": {"type": "text", "name": HALF}}}, "text.format.name"),
-    (RESPONSES, {"text": {"format": {"type": "json_object", "description": HALF}}}, "text.format.description"),
+    (
+        RESPONSES,
+        {"text": {"format": {"type": "json_object", "description": HALF}}},
+        "text.format.description",
+    ),
     (TOKENIZE, {"prompt": HALF}, "prompt"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -90,7 +137,10 @@ def test_half_a_character_is_refused_by_name(
 def test_half_a_character_in_a_field_that_is_let_by_or_unknown(shared_server: FakeServer) -> None:
     for path in PLAIN:
         assert wrong(shared_server, path, {HALF: 1})["code"] in ("unknown_field", "invalid_value")
-    assert wrong(shared_server, RESPONSES, {"previous_response_id": HALF})["param"] == "previous_response_id"
+    assert (
+        wrong(shared_server, RESPONSES, {"previous_response_id": HALF})["param"]
+        == "previous_response_id"
+    )
     assert wrong(shared_server, RESPONSES, {"metadata": {"a": HALF}})["param"] == "metadata"
 
 
@@ -100,14 +150,29 @@ LONG = "x" * 5_000_000
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [
-        *((path, {name: LONG}, name) for path in (CHAT, RESPONSES) for name in ("user", "safety_identifier")),
-        *((path, {"prompt_cache_key": LONG}, "prompt_cache_key") for path in (CHAT, COMPLETIONS, RESPONSES)),
+        *(
+            (path, {name: LONG}, name)
+            for path in (CHAT, RESPONSES)
+            for name in ("user", "safety_identifier")
+        ),
+        *(
+            (path, {"prompt_cache_key": LONG}, "prompt_cache_key")
+            for path in (CHAT, COMPLETIONS, RESPONSES)
+        ),
         (RESPONSES, {"input": [{"role": "user", "content": "a", "id": LONG}]}, "input[0].id"),
-        (RESPONSES, {"text": {"format": {"type": "json_object", "name": LONG}}}, "text.format.name"),
-        (RESPONSES, {"text": {"format": {"type": "json_object", "description": LONG}}}, "text.format.description"),
+        (
+            RESPONSES,
+            {"text": {"format": {"type": "json_object", "name": LONG}}},
+            "text.format.name",
+        ),
+        (
+            RESPONSES,
+            {"text": {"format": {"type": "json_object", "description": LONG}}},
+            "text.format.description",
+        ),
         (RESPONSES, {"tool_choice": {"type": "function", "name": LONG}}, "tool_choice"),
     ],
-)  # fmt: skip
+)
 def test_what_an_answer_repeats_is_bounded(
     shared_server: FakeServer, path: str, fields: dict[str, Any], param: str
 ) -> None:
@@ -126,7 +191,9 @@ def test_the_first_events_leave_out_what_is_long(fake_server: FakeServer) -> Non
         assert answer.count("d" * length) == times
         assert answer.count('"instructions": "be short"') == 3
         *_, last = [
-            json.loads(line.removeprefix("data: ")) for line in answer.splitlines() if line.startswith("data: ")
+            json.loads(line.removeprefix("data: "))
+            for line in answer.splitlines()
+            if line.startswith("data: ")
         ]
         assert last["response"]["tools"][0]["description"] == "d" * length
 
@@ -148,25 +215,43 @@ def test_the_first_events_leave_out_what_is_long(fake_server: FakeServer) -> Non
         (b"[]", "must be a JSON object"),
     ],
 )
-def test_what_is_no_body_is_told_why(shared_server: FakeServer, path: str, content: bytes, words: str) -> None:
+def test_what_is_no_body_is_told_why(
+    shared_server: FakeServer, path: str, content: bytes, words: str
+) -> None:
     status, error = post(shared_server, path, content)
     assert (status, error["type"]) == (400, "invalid_request_error")
     assert words in error["message"]
-    assert not any(word in error["message"] for word in ("instance of", "None", "parsing the body", "set_int_max"))
+    assert not any(
+        word in error["message"]
+        for word in ("instance of", "None", "parsing the body", "set_int_max")
+    )
 
 
 def test_what_is_in_another_coding_is_told_so(shared_server: FakeServer) -> None:
     body = json.dumps(PLAIN[CHAT]).encode()
     for coding in ("gzip", "br, gzip", "x" * 3000):
-        status, error = post(shared_server, CHAT, gzip.compress(body), **{"Content-Encoding": coding})
+        status, error = post(
+            shared_server, CHAT, gzip.compress(body), **{"Content-Encoding": coding}
+        )
         assert (status, error["code"]) == (415, "unsupported_content_encoding")
         assert "Content-Encoding" in error["message"] and len(error["message"]) < 300
     assert post(shared_server, CHAT, body, **{"Content-Encoding": "Identity"})[0] == 200
     with shared_server.http() as client:
-        for headers in ({}, {"Content-Type": "text/plain"}, {"Content-Type": "application/x-www-form-urlencoded"}):
+        for headers in (
+            {},
+            {"Content-Type": "text/plain"},
+            {"Content-Type": "application/x-www-form-urlencoded"},
+        ):
             response = client.post(CHAT, content=body, headers=headers)
-            assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_content_type")
-    for spelled in ("application/json; charset=latin-1", "application/vnd.api+json", "APPLICATION/JSON"):
+            assert (response.status_code, response.json()["error"]["code"]) == (
+                400,
+                "invalid_content_type",
+            )
+    for spelled in (
+        "application/json; charset=latin-1",
+        "application/vnd.api+json",
+        "APPLICATION/JSON",
+    ):
         assert post(shared_server, CHAT, body, **{"Content-Type": spelled})[0] == 200
     assert post(shared_server, CHAT, body.decode().encode("utf-16"))[0] == 200
 
@@ -174,15 +259,23 @@ def test_what_is_in_another_coding_is_told_so(shared_server: FakeServer) -> None
 @pytest.mark.parametrize(
     ("path", "content", "param"),
     [
-        (CHAT, b'{"model":"other","model":"fake-model","messages":[{"role":"user","content":"a"}]}', "model"),
-        (CHAT, b'{"model":"fake-model","messages":[{"role":"user","content":"a","content":"b"}]}', "content"),
+        (
+            CHAT,
+            b'{"model":"other","model":"fake-model","messages":[{"role":"user","content":"a"}]}',
+            "model",
+        ),
+        (
+            CHAT,
+            b'{"model":"fake-model","messages":[{"role":"user","content":"a","content":"b"}]}',
+            "content",
+        ),
         (TOKENIZE, b'{"prompt":"a","chat_template_kwargs":{"a":1,"\\u0061":1}}', "a"),
         (COMPLETIONS, b'{"model":"fake-model","prompt":"a","logit_bias":{"7":1,"7":2}}', "7"),
         (RESPONSES, b'{"model":"fake-model","input":"a","stream":false,"stream":false}', "stream"),
         (TOKENIZE, b'{"prompt":"a","prompt":"a"}', "prompt"),
         (TOKENIZE, b'{"prompt":"' + b"a" * 100_000 + b'","prompt":"a"}', "prompt"),
     ],
-)  # fmt: skip
+)
 def test_a_field_that_comes_twice_is_refused_by_name(
     shared_server: FakeServer, path: str, content: bytes, param: str
 ) -> None:
@@ -196,7 +289,14 @@ def test_one_token_has_one_bias(shared_server: FakeServer, path: str) -> None:
     for bias in ({"7": 1, "007": 2}, {"00": 1, "5": 1, "0": 1}):
         error = wrong(shared_server, path, {"logit_bias": bias})
         assert error["param"] == "logit_bias" and "the same token" in error["message"]
-    assert post(shared_server, path, json.dumps(PLAIN[path] | {"logit_bias": {"007": 1, "8": 1}}).encode())[0] == 200
+    assert (
+        post(
+            shared_server,
+            path,
+            json.dumps(PLAIN[path] | {"logit_bias": {"007": 1, "8": 1}}).encode(),
+        )[0]
+        == 200
+    )
 
 
 @pytest.mark.parametrize(
@@ -215,7 +315,10 @@ def test_what_should_be_an_object_is_told_so(
     shared_server: FakeServer, path: str, fields: dict[str, Any], param: str
 ) -> None:
     error = wrong(shared_server, path, fields)
-    assert (error["param"], error["message"]) == (param, f"{param}: must be a JSON object (a dictionary)")
+    assert (error["param"], error["message"]) == (
+        param,
+        f"{param}: must be a JSON object (a dictionary)",
+    )
 
 
 def test_a_nameless_field_is_named(shared_server: FakeServer) -> None:

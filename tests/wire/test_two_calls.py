@@ -22,17 +22,33 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 def scripted_twice(mark: str, first: str, second: str) -> dict[str, Any]:
-    """What has any model call `first`, then `second`, and end: a call has each token of `mark` twice, at its ends."""
+    """What has any model call `first`, then `second`, and end: a call has each token of `mark`
+    twice, at its ends.
+    """
     encode = load_tokenizer("smollm2").encode
     bias = {token: 100 - at / 4 for at, token in enumerate(encode(mark, add_special_tokens=False))}
-    bias |= {encode(first)[0]: 3, encode(second)[0]: 2, END: 91.5}  # between the mark's after one call and after two
+    bias |= {
+        encode(first)[0]: 3,
+        encode(second)[0]: 2,
+        END: 91.5,
+    }  # between the mark's after one call and after two
     penalties = {"presence_penalty": 2, "frequency_penalty": 2}
-    return {"temperature": 0, **penalties, "logit_bias": {str(token): value for token, value in bias.items()}}
+    return {
+        "temperature": 0,
+        **penalties,
+        "logit_bias": {str(token): value for token, value in bias.items()},
+    }
 
 
 def test_two_calls_of_one_answer_have_their_own_places_and_ids(client: Any) -> None:
-    # The tokenizer has one token for "</": with a "<" inside, each token of the mark comes twice in a call.
-    wanted = {"type": "object", "properties": {"a": {"const": "a<b"}}, "required": ["a"], "additionalProperties": False}
+    # The tokenizer has one token for "</": with a "<" inside, each token of the mark comes twice in
+    # a call.
+    wanted = {
+        "type": "object",
+        "properties": {"a": {"const": "a<b"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
     fields = {"tools": [tool("clock", wanted), tool("sun", wanted)], "tool_choice": "auto"}
     fields |= scripted_twice("<tool_call>", "clock", "sun")
     (whole,) = ask(client, **fields).choices

@@ -1,4 +1,6 @@
-"""Every series under vLLM's names has the value of the one under ours, of numbers that are all different."""
+"""Every series under vLLM's names has the value of the one under ours, of numbers that are all
+different.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,14 @@ from .test_observability import families
 
 GAUGES = {"num_requests_running": "requests_running", "num_requests_waiting": "requests_waiting"}
 COUNTERS = {
-    "prompt_tokens": "prompt_tokens", "prompt_tokens_cached": "cached_prompt_tokens",
-    "generation_tokens": "generated_tokens", "num_preemptions": "preemptions", "prefix_cache_queries": "prompt_tokens",
-    "prefix_cache_hits": "cached_prompt_tokens", "request_success": "completions",
-}  # fmt: skip
+    "prompt_tokens": "prompt_tokens",
+    "prompt_tokens_cached": "cached_prompt_tokens",
+    "generation_tokens": "generated_tokens",
+    "num_preemptions": "preemptions",
+    "prefix_cache_queries": "prompt_tokens",
+    "prefix_cache_hits": "cached_prompt_tokens",
+    "request_success": "completions",
+}
 HISTOGRAMS = {
     "time_to_first_token_seconds": "time_to_first_token_seconds",
     "inter_token_latency_seconds": "inter_token_latency_seconds",
@@ -37,18 +43,30 @@ HISTOGRAMS = {
 
 @pytest.fixture
 def exposed(monkeypatch: pytest.MonkeyPatch) -> dict[str, Metric]:
-    """What is exposed after completions of several lengths and ends, by an engine all of whose numbers differ."""
+    """What is exposed after completions of several lengths and ends, by an engine all of whose
+    numbers differ.
+    """
     plain = FakeEngine.stats
 
     def told(engine: FakeEngine) -> EngineStats:
         return replace(
-            plain(engine), running=41, waiting=42, prompt_tokens=4300, cached_tokens=44, generated_tokens=45,
-            preemptions=46, pages_held=250,
-        )  # fmt: skip
+            plain(engine),
+            running=41,
+            waiting=42,
+            prompt_tokens=4300,
+            cached_tokens=44,
+            generated_tokens=45,
+            preemptions=46,
+            pages_held=250,
+        )
 
     monkeypatch.setattr(FakeEngine, "stats", told)
     with run_fake_server(telemetry=Telemetry(vllm_names=True)) as server, server.http() as client:
-        for fields in ({"max_tokens": 3}, {"n": 2}, {"messages": [{"role": "user", "content": "a"}]}):
+        for fields in (
+            {"max_tokens": 3},
+            {"n": 2},
+            {"messages": [{"role": "user", "content": "a"}]},
+        ):
             assert client.post(CHAT, json=chat_body(**fields)).status_code == 200
         return families(client.get("/metrics").text)
 
@@ -57,14 +75,18 @@ def numbers(family: Metric) -> dict[tuple[str, ...], float]:
     """(rest of the sample's name, what its labels say besides model and engine) → value."""
     values: dict[tuple[str, ...], float] = {}
     for sample in family.samples:
-        own = [value for label, value in sample.labels.items() if label not in ("model_name", "engine")]
+        own = [
+            value for label, value in sample.labels.items() if label not in ("model_name", "engine")
+        ]
         if not sample.name.endswith("_created"):
             values[sample.name.removeprefix(family.name), *own] = sample.value
     return values
 
 
 def test_each_has_the_value_of_ours(exposed: dict[str, Metric]) -> None:
-    pairs = {**GAUGES, **HISTOGRAMS} | {f"{theirs}_total": f"{ours}_total" for theirs, ours in COUNTERS.items()}
+    pairs = {**GAUGES, **HISTOGRAMS} | {
+        f"{theirs}_total": f"{ours}_total" for theirs, ours in COUNTERS.items()
+    }
     named = {name.removeprefix("vllm:") for name in exposed if name.startswith("vllm:")}
     assert named == {*pairs, "kv_cache_usage_perc"}
     for theirs, ours in pairs.items():
@@ -78,6 +100,10 @@ def test_each_has_the_value_of_ours(exposed: dict[str, Metric]) -> None:
 
 def test_no_two_of_ours_are_alike(exposed: dict[str, Metric]) -> None:
     """Or a name that is given to the wrong one would not be found."""
-    ours = {*GAUGES.values(), *HISTOGRAMS.values(), *(f"{name}_total" for name in COUNTERS.values())}
+    ours = {
+        *GAUGES.values(),
+        *HISTOGRAMS.values(),
+        *(f"{name}_total" for name in COUNTERS.values()),
+    }
     values = [tuple(numbers(exposed[f"tangram_{name}"]).values()) for name in ours]
     assert len(set(values)) == len(values)

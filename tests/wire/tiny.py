@@ -1,5 +1,7 @@
-"""Servers over a real engine of a tiny random model, whose tokens read as numbers: started in a second, fast enough
-to be hammered. `run_tiny_server` is one in a thread, whose engine a test can look into."""
+"""Servers over a real engine of a tiny random model, whose tokens read as numbers: started in a
+second, fast enough to be put under stress. `run_tiny_server` is one in a thread, whose engine a
+test can look into.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,18 @@ COMPLETIONS = "/v1/completions"
 def tiny_folder(path: Path, vocabulary: int = VOCABULARY) -> Path:
     """A model of which there is nothing but its config."""
     LlamaConfig(
-        vocab_size=vocabulary, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, head_dim=16, max_position_embeddings=4096, pad_token_id=0, bos_token_id=1,
+        vocab_size=vocabulary,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=16,
+        max_position_embeddings=4096,
+        pad_token_id=0,
+        bos_token_id=1,
         eos_token_id=2,
-    ).save_pretrained(path)  # fmt: skip
+    ).save_pretrained(path)
     return path
 
 
@@ -43,10 +53,17 @@ def tiny_engine(folder: Path, **options: Any) -> Engine:
     """An engine that serves half of the cache by default, and all of it on request."""
     loaded: LoadedModel = load_model(str(folder), load_format="dummy")
     defaults: dict[str, Any] = {
-        "model": str(folder), "load_format": "dummy", "kv_retention": 0.5, "chunk_tokens": CHUNK, "page_tokens": 8,
-        "heads_per_page": 2, "kv_cache_gib": 0.01, "max_num_seqs": 4, "max_num_batched_tokens": 128,
+        "model": str(folder),
+        "load_format": "dummy",
+        "kv_retention": 0.5,
+        "chunk_tokens": CHUNK,
+        "page_tokens": 8,
+        "heads_per_page": 2,
+        "kv_cache_gib": 0.01,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 128,
         "profile": (profile_file(loaded, folder),),
-    }  # fmt: skip
+    }
     return engine_of(EngineConfig(**(defaults | options)), loaded)
 
 
@@ -57,7 +74,13 @@ def numbers(count: int, step: int = 1) -> list[int]:
 
 def body(prompt: list[int] | list[list[int]], **fields: Any) -> dict[str, Any]:
     """A completion that only its length ends."""
-    return {"model": MODEL, "prompt": prompt, "temperature": 0, "ignore_eos": True, "max_tokens": 8} | fields
+    return {
+        "model": MODEL,
+        "prompt": prompt,
+        "temperature": 0,
+        "ignore_eos": True,
+        "max_tokens": 8,
+    } | fields
 
 
 @dataclass
@@ -81,7 +104,9 @@ class TinyServer:
     def check_baseline(self) -> None:
         """Nothing runs, nothing is held, the books add up, and whoever asks is answered."""
         wait_until(lambda: self.engine.stats().running == 0, "a request still runs", timeout_s=20)
-        wait_until(lambda: self.engine.stats().pages_held == 0, "pages are still held", timeout_s=20)
+        wait_until(
+            lambda: self.engine.stats().pages_held == 0, "pages are still held", timeout_s=20
+        )
         self.engine.check_books()
         assert healthy(self.url)
         assert self.complete(numbers(9, 7), max_tokens=3)
@@ -90,7 +115,9 @@ class TinyServer:
 
 
 @contextmanager
-def run_tiny_server(folder: Path, limits: Limits | None = None, **options: Any) -> Iterator[TinyServer]:
+def run_tiny_server(
+    folder: Path, limits: Limits | None = None, **options: Any
+) -> Iterator[TinyServer]:
     """A real uvicorn on a free port, in a thread, over a `tiny_engine` of `options`."""
     engine = tiny_engine(folder, **options)
     app = build_app(engine, served_model_name=MODEL, limits=limits)

@@ -1,4 +1,6 @@
-"""The scorers by name. A new one is one file with one method and one line here; see docs/scorers.md."""
+"""The scorers by name. A new one is one file with one method and one line here; see
+docs/scorers.md.
+"""
 
 from __future__ import annotations
 
@@ -20,37 +22,58 @@ from tangram.compress.scorers.tova import TOVA
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError, ProfileError
 
-__all__ = ["SCORERS", "Choice", "ChunkView", "Reconstruction", "Scorer", "choose", "make_scorer", "read_profiles"]
+__all__ = [
+    "SCORERS",
+    "Choice",
+    "ChunkView",
+    "Reconstruction",
+    "Scorer",
+    "choose",
+    "make_scorer",
+    "read_profiles",
+]
 
 Recorded = TypeVar("Recorded", bound=str)
 
 SCORERS: dict[str, type[Scorer]] = {
-    scorer.name: scorer for scorer in (StreamingLLM, TOVA, SnapKV, KeyDiff, ExpectedAttention, KVzip, FastKVzip)
+    scorer.name: scorer
+    for scorer in (StreamingLLM, TOVA, SnapKV, KeyDiff, ExpectedAttention, KVzip, FastKVzip)
 }
 
 
 class ScorerChoice(NamedTuple):
-    """What decides which entries stay: a scorer, by its name, and which heads compete by its scores."""
+    """What decides which entries stay: a scorer, by its name, and which heads compete by its
+    scores.
+    """
 
     scorer: str
     scope: Scope
 
 
 def read_profiles(config: EngineConfig) -> dict[str, Profile]:
-    """The profiles that `config` names, by path. Raises `ProfileError` for one that cannot be read."""
+    """The profiles that `config` names, by path. Raises `ProfileError` for one that
+    cannot be read.
+    """
     return {path: Profile.load(path) for path in config.profile}
 
 
-def choose(config: EngineConfig, model: ModelFingerprint | None, profiles: Mapping[str, Profile]) -> ScorerChoice:
+def choose(
+    config: EngineConfig, model: ModelFingerprint | None, profiles: Mapping[str, Profile]
+) -> ScorerChoice:
     """What `config` asks for; or else what `profiles`, its own, record; or else the defaults.
 
-    Those are for its gate, `model` and scorer. Raises `ProfileError` if profiles that are to say it do not agree.
+    Those are for its gate, `model` and scorer. Raises `ProfileError` if profiles that are to say it
+    do not agree.
     """
     scorer, scope = config.scorer, config.scope
     if scorer is None:
-        scorer = _agreed("scorers", {path: profile.scorer.name for path, profile in profiles.items()})
+        scorer = _agreed(
+            "scorers", {path: profile.scorer.name for path, profile in profiles.items()}
+        )
     if scorer is None:
-        gated = config.gate is not None or (model is not None and find_gate(shipped_gates(), model) is not None)
+        gated = config.gate is not None or (
+            model is not None and find_gate(shipped_gates(), model) is not None
+        )
         scorer = FastKVzip.name if gated else KeyDiff.name
     if scope is None:
         scope = _agreed("scopes", {path: profile.scope for path, profile in profiles.items()})
@@ -60,15 +83,21 @@ def choose(config: EngineConfig, model: ModelFingerprint | None, profiles: Mappi
 def _agreed(what: str, recorded: Mapping[str, Recorded]) -> Recorded | None:
     if len(set(recorded.values())) > 1:
         listed = ", ".join(f"{path} for {name}" for path, name in recorded.items())
-        raise ProfileError(f"the profiles given are for several {what} ({listed}): give those of one")
+        raise ProfileError(
+            f"the profiles given are for several {what} ({listed}): give those of one"
+        )
     return next(iter(recorded.values()), None)
 
 
-def make_scorer(name: str, *, gate: Path | None = None, model: ModelFingerprint | None = None) -> Scorer:
-    """The scorer called `name` with its default parameters; `gate` is the gate file of fastkvzip and of no other.
+def make_scorer(
+    name: str, *, gate: Path | None = None, model: ModelFingerprint | None = None
+) -> Scorer:
+    """The scorer called `name` with its default parameters; `gate` is the gate file of fastkvzip
+    and of no other.
 
     Without one fastkvzip takes the gate that ships for exactly the weights of `model`.
-    `ConfigError` if the name is unknown, a gate is missing or damaged, or a gate is given to a scorer without one.
+    `ConfigError` if the name is unknown, a gate is missing or damaged, or a gate is given to a
+    scorer without one.
     """
     if name not in SCORERS:
         raise ConfigError(f"scorer is {name!r}, it must be one of {', '.join(sorted(SCORERS))}")
@@ -77,10 +106,13 @@ def make_scorer(name: str, *, gate: Path | None = None, model: ModelFingerprint 
         found = find_gate(shipped_gates(), model) if gate is None and model is not None else gate
         if found is None:
             raise ConfigError(
-                f"gate is not set, scorer {name} needs a gate file and none ships for this model: give the path of "
+                f"gate is not set, scorer {name} needs a gate file and none ships for this model: "
+                "give the path of "
                 f"one, or train it with `tangram calibrate --train-gate`"
             )
         return scorer(found)
     if gate is not None:
-        raise ConfigError(f"gate is {str(gate)!r}, scorer {name} takes none: leave it out or choose fastkvzip")
+        raise ConfigError(
+            f"gate is {str(gate)!r}, scorer {name} takes none: leave it out or choose fastkvzip"
+        )
     return scorer()

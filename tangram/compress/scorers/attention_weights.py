@@ -1,4 +1,6 @@
-"""Attention logits by KV head, and the attention of a chunk's last queries, which TOVA and SnapKV read."""
+"""Attention logits by KV head, and the attention of a chunk's last queries, which TOVA and SnapKV
+read.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ def group_queries(queries: Tensor, kv_heads: int) -> Tensor:
 
 
 def grouped_logits(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
-    """[Q, n, D] and [H, m, D] → [H, G, n, m] float32: the scaled products, keys not copied per query head."""
+    """[Q, n, D] and [H, m, D] → [H, G, n, m] float32: the scaled products, keys not copied per
+    query head.
+    """
     kv_heads, tokens, _ = keys.shape
     stacked = group_queries(queries.float(), kv_heads).flatten(1, 2)
     logits = stacked @ keys.float().transpose(-1, -2) * scaling
@@ -22,7 +26,9 @@ def grouped_logits(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
 
 
 def causal_softmax(logits: Tensor) -> Tensor:
-    """Softmax of [..., n, m] along m, where query i of n sees all keys but the last n - 1 - i. Overwrites `logits`."""
+    """Softmax of [..., n, m] along m, where query i of n sees all keys but the last n - 1 - i.
+    Overwrites `logits`.
+    """
     tokens = logits.shape[-2]
     future = torch.ones(tokens, tokens, dtype=torch.bool, device=logits.device).triu(1)
     logits[..., -tokens:].masked_fill_(future, float("-inf"))
@@ -39,6 +45,8 @@ def trailing_attention(chunk: ChunkView, window_tokens: int) -> Tensor:
 
 
 def append_forced(scores: Tensor, tokens: int) -> Tensor:
-    """[H, n] → [H, n + tokens]: appended tokens score one above the best, so they outrank all others."""
+    """[H, n] → [H, n + tokens]: appended tokens score one above the best, so they outrank all
+    others.
+    """
     forced = (scores.max() + 1).expand(scores.shape[0], tokens)
     return torch.cat([scores, forced], dim=1)

@@ -1,4 +1,6 @@
-"""Expected Attention: what future queries are expected to attend to (Devoto et al., arXiv 2510.00636)."""
+"""Expected Attention: what future queries are expected to attend to (Devoto et al., arXiv
+2510.00636).
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,14 @@ from tangram.errors import ConfigError
 
 @dataclass(frozen=True)
 class ExpectedAttention(Scorer):
-    """Future queries are taken as normal, with the mean μ and covariance Σ of the chunk's queries before RoPE.
+    """Future queries are taken as normal, with the mean μ and covariance Σ of the chunk's queries
+    before RoPE.
 
-    With R the mean rotation of the next `future_tokens` positions, s the attention scale and k a key,
-    the score is (softmax(s·k·Rμ + s²/2·k·RΣRᵀ·k) averaged over the query group + `epsilon`)·‖v‖.
-    The first `sinks` tokens of the sequence are outliers: they are left out of μ, Σ and the softmax, and outrank all
-    others. With `epsilon` 0 a token that no query is expected to see loses its value norm too, and answers collapse.
+    With R the mean rotation of the next `future_tokens` positions, s the attention scale and k a
+    key, the score is (softmax(s·k·Rμ + s²/2·k·RΣRᵀ·k) averaged over the query group +
+    `epsilon`)·‖v‖. The first `sinks` tokens of the sequence are outliers: they are left out of μ, Σ
+    and the softmax, and outrank all others. With `epsilon` 0 a token that no query is expected to
+    see loses its value norm too, and answers collapse.
     """
 
     name: ClassVar[str] = "expected_attention"
@@ -48,18 +52,26 @@ class ExpectedAttention(Scorer):
         sinks = self.sinks if chunk.start == 0 else 0
         self.check_tokens(chunk.tokens)
         keys = chunk.keys[:, sinks:].float()
-        expected = self._expected_attention(keys, *self._query_statistics(chunk, sinks), chunk.scaling)
+        expected = self._expected_attention(
+            keys, *self._query_statistics(chunk, sinks), chunk.scaling
+        )
         scores = (expected + self.epsilon) * chunk.values[:, sinks:].float().norm(dim=-1)
         forced = (scores.max() + 1).expand(chunk.kv_heads, sinks)
         return torch.cat([forced, scores], dim=1)
 
     def _query_statistics(self, chunk: ChunkView, sinks: int) -> tuple[Tensor, Tensor]:
-        """Mean [H, G, D] and covariance [H, G, D, D] of the queries, turned to the future positions."""
+        """Mean [H, G, D] and covariance [H, G, D, D] of the queries, turned to the future
+        positions.
+        """
         device = chunk.queries.device
         rotary = needed(chunk.rotary, "the rotary embedding", self)
         end = chunk.start + chunk.tokens
-        cos, sin = (part.float() for part in rotary(torch.arange(chunk.start + sinks, end, device=device)))
-        queries = group_queries(unrotate(chunk.queries[:, sinks:].float(), cos, sin), chunk.kv_heads)
+        cos, sin = (
+            part.float() for part in rotary(torch.arange(chunk.start + sinks, end, device=device))
+        )
+        queries = group_queries(
+            unrotate(chunk.queries[:, sinks:].float(), cos, sin), chunk.kv_heads
+        )
         mean = queries.mean(dim=2, keepdim=True)
         centred = queries - mean
         covariance = centred.transpose(-1, -2) @ centred / queries.shape[2]
@@ -69,11 +81,17 @@ class ExpectedAttention(Scorer):
         return rotate(mean, cos, sin).squeeze(2), rotate(half_turned.transpose(-1, -2), cos, sin)
 
     @staticmethod
-    def _expected_attention(keys: Tensor, mean: Tensor, covariance: Tensor, scaling: float) -> Tensor:
-        """[H, n]: the softmax of the expected logits over `keys` [H, n, D], averaged over the query group."""
+    def _expected_attention(
+        keys: Tensor, mean: Tensor, covariance: Tensor, scaling: float
+    ) -> Tensor:
+        """[H, n]: the softmax of the expected logits over `keys` [H, n, D], averaged over the query
+        group.
+        """
         heads, tokens, dim = keys.shape
         linear = mean @ keys.transpose(-1, -2)
         # One product with the group's covariances side by side: keys are not copied per query head.
-        turned = (keys @ covariance.transpose(1, 2).reshape(heads, dim, -1)).reshape(heads, tokens, -1, dim)
+        turned = (keys @ covariance.transpose(1, 2).reshape(heads, dim, -1)).reshape(
+            heads, tokens, -1, dim
+        )
         quadratic = (turned * keys.unsqueeze(2)).sum(dim=-1).transpose(1, 2)
         return (scaling * linear + 0.5 * scaling**2 * quadratic).softmax(dim=-1).mean(dim=1)

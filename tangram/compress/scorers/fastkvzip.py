@@ -39,7 +39,9 @@ class FastKVzip(Scorer):
         return self.gate.training.model if self.gate.training else None
 
     def score(self, chunk: ChunkView) -> Tensor:
-        """[H, C] float32 in (0, 1). `ConfigError` if the gate was trained for a model of another shape."""
+        """[H, C] float32 in (0, 1). `ConfigError` if the gate was trained for a model of another
+        shape.
+        """
         hidden = needed(chunk.hidden, "hidden", self)
         self._check_shape(chunk, hidden.shape[1])
         self.gate = self.gate.to(hidden.device)
@@ -48,10 +50,19 @@ class FastKVzip(Scorer):
     def _check_shape(self, chunk: ChunkView, hidden: int) -> None:
         shape = self.gate.shape
         group_size = chunk.queries.shape[0] // chunk.kv_heads
-        pairs = {"hidden size": (shape.hidden, hidden), "KV heads": (shape.kv_heads, chunk.kv_heads)}
+        pairs = {
+            "hidden size": (shape.hidden, hidden),
+            "KV heads": (shape.kv_heads, chunk.kv_heads),
+        }
         pairs["query heads per KV head"] = (shape.group_size, group_size)
-        wrong = [f"{what} {ours}, the model has {theirs}" for what, (ours, theirs) in pairs.items() if ours != theirs]
+        wrong = [
+            f"{what} {ours}, the model has {theirs}"
+            for what, (ours, theirs) in pairs.items()
+            if ours != theirs
+        ]
         if chunk.layer >= shape.layers:
             wrong.append(f"{shape.layers} layers, the model has at least {chunk.layer + 1}")
         if wrong:
-            raise ConfigError(f"gate is {str(self.path)!r}, it was trained for another model: {'; '.join(wrong)}")
+            raise ConfigError(
+                f"gate is {str(self.path)!r}, it was trained for another model: {'; '.join(wrong)}"
+            )

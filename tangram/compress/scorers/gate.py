@@ -1,13 +1,14 @@
-"""Fast KVzip's gate: the tensors of the released gates in safetensors, checked, and the forward pass of one layer.
+"""Fast KVzip's gate: the tensors of the released gates in safetensors, checked, and the forward
+pass of one layer.
 
-A gate file holds one state dict a layer, its tensors named `<layer>.<name>`. With d the gate's own head dim and S its
-sinks:
+A gate file holds one state dict a layer, its tensors named `<layer>.<name>`. With d the gate's own
+head dim and S its sinks:
 
     q_proj.weight [H·G·d, hidden]   q_proj.bias [H·G·d]   q_norm.weight [d]   k_base [H, 1, S, d]
     k_proj.weight [H·d, hidden]                           k_norm.weight [d]   b      [H, 1, G]
 
-A gate that was trained here is a safetensors file whose metadata says from what: `training` is the JSON of a
-`GateTraining`.
+A gate that was trained here is a safetensors file whose metadata says from what: `training` is the
+JSON of a `GateTraining`.
 """
 
 from __future__ import annotations
@@ -28,8 +29,17 @@ from torch.nn import functional
 
 from tangram.compress.provenance import GateTraining, ModelFingerprint
 from tangram.errors import ConfigError
+from tangram.foreign_files import replaced
 
-NAMES = ("q_proj.weight", "q_proj.bias", "k_proj.weight", "q_norm.weight", "k_norm.weight", "k_base", "b")
+NAMES = (
+    "q_proj.weight",
+    "q_proj.bias",
+    "k_proj.weight",
+    "q_norm.weight",
+    "k_norm.weight",
+    "k_base",
+    "b",
+)
 NORM_EPSILON = 1e-6
 METADATA = "training"
 # No safetensors, no file; no number of a layer, and a layer that is not there.
@@ -78,7 +88,9 @@ class Gate:
         """The gate on `device`; itself if it is there already."""
         if self.layers[0]["b"].device == device:
             return self
-        moved = ({name: tensor.to(device) for name, tensor in layer.items()} for layer in self.layers)
+        moved = (
+            {name: tensor.to(device) for name, tensor in layer.items()} for layer in self.layers
+        )
         return replace(self, layers=tuple(moved))
 
     def score(self, layer: int, hidden: Tensor) -> Tensor:
@@ -87,16 +99,19 @@ class Gate:
 
 
 def gate_scores(weights: Mapping[str, Tensor], shape: GateShape, hidden: Tensor) -> Tensor:
-    """[H, C] float32 in (0, 1): the gate of one layer, `weights` by their names, over `hidden` [C, hidden].
+    """[H, C] float32 in (0, 1): the gate of one layer, `weights` by their names, over `hidden` [C,
+    hidden].
 
-    A key competes with S learned keys for the query of its own token; the share it wins, averaged over the group, is
-    its score (Fast KVzip).
+    A key competes with S learned keys for the query of its own token; the share it wins, averaged
+    over the group, is its score (Fast KVzip).
     """
     scale = shape.head_dim**-0.5
     queries = functional.linear(hidden.float(), weights["q_proj.weight"], weights["q_proj.bias"])
     keys = functional.linear(hidden.float(), weights["k_proj.weight"])
     queries = queries.reshape(-1, shape.kv_heads, shape.group_size, shape.head_dim)
-    queries = functional.rms_norm(queries, (shape.head_dim,), weights["q_norm.weight"], NORM_EPSILON)
+    queries = functional.rms_norm(
+        queries, (shape.head_dim,), weights["q_norm.weight"], NORM_EPSILON
+    )
     keys = keys.reshape(-1, shape.kv_heads, shape.head_dim)
     keys = functional.rms_norm(keys, (shape.head_dim,), weights["k_norm.weight"], NORM_EPSILON)
     logits = torch.einsum("chgd,chd->hcg", queries, keys) * scale + weights["b"]
@@ -111,21 +126,26 @@ def save_gate(path: Path, gate: Gate) -> None:
     """
     check_path(path)
     tensors = {
-        f"{n}.{name}": layer[name].cpu().half().contiguous() for n, layer in enumerate(gate.layers) for name in NAMES
+        f"{n}.{name}": layer[name].cpu().half().contiguous()
+        for n, layer in enumerate(gate.layers)
+        for name in NAMES
     }
-    metadata = None if gate.training is None else {METADATA: _TRAINING.dump_json(gate.training).decode()}
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_bytes(save(tensors, metadata))
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    metadata = (
+        None if gate.training is None else {METADATA: _TRAINING.dump_json(gate.training).decode()}
+    )
+    with replaced(path) as file:
+        file.write_bytes(save(tensors, metadata))
 
 
 def check_path(path: Path) -> None:
-    """Raise `ConfigError` if no gate can be written to `path`: find out before a training, not after it."""
+    """Raise `ConfigError` if no gate can be written to `path`: find out before a training, not
+    after it.
+    """
     if path.suffix != ".safetensors":
-        raise ConfigError(f"gate is {str(path)!r}, a gate is written as safetensors: give it the suffix .safetensors")
+        raise ConfigError(
+            f"gate is {str(path)!r}, a gate is written as safetensors: give it the suffix "
+            ".safetensors"
+        )
     if path.is_dir():
         raise ConfigError(f"gate is {str(path)!r}, this is a folder: give the path of a file")
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
@@ -133,11 +153,15 @@ def check_path(path: Path) -> None:
         partial.touch()
         partial.unlink()
     except OSError as error:
-        raise ConfigError(f"gate is {str(path)!r}, it cannot be written there: {error.strerror}") from error
+        raise ConfigError(
+            f"gate is {str(path)!r}, it cannot be written there: {error.strerror}"
+        ) from error
 
 
 def load_gate(path: Path) -> Gate:
-    """Read a gate file. `ConfigError` names the file and the first thing in it that is not of the format."""
+    """Read a gate file. `ConfigError` names the file and the first thing in it that is not of the
+    format.
+    """
     with _reading(path):
         layers, metadata = _read(path)
     if not layers:
@@ -155,9 +179,11 @@ def shipped_gates() -> Path:
 
 
 def find_gate(folder: Path, model: ModelFingerprint) -> Path | None:
-    """The first `*.safetensors` of `folder`, by name, that was trained for exactly these weights; None if none was.
+    """The first `*.safetensors` of `folder`, by name, that was trained for exactly these weights;
+    None if none was.
 
-    Reads metadata, no tensors. A file that is no gate is passed over with a logged warning that says why.
+    Reads metadata, no tensors. A file that is no gate is passed over with a logged warning that
+    says why.
     """
     for path in sorted(folder.glob("*.safetensors")):
         try:
@@ -184,8 +210,10 @@ def _reading(path: Path) -> Iterator[None]:
         raise ConfigError(f"gate is {str(path)!r}, there is no such file") from None
     except UNREADABLE as error:
         raise ConfigError(
-            f"gate is {str(path)!r}, it cannot be read as a Fast KVzip gate: {error}. Gates are safetensors files; "
-            f"docs/scorers.md says under 'Gate files' how to convert a released one, which is a PyTorch file"
+            f"gate is {str(path)!r}, it cannot be read as a Fast KVzip gate: {error}. Gates are "
+            "safetensors files; "
+            "docs/scorers.md says under 'Gate files' how to convert a released one, which is a "
+            "PyTorch file"
         ) from error
 
 
@@ -205,7 +233,9 @@ def _read_training(path: Path, metadata: Mapping[str, str]) -> GateTraining | No
     try:
         return _TRAINING.validate_json(metadata[METADATA])
     except ValidationError as error:
-        raise ConfigError(f"gate is {str(path)!r}, its metadata {METADATA!r} is damaged: {error}") from error
+        raise ConfigError(
+            f"gate is {str(path)!r}, its metadata {METADATA!r} is damaged: {error}"
+        ) from error
 
 
 def _read_shape(path: Path, layers: list[Mapping[str, Tensor]]) -> GateShape:
@@ -219,9 +249,13 @@ def _read_shape(path: Path, layers: list[Mapping[str, Tensor]]) -> GateShape:
                 f"it must have {dims} dimensions, none of them empty"
             )
     return GateShape(
-        layers=len(layers), hidden=keys.shape[1], kv_heads=base.shape[0],
-        group_size=bias.shape[2], head_dim=base.shape[3], sinks=base.shape[2],
-    )  # fmt: skip
+        layers=len(layers),
+        hidden=keys.shape[1],
+        kv_heads=base.shape[0],
+        group_size=bias.shape[2],
+        head_dim=base.shape[3],
+        sinks=base.shape[2],
+    )
 
 
 def _check_names(path: Path, layer: int, tensors: Mapping[str, Tensor]) -> None:
@@ -238,6 +272,7 @@ def _check_layer(path: Path, layer: int, tensors: Mapping[str, Tensor], shape: G
     for name, expected in shape.tensor_shapes().items():
         if tuple(tensors[name].shape) != expected:
             raise ConfigError(
-                f"gate is {str(path)!r}, layer {layer} has {name} of shape {list(tensors[name].shape)}, "
+                f"gate is {str(path)!r}, layer {layer} has {name} of shape "
+                f"{list(tensors[name].shape)}, "
                 f"it must be {list(expected)}"
             )

@@ -13,7 +13,9 @@ from tangram.compress.scorers.base import ChunkView, Scorer
 
 @dataclass(frozen=True)
 class KeyDiff(Scorer):
-    """Minus the cosine between a key and the chunk's mean direction: it reads the keys and nothing else."""
+    """Minus the cosine between a key and the chunk's mean direction: it reads the keys and nothing
+    else.
+    """
 
     name: ClassVar[str] = "keydiff"
 

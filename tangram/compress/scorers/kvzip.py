@@ -17,7 +17,8 @@ REPEAT_FIRST = "\n\nRepeat the previous context exactly."
 REPEAT_NEXT = "\n\nRepeat the part of the previous context exactly, starting with"
 PREVIOUS_TOKENS = 8
 
-# Bounds the logits to Q · 64 · (s + C + T) floats: 70 MB for 64 query heads and a chunk of 2,048 tokens.
+# Bounds the logits to Q · 64 · (s + C + T) floats: 70 MB for 64 query heads and a chunk of 2,048
+# tokens.
 QUERY_TILE_TOKENS = 64
 
 
@@ -25,8 +26,9 @@ QUERY_TILE_TOKENS = 64
 class KVzip(Scorer):
     """The most attention that any token of the repeat pass gives a key, over the query group too.
 
-    The softmax of a repeat token runs over the first `sinks` tokens of the sequence (when the chunk is not the first),
-    of which there are as many as every head keeps, the chunk, and the repeat pass up to that token.
+    The softmax of a repeat token runs over the first `sinks` tokens of the sequence (when the chunk
+    is not the first), of which there are as many as every head keeps, the chunk, and the repeat
+    pass up to that token.
     """
 
     name: ClassVar[str] = "kvzip"
@@ -57,10 +59,14 @@ class KVzip(Scorer):
 
 
 def _tile_attention(repeat: Reconstruction, keys: Tensor, begin: int, scaling: float) -> Tensor:
-    """[H, G, tile, n]: attention of one tile of repeat queries over the keys its last query may see."""
+    """[H, G, tile, n]: attention of one tile of repeat queries over the keys its last query may
+    see.
+    """
     queries = repeat.queries[:, begin : begin + QUERY_TILE_TOKENS]
     context = keys.shape[1] - repeat.keys.shape[1]
-    return causal_softmax(grouped_logits(queries, keys[:, : context + begin + queries.shape[1]], scaling))
+    return causal_softmax(
+        grouped_logits(queries, keys[:, : context + begin + queries.shape[1]], scaling)
+    )
 
 
 def repeat_tokens(
@@ -71,9 +77,13 @@ def repeat_tokens(
 ) -> list[int]:
     """The T tokens of the repeat pass over `chunk`: prompt, `suffix`, the chunk again.
 
-    `previous` is the chunk before, None for the first one: its last 8 tokens say where to start. `encode` turns text
-    into tokens without special ones; `suffix` closes the user's turn in the model's chat template (a newline if the
-    model has none).
+    `previous` is the chunk before, None for the first one: its last 8 tokens say where to start.
+    `encode` turns text into tokens without special ones; `suffix` closes the user's turn in the
+    model's chat template (a newline if the model has none).
     """
-    lead = [*encode(REPEAT_FIRST)] if previous is None else [*encode(REPEAT_NEXT), *previous[-PREVIOUS_TOKENS:]]
+    lead = (
+        [*encode(REPEAT_FIRST)]
+        if previous is None
+        else [*encode(REPEAT_NEXT), *previous[-PREVIOUS_TOKENS:]]
+    )
     return [*lead, *suffix, *chunk]

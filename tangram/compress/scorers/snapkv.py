@@ -15,11 +15,12 @@ from tangram.errors import ConfigError
 
 @dataclass(frozen=True)
 class SnapKV(Scorer):
-    """Mean attention of the last `window_tokens` queries, pooled along the tokens, averaged over the query group.
+    """Mean attention of the last `window_tokens` queries, pooled along the tokens, averaged over
+    the query group.
 
-    Pooling (`kernel_tokens` wide, odd; the maximum, or the mean if `max_pooling` is False) keeps the neighbours of an
-    attended token. It happens per query head, before the group is averaged. The window itself outranks all others.
-    The defaults are those of the paper's long-context runs.
+    Pooling (`kernel_tokens` wide, odd; the maximum, or the mean if `max_pooling` is False) keeps
+    the neighbours of an attended token. It happens per query head, before the group is averaged.
+    The window itself outranks all others. The defaults are those of the paper's long-context runs.
     """
 
     name: ClassVar[str] = "snapkv"
@@ -31,7 +32,9 @@ class SnapKV(Scorer):
         if self.window_tokens < 1:
             raise ConfigError(f"window_tokens is {self.window_tokens}, it must be at least 1")
         if self.kernel_tokens < 1 or self.kernel_tokens % 2 == 0:
-            raise ConfigError(f"kernel_tokens is {self.kernel_tokens}, it must be odd and at least 1")
+            raise ConfigError(
+                f"kernel_tokens is {self.kernel_tokens}, it must be odd and at least 1"
+            )
 
     @property
     def fewest_tokens(self) -> int:

@@ -13,7 +13,9 @@ from tangram.compress.scorers.base import ChunkView, Scorer
 
 @dataclass(frozen=True)
 class TOVA(Scorer):
-    """The last query's attention, averaged over all query heads of the layer: one ranking for every KV head."""
+    """The last query's attention, averaged over all query heads of the layer: one ranking for every
+    KV head.
+    """
 
     name: ClassVar[str] = "tova"
 

@@ -1,4 +1,6 @@
-"""How long a context may get, and the search for the text that fills it in a few calls of the tokenizer."""
+"""How long a context may get, and the search for the text that fills it in a few calls of the
+tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ _FULL_ENOUGH = 0.98  # where the search ends; the promise of the suites is 0.95
 
 @dataclass(frozen=True)
 class Budget:
-    """`context_tokens` as `count_tokens` counts them, without the question, its reply and the chat template."""
+    """`context_tokens` as `count_tokens` counts them, without the question, its reply and the chat
+    template.
+    """
 
     count_tokens: Callable[[str], int]
     context_tokens: int
@@ -25,14 +29,16 @@ class Budget:
     def fill(self, write: Callable[[int], str], *, fewest: int = 0) -> int:
         """About the most units whose text, `write(units)`, is at most `context_tokens` long.
 
-        Either one more unit is too many, or 98 % are filled. `write` must make longer texts of more units, of a token a
-        unit at least. The length is nearly linear in the units, so a secant finds them: two short texts and two or
-        three long ones are tokenized, whatever the length. Raises `ConfigError` if `write(fewest)` is too long.
+        Either one more unit is too many, or 98 % are filled. `write` must make longer texts of more
+        units, of a token a unit at least. The length is nearly linear in the units, so a secant
+        finds them: two short texts and two or three long ones are tokenized, whatever the length.
+        Raises `ConfigError` if `write(fewest)` is too long.
         """
         low, low_tokens = fewest, self.count_tokens(write(fewest))
         if low_tokens > self.context_tokens:
             raise ConfigError(
-                f"context_tokens is {self.context_tokens}, the shortest text of this task has {low_tokens} tokens: "
+                f"context_tokens is {self.context_tokens}, the shortest text of this task has "
+                f"{low_tokens} tokens: "
                 f"ask for {low_tokens} at least"
             )
         most = fewest + self.context_tokens
@@ -41,17 +47,27 @@ class Budget:
             high_tokens = self.count_tokens(write(high))
             if high_tokens > self.context_tokens or high == most:
                 break
-            missing = (self.context_tokens - high_tokens) * (high - low) / max(high_tokens - low_tokens, 1)
+            missing = (
+                (self.context_tokens - high_tokens)
+                * (high - low)
+                / max(high_tokens - low_tokens, 1)
+            )
             low, low_tokens, high = high, high_tokens, min(high + math.ceil(missing) + 1, most)
         if high_tokens <= self.context_tokens:
             return high
         return self._between(write, low, low_tokens, high, high_tokens)
 
-    def _between(self, write: Callable[[int], str], low: int, low_tokens: int, high: int, high_tokens: int) -> int:
-        """`low` units fit and `high` do not: interpolate, and halve every other time in case one end does not move."""
+    def _between(
+        self, write: Callable[[int], str], low: int, low_tokens: int, high: int, high_tokens: int
+    ) -> int:
+        """`low` units fit and `high` do not: interpolate, and halve every other time in case one
+        end does not move.
+        """
         halve = False
         while high - low > 1 and low_tokens < _FULL_ENOUGH * self.context_tokens:
-            share = 0.5 if halve else (self.context_tokens - low_tokens) / (high_tokens - low_tokens)
+            share = (
+                0.5 if halve else (self.context_tokens - low_tokens) / (high_tokens - low_tokens)
+            )
             units = min(max(low + int(share * (high - low)), low + 1), high - 1)
             tokens = self.count_tokens(write(units))
             if tokens <= self.context_tokens:
@@ -63,7 +79,9 @@ class Budget:
 
 
 class Stock(Generic[Piece]):
-    """The first pieces of an endless supply, made once and kept, so that a longer text continues a shorter one."""
+    """The first pieces of an endless supply, made once and kept, so that a longer text continues a
+    shorter one.
+    """
 
     def __init__(self, supply: Iterator[Piece]) -> None:
         self._supply = supply

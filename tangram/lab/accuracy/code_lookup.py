@@ -1,4 +1,6 @@
-"""Questions about real functions, those of Python's standard library (after SCBench's code tasks, arXiv 2412.10319)."""
+"""Questions about real functions, those of Python's standard library (after SCBench's code tasks,
+arXiv 2412.10319).
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,14 @@ _LINES = range(3, 31)
 _SOURCE_CHARACTERS = 1_000
 _ANSWER_CHARACTERS = range(8, 81)  # from here on nobody writes it by chance
 _REPLY_TOKENS = 64
-_HEAD = "Below is source code of Python's standard library. You will be asked about its functions.\n\n"
+_HEAD = (
+    "Below is source code of Python's standard library. You will be asked about its functions.\n\n"
+)
 _ASKS = {
-    "signature": "Write the name and the parameters of the function {name} as its definition has them. Answer:\ndef",
+    "signature": (
+        "Write the name and the parameters of the function {name} as its definition has "
+        "them. Answer:\ndef"
+    ),
     "docstring": "What is the first line of the docstring of the function {name}? Answer:",
     "returned": "Which expression does the function {name} return? Answer:\nreturn",
 }
@@ -33,7 +40,9 @@ _ASKS = {
 
 @dataclass(frozen=True)
 class SourceFunction:
-    """A function or method as its file has it, moved to the left margin; `answers` by what can be asked about it."""
+    """A function or method as its file has it, moved to the left margin; `answers` by what can be
+    asked about it.
+    """
 
     name: str
     source: str
@@ -45,10 +54,12 @@ Line = tuple[str, SourceFunction | None]
 
 
 def code_lookup(rng: random.Random, budget: Budget) -> Draft:
-    """Short functions file by file, cut off where the budget ends, and a question about each of up to four of them.
+    """Short functions file by file, cut off where the budget ends, and a question about each of up
+    to four of them.
 
-    Asked for are a signature, the first line of a docstring, or the expression returned; only of functions that are
-    there in full and whose name is defined once. Raises `ConfigError` where Python comes without its sources.
+    Asked for are a signature, the first line of a docstring, or the expression returned; only of
+    functions that are there in full and whose name is defined once. Raises `ConfigError` where
+    Python comes without its sources.
     """
     asking = random.Random(rng.getrandbits(64))
     lines = Stock(itertools.chain(_lines(rng), _padding(asking)))
@@ -76,7 +87,8 @@ def _lines(rng: random.Random) -> Iterator[Line]:
     paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     if not paths:
         raise ConfigError(
-            f"task code_lookup reads the standard library's sources, and {sysconfig.get_path('stdlib')} has none: "
+            "task code_lookup reads the standard library's sources, and "
+            f"{sysconfig.get_path('stdlib')} has none: "
             "install them or take another suite"
         )
     rng.shuffle(paths)
@@ -97,7 +109,9 @@ def _padding(rng: random.Random) -> Iterator[Line]:
 
 
 def _functions(path: Path) -> Iterator[SourceFunction]:
-    """The module's functions, and its classes' methods, that are short and that something can be asked about."""
+    """The module's functions, and its classes' methods, that are short and that something can be
+    asked about.
+    """
     text = path.read_text(encoding="utf-8", errors="replace")
     rows = text.split("\n")
     for node in _definitions(ast.parse(text)):
@@ -111,7 +125,11 @@ def _functions(path: Path) -> Iterator[SourceFunction]:
 def _definitions(module: ast.Module) -> Iterator[ast.FunctionDef]:
     for node in module.body:
         inside = node.body if isinstance(node, ast.ClassDef) else [node]
-        yield from (one for one in inside if isinstance(one, ast.FunctionDef) and not one.name.startswith("__"))
+        yield from (
+            one
+            for one in inside
+            if isinstance(one, ast.FunctionDef) and not one.name.startswith("__")
+        )
 
 
 def _answers(node: ast.FunctionDef) -> Iterator[tuple[str, str]]:
@@ -119,11 +137,15 @@ def _answers(node: ast.FunctionDef) -> Iterator[tuple[str, str]]:
         yield "signature", f"{node.name}({ast.unparse(node.args)})"
     if docstring := ast.get_docstring(node):
         yield "docstring", docstring.split("\n")[0].strip().rstrip(".")
-    returned = [one.value for one in ast.walk(node) if isinstance(one, ast.Return) and one.value is not None]
+    returned = [
+        one.value for one in ast.walk(node) if isinstance(one, ast.Return) and one.value is not None
+    ]
     if len(returned) == 1:
         yield "returned", ast.unparse(returned[0])
 
 
 def _can_be_asked(answer: str, source: str) -> bool:
-    """Whether the answer is of one line and as long as it should be, and stands in the source once."""
+    """Whether the answer is of one line and as long as it should be, and stands in the
+    source once.
+    """
     return len(answer) in _ANSWER_CHARACTERS and "\n" not in answer and source.count(answer) == 1

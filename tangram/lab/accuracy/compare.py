@@ -24,21 +24,33 @@ Before = Callable[[ModelBench, Sequence[Planned]], None]
 
 
 def compare(
-    base: EngineConfig, grid: Grid, asked: Sequence[Questions | RealText], *, align: bool,
-    calibration_samples: int | None, output: Path, command: str, watch: Watch, align_tokens: int | None = None,
+    base: EngineConfig,
+    grid: Grid,
+    asked: Sequence[Questions | RealText],
+    *,
+    align: bool,
+    calibration_samples: int | None,
+    output: Path,
+    command: str,
+    watch: Watch,
+    align_tokens: int | None = None,
     before: Before | None = None,
-) -> list[AnyCell]:  # fmt: skip
-    """The cells of every method of `grid` and every suite `asked`, one model serving all; `output` keeps them.
+) -> list[AnyCell]:
+    """The cells of every method of `grid` and every suite `asked`, one model serving all; `output`
+    keeps them.
 
-    Engines are `base` but for what a method changes; a grid that names no scorer has the one that `base` is served
-    with. With `align` contexts end at a multiple of `align_tokens`, or where the largest chunk does.
-    `calibration_samples` None takes the profiles that a server would take. Cells that `output` has already, of equal
-    settings, are not measured again; an interrupted run loses at most one. `before` hears what will be measured.
+    Engines are `base` but for what a method changes; a grid that names no scorer has the one that
+    `base` is served with. With `align` contexts end at a multiple of `align_tokens`, or where the
+    largest chunk does. `calibration_samples` None takes the profiles that a server would take.
+    Cells that `output` has already, of equal settings, are not measured again; an interrupted run
+    loses at most one. `before` hears what will be measured.
 
-    Raises `ConfigError` before anything is measured if an option is out of range or contradicts another one.
+    Raises `ConfigError` before anything is measured if an option is out of range or contradicts
+    another one.
     """
     results = Results.resumed(output, command)
-    # Chunks and contexts are the same by any scorer, so what is wrong with them is said before the model is loaded.
+    # Chunks and contexts are the same by any scorer, so what is wrong with them is said before the
+    # model is loaded.
     methods = _methods(grid.served_by(KeyDiff.name), asked)
     unit = aligned_tokens(methods, align=align, unit=align_tokens)
     if any(isinstance(one, RealText) for one in asked):
@@ -46,9 +58,13 @@ def compare(
         # `full` has no chunk of its own; its texts are cut where those of the others are.
         base = replace(base, chunk_tokens=unit) if unit is not None and unit > TAIL_TOKENS else base
     watch.turns_to("loading the model")
-    loaded = load_model(base.model, dtype=base.dtype, device=base.device, load_format=base.load_format)
+    loaded = load_model(
+        base.model, dtype=base.dtype, device=base.device, load_format=base.load_format
+    )
     _check_lengths(loaded.geometry.max_positions, asked, methods)
-    methods = _methods(grid.served_by(Compression.of(base, loaded.fingerprint).choice.scorer), asked)
+    methods = _methods(
+        grid.served_by(Compression.of(base, loaded.fingerprint).choice.scorer), asked
+    )
     bench = ModelBench.of(base, loaded, methods, calibration_samples)
     alignment = None if unit is None else Alignment(unit, filler_token(bench.codec))
     suites = list[tuple[SuitePrompts | Passages, Setting]]()
@@ -67,11 +83,17 @@ def compare(
 
 
 def _methods(grid: Grid, asked: Sequence[Questions | RealText]) -> list[Method]:
-    return list(dict.fromkeys(method for one in asked for method in grid.methods(one.context_tokens)))
+    return list(
+        dict.fromkeys(method for one in asked for method in grid.methods(one.context_tokens))
+    )
 
 
-def _check_lengths(most_tokens: int, asked: Sequence[Questions | RealText], methods: Sequence[Method]) -> None:
-    """Raise `ConfigError` for a length that the model was not made for: a text of it would be written first."""
+def _check_lengths(
+    most_tokens: int, asked: Sequence[Questions | RealText], methods: Sequence[Method]
+) -> None:
+    """Raise `ConfigError` for a length that the model was not made for: a text of it would be
+    written first.
+    """
     chunks = (method.chunk_tokens for method in methods)
     longest = {
         "context_tokens": max(one.context_tokens for one in asked),
@@ -79,26 +101,40 @@ def _check_lengths(most_tokens: int, asked: Sequence[Questions | RealText], meth
     }
     for name, tokens in longest.items():
         if tokens > most_tokens:
-            raise ConfigError(f"{name} is {tokens}, the model was made for {most_tokens} positions: ask for fewer")
+            raise ConfigError(
+                f"{name} is {tokens}, the model was made for {most_tokens} positions: ask for fewer"
+            )
 
 
 def _check_tails(methods: Sequence[Method]) -> None:
     small = [method.chunk_tokens for method in methods if method.chunk_tokens is not None]
     if small and min(small) <= TAIL_TOKENS:
         raise ConfigError(
-            f"chunk_tokens has {min(small)}, but {FIDELITY} looks at {TAIL_TOKENS} tokens that fill no chunk: choose "
+            f"chunk_tokens has {min(small)}, but {FIDELITY} looks at {TAIL_TOKENS} tokens that "
+            "fill no chunk: choose "
             "larger chunks"
         )
 
 
 def _setting(
-    bench: ModelBench, asked: Questions | RealText, prompts: SuitePrompts | Passages, *, aligned: bool
+    bench: ModelBench,
+    asked: Questions | RealText,
+    prompts: SuitePrompts | Passages,
+    *,
+    aligned: bool,
 ) -> Setting:
     base, loaded = bench.base, bench.loaded
     return Setting(
-        model=base.model, weights_sha256=loaded.fingerprint.weights_sha256,
-        dtype=str(loaded.dtype).removeprefix("torch."), kv_cache_dtype=base.kv_cache_dtype,
-        page_tokens=base.page_tokens, heads_per_page=base.heads_per_page, suite=asked.suite,
+        model=base.model,
+        weights_sha256=loaded.fingerprint.weights_sha256,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        kv_cache_dtype=base.kv_cache_dtype,
+        page_tokens=base.page_tokens,
+        heads_per_page=base.heads_per_page,
+        suite=asked.suite,
         samples=prompts.count if isinstance(prompts, Passages) else len(prompts.samples),
-        context_tokens=asked.context_tokens, seed=asked.seed, aligned=aligned, prompts_sha256=prompts.sha256,
-    )  # fmt: skip
+        context_tokens=asked.context_tokens,
+        seed=asked.seed,
+        aligned=aligned,
+        prompts_sha256=prompts.sha256,
+    )

@@ -1,4 +1,6 @@
-"""Files of LoCoMo's form to conversations: sessions of dated turns, and questions with the turns they rest on."""
+"""Files of LoCoMo's form to conversations: sessions of dated turns, and questions with the turns
+they rest on.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from tangram.errors import ConfigError
 from tangram.foreign_files import parse_json, read_text
 
 # The dataset writes years as numbers.
-Text = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, int | float) else value)]
+Text = Annotated[
+    str, BeforeValidator(lambda value: str(value) if isinstance(value, int | float) else value)
+]
 
 _SESSION = re.compile(r"session_(\d+)")
 _TURN_ID = re.compile(r"D:?(\d+):(\d+)")
@@ -34,7 +38,9 @@ class Turn(BaseModel):
 
 
 class AskedQuestion(BaseModel):
-    """A question of the dataset. Categories: 1 multi-hop, 2 temporal, 3 open-domain, 4 single-hop, 5 adversarial."""
+    """A question of the dataset. Categories: 1 multi-hop, 2 temporal, 3 open-domain, 4 single-hop,
+    5 adversarial.
+    """
 
     question: str
     category: Literal[1, 2, 3, 4, 5]
@@ -43,7 +49,9 @@ class AskedQuestion(BaseModel):
     adversarial_answer: Text | None = None
 
     def turn_ids(self) -> tuple[str, ...]:
-        """The turns named, "D3:12" each; what several are run together in one string ("D8:6; D9:17") is parted."""
+        """The turns named, "D3:12" each; what several are run together in one string ("D8:6;
+        D9:17") is parted.
+        """
         found = _TURN_ID.findall(" ".join(self.evidence))
         return tuple(dict.fromkeys(f"D{int(session)}:{int(turn)}" for session, turn in found))
 
@@ -57,12 +65,16 @@ class Session:
 
     def text(self) -> str:
         """Its date and its turns, a line each."""
-        return "\n".join([f"DATE: {self.date}", "CONVERSATION:", *(turn.line() for turn in self.turns)])
+        return "\n".join(
+            [f"DATE: {self.date}", "CONVERSATION:", *(turn.line() for turn in self.turns)]
+        )
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Two people's sessions, in order, and the questions about them; `name` tells it from the others."""
+    """Two people's sessions, in order, and the questions about them; `name` tells it from the
+    others.
+    """
 
     name: str
     speakers: tuple[str, str]
@@ -73,12 +85,15 @@ class Conversation:
 def read_conversations(path: Path) -> list[Conversation]:
     """All conversations of a file, or of a folder's `*.json` in order of names.
 
-    A file holds one conversation or a list of them; the sessions stand beside "qa" or under "conversation". Raises
-    `ConfigError` (field `path`) if there is no such file, or it does not have LoCoMo's form.
+    A file holds one conversation or a list of them; the sessions stand beside "qa" or under
+    "conversation". Raises `ConfigError` (field `path`) if there is no such file, or it does not
+    have LoCoMo's form.
     """
     files = sorted(path.glob("*.json")) if path.is_dir() else [path]
     if not files:
-        raise ConfigError(f"path is {path}, a folder without *.json: name a LoCoMo file or a folder of them")
+        raise ConfigError(
+            f"path is {path}, a folder without *.json: name a LoCoMo file or a folder of them"
+        )
     return [conversation for file in files for conversation in _of_file(file)]
 
 
@@ -86,14 +101,20 @@ def _of_file(file: Path) -> list[Conversation]:
     try:
         content = parse_json(read_text(file))
     except OSError as error:
-        raise ConfigError(f"path: {file} cannot be read ({error.strerror}): name a LoCoMo file") from error
+        raise ConfigError(
+            f"path: {file} cannot be read ({error.strerror}): name a LoCoMo file"
+        ) from error
     except ValueError as error:
         raise ConfigError(f"path: {file} is not JSON ({error}): name a LoCoMo file") from error
     documents = content if isinstance(content, list) else [content]
     try:
-        return [_conversation(file.stem, number, document) for number, document in enumerate(documents)]
+        return [
+            _conversation(file.stem, number, document) for number, document in enumerate(documents)
+        ]
     except (ValidationError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"path: {file} does not have the form of a LoCoMo conversation: {error}") from error
+        raise ConfigError(
+            f"path: {file} does not have the form of a LoCoMo conversation: {error}"
+        ) from error
 
 
 def _conversation(stem: str, number: int, document: dict[str, Any]) -> Conversation:

@@ -1,6 +1,8 @@
-"""Questions over documents, of which most are distractors, after RULER's two QA tasks (arXiv 2404.06654, Section 3).
+"""Questions over documents, of which most are distractors, after RULER's two QA tasks (arXiv
+2404.06654, Section 3).
 
-RULER takes SQuAD and HotpotQA; here people, towns and rivers are made up, so that no model knows them by heart.
+RULER takes SQuAD and HotpotQA; here people, towns and rivers are made up, so that no model knows
+them by heart.
 """
 
 from __future__ import annotations
@@ -15,9 +17,28 @@ from tangram.lab.accuracy.sample import Draft, Question
 
 _ASKED = 3
 _REPLY_TOKENS = 32
-_TOLD = "Answer the question based on the given documents. Only give me the answer and do not output any other words."
-_TRADES = ("baker", "bookbinder", "botanist", "carpenter", "cartographer", "clockmaker", "composer", "dyer",
-           "glassblower", "judge", "painter", "printer", "sculptor", "surgeon", "teacher", "weaver")  # fmt: skip
+_TOLD = (
+    "Answer the question based on the given documents. Only give me the answer and do not "
+    "output any other words."
+)
+_TRADES = (
+    "baker",
+    "bookbinder",
+    "botanist",
+    "carpenter",
+    "cartographer",
+    "clockmaker",
+    "composer",
+    "dyer",
+    "glassblower",
+    "judge",
+    "painter",
+    "printer",
+    "sculptor",
+    "surgeon",
+    "teacher",
+    "weaver",
+)
 _REMARKS = (
     "The letters of those years are kept in a private collection.",
     "Little else is known with certainty, and most records were lost in a fire.",
@@ -45,13 +66,21 @@ def multi_hop(rng: random.Random, budget: Budget) -> Draft:
 
 def _births(rng: random.Random) -> Iterator[Fact]:
     for person, town in zip(words.people(rng), words.towns(rng), strict=True):
-        born = f"{person} was a {rng.choice(_TRADES)} who was born in {town} in {rng.randint(1500, 1899)}."
+        born = (
+            f"{person} was a {rng.choice(_TRADES)} who was born in {town} in "
+            f"{rng.randint(1500, 1899)}."
+        )
         yield (f"{person}\n{born} {_remarks(rng)}",), f"In which town was {person} born?", town
 
 
 def _rivers(rng: random.Random) -> Iterator[Fact]:
-    for person, town, river in zip(words.people(rng), words.towns(rng), words.rivers(rng), strict=True):
-        lived = f"{person} was a {rng.choice(_TRADES)} and lived in {town} until {rng.randint(1500, 1899)}."
+    for person, town, river in zip(
+        words.people(rng), words.towns(rng), words.rivers(rng), strict=True
+    ):
+        lived = (
+            f"{person} was a {rng.choice(_TRADES)} and lived in {town} until "
+            f"{rng.randint(1500, 1899)}."
+        )
         place = f"{town} is a town of {rng.randint(1, 89)},000 people on the river {river}."
         documents = (f"{person}\n{lived} {_remarks(rng)}", f"{town}\n{place} {_remarks(rng)}")
         yield documents, f"On which river is the town where {person} lived?", river
@@ -79,11 +108,15 @@ def _numbered(text: Callable[[int], str]) -> Callable[[int], str]:
 
     def write(count: int) -> str:
         documents = text(count).split(_SEPARATOR)
-        listed = _SEPARATOR.join(f"Document {number}:\n{document}" for number, document in enumerate(documents, 1))
+        listed = _SEPARATOR.join(
+            f"Document {number}:\n{document}" for number, document in enumerate(documents, 1)
+        )
         return f"{_TOLD}\n\nThe following are given documents.\n\n{listed}\n\n"
 
     return write
 
 
 def _question(documents: tuple[str, ...], ask: str, answer: str) -> Question:
-    return Question(f"{_TOLD}\n\nQuestion: {ask} Answer:", (answer,), "any", _REPLY_TOKENS, documents)
+    return Question(
+        f"{_TOLD}\n\nQuestion: {ask} Answer:", (answer,), "any", _REPLY_TOKENS, documents
+    )

@@ -29,7 +29,15 @@ from tangram.lab.accuracy.method_profiles import Budgets
 from tangram.lab.accuracy.methods import GATED, WITH_PROFILE, Method
 from tangram.lab.accuracy.passages import Passages
 from tangram.lab.accuracy.prompts import SamplePrompts, SuitePrompts
-from tangram.lab.accuracy.recall import Contexts, Rule, budgeted, competing, everything, kept_shares, recall
+from tangram.lab.accuracy.recall import (
+    Contexts,
+    Rule,
+    budgeted,
+    competing,
+    everything,
+    kept_shares,
+    recall,
+)
 from tangram.lab.accuracy.results import Fidelity
 from tangram.lab.accuracy.run import Ask, Read, Recalls, Reply, Watch
 from tangram.lab.baselines.build import engine_of
@@ -52,8 +60,9 @@ class Long(Protocol):
 class ModelBench:
     """A `Bench` of one loaded model, whose engines are `base` but for what a method changes.
 
-    Build it with `of`, which refuses what no engine could do before anything is measured. What the full cache expects
-    of passages is computed once and kept in host memory (4 · V bytes a token looked at).
+    Build it with `of`, which refuses what no engine could do before anything is measured. What the
+    full cache expects of passages is computed once and kept in host memory (4 · V bytes a token
+    looked at).
     """
 
     base: EngineConfig
@@ -64,23 +73,38 @@ class ModelBench:
 
     @classmethod
     def of(
-        cls, base: EngineConfig, loaded: LoadedModel, methods: Sequence[Method], calibration_samples: int | None
+        cls,
+        base: EngineConfig,
+        loaded: LoadedModel,
+        methods: Sequence[Method],
+        calibration_samples: int | None,
     ) -> ModelBench:
-        """For `methods`, whose profiles are calibrated on `calibration_samples` texts where they are not kept.
+        """For `methods`, whose profiles are calibrated on `calibration_samples` texts where they
+        are not kept.
 
         None takes the profiles that a server would take.
 
-        Raises `ConfigError` naming a scorer that does not fit the model or a chunk, or a ρ that cannot be met.
+        Raises `ConfigError` naming a scorer that does not fit the model or a chunk, or a ρ that
+        cannot be met.
         """
         if calibration_samples is not None and calibration_samples < 1:
-            raise ConfigError(f"calibration_samples is {calibration_samples}, it must be at least 1")
+            raise ConfigError(
+                f"calibration_samples is {calibration_samples}, it must be at least 1"
+            )
         scorers = _scorers(base, methods, loaded.fingerprint)
         source = partial(_source, loaded, scorers)
         budgets = Budgets(
-            loaded.fingerprint, loaded.geometry, {name: scorer_spec(scorer) for name, scorer in scorers.items()},
-            [method.kv_retention for method in methods if method.name == "static"], calibration_samples,
-            cache_folder(), source, loaded.tokenizer.encode, base.page_tokens, base.heads_per_page,
-        )  # fmt: skip
+            loaded.fingerprint,
+            loaded.geometry,
+            {name: scorer_spec(scorer) for name, scorer in scorers.items()},
+            [method.kv_retention for method in methods if method.name == "static"],
+            calibration_samples,
+            cache_folder(),
+            source,
+            loaded.tokenizer.encode,
+            base.page_tokens,
+            base.heads_per_page,
+        )
         for method in methods:
             if method.scorer is not None and method.chunk_tokens is not None:
                 scorers[method.scorer].check_tokens(method.chunk_tokens)
@@ -96,17 +120,25 @@ class ModelBench:
         return TextCodec(self.loaded.tokenizer)
 
     def for_prompts(self, prompts: Sequence[Long]) -> ModelBench:
-        """The same, for sequences as long as these. Raises `ConfigError` if the model was made for shorter ones."""
-        longest, limit = max(one.longest_tokens for one in prompts), self.loaded.geometry.max_positions
+        """The same, for sequences as long as these. Raises `ConfigError` if the model was made for
+        shorter ones.
+        """
+        longest, limit = (
+            max(one.longest_tokens for one in prompts),
+            self.loaded.geometry.max_positions,
+        )
         if longest > limit:
             raise ConfigError(
-                f"context_tokens is too large: the longest prompt has {longest} tokens with its reply, the model was "
+                f"context_tokens is too large: the longest prompt has {longest} tokens with its "
+                "reply, the model was "
                 f"made for {limit}"
             )
         return replace(self, base=replace(self.base, max_model_len=longest))
 
     def calibrate(self, methods: Iterable[Method], watch: Watch) -> None:
-        """Measure what the profiles of `methods` lack: now, since engines may leave the model compiled."""
+        """Measure what the profiles of `methods` lack: now, since engines may leave the model
+        compiled.
+        """
         for method in (method for method in methods if method.name == "static"):
             watch.turns_to(f"budgets of {method.title}")
             self.budgets.profile(method)
@@ -129,7 +161,9 @@ class ModelBench:
         """See `Bench`."""
         engines = [self._engine(*methods)]  # whoever keeps the function does not keep the engine
         try:
-            yield lambda method, samples, told: asked(engines[0], samples, told, method.kv_retention)
+            yield lambda method, samples, told: asked(
+                engines[0], samples, told, method.kv_retention
+            )
         finally:
             engines.clear()
             self._cleared()
@@ -153,7 +187,9 @@ class ModelBench:
         self._cleared()
 
     def recall(self, method: Method, prompts: SuitePrompts) -> Recalls:
-        """See `Bench`. Contexts are scored once for all methods of one scorer and chunk size that come in a row."""
+        """See `Bench`. Contexts are scored once for all methods of one scorer and chunk size that
+        come in a row.
+        """
         seen = self.contexts.scored(method, prompts, self.budgets.source_of)
         self._cleared()
         found, rule = list[tuple[float | None, ...]](), self._rule(method)
@@ -196,17 +232,23 @@ class ModelBench:
 
 
 def asked(
-    engine: Engine, samples: Sequence[SamplePrompts], told: Callable[[int], None], kv_retention: float
-) -> list[tuple[Reply, ...]]:  # fmt: skip
-    """Greedy replies to all questions at ρ, by sample and question; `told` hears how many more there are.
+    engine: Engine,
+    samples: Sequence[SamplePrompts],
+    told: Callable[[int], None],
+    kv_retention: float,
+) -> list[tuple[Reply, ...]]:
+    """Greedy replies to all questions at ρ, by sample and question; `told` hears how many more
+    there are.
 
-    The scheduler lets the questions of a sample wait until one of them has computed the context. No more samples run at
-    once than fit, so that it is still there. Raises `RequestError` if a prompt can never
-    fit, and `TangramError` if the engine gives one up.
+    The scheduler lets the questions of a sample wait until one of them has computed the context. No
+    more samples run at once than fit, so that it is still there. Raises `RequestError` if a prompt
+    can never fit, and `TangramError` if the engine gives one up.
     """
     longest = max(sample.longest_tokens for sample in samples)
     at_once = max(1, min(engine.config.max_num_seqs, engine.stats().capacity_tokens // longest))
-    sittings = [_Sitting(engine, number, sample, kv_retention) for number, sample in enumerate(samples)]
+    sittings = [
+        _Sitting(engine, number, sample, kv_retention) for number, sample in enumerate(samples)
+    ]
     waiting, running = deque(sittings), list[_Sitting]()
     while waiting or running:
         while waiting and len(running) < at_once:
@@ -231,11 +273,15 @@ class _Sitting:
 
     def ask(self) -> None:
         """Submit all of them."""
-        for index, (prompt, question) in enumerate(zip(self.sample.prompts, self.sample.sample.questions, strict=True)):
+        for index, (prompt, question) in enumerate(
+            zip(self.sample.prompts, self.sample.sample.questions, strict=True)
+        ):
             self.events.append([])
             sampling = SamplingParams(temperature=0.0, max_tokens=question.max_tokens)
             heard, name = self.events[index].append, f"{self.number}/{index}"
-            self.engine.submit(Request(name, prompt, sampling, heard, kv_retention=self.kv_retention))
+            self.engine.submit(
+                Request(name, prompt, sampling, heard, kv_retention=self.kv_retention)
+            )
 
     @property
     def done(self) -> bool:
@@ -265,13 +311,20 @@ def _reply(events: Sequence[Event], holds_everything: bool) -> Reply:
     return Reply(text, last.usage.completion_tokens, held, last.usage.kv_bytes_uncompressed)
 
 
-def _scorers(base: EngineConfig, methods: Sequence[Method], model: ModelFingerprint) -> dict[str, Scorer]:
+def _scorers(
+    base: EngineConfig, methods: Sequence[Method], model: ModelFingerprint
+) -> dict[str, Scorer]:
     names = dict.fromkeys(method.scorer for method in methods if method.scorer is not None)
     if base.gate is not None and GATED not in names:
-        raise ConfigError(f"gate is {base.gate!r}, but no method scores by {GATED}: leave it out or name that scorer")
+        raise ConfigError(
+            f"gate is {base.gate!r}, but no method scores by {GATED}: leave it out or name that "
+            "scorer"
+        )
     gates = {GATED: Path(base.gate)} if base.gate is not None else {}
     return {name: make_scorer(name, gate=gates.get(name), model=model) for name in names}
 
 
-def _source(loaded: LoadedModel, scorers: Mapping[str, Scorer], name: str, chunk_tokens: int) -> ScoreSource:
+def _source(
+    loaded: LoadedModel, scorers: Mapping[str, Scorer], name: str, chunk_tokens: int
+) -> ScoreSource:
     return score_source(loaded, scorers[name], chunk_tokens=chunk_tokens)

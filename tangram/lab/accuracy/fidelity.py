@@ -1,4 +1,6 @@
-"""How far what a model expects of real text changes with the cache: no questions, no grading, every token counts."""
+"""How far what a model expects of real text changes with the cache: no questions, no grading, every
+token counts.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from tangram.model.load import LoadedModel
 
 
 def fidelity(full: Tensor, found: Tensor, tokens: Sequence[int]) -> Fidelity:
-    """Of logits [n, V] behind each of the last n of `tokens`, with everything in the cache and as found."""
+    """Of logits [n, V] behind each of the last n of `tokens`, with everything in the cache and as
+    found.
+    """
     full, found = full.float().log_softmax(-1), found.float().log_softmax(-1)
     following = torch.as_tensor(tokens[len(tokens) - len(full) + 1 :], device=full.device)[:, None]
     return Fidelity(
@@ -27,8 +31,11 @@ def fidelity(full: Tensor, found: Tensor, tokens: Sequence[int]) -> Fidelity:
     )
 
 
-def expected(config: EngineConfig, loaded: LoadedModel, pieces: Iterable[Sequence[int]]) -> Iterator[Tensor]:
-    """By passage, the logits float32 [`TAIL_TOKENS`, V] behind each token of its tail, its context sealed.
+def expected(
+    config: EngineConfig, loaded: LoadedModel, pieces: Iterable[Sequence[int]]
+) -> Iterator[Tensor]:
+    """By passage, the logits float32 [`TAIL_TOKENS`, V] behind each token of its tail, its context
+    sealed.
 
     The context must be whole chunks, and the tail less than one.
     """
@@ -37,7 +44,9 @@ def expected(config: EngineConfig, loaded: LoadedModel, pieces: Iterable[Sequenc
         logits = forced.logits(tokens)
         if len(logits) != TAIL_TOKENS:
             raise ConfigError(
-                f"context_tokens leaves {len(logits)} tokens unsealed with chunk_tokens {config.chunk_tokens}, it must "
-                f"leave {TAIL_TOKENS}: make it a multiple of chunk_tokens, and those more than {TAIL_TOKENS}"
+                f"context_tokens leaves {len(logits)} tokens unsealed with chunk_tokens "
+                f"{config.chunk_tokens}, it must "
+                f"leave {TAIL_TOKENS}: make it a multiple of chunk_tokens, and those more than "
+                f"{TAIL_TOKENS}"
             )
         yield logits

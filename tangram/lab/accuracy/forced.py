@@ -1,4 +1,6 @@
-"""What a model expects of a text that it is given, not asked for, when all before lies compressed in the cache."""
+"""What a model expects of a text that it is given, not asked for, when all before lies compressed
+in the cache.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from tangram.model.load import LoadedModel
 
 
 class ForcedText:
-    """Texts, one by one, through the parts of an engine of `config`; nothing that one leaves behind is used again."""
+    """Texts, one by one, through the parts of an engine of `config`; nothing that one leaves behind
+    is used again.
+    """
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel) -> None:
         self._config = replace(config, enable_prefix_caching=False)
@@ -26,23 +30,33 @@ class ForcedText:
         self._limit = admission.max_model_len
 
     def logits(self, tokens: Sequence[int]) -> Tensor:
-        """float32 [n, V]: what is expected behind each of the last n tokens, those that fill no chunk.
+        """float32 [n, V]: what is expected behind each of the last n tokens, those that fill no
+        chunk.
 
-        The chunks before them are sealed. Raises `ConfigError` if there are none, or if the text is too long.
+        The chunks before them are sealed. Raises `ConfigError` if there are none, or if the text is
+        too long.
         """
         if len(tokens) % self._config.chunk_tokens == 0:
             raise ConfigError(
-                f"tokens are {len(tokens)}, whole chunks of {self._config.chunk_tokens}: nothing is left to compare"
+                f"tokens are {len(tokens)}, whole chunks of {self._config.chunk_tokens}: nothing "
+                "is left to compare"
             )
         if len(tokens) > self._limit:
-            raise ConfigError(f"tokens are {len(tokens)}, at most {self._limit} fit here: give a shorter text")
-        sequence, found = sequence_of("text", 0, self._retention, "", tuple(tokens), len(tokens)), list[Tensor]()
+            raise ConfigError(
+                f"tokens are {len(tokens)}, at most {self._limit} fit here: give a shorter text"
+            )
+        sequence, found = (
+            sequence_of("text", 0, self._retention, "", tuple(tokens), len(tokens)),
+            list[Tensor](),
+        )
         self._scheduler.add(sequence)
         try:
             while not found:
                 step = self._scheduler.schedule()
                 if step is None:
-                    raise IntegrityError(f"{len(tokens)} tokens were let in, and there are no pages for them")
+                    raise IntegrityError(
+                        f"{len(tokens)} tokens were let in, and there are no pages for them"
+                    )
                 if step.rows[-1].kind is RowKind.TAIL:
                     found.append(self._runner.tail_logits(step))
                 else:

@@ -1,4 +1,6 @@
-"""Replies to scores, by the rules of RULER (arXiv 2404.06654, Section 4) and LoCoMo (arXiv 2402.17753, 4.1)."""
+"""Replies to scores, by the rules of RULER (arXiv 2404.06654, Section 4) and LoCoMo (arXiv
+2402.17753, 4.1).
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,16 @@ def score(question: Question, reply: str) -> float:
     - "all": the share of the answers that occur (RULER's `string_match_all`);
     - "any": 1 if one of the answers occurs (RULER's `string_match_part`);
     - "code": 1 if one of the answers occurs, blanks and kinds of quotes set aside;
-    - "exact": 1 if the first line that says something is an answer, markup, final stop and "Answer:" set aside;
+    - "exact": 1 if the first line that says something is an answer, markup, final stop and
+      "Answer:" set aside;
     - "f1": token F1 after normalisation, best over the answers (LoCoMo, without its stemming);
-    - "f1_parts": an answer is a list, parted by commas; the mean over its parts of the best F1 of the reply's parts
-      (LoCoMo's multi-hop questions);
-    - "choice": 1 if the reply is the first answer, the letter of an option such as "(b)", or one of the others occurs.
+    - "f1_parts": an answer is a list, parted by commas; the mean over its parts of the best F1 of
+      the reply's parts (LoCoMo's multi-hop questions);
+    - "choice": 1 if the reply is the first answer, the letter of an option such as "(b)", or one of
+      the others occurs.
 
-    What occurs does so as whole words and numbers, which RULER does not ask: 12 is not in 123, nor 1.5 in 11.5.
+    What occurs does so as whole words and numbers, which RULER does not ask: 12 is not in 123, nor
+    1.5 in 11.5.
     """
     return RULES[question.grade](question.answers, reply)
 
@@ -37,14 +42,30 @@ def occurs(answer: str, reply: str) -> bool:
 
 
 def _whole(answer: str, pattern: str, reply: str) -> bool:
-    """Whether `pattern` matches where no word or number that `answer` begins or ends with goes on."""
-    before = r"(?<!\w)(?<!\d\.)" if re.match(r"\d", answer) else r"(?<!\w)" if re.match(r"\w", answer) else ""
-    after = r"(?!\w)(?!\.\d)" if re.search(r"\d\Z", answer) else r"(?!\w)" if re.search(r"\w\Z", answer) else ""
+    """Whether `pattern` matches where no word or number that `answer` begins or ends
+    with goes on.
+    """
+    before = (
+        r"(?<!\w)(?<!\d\.)"
+        if re.match(r"\d", answer)
+        else r"(?<!\w)"
+        if re.match(r"\w", answer)
+        else ""
+    )
+    after = (
+        r"(?!\w)(?!\.\d)"
+        if re.search(r"\d\Z", answer)
+        else r"(?!\w)"
+        if re.search(r"\w\Z", answer)
+        else ""
+    )
     return re.search(f"{before}{pattern}{after}", reply, re.IGNORECASE) is not None
 
 
 def token_f1(answer: str, reply: str) -> float:
-    """F1 of the words two texts share, as in SQuAD (arXiv 1606.05250, Section 6); two texts without words: 0."""
+    """F1 of the words two texts share, as in SQuAD (arXiv 1606.05250, Section 6); two texts without
+    words: 0.
+    """
     gold, said = Counter(_words(answer)), Counter(_words(reply))
     shared = (gold & said).total()
     return 2 * shared / (gold.total() + said.total()) if shared else 0.0
@@ -68,7 +89,9 @@ def _code(answers: tuple[str, ...], reply: str) -> float:
 
 
 def _spaced(code: str) -> str:
-    """A pattern for `code` with any blanks between its words and signs, and either kind of quotes."""
+    """A pattern for `code` with any blanks between its words and signs, and either kind
+    of quotes.
+    """
     pieces = re.findall(r"\w+|[^\w\s]", code)
     return r"\s*".join("[\"']" if piece in "\"'" else re.escape(piece) for piece in pieces)
 

@@ -1,4 +1,6 @@
-"""What needles are hidden in: RULER's noise line, made-up prose, or any other pieces (arXiv 2404.06654, Appendix B)."""
+"""What needles are hidden in: RULER's noise line, made-up prose, or any other pieces (arXiv
+2404.06654, Appendix B).
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,18 @@ def noise() -> Iterator[str]:
 
 
 def prose(rng: random.Random) -> Iterator[str]:
-    """Made-up English, a sentence a piece; the patterns are those of the pilot texts, the numbers at most 400."""
+    """Made-up English, a sentence a piece; the patterns are those of the pilot texts, the numbers
+    at most 400.
+    """
     while True:
         yield sentence(rng)
 
 
 @dataclass(frozen=True)
 class Haystack:
-    """Pieces, joined by `between`, and what is hidden among them: `needles[i]` at depth `depths[i]` of 0 to 1."""
+    """Pieces, joined by `between`, and what is hidden among them: `needles[i]` at depth `depths[i]`
+    of 0 to 1.
+    """
 
     pieces: Stock[str]
     needles: Sequence[str]
@@ -46,7 +52,9 @@ class Haystack:
         return self.between.join(mixed + pieces[done:])
 
     def filled(self, budget: Budget, head: str, tail: str, *, fewest: int = 0) -> str:
-        """`head`, as many pieces as the budget allows, and `tail`. Raises `ConfigError` if none fit."""
+        """`head`, as many pieces as the budget allows, and `tail`. Raises `ConfigError` if none
+        fit.
+        """
 
         def write(count: int) -> str:
             return head + self.text(count) + tail
@@ -55,7 +63,12 @@ class Haystack:
 
 
 def hide(
-    rng: random.Random, pieces: Iterator[str], needles: Sequence[str], between: str, *, in_order: bool = False
+    rng: random.Random,
+    pieces: Iterator[str],
+    needles: Sequence[str],
+    between: str,
+    *,
+    in_order: bool = False,
 ) -> Haystack:
     """Needles at random depths; `in_order`: the first one first, as assignments must be."""
     depths = [rng.random() for _ in needles]

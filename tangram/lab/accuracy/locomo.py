@@ -1,7 +1,9 @@
-"""LoCoMo: questions about long conversations, read from files that the user has (Maharana et al., arXiv 2402.17753).
+"""LoCoMo: questions about long conversations, read from files that the user has (Maharana et al.,
+arXiv 2402.17753).
 
-A conversation is cut into windows of whole sessions, as many as fit, one after the other. Each is a context, and the
-questions whose evidence lies in it are asked, worded as in LoCoMo's own evaluation. The dataset is no part of Tangram.
+A conversation is cut into windows of whole sessions, as many as fit, one after the other. Each is a
+context, and the questions whose evidence lies in it are asked, worded as in LoCoMo's own
+evaluation. The dataset is no part of Tangram.
 """
 
 from __future__ import annotations
@@ -14,7 +16,12 @@ from pathlib import Path
 
 from tangram.errors import ConfigError
 from tangram.lab.accuracy.budget import Budget
-from tangram.lab.accuracy.conversation import AskedQuestion, Conversation, Session, read_conversations
+from tangram.lab.accuracy.conversation import (
+    AskedQuestion,
+    Conversation,
+    Session,
+    read_conversations,
+)
 from tangram.lab.accuracy.sample import Grade, Question, Sample
 
 SUITE = "locomo"
@@ -24,7 +31,8 @@ _GRADES: dict[int, Grade] = {1: "f1_parts", 2: "f1", 3: "f1", 4: "f1"}
 _REPLY_TOKENS = 50
 _NOT_MENTIONED = ("Not mentioned", "No information available")
 _SHORT_PHRASE = (
-    "Based on the above context, write an answer in the form of a short phrase for the following question. "
+    "Based on the above context, write an answer in the form of a short phrase for the following "
+    "question. "
     "Answer with exact words from the context whenever possible.\n\nQuestion: {} Short answer:"
 )
 _CHOICE = "Based on the above context, answer the following question.\n\nQuestion: {} Short answer:"
@@ -32,7 +40,9 @@ _CHOICE = "Based on the above context, answer the following question.\n\nQuestio
 
 @dataclass(frozen=True)
 class Window:
-    """Sessions that fit together: their text, and each of their turns by its id as it stands there."""
+    """Sessions that fit together: their text, and each of their turns by its id as it
+    stands there.
+    """
 
     text: str
     lines: dict[str, str]
@@ -41,24 +51,30 @@ class Window:
 def read_samples(path: Path, budget: Budget, seed: int) -> list[Sample]:
     """A sample for each window of each conversation; `task` is the conversation's name.
 
-    Every question of a conversation is asked in one sample or counted in one sample's `dropped_questions`: those whose
-    evidence lies in no one window, or is missing from the file, or that have no answer there. `seed` draws the order of
-    a sample's questions, in which categories take turns, and which option of a choice is "(a)". Raises `ConfigError`
-    (field `path`, or `context_tokens` if no session fits).
+    Every question of a conversation is asked in one sample or counted in one sample's
+    `dropped_questions`: those whose evidence lies in no one window, or is missing from the file, or
+    that have no answer there. `seed` draws the order of a sample's questions, in which categories
+    take turns, and which option of a choice is "(a)". Raises `ConfigError` (field `path`, or
+    `context_tokens` if no session fits).
     """
     samples = [
-        sample for conversation in read_conversations(path) for sample in _of_conversation(conversation, budget, seed)
+        sample
+        for conversation in read_conversations(path)
+        for sample in _of_conversation(conversation, budget, seed)
     ]
     if not samples:
         raise ConfigError(
-            f"context_tokens is {budget.context_tokens}, and no session of {path} that questions are asked about fits: "
+            f"context_tokens is {budget.context_tokens}, and no session of {path} that questions "
+            "are asked about fits: "
             "a session of LoCoMo has 500 to 1,500 tokens"
         )
     return samples
 
 
 def windows(conversation: Conversation, budget: Budget) -> list[Window]:
-    """The conversation in runs of whole sessions, each as many as fit; a session that never fits is left out."""
+    """The conversation in runs of whole sessions, each as many as fit; a session that never fits is
+    left out.
+    """
     sessions = conversation.sessions
     sizes_tokens = [budget.count_tokens(session.text()) for session in sessions]
     found: list[Window] = []
@@ -66,7 +82,11 @@ def windows(conversation: Conversation, budget: Budget) -> list[Window]:
     while start < len(sessions):
         sums = itertools.accumulate(sizes_tokens[start:])
         end = start + sum(total <= budget.context_tokens for total in sums)
-        while end > start and budget.count_tokens(_text(conversation, sessions[start:end])) > budget.context_tokens:
+        while (
+            end > start
+            and budget.count_tokens(_text(conversation, sessions[start:end]))
+            > budget.context_tokens
+        ):
             end -= 1  # sums lack the head and what joins sessions
         if end > start:
             turns = [turn for session in sessions[start:end] for turn in session.turns]
@@ -79,7 +99,8 @@ def windows(conversation: Conversation, budget: Budget) -> list[Window]:
 def _text(conversation: Conversation, sessions: tuple[Session, ...]) -> str:
     first, second = conversation.speakers
     head = (
-        f"Below is a conversation between two people: {first} and {second}. The conversation takes place over multiple "
+        f"Below is a conversation between two people: {first} and {second}. The conversation "
+        "takes place over multiple "
         "days and the date of each conversation is written at the beginning of the conversation."
     )
     return "\n\n".join([head, *(session.text() for session in sessions), ""])
@@ -92,14 +113,33 @@ def _of_conversation(conversation: Conversation, budget: Budget, seed: int) -> l
     dropped = [0 for _ in cut]
     for one in conversation.asked:
         ids = one.turn_ids()
-        # Where its last turn is, which for most that are dropped is where they would have been asked.
-        home = max((place for place, window in enumerate(cut) if any(turn in window.lines for turn in ids)), default=0)
-        if ids and _has_answer(one) and any(all(turn in window.lines for turn in ids) for window in cut):
+        # Where its last turn is, which for most that are dropped is where they would have been
+        # asked.
+        home = max(
+            (
+                place
+                for place, window in enumerate(cut)
+                if any(turn in window.lines for turn in ids)
+            ),
+            default=0,
+        )
+        if (
+            ids
+            and _has_answer(one)
+            and any(all(turn in window.lines for turn in ids) for window in cut)
+        ):
             asked[home].append(_question(rng, one, tuple(cut[home].lines[turn] for turn in ids)))
         elif cut:
             dropped[home] += 1
     samples = [
-        Sample(SUITE, conversation.name, number, window.text, tuple(_in_turns(rng, questions)), dropped_questions=count)
+        Sample(
+            SUITE,
+            conversation.name,
+            number,
+            window.text,
+            tuple(_in_turns(rng, questions)),
+            dropped_questions=count,
+        )
         for number, (window, questions, count) in enumerate(zip(cut, asked, dropped, strict=True))
     ]
     return _without_empty(samples)
@@ -109,7 +149,11 @@ def _without_empty(samples: list[Sample]) -> list[Sample]:
     """Samples that ask something; what the others had to drop is told by the first."""
     kept = [sample for sample in samples if sample.questions]
     orphans = sum(sample.dropped_questions for sample in samples if not sample.questions)
-    return [replace(kept[0], dropped_questions=kept[0].dropped_questions + orphans), *kept[1:]] if kept else []
+    return (
+        [replace(kept[0], dropped_questions=kept[0].dropped_questions + orphans), *kept[1:]]
+        if kept
+        else []
+    )
 
 
 def _has_answer(asked: AskedQuestion) -> bool:
@@ -123,13 +167,19 @@ def _question(rng: random.Random, asked: AskedQuestion, evidence: tuple[str, ...
     answer = (asked.answer or "").strip()
     if asked.category == 3:
         answer = answer.split(";")[0].strip()  # what follows is the annotator's reason
-    hint = " Use DATE of CONVERSATION to answer with an approximate date." if asked.category == 2 else ""
+    hint = (
+        " Use DATE of CONVERSATION to answer with an approximate date."
+        if asked.category == 2
+        else ""
+    )
     text = _SHORT_PHRASE.format(asked.question + hint)
     return Question(text, (answer,), _GRADES[asked.category], _REPLY_TOKENS, evidence, category)
 
 
 def _adversarial(rng: random.Random, asked: AskedQuestion) -> Question:
-    """Two options, of which "not mentioned" is right; without options if the file has no wrong one."""
+    """Two options, of which "not mentioned" is right; without options if the file has
+    no wrong one.
+    """
     wrong = asked.adversarial_answer
     if wrong is None or wrong.lower().startswith("not mentioned"):
         return Question(_CHOICE.format(asked.question), _NOT_MENTIONED, "any", _REPLY_TOKENS)

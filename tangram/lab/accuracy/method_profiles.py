@@ -24,7 +24,9 @@ _log = logging.getLogger("tangram")
 
 @dataclass(frozen=True)
 class Statistics:
-    """Which μ and σ a method needs: those of a scorer over chunks of C tokens, of which some are always kept."""
+    """Which μ and σ a method needs: those of a scorer over chunks of C tokens, of which some are
+    always kept.
+    """
 
     scorer: str
     chunk_tokens: int
@@ -38,17 +40,20 @@ class Statistics:
         if method.scorer is None or method.chunk_tokens is None or method.sink_tokens is None:
             raise ValueError(f"method {method.title} has no profile")
         window = method.chunk_tokens // 64 if method.window_tokens is None else method.window_tokens
-        return cls(method.scorer, method.chunk_tokens, method.scope or "model", method.sink_tokens, window)
+        return cls(
+            method.scorer, method.chunk_tokens, method.scope or "model", method.sink_tokens, window
+        )
 
 
 @dataclass(frozen=True)
 class Budgets:
     """The profiles of one model, in pages of P tokens and Hp heads.
 
-    `scorers` are their specifications by name. `retentions` is every ρ that may be asked for: one pass over the
-    `samples` pilot texts serves them all. `samples` None are the profiles that a server takes: one that ships or that
-    it has kept, or else the short calibration of a first start. `source_of` gives scores by scorer and C, `encode`
-    token ids of a text. Calibrations are kept in `folder`; any α and any shape of pages follow from one.
+    `scorers` are their specifications by name. `retentions` is every ρ that may be asked for: one
+    pass over the `samples` pilot texts serves them all. `samples` None are the profiles that a
+    server takes: one that ships or that it has kept, or else the short calibration of a first
+    start. `source_of` gives scores by scorer and C, `encode` token ids of a text. Calibrations are
+    kept in `folder`; any α and any shape of pages follow from one.
     """
 
     fingerprint: ModelFingerprint
@@ -68,26 +73,41 @@ class Budgets:
             return self.equal(method)
         if self.samples is None:
             return self._served(method)
-        measured = self._kept(Statistics.of(method), method.kv_retention) or self._calibrated(method, self.samples)
+        measured = self._kept(Statistics.of(method), method.kv_retention) or self._calibrated(
+            method, self.samples
+        )
         return self._derived(method, measured.mean, measured.std, measured.calibration)
 
     def basis(self, method: Method) -> Mapping[str, object]:
-        """What the budgets of a static method come from, as JSON. Where a server's are taken, they must be there."""
+        """What the budgets of a static method come from, as JSON. Where a server's are taken, they
+        must be there.
+        """
         if self.samples is not None:
             return {"calibration_samples": self.samples}
         profile = self._served(method)
-        return {"calibration_samples": profile.calibration.samples, "profile": profile.fingerprint()}
+        return {
+            "calibration_samples": profile.calibration.samples,
+            "profile": profile.fingerprint(),
+        }
 
     def _served(self, method: Method) -> Profile:
         """What a server would take, which is also kept for it if it must be measured first."""
         wanted = Statistics.of(method)
         found = find_profile(
-            [shipped_profiles(), self.folder / "profiles"], self.fingerprint, wanted.scorer, wanted.scope,
-            method.kv_retention, wanted.chunk_tokens, self.scorers[wanted.scorer].parameters,
-        )  # fmt: skip
+            [shipped_profiles(), self.folder / "profiles"],
+            self.fingerprint,
+            wanted.scorer,
+            wanted.scope,
+            method.kv_retention,
+            wanted.chunk_tokens,
+            self.scorers[wanted.scorer].parameters,
+        )
         if found is not None:
             return found.with_pages(self.page_tokens, self.heads_per_page)
-        kept, profiles = self.folder / "profiles", self._measured(wanted, sorted(set(self.retentions)), QUICK_SAMPLES)
+        kept, profiles = (
+            self.folder / "profiles",
+            self._measured(wanted, sorted(set(self.retentions)), QUICK_SAMPLES),
+        )
         kept.mkdir(parents=True, exist_ok=True)
         for profile in profiles:
             profile.save(kept / f"{self.fingerprint.weights_sha256}-{profile.file_name}")
@@ -97,17 +117,30 @@ class Budgets:
         """Every head keeps as much as any other, up to a page."""
         shape = (len(self.geometry.full_layers), self.geometry.kv_heads)
         mean, std = np.full(shape, method.kv_retention), np.zeros(shape)
-        return self._derived(method, mean, std, Calibration(1, "equal budgets, nothing was measured"))
+        return self._derived(
+            method, mean, std, Calibration(1, "equal budgets, nothing was measured")
+        )
 
-    def _derived(self, method: Method, mean: object, std: object, calibration: Calibration) -> Profile:
+    def _derived(
+        self, method: Method, mean: object, std: object, calibration: Calibration
+    ) -> Profile:
         wanted = Statistics.of(method)
         return Profile.from_statistics(
-            np.asarray(mean), np.asarray(std), model=self.fingerprint, layers=self.geometry.full_layers,
-            scorer=self.scorers[wanted.scorer], scope=wanted.scope, kv_retention=method.kv_retention,
-            chunk_tokens=wanted.chunk_tokens, calibration=calibration, page_tokens=self.page_tokens,
-            heads_per_page=self.heads_per_page, alpha=method.alpha or 0.0, sink_tokens=wanted.sink_tokens,
+            np.asarray(mean),
+            np.asarray(std),
+            model=self.fingerprint,
+            layers=self.geometry.full_layers,
+            scorer=self.scorers[wanted.scorer],
+            scope=wanted.scope,
+            kv_retention=method.kv_retention,
+            chunk_tokens=wanted.chunk_tokens,
+            calibration=calibration,
+            page_tokens=self.page_tokens,
+            heads_per_page=self.heads_per_page,
+            alpha=method.alpha or 0.0,
+            sink_tokens=wanted.sink_tokens,
             window_tokens=wanted.window_tokens,
-        )  # fmt: skip
+        )
 
     @property
     def _calibrations(self) -> Path:
@@ -115,11 +148,18 @@ class Budgets:
 
     def _kept(self, wanted: Statistics, retention: float) -> Profile | None:
         """A calibration on as many samples that ships or was kept."""
-        name = f"*.{wanted.scorer}.{wanted.scope}.c{wanted.chunk_tokens}.r{retention:g}.json"  # Profile.file_name
-        return next((one for one in self._at_hand(name) if self._fits(one, wanted, retention)), None)
+        # Profile.file_name
+        name = f"*.{wanted.scorer}.{wanted.scope}.c{wanted.chunk_tokens}.r{retention}.json"
+        return next(
+            (one for one in self._at_hand(name) if self._fits(one, wanted, retention)), None
+        )
 
     def _at_hand(self, name: str) -> Iterator[Profile]:
-        for path in (path for folder in (self._calibrations, shipped_profiles()) for path in sorted(folder.glob(name))):
+        for path in (
+            path
+            for folder in (self._calibrations, shipped_profiles())
+            for path in sorted(folder.glob(name))
+        ):
             try:
                 yield Profile.load(path)
             except ProfileError as error:
@@ -130,32 +170,58 @@ class Budgets:
         try:
             profile.check_model(self.fingerprint)
             profile.check_options(
-                scorer=wanted.scorer, scope=wanted.scope, kv_retention=retention, chunk_tokens=wanted.chunk_tokens,
+                scorer=wanted.scorer,
+                scope=wanted.scope,
+                kv_retention=retention,
+                chunk_tokens=wanted.chunk_tokens,
                 parameters=parameters,
-            )  # fmt: skip
+            )
         except ProfileError:
             return False
-        always = (profile.sink_tokens, profile.window_tokens) == (wanted.sink_tokens, wanted.window_tokens)
-        return always and profile.model.weights_sha256 is not None and profile.calibration.samples == self.samples
+        always = (profile.sink_tokens, profile.window_tokens) == (
+            wanted.sink_tokens,
+            wanted.window_tokens,
+        )
+        return (
+            always
+            and profile.model.weights_sha256 is not None
+            and profile.calibration.samples == self.samples
+        )
 
     def _calibrated(self, method: Method, samples: int) -> Profile:
-        """Measure at every ρ that is not there yet, keep the profiles, and return that of the method."""
+        """Measure at every ρ that is not there yet, keep the profiles, and return that of the
+        method.
+        """
         wanted, kept = Statistics.of(method), self._calibrations
-        missing = [value for value in sorted(set(self.retentions)) if self._kept(wanted, value) is None]
+        missing = [
+            value for value in sorted(set(self.retentions)) if self._kept(wanted, value) is None
+        ]
         profiles = self._measured(wanted, missing, samples)
         kept.mkdir(parents=True, exist_ok=True)
-        stem = f"{self.fingerprint.weights_sha256}.n{samples}.s{wanted.sink_tokens}.w{wanted.window_tokens}"
+        ends = f"s{wanted.sink_tokens}.w{wanted.window_tokens}"
+        stem = f"{self.fingerprint.weights_sha256}.n{samples}.{ends}"
         for profile in profiles:
             profile.save(kept / f"{stem}.{profile.file_name}")
         return next(profile for profile in profiles if profile.kv_retention == method.kv_retention)
 
-    def _measured(self, wanted: Statistics, retentions: Sequence[float], samples: int) -> list[Profile]:
+    def _measured(
+        self, wanted: Statistics, retentions: Sequence[float], samples: int
+    ) -> list[Profile]:
         texts = pilot_texts(samples, min_characters=max(8_000, 6 * wanted.chunk_tokens))
         return calibrate(
-            self.source_of(wanted.scorer, wanted.chunk_tokens), [self.encode(text) for text in texts],
-            geometry=self.geometry, fingerprint=self.fingerprint, scorer=self.scorers[wanted.scorer],
-            scope=wanted.scope, retentions=retentions, chunk_tokens=wanted.chunk_tokens, alpha=ALPHA,
-            source=f"built-in pilot texts, {samples} samples, seed 0", page_tokens=self.page_tokens,
-            heads_per_page=self.heads_per_page, sink_tokens=wanted.sink_tokens, window_tokens=wanted.window_tokens,
+            self.source_of(wanted.scorer, wanted.chunk_tokens),
+            [self.encode(text) for text in texts],
+            geometry=self.geometry,
+            fingerprint=self.fingerprint,
+            scorer=self.scorers[wanted.scorer],
+            scope=wanted.scope,
+            retentions=retentions,
+            chunk_tokens=wanted.chunk_tokens,
+            alpha=ALPHA,
+            source=f"built-in pilot texts, {samples} samples, seed 0",
+            page_tokens=self.page_tokens,
+            heads_per_page=self.heads_per_page,
+            sink_tokens=wanted.sink_tokens,
+            window_tokens=wanted.window_tokens,
             track=show_progress,
-        )  # fmt: skip
+        )

@@ -1,4 +1,6 @@
-"""The ways of keeping KV entries that `tangram eval` compares, and the engine configuration of each."""
+"""The ways of keeping KV entries that `tangram eval` compares, and the engine configuration of
+each.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,9 @@ class Method:
     - full: everything stays.
     - uniform: every head keeps the same share of a chunk.
     - static: heads keep what a calibrated profile says, B = μ + α·σ (Tangram, arXiv 2606.06302).
-    - dynamic: the scores of each chunk decide how much each head keeps, as in the methods that profiles are calibrated
-      from (Ada-KV, arXiv 2407.11550, in scope "layer"; KVzip, arXiv 2505.23416, in scope "model").
+    - dynamic: the scores of each chunk decide how much each head keeps, as in the methods that
+      profiles are calibrated from (Ada-KV, arXiv 2407.11550, in scope "layer"; KVzip, arXiv
+      2505.23416, in scope "model").
     - one-shot: dynamic, with the whole context as one chunk, as these were published.
 
     `window_tokens` None is the profile's default, C / 64.
@@ -46,15 +49,25 @@ class Method:
     @property
     def title(self) -> str:
         """In words, with everything that tells it from others."""
-        parts = [self.name, *([self.scorer] if self.scorer else []), f"ρ {self.kv_retention:g}", *self.variant()]
+        parts = [
+            self.name,
+            *([self.scorer] if self.scorer else []),
+            f"ρ {self.kv_retention:g}",
+            *self.variant(),
+        ]
         return ", ".join(parts)
 
     def variant(self) -> list[str]:
-        """Everything but name, scorer and ρ, unless it is the default or makes no difference: "C 512", "α 2", …"""
+        """Everything but name, scorer and ρ, unless it is the default or makes no difference: "C
+        512", "α 2", …
+        """
         named = {
-            "C": self.chunk_tokens, "α": self.alpha, "scope": self.scope,
-            "sinks": None if self.sink_tokens == SINK_TOKENS else self.sink_tokens, "window": self.window_tokens,
-        }  # fmt: skip
+            "C": self.chunk_tokens,
+            "α": self.alpha,
+            "scope": self.scope,
+            "sinks": None if self.sink_tokens == SINK_TOKENS else self.sink_tokens,
+            "window": self.window_tokens,
+        }
         return [
             f"{name} {value:g}" if isinstance(value, (int, float)) else f"{name} {value}"
             for name, value in named.items()
@@ -63,11 +76,15 @@ class Method:
 
     @property
     def company(self) -> Method:
-        """Equal for methods that one engine serves side by side: those with profiles, but for their ρ."""
+        """Equal for methods that one engine serves side by side: those with profiles, but for their
+        ρ.
+        """
         return replace(self, kv_retention=1.0) if self.name in WITH_PROFILE else self
 
     def config(self, base: EngineConfig, *profiles: str) -> EngineConfig:
-        """`base`, made to keep entries this way; `profiles` are the files of the methods that it serves, if any."""
+        """`base`, made to keep entries this way; `profiles` are the files of the methods that it
+        serves, if any.
+        """
         changes: dict[str, Any] = {"kv_retention": self.kv_retention, "profile": profiles}
         named = {"scorer": self.scorer, "scope": self.scope, "chunk_tokens": self.chunk_tokens}
         changes |= {name: value for name, value in named.items() if value is not None}
@@ -76,7 +93,9 @@ class Method:
         if self.scorer != GATED:
             changes["gate"] = None
         chunk = self.chunk_tokens or base.chunk_tokens
-        changes["max_num_batched_tokens"] = max(base.max_num_batched_tokens, chunk + base.max_num_seqs)
+        changes["max_num_batched_tokens"] = max(
+            base.max_num_batched_tokens, chunk + base.max_num_seqs
+        )
         if self.name in _BY_INPUT:
             return ComparisonConfig.of(base, reclamation="by-input", **changes)
         return replace(base, **changes)
@@ -86,9 +105,9 @@ class Method:
 class Grid:
     """Which methods are compared: every combination, as far as it makes a difference.
 
-    `scorers` None is the one that serves the model (`served_by`), `scopes` None what each scorer is served with,
-    `window_tokens` None is C / 64. Raises `ConfigError` naming the field that is empty or out of range, or that some
-    of the methods cannot follow.
+    `scorers` None is the one that serves the model (`served_by`), `scopes` None what each scorer is
+    served with, `window_tokens` None is C / 64. Raises `ConfigError` naming the field that is empty
+    or out of range, or that some of the methods cannot follow.
     """
 
     names: Sequence[MethodName]
@@ -105,20 +124,29 @@ class Grid:
             if getattr(self, field) is not None and not getattr(self, field):
                 raise ConfigError(f"{option} is empty, it must name at least one")
         for name in self.names:
-            _refuse_unless(name in NAMES, "methods", name, f"known are {', '.join(NAMES)}: name one of these")
+            _refuse_unless(
+                name in NAMES, "methods", name, f"known are {', '.join(NAMES)}: name one of these"
+            )
         for retention in self.retentions:
             limit = "each must lie in (0, 1): method full stands for 1.0, ask for it there"
             _refuse_unless(0.0 < retention < 1.0, "retentions", retention, limit)
         for scope in self.scopes or ():
-            _refuse_unless(scope in ("layer", "model"), "scopes", scope, "it must be layer or model")
+            _refuse_unless(
+                scope in ("layer", "model"), "scopes", scope, "it must be layer or model"
+            )
         for chunk in self.chunk_tokens:
             _refuse_unless(chunk >= 1, "chunk_tokens", chunk, "each must be at least 1")
         for alpha in self.alphas:
-            _refuse_unless(math.isfinite(alpha) and alpha >= 0.0, "alphas", alpha, "each must be at least 0")
+            _refuse_unless(
+                math.isfinite(alpha) and alpha >= 0.0, "alphas", alpha, "each must be at least 0"
+            )
         kept = (self.sink_tokens, self.window_tokens)
-        if kept != (SINK_TOKENS, None) and (fixed := [name for name in self.names if name in _BY_INPUT]):
+        if kept != (SINK_TOKENS, None) and (
+            fixed := [name for name in self.names if name in _BY_INPUT]
+        ):
             raise ConfigError(
-                f"sink_tokens is {self.sink_tokens} and window_tokens {self.window_tokens}, but method {fixed[0]} "
+                f"sink_tokens is {self.sink_tokens} and window_tokens {self.window_tokens}, but "
+                f"method {fixed[0]} "
                 f"always keeps {SINK_TOKENS} and C / 64: leave them out, or the method"
             )
         for field, changed, users in (
@@ -128,15 +156,21 @@ class Grid:
             ("window_tokens", self.window_tokens is not None, WITH_PROFILE),
         ):
             if changed and not users & set(self.names):
-                limit = f"only {', '.join(sorted(users))} would look at it: add one of these methods, or leave it out"
-                raise ConfigError(f"{field} is {getattr(self, field)}, methods {', '.join(self.names)}: {limit}")
+                limit = (
+                    f"only {', '.join(sorted(users))} would look at it: add one of these "
+                    "methods, or leave it out"
+                )
+                raise ConfigError(
+                    f"{field} is {getattr(self, field)}, methods {', '.join(self.names)}: {limit}"
+                )
 
     def served_by(self, scorer: str) -> Grid:
         """The same, by `scorer` where none is named."""
         return self if self.scorers is not None else replace(self, scorers=(scorer,))
 
     def methods(self, context_tokens: int) -> list[Method]:
-        """All of them, each once, in the order of the names; `context_tokens` is the chunk of one-shot.
+        """All of them, each once, in the order of the names; `context_tokens` is the chunk of
+        one-shot.
 
         Raises `ValueError` where no scorer is named.
         """
@@ -158,31 +192,47 @@ class Grid:
                 yield Method(name, retention, scorer, chunk, scope, alpha, *kept)
 
 
-def aligned_tokens(methods: Sequence[Method], *, align: bool, unit: int | None = None) -> int | None:
-    """At a multiple of what contexts end: `unit`, or the largest chunk of `methods`; None without `align`.
+def aligned_tokens(
+    methods: Sequence[Method], *, align: bool, unit: int | None = None
+) -> int | None:
+    """At a multiple of what contexts end: `unit`, or the largest chunk of `methods`; None without
+    `align`.
 
-    Raises `ConfigError` if a chunk would not end there, or if one-shot or a unit is asked for without.
+    Raises `ConfigError` if a chunk would not end there, or if one-shot or a unit is asked for
+    without.
     """
     if not align:
         if unit is not None:
-            raise ConfigError(f"align_tokens is {unit}, but no_align leaves the end of contexts raw: leave one out")
+            raise ConfigError(
+                f"align_tokens is {unit}, but no_align leaves the end of contexts raw: leave one "
+                "out"
+            )
         if any(method.name == "one-shot" for method in methods):
-            raise ConfigError("methods has one-shot, whose one chunk is the whole context: that needs align")
+            raise ConfigError(
+                "methods has one-shot, whose one chunk is the whole context: that needs align"
+            )
         return None
     chunks = {method.chunk_tokens for method in methods if method.chunk_tokens is not None}
-    unit, named = (max(chunks, default=1), "the largest chunk") if unit is None else (unit, "align_tokens")
+    unit, named = (
+        (max(chunks, default=1), "the largest chunk") if unit is None else (unit, "align_tokens")
+    )
     if uneven := sorted(chunk for chunk in chunks if unit % chunk):
         raise ConfigError(
-            f"chunk_tokens has {uneven[0]}, of which {named}, {unit}, is no multiple (one-shot's is "
+            f"chunk_tokens has {uneven[0]}, of which {named}, {unit}, is no multiple (one-shot's "
+            "is "
             "context_tokens): choose sizes that divide it, or --no-align"
         )
     return unit
 
 
 _LISTS = {
-    "names": "methods", "scorers": "scorers", "retentions": "retentions", "chunk_tokens": "chunk_tokens",
-    "alphas": "alphas", "scopes": "scopes",
-}  # fmt: skip
+    "names": "methods",
+    "scorers": "scorers",
+    "retentions": "retentions",
+    "chunk_tokens": "chunk_tokens",
+    "alphas": "alphas",
+    "scopes": "scopes",
+}
 
 
 def _refuse_unless(good: bool, option: str, value: object, limit: str) -> None:

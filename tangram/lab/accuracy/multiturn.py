@@ -1,6 +1,8 @@
-"""Several questions on one context, after SCBench (Li et al., arXiv 2412.10319, Section 3), on texts of our own.
+"""Several questions on one context, after SCBench (Li et al., arXiv 2412.10319, Section 3), on
+texts of our own.
 
-The cache of the context is built before any question is known and serves all of them, as in a conversation.
+The cache of the context is built before any question is known and serves all of them, as in a
+conversation.
 """
 
 from __future__ import annotations
@@ -23,10 +25,54 @@ _SHOTS_ASKED = 5
 
 # What sentences may be about; which label a kind has is made up for every sample.
 _KINDS: tuple[tuple[str, ...], ...] = (
-    ("sparrow", "badger", "salmon", "tortoise", "beetle", "donkey", "otter", "pigeon", "lizard", "hamster"),
-    ("bread", "soup", "cheese", "pancake", "noodle", "pudding", "salad", "biscuit", "sausage", "omelette"),
-    ("violin", "trumpet", "drum", "flute", "piano", "cello", "guitar", "harp", "clarinet", "accordion"),
-    ("train", "bicycle", "ferry", "tractor", "tram", "helicopter", "canoe", "lorry", "scooter", "bus"),
+    (
+        "sparrow",
+        "badger",
+        "salmon",
+        "tortoise",
+        "beetle",
+        "donkey",
+        "otter",
+        "pigeon",
+        "lizard",
+        "hamster",
+    ),
+    (
+        "bread",
+        "soup",
+        "cheese",
+        "pancake",
+        "noodle",
+        "pudding",
+        "salad",
+        "biscuit",
+        "sausage",
+        "omelette",
+    ),
+    (
+        "violin",
+        "trumpet",
+        "drum",
+        "flute",
+        "piano",
+        "cello",
+        "guitar",
+        "harp",
+        "clarinet",
+        "accordion",
+    ),
+    (
+        "train",
+        "bicycle",
+        "ferry",
+        "tractor",
+        "tram",
+        "helicopter",
+        "canoe",
+        "lorry",
+        "scooter",
+        "bus",
+    ),
 )
 _SHOTS = (
     "Yesterday {who} spoke about a {trait} {thing} for {count} minutes.",
@@ -35,7 +81,18 @@ _SHOTS = (
     "{who} dreamt of {count} people standing around a {trait} {thing}.",
     "In the photograph, {who} points at a {trait} {thing} with the number {count}.",
 )
-_TRAITS = ("big", "small", "strange", "lovely", "famous", "new", "second", "plain", "different", "perfect")
+_TRAITS = (
+    "big",
+    "small",
+    "strange",
+    "lovely",
+    "famous",
+    "new",
+    "second",
+    "plain",
+    "different",
+    "perfect",
+)
 
 
 def key_values(rng: random.Random, budget: Budget) -> Draft:
@@ -43,14 +100,23 @@ def key_values(rng: random.Random, budget: Budget) -> Draft:
     supply = words.uuids(rng)
     pairs = (f'"{key}": "{value}"' for key, value in zip(supply, supply, strict=True))
     asked = words.take(pairs, _ASKED)
-    head = "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n{"
+    head = (
+        "Extract the value corresponding to the specified key in the JSON object "
+        "below.\n\nJSON data:\n{"
+    )
     text = hide(rng, pairs, asked, ",\n").filled(budget, head, "}\n\n")
     return Draft(text, tuple(_of_pair(pair) for pair in asked))
 
 
 def _of_pair(pair: str) -> Question:
     key, value = pair.split('"')[1::2]
-    return Question(f'Key: "{key}"\nThe value associated with the specified key is:', (value,), "any", 64, (pair,))
+    return Question(
+        f'Key: "{key}"\nThe value associated with the specified key is:',
+        (value,),
+        "any",
+        64,
+        (pair,),
+    )
 
 
 def prefix_suffix(rng: random.Random, budget: Budget) -> Draft:
@@ -65,24 +131,37 @@ def prefix_suffix(rng: random.Random, budget: Budget) -> Draft:
     hidden = [
         *asked,
         *(string[:cut] + other[cut:] for string, other in zip(asked, others[:_ASKED], strict=True)),
-        *(other[:-cut] + string[-cut:] for string, other in zip(asked, others[_ASKED:], strict=True)),
+        *(
+            other[:-cut] + string[-cut:]
+            for string, other in zip(asked, others[_ASKED:], strict=True)
+        ),
     ]
     ends = {end for string in asked for end in (string[:cut], string[-cut:])}
-    strings = (string for string in supply if string[:cut] not in ends and string[-cut:] not in ends)
-    head = "Below is a list of strings, one on each line. Find the one with the specified beginning and end.\n\n"
+    strings = (
+        string for string in supply if string[:cut] not in ends and string[-cut:] not in ends
+    )
+    head = (
+        "Below is a list of strings, one on each line. Find the one with the specified "
+        "beginning and end.\n\n"
+    )
     text = hide(rng, strings, hidden, "\n").filled(budget, head, "\n\n")
     return Draft(text, tuple(_of_string(string, cut) for string in asked))
 
 
 def _of_string(string: str, cut: int) -> Question:
-    ask = f'Which string begins with "{string[:cut]}" and ends with "{string[-cut:]}"? The whole string is:'
+    ask = (
+        f'Which string begins with "{string[:cut]}" and ends with "{string[-cut:]}"? The whole '
+        "string is:"
+    )
     return Question(ask, (string,), "any", 64, (string,))
 
 
 def many_shot(rng: random.Random, budget: Budget) -> Draft:
-    """Sentences labelled by what they are about, with made-up labels; each question asks for a new one's label.
+    """Sentences labelled by what they are about, with made-up labels; each question asks for a new
+    one's label.
 
-    SCBench's ICL.ManyShot. The new sentence is about a thing that a labelled one has, which is its evidence.
+    SCBench's ICL.ManyShot. The new sentence is about a thing that a labelled one has, which is its
+    evidence.
     """
     label_of = dict(zip(_KINDS, words.take(words.labels(rng), len(_KINDS)), strict=True))
     asking = random.Random(rng.getrandbits(64))
@@ -102,7 +181,9 @@ def many_shot(rng: random.Random, budget: Budget) -> Draft:
 
 
 def _shots(rng: random.Random, label_of: dict[tuple[str, ...], str]) -> Iterator[tuple[str, str]]:
-    """A thing and the labelled sentence about it; kinds take turns in a random order, none left out for long."""
+    """A thing and the labelled sentence about it; kinds take turns in a random order, none left out
+    for long.
+    """
     names = words.people(rng)
     while True:
         for kind in rng.sample(_KINDS, len(_KINDS)):
@@ -115,33 +196,52 @@ def _shots(rng: random.Random, label_of: dict[tuple[str, ...], str]) -> Iterator
 
 def _of_shot(shot: str, evidence: str) -> Question:
     sentence, label = shot.split("\nLabel: ")
-    return Question(f"Give the label of this sentence, and nothing else.\n{sentence}\nLabel:", (label,), "exact", 16,
-                    (evidence,))  # fmt: skip
+    return Question(
+        f"Give the label of this sentence, and nothing else.\n{sentence}\nLabel:",
+        (label,),
+        "exact",
+        16,
+        (evidence,),
+    )
 
 
 def report(rng: random.Random, budget: Budget) -> Draft:
-    """A report in which six stations name a figure; asked for are all of them, then some one by one.
+    """A report in which six stations name a figure; asked for are all of them, then some one by
+    one.
 
     In place of SCBench's En.Sum: a summary whose completeness can be counted.
     """
-    stations, figures = words.take(words.towns(rng), _STATIONS), words.take(words.numbers(rng, 5), _STATIONS)
+    stations, figures = (
+        words.take(words.towns(rng), _STATIONS),
+        words.take(words.numbers(rng, 5), _STATIONS),
+    )
     facts = [
-        f"The station of {place} reported {figure} passengers." for place, figure in zip(stations, figures, strict=True)
+        f"The station of {place} reported {figure} passengers."
+        for place, figure in zip(stations, figures, strict=True)
     ]
     asked = rng.sample(range(_STATIONS), 3)
-    head = "Read the following yearly report. You will be asked about the figures that the stations reported.\n\n"
-    text = hide(rng, prose(random.Random(rng.getrandbits(64))), facts, " ").filled(budget, head, "\n\n")
+    head = (
+        "Read the following yearly report. You will be asked about the figures that the "
+        "stations reported.\n\n"
+    )
+    text = hide(rng, prose(random.Random(rng.getrandbits(64))), facts, " ").filled(
+        budget, head, "\n\n"
+    )
     every = (
-        f"Summarise the report: name each of the {_STATIONS} stations that reported passengers, and how many. "
+        f"Summarise the report: name each of the {_STATIONS} stations that reported passengers, "
+        "and how many. "
         "The stations and their passengers are:"
     )
     one = [
         Question(
             f"How many passengers did the station of {stations[index]} report? The number is",
-            (figures[index],), "any", 24, (facts[index],),
+            (figures[index],),
+            "any",
+            24,
+            (facts[index],),
         )
         for index in asked
-    ]  # fmt: skip
+    ]
     return Draft(text, (Question(every, (*stations, *figures), "all", 160, tuple(facts)), *one))
 
 

@@ -28,8 +28,8 @@ SUPPLIES: dict[Content, Callable[[random.Random], Iterator[str]]] = {
 class Needles:
     """One variant; a task (`sample.Task`) when called.
 
-    `keys` keys have `values_per_key` values each. `together`: one question asks for all keys, else one question a key.
-    In a haystack of needles only the keys asked for are fewer than all.
+    `keys` keys have `values_per_key` values each. `together`: one question asks for all keys, else
+    one question a key. In a haystack of needles only the keys asked for are fewer than all.
     """
 
     haystack: Literal["noise", "prose", "needles"]
@@ -42,7 +42,10 @@ class Needles:
     def __call__(self, rng: random.Random, budget: Budget) -> Draft:
         """A haystack as long as the budget and its questions, in RULER's words."""
         keys, values = SUPPLIES[self.key](rng), SUPPLIES[self.value](rng)
-        hidden = {words.take(keys, 1)[0]: words.take(values, self.values_per_key) for _ in range(self.keys)}
+        hidden = {
+            words.take(keys, 1)[0]: words.take(values, self.values_per_key)
+            for _ in range(self.keys)
+        }
         needles = [self._needle(key, value) for key, own in hidden.items() for value in own]
         pieces = self._pieces(rng, keys, values)
         between = " " if self.haystack == "prose" else "\n"
@@ -50,7 +53,9 @@ class Needles:
         asked = [hidden] if self.together else [{key: own} for key, own in hidden.items()]
         return Draft(text, tuple(self._question(some) for some in asked))
 
-    def _pieces(self, rng: random.Random, keys: Iterator[str], values: Iterator[str]) -> Iterator[str]:
+    def _pieces(
+        self, rng: random.Random, keys: Iterator[str], values: Iterator[str]
+    ) -> Iterator[str]:
         if self.haystack == "needles":
             return (self._needle(key, value) for key, value in zip(keys, values, strict=True))
         return noise() if self.haystack == "noise" else prose(random.Random(rng.getrandbits(64)))
@@ -63,7 +68,11 @@ class Needles:
 
     def _head(self) -> str:
         many = self.value if self._asks_for_many() else self.value[:-1]
-        hidden = f"Some special magic {many} are" if self._asks_for_many() else f"A special magic {many} is"
+        hidden = (
+            f"Some special magic {many} are"
+            if self._asks_for_many()
+            else f"A special magic {many} is"
+        )
         return (
             f"{hidden} hidden within the following text. Make sure to memorize it. "
             f"I will quiz you about the {many} afterwards.\n"
@@ -79,7 +88,9 @@ class Needles:
         about += " mentioned in the provided text"
         evidence = tuple(self._needle(key, value) for key, own in asked.items() for value in own)
         answers = tuple(value for own in asked.values() for value in own)
-        return Question(f"{ask} {about}? The {about} {verb}", answers, "all", _REPLY_TOKENS, evidence)
+        return Question(
+            f"{ask} {about}? The {about} {verb}", answers, "all", _REPLY_TOKENS, evidence
+        )
 
 
 NEEDLES: dict[str, Needles] = {

@@ -11,14 +11,20 @@ from tangram.lab.accuracy.methods import Method
 from tangram.lab.accuracy.passages import TAIL_TOKENS, Passages
 from tangram.lab.accuracy.run import Planned
 
-# A token that is generated takes as long as so many of a prompt; replies end halfway to their limit.
+# A token that is generated takes as long as so many of a prompt; replies end halfway to their
+# limit.
 _DECODE_TOKENS, _REPLY_SHARE = 8, 0.5
 
 
 def minutes(bench: ModelBench, plans: Sequence[Planned]) -> float:
-    """About how long `plans` take here: their tokens, at the pace of one chunk that is computed now."""
+    """About how long `plans` take here: their tokens, at the pace of one chunk that is computed
+    now.
+    """
     config = Method("full").config(bench.base)
-    tokens = [(7 * place) % bench.loaded.geometry.vocab_size for place in range(config.chunk_tokens + TAIL_TOKENS)]
+    tokens = [
+        (7 * place) % bench.loaded.geometry.vocab_size
+        for place in range(config.chunk_tokens + TAIL_TOKENS)
+    ]
     forced = ForcedText(config, bench.loaded)
     forced.logits(tokens)  # compiles
     begin = time.perf_counter()
@@ -35,6 +41,8 @@ def _prompt_tokens(plan: Planned) -> float:
     return sum(
         sample.shared_tokens * (len(sample.prompts) if again else 1)
         + sum(len(prompt) - sample.shared_tokens for prompt in sample.prompts)
-        + _DECODE_TOKENS * _REPLY_SHARE * sum(question.max_tokens for question in sample.sample.questions)
+        + _DECODE_TOKENS
+        * _REPLY_SHARE
+        * sum(question.max_tokens for question in sample.sample.questions)
         for sample in plan.prompts.samples
     )

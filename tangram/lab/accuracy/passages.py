@@ -18,7 +18,9 @@ from tangram.lab.accuracy.suites import MIN_CONTEXT_TOKENS, SAMPLES
 
 SUITE = "fidelity"
 TAIL_TOKENS = 128
-_LEFT_OUT = frozenset({"encodings", "pydoc_data", "site-packages", "dist-packages", "test"})  # tables, or not its own
+_LEFT_OUT = frozenset(
+    {"encodings", "pydoc_data", "site-packages", "dist-packages", "test"}
+)  # tables, or not its own
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,12 @@ class Passages:
 
 @dataclass(frozen=True)
 class RealText:
-    """What is read: `samples` passages of `context_tokens`, each with `TAIL_TOKENS` more, that are looked at.
+    """What is read: `samples` passages of `context_tokens`, each with `TAIL_TOKENS` more, that are
+    looked at.
 
-    They are cut from the UTF-8 text of `path`, without it from sources of Python's standard library that calibration
-    does not read. `samples` None are `SAMPLES`, or what the file gives, if that is less.
+    They are cut from the UTF-8 text of `path`, without it from sources of Python's standard library
+    that calibration does not read. `samples` None are `SAMPLES`, or what the file gives, if that is
+    less.
     """
 
     samples: int | None
@@ -55,26 +59,38 @@ class RealText:
     suite: str = SUITE
 
     def prompts(self, codec: ChatCodec, alignment: Alignment | None) -> Passages:
-        """Cut the passages. Raises `ConfigError` naming what cannot be met; contexts are always whole chunks."""
+        """Cut the passages. Raises `ConfigError` naming what cannot be met; contexts are always
+        whole chunks.
+        """
         if alignment is None:
-            raise ConfigError(f"suites has {SUITE}, whose contexts are whole chunks: that needs align")
+            raise ConfigError(
+                f"suites has {SUITE}, whose contexts are whole chunks: that needs align"
+            )
         if self.context_tokens < MIN_CONTEXT_TOKENS or self.context_tokens % alignment.tokens:
             raise ConfigError(
-                f"context_tokens is {self.context_tokens}, for {SUITE} it must be at least {MIN_CONTEXT_TOKENS} and a "
+                f"context_tokens is {self.context_tokens}, for {SUITE} it must be at least "
+                f"{MIN_CONTEXT_TOKENS} and a "
                 f"multiple of the largest chunk, {alignment.tokens}"
             )
         texts = _sources(self.seed) if self.path is None else [_read(self.path)]
         found = passages(codec.encode, self.context_tokens, self.samples, texts=texts)
         content = repr((self.context_tokens, found))
-        return Passages(tuple(tuple(piece) for piece in found), hashlib.sha256(content.encode()).hexdigest())
+        return Passages(
+            tuple(tuple(piece) for piece in found), hashlib.sha256(content.encode()).hexdigest()
+        )
 
 
 def passages(
-    encode: Callable[[str], Sequence[int]], context_tokens: int, count: int | None, *, texts: Iterable[str]
-) -> list[list[int]]:  # fmt: skip
+    encode: Callable[[str], Sequence[int]],
+    context_tokens: int,
+    count: int | None,
+    *,
+    texts: Iterable[str],
+) -> list[list[int]]:
     """`count` pieces of `context_tokens` + `TAIL_TOKENS` tokens of `texts`, one after the other.
 
-    `count` None are `SAMPLES`, or all if there are fewer. Raises `ConfigError` if the texts hold fewer than asked for.
+    `count` None are `SAMPLES`, or all if there are fewer. Raises `ConfigError` if the texts hold
+    fewer than asked for.
     """
     if count is not None and count < 1:
         raise ConfigError(f"samples is {count}, it must be at least 1")
@@ -89,14 +105,17 @@ def passages(
             break
     if len(pieces) < (1 if count is None else count):
         raise ConfigError(
-            f"samples is {wanted}, the texts hold {len(pieces)} passages of {context_tokens} + {TAIL_TOKENS} tokens: "
+            f"samples is {wanted}, the texts hold {len(pieces)} passages of {context_tokens} + "
+            f"{TAIL_TOKENS} tokens: "
             f"ask for fewer, for shorter contexts, or bring more text"
         )
     return pieces
 
 
 def _sources(seed: int) -> Iterator[str]:
-    """Modules in packages of the standard library, shuffled, then the topics of `help()`; pilot texts read others."""
+    """Modules in packages of the standard library, shuffled, then the topics of `help()`; pilot
+    texts read others.
+    """
     rng, root = random.Random(f"{SUITE}/{seed}"), Path(sysconfig.get_path("stdlib"))
     paths = sorted(path for path in root.glob("*/*.py") if path.parent.name not in _LEFT_OUT)
     rng.shuffle(paths)
@@ -108,4 +127,6 @@ def _read(path: Path) -> str:
     try:
         return read_text(path)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"text is {path}, which cannot be read as UTF-8 ({error}): name a file of text") from error
+        raise ConfigError(
+            f"text is {path}, which cannot be read as UTF-8 ({error}): name a file of text"
+        ) from error

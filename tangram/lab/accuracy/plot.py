@@ -22,26 +22,35 @@ def check_plot(path: Path) -> None:
 
     known = Figure().canvas.get_supported_filetypes()
     if path.suffix.lower().removeprefix(".") not in known:
-        raise ConfigError(f"plot is {path}, no picture ends like that: give a name that ends in .png")
+        raise ConfigError(
+            f"plot is {path}, no picture ends like that: give a name that ends in .png"
+        )
 
 
 def draw(cells: Sequence[AnyCell], path: Path) -> None:
-    """Draw the cells, with standard errors, as a PNG: scores, and of fidelity divergence; `full` is a line across.
+    """Draw the cells, with standard errors, as a PNG: scores, and of fidelity divergence; `full` is
+    a line across.
 
     Raises `ConfigError` if no cell has a scorer.
     """
     from matplotlib.figure import Figure
 
     settings = list(dict.fromkeys(cell.setting for cell in cells))
-    scorers = list(dict.fromkeys(cell.method.scorer for cell in cells if cell.method.scorer is not None))
+    scorers = list(
+        dict.fromkeys(cell.method.scorer for cell in cells if cell.method.scorer is not None)
+    )
     if not scorers:
-        raise ConfigError(f"plot is {path}, but no method compresses: there is nothing to draw against ρ")
+        raise ConfigError(
+            f"plot is {path}, but no method compresses: there is nothing to draw against ρ"
+        )
     width, height = _PANEL_INCHES
     picture = Figure(figsize=(width * len(scorers), height * len(settings)), layout="constrained")
     panels = picture.subplots(len(settings), len(scorers), sharey="row", squeeze=False)
     for line, setting in zip(panels, settings, strict=True):
         for axes, scorer in zip(line, scorers, strict=True):
-            for (name, of_scorer), own in rows(cell for cell in cells if cell.setting == setting).items():
+            for (name, of_scorer), own in rows(
+                cell for cell in cells if cell.setting == setting
+            ).items():
                 if of_scorer == "":
                     axes.axhline(_height(own[1.0]).mean, color="black", linestyle="--", label=name)
                 elif of_scorer == scorer:
@@ -49,7 +58,11 @@ def draw(cells: Sequence[AnyCell], path: Path) -> None:
                     errors = [_height(cell).stderr or 0.0 for cell in own.values()]
                     axes.errorbar(list(own), means, errors, marker="o", capsize=3, label=name)
             what = "KL from full, nats" if setting.suite == FIDELITY else "score, %"
-            axes.set(xlabel="ρ", ylabel=what, title=f"{setting.suite}, {setting.context_tokens:,}: {scorer}")
+            axes.set(
+                xlabel="ρ",
+                ylabel=what,
+                title=f"{setting.suite}, {setting.context_tokens:,}: {scorer}",
+            )
             axes.grid(alpha=0.3)
             axes.legend(fontsize=8)
     picture.savefig(path, dpi=130)

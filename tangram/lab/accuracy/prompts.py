@@ -1,4 +1,6 @@
-"""Samples to token ids: the prompts of one context begin alike, and its end can be made to fall on a chunk's."""
+"""Samples to token ids: the prompts of one context begin alike, and its end can be made to fall on
+a chunk's.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class ChatCodec(Protocol):
 
 @dataclass(frozen=True)
 class Alignment:
-    """Fill up what the questions of a sample share, by `filler_token`, to a multiple of `tokens`."""
+    """Fill up what the questions of a sample share, by `filler_token`, to a multiple of
+    `tokens`.
+    """
 
     tokens: int
     filler_token: int
@@ -41,7 +45,9 @@ class Alignment:
 
 @dataclass(frozen=True)
 class SamplePrompts:
-    """`prompts[i]` asks question i of `sample`; all begin with the same `shared_tokens`: template, filler, context."""
+    """`prompts[i]` asks question i of `sample`; all begin with the same `shared_tokens`: template,
+    filler, context.
+    """
 
     sample: Sample
     prompts: tuple[tuple[int, ...], ...]
@@ -76,10 +82,11 @@ class SuitePrompts:
 
 @dataclass(frozen=True)
 class Questions:
-    """What is asked: `samples` samples of `suite` over contexts of `context_tokens`, template included.
+    """What is asked: `samples` samples of `suite` over contexts of `context_tokens`, template
+    included.
 
-    `samples` None are what the suite takes for it. `tasks` None are all of the suite, `max_questions` None all of a
-    context, `path` is for suites read from files.
+    `samples` None are what the suite takes for it. `tasks` None are all of the suite,
+    `max_questions` None all of a context, `path` is for suites read from files.
     """
 
     suite: str
@@ -96,25 +103,34 @@ class Questions:
         room = self.context_tokens - head - _MARGIN_TOKENS
         if room < MIN_CONTEXT_TOKENS:
             raise ConfigError(
-                f"context_tokens is {self.context_tokens}, of which the chat template takes {head}: it must be at "
+                f"context_tokens is {self.context_tokens}, of which the chat template takes "
+                f"{head}: it must be at "
                 f"least {MIN_CONTEXT_TOKENS + head + _MARGIN_TOKENS}"
             )
         special = len(codec.encode(""))
         samples = SUITES[self.suite](
-            lambda text: len(codec.encode(text)) - special, room, self.samples, self.seed, tasks=self.tasks,
-            max_questions=self.max_questions, path=self.path,
-        )  # fmt: skip
+            lambda text: len(codec.encode(text)) - special,
+            room,
+            self.samples,
+            self.seed,
+            tasks=self.tasks,
+            max_questions=self.max_questions,
+            path=self.path,
+        )
         made = tuple(prompts_of(sample, codec, alignment) for sample in samples)
-        content = [(one.prompts, [question.max_tokens for question in one.sample.questions]) for one in made]
+        content = [
+            (one.prompts, [question.max_tokens for question in one.sample.questions])
+            for one in made
+        ]
         return SuitePrompts(self.suite, made, hashlib.sha256(repr(content).encode()).hexdigest())
 
 
 def prompts_of(sample: Sample, codec: ChatCodec, alignment: Alignment | None) -> SamplePrompts:
     """The prompts of a sample, each one user message of the context and a question.
 
-    With `alignment` filler stands between the template's beginning and the context, so that nothing of the context is
-    left over when a chunk is full. Without it the tokens are those of the chat template as they are, and up to C − 1
-    tokens of the context stay raw.
+    With `alignment` filler stands between the template's beginning and the context, so that nothing
+    of the context is left over when a chunk is full. Without it the tokens are those of the chat
+    template as they are, and up to C − 1 tokens of the context stay raw.
     """
     asked = [_tokens(codec, sample.context + question.text) for question in sample.questions]
     shared = _common(*asked, *(_tokens(codec, sample.context + probe) for probe in _PROBES))
@@ -127,10 +143,12 @@ def prompts_of(sample: Sample, codec: ChatCodec, alignment: Alignment | None) ->
 
 
 def evidence_tokens(asked: SamplePrompts, codec: ChatCodec) -> tuple[tuple[range, ...], ...]:
-    """Where the evidence of each question lies in the prompts: by question, the tokens of each of its pieces.
+    """Where the evidence of each question lies in the prompts: by question, the tokens of each of
+    its pieces.
 
-    The first place of a piece in the context counts. A token that begins before a piece and reaches into it belongs to
-    it, one that reaches out of it does not. Raises `ValueError` if a piece does not stand in the context.
+    The first place of a piece in the context counts. A token that begins before a piece and reaches
+    into it belongs to it, one that reaches out of it does not. Raises `ValueError` if a piece does
+    not stand in the context.
     """
     context, questions = asked.sample.context, asked.sample.questions
     text = context + questions[0].text
@@ -139,7 +157,8 @@ def evidence_tokens(asked: SamplePrompts, codec: ChatCodec) -> tuple[tuple[range
     @cache
     def before(place: int) -> int:
         """How many tokens end at this character or before it."""
-        # No probe is what follows there. It may grow into the last token, so the longer beginning counts.
+        # No probe is what follows there. It may grow into the last token, so the longer beginning
+        # counts.
         probes = (probe for probe in _BREAKS if probe != text[place : place + 1])
         ended = max(_common(tokens, _tokens(codec, text[:place] + probe)) for probe in probes)
         return min(asked.filler_tokens + ended, asked.shared_tokens)
@@ -158,10 +177,11 @@ def filler_token(codec: ChatCodec) -> int:
 
 
 def parse_suites(text: str, undivided: Sequence[str] = ()) -> dict[str, tuple[str, ...] | None]:
-    """Comma-separated suites, or `suite/task` for one task of it, to tasks by suite; None are all tasks.
+    """Comma-separated suites, or `suite/task` for one task of it, to tasks by suite; None are all
+    tasks.
 
-    `undivided` are suites that have no tasks. Raises `ConfigError` for a suite that is not known, or a task of one
-    that has none; other tasks are checked by the suite.
+    `undivided` are suites that have no tasks. Raises `ConfigError` for a suite that is not known,
+    or a task of one that has none; other tasks are checked by the suite.
     """
     tasks: dict[str, tuple[str, ...] | None] = {}
     for entry in (entry.strip() for entry in text.split(",")):

@@ -1,4 +1,6 @@
-"""The quick check: few questions that small models can answer, and a little real text. `tangram eval --quick`."""
+"""The quick check: few questions that small models can answer, and a little real text. `tangram
+eval --quick`.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,8 @@ from tangram.lab.accuracy.passages import RealText
 from tangram.lab.accuracy.prompts import Questions
 
 # Of RULER's tasks two that a model of 135 M parameters answers at all; contexts of three chunks.
-NEEDLES = Questions("ruler", ("niah_single_3", "niah_multikey_1"), samples=8, context_tokens=1536, max_questions=2)
+NEEDLES = Questions(
+    "ruler", ("niah_single_3", "niah_multikey_1"), samples=8, context_tokens=1536, max_questions=2
+)
 TEXT = RealText(samples=5, context_tokens=1536)
 RETENTIONS = (0.5, 0.25)

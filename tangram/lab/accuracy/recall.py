@@ -1,9 +1,9 @@
 """Recall of evidence: the share of KV entries that a method keeps of what an answer follows from.
 
-It is reckoned from scores alone; nothing is answered. Every chunk sees its past uncompressed, as in calibration, so
-from the second chunk on it is not quite what an engine keeps. A token has an entry for each full-attention layer and KV
-head; layers with a window keep what they see anyway. Shape letters: `L` full-attention layers · `H` KV heads · `C`
-tokens of a chunk.
+It is reckoned from scores alone; nothing is answered. Every chunk sees its past uncompressed, as in
+calibration, so from the second chunk on it is not quite what an engine keeps. A token has an entry
+for each full-attention layer and KV head; layers with a window keep what they see anyway. Shape
+letters: `L` full-attention layers · `H` KV heads · `C` tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -33,12 +33,18 @@ def everything(scores: Tensor, start: int) -> Tensor:
 
 
 def budgeted(profile: Profile, geometry: Geometry) -> Rule:
-    """Every head keeps its count of each chunk, pages rounded as an engine with `profile` has them."""
+    """Every head keeps its count of each chunk, pages rounded as an engine with
+    `profile` has them.
+    """
     layout = Layout.build(
-        geometry, chunk_tokens=profile.chunk_tokens, page_tokens=profile.page_tokens,
-        heads_per_page=profile.heads_per_page, max_tokens=geometry.max_positions, groups=profile.groups,
+        geometry,
+        chunk_tokens=profile.chunk_tokens,
+        page_tokens=profile.page_tokens,
+        heads_per_page=profile.heads_per_page,
+        max_tokens=geometry.max_positions,
+        groups=profile.groups,
         sealed_pages=profile.sealed_pages,
-    )  # fmt: skip
+    )
     counts = torch.from_numpy(layout.head_kept_tokens[list(geometry.full_layers)].ravel())
 
     def rule(scores: Tensor, start: int) -> Tensor:
@@ -66,7 +72,8 @@ def competing(method: Method) -> Rule:
 def kept_shares(chunks: Iterable[Scores], rule: Rule, tokens: int) -> Float64:
     """[tokens]: the share of the L · H entries of each token that `rule` keeps.
 
-    `chunks` are the scores [L, H, C] of a text's full chunks, first chunk first. What fills no chunk stays raw: 1.
+    `chunks` are the scores [L, H, C] of a text's full chunks, first chunk first. What fills no
+    chunk stays raw: 1.
     """
     shares, start = np.ones(tokens), 0
     for scores in chunks:
@@ -77,7 +84,9 @@ def kept_shares(chunks: Iterable[Scores], rule: Rule, tokens: int) -> Float64:
 
 
 def recall(shares: Float64, pieces: Sequence[range]) -> float | None:
-    """The mean of `shares` over the tokens of all `pieces`, each token once; None without any piece."""
+    """The mean of `shares` over the tokens of all `pieces`, each token once; None without any
+    piece.
+    """
     tokens = sorted({token for piece in pieces for token in piece})
     return float(shares[tokens].mean()) if tokens else None
 
@@ -86,8 +95,9 @@ def recall(shares: Float64, pieces: Sequence[range]) -> float | None:
 class Contexts:
     """The contexts of suites as a scorer saw them, and where their evidence lies.
 
-    Of scores only the latest are kept, in host memory: 4 · L · H bytes a token, 1.5 MB a context of 4,096 tokens of the
-    embedded model. They are those of one scorer, chunk size and digest of the prompts.
+    Of scores only the latest are kept, in host memory: 4 · L · H bytes a token, 1.5 MB a context of
+    4,096 tokens of the embedded model. They are those of one scorer, chunk size and digest of the
+    prompts.
     """
 
     latest: tuple[str, int, str] | None = None
@@ -97,19 +107,27 @@ class Contexts:
     def scored(
         self, method: Method, prompts: SuitePrompts, source_of: Callable[[str, int], ScoreSource]
     ) -> Sequence[Sequence[Scores]]:
-        """By sample, the scores [L, H, C] of its context's full chunks; none for a method that looks at none."""
+        """By sample, the scores [L, H, C] of its context's full chunks; none for a method that
+        looks at none.
+        """
         if method.scorer is None or method.chunk_tokens is None:
             return [()] * len(prompts.samples)
         wanted = (method.scorer, method.chunk_tokens, prompts.sha256)
         if wanted != self.latest:
             self.latest, self.scores = None, ()
             source = source_of(method.scorer, method.chunk_tokens)
-            self.scores = [list(source(one.prompts[0][: one.shared_tokens])) for one in prompts.samples]
+            self.scores = [
+                list(source(one.prompts[0][: one.shared_tokens])) for one in prompts.samples
+            ]
             self.latest = wanted
         return self.scores
 
-    def evidence(self, prompts: SuitePrompts, codec: ChatCodec) -> list[tuple[tuple[range, ...], ...]]:
+    def evidence(
+        self, prompts: SuitePrompts, codec: ChatCodec
+    ) -> list[tuple[tuple[range, ...], ...]]:
         """By sample and question, the tokens of each piece; looked for once."""
         if prompts.sha256 not in self.places:
-            self.places[prompts.sha256] = [evidence_tokens(sample, codec) for sample in prompts.samples]
+            self.places[prompts.sha256] = [
+                evidence_tokens(sample, codec) for sample in prompts.samples
+            ]
         return self.places[prompts.sha256]

@@ -24,17 +24,20 @@ _NONE = "–"
 
 
 def report(cells: Sequence[AnyCell]) -> str:
-    """A section for each suite and setting: scores, differences, tasks or categories, recall of evidence where it
-    was reckoned, footprints; then the machine.
-    Of fidelity: divergence, agreement, perplexity and differences in divergence.
+    """A section for each suite and setting: scores, differences, tasks or categories, recall of
+    evidence where it was reckoned, footprints; then the machine. Of fidelity: divergence,
+    agreement, perplexity and differences in divergence.
 
-    Scores are means over samples in percent ± the standard error. A difference is taken sample by sample, of cells that
-    were asked the same. Nothing but a line where there are no cells.
+    Scores are means over samples in percent ± the standard error. A difference is taken sample by
+    sample, of cells that were asked the same. Nothing but a line where there are no cells.
     """
     if not cells:
         return "No cell has been measured.\n"
     settings = list(dict.fromkeys(cell.setting for cell in cells))
-    sections = [_section([cell for cell in cells if cell.setting == setting], setting) for setting in settings]
+    sections = [
+        _section([cell for cell in cells if cell.setting == setting], setting)
+        for setting in settings
+    ]
     return "\n".join([*sections, where(cells)])
 
 
@@ -48,7 +51,9 @@ def rows(cells: Iterable[One]) -> dict[tuple[str, str], dict[float, One]]:
     for cell in sorted(listed, key=lambda cell: -cell.method.kv_retention):
         key = (label(cell.method, [other.method for other in listed]), cell.method.scorer or "")
         found.setdefault(key, {})[cell.method.kv_retention] = cell
-    order = list(dict.fromkeys(label(cell.method, [other.method for other in listed]) for cell in listed))
+    order = list(
+        dict.fromkeys(label(cell.method, [other.method for other in listed]) for cell in listed)
+    )
     return dict(sorted(found.items(), key=lambda item: (order.index(item[0][0]), item[0][1])))
 
 
@@ -60,7 +65,8 @@ def label(method: Method, among: Sequence[Method]) -> str:
 
 
 def difference(cell: AnyCell, other: AnyCell) -> Score:
-    """Of two cells of one setting: `cell` less `other`, over the samples: in score, or in divergence.
+    """Of two cells of one setting: `cell` less `other`, over the samples: in score, or in
+    divergence.
 
     Raises `TypeError` for cells of two kinds.
     """
@@ -74,10 +80,13 @@ def difference(cell: AnyCell, other: AnyCell) -> Score:
 
 
 def _section(cells: Sequence[AnyCell], setting: Setting) -> str:
-    aligned = "contexts end where chunks do" if setting.aligned else "the end of a context stays raw"
+    aligned = (
+        "contexts end where chunks do" if setting.aligned else "the end of a context stays raw"
+    )
     title = f"### {setting.suite}, {setting.context_tokens:,} tokens: {setting.model}"
     told = (
-        f"{setting.samples} samples, seed {setting.seed}, {setting.dtype}, KV cache {setting.kv_cache_dtype}; "
+        f"{setting.samples} samples, seed {setting.seed}, {setting.dtype}, KV cache "
+        f"{setting.kv_cache_dtype}; "
         f"{aligned}."
     )
     given = [cell for cell in cells if isinstance(cell, FidelityCell)]
@@ -98,9 +107,14 @@ def _fidelity(cells: Sequence[FidelityCell]) -> list[str]:
     if not cells:
         return []
     return [
-        _by_retention(cells, "KL from full, nats ± standard error", lambda cell: plain(cell.divergence, 4)),
+        _by_retention(
+            cells, "KL from full, nats ± standard error", lambda cell: plain(cell.divergence, 4)
+        ),
         # Less full, a divergence is itself.
-        _differences([cell for cell in cells if cell.method.name != "full"], lambda less: plain(less, 4, signed=True)),
+        _differences(
+            [cell for cell in cells if cell.method.name != "full"],
+            lambda less: plain(less, 4, signed=True),
+        ),
         _by_retention(cells, "top-1 agreement, %", lambda cell: percent(cell.agreement)),
         _by_retention(cells, "perplexity", lambda cell: plain(cell.perplexity, 2)),
     ]
@@ -116,7 +130,9 @@ def _recalls(cells: Sequence[Cell]) -> str:
 
 def _footprints(cells: Sequence[Cell]) -> str:
     shown = [cell for cell in cells if cell.footprint is not None]
-    table = _by_retention(shown, "KV bytes held, of everything's", lambda cell: f"{cell.footprint:.3f}")
+    table = _by_retention(
+        shown, "KV bytes held, of everything's", lambda cell: f"{cell.footprint:.3f}"
+    )
     return table if shown else ""
 
 
@@ -124,7 +140,11 @@ def _by_retention(cells: Sequence[One], corner: str, shown: Callable[[One], str]
     """A line a method and scorer, a column a ρ."""
     columns = sorted({cell.method.kv_retention for cell in cells}, reverse=True)
     lines = [
-        [name, scorer or _NONE, *(shown(own[column]) if column in own else _NONE for column in columns)]
+        [
+            name,
+            scorer or _NONE,
+            *(shown(own[column]) if column in own else _NONE for column in columns),
+        ]
         for (name, scorer), own in rows(cells).items()
     ]
     return _table([corner, "scorer", *(f"ρ {column:g}" for column in columns)], lines)
@@ -143,14 +163,25 @@ def _differences(cells: Sequence[OneKind], worded: Callable[[Score], str]) -> st
                 if (_name(own), _name(theirs)) == (first, second) and other_scorer in ("", scorer):
                     shown: list[str] = [_less(own, theirs, column, worded) for column in columns]
                     lines.append([f"{name} − {other_name}", scorer, *shown])
-    return _table(["difference", "scorer", *(f"ρ {column:g}" for column in columns)], lines) if lines else ""
+    return (
+        _table(["difference", "scorer", *(f"ρ {column:g}" for column in columns)], lines)
+        if lines
+        else ""
+    )
 
 
 def _less(
-    own: dict[float, OneKind], theirs: dict[float, OneKind], retention: float, worded: Callable[[Score], str]
-) -> str:  # fmt: skip
+    own: dict[float, OneKind],
+    theirs: dict[float, OneKind],
+    retention: float,
+    worded: Callable[[Score], str],
+) -> str:
     other = theirs.get(1.0, theirs.get(retention))
-    return _NONE if retention not in own or other is None else worded(difference(own[retention], other))
+    return (
+        _NONE
+        if retention not in own or other is None
+        else worded(difference(own[retention], other))
+    )
 
 
 def _name(own: Mapping[float, AnyCell]) -> MethodName:
@@ -158,13 +189,20 @@ def _name(own: Mapping[float, AnyCell]) -> MethodName:
 
 
 def _parts(cells: Sequence[Cell]) -> str:
-    """A line a cell, a column a category of questions or, where there are none, a task; nothing for a single one."""
+    """A line a cell, a column a category of questions or, where there are none, a task; nothing for
+    a single one.
+    """
     found = {cell.method: _by_category(cell) or _by_task(cell) for cell in cells}
     parts = list(dict.fromkeys(part for means in found.values() for part in means))
     if len(parts) < 2:
         return ""
     lines = [
-        [name, scorer or _NONE, f"{retention:g}", *(f"{100 * found[cell.method][part]:.1f}" for part in parts)]
+        [
+            name,
+            scorer or _NONE,
+            f"{retention:g}",
+            *(f"{100 * found[cell.method][part]:.1f}" for part in parts),
+        ]
         for (name, scorer), own in rows(cells).items()
         for retention, cell in own.items()
     ]
@@ -180,7 +218,8 @@ def _by_category(cell: Cell) -> dict[str, float]:
     answers = [answer for sample in cell.samples for answer in sample.answers]
     categories = sorted({answer.category for answer in answers if answer.category is not None})
     return {
-        category: fmean(answer.score for answer in answers if answer.category == category) for category in categories
+        category: fmean(answer.score for answer in answers if answer.category == category)
+        for category in categories
     }
 
 
@@ -197,16 +236,22 @@ def plain(score: Score, digits: int, *, signed: bool = False) -> str:
 
 
 def where(cells: Sequence[AnyCell]) -> str:
-    """On what, and with which versions, the cells were measured; more than once where it differs."""
+    """On what, and with which versions, the cells were measured; more than once where
+    it differs.
+    """
     seconds = sum(cell.seconds for cell in cells)
     machines = "; ".join(dict.fromkeys(machine(cell.environment) for cell in cells))
     return f"{machines}. {len(cells)} cells, {seconds / 60:,.0f} minutes of asking.\n"
 
 
 def machine(environment: Mapping[str, Any]) -> str:
-    """An `environment` in a line: "NVIDIA H200 · python 3.12.3, torch 2.11.0, … · 2026-11-22, 0eff8bd"."""
+    """An `environment` in a line: "NVIDIA H200 · python 3.12.3, torch 2.11.0, … · 2026-11-22,
+    0eff8bd".
+    """
     versions = ", ".join(
-        f"{name} {environment[name]}" for name in ("python", "torch", "transformers") if name in environment
+        f"{name} {environment[name]}"
+        for name in ("python", "torch", "transformers")
+        if name in environment
     )
     device = environment.get("gpu", environment.get("cpu"))
     return f"{device} · {versions} · {environment.get('date')}, {environment.get('commit')}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,14 +11,16 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tangram.errors import ConfigError
-from tangram.foreign_files import read_text
+from tangram.foreign_files import read_text, replaced
 from tangram.lab.accuracy.methods import Method
 
 _STRICT = ConfigDict(extra="forbid", frozen=True)
 
 
 class Score(BaseModel):
-    """The mean over samples, of scores in [0, 1], and its standard error; None of a single sample."""
+    """The mean over samples, of scores in [0, 1], and its standard error; None of a
+    single sample.
+    """
 
     model_config = _STRICT
 
@@ -37,8 +38,8 @@ class Score(BaseModel):
 class GradedAnswer(BaseModel):
     """One reply: its score, its beginning, and lengths in tokens.
 
-    `evidence_recall`: the share of KV entries that the method keeps of the question's evidence (`evidence.py`); None
-    where it was not reckoned.
+    `evidence_recall`: the share of KV entries that the method keeps of the question's evidence
+    (`evidence.py`); None where it was not reckoned.
     """
 
     model_config = _STRICT
@@ -80,7 +81,8 @@ def mean_recall(recalls: Sequence[float | None]) -> float | None:
 class Setting(BaseModel):
     """What was asked of which model: cells of equal settings can be compared.
 
-    `prompts_sha256` covers every token of every prompt; `aligned` says whether contexts end where chunks do.
+    `prompts_sha256` covers every token of every prompt; `aligned` says whether contexts end where
+    chunks do.
     """
 
     model_config = _STRICT
@@ -102,8 +104,8 @@ class Setting(BaseModel):
 class Measured(BaseModel):
     """What every cell has: one method, one setting, and how it was measured.
 
-    `basis` is what else the method rests on: the scorer's parameters, samples of calibration. `seconds` is what the
-    asking or reading took.
+    `basis` is what else the method rests on: the scorer's parameters, samples of calibration.
+    `seconds` is what the asking or reading took.
     """
 
     model_config = _STRICT
@@ -122,8 +124,9 @@ class Measured(BaseModel):
 class Cell(Measured):
     """The replies that one method gives to one suite, graded.
 
-    `footprint` is KV bytes held over those of everything, when the answers ended, raw tails included; None where the
-    engine keeps room for everything (by-input methods). `filler_tokens` is the mean over prompts.
+    `footprint` is KV bytes held over those of everything, when the answers ended, raw tails
+    included; None where the engine keeps room for everything (by-input methods). `filler_tokens` is
+    the mean over prompts.
     """
 
     kind: Literal["answers"] = "answers"
@@ -144,9 +147,10 @@ class Cell(Measured):
 class Fidelity(BaseModel):
     """Of one passage's last tokens, means over them.
 
-    `divergence`: the Kullback–Leibler divergence, in nats, of what is expected from what the full cache expects.
-    `agreement`: how often the likeliest token is the same. `surprise` and `full_surprise`: the negative log-likelihood
-    of the text itself, in nats a token; `exp` of its mean over passages is the perplexity.
+    `divergence`: the Kullback–Leibler divergence, in nats, of what is expected from what the full
+    cache expects. `agreement`: how often the likeliest token is the same. `surprise` and
+    `full_surprise`: the negative log-likelihood of the text itself, in nats a token; `exp` of its
+    mean over passages is the perplexity.
     """
 
     model_config = _STRICT
@@ -158,7 +162,9 @@ class Fidelity(BaseModel):
 
 
 class FidelityCell(Measured):
-    """What one method does to what the model expects of passages of real text, one after the other."""
+    """What one method does to what the model expects of passages of real text, one
+    after the other.
+    """
 
     kind: Literal["fidelity"] = "fidelity"
     passages: tuple[Fidelity, ...]
@@ -175,17 +181,23 @@ class FidelityCell(Measured):
 
     @property
     def perplexity(self) -> Score:
-        """`exp` of the mean surprise; its error is to first order that of the surprise times the perplexity."""
+        """`exp` of the mean surprise; its error is to first order that of the surprise times the
+        perplexity.
+        """
         surprise = Score.of([passage.surprise for passage in self.passages])
         mean = math.exp(surprise.mean)
-        return Score(mean=mean, stderr=surprise.stderr and mean * surprise.stderr, samples=surprise.samples)
+        return Score(
+            mean=mean, stderr=surprise.stderr and mean * surprise.stderr, samples=surprise.samples
+        )
 
 
 AnyCell = Cell | FidelityCell
 
 
 class Results(BaseModel):
-    """All cells of a file, in the order they were measured; `command` is the last one that added to it."""
+    """All cells of a file, in the order they were measured; `command` is the last one that added to
+    it.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -195,10 +207,14 @@ class Results(BaseModel):
 
     @classmethod
     def resumed(cls, path: Path, command: str) -> Results:
-        """The file's cells, none if there is no file. Raises `ConfigError` if it is another kind of file."""
+        """The file's cells, none if there is no file. Raises `ConfigError` if it is another kind of
+        file.
+        """
         if not path.exists():
             if not path.parent.is_dir():
-                raise ConfigError(f"output is {path}, but there is no folder {path.parent}: make it first")
+                raise ConfigError(
+                    f"output is {path}, but there is no folder {path.parent}: make it first"
+                )
             return cls(command=command)
         found = cls.load(path)
         found.command = command
@@ -212,11 +228,11 @@ class Results(BaseModel):
         except (OSError, ValidationError, ValueError) as error:
             reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
             raise ConfigError(
-                f"{path} is no result file of `tangram eval` ({reason}): name another, or move it away"
+                f"{path} is no result file of `tangram eval` ({reason}): name another, or move it "
+                "away"
             ) from error
 
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all."""
-        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-        partial.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        partial.replace(path)
+        with replaced(path) as file:
+            file.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")

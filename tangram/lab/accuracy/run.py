@@ -32,7 +32,9 @@ _REPLY_CHARACTERS = 240  # of each reply in the file
 
 @dataclass(frozen=True)
 class Reply:
-    """One reply and what its KV pages held when it ended; `held_bytes` is None where that says nothing."""
+    """One reply and what its KV pages held when it ended; `held_bytes` is None where that says
+    nothing.
+    """
 
     text: str
     tokens: int
@@ -40,14 +42,15 @@ class Reply:
     uncompressed_bytes: int
 
 
-# Asks all questions of the samples, entries kept as the method says, and hears after each how many more are answered;
-# replies by sample and question.
+# Asks all questions of the samples, entries kept as the method says, and hears after each how many
+# more are answered; replies by sample and question.
 Ask = Callable[[Method, Sequence[SamplePrompts], Callable[[int], None]], list[tuple[Reply, ...]]]
 
 # Reads passages as they are and hears after each; what it finds, by passage.
 Read = Callable[[Passages, Callable[[int], None]], tuple[Fidelity, ...]]
 
-# The recall of evidence of each question, by sample; None of questions whose answer follows from all of the context.
+# The recall of evidence of each question, by sample; None of questions whose answer follows from
+# all of the context.
 Recalls = tuple[tuple[float | None, ...], ...]
 
 
@@ -63,7 +66,9 @@ class MethodBench(Protocol):
         ...
 
     def opened(self, methods: Sequence[Method]) -> AbstractContextManager[Ask]:
-        """Load an engine that keeps entries as `methods` of one company say; it is gone when the context ends."""
+        """Load an engine that keeps entries as `methods` of one company say; it is gone when the
+        context ends.
+        """
         ...
 
     def reading(self, method: Method) -> AbstractContextManager[Read]:
@@ -93,7 +98,9 @@ class Watch(Protocol):
 
 @dataclass(frozen=True)
 class Planned:
-    """A cell to be: `method` answers or reads `prompts`; what is written down with it says what it is compared by."""
+    """A cell to be: `method` answers or reads `prompts`; what is written down with it says what it
+    is compared by.
+    """
 
     method: Method
     prompts: SuitePrompts | Passages
@@ -107,21 +114,30 @@ class Planned:
 
     def found_in(self, results: Results) -> AnyCell | None:
         """The cell, if it is there already."""
-        return next((cell for cell in results.cells if cell.same(self.method, self.setting, self.basis)), None)
+        return next(
+            (cell for cell in results.cells if cell.same(self.method, self.setting, self.basis)),
+            None,
+        )
 
 
 def planned(
-    bench: MethodBench, methods: Sequence[Method], suites: Sequence[tuple[SuitePrompts | Passages, Setting]]
-) -> list[Planned]:  # fmt: skip
+    bench: MethodBench,
+    methods: Sequence[Method],
+    suites: Sequence[tuple[SuitePrompts | Passages, Setting]],
+) -> list[Planned]:
     """Every method with every suite, all suites of a method one after the other."""
     return [Planned(method, *suite, bench.basis(method)) for method in methods for suite in suites]
 
 
-def run(bench: MethodBench, grid: Sequence[Planned], results: Results, path: Path, watch: Watch) -> list[AnyCell]:
-    """The cells of `grid`, in its order: those that `results` has are taken from there, the others are measured.
+def run(
+    bench: MethodBench, grid: Sequence[Planned], results: Results, path: Path, watch: Watch
+) -> list[AnyCell]:
+    """The cells of `grid`, in its order: those that `results` has are taken from there, the others
+    are measured.
 
-    `path` is written anew after each cell, so whoever interrupts it loses that one cell, and the next run goes on.
-    Recall of evidence comes before all of them, since a pass over the contexts serves many methods.
+    `path` is written anew after each cell, so whoever interrupts it loses that one cell, and the
+    next run goes on. Recall of evidence comes before all of them, since a pass over the contexts
+    serves many methods.
     """
     missing = [plan for plan in grid if plan.found_in(results) is None]
     recalls = _recalls(bench, missing, watch)
@@ -133,21 +149,32 @@ def run(bench: MethodBench, grid: Sequence[Planned], results: Results, path: Pat
     return [cell for cell in found if cell is not None]
 
 
-def _recalls(bench: MethodBench, plans: Sequence[Planned], watch: Watch) -> Mapping[tuple[Method, str], Recalls]:
-    """By method and digest of the prompts, of LoCoMo's questions; methods that look at equal scores come in a row."""
+def _recalls(
+    bench: MethodBench, plans: Sequence[Planned], watch: Watch
+) -> Mapping[tuple[Method, str], Recalls]:
+    """By method and digest of the prompts, of LoCoMo's questions; methods that look at equal scores
+    come in a row.
+    """
     asked = [(one.method, one.prompts) for one in plans if isinstance(one.prompts, SuitePrompts)]
     rows = [(method, prompts) for method, prompts in asked if prompts.suite == LOCOMO]
     found = dict[tuple[Method, str], Recalls]()
-    for method, prompts in sorted(rows, key=lambda row: (row[1].sha256, row[0].scorer or "", row[0].chunk_tokens or 0)):
+    for method, prompts in sorted(
+        rows, key=lambda row: (row[1].sha256, row[0].scorer or "", row[0].chunk_tokens or 0)
+    ):
         watch.turns_to(f"{method.title}: recall of evidence")
         found[method, prompts.sha256] = bench.recall(method, prompts)
     return found
 
 
 def _cells(
-    bench: MethodBench, plans: Sequence[Planned], recalls: Mapping[tuple[Method, str], Recalls], watch: Watch
-) -> Iterator[AnyCell]:  # fmt: skip
-    """Those of one company: questions first, then texts, each with what it needs open and nothing else."""
+    bench: MethodBench,
+    plans: Sequence[Planned],
+    recalls: Mapping[tuple[Method, str], Recalls],
+    watch: Watch,
+) -> Iterator[AnyCell]:
+    """Those of one company: questions first, then texts, each with what it needs open and nothing
+    else.
+    """
     asked = [(plan, plan.prompts) for plan in plans if isinstance(plan.prompts, SuitePrompts)]
     given = [(plan, plan.prompts) for plan in plans if isinstance(plan.prompts, Passages)]
     if asked:
@@ -158,53 +185,81 @@ def _cells(
                 watch.turns_to(f"{plan.method.title}: {prompts.suite}")
                 begin = time.perf_counter()
                 replies = ask(plan.method, prompts.samples, watch.advance)
-                seconds, known = time.perf_counter() - begin, recalls.get((plan.method, prompts.sha256))
+                seconds, known = (
+                    time.perf_counter() - begin,
+                    recalls.get((plan.method, prompts.sha256)),
+                )
                 samples = _graded(prompts.samples, replies, known)
-                yield _cell(plan, prompts.samples, samples, _footprint(replies), seconds, bench.environment())
+                yield _cell(
+                    plan,
+                    prompts.samples,
+                    samples,
+                    _footprint(replies),
+                    seconds,
+                    bench.environment(),
+                )
     for plan, passages in given:
         with bench.reading(plan.method) as read:
             watch.turns_to(f"{plan.method.title}: {passages.suite}")
             begin = time.perf_counter()
             found = read(passages, watch.advance)
             yield FidelityCell(
-                method=plan.method, setting=plan.setting, basis=dict(plan.basis), passages=found,
-                seconds=time.perf_counter() - begin, environment=dict(bench.environment()),
-            )  # fmt: skip
+                method=plan.method,
+                setting=plan.setting,
+                basis=dict(plan.basis),
+                passages=found,
+                seconds=time.perf_counter() - begin,
+                environment=dict(bench.environment()),
+            )
 
 
 def _cell(
-    plan: Planned, prompts: Sequence[SamplePrompts], samples: tuple[AnsweredSample, ...], footprint: float | None,
-    seconds: float, environment: Mapping[str, Any],
-) -> Cell:  # fmt: skip
+    plan: Planned,
+    prompts: Sequence[SamplePrompts],
+    samples: tuple[AnsweredSample, ...],
+    footprint: float | None,
+    seconds: float,
+    environment: Mapping[str, Any],
+) -> Cell:
     tasks = dict.fromkeys(sample.task for sample in samples)
     of_task = {task: [sample.score for sample in samples if sample.task == task] for task in tasks}
     return Cell(
-        method=plan.method, setting=plan.setting, basis=dict(plan.basis),
+        method=plan.method,
+        setting=plan.setting,
+        basis=dict(plan.basis),
         score=Score.of([sample.score for sample in samples]),
         by_task={task: Score.of(scores) for task, scores in of_task.items()},
         footprint=footprint,
         filler_tokens=sum(asked.filler_tokens for asked in prompts) / len(prompts),
-        seconds=seconds, environment=dict(environment), samples=samples,
-    )  # fmt: skip
+        seconds=seconds,
+        environment=dict(environment),
+        samples=samples,
+    )
 
 
 def _graded(
     prompts: Sequence[SamplePrompts], replies: Sequence[Sequence[Reply]], recalls: Recalls | None
-) -> tuple[AnsweredSample, ...]:  # fmt: skip
+) -> tuple[AnsweredSample, ...]:
     known = recalls or tuple((None,) * len(own) for own in replies)
     return tuple(_answered(*one) for one in zip(prompts, replies, known, strict=True))
 
 
-def _answered(asked: SamplePrompts, replies: Sequence[Reply], recalls: Sequence[float | None]) -> AnsweredSample:
+def _answered(
+    asked: SamplePrompts, replies: Sequence[Reply], recalls: Sequence[float | None]
+) -> AnsweredSample:
     answers = tuple(
         GradedAnswer(
-            score=score(question, reply.text), reply=reply.text[:_REPLY_CHARACTERS], prompt_tokens=len(prompt),
-            reply_tokens=reply.tokens, category=question.category, evidence_recall=recall,
+            score=score(question, reply.text),
+            reply=reply.text[:_REPLY_CHARACTERS],
+            prompt_tokens=len(prompt),
+            reply_tokens=reply.tokens,
+            category=question.category,
+            evidence_recall=recall,
         )
         for question, prompt, reply, recall in zip(
             asked.sample.questions, asked.prompts, replies, recalls, strict=True
         )
-    )  # fmt: skip
+    )
     return AnsweredSample(task=asked.sample.task, number=asked.sample.number, answers=answers)
 
 

@@ -20,11 +20,12 @@ SAMPLES = 52  # four of each of RULER's tasks
 class Suite(Protocol):
     """Makes samples; equal arguments give equal samples, and fewer samples are the first of more.
 
-    `context_tokens` bounds every context as `count_tokens` counts it; those made up come within 5 % of it or within one
-    piece of their text, those read from files within one session. `samples` None are `SAMPLES` of those made up, and of
-    those read from files all that there are. `tasks`: which of the suite's, all without it.
-    `max_questions`: how many are asked about a context at most, all without it. `path`: for suites that are read from
-    files, and only for those. Raises `ConfigError`, which names the argument, its value, and the limit.
+    `context_tokens` bounds every context as `count_tokens` counts it; those made up come within 5 %
+    of it or within one piece of their text, those read from files within one session. `samples`
+    None are `SAMPLES` of those made up, and of those read from files all that there are. `tasks`:
+    which of the suite's, all without it. `max_questions`: how many are asked about a context at
+    most, all without it. `path`: for suites that are read from files, and only for those. Raises
+    `ConfigError`, which names the argument, its value, and the limit.
     """
 
     def __call__(
@@ -56,13 +57,18 @@ def _generated(suite: str, known: Mapping[str, Task]) -> Suite:
         path: Path | None = None,
     ) -> list[Sample]:
         if path is not None:
-            raise ConfigError(f"path is {path}, but suite {suite} makes its own texts: leave it out")
+            raise ConfigError(
+                f"path is {path}, but suite {suite} makes its own texts: leave it out"
+            )
         _check(context_tokens, samples, max_questions)
         chosen = _chosen(suite, tasks, known)
         budget = Budget(count_tokens, context_tokens)
         count = SAMPLES if samples is None else samples
         turns = (divmod(index, len(chosen)) for index in range(count))
-        made = [write_sample(suite, chosen[task], known[chosen[task]], budget, seed, number) for number, task in turns]
+        made = [
+            write_sample(suite, chosen[task], known[chosen[task]], budget, seed, number)
+            for number, task in turns
+        ]
         return [_with_questions(sample, max_questions) for sample in made]
 
     return make
@@ -80,7 +86,10 @@ def _locomo(
 ) -> list[Sample]:
     """Windows of conversations in a random order; `tasks` are categories of questions."""
     if path is None:
-        raise ConfigError(f"path is missing: suite {locomo.SUITE} is read from LoCoMo's files, name one or a folder")
+        raise ConfigError(
+            f"path is missing: suite {locomo.SUITE} is read from LoCoMo's files, name one or a "
+            "folder"
+        )
     _check(context_tokens, samples, max_questions)
     categories = _chosen(locomo.SUITE, tasks, locomo.CATEGORIES.values())
     found = locomo.read_samples(path, Budget(count_tokens, context_tokens), seed)
@@ -91,13 +100,16 @@ def _locomo(
     ]
     if not of_categories:
         raise ConfigError(
-            f"tasks is {', '.join(categories)}, of which the conversations of {path} ask nothing in contexts of "
+            f"tasks is {', '.join(categories)}, of which the conversations of {path} ask nothing "
+            "in contexts of "
             f"at most {context_tokens} tokens: name others, or raise context_tokens"
         )
     if samples is not None and samples > len(of_categories):
         raise ConfigError(
-            f"samples is {samples}, the conversations of {path} give {len(of_categories)} contexts of at most "
-            f"{context_tokens} tokens: ask for {len(of_categories)} or fewer, or for shorter contexts, name more "
+            f"samples is {samples}, the conversations of {path} give {len(of_categories)} "
+            "contexts of at most "
+            f"{context_tokens} tokens: ask for {len(of_categories)} or fewer, or for shorter "
+            "contexts, name more "
             f"files, or leave samples out for all of them"
         )
     random.Random(f"{locomo.SUITE}/{seed}").shuffle(of_categories)
@@ -106,7 +118,9 @@ def _locomo(
 
 def _check(context_tokens: int, samples: int | None, max_questions: int | None) -> None:
     if context_tokens < MIN_CONTEXT_TOKENS:
-        raise ConfigError(f"context_tokens is {context_tokens}, it must be at least {MIN_CONTEXT_TOKENS}")
+        raise ConfigError(
+            f"context_tokens is {context_tokens}, it must be at least {MIN_CONTEXT_TOKENS}"
+        )
     if samples is not None and samples < 1:
         raise ConfigError(f"samples is {samples}, it must be at least 1")
     if max_questions is not None and max_questions < 1:
@@ -120,7 +134,9 @@ def _chosen(suite: str, tasks: Sequence[str] | None, known: Collection[str]) -> 
         raise ConfigError(f"tasks is empty, it must name some of suite {suite}: {', '.join(known)}")
     for task in tasks:
         if task not in known:
-            raise ConfigError(f"tasks has {task!r}, suite {suite} has {', '.join(known)}: name one of these")
+            raise ConfigError(
+                f"tasks has {task!r}, suite {suite} has {', '.join(known)}: name one of these"
+            )
     return list(dict.fromkeys(tasks))
 
 

@@ -1,4 +1,6 @@
-"""RULER's tracing and counting tasks: variables, common words, frequent words (arXiv 2404.06654, Section 3)."""
+"""RULER's tracing and counting tasks: variables, common words, frequent words (arXiv 2404.06654,
+Section 3).
+"""
 
 from __future__ import annotations
 
@@ -21,33 +23,44 @@ _ZETA = math.pi**2 / 6  # of RULER's exponent, 2
 
 
 def variable_tracking(rng: random.Random, budget: Budget) -> Draft:
-    """One chain of assignments in noise: which variables have the value; and, beyond RULER, what the last one has."""
+    """One chain of assignments in noise: which variables have the value; and, beyond RULER, what
+    the last one has.
+    """
     names = words.take(words.variables(rng), _CHAIN)
     value = words.take(words.numbers(rng, 5), 1)[0]
     chain = [f"VAR {names[0]} = {value}"]
     chain += [f"VAR {name} = VAR {before}" for before, name in itertools.pairwise(names)]
-    head = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
+    head = (
+        "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
+    )
     text = hide(rng, noise(), chain, "\n", in_order=True).filled(budget, head, "\n")
     which = (
-        f"Question: Find all variables that are assigned the value {value} in the text above. Answer: According to the "
-        f"chain(s) of variable assignment in the text above, {_CHAIN} variables are assigned the value {value}, they "
+        f"Question: Find all variables that are assigned the value {value} in the text above. "
+        "Answer: According to the "
+        f"chain(s) of variable assignment in the text above, {_CHAIN} variables are assigned the "
+        f"value {value}, they "
         "are:"
     )
     what = (
-        f"Question: Which number does the variable {names[-1]} have in the text above, by the chain of assignments? "
+        f"Question: Which number does the variable {names[-1]} have in the text above, by the "
+        "chain of assignments? "
         f"Answer: The variable {names[-1]} has the number"
     )
     evidence = tuple(chain)
     return Draft(
         text,
-        (Question(which, tuple(names), "all", _REPLY_TOKENS, evidence), Question(what, (value,), "any", 30, evidence)),
+        (
+            Question(which, tuple(names), "all", _REPLY_TOKENS, evidence),
+            Question(what, (value,), "any", 30, evidence),
+        ),
     )
 
 
 def common_words(rng: random.Random, budget: Budget) -> Draft:
     """A numbered list in which ten words come 30 times and others 3 times.
 
-    In a short list, common words are half of it, and ten times as frequent as the others, rounded down, at least once.
+    In a short list, common words are half of it, and ten times as frequent as the others, rounded
+    down, at least once.
     """
     supply = words.english(rng)
     common, rare = words.take(supply, _COMMON_WORDS), Stock(supply)
@@ -61,7 +74,9 @@ def common_words(rng: random.Random, budget: Budget) -> Draft:
         repeats = min(_COMMON_REPEATS, entries // (2 * _COMMON_WORDS))
         rare_repeats = max(1, repeats // _REPEATS_RATIO)
         left = entries - repeats * _COMMON_WORDS
-        others = [word for word in rare.first(math.ceil(left / rare_repeats)) for _ in range(rare_repeats)][:left]
+        others = [
+            word for word in rare.first(math.ceil(left / rare_repeats)) for _ in range(rare_repeats)
+        ][:left]
         listed = common * repeats + others
         random.Random(order).shuffle(listed)
         return head + " ".join(f"{number}. {word}" for number, word in enumerate(listed, 1)) + "\n"
@@ -75,7 +90,8 @@ def common_words(rng: random.Random, budget: Budget) -> Draft:
 
 
 def frequent_words(rng: random.Random, budget: Budget) -> Draft:
-    """Coded words whose frequencies follow Zipf's law with exponent 2; the first is dots, the next three are asked for.
+    """Coded words whose frequencies follow Zipf's law with exponent 2; the first is dots, the next
+    three are asked for.
 
     Of n drawn words the one of rank k comes floor(n / (k² ζ(2))) times.
     """
@@ -88,14 +104,20 @@ def frequent_words(rng: random.Random, budget: Budget) -> Draft:
     def write(drawn: int) -> str:
         ranks = math.isqrt(int(drawn / _ZETA))
         ranked = ["...", *vocabulary.first(max(ranks - 1, 3))]
-        coded = [word for rank, word in enumerate(ranked, 1) for _ in range(int(drawn / (rank**2 * _ZETA)))]
+        coded = [
+            word
+            for rank, word in enumerate(ranked, 1)
+            for _ in range(int(drawn / (rank**2 * _ZETA)))
+        ]
         random.Random(order).shuffle(coded)
         return head + " ".join(coded) + "\n"
 
     text = write(budget.fill(write, fewest=_FEWEST_CODED))
     ask = (
-        "Question: Do not provide any explanation. Please ignore the dots '....'. What are the three most frequently "
-        "appeared words in the above coded text? Answer: According to the coded text above, the three most frequently "
+        "Question: Do not provide any explanation. Please ignore the dots '....'. What are the "
+        "three most frequently "
+        "appeared words in the above coded text? Answer: According to the coded text above, the "
+        "three most frequently "
         "appeared words are:"
     )
     return Draft(text, (Question(ask, tuple(vocabulary.first(3)), "all", 50),))

@@ -9,16 +9,21 @@ from tangram.lab.accuracy.results import AnyCell, Cell, FidelityCell, Score
 
 
 def verdict(cells: Sequence[AnyCell]) -> list[str]:
-    """A sentence for each suite and static method, beside the full cache; none where one of them was not asked.
+    """A sentence for each suite and static method, beside the full cache; none where one of them
+    was not asked.
 
-    A cost is a paired difference: over the samples, the score with everything kept less the other, ± standard error.
+    A cost is a paired difference: over the samples, the score with everything kept less the other,
+    ± standard error.
     """
     found = []
     methods = [cell.method for cell in cells]
     for full in (cell for cell in cells if cell.method.name == "full"):
         for cell in cells:
             if cell.method.name == "static" and cell.setting == full.setting:
-                kept = f"ρ {cell.method.kv_retention:g} ({label(cell.method, methods)}, {cell.method.scorer})"
+                kept = (
+                    f"ρ {cell.method.kv_retention:g} ({label(cell.method, methods)}, "
+                    f"{cell.method.scorer})"
+                )
                 found.append(f"{kept} {_said(full, cell)}")
     return found
 
@@ -30,7 +35,9 @@ def _said(full: AnyCell, cell: AnyCell) -> str:
         raise TypeError(f"cells of kinds {full.kind} and {cell.kind} have no difference")
     suite, contexts = full.setting.suite, full.score.samples
     if full.score.mean == 0.0:
-        return f"cannot be judged by {suite}: even with everything kept the model answers none of it."
+        return (
+            f"cannot be judged by {suite}: even with everything kept the model answers none of it."
+        )
     cost = difference(full, cell)
     held = "" if cell.footprint is None else f", for {100 * cell.footprint:.0f} % of the KV bytes"
     return (
@@ -41,7 +48,8 @@ def _said(full: AnyCell, cell: AnyCell) -> str:
 
 def _expectation(full: FidelityCell, cell: FidelityCell) -> str:
     return (
-        f"leaves the likeliest next token of real text the same at {_points(cell.agreement)} % of places, and moves "
+        f"leaves the likeliest next token of real text the same at {_points(cell.agreement)} % of "
+        "places, and moves "
         f"perplexity from {full.perplexity.mean:.2f} to {cell.perplexity.mean:.2f}."
     )
 

@@ -1,1 +1,3 @@
-"""Engines that lack one of the engine's parts, or have another system's in its place, to compare with."""
+"""Engines that lack one of the engine's parts, or have another system's in its place, to compare
+with.
+"""

@@ -28,14 +28,18 @@ from tangram.model.load import LoadedModel
 LATE_CACHES: dict[str, type[LateCache]] = {"dynamic": DynamicCache, "by-input": ByInputCache}
 
 
-def builder_of(config: EngineConfig, loaded: LoadedModel, kernels: KernelChoice | None = None) -> EngineBuilder:
+def builder_of(
+    config: EngineConfig, loaded: LoadedModel, kernels: KernelChoice | None = None
+) -> EngineBuilder:
     """What builds an engine of `config`, the serving one or one to compare with."""
     if isinstance(config, ComparisonConfig):
         return ComparisonBuilder(config, loaded, kernels)
     return EngineBuilder(config, loaded, kernels)
 
 
-def engine_of(config: EngineConfig, loaded: LoadedModel, kernels: KernelChoice | None = None) -> Engine:
+def engine_of(
+    config: EngineConfig, loaded: LoadedModel, kernels: KernelChoice | None = None
+) -> Engine:
     """`tangram.engine.build.engine_of` that also knows a `ComparisonConfig`."""
     return builder_of(config, loaded, kernels).engine()
 
@@ -74,7 +78,9 @@ class ComparisonBuilder(EngineBuilder):
 
     @property
     def page_heads(self) -> int:
-        """A monolithic page holds a whole layer's heads; heads that go their own ways have pages of their own."""
+        """A monolithic page holds a whole layer's heads; heads that go their own ways have pages of
+        their own.
+        """
         if self.config.reclamation == "by-input":
             return 1
         if self.config.head_groups == "monolithic":
@@ -106,7 +112,9 @@ class ComparisonBuilder(EngineBuilder):
             return super().runner(retentions, scorer, cache=cache, **options)
         by_input = self.config.reclamation == "by-input"
         scope = self.compression.choice.scope if by_input else None
-        return ReclaimingRunner(self.loaded, retentions, scorer, cache=cache, competing=scope, **options)
+        return ReclaimingRunner(
+            self.loaded, retentions, scorer, cache=cache, competing=scope, **options
+        )
 
     def kernels(self) -> KernelChoice:
         """See `EngineBuilder`."""
@@ -118,6 +126,7 @@ class ComparisonBuilder(EngineBuilder):
             raise ConfigError(f"decode_schedule: {error}") from error
         if "replan" in schedule.flags:
             raise ConfigError(
-                f"decode_schedule is {schedule.text!r}: an engine plans when the batch changes, leave out +replan"
+                f"decode_schedule is {schedule.text!r}: an engine plans when the batch changes, "
+                "leave out +replan"
             )
         return partial(pool_kernels, schedule=schedule)

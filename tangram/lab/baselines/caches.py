@@ -1,4 +1,6 @@
-"""The caches of systems without budgets, to measure what reservation saves and what budgets cost in accuracy."""
+"""The caches of systems without budgets, to measure what reservation saves and what budgets cost in
+accuracy.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +17,25 @@ from tangram.types import Int32, Int64
 
 
 class LateCache(CacheManager, ABC):
-    """A `CacheManager` whose chunks are stored whole and selected from after the step that seals them.
+    """A `CacheManager` whose chunks are stored whole and selected from after the step that seals
+    them.
 
     A step seals at most one chunk of a sequence.
     """
 
     @abstractmethod
     def reclaim(self, slot: int, kept_tokens: Int64) -> None:
-        """Enter that of the chunk sealed last `kept_tokens` [n] stay, heads of full-attention layers in order."""
+        """Enter that of the chunk sealed last `kept_tokens` [n] stay, heads of full-attention
+        layers in order.
+        """
 
 
 class ByInputCache(LateCache):
-    """Heads keep of each chunk as many entries as is decided then; every group has one head, and pages for everything.
+    """Heads keep of each chunk as many entries as is decided then; every group has one head, and
+    pages for everything.
 
-    Nothing is given back, and no prefix is shared: a chunk's entries follow on those before it within a page.
+    Nothing is given back, and no prefix is shared: a chunk's entries follow on those before it
+    within a page.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -44,9 +51,13 @@ class ByInputCache(LateCache):
     def reclaim(self, slot: int, kept_tokens: Int64) -> None:
         """See `LateCache`."""
         seq = self.sequences[slot]
-        layers, heads = zip(*(group[0] for group in seq.layout.groups[: seq.layout.full_groups]), strict=True)
+        layers, heads = zip(
+            *(group[0] for group in seq.layout.groups[: seq.layout.full_groups]), strict=True
+        )
         counts = np.zeros((seq.layout.geometry.layers, seq.layout.geometry.kv_heads), np.int64)
-        counts[list(seq.layout.geometry.full_layers)] = kept_tokens.reshape(-1, seq.layout.geometry.kv_heads)
+        counts[list(seq.layout.geometry.full_layers)] = kept_tokens.reshape(
+            -1, seq.layout.geometry.kv_heads
+        )
         self._kept[slot, : len(layers)] += counts[layers, heads].astype(np.int32)
         self._write_lengths(seq)
 
@@ -64,7 +75,9 @@ class DynamicCache(LateCache):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._surplus: dict[int, tuple[Int64, Int32]] = {}  # by slot: table entries of its open chunk and their pages
+        self._surplus: dict[
+            int, tuple[Int64, Int32]
+        ] = {}  # by slot: table entries of its open chunk and their pages
 
     @property
     def spare_pages(self) -> int:
@@ -74,7 +87,8 @@ class DynamicCache(LateCache):
     def reclaim(self, slot: int, kept_tokens: Int64) -> None:
         """See `LateCache`: pages that stay empty are given back.
 
-        Raises `IntegrityError` unless a head keeps as many as the layout says: lengths are written already.
+        Raises `IntegrityError` unless a head keeps as many as the layout says: lengths are written
+        already.
         """
         layout = self.sequences[slot].layout
         promised = layout.head_kept_tokens[list(layout.geometry.full_layers)]
@@ -97,7 +111,9 @@ class DynamicCache(LateCache):
         """The first of the pages taken for each group; the others are entered behind them."""
         layout, chunk = seq.layout, seq.sealed_chunks
         taken = self._take(layout.max_raw_pages).reshape(-1, layout.chunk_pages)
-        entries = np.stack([layout.raw_entries(chunk, page) for page in range(layout.chunk_pages)], axis=1)
+        entries = np.stack(
+            [layout.raw_entries(chunk, page) for page in range(layout.chunk_pages)], axis=1
+        )
         beyond = np.arange(layout.chunk_pages) >= layout.sealed_pages[:, None]
         if beyond.any():
             self._surplus[seq.slot] = entries[beyond], taken[beyond]

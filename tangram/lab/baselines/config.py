@@ -16,12 +16,12 @@ RECLAMATIONS = ("reserved", "dynamic", "by-input")
 class ComparisonConfig(EngineConfig):
     """An `EngineConfig`, and what tells an engine from the one that serves.
 
-    `head_groups` says which heads share a page table: those of like budgets, neighbours, or all of a
-    layer (in pages of a layer's heads). What each head is promised stays the same.
-    `decode_schedule` (`baselines/uniform.py`) plans every decode step. `reclamation` dynamic allocates
-    a chunk whole and gives back what it did not keep, after the forward pass. By-input lets each
-    chunk's own scores decide how much each head keeps, as the methods do that budgets stand in for:
-    every head has pages for everything, and no prefix is shared.
+    `head_groups` says which heads share a page table: those of like budgets, neighbours, or all of
+    a layer (in pages of a layer's heads). What each head is promised stays the same.
+    `decode_schedule` (`baselines/uniform.py`) plans every decode step. `reclamation` dynamic
+    allocates a chunk whole and gives back what it did not keep, after the forward pass. By-input
+    lets each chunk's own scores decide how much each head keeps, as the methods do that budgets
+    stand in for: every head has pages for everything, and no prefix is shared.
     """
 
     head_groups: Literal["clustered", "adjacent", "monolithic"] = "clustered"
@@ -37,16 +37,20 @@ class ComparisonConfig(EngineConfig):
         super().__post_init__()
         for name, known in (("head_groups", HEAD_GROUPS), ("reclamation", RECLAMATIONS)):
             if (value := getattr(self, name)) not in known:
-                raise ConfigError(f"{name} is {value!r}, it must be {', '.join(known[:-1])} or {known[-1]}")
+                raise ConfigError(
+                    f"{name} is {value!r}, it must be {', '.join(known[:-1])} or {known[-1]}"
+                )
         needless = self.enable_prefix_caching or self.profile or self.kv_retention == 1.0
         if self.reclamation == "by-input" and needless:
             raise ConfigError(
-                f"reclamation is 'by-input' with enable_prefix_caching {self.enable_prefix_caching}, "
+                "reclamation is 'by-input' with enable_prefix_caching "
+                f"{self.enable_prefix_caching}, "
                 f"profile {self.profile} and kv_retention {self.kv_retention}: it needs False, no "
                 "profile and less than 1.0"
             )
         if self.decode_schedule is not None and self.decode_policy is not None:
             raise ConfigError(
                 f"decode_schedule is {self.decode_schedule!r} and decode_policy "
-                f"{self.decode_policy!r}: give one of them, a policy chooses a schedule for each batch"
+                f"{self.decode_policy!r}: give one of them, a policy chooses a schedule for each "
+                "batch"
             )

@@ -1,7 +1,8 @@
-"""What dynamic methods do after a forward pass: select, wait for the counts, compact, give pages back.
+"""What dynamic methods do after a forward pass: select, wait for the counts, compact, give pages
+back.
 
-By the layout's counts it leaves the state that reserved budgets reach without it. By the input's own
-counts it leaves what the methods keep that budgets were measured on.
+By the layout's counts it leaves the state that reserved budgets reach without it. By the input's
+own counts it leaves what the methods keep that budgets were measured on.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from tangram.model.sealing import ChunkSealer, FusedSealer, Wishes
 
 @dataclass
 class DeferringSealer(ChunkSealer):
-    """Keeps the scores [H, C] of every layer: the chunk is stored whole, and selected from after the step."""
+    """Keeps the scores [H, C] of every layer: the chunk is stored whole, and selected from after
+    the step.
+    """
 
     deferred: dict[int, Tensor] = field(default_factory=dict)
 
@@ -56,13 +59,17 @@ class WholeChunks(Batcher):
         for at in numbers:
             yield self._chunk_sealer(self._scorer, rows[at], at, self._wishes(rows[at]))
 
-    def _chunk_sealer(self, scorer: Scorer, row: Row, number: int, wishes: Wishes | None) -> ChunkSealer:
-        return DeferringSealer(scorer, self.kernels, row, number, self.rotary, self.observer, wishes)
+    def _chunk_sealer(
+        self, scorer: Scorer, row: Row, number: int, wishes: Wishes | None
+    ) -> ChunkSealer:
+        return DeferringSealer(
+            scorer, self.kernels, row, number, self.rotary, self.observer, wishes
+        )
 
 
 class ReclaimingRunner(Runner):
-    """A `Runner` over a `LateCache`. With `competing`, the scope they compete in, heads keep of each
-    chunk what its scores give them.
+    """A `Runner` over a `LateCache`. With `competing`, the scope they compete in, heads keep of
+    each chunk what its scores give them.
     """
 
     batcher_type = WholeChunks
@@ -93,7 +100,8 @@ class ReclaimingRunner(Runner):
 class Reclaimer:
     """Brings the chunks that a step has stored whole in `pool` into their final pages.
 
-    Heads keep what their layout says, or with `competing` share out ρ of a chunk's entries among them, in that scope.
+    Heads keep what their layout says, or with `competing` share out ρ of a chunk's entries among
+    them, in that scope.
     """
 
     cache: LateCache
@@ -102,7 +110,9 @@ class Reclaimer:
     competing: Scope | None = None
 
     def reclaim(self, sealers: Sequence[DeferringSealer], rows: PrefillRows) -> None:
-        """Every chunk of `sealers`, rows of `rows`, whose scores are known; `cache` then holds no surplus."""
+        """Every chunk of `sealers`, rows of `rows`, whose scores are known; `cache` then holds no
+        surplus.
+        """
         ended = [sealer for sealer in sealers if sealer.deferred]
         if not ended:
             return
@@ -120,28 +130,42 @@ class Reclaimer:
         if self.competing is not None:
             every = torch.unflatten(scores, 0, (len(layers), -1))
             kept = dynamic_choice(
-                every, retention.kv_retention, self.competing, retention.sink_tokens, retention.window_tokens,
+                every,
+                retention.kv_retention,
+                self.competing,
+                retention.sink_tokens,
+                retention.window_tokens,
                 sealer.row.start,
-            )  # fmt: skip
+            )
             return kept.flatten(0, 1)
         limits = staged(retention.layout.head_kept_tokens[layers].ravel(), scores.device)
         forced = protect(scores, sealer.row.start, retention.sink_tokens, retention.window_tokens)
         return chosen(forced, limits.to(scores.device, non_blocking=True))
 
-    def _compact(self, sealer: DeferringSealer, rows: PrefillRows, kept: Tensor, count: int) -> None:
+    def _compact(
+        self, sealer: DeferringSealer, rows: PrefillRows, kept: Tensor, count: int
+    ) -> None:
         address = rows.address[sorted(sealer.deferred), sealer.number]
         table, column, past = upload([address.reshape(-1, 3)], self.pool.device)[0].T
         compact(self.pool, self.tables.flat(), table, column, past, kept, count)
 
 
 def compact(
-    pool: Tensor, tables: Tensor, table_off: Indices, column: Indices, first: Indices, kept: Tensor, count: int
-) -> None:  # fmt: skip
+    pool: Tensor,
+    tables: Tensor,
+    table_off: Indices,
+    column: Indices,
+    first: Indices,
+    kept: Tensor,
+    count: int,
+) -> None:
     """Of each head's C entries from index `first` [H] on, move those `kept` to the front, in order.
 
     `kept` is bool [H, C], with `count` entries set.
     """
-    offset, col, begin = (torch.as_tensor(x, device=pool.device).long() for x in (table_off, column, first))
+    offset, col, begin = (
+        torch.as_tensor(x, device=pool.device).long() for x in (table_off, column, first)
+    )
     head, source = torch.nonzero_static(kept, size=count).unbind(1)
     target = kept.cumsum(1)[head, source] - 1
     # Bits are moved, not numbers: torch indexes no FP8.

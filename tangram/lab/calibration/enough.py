@@ -18,12 +18,14 @@ Spread = dict[str, float]  # "median", "p5", "p95"
 def samples_needed(
     evidence: Evidence, sizes: Sequence[int] = SIZES, draws: int = 100, seed: int = 0
 ) -> dict[int, dict[str, Spread]]:
-    """How far a profile of so many samples is from that of all: figures by size, each with its spread over draws.
+    """How far a profile of so many samples is from that of all: figures by size, each with its
+    spread over draws.
 
-    A draw takes kinds in proportion and samples of a kind with replacement; sizes beyond the samples there are, are
-    left out. Figures: `mean` and `budget`, the mean absolute difference of μ and of B = min(1, μ + α·σ) over heads;
-    `rank`, Spearman's correlation of μ (left out where heads cannot be ranked); `pages`, the share of all pages that
-    another head has; `lost`, what overflow costs the samples that were not drawn (left out when all were).
+    A draw takes kinds in proportion and samples of a kind with replacement; sizes beyond the
+    samples there are, are left out. Figures: `mean` and `budget`, the mean absolute difference of μ
+    and of B = min(1, μ + α·σ) over heads; `rank`, Spearman's correlation of μ (left out where heads
+    cannot be ranked); `pages`, the share of all pages that another head has; `lost`, what overflow
+    costs the samples that were not drawn (left out when all were).
     """
     rng = np.random.default_rng(seed)
     members = [np.asarray(evidence.of_kind(kind)) for kind in dict.fromkeys(evidence.kinds)]
@@ -34,7 +36,9 @@ def samples_needed(
     }
 
 
-def _draw(members: Sequence[np.typing.NDArray[np.int64]], size: int, rng: np.random.Generator) -> list[int]:
+def _draw(
+    members: Sequence[np.typing.NDArray[np.int64]], size: int, rng: np.random.Generator
+) -> list[int]:
     """`size` samples, of each kind its share rounded up or down at random."""
     order = [members[index] for index in rng.permutation(len(members))]
     ends = np.cumsum([len(kind) for kind in order])
@@ -56,7 +60,9 @@ def _compared(evidence: Evidence, drawn: Sequence[int]) -> dict[str, float]:
         figures["rank"] = float(ranks[0, 1])
     left = sorted(set(range(len(evidence.wishes))) - set(drawn))
     if left:
-        figures["lost"] = float(np.mean([overflow(evidence.wishes[number], kept)[1] for number in left]))
+        figures["lost"] = float(
+            np.mean([overflow(evidence.wishes[number], kept)[1] for number in left])
+        )
     return figures
 
 
@@ -67,7 +73,8 @@ def _distance(one: Float64, other: Float64) -> float:
 def _spreads(found: Sequence[dict[str, float]]) -> dict[str, Spread]:
     """Median and 5th and 95th percentile of each figure, over the draws that have it."""
     columns = {
-        name: [draw[name] for draw in found if name in draw] for name in ("mean", "budget", "rank", "pages", "lost")
+        name: [draw[name] for draw in found if name in draw]
+        for name in ("mean", "budget", "rank", "pages", "lost")
     }
     return {name: spread(values) for name, values in columns.items() if values}
 
@@ -75,4 +82,8 @@ def _spreads(found: Sequence[dict[str, float]]) -> dict[str, Spread]:
 def spread(values: Sequence[float]) -> Spread:
     """Median and 5th and 95th percentile."""
     low, middle, high = np.percentile(values, (5, 50, 95))
-    return {"median": round(float(middle), 5), "p5": round(float(low), 5), "p95": round(float(high), 5)}
+    return {
+        "median": round(float(middle), 5),
+        "p5": round(float(low), 5),
+        "p95": round(float(high), 5),
+    }

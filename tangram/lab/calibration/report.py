@@ -25,11 +25,13 @@ _BUDGETS = {
 
 
 def report(evidence: Sequence[Evidence]) -> Report:
-    """The figures of one calibration, ready for JSON; `evidence` has one entry for each ρ, over the same samples.
+    """The figures of one calibration, ready for JSON; `evidence` has one entry for each ρ, over the
+    same samples.
 
-    Keys: how much was measured (`samples`, `kinds`, `chunks`, `heads`, `page_tokens`, `heads_per_page`, `alpha`), and
-    for each of `retentions` what `agreement` and `kind_correlations`, `samples_needed`, `held_out_overflow` and
-    `transfer`, at the profile's α and at the paper's, say. Raises `ConfigError` for fewer than two samples.
+    Keys: how much was measured (`samples`, `kinds`, `chunks`, `heads`, `page_tokens`,
+    `heads_per_page`, `alpha`), and for each of `retentions` what `agreement` and
+    `kind_correlations`, `samples_needed`, `held_out_overflow` and `transfer`, at the profile's α
+    and at the paper's, say. Raises `ConfigError` for fewer than two samples.
     """
     first = evidence[0]
     return {
@@ -49,11 +51,14 @@ def _figures(entry: Evidence) -> dict[str, Any]:
     return {
         "overflow": held_out_overflow(entry),  # first: it refuses what is too little
         "realised_retention": entry.profile.realised_retention,
-        "agreement": {name: asdict(pairs) for name, pairs in agreement(entry.fractions, entry.kinds).items()},
+        "agreement": {
+            name: asdict(pairs) for name, pairs in agreement(entry.fractions, entry.kinds).items()
+        },
         "kind_correlations": kind_correlations(entry.fractions, entry.kinds),
         "samples_needed": {str(size): figures for size, figures in samples_needed(entry).items()},
         "transfer": {
-            f"alpha {alpha:g}": transfer(entry, alpha) for alpha in dict.fromkeys((entry.profile.alpha, PAPER_ALPHA))
+            f"alpha {alpha:g}": transfer(entry, alpha)
+            for alpha in dict.fromkeys((entry.profile.alpha, PAPER_ALPHA))
         },
     }
 
@@ -61,8 +66,11 @@ def _figures(entry: Evidence) -> dict[str, Any]:
 def markdown(found: Report) -> str:
     """The tables of a report, under a heading for each ρ."""
     kinds = ", ".join(f"{count} {kind}" for kind, count in found["kinds"].items())
-    parts = [f"{found['samples']} samples ({kinds}), {found['chunks']} chunks of {found['chunk_tokens']} tokens, "
-             f"{found['heads']} heads, α {found['alpha']:g}"]  # fmt: skip
+    parts = [
+        f"{found['samples']} samples ({kinds}), {found['chunks']} chunks of "
+        f"{found['chunk_tokens']} tokens, "
+        f"{found['heads']} heads, α {found['alpha']:g}"
+    ]
     for retention, figures in found["retentions"].items():
         parts.append(f"## ρ {retention}")
         for title, rows in _tables(figures):
@@ -77,11 +85,20 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _tables(figures: Mapping[str, Any]) -> Iterator[tuple[str, list[Row]]]:
-    yield "Held-out overflow: what fixed budgets have no room for", overflow_rows(figures["overflow"])
+    yield (
+        "Held-out overflow: what fixed budgets have no room for",
+        overflow_rows(figures["overflow"]),
+    )
     if figures["samples_needed"]:
-        yield "So many samples against all: median (5th–95th percentile)", samples_rows(figures["samples_needed"])
+        yield (
+            "So many samples against all: median (5th–95th percentile)",
+            samples_rows(figures["samples_needed"]),
+        )
     if figures["agreement"]:
-        yield "Spearman's correlation of heads over pairs of samples", agreement_rows(figures["agreement"])
+        yield (
+            "Spearman's correlation of heads over pairs of samples",
+            agreement_rows(figures["agreement"]),
+        )
     if len(figures["kind_correlations"]) > 1:
         yield (
             "Spearman's correlation of heads between kinds",
@@ -100,21 +117,34 @@ def budget_name(way: str) -> str:
 
 def overflow_rows(found: Mapping[str, Mapping[str, float]]) -> list[Row]:
     """A row a way to make budgets."""
-    head = ["budgets", "reserved", "wishes that exceed their budget", "entries lost", "5th–95th percentile of samples"]
+    head = [
+        "budgets",
+        "reserved",
+        "wishes that exceed their budget",
+        "entries lost",
+        "5th–95th percentile of samples",
+    ]
     return [head] + [
-        [budget_name(name), f"{figures['footprint']:.3f}",
-         f"{figures['exceeded']:.1%}", f"{figures['lost']:.2%}", f"{figures['lost_p5']:.1%}–{figures['lost_p95']:.1%}"]
+        [
+            budget_name(name),
+            f"{figures['footprint']:.3f}",
+            f"{figures['exceeded']:.1%}",
+            f"{figures['lost']:.2%}",
+            f"{figures['lost_p5']:.1%}–{figures['lost_p95']:.1%}",
+        ]
         for name, figures in found.items()
-    ]  # fmt: skip
+    ]
 
 
 def samples_rows(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[Row]:
     """A row a number of samples."""
     columns: dict[str, tuple[str, Callable[[float], str]]] = {
-        "mean": ("mean difference of μ", "{:.4f}".format), "budget": ("of B", "{:.4f}".format),
-        "rank": ("rank correlation", "{:.3f}".format), "pages": ("pages that move", "{:.1%}".format),
+        "mean": ("mean difference of μ", "{:.4f}".format),
+        "budget": ("of B", "{:.4f}".format),
+        "rank": ("rank correlation", "{:.3f}".format),
+        "pages": ("pages that move", "{:.1%}".format),
         "lost": ("entries lost, held out", "{:.2%}".format),
-    }  # fmt: skip
+    }
     return [["samples", *(title for title, _ in columns.values())]] + [
         [size, *(_spread(figures.get(name), write) for name, (_, write) in columns.items())]
         for size, figures in found.items()
@@ -124,17 +154,25 @@ def samples_rows(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list
 def agreement_rows(found: Mapping[str, Mapping[str, float]]) -> list[Row]:
     """A row a sort of pairs."""
     return [["pairs of samples", "mean", "least"]] + [
-        [f"of {name}", f"{pairs['mean']:.3f}", f"{pairs['min']:.3f}"] for name, pairs in found.items()
+        [f"of {name}", f"{pairs['mean']:.3f}", f"{pairs['min']:.3f}"]
+        for name, pairs in found.items()
     ]
 
 
-def matrix_rows(found: Mapping[str, Mapping[str, float]], write: Callable[[float], str]) -> list[Row]:
+def matrix_rows(
+    found: Mapping[str, Mapping[str, float]], write: Callable[[float], str]
+) -> list[Row]:
     """A row an outer key, a column an inner one."""
     columns = list(dict.fromkeys(name for row in found.values() for name in row))
     return [["", *columns]] + [
-        [name, *(write(row[column]) if column in row else "–" for column in columns)] for name, row in found.items()
+        [name, *(write(row[column]) if column in row else "–" for column in columns)]
+        for name, row in found.items()
     ]
 
 
 def _spread(found: Mapping[str, float] | None, write: Callable[[float], str]) -> str:
-    return "–" if found is None else f"{write(found['median'])} ({write(found['p5'])}–{write(found['p95'])})"
+    return (
+        "–"
+        if found is None
+        else f"{write(found['median'])} ({write(found['p5'])}–{write(found['p95'])})"
+    )

@@ -1,7 +1,7 @@
 """One case to measure, on the host: who reads which pages, in integers. No torch here.
 
-Physical pages are scattered as in a pool that has served for a while: page ids are drawn without order from a pool in
-which half the pages are holes (PersistentKV, evaluation set-up).
+Physical pages are scattered as in a pool that has served for a while: page ids are drawn without
+order from a pool in which half the pages are holes (PersistentKV, evaluation set-up).
 """
 
 from __future__ import annotations
@@ -36,17 +36,22 @@ class BatchGeometry:
     def of_heads(
         cls, heads: str, page_tokens: int, heads_per_page: int | None = None, head_dim: int = 128
     ) -> BatchGeometry:
-        """From the written form "32/8" (query heads / KV heads); a page holds all KV heads unless told otherwise.
+        """From the written form "32/8" (query heads / KV heads); a page holds all KV heads unless
+        told otherwise.
 
         Raises `ConfigError` if the numbers do not go together.
         """
         try:
             query_heads, kv_heads = (int(number) for number in heads.split("/"))
         except ValueError as error:
-            raise ConfigError(f"heads is {heads!r}, it must read like 32/8 (query heads / KV heads)") from error
+            raise ConfigError(
+                f"heads is {heads!r}, it must read like 32/8 (query heads / KV heads)"
+            ) from error
         per_page = kv_heads if heads_per_page is None else min(heads_per_page, kv_heads)
         if query_heads % kv_heads or kv_heads % per_page:
-            raise ConfigError(f"heads is {heads!r} with {per_page} heads a page: Q/H and H/Hp must be whole")
+            raise ConfigError(
+                f"heads is {heads!r} with {per_page} heads a page: Q/H and H/Hp must be whole"
+            )
         return cls(kv_heads, query_heads // kv_heads, head_dim, page_tokens, per_page)
 
     @property
@@ -57,9 +62,11 @@ class BatchGeometry:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """R rows, L layers, H KV heads: `rows` addresses into `tables` (flat page ids) and `lengths` (flat entries).
+    """R rows, L layers, H KV heads: `rows` addresses into `tables` (flat page ids) and `lengths`
+    (flat entries).
 
-    `pages` is the size of the pool, holes included. `tree` is set where rows share prefixes, its leaves in row order.
+    `pages` is the size of the pool, holes included. `tree` is set where rows share prefixes, its
+    leaves in row order.
     """
 
     name: str
@@ -78,14 +85,18 @@ class Case:
 
     @property
     def decoding(self) -> Decoding:
-        """The case as planners are told of it. Every prefix here is made of raw pages, none of sealed chunks."""
+        """The case as planners are told of it. Every prefix here is made of raw pages, none of
+        sealed chunks.
+        """
         kept = np.zeros(self.shape, np.int64)
         return Decoding(self.rows, self.lengths, self.geometry.group, kept, self._forest)
 
     def _forest(self) -> Forest:
         nothing = np.zeros(self.shape[0], np.int64)
         raw_pages = self.cell_lengths[:, 0, 0] // self.geometry.page_tokens
-        return build_forest(*units_of(self.tables, self.rows.table[:, 0, 0], nothing, nothing, raw_pages), nothing)
+        return build_forest(
+            *units_of(self.tables, self.rows.table[:, 0, 0], nothing, nothing, raw_pages), nothing
+        )
 
     @property
     def cell_lengths(self) -> Int64:
@@ -115,7 +126,9 @@ class Case:
     @property
     def pool_bytes(self) -> int:
         """Bytes of the pool, holes included."""
-        return self.pages * self.geometry.heads_per_page * self.geometry.page_tokens * self.entry_bytes
+        return (
+            self.pages * self.geometry.heads_per_page * self.geometry.page_tokens * self.entry_bytes
+        )
 
 
 def unique_entries(case: Case) -> int:
@@ -139,7 +152,8 @@ def scattered(pages: int, seed: int) -> tuple[Int32, int]:
 
 
 def tree_case(tree: Tree, geometry: BatchGeometry, seed: int, name: str | None = None) -> Case:
-    """One layer; row r is leaf r of the tree, its table the pages of the nodes on its path (PAT, evaluation).
+    """One layer; row r is leaf r of the tree, its table the pages of the nodes on its path (PAT,
+    evaluation).
 
     Raises `ConfigError` if a node does not fill whole pages.
     """
@@ -165,20 +179,30 @@ def tree_case(tree: Tree, geometry: BatchGeometry, seed: int, name: str | None =
 
 
 def own_case(name: str, lengths: Sequence[int] | Int64, geometry: BatchGeometry, seed: int) -> Case:
-    """One layer; rows that share nothing, of the given lengths, [R] or, where heads differ, [R, H / Hp]."""
+    """One layer; rows that share nothing, of the given lengths, [R] or, where heads differ, [R, H /
+    Hp].
+    """
     runs = geometry.kv_heads // geometry.heads_per_page
     size = np.asarray(lengths, np.int32)
     size = np.repeat(size[:, None], runs, axis=1) if size.ndim == 1 else size
     pages = -(-size.astype(np.int64).ravel() // geometry.page_tokens)
     ids, total = scattered(int(pages.sum()), seed)
     offset = (np.cumsum(pages) - pages).reshape(size.shape)
-    rows = _one_layer(offset, np.arange(size.size).reshape(size.shape), size.astype(np.float64), geometry)
+    rows = _one_layer(
+        offset, np.arange(size.size).reshape(size.shape), size.astype(np.float64), geometry
+    )
     return Case(name, geometry, rows, ids, size.ravel(), total)
 
 
-def _one_layer(offset: Int64, length_index: Int64, budget: Float64, geometry: BatchGeometry) -> DecodeRows:
+def _one_layer(
+    offset: Int64, length_index: Int64, budget: Float64, geometry: BatchGeometry
+) -> DecodeRows:
     """All [R, runs of Hp heads]."""
-    table, index = (np.repeat(x, geometry.heads_per_page, axis=1)[:, None] for x in (offset, length_index))
+    table, index = (
+        np.repeat(x, geometry.heads_per_page, axis=1)[:, None] for x in (offset, length_index)
+    )
     share = np.repeat(budget, geometry.heads_per_page, axis=1)[:, None]
     column = np.broadcast_to(np.arange(geometry.kv_heads) % geometry.heads_per_page, table.shape)
-    return DecodeRows(table, np.ascontiguousarray(column), index, share, (None,), geometry.page_tokens)
+    return DecodeRows(
+        table, np.ascontiguousarray(column), index, share, (None,), geometry.page_tokens
+    )

@@ -1,7 +1,8 @@
 """Cases that a policy learns from, and others that it is judged by; the two never meet.
 
-Both hold rows of uneven lengths (`traces.py`), heads of uneven budgets, and shared prefixes. Calibration draws its
-lengths, budgets and trees by seeds of its own; the held-out trees are those of PAT's kernel evaluation.
+Both hold rows of uneven lengths (`traces.py`), heads of uneven budgets, and shared prefixes.
+Calibration draws its lengths, budgets and trees by seeds of its own; the held-out trees are those
+of PAT's kernel evaluation.
 """
 
 from __future__ import annotations
@@ -18,11 +19,20 @@ from tangram.lab.kernel_benchmarks.tree import CONFIGS, PAGE_TOKENS, Tree
 
 # Batches between those of the held-out traces, so that the votes have something to interpolate.
 MORE_TRACES = (
-    Trace("bucketed", 2, 16 * K), Trace("homogeneous", 2), Trace("homogeneous", 16), Trace("bimodal", 16),
-    Trace("bucketed", 16, 4 * K), Trace("bucketed", 64, 4 * K), Trace("bucketed", 64, K), Trace("uniform", 4),
+    Trace("bucketed", 2, 16 * K),
+    Trace("homogeneous", 2),
+    Trace("homogeneous", 16),
+    Trace("bimodal", 16),
+    Trace("bucketed", 16, 4 * K),
+    Trace("bucketed", 64, 4 * K),
+    Trace("bucketed", 64, K),
+    Trace("uniform", 4),
     Trace("zipf", 32),
-)  # fmt: skip
-RAGGED = tuple(Trace("bucketed", batch, size * K) for size, batch in ((8, 1), (32, 1), (8, 8), (32, 8), (8, 32)))
+)
+RAGGED = tuple(
+    Trace("bucketed", batch, size * K)
+    for size, batch in ((8, 1), (32, 1), (8, 8), (32, 8), (8, 32))
+)
 RETENTION = 0.25  # of the mean head
 CALIBRATION_TREES = 12
 
@@ -42,7 +52,11 @@ def calibration(geometry: BatchGeometry) -> list[Named]:
     own = [_own(trace, geometry, seed) for trace in TRACES for seed in CALIBRATION_SEEDS[:2]]
     own += [_own(trace, geometry, first) for trace in MORE_TRACES]
     ragged = [_ragged(trace, geometry, seed) for trace in RAGGED for seed in CALIBRATION_SEEDS[:2]]
-    return own + ragged + [_tree(random_tree(first + number), geometry) for number in range(CALIBRATION_TREES)]
+    return (
+        own
+        + ragged
+        + [_tree(random_tree(first + number), geometry) for number in range(CALIBRATION_TREES)]
+    )
 
 
 def held_out(geometry: BatchGeometry) -> list[Named]:
@@ -78,7 +92,9 @@ def _ragged(trace: Trace, geometry: BatchGeometry, seed: int) -> Named:
     """Every head in pages of its own, as `Hp` 1 keeps it."""
     name = f"ragged {trace.name} seed {seed}"
     lengths = np.outer(trace.lengths(seed), budgets(geometry.kv_heads, seed)).astype(np.int64) + 1
-    return Named(name, "ragged", partial(own_case, name, lengths, replace(geometry, heads_per_page=1), seed))
+    return Named(
+        name, "ragged", partial(own_case, name, lengths, replace(geometry, heads_per_page=1), seed)
+    )
 
 
 def _tree(tree: Tree, geometry: BatchGeometry) -> Named:

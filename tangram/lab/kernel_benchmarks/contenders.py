@@ -17,14 +17,17 @@ if TYPE_CHECKING:
 
 
 class Ours:
-    """Plans by a schedule and runs our kernels over the workload's pool. Every first plan passes `check`.
+    """Plans by a schedule and runs our kernels over the workload's pool. Every first plan passes
+    `check`.
 
     A schedule that re-plans layer by layer has a plan, and buffers, for each layer.
     """
 
     replans = True
 
-    def __init__(self, schedule: Schedule, workload: Workload, multiprocessors: int, cost: CostModel) -> None:
+    def __init__(
+        self, schedule: Schedule, workload: Workload, multiprocessors: int, cost: CostModel
+    ) -> None:
         self.name, self.each_step = schedule.text, schedule.each_step
         self._schedule, self._workload, self._cost = schedule, workload, cost
         self._multiprocessors = multiprocessors
@@ -34,7 +37,9 @@ class Ours:
         self.counters = WorkCounters.of(plans, workload.case, multiprocessors)
         self._decoders = [self._decoder(plan) for plan in plans]
         layers = [range(batch.rows.table.shape[1]) for batch in batches]
-        self._places = [(d, layer) for d, own in zip(self._decoders, layers, strict=True) for layer in own]
+        self._places = [
+            (d, layer) for d, own in zip(self._decoders, layers, strict=True) for layer in own
+        ]
 
     def _batches(self) -> list[Decoding]:
         """New ones at every plan: what a batch has found out of itself is part of planning it."""
@@ -42,7 +47,10 @@ class Ours:
         return batch.layers() if "replan" in self._schedule.flags else [batch]
 
     def _planned(self) -> list[WorkPlan]:
-        return [self._schedule.plan(batch, self._multiprocessors, self._cost) for batch in self._batches()]
+        return [
+            self._schedule.plan(batch, self._multiprocessors, self._cost)
+            for batch in self._batches()
+        ]
 
     def _decoder(self, plan: WorkPlan) -> GpuDecode:
         from tangram.kernels.gpu import GpuDecode
@@ -50,9 +58,13 @@ class Ours:
 
         case = self._workload.case
         return GpuDecode(
-            [plan], group=case.geometry.group, head_dim=case.geometry.head_dim, pool=self._workload.pool,
-            lengths=case.lengths, options=DecodeOptions.of(self._schedule),
-        )  # fmt: skip
+            [plan],
+            group=case.geometry.group,
+            head_dim=case.geometry.head_dim,
+            pool=self._workload.pool,
+            lengths=case.lengths,
+            options=DecodeOptions.of(self._schedule),
+        )
 
     def plan(self) -> None:
         """Make the plan from tables and lengths, and upload it."""

@@ -1,6 +1,7 @@
 """The constants of the cost model, measured on this GPU.
 
-Each comes from two batches that differ in one thing alone, so that what both cost (the launch, the merge) drops out.
+Each comes from two batches that differ in one thing alone, so that what both cost (the launch, the
+merge) drops out.
 """
 
 from __future__ import annotations
@@ -26,9 +27,13 @@ Run = Callable[[Case, str], tuple[float, WorkCounters]]
 
 
 def measured_cost(geometry: BatchGeometry, dtype: torch.dtype, device: torch.device) -> CostModel:
-    """The model of this device for one geometry and dtype; takes some seconds, most of them in compiling."""
+    """The model of this device for one geometry and dtype; takes some seconds, most of them in
+    compiling.
+    """
     processors = Card.of(device).processors
-    start = CostModel(workers=processors * CTAS, head_dim=geometry.head_dim, element_bytes=dtype.itemsize)
+    start = CostModel(
+        workers=processors * CTAS, head_dim=geometry.head_dim, element_bytes=dtype.itemsize
+    )
     cold = ColdCache(device)
 
     def run(case: Case, text: str) -> tuple[float, WorkCounters]:
@@ -55,9 +60,12 @@ def _bytes_per_us(run: Run, geometry: BatchGeometry) -> float:
 
 
 def _task_us(run: Run, geometry: BatchGeometry, bytes_per_us: float) -> float:
-    """1,024 rows of one page each, and twice as many: the device's time for one more task, beyond its bytes."""
+    """1,024 rows of one page each, and twice as many: the device's time for one more task, beyond
+    its bytes.
+    """
     (few_us, few), (many_us, many) = (
-        run(own_case("starts", [geometry.page_tokens] * rows, geometry, 0), "plain") for rows in (1024, 2048)
+        run(own_case("starts", [geometry.page_tokens] * rows, geometry, 0), "plain")
+        for rows in (1024, 2048)
     )
     reading_us = (many.task_kv_bytes - few.task_kv_bytes) / bytes_per_us
     return max(many_us - few_us - reading_us, LEAST_US) / (many.tasks - few.tasks)
@@ -75,7 +83,17 @@ def _partial_bytes_per_us(run: Run, geometry: BatchGeometry) -> float:
 def _flops_per_us(run: Run, geometry: BatchGeometry) -> float:
     """1,024 rows with four pages of their own that share 4,096 entries, and twice as many."""
     short_us, long_us = (
-        run(tree_case(Tree((1, 1024), (tokens, 4 * geometry.page_tokens)), geometry, 0), "packing:naive+queries=128")[0]
+        run(
+            tree_case(Tree((1, 1024), (tokens, 4 * geometry.page_tokens)), geometry, 0),
+            "packing:naive+queries=128",
+        )[0]
         for tokens in (4096, 8192)
     )
-    return 4 * geometry.head_dim * geometry.query_heads * 1024 * 4096 / max(long_us - short_us, LEAST_US)
+    return (
+        4
+        * geometry.head_dim
+        * geometry.query_heads
+        * 1024
+        * 4096
+        / max(long_us - short_us, LEAST_US)
+    )

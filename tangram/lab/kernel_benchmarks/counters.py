@@ -23,7 +23,9 @@ class WorkCounters:
 
     @classmethod
     def of(cls, plans: Sequence[WorkPlan], case: Case, multiprocessors: int) -> WorkCounters:
-        """Of all layers together. Partial results count their float32 output and log-sum-exp, written and read."""
+        """Of all layers together. Partial results count their float32 output and log-sum-exp,
+        written and read.
+        """
         tokens = np.concatenate([np.subtract(*plan.spans(case.lengths)[::-1]) for plan in plans])
         partials = sum(int((~plan.direct).sum()) for plan in plans)
         merged = partials * case.geometry.group * (case.geometry.head_dim + 1) * 4 * 2

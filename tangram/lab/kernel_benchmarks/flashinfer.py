@@ -1,8 +1,10 @@
-"""The other route: FlashInfer's paged decode over our pool, in place, where that library is installed.
+"""The other route: FlashInfer's paged decode over our pool, in place, where that library is
+installed.
 
-Where all heads of a page belong to one layer and share table and length, each run of Hp heads is a sequence with Hp KV
-heads in its HND layout (for Hp = H that is one ordinary sequence a request). Where pages mix heads of any length, each
-(row, head) is a sequence with one KV head over *virtual blocks*, page · Hp + column.
+Where all heads of a page belong to one layer and share table and length, each run of Hp heads is a
+sequence with Hp KV heads in its HND layout (for Hp = H that is one ordinary sequence a request).
+Where pages mix heads of any length, each (row, head) is a sequence with one KV head over *virtual
+blocks*, page · Hp + column.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ def installed() -> bool:
 class Sequences:
     """One layer as FlashInfer sees it: S sequences of `kv_heads` KV heads.
 
-    `indptr` [S + 1], `last_page_len` [S] and `lengths` [S] are on the host, as its planners want them; `indices`, and
-    the keys and values `k` and `v` [blocks, kv_heads, P, D], on the device.
+    `indptr` [S + 1], `last_page_len` [S] and `lengths` [S] are on the host, as its planners want
+    them; `indices`, and the keys and values `k` and `v` [blocks, kv_heads, P, D], on the device.
     """
 
     kv_heads: int
@@ -46,13 +48,18 @@ class Sequences:
     v: Tensor
 
     @classmethod
-    def of(cls, rows: DecodeRows, layer: int, tables: Int32, lengths: Int32, pool: Tensor) -> Sequences:
+    def of(
+        cls, rows: DecodeRows, layer: int, tables: Int32, lengths: Int32, pool: Tensor
+    ) -> Sequences:
         """One layer of `rows`, from the flat host arrays `tables` and `lengths`.
 
         Raises `ConfigError` if the layer has a sliding window.
         """
         if rows.windows[layer] is not None:
-            raise ConfigError(f"layer {layer} has a sliding window of {rows.windows[layer]} tokens: use our kernels")
+            raise ConfigError(
+                f"layer {layer} has a sliding window of {rows.windows[layer]} tokens: use our "
+                "kernels"
+            )
         per_page, size = pool.shape[1], pool.shape[3]
         length = lengths[rows.length_index[:, layer]].astype(np.int64)
         table, column = rows.table[:, layer], rows.column[:, layer]
@@ -67,9 +74,14 @@ class Sequences:
             block = block * per_page + column[cell]
         blocks = pool.view(-1, width, 2, size, pool.shape[4])
         return cls(
-            width, on_host(indptr), on_host(block).to(pool.device), on_host(length - (pages - 1) * size),
-            on_host(length), blocks[:, :, 0], blocks[:, :, 1],
-        )  # fmt: skip
+            width,
+            on_host(indptr),
+            on_host(block).to(pool.device),
+            on_host(length - (pages - 1) * size),
+            on_host(length),
+            blocks[:, :, 0],
+            blocks[:, :, 1],
+        )
 
     @property
     def count(self) -> int:
@@ -81,8 +93,12 @@ class Sequences:
         return q.view(self.count, -1, q.shape[2])
 
 
-def _whole_pages(table: npt.NDArray[Any], column: npt.NDArray[Any], length: npt.NDArray[Any], per_page: int) -> bool:
-    """Whether each run of Hp heads, of [R, H], shares table and length and fills its pages in column order."""
+def _whole_pages(
+    table: npt.NDArray[Any], column: npt.NDArray[Any], length: npt.NDArray[Any], per_page: int
+) -> bool:
+    """Whether each run of Hp heads, of [R, H], shares table and length and fills its pages in
+    column order.
+    """
     rows, heads = table.shape
     if heads % per_page:
         return False
@@ -97,31 +113,53 @@ def on_host(values: npt.ArrayLike) -> Tensor:
 
 
 class FlashInferDecode:
-    """BatchDecodeWithPagedKVCacheWrapper with tensor cores, one wrapper a layer; it must plan at every step.
+    """BatchDecodeWithPagedKVCacheWrapper with tensor cores, one wrapper a layer; it must plan at
+    every step.
 
-    `layers` are those of the first step, `workspace` uint8 of `WORKSPACE_BYTES`. With `graph` its runs can be captured:
-    later steps then need as many sequences and at most as many pages. Otherwise the grid fits this batch alone.
+    `layers` are those of the first step, `workspace` uint8 of `WORKSPACE_BYTES`. With `graph` its
+    runs can be captured: later steps then need as many sequences and at most as many pages.
+    Otherwise the grid fits this batch alone.
     """
 
-    def __init__(self, layers: Sequence[Sequences], workspace: Tensor, *, graph: bool = True) -> None:
+    def __init__(
+        self, layers: Sequence[Sequences], workspace: Tensor, *, graph: bool = True
+    ) -> None:
         import flashinfer
 
         self._wrappers = [
             flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-                workspace, "HND", use_cuda_graph=graph, use_tensor_cores=True,
+                workspace,
+                "HND",
+                use_cuda_graph=graph,
+                use_tensor_cores=True,
                 **(_graph_buffers(seqs, workspace.device) if graph else {}),
             )
             for seqs in layers
-        ]  # fmt: skip
+        ]
 
-    def plan(self, layers: Sequence[Sequences], *, group: int, scaling: float, softcap: float | None = None) -> None:
+    def plan(
+        self,
+        layers: Sequence[Sequences],
+        *,
+        group: int,
+        scaling: float,
+        softcap: float | None = None,
+    ) -> None:
         """FlashInfer's own planning of every layer; `group` is G."""
         for wrapper, seqs in zip(self._wrappers, layers, strict=True):
             wrapper.plan(
-                seqs.indptr, seqs.indices, seqs.last_page_len, seqs.kv_heads * group, seqs.kv_heads, seqs.k.shape[3],
-                seqs.k.shape[2], q_data_type=seqs.k.dtype, kv_data_type=seqs.k.dtype, sm_scale=scaling,
+                seqs.indptr,
+                seqs.indices,
+                seqs.last_page_len,
+                seqs.kv_heads * group,
+                seqs.kv_heads,
+                seqs.k.shape[3],
+                seqs.k.shape[2],
+                q_data_type=seqs.k.dtype,
+                kv_data_type=seqs.k.dtype,
+                sm_scale=scaling,
                 logits_soft_cap=softcap,
-            )  # fmt: skip
+            )
 
     def attend(self, layer: int, seqs: Sequences, q: Tensor, out: Tensor) -> None:
         """One layer of the planned step: q [R, Q, D] → out [R, Q, D]."""

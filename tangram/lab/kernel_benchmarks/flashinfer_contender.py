@@ -12,7 +12,10 @@ from tangram.lab.kernel_benchmarks.workloads import Workload
 def layers_of(workload: Workload) -> list[Sequences]:
     """Every layer of the workload as FlashInfer reads it."""
     case = workload.case
-    return [Sequences.of(case.rows, layer, case.tables, case.lengths, workload.pool) for layer in range(case.shape[1])]
+    return [
+        Sequences.of(case.rows, layer, case.tables, case.lengths, workload.pool)
+        for layer in range(case.shape[1])
+    ]
 
 
 class Library:
@@ -33,6 +36,8 @@ class Library:
 
     def run(self) -> list[Tensor]:
         """All layers."""
-        for layer, (seqs, q, out) in enumerate(zip(self._layers, self._workload.q, self._outs, strict=True)):
+        for layer, (seqs, q, out) in enumerate(
+            zip(self._layers, self._workload.q, self._outs, strict=True)
+        ):
             self._decode.attend(layer, seqs, q, out)
         return self._outs

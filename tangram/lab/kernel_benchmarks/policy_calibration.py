@@ -1,4 +1,6 @@
-"""Times every schedule on every case, and makes, or judges, a policy (PersistentKV, calibrated adaptive policy)."""
+"""Times every schedule on every case, and makes, or judges, a policy (PersistentKV, calibrated
+adaptive policy).
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,17 @@ from tangram.lab.kernel_benchmarks.workloads import Workload, expected
 from tangram.plan.cost import CostModel
 from tangram.plan.policy import FLASHINFER, Policy, StepLoad
 
-# One for each way that a step can be bound: by balance, by one row's latency, by reading a prefix again and again.
+# One for each way that a step can be bound: by balance, by one row's latency, by reading a prefix
+# again and again.
 SCHEDULES = (
-    "aot", "workqueue", "workqueue+ctas=2+warps=4", "workqueue+ctas=2", "packing:measured",
-    "packing:measured+queries=128", "packing:measured+onetile",
-)  # fmt: skip
+    "aot",
+    "workqueue",
+    "workqueue+ctas=2+warps=4",
+    "workqueue+ctas=2",
+    "packing:measured",
+    "packing:measured+queries=128",
+    "packing:measured+onetile",
+)
 REPLAYS = 20
 Cases = Iterable[Named]
 
@@ -45,7 +53,9 @@ class Timed:
 class ScheduleBench:
     """Schedules of one geometry on one device. FlashInfer is one of them where it is installed."""
 
-    def __init__(self, geometry: BatchGeometry, dtype: torch.dtype, device: torch.device, cost: CostModel) -> None:
+    def __init__(
+        self, geometry: BatchGeometry, dtype: torch.dtype, device: torch.device, cost: CostModel
+    ) -> None:
         self._geometry, self._dtype, self._device, self._cost = geometry, dtype, device, cost
         self._processors = Card.of(device).processors
         self._cold = ColdCache(device)
@@ -58,11 +68,15 @@ class ScheduleBench:
         workload = Workload.build(case.make(), self._dtype, self._device)
         answer, load = expected(workload), StepLoad.of(workload.case.decoding)
         builds: dict[str, Callable[[], Contender]] = {
-            text: partial(Ours, parse_schedule(text), workload, self._processors, self._cost) for text in schedules
+            text: partial(Ours, parse_schedule(text), workload, self._processors, self._cost)
+            for text in schedules
         }
         if self._library:
             builds[FLASHINFER] = partial(Library, workload, self._workspace)
-        times = {name: measure(build(), answer, self._cold, replays=REPLAYS) for name, build in builds.items()}
+        times = {
+            name: measure(build(), answer, self._cold, replays=REPLAYS)
+            for name, build in builds.items()
+        }
         del workload, answer, builds
         torch.cuda.empty_cache()
         return Timed(case, load, times)
@@ -85,9 +99,13 @@ def calibrate_policy(
     bench = ScheduleBench(geometry, dtype, device, cost)
     timed = [bench.time(case, schedules) for case in cases]
     return Policy.fitted(
-        torch.cuda.get_device_name(device), geometry_of(geometry, dtype), cost, list(timed[0].times),
-        [one.load for one in timed], [[step_us(m) for m in one.times.values()] for one in timed],
-    )  # fmt: skip
+        torch.cuda.get_device_name(device),
+        geometry_of(geometry, dtype),
+        cost,
+        list(timed[0].times),
+        [one.load for one in timed],
+        [[step_us(m) for m in one.times.values()] for one in timed],
+    )
 
 
 def step_us(measurement: Measurement) -> float:
@@ -97,7 +115,9 @@ def step_us(measurement: Measurement) -> float:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One held-out case: what was chosen, and times in microseconds, of a step and on the device alone."""
+    """One held-out case: what was chosen, and times in microseconds, of a step and on the device
+    alone.
+    """
 
     name: str
     family: str
@@ -122,17 +142,28 @@ def _verdict(policy: Policy, timed: Timed) -> Verdict:
     began = time.perf_counter()
     chosen = policy.choose(timed.load, library=FLASHINFER in timed.times)
     choosing_us = (time.perf_counter() - began) * 1e6
-    wall = {name: (m.wall_us if m.each_step else m.wall_kept_us) or 0.0 for name, m in timed.times.items()}
+    wall = {
+        name: (m.wall_us if m.each_step else m.wall_kept_us) or 0.0
+        for name, m in timed.times.items()
+    }
     return Verdict(
-        timed.case.name, timed.case.family, asdict(timed.load), chosen, choosing_us,
-        {name: step_us(m) for name, m in timed.times.items()}, {n: m.median_us for n, m in timed.times.items()}, wall,
-    )  # fmt: skip
+        timed.case.name,
+        timed.case.family,
+        asdict(timed.load),
+        chosen,
+        choosing_us,
+        {name: step_us(m) for name, m in timed.times.items()},
+        {n: m.median_us for n, m in timed.times.items()},
+        wall,
+    )
 
 
 def best_single(verdicts: Sequence[Verdict]) -> str:
     """The one schedule that is fastest over all cases together, by geometric mean."""
     names = verdicts[0].step_us
-    return min(names, key=lambda name: statistics.geometric_mean([v.step_us[name] for v in verdicts]))
+    return min(
+        names, key=lambda name: statistics.geometric_mean([v.step_us[name] for v in verdicts])
+    )
 
 
 def regret(verdict: Verdict, single: str) -> float:

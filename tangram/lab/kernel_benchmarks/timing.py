@@ -1,4 +1,6 @@
-"""Time on the device with a cold L2: captured graphs, medians, and the answer checked before the clock runs."""
+"""Time on the device with a cold L2: captured graphs, medians, and the answer checked before the
+clock runs.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from tangram.kernels.card import Card
 WARM_UPS = 3
 REPLAYS = 30
 SETTLE = 5  # replays before those that count
-HEAD_START = 64  # flushes before these: some 20 ms, in which clocks rise and the host gets ahead of the device
+# Flushes before these: some 20 ms, in which clocks rise and the host gets ahead of the device
+HEAD_START = 64
 WALL_REPEATS = 8
 LARGEST_ERROR = 1e-2
 MATRIX_SIZE = 8192
@@ -24,7 +27,8 @@ COPY_ELEMENTS = 1 << 29  # float32: 2 GiB
 
 
 class Contender(Protocol):
-    """One way to compute a step's attention. `each_step`: its plan must be made again at every step.
+    """One way to compute a step's attention. `each_step`: its plan must be made again at every
+    step.
 
     `replans`: what was captured runs by the last plan, whenever it was made.
     """
@@ -52,7 +56,9 @@ class WrongAnswer(Exception):
 
 @dataclass(frozen=True)
 class Measurement:
-    """Times in microseconds. `wall_us` covers plan, launch and device; `wall_kept_us` the same without planning."""
+    """Times in microseconds. `wall_us` covers plan, launch and device; `wall_kept_us` the same
+    without planning.
+    """
 
     name: str
     median_us: float
@@ -75,7 +81,8 @@ class Measurement:
 class ColdCache:
     """Empties L2 between replays: writes, then reads, buffers of more than twice its size.
 
-    The read leaves clean lines behind, so that the timed work does not pay for writing the flush back.
+    The read leaves clean lines behind, so that the timed work does not pay for writing the flush
+    back.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -91,11 +98,18 @@ class ColdCache:
 
 
 def measure(
-    contender: Contender, expected: Sequence[Tensor], cold: ColdCache, *, replays: int = REPLAYS, wall: bool = True
+    contender: Contender,
+    expected: Sequence[Tensor],
+    cold: ColdCache,
+    *,
+    replays: int = REPLAYS,
+    wall: bool = True,
 ) -> Measurement:
-    """Plan, capture, check against `expected`, then time. Raises `WrongAnswer`, or whatever the contender raises.
+    """Plan, capture, check against `expected`, then time. Raises `WrongAnswer`, or whatever the
+    contender raises.
 
-    No `wall` time of a contender that does not replan: what it captured is lost with its first plan.
+    No `wall` time of a contender that does not replan: what it captured is lost with its first
+    plan.
     """
     wall = wall and contender.replans
     contender.plan()
@@ -114,9 +128,19 @@ def measure(
 
     wall_us = _median_us(step, WALL_REPEATS, cold.flush) if wall else None
     return Measurement(
-        contender.name, statistics.median(times), min(times), max(times), times, in_graph, contender.each_step,
-        error, same_bits, plan_us, wall_us, kept_us,
-    )  # fmt: skip
+        contender.name,
+        statistics.median(times),
+        min(times),
+        max(times),
+        times,
+        in_graph,
+        contender.each_step,
+        error,
+        same_bits,
+        plan_us,
+        wall_us,
+        kept_us,
+    )
 
 
 def _captured(contender: Contender) -> tuple[Callable[[], None], list[Tensor], bool]:
@@ -143,7 +167,9 @@ def _captured(contender: Contender) -> tuple[Callable[[], None], list[Tensor], b
 def _checked(
     name: str, launch: Callable[[], None], outputs: Sequence[Tensor], expected: Sequence[Tensor]
 ) -> tuple[float, bool]:
-    """The largest relative error of a layer, and whether two runs agree to the bit; outputs are poisoned first."""
+    """The largest relative error of a layer, and whether two runs agree to the bit; outputs are
+    poisoned first.
+    """
     runs = []
     for _ in range(2):
         for output in outputs:
@@ -183,8 +209,12 @@ def _device_times(launch: Callable[[], None], cold: ColdCache, replays: int) -> 
     return [begin.elapsed_time(end) * 1e3 for begin, end in events[SETTLE:]]
 
 
-def _median_us(call: Callable[[], None], repeats: int, before: Callable[[], None] | None = None) -> float:
-    """Host time of a call, what it enqueues on the device awaited; `before` runs ahead of each, and does not count."""
+def _median_us(
+    call: Callable[[], None], repeats: int, before: Callable[[], None] | None = None
+) -> float:
+    """Host time of a call, what it enqueues on the device awaited; `before` runs ahead of each, and
+    does not count.
+    """
     times = []
     for _ in range(repeats):
         if before is not None:
@@ -199,14 +229,18 @@ def _median_us(call: Callable[[], None], repeats: int, before: Callable[[], None
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the device does at best, measured here: bytes and floating-point operations a microsecond."""
+    """What the device does at best, measured here: bytes and floating-point operations a
+    microsecond.
+    """
 
     copy_bytes_per_us: float
     operations_per_us: float
 
     @classmethod
     def measured(cls, dtype: torch.dtype, device: torch.device) -> Ceilings:
-        """A device-to-device copy of 2 GiB (bytes read plus written) and a square matrix product on random data."""
+        """A device-to-device copy of 2 GiB (bytes read plus written) and a square matrix product on
+        random data.
+        """
         source = torch.randn(COPY_ELEMENTS, device=device)
         target = torch.empty_like(source)
         copy_us = statistics.median(_event_times(lambda: target.copy_(source)))

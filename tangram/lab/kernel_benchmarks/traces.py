@@ -4,7 +4,7 @@
     homogeneous  every row 32K
     bimodal      one row of 48K-64K for every three of 2K-4K
     uniform      rows of 1K-64K, all lengths alike likely
-    zipf         1K times a Zipf variate (exponent 1.5), at most 64K: a few long rows among many short ones
+    zipf         1K times a Zipf variate (exponent 1.5), at most 64K: few long rows among many
 
 Calibration traces (seeds from 100 on) and the held-out ones (seeds 0-4) never meet.
 """
@@ -54,7 +54,9 @@ class Trace:
             case "zipf":
                 sizes = np.minimum(K * draw.zipf(1.5, self.batch), LONGEST)
             case _:
-                raise ConfigError(f"trace family is {self.family!r}, known are {', '.join(FAMILIES)}")
+                raise ConfigError(
+                    f"trace family is {self.family!r}, known are {', '.join(FAMILIES)}"
+                )
         return [int(size) for size in sizes]
 
 

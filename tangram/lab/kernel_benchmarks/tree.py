@@ -1,4 +1,6 @@
-"""Prefix trees in PAT's written form, `1,10_4096,416`: nodes per level `_` tokens per node of that level."""
+"""Prefix trees in PAT's written form, `1,10_4096,416`: nodes per level `_` tokens per node of that
+level.
+"""
 
 from __future__ import annotations
 
@@ -49,9 +51,11 @@ QUICK_CONFIGS = (
 
 @dataclass(frozen=True)
 class Tree:
-    """`nodes[i]` nodes at level i, each of `tokens[i]` tokens. Leaves are requests; several roots are allowed.
+    """`nodes[i]` nodes at level i, each of `tokens[i]` tokens. Leaves are requests; several roots
+    are allowed.
 
-    Children are dealt out evenly: node j of level i + 1 hangs under node j·n_i // n_{i+1} of level i.
+    Children are dealt out evenly: node j of level i + 1 hangs under node j·n_i // n_{i+1} of level
+    i.
     """
 
     nodes: tuple[int, ...]
@@ -60,14 +64,20 @@ class Tree:
     def __post_init__(self) -> None:
         if len(self.nodes) != len(self.tokens) or not self.nodes:
             raise ConfigError(f"tree {self}: give as many token counts as levels, at least one")
-        if any(number < 1 for number in self.nodes + self.tokens) or list(self.nodes) != sorted(self.nodes):
-            raise ConfigError(f"tree {self}: counts must be positive and nodes per level must not fall")
+        if any(number < 1 for number in self.nodes + self.tokens) or list(self.nodes) != sorted(
+            self.nodes
+        ):
+            raise ConfigError(
+                f"tree {self}: counts must be positive and nodes per level must not fall"
+            )
 
     @classmethod
     def parse(cls, text: str) -> Tree:
         """From the written form. Raises `ConfigError`."""
         try:
-            nodes, tokens = (tuple(int(number) for number in part.split(",")) for part in text.split("_"))
+            nodes, tokens = (
+                tuple(int(number) for number in part.split(",")) for part in text.split("_")
+            )
         except ValueError as error:
             raise ConfigError(f"tree is {text!r}, it must read like 1,10_4096,416") from error
         return cls(nodes, tokens)
@@ -99,5 +109,9 @@ class Tree:
         return sum(nodes * tokens for nodes, tokens in zip(self.nodes, self.tokens, strict=True))
 
     def shrunk(self, *, leaves: int, tokens: int) -> Tree:
-        """A small tree of the same number of levels, for a try-out: at most `leaves` and `tokens` a node, capped."""
-        return Tree(tuple(min(n, leaves) for n in self.nodes), tuple(min(t, tokens) for t in self.tokens))
+        """A small tree of the same number of levels, for a try-out: at most `leaves` and `tokens` a
+        node, capped.
+        """
+        return Tree(
+            tuple(min(n, leaves) for n in self.nodes), tuple(min(t, tokens) for t in self.tokens)
+        )

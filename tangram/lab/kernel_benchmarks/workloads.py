@@ -17,7 +17,9 @@ REFERENCE_BYTES = 2 << 30  # of gathered fp32 keys and values at a time
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """`pool` [N_pages, Hp, 2, P, D], `q` L tensors [R, Q, D], `tables` and `lengths` flat int32, all on one device."""
+    """`pool` [N_pages, Hp, 2, P, D], `q` L tensors [R, Q, D], `tables` and `lengths` flat int32,
+    all on one device.
+    """
 
     case: Case
     pool: Tensor
@@ -27,7 +29,9 @@ class Workload:
 
     @classmethod
     def build(cls, case: Case, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Workload:
-        """Random keys, values and queries (never zeros); unit variance, so that scores are neither flat nor peaked."""
+        """Random keys, values and queries (never zeros); unit variance, so that scores are neither
+        flat nor peaked.
+        """
         geometry = case.geometry
         torch.manual_seed(seed)
         shape = (case.pages, geometry.heads_per_page, 2, geometry.page_tokens, geometry.head_dim)
@@ -57,7 +61,9 @@ class Workload:
 
 
 def expected(workload: Workload) -> list[Tensor]:
-    """The answer of each layer [R, Q, D] in float32: gathered, full-precision products, one softmax, no tiling."""
+    """The answer of each layer [R, Q, D] in float32: gathered, full-precision products, one
+    softmax, no tiling.
+    """
     case, geometry = workload.case, workload.case.geometry
     rows, layers, heads = case.shape
     answers = []
@@ -71,7 +77,9 @@ def expected(workload: Workload) -> list[Tensor]:
 
 
 def _chunks(lengths: np.ndarray, bytes_each: int) -> Iterator[np.ndarray]:
-    """Cells (row · H + head) in runs of similar length, so that padding is small and memory bounded."""
+    """Cells (row · H + head) in runs of similar length, so that padding is small and memory
+    bounded.
+    """
     order = np.argsort(-lengths, kind="stable")
     begin = 0
     while begin < len(order):
@@ -84,18 +92,28 @@ def _attention(workload: Workload, layer: int, cells: np.ndarray, queries: Tenso
     """[n, G, D] of queries [n, G, D] over the padded entries of n cells."""
     keys, values = gathered(workload, layer, cells)
     length = workload.case.cell_lengths[:, layer].ravel()[cells]
-    hidden = torch.arange(keys.shape[1], device=keys.device) >= torch.from_numpy(length).to(keys.device)[:, None]
-    scores = (queries @ keys.float().transpose(1, 2) * workload.scaling).masked_fill(hidden[:, None], -torch.inf)
+    hidden = (
+        torch.arange(keys.shape[1], device=keys.device)
+        >= torch.from_numpy(length).to(keys.device)[:, None]
+    )
+    scores = (queries @ keys.float().transpose(1, 2) * workload.scaling).masked_fill(
+        hidden[:, None], -torch.inf
+    )
     return torch.softmax(scores, -1) @ values.float()
 
 
 def gathered(workload: Workload, layer: int, cells: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Keys and values [n, longest, D] of n cells (row · H + head), padded with entries of the cells' last pages."""
+    """Keys and values [n, longest, D] of n cells (row · H + head), padded with entries of the
+    cells' last pages.
+    """
     case, size = workload.case, workload.case.geometry.page_tokens
     table, column = (x[:, layer].ravel()[cells] for x in (case.rows.table, case.rows.column))
     pages = -(-case.cell_lengths[:, layer].ravel()[cells] // size)
     step = np.minimum(np.arange(pages.max()), pages[:, None] - 1)
-    block = case.tables[table[:, None] + step].astype(np.int64) * case.geometry.heads_per_page + column[:, None]
+    block = (
+        case.tables[table[:, None] + step].astype(np.int64) * case.geometry.heads_per_page
+        + column[:, None]
+    )
     index = torch.from_numpy(block).to(workload.device)
     blocks = workload.pool.view(-1, *workload.pool.shape[2:])
     keys, values = (blocks[:, half][index].flatten(1, 2) for half in (0, 1))

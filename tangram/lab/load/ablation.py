@@ -1,8 +1,10 @@
-"""What each part of the system is worth: engines that differ in one thing from the one before, under the same load.
+"""What each part of the system is worth: engines that differ in one thing from the one before,
+under the same load.
 
-The rungs are those of the Tangram paper, in its order: each keeps what the one before has. All heads keep the budgets
-that the clustered profile promises them; on the coarser rungs whoever shares a page table with a head that needs more
-is topped up to it, which is the fragmentation that finer groups remove.
+The rungs are those of the Tangram paper, in its order: each keeps what the one before has. All
+heads keep the budgets that the clustered profile promises them; on the coarser rungs whoever shares
+a page table with a head that needs more is topped up to it, which is the fragmentation that finer
+groups remove.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ from tangram.model.load import load_model
 
 @dataclass(frozen=True)
 class Rung:
-    """One engine of the comparison: its name in options and files, its title, and what it changes in a config."""
+    """One engine of the comparison: its name in options and files, its title, and what it changes
+    in a config.
+    """
 
     name: str
     title: str
@@ -40,37 +44,66 @@ class Rung:
 
 _CLUSTERED = {"head_groups": "clustered", "decode_schedule": "uniform"}
 RUNGS = (
-    Rung("full-kv", "full KV", {
-        "kv_retention": 1.0, "profile": (), "head_groups": "monolithic", "decode_schedule": "uniform",
-    }),
-    Rung("reservation", "+ reservation", {"head_groups": "monolithic", "decode_schedule": "uniform"}),
-    Rung("ragged-paging", "+ ragged paging", {"head_groups": "adjacent", "decode_schedule": "uniform"}),
+    Rung(
+        "full-kv",
+        "full KV",
+        {
+            "kv_retention": 1.0,
+            "profile": (),
+            "head_groups": "monolithic",
+            "decode_schedule": "uniform",
+        },
+    ),
+    Rung(
+        "reservation", "+ reservation", {"head_groups": "monolithic", "decode_schedule": "uniform"}
+    ),
+    Rung(
+        "ragged-paging",
+        "+ ragged paging",
+        {"head_groups": "adjacent", "decode_schedule": "uniform"},
+    ),
     Rung("clustering", "+ clustering", _CLUSTERED),
     Rung("aot", "+ AOT", {"head_groups": "clustered", "decode_schedule": "aot"}),
-    Rung("served", "as served", {"head_groups": "clustered"}),  # decode steps are planned by the policy
+    Rung(
+        "served", "as served", {"head_groups": "clustered"}
+    ),  # decode steps are planned by the policy
     Rung("dynamic", "dynamic reclamation", _CLUSTERED | {"reclamation": "dynamic"}),
-)  # fmt: skip
+)
 
 
 def chosen_rungs(names: str) -> list[Rung]:
-    """Those of the comma-separated `names`, in the order of `RUNGS`. Raises `ConfigError` naming one not known."""
+    """Those of the comma-separated `names`, in the order of `RUNGS`. Raises `ConfigError` naming
+    one not known.
+    """
     wanted, known = [name.strip() for name in names.split(",")], {rung.name for rung in RUNGS}
     if unknown := [name for name in wanted if name not in known]:
-        raise ConfigError(f"rungs has {unknown[0]!r}, known are {', '.join(rung.name for rung in RUNGS)}")
+        raise ConfigError(
+            f"rungs has {unknown[0]!r}, known are {', '.join(rung.name for rung in RUNGS)}"
+        )
     return [rung for rung in RUNGS if rung.name in wanted]
 
 
-def for_each(config: EngineConfig, rungs: Sequence[Rung], measure: Callable[[Rung, Engine], None]) -> None:
-    """`measure` the engine of each rung in turn, warm, all with one model and as many bytes for KV pages.
+def for_each(
+    config: EngineConfig, rungs: Sequence[Rung], measure: Callable[[Rung, Engine], None]
+) -> None:
+    """`measure` the engine of each rung in turn, warm, all with one model and as many bytes for KV
+    pages.
 
-    An engine is gone before the next is built: `measure` must not keep it. Raises `ConfigError` for a config without
-    compression, or with a decode policy of its own.
+    An engine is gone before the next is built: `measure` must not keep it. Raises `ConfigError` for
+    a config without compression, or with a decode policy of its own.
     """
     if config.kv_retention == 1.0:
-        raise ConfigError("kv_retention is 1.0, an ablation needs less: it compares with 1.0 by itself")
+        raise ConfigError(
+            "kv_retention is 1.0, an ablation needs less: it compares with 1.0 by itself"
+        )
     if config.decode_policy is not None:
-        raise ConfigError(f"decode_policy is {config.decode_policy!r}, each rung has its own schedule: leave it out")
-    loaded = load_model(config.model, dtype=config.dtype, device=config.device, load_format=config.load_format)
+        raise ConfigError(
+            f"decode_policy is {config.decode_policy!r}, each rung has its own schedule: leave it "
+            "out"
+        )
+    loaded = load_model(
+        config.model, dtype=config.dtype, device=config.device, load_format=config.load_format
+    )
     # Named here, since a rung may leave out the profiles that say it.
     config = Compression.of(config, loaded.fingerprint).config
     config = replace(config, kv_cache_gib=kv_bytes(config, loaded) / GIB)
@@ -82,33 +115,47 @@ def for_each(config: EngineConfig, rungs: Sequence[Rung], measure: Callable[[Run
 
 
 def _warm(engine: Engine) -> Engine:
-    """Has computed several chunks, and decoded in every batch width: kernels are compiled, graphs captured."""
+    """Has computed several chunks, and decoded in every batch width: kernels are compiled, graphs
+    captured.
+    """
     config, vocabulary = engine.config, engine.geometry.vocab_size
     longest = min(engine.max_model_len - 8, 2 * config.chunk_tokens + 8)
     answered(engine, alike(2, longest, 4, shared_tokens=0, vocab_size=vocabulary))
     # One after the other ends.
-    short = alike(min(config.max_num_seqs, engine.max_model_len - 10), 8, 2, shared_tokens=0, vocab_size=vocabulary)
+    short = alike(
+        min(config.max_num_seqs, engine.max_model_len - 10),
+        8,
+        2,
+        shared_tokens=0,
+        vocab_size=vocabulary,
+    )
     answered(engine, [replace(ask, output_tokens=2 + number) for number, ask in enumerate(short)])
     engine.clear_cache()
     return engine
 
 
 def footprint(layout: Layout) -> float:
-    """The share of a chunk's KV entries that its sealed pages really occupy, over the layers that are compressed."""
+    """The share of a chunk's KV entries that its sealed pages really occupy, over the layers that
+    are compressed.
+    """
     geometry = layout.geometry
     return realised_retention(
-        layout.sealed_pages[: layout.full_groups].tolist(), len(geometry.full_layers) * geometry.kv_heads,
-        chunk_tokens=layout.chunk_tokens, page_tokens=layout.page_tokens, heads_per_page=layout.heads_per_page,
-    )  # fmt: skip
+        layout.sealed_pages[: layout.full_groups].tolist(),
+        len(geometry.full_layers) * geometry.kv_heads,
+        chunk_tokens=layout.chunk_tokens,
+        page_tokens=layout.page_tokens,
+        heads_per_page=layout.heads_per_page,
+    )
 
 
 @dataclass(frozen=True)
 class Breakdown:
     """Milliseconds of each part: of prefill for 1,000 prompt tokens, of decode for one step.
 
-    `host_ms` is what the host spends on the same, waiting included. `upkeep` is the share of scoring, sealing,
-    scheduling, reservation and tables, `reclamation` that of giving pages back, `outside` that of everything but the
-    forward pass: on a GPU also what it waits for the host. `sealed_chunks` were sealed meanwhile.
+    `host_ms` is what the host spends on the same, waiting included. `upkeep` is the share of
+    scoring, sealing, scheduling, reservation and tables, `reclamation` that of giving pages back,
+    `outside` that of everything but the forward pass: on a GPU also what it waits for the host.
+    `sealed_chunks` were sealed meanwhile.
     """
 
     ms: dict[str, float]
@@ -124,33 +171,48 @@ class Breakdown:
     def of(cls, split: Split, per: float, sealed_chunks: int, device: torch.device) -> Breakdown:
         """`split` divided by `per`."""
         ms, host_ms = (
-            {part: value * 1e3 / per for part, value in times.items()} for times in (split.seconds, split.host_s)
+            {part: value * 1e3 / per for part, value in times.items()}
+            for times in (split.seconds, split.host_s)
         )
         upkeep, reclamation = split.share(*UPKEEP), split.share(*RECLAMATION)
         outside = 1.0 - split.share(*FORWARD)
-        return cls(ms, host_ms, upkeep, reclamation, outside, split.steps, sealed_chunks, HOW[device.type])
+        return cls(
+            ms, host_ms, upkeep, reclamation, outside, split.steps, sealed_chunks, HOW[device.type]
+        )
 
 
 def breakdowns(engine: Engine, asks: Sequence[Ask]) -> dict[str, Breakdown]:
     """Where prefill and decode of `asks`, all at once, spend their time.
 
-    Prefill is a run for one token each; decode what follows in another, once every request has its first token.
-    Raises `ConfigError` if they cannot all decode side by side: then engines would be compared at other batch sizes.
+    Prefill is a run for one token each; decode what follows in another, once every request has its
+    first token. Raises `ConfigError` if they cannot all decode side by side: then engines would be
+    compared at other batch sizes.
     """
-    needed, fit = sum(len(ask.tokens) + ask.output_tokens for ask in asks), engine.stats().capacity_tokens
+    needed, fit = (
+        sum(len(ask.tokens) + ask.output_tokens for ask in asks),
+        engine.stats().capacity_tokens,
+    )
     if needed > fit or len(asks) > engine.config.max_num_seqs:
         raise ConfigError(
-            f"batch is {len(asks)}, which needs {needed:,} tokens in the cache and max_num_seqs of as many, but at "
+            f"batch is {len(asks)}, which needs {needed:,} tokens in the cache and max_num_seqs "
+            "of as many, but at "
             f"kv_retention {engine.config.kv_retention:g} only {fit:,} fit, and max_num_seqs is "
-            f"{engine.config.max_num_seqs}: make the batch smaller, or kv_cache_gib or max_num_seqs larger"
+            f"{engine.config.max_num_seqs}: make the batch smaller, or kv_cache_gib or "
+            "max_num_seqs larger"
         )
     if engine.device.type == "cuda":
-        # Graphs are captured anew for larger plans: here answers grow as long as they will, and end one by one.
+        # Graphs are captured anew for larger plans: here answers grow as long as they will, and end
+        # one by one.
         few = [max(2, ask.output_tokens - number) for number, ask in enumerate(asks)]
-        answered(engine, [replace(ask, output_tokens=tokens) for ask, tokens in zip(asks, few, strict=True)])
+        answered(
+            engine,
+            [replace(ask, output_tokens=tokens) for ask, tokens in zip(asks, few, strict=True)],
+        )
     clock = PartClock(engine.device)
     with clock.watching():
-        prefill = _measured(engine, [replace(ask, output_tokens=1) for ask in asks], clock, decode=False)
+        prefill = _measured(
+            engine, [replace(ask, output_tokens=1) for ask in asks], clock, decode=False
+        )
         decode = _measured(engine, asks, clock, decode=True)
     return {"prefill": prefill, "decode": decode}
 
@@ -172,7 +234,9 @@ def _measured(engine: Engine, asks: Sequence[Ask], clock: PartClock, *, decode: 
     return Breakdown.of(split, per, engine.stats().sealed_chunks - sealed, engine.device)
 
 
-def at_rate(engine: Engine, asks: Sequence[Ask], rate: float, limits: LatencyLimits) -> dict[str, Any]:
+def at_rate(
+    engine: Engine, asks: Sequence[Ask], rate: float, limits: LatencyLimits
+) -> dict[str, Any]:
     """What comes of `asks` at `rate` a second, with an empty cache to begin with."""
     engine.clear_cache()
     before = engine.stats().preemptions
@@ -184,8 +248,14 @@ def described(rung: Rung, engine: Engine) -> dict[str, Any]:
     """What tells the rung from others, and what fits."""
     layout, stats = engine.layout, engine.stats()
     return {
-        "title": rung.title, "changes": rung.changes, "footprint": footprint(layout),
-        "heads_per_page": layout.heads_per_page, "groups": len(layout.groups), "pages_of_a_chunk": layout.span_pages,
-        "pages": stats.pages_total, "capacity_tokens": stats.capacity_tokens, "max_model_len": engine.max_model_len,
+        "title": rung.title,
+        "changes": rung.changes,
+        "footprint": footprint(layout),
+        "heads_per_page": layout.heads_per_page,
+        "groups": len(layout.groups),
+        "pages_of_a_chunk": layout.span_pages,
+        "pages": stats.pages_total,
+        "capacity_tokens": stats.capacity_tokens,
+        "max_model_len": engine.max_model_len,
         "kv_cache_gib": engine.config.kv_cache_gib,
-    }  # fmt: skip
+    }

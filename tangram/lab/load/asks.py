@@ -1,4 +1,6 @@
-"""What an engine is asked when it is measured: made-up tokens of given lengths, alone, in turns or as a trace says."""
+"""What an engine is asked when it is measured: made-up tokens of given lengths, alone, in turns or
+as a trace says.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ MOST_TOKENS = 2**27  # of all prompts together: they are made up before any is a
 
 @dataclass(frozen=True)
 class Ask:
-    """One request: a prompt, how many tokens to answer with, and when to ask, in seconds from the start."""
+    """One request: a prompt, how many tokens to answer with, and when to ask, in seconds from the
+    start.
+    """
 
     tokens: tuple[int, ...]
     output_tokens: int
@@ -38,16 +42,22 @@ class TraceLine(BaseModel):
     hash_ids: list[Annotated[int, Field(ge=0)]]
 
 
-def check_lengths(option: str, count: int, prompt_tokens: int, output_tokens: int, most_tokens: int) -> None:
-    """Raise `ConfigError` if the longest of `count` requests, or all of them, cannot be: before any is made up."""
+def check_lengths(
+    option: str, count: int, prompt_tokens: int, output_tokens: int, most_tokens: int
+) -> None:
+    """Raise `ConfigError` if the longest of `count` requests, or all of them, cannot be: before any
+    is made up.
+    """
     longest = prompt_tokens + output_tokens
     if longest > most_tokens:
         raise ConfigError(
-            f"{option} is too large: a request has {longest} tokens with its answer, a sequence may have {most_tokens}"
+            f"{option} is too large: a request has {longest} tokens with its answer, a sequence "
+            f"may have {most_tokens}"
         )
     if count * prompt_tokens > MOST_TOKENS:
         raise ConfigError(
-            f"{option} is too large: {count} prompts of {prompt_tokens} tokens are {count * prompt_tokens}, at most "
+            f"{option} is too large: {count} prompts of {prompt_tokens} tokens are "
+            f"{count * prompt_tokens}, at most "
             f"{MOST_TOKENS} are made up: ask for fewer"
         )
 
@@ -57,20 +67,32 @@ def made_up(count: int, vocab_size: int, *seed: int) -> tuple[int, ...]:
     return tuple(np.random.default_rng(seed).integers(0, vocab_size, count).tolist())
 
 
-def alike(count: int, input_tokens: int, output_tokens: int, *, shared_tokens: int, vocab_size: int) -> list[Ask]:
-    """`count` requests at once, the first `shared_tokens` of each the same, `input_tokens` of its own behind them."""
+def alike(
+    count: int, input_tokens: int, output_tokens: int, *, shared_tokens: int, vocab_size: int
+) -> list[Ask]:
+    """`count` requests at once, the first `shared_tokens` of each the same, `input_tokens` of its
+    own behind them.
+    """
     shared = made_up(shared_tokens, vocab_size, 0)
-    return [Ask(shared + made_up(input_tokens, vocab_size, 1, n), output_tokens) for n in range(count)]
+    return [
+        Ask(shared + made_up(input_tokens, vocab_size, 1, n), output_tokens) for n in range(count)
+    ]
 
 
 def arriving(asks: Sequence[Ask], rate: float) -> list[Ask]:
-    """`asks` as independent clients send them, `rate` a second on average (Poisson); the same gaps at every rate."""
+    """`asks` as independent clients send them, `rate` a second on average (Poisson); the same gaps
+    at every rate.
+    """
     gaps = np.random.default_rng(5).exponential(1.0, len(asks))
-    return [replace(ask, at_s=float(at_s)) for ask, at_s in zip(asks, np.cumsum(gaps) / rate, strict=True)]
+    return [
+        replace(ask, at_s=float(at_s))
+        for ask, at_s in zip(asks, np.cumsum(gaps) / rate, strict=True)
+    ]
 
 
 def traced(path: Path, *, seconds: float, speed: float, vocab_size: int) -> list[Ask]:
-    """The first `seconds` of a Mooncake trace (JSON lines), `speed` times as fast; equal hashes are equal tokens.
+    """The first `seconds` of a Mooncake trace (JSON lines), `speed` times as fast; equal hashes are
+    equal tokens.
 
     Raises `ConfigError` naming the line and field that is missing or wrong, or if nothing is left.
     """
@@ -81,7 +103,9 @@ def traced(path: Path, *, seconds: float, speed: float, vocab_size: int) -> list
             break
         tokens, length = TRACE_BLOCK * len(entry.hash_ids), entry.input_length
         if tokens < length:
-            raise ConfigError(f"{path}:{number}: hash_ids stand for {tokens} tokens, input_length is {length}")
+            raise ConfigError(
+                f"{path}:{number}: hash_ids stand for {tokens} tokens, input_length is {length}"
+            )
         needed = entry.hash_ids[: -(-length // TRACE_BLOCK)]
         blocks = [token for block in needed for token in made_up(TRACE_BLOCK, vocab_size, 2, block)]
         asks.append(Ask(tuple(blocks[:length]), max(1, entry.output_length), at_s / speed))
@@ -102,7 +126,10 @@ def _lines(path: Path) -> Iterator[tuple[int, TraceLine]]:
             raise ConfigError(f"{path}:{number}: not JSON: {error}") from error
         fields = tuple(TraceLine.model_fields)
         if missing := [name for name in fields if not isinstance(entry, dict) or name not in entry]:
-            raise ConfigError(f"{path}:{number}: {', '.join(missing)} missing; every line needs {', '.join(fields)}")
+            raise ConfigError(
+                f"{path}:{number}: {', '.join(missing)} missing; every line needs "
+                f"{', '.join(fields)}"
+            )
         try:
             yield number, TraceLine.model_validate(entry)
         except ValidationError as error:
@@ -112,7 +139,11 @@ def _lines(path: Path) -> Iterator[tuple[int, TraceLine]]:
 
 
 def next_turn(
-    histories: Sequence[tuple[int, ...]], turn: int, user_tokens: int, output_tokens: int, vocab_size: int
+    histories: Sequence[tuple[int, ...]],
+    turn: int,
+    user_tokens: int,
+    output_tokens: int,
+    vocab_size: int,
 ) -> list[Ask]:
     """Every session asks again: its history so far and `user_tokens` new ones."""
     return [

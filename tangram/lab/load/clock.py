@@ -35,7 +35,11 @@ class TimedAnswer:
     @property
     def per_token_s(self) -> float | None:
         """Mean time of a token after the first (TPOT); None where there was one."""
-        return (self.times_s[-1] - self.times_s[0]) / (len(self.times_s) - 1) if len(self.times_s) > 1 else None
+        return (
+            (self.times_s[-1] - self.times_s[0]) / (len(self.times_s) - 1)
+            if len(self.times_s) > 1
+            else None
+        )
 
 
 @dataclass(frozen=True)
@@ -54,12 +58,16 @@ class LatencyLimits:
         """Whether `answer` came in time."""
         in_time = self.ttft_s is None or answer.first_token_s <= self.ttft_s
         per_token = answer.per_token_s
-        return in_time and (self.tpot_ms is None or per_token is None or per_token * 1e3 <= self.tpot_ms)
+        return in_time and (
+            self.tpot_ms is None or per_token is None or per_token * 1e3 <= self.tpot_ms
+        )
 
 
 @dataclass(frozen=True)
 class Patience:
-    """A run is given up once more than `share` of its requests have waited longer than `ttft_s` for a first token."""
+    """A run is given up once more than `share` of its requests have waited longer than `ttft_s` for
+    a first token.
+    """
 
     ttft_s: float
     share: float = 0.1
@@ -67,7 +75,9 @@ class Patience:
 
     def __post_init__(self) -> None:
         if not self.ttft_s > 0:
-            raise ConfigError(f"the longest wait for a first token is {self.ttft_s} s, it must be greater than 0")
+            raise ConfigError(
+                f"the longest wait for a first token is {self.ttft_s} s, it must be greater than 0"
+            )
 
     def ends(self, answers: Sequence[TimedAnswer], now_s: float) -> bool:
         """Whether too many are late at `now_s`; who has not asked yet is not."""
@@ -75,12 +85,16 @@ class Patience:
         return late > self.share * len(answers)
 
     def spent(self, answers: Sequence[TimedAnswer], now_s: float) -> GivenUpError:
-        """What is raised when it ends at `now_s`: how long those who had asked by then waited, the waiting included."""
+        """What is raised when it ends at `now_s`: how long those who had asked by then waited, the
+        waiting included.
+        """
         waits_s = [self._wait_s(one, now_s) for one in answers if one.asked_s <= now_s]
         found = _percentiles(waits_s)
         return GivenUpError(
-            f"given up after {now_s:.0f} s: more than {self.share:.0%} waited over {self.ttft_s} s; "
-            f"{len(waits_s)} had asked, half of them waited {found['p50']:.1f} s or more, a tenth {found['p90']:.1f} s"
+            f"given up after {now_s:.0f} s: more than {self.share:.0%} waited over {self.ttft_s} "
+            "s; "
+            f"{len(waits_s)} had asked, half of them waited {found['p50']:.1f} s or more, a tenth "
+            f"{found['p90']:.1f} s"
         )
 
     @staticmethod
@@ -93,15 +107,18 @@ class GivenUpError(TangramError):
 
 
 def answered(
-    engine: Engine, asks: Sequence[Ask], progress: Callable[[int], None] = lambda done: None,
-    started: Callable[[], None] = lambda: None, patience: Patience | None = None,
-) -> list[TimedAnswer]:  # fmt: skip
+    engine: Engine,
+    asks: Sequence[Ask],
+    progress: Callable[[int], None] = lambda done: None,
+    started: Callable[[], None] = lambda: None,
+    patience: Patience | None = None,
+) -> list[TimedAnswer]:
     """All of `asks`, each at its time, greedily and to the last token.
 
     `progress` hears how many are done, `started` when every one has its first token.
 
-    Raises `RequestError` if one can never fit, `GivenUpError` where `patience` ends, when nothing runs any more, and
-    `TangramError` if the engine gives one up.
+    Raises `RequestError` if one can never fit, `GivenUpError` where `patience` ends, when nothing
+    runs any more, and `TangramError` if the engine gives one up.
     """
     done, unstarted, lost, look_s = 0, len(asks), False, 0.0
     answers = [TimedAnswer(ask.at_s, len(ask.tokens)) for ask in asks]
@@ -125,11 +142,13 @@ def answered(
 
     requests = [
         Request(
-            str(number), ask.tokens, SamplingParams(temperature=0.0, max_tokens=ask.output_tokens, ignore_eos=True),
+            str(number),
+            ask.tokens,
+            SamplingParams(temperature=0.0, max_tokens=ask.output_tokens, ignore_eos=True),
             lambda event, answer=answer: take(answer, event),  # type: ignore[misc]
         )
         for number, (ask, answer) in enumerate(zip(asks, answers, strict=True))
-    ]  # fmt: skip
+    ]
     for request in requests:
         engine.check(request)
     begin = time.perf_counter()
@@ -156,7 +175,9 @@ NO_LIMITS = LatencyLimits()
 
 @dataclass(frozen=True)
 class Summary:
-    """Answers in a few figures; percentiles are those of requests, `goodput_per_s` counts those within `limits`."""
+    """Answers in a few figures; percentiles are those of requests, `goodput_per_s` counts those
+    within `limits`.
+    """
 
     requests: int
     seconds: float
@@ -173,17 +194,27 @@ class Summary:
     @classmethod
     def of(cls, answers: Sequence[TimedAnswer], limits: LatencyLimits = NO_LIMITS) -> Summary:
         """Of at least one answer; goodput counts those that meet `limits`."""
-        seconds = max(answer.times_s[-1] for answer in answers) - min(answer.asked_s for answer in answers)
+        seconds = max(answer.times_s[-1] for answer in answers) - min(
+            answer.asked_s for answer in answers
+        )
         prompt, output = (
-            sum(values) for values in ((a.prompt_tokens for a in answers), (len(a.token_ids) for a in answers))
+            sum(values)
+            for values in ((a.prompt_tokens for a in answers), (len(a.token_ids) for a in answers))
         )
         per_token = [value * 1e3 for answer in answers if (value := answer.per_token_s) is not None]
         return cls(
-            len(answers), seconds, len(answers) / seconds, prompt, output, (prompt + output) / seconds,
+            len(answers),
+            seconds,
+            len(answers) / seconds,
+            prompt,
+            output,
+            (prompt + output) / seconds,
             sum(answer.cached_tokens for answer in answers) / prompt,
-            _percentiles([answer.first_token_s for answer in answers]), _percentiles(per_token), limits,
+            _percentiles([answer.first_token_s for answer in answers]),
+            _percentiles(per_token),
+            limits,
             sum(map(limits.met, answers)) / seconds,
-        )  # fmt: skip
+        )
 
 
 def _percentiles(values: Sequence[float]) -> dict[str, float]:

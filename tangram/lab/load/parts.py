@@ -1,9 +1,9 @@
 """Where an engine's time goes: its parts by name, each without the parts inside it.
 
-Boundaries are methods of the engine, known by name and wrapped while somebody measures, so that nothing is paid
-otherwise. At each boundary the host's clock is read and, on a GPU, an event is put on the stream: a part lasts from one
-event to the next. What the device does is thus counted where it was asked for, and so is what it waits for; host work
-that goes on beside it costs nothing.
+Boundaries are methods of the engine, known by name and wrapped while somebody measures, so that
+nothing is paid otherwise. At each boundary the host's clock is read and, on a GPU, an event is put
+on the stream: a part lasts from one event to the next. What the device does is thus counted where
+it was asked for, and so is what it waits for; host work that goes on beside it costs nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,11 @@ from tangram.model.sealing import ChunkSealer, FusedSealer
 PARTS: dict[str, tuple[tuple[type, str], ...]] = {
     "model": ((Runner, "_forward"), (PassGraphs, "logits")),
     "attention": ((StepAttention, "attend"), (RepeatAttention, "attend")),
-    "scoring and sealing": ((FusedSealer, "take"), (ChunkSealer, "take"), (ChunkSealer, "reconstruct")),
+    "scoring and sealing": (
+        (FusedSealer, "take"),
+        (ChunkSealer, "take"),
+        (ChunkSealer, "reconstruct"),
+    ),
     "reclamation": ((Reclaimer, "reclaim"),),
     "reclamation, books": ((DynamicCache, "reclaim"),),
     "scheduling and reservation": ((Scheduler, "schedule"),),
@@ -47,14 +51,18 @@ UPKEEP = ("scoring and sealing", "scheduling and reservation", "tables")
 RECLAMATION = ("reclamation", "reclamation, books")
 HOW = {
     "cpu": "host clock at the boundaries of parts; a part without the parts inside it",
-    "cuda": "CUDA events on the stream at the boundaries of parts, waiting for the host included; a part without the "
-    "parts inside it; a graph is all model, but for what it scores and seals, which events inside it time",
+    "cuda": "CUDA events on the stream at the boundaries of parts, waiting for the host included; "
+    "a part without the "
+    "parts inside it; a graph is all model, but for what it scores and seals, which events inside "
+    "it time",
 }
 
 
 @dataclass(frozen=True)
 class Split:
-    """Seconds of each part: `seconds` by the device's clock, `host_s` by the host's; the same on a CPU."""
+    """Seconds of each part: `seconds` by the device's clock, `host_s` by the host's; the same on a
+    CPU.
+    """
 
     seconds: dict[str, float]
     host_s: dict[str, float]
@@ -71,7 +79,9 @@ class Split:
 
 
 class PartClock:
-    """Splits the time of whatever engines do inside `watching`; `reset` forgets what has been so far."""
+    """Splits the time of whatever engines do inside `watching`; `reset` forgets what has been so
+    far.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._within = device, list[str]()
@@ -102,17 +112,25 @@ class PartClock:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         seconds, host = (dict.fromkeys(PARTS, 0.0) for _ in range(2))
-        for (part, host_from, event_from), (_, host_to, event_to) in zip(self._marks, self._marks[1:], strict=False):
+        for (part, host_from, event_from), (_, host_to, event_to) in zip(
+            self._marks, self._marks[1:], strict=False
+        ):
             if part is not None:
                 host[part] += host_to - host_from
-                seconds[part] += host_to - host_from if event_to is None else event_from.elapsed_time(event_to) / 1e3
+                seconds[part] += (
+                    host_to - host_from
+                    if event_to is None
+                    else event_from.elapsed_time(event_to) / 1e3
+                )
         for blocks, times in self._replays.items():  # as long as in the last replay
             inside = times * blocks.seconds
             seconds["scoring and sealing"] += inside
             seconds["model"] -= inside
         return Split(seconds, host, sum(before[0] is None for before in self._marks[:-1]))
 
-    def _counted(self, replayed: Callable[[Stopwatch, Taken], None]) -> Callable[[Stopwatch, Taken], None]:
+    def _counted(
+        self, replayed: Callable[[Stopwatch, Taken], None]
+    ) -> Callable[[Stopwatch, Taken], None]:
         def run(watch: Stopwatch, blocks: Taken) -> None:
             self._replays[blocks] += 1
             replayed(watch, blocks)

@@ -1,0 +1,221 @@
+"""Cells found by method, and the means and paired differences over suites that are made of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from copy import copy
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from bench.accuracy.evidence_file import Evidence
+from bench.accuracy.kvpress_file import Control
+from bench.accuracy.thin import Thin
+from tangram.compress.profile import ALPHA, SINK_TOKENS, default_scope
+from tangram.config import EngineConfig
+from tangram.lab.accuracy.locomo import CATEGORIES
+from tangram.lab.accuracy.methods import WITH_PROFILE, Method, MethodName
+from tangram.lab.accuracy.report import difference
+from tangram.lab.accuracy.results import AnyCell, Cell, Score, Setting
+
+Scores = list[Score | None]  # None where one is missing
+AVERAGED = ("ruler", "multiturn")
+# Tasks that hide several needles and are asked on their own, by suite: in the same few lines
+# again and again, in prose.
+NEEDLES = {
+    "multiturn": ("noise", {"needles"}),
+    "ruler": ("prose", {"niah_multikey_1", "niah_multivalue", "niah_multiquery"}),
+}
+# The files beside each other in a folder of results.
+KEPT, CONTROL, EVIDENCE = "accuracy.json", "accuracy_kvpress.json", "accuracy_evidence.json"
+
+
+def thin(results: Path) -> Thin:
+    """All that `tangram eval` measured. Raises `FileNotFoundError` if nothing is kept."""
+    return Thin.load(results / KEPT)
+
+
+def control(results: Path) -> Control | None:
+    """The control that is kept beside it, if there is one."""
+    path = results / CONTROL
+    return Control.load(path) if path.exists() else None
+
+
+def evidence(results: Path) -> Evidence | None:
+    """Recall of evidence that is kept beside it, if it was measured."""
+    path = results / EVIDENCE
+    return Evidence.load(path) if path.exists() else None
+
+
+def whole_suites(cells: Iterable[AnyCell]) -> list[AnyCell]:
+    """Those that were asked all tasks of a suite."""
+    return [cell for cell in cells if not _of_needles(cell)]
+
+
+def needles_alone(cells: Iterable[AnyCell]) -> list[AnyCell]:
+    """Those that were asked about several needles alone."""
+    return [cell for cell in cells if _of_needles(cell)]
+
+
+def _of_needles(cell: AnyCell) -> bool:
+    suite = cell.setting.suite
+    return isinstance(cell, Cell) and suite in NEEDLES and set(cell.by_task) == NEEDLES[suite][1]
+
+
+def windows(cells: Iterable[AnyCell]) -> list[tuple[int | None, int | None]]:
+    """Several sinks and windows that static budgets were asked with; None is the default window."""
+    methods = (cell.method for cell in cells if cell.method.name == "static")
+    kept = {(method.sink_tokens, method.window_tokens) for method in methods}
+    order = sorted(kept, key=lambda one: (-(one[0] or 0), -1 if one[1] is None else one[1]))
+    return order if len(kept) > 1 else []
+
+
+def mean_score(cells: Sequence[Cell]) -> Score:
+    """The mean over suites, each counting the same."""
+    return _averaged([cell.score for cell in cells])
+
+
+def mean_difference(pairs: Sequence[tuple[AnyCell, AnyCell]]) -> Score:
+    """Of `pairs`, one a suite: the first less the second by samples, then the mean over suites."""
+    return _averaged([difference(*pair) for pair in pairs])
+
+
+def _averaged(scores: Sequence[Score]) -> Score:
+    errors = [score.stderr for score in scores if score.stderr is not None]
+    known = len(errors) == len(scores)
+    return Score(
+        mean=fmean(score.mean for score in scores),
+        stderr=math.sqrt(sum(error * error for error in errors)) / len(scores) if known else None,
+        samples=sum(one.samples for one in scores),
+    )
+
+
+def _answered(cell: Cell, *, adversarial: bool) -> Score:
+    """Over the samples that ask such questions, the means over those."""
+    kept = [
+        [one.score for one in sample.answers if (one.category == CATEGORIES[5]) == adversarial]
+        for sample in cell.samples
+    ]
+    return Score.of([fmean(scores) for scores in kept if scores])
+
+
+class Comparison:
+    """Cells of one alignment and some suites, by method; a figure needs all of its suites."""
+
+    def __init__(
+        self,
+        cells: Iterable[AnyCell],
+        suites: Sequence[str] = AVERAGED,
+        *,
+        aligned: bool = True,
+    ) -> None:
+        both = [cell for cell in cells if cell.setting.aligned == aligned]
+        kept = [cell for cell in both if cell.setting.suite in suites]
+        # Most were asked with one-shot among them; others have prompts of their own.
+        counts: dict[Setting, int] = {}
+        for cell in kept:
+            counts[cell.setting] = counts.get(cell.setting, 0) + 1
+        self.settings = [
+            max((one for one in counts if one.suite == suite), key=lambda one: counts[one])
+            for suite in suites
+            if any(one.suite == suite for one in counts)
+        ]
+        self._found: dict[Method, dict[Setting, AnyCell]] = {}
+        for cell in kept:
+            self._found.setdefault(cell.method, {})[cell.setting] = cell
+        methods = [cell.method for cell in kept if cell.method.scorer is not None]
+        self.scorers = list(dict.fromkeys(method.scorer or "" for method in methods))
+        self.retentions = sorted({method.kv_retention for method in methods}, reverse=True)
+
+    @property
+    def context_tokens(self) -> int:
+        """Of the contexts; one-shot's chunk."""
+        return self.settings[0].context_tokens if self.settings else EngineConfig.chunk_tokens
+
+    def method(
+        self,
+        name: MethodName,
+        scorer: str = "",
+        retention: float = 1.0,
+        **changes: Any,
+    ) -> Method:
+        """The method with everything but `changes` at its default."""
+        if name == "full":
+            return Method("full")
+        chunk = self.context_tokens if name == "one-shot" else EngineConfig.chunk_tokens
+        scope = None if name == "uniform" else default_scope(scorer)
+        method = Method(name, retention, scorer, chunk, scope)
+        if name == "static":
+            method = replace(method, alpha=ALPHA)
+        if name in WITH_PROFILE:
+            method = replace(method, sink_tokens=SINK_TOKENS)
+        return replace(method, **changes)
+
+    def of(self, method: Method) -> list[AnyCell]:
+        """One cell a suite; none if one is missing."""
+        own = self._found.get(method, {})
+        found = [own[setting] for setting in self.settings if setting in own]
+        return found if len(found) == len(self.settings) else []
+
+    def score(self, method: Method) -> Score | None:
+        """The mean over suites; None if one is missing."""
+        found = self._answering(method)
+        return mean_score(found) if found else None
+
+    def less(self, method: Method, other: Method) -> Score | None:
+        """The first less the second, mean over suites; None if one is missing."""
+        pairs = list(zip(self.of(method), self.of(other), strict=False))
+        return mean_difference(pairs) if pairs else None
+
+    def at(self, *retentions: float) -> Comparison:
+        """The same cells, at these ρ alone."""
+        narrowed = copy(self)
+        narrowed.retentions = list(retentions)
+        return narrowed
+
+    def scores(self, name: MethodName, scorer: str = "", **changes: Any) -> Scores:
+        """At every ρ."""
+        return [self.score(method) for method in self._methods(name, scorer, **changes)]
+
+    def differences(
+        self,
+        name: MethodName,
+        other: MethodName,
+        scorer: str,
+        **changes: Any,
+    ) -> Scores:
+        """At every ρ, the first, with `changes`, less the second."""
+        firsts = self._methods(name, scorer, **changes)
+        pairs = zip(firsts, self._methods(other, scorer), strict=True)
+        return [self.less(*pair) for pair in pairs]
+
+    def figures(self, name: MethodName, scorer: str, figure: str) -> Scores:
+        """At every ρ, a figure of the first suite."""
+        found = [self.of(method) for method in self._methods(name, scorer)]
+        return [getattr(own[0], figure) if own else None for own in found]
+
+    def answers(self, name: MethodName, scorer: str, *, adversarial: bool) -> Scores:
+        """At every ρ, of LoCoMo: questions that the conversation answers, or that it does not."""
+        found = [self._answering(method) for method in self._methods(name, scorer)]
+        return [_answered(own[0], adversarial=adversarial) if own else None for own in found]
+
+    def held(self, name: MethodName, scorer: str, **changes: Any) -> list[float | None]:
+        """At every ρ the share of KV bytes held, raw ends and replies included."""
+        found = [self._answering(method) for method in self._methods(name, scorer, **changes)]
+        shares = [[one.footprint for one in own if one.footprint is not None] for own in found]
+        return [fmean(own) if own else None for own in shares]
+
+    def full_and_static(self, retention: float) -> list[Cell]:
+        """Of the first suite: full and every scorer's static budgets; none without full."""
+        methods = [self.method("full")]
+        methods += [self.method("static", scorer, retention) for scorer in self.scorers]
+        found = [self._answering(method)[:1] for method in methods]
+        return [cell for own in found for cell in own] if found[0] else []
+
+    def _methods(self, name: MethodName, scorer: str, **changes: Any) -> list[Method]:
+        return [self.method(name, scorer, one, **changes) for one in self.retentions]
+
+    def _answering(self, method: Method) -> list[Cell]:
+        return [cell for cell in self.of(method) if isinstance(cell, Cell)]

@@ -1,0 +1,96 @@
+"""Scores of the control beside Tangram's own, of the same prompts, and their paired differences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bench.accuracy.figures import Comparison, Scores
+from bench.accuracy.kvpress_file import Control, GradedCell
+from tangram.compress.profile import Scope
+from tangram.lab.accuracy.results import AnyCell, Cell, Score
+
+# Presses that are no Ada-KV of the scorer of their name: what to call them, the scorer, and our
+# scope that is theirs.
+_PRESSES: dict[str, tuple[str, str, Scope]] = {
+    "kvzip": ("kvpress, KVzip", "kvzip", "model"),
+    "expected_attention_epsilon": ("kvpress, Ada-KV, ε 0.01", "expected_attention", "layer"),
+}
+FULL = "full"  # the press that drops nothing
+
+
+@dataclass(frozen=True)
+class Press:
+    """A press and our one-shot in its scope, at each ρ of the control; `less` is ours less its."""
+
+    title: str
+    scorer: str
+    scope: Scope
+    scores: Scores
+    ours: Scores
+    less: Scores
+
+
+@dataclass(frozen=True)
+class SuiteControl:
+    """The control of one suite, and ours at its ρ; `full` is its score with everything kept."""
+
+    suite: str
+    full: Score | None
+    presses: list[Press]
+    ours: Comparison
+
+
+def beside(control: Control, cells: Sequence[AnyCell]) -> list[SuiteControl]:
+    """Each suite of `control`, with our `cells` of the same prompts.
+
+    Raises `ValueError` if prompts of the control were never asked here: the two would not be
+    comparable.
+    """
+    found = []
+    for digest in dict.fromkeys(cell.prompts_sha256 for cell in control.cells):
+        theirs = [cell for cell in control.cells if cell.prompts_sha256 == digest]
+        own = [cell for cell in cells if cell.setting.prompts_sha256 == digest]
+        if not own:
+            raise ValueError(
+                f"prompts_sha256 {digest} of suite {theirs[0].suite} is in no cell of the results: "
+                "export the prompts with the options of tangram eval, --align-tokens its largest "
+                "chunk"
+            )
+        ours = Comparison(own, (theirs[0].suite,), aligned=own[0].setting.aligned)
+        found.append(_suite(theirs, ours))
+    return found
+
+
+def _suite(theirs: Sequence[GradedCell], ours: Comparison) -> SuiteControl:
+    full = [Score.of(cell.scores) for cell in theirs if cell.scorer == FULL]
+    kept = [cell for cell in theirs if cell.scorer != FULL]
+    retentions = sorted({cell.kv_retention for cell in kept}, reverse=True)
+    ours = ours.at(*retentions)
+    presses = [
+        _press(name, [cell for cell in kept if cell.scorer == name], ours)
+        for name in dict.fromkeys(cell.scorer for cell in kept)
+    ]
+    return SuiteControl(theirs[0].suite, full[0] if full else None, presses, ours)
+
+
+def _press(name: str, cells: Sequence[GradedCell], ours: Comparison) -> Press:
+    title, scorer, scope = _PRESSES.get(name, ("kvpress, Ada-KV", name, "layer"))
+    by_retention = {cell.kv_retention: cell.scores for cell in cells}
+    theirs = [by_retention.get(retention, []) for retention in ours.retentions]
+    own = [_at_once(ours, scorer, scope, retention) for retention in ours.retentions]
+    less = [
+        [mine - its for mine, its in zip(*pair, strict=True)] if all(pair) else []
+        for pair in zip(own, theirs, strict=True)
+    ]
+    return Press(title, scorer, scope, *(list(map(_mean, one)) for one in (theirs, own, less)))
+
+
+def _at_once(ours: Comparison, scorer: str, scope: Scope, retention: float) -> list[float]:
+    """One-shot's score of each sample; none if it was not asked."""
+    found = ours.of(ours.method("one-shot", scorer, retention, scope=scope))
+    return [one.score for cell in found if isinstance(cell, Cell) for one in cell.samples]
+
+
+def _mean(scores: Sequence[float]) -> Score | None:
+    return Score.of(scores) if scores else None

@@ -1,0 +1,1 @@
+"""Tables of docs pages, rendered from the raw figures under bench/results."""

@@ -1,0 +1,86 @@
+"""Figures of `bench.serving.compare`, by series, and which series shows a case."""
+
+from __future__ import annotations
+
+import errno
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+PEER, PLAIN, FP8 = "vllm", "tangram-0.25", "tangram-0.25-fp8"
+COMPARED = (PEER, "tangram-1", PLAIN)
+Result = dict[str, Any]
+Found = dict[str, Result]  # by engine
+Row = Mapping[str, Any]  # of a table: `case`, `parts` of it, and a `figure` of their summaries
+
+
+def series(results: Path, kind: str = "serving") -> list[Found]:
+    """What engines measured in each series of a kind: `KIND_ENGINE.json`, `KIND-2_ENGINE.json`, …
+
+    Raises `FileNotFoundError` if there are none.
+    """
+    names = sorted({path.name.split("_")[0] for path in results.glob(f"{kind}*_*.json")})
+    if not names:
+        raise FileNotFoundError(errno.ENOENT, "no results", str(results / f"{kind}_*.json"))
+    return [_series(results, name) for name in names]
+
+
+def _series(results: Path, name: str) -> Found:
+    paths = {engine: results / f"{name}_{engine}.json" for engine in (*COMPARED, FP8)}
+    found = {engine: path for engine, path in paths.items() if path.exists()}
+    return {engine: json.loads(path.read_text(encoding="utf-8")) for engine, path in found.items()}
+
+
+def figures(result: Result | None, row: Row) -> list[float]:
+    """The row's figure, perhaps one of its percentiles, of every part that it is made of."""
+    parts = result["cases"].get(row["case"], {}) if result else {}
+    measured = [part for name, part in parts.items() if name.startswith(tuple(row["parts"]))]
+    if row["figure"] == "prompt_tokens_per_s":
+        return [part["prompt_tokens"] / part["seconds"] for part in measured]
+    name, _, percentile = row["figure"].partition(" ")
+    return [part[name][percentile] if percentile else part[name] for part in measured]
+
+
+def speed(values: Sequence[float], row: Row) -> float:
+    """Their median, as more being better; nothing where there are none."""
+    if not values:
+        return 0.0
+    middle = statistics.median(values)
+    return middle if row["figure"].endswith("per_s") else 1.0 / middle
+
+
+def shown_from(row: Row, among: Sequence[Found]) -> int | None:
+    """Which series shows a row: the one in which the peer did best; None if none has its case.
+
+    Engines are compared within one lease. (vLLM with host memory behind its pool is slower in
+    some cases than without.)
+    """
+    having = [place for place, results in enumerate(among) if row["case"] in _cases(results)]
+
+    def peer_speed(place: int) -> float:
+        return speed(figures(among[place].get(PEER), row), row)
+
+    return max(reversed(having), key=peer_speed, default=None)
+
+
+def _cases(results: Found) -> set[str]:
+    """Those of the peer, whom the others are compared with; without one, anybody's."""
+    asked = [results[PEER]] if PEER in results else results.values()
+    return {case for result in asked for case in result["cases"]}
+
+
+def by_series(rows: Sequence[Row], among: Sequence[Found]) -> dict[int, list[Row]]:
+    """The rows that each series shows, the series of the first row first."""
+    found: dict[int, list[Row]] = {}
+    for row in rows:
+        if (place := shown_from(row, among)) is not None:
+            found.setdefault(place, []).append(row)
+    return found
+
+
+def first_of_each(among: Sequence[Found]) -> Found:
+    """The first result of every engine that is compared, in their order."""
+    every = {name: [results[name] for results in among if name in results] for name in COMPARED}
+    return {name: found[0] for name, found in every.items() if found}

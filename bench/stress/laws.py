@@ -1,0 +1,152 @@
+"""What must hold after a soak, reckoned from what was seen: nothing lost, pages conserved, memory
+flat.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from operator import attrgetter
+from typing import Any, Literal
+
+import numpy as np
+from scipy.stats import linregress
+
+from bench.stress.conversations import Outcome
+from bench.stress.server import Books
+
+# The least of the heap in use may be so much more in the last stretch of the time looked at than in
+# its first third.
+MOST_GROWTH_MB = 8.0
+# So much of the run is for caches to fill before memory is looked at.
+SETTLING_SHARE = 0.2
+# The rest is cut into so many stretches, of which each counts with its least: what a long prompt
+# takes for a while is no growth, and samples a second apart are no independent ones. A leak is in
+# every one of them, a step in the last.
+STRETCHES = 9
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The server at `at_s` of the run: resident memory, the heap in use, requests and pages."""
+
+    at_s: float
+    rss_mb: float
+    heap_mb: float
+    books: Books
+
+    def row(self) -> dict[str, float]:
+        """As it is written down."""
+        memory = {"rss_mb": round(self.rss_mb, 2), "heap_mb": round(self.heap_mb, 2)}
+        return {"at_s": round(self.at_s, 1), **memory, **asdict(self.books)}
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Of the least memory of each of `STRETCHES`: the line through them, by least squares over
+    `over_s` seconds, and the least of all in the first third of the time and in the last stretch.
+    """
+
+    mb_per_hour: float
+    standard_error: float
+    over_s: float
+    first_mb: float
+    last_mb: float
+
+
+def growth(samples: Sequence[Sample], memory: Literal["rss_mb", "heap_mb"]) -> Growth:
+    """Of one kind of `memory`, in all but the first `SETTLING_SHARE` of `samples`.
+
+    Raises `ValueError` if fewer than `STRETCHES` are left.
+    """
+    kept = samples[int(len(samples) * SETTLING_SHARE) :]
+    if len(kept) < STRETCHES:
+        raise ValueError(f"{len(kept)} samples are too few for a slope: let it run longer")
+    stretches = np.array_split(np.array([*map(attrgetter("at_s", memory), kept)]), STRETCHES)
+    least = [float(part[:, 1].min()) for part in stretches]
+    line = linregress([part[:, 0].mean() / 3600 for part in stretches], least)
+    over_s, third = kept[-1].at_s - kept[0].at_s, STRETCHES // 3
+    return Growth(float(line.slope), float(line.stderr), over_s, min(least[:third]), least[-1])
+
+
+def latencies(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """Percentiles of the time to the first token, in seconds, over streams that were answered."""
+    seen = [
+        outcome.ttft_s
+        for outcome in outcomes
+        if outcome.kind == "answered" and outcome.ttft_s is not None
+    ]
+    if not seen:
+        return {}
+    return {f"p{share}": float(np.percentile(seen, share)) for share in (50, 90, 99)} | {
+        "requests": len(seen)
+    }
+
+
+def counts(outcomes: Sequence[Outcome]) -> dict[str, int]:
+    """How many turns were answered, hung up on and lost, streamed or whole."""
+    found = Counter(f"{one.kind}, {'streamed' if one.stream else 'whole'}" for one in outcomes)
+    return dict(sorted(found.items()))
+
+
+def broken(
+    outcomes: Sequence[Outcome],
+    samples: Sequence[Sample],
+    heap: Growth,
+    completions: dict[str, int],
+    changed: int,
+) -> list[str]:
+    """Every law that does not hold, in words. `completions` is the server's own count, by how they
+    ended.
+
+    `changed` answers were another text when they were asked for again, alone.
+    """
+    found = []
+    lost = [outcome for outcome in outcomes if outcome.kind == "lost"]
+    if lost:
+        found.append(
+            f"{len(lost)} of {len(outcomes)} turns were lost, the first by {lost[0].reason}"
+        )
+    if changed:
+        found.append(f"{changed} answers were other texts when asked for again")
+    for sample in samples:
+        found += [
+            f"at {sample.at_s:.0f} s: {problem}" for problem in sample.books.problems(idle=False)
+        ]
+    if (grown := heap.last_mb - heap.first_mb) > MOST_GROWTH_MB:
+        found.append(
+            f"the heap grew by {grown:.1f} MB from the first third to the end, at most "
+            f"{MOST_GROWTH_MB} may be"
+        )
+    return found + _miscounted(outcomes, completions)
+
+
+def _miscounted(outcomes: Sequence[Outcome], completions: dict[str, int]) -> list[str]:
+    """Where the server counts other ends than its clients saw."""
+    answered = sum(outcome.kind == "answered" for outcome in outcomes)
+    whole, given_up = completions.get("length", 0), completions.get("abort", 0)
+    found = []
+    if whole < answered:
+        found.append(f"{answered} answers arrived, but the server counts {whole}")
+    if whole + given_up > len(outcomes):
+        found.append(
+            f"{len(outcomes)} turns were asked, but the server counts {whole} whole and "
+            f"{given_up} given up"
+        )
+    return found
+
+
+def summary(outcomes: Sequence[Outcome], samples: Sequence[Sample]) -> dict[str, Any]:
+    """The figures of a soak, as they are published."""
+    return {
+        "turns": len(outcomes),
+        "outcomes": counts(outcomes),
+        "ttft_s": latencies(outcomes),
+        "rss_mb": asdict(growth(samples, "rss_mb")),
+        "heap_mb": asdict(growth(samples, "heap_mb")),
+        "most_running": max(sample.books.running for sample in samples),
+        "most_waiting": max(sample.books.waiting for sample in samples),
+        "most_pages_held": max(sample.books.held for sample in samples),
+        "samples": [sample.row() for sample in samples],
+    }

@@ -1,0 +1,164 @@
+"""Loaded by Schemathesis: what is done to a request that it has made up before it is sent.
+
+A valid request for much becomes one for little, so that time goes into other requests. Valid fields
+that do not fit each other or this server, which a document can only say in words, are made to fit:
+what follows the document is then answered. Tools are left out, since the template of the embedded
+model has none: the answer could only be 400. What is out of range stays as it was made up: whether
+it is refused is the question.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import schemathesis
+from schemathesis import GenerationMode
+
+MOST_TOKENS = 4
+MOST_CHOICES = 3
+MOST_PROMPTS = 3
+MOST_MESSAGES = 5
+MOST_TEXT = 400  # characters, so that a prompt fits into the context of the server
+RATIOS = (0.5, 1.0)
+VOCABULARY = 49_152
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+# Those that limit an answer, by endpoint: the first is filled in where none is given.
+LIMITS = {
+    CHAT: ("max_completion_tokens", "max_tokens"),
+    COMPLETIONS: ("max_tokens",),
+    RESPONSES: ("max_output_tokens",),
+}
+# What only a chat template could read that is not the embedded model's.
+TOLD = ("chat_template_kwargs", "reasoning_effort", "verbosity")
+Fields = dict[str, Any]
+
+
+def small(path: str, body: Fields) -> Fields:
+    """`body` with at most `MOST_TOKENS` for each of few answers, where what was asked for is
+    allowed.
+    """
+    limits, changed = LIMITS[path], dict(body)
+    for name in limits:
+        if _is_count(body.get(name)):
+            changed[name] = min(body[name], MOST_TOKENS)
+    if all(body.get(name) is None for name in limits):
+        changed[limits[0]] = MOST_TOKENS
+    if _is_count(body.get("n")) and body["n"] <= 128:
+        changed["n"] = min(body["n"], MOST_CHOICES)
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and not _are_tokens(prompt) and len(prompt) <= 1024:
+        changed["prompt"] = prompt[:MOST_PROMPTS]
+    return changed
+
+
+def whole(value: Any) -> Any:
+    """`value` with 3.0 as 3: a document calls both integers, the server the second only."""
+    if isinstance(value, dict):
+        return {name: whole(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [whole(entry) for entry in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def fitting(path: str, body: Fields) -> Fields:
+    """A valid `body` with fields that fit each other and this server."""
+    changed = dict(body)
+    if body.get("kv_retention") is not None:
+        changed["kv_retention"] = min(RATIOS, key=lambda ratio: abs(ratio - body["kv_retention"]))
+    if body.get("stream_options") is not None:
+        changed["stream"] = True
+    if body.get("logit_bias"):
+        changed["logit_bias"] = {
+            str(int(token) % VOCABULARY): bias for token, bias in body["logit_bias"].items()
+        }
+    if body.get("stop_token_ids"):
+        changed["stop_token_ids"] = _tokens(body["stop_token_ids"])
+    if body.get("messages"):
+        changed["messages"] = [_message(message) for message in body["messages"][:MOST_MESSAGES]]
+    if isinstance(body.get("input"), list):
+        changed["input"] = [_item(item) for item in body["input"][:MOST_MESSAGES]]
+    if body.get("response_format") is not None:
+        changed |= {"response_format": _shape(body["response_format"]), "ignore_eos": None}
+    if body.get("min_tokens"):
+        changed["min_tokens"] = None if changed.get("response_format") or body.get("stop") else 1
+    if path == CHAT:
+        if body.get("top_logprobs") is not None:
+            changed["logprobs"] = True
+        changed |= dict.fromkeys(("max_tokens", "tools", "tool_choice", "parallel_tool_calls"))
+        changed |= dict.fromkeys(TOLD)
+    if path == RESPONSES:
+        changed |= dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls", "reasoning"))
+        form = (body.get("text") or {}).get("format")
+        changed["text"] = None if form is None else {"format": _text_format(form)}
+    if path == COMPLETIONS:
+        changed["prompt"] = _prompt(body["prompt"])
+        if body.get("logprobs") is not None:
+            changed["echo"] = False
+    if path == "/tokenize":
+        changed |= {"add_special_tokens": None, "chat_template_kwargs": None}
+        changed |= (
+            {"prompt": None}
+            if body.get("messages")
+            else {"messages": None, "prompt": body.get("prompt") or "a"}
+        )
+    if path == "/detokenize":
+        changed["tokens"] = _tokens(body["tokens"])
+    return changed
+
+
+def _shape(form: Fields) -> Fields:
+    """A form with a schema only where it belongs, and one that a small model can follow in a few
+    tokens.
+    """
+    if form["type"] != "json_schema":
+        return {"type": form["type"]}
+    return {
+        "type": "json_schema",
+        "json_schema": {"name": "anything", "schema": {"type": "integer"}},
+    }
+
+
+def _text_format(form: Fields) -> Fields:
+    """As `_shape`, in the words of /v1/responses."""
+    shape = _shape(form)
+    return {"type": shape["type"], **shape.get("json_schema", {})}
+
+
+def _item(item: Fields) -> Fields:
+    """One that a model without tools can read."""
+    return item if "role" in item else {"role": "user", "content": "a"}
+
+
+def _message(message: Fields) -> Fields:
+    """One that a model without tools can read."""
+    role = "user" if message["role"] == "tool" else message["role"]
+    return {"role": role, "content": message.get("content") or "", "name": message.get("name")}
+
+
+def _prompt(prompt: Any) -> Any:
+    """One that has tokens, all of them the model's."""
+    if isinstance(prompt, str):
+        return prompt[:MOST_TEXT] or "a"
+    return _tokens(prompt[:MOST_TEXT]) if _are_tokens(prompt) else [_prompt(one) for one in prompt]
+
+
+def _tokens(tokens: list[int]) -> list[int]:
+    return [int(token) % VOCABULARY for token in tokens]
+
+
+def _are_tokens(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, int) for item in value)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 2**31
+
+
+@schemathesis.hook
+def before_call(context: Any, case: Any, kwargs: Any) -> None:
+    if not isinstance(case.body, dict):
+        return
+    body = case.body
+    if case.meta is not None and case.meta.generation.mode == GenerationMode.POSITIVE:
+        body = fitting(case.path, whole(body))
+    case.body = small(case.path, body) if case.path in LIMITS else body

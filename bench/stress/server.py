@@ -1,0 +1,214 @@
+"""A server process of one's own, and what its /metrics say."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import httpx
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from bench.stress.heap import EVERY_BYTE, in_use_mb
+from tangram.lab.environment import environment
+
+MODEL = "smollm2"
+START_TIMEOUT_S = 300.0
+STOP_TIMEOUT_S = 40.0
+LOOK_AROUND_S = 3.0
+
+
+def surroundings() -> dict[str, Any]:
+    """The environment of a measurement that is about to begin, and how busy others keep the machine
+    (percent).
+    """
+    return environment() | {
+        "busy_before_percent": float(psutil.cpu_percent(interval=LOOK_AROUND_S))
+    }
+
+
+class ServerError(Exception):
+    """The server did not start, does not answer, or did not come back to its baseline; the message
+    says which.
+    """
+
+
+@dataclass(frozen=True)
+class Books:
+    """One reading of the server's gauges: requests, and pages by state."""
+
+    running: int
+    waiting: int
+    held: int
+    cached: int
+    free: int
+    total: int
+
+    def problems(self, *, idle: bool) -> list[str]:
+        """What is wrong with them, in words; at the baseline (`idle`) nobody runs, waits or holds a
+        page.
+        """
+        found = []
+        if self.held + self.cached + self.free != self.total:
+            found.append(
+                f"{self.held} held + {self.cached} cached + {self.free} free pages are not "
+                f"{self.total}"
+            )
+        if idle and (self.running, self.waiting, self.held) != (0, 0, 0):
+            found.append(
+                f"{self.running} running, {self.waiting} waiting, {self.held} pages held: not the "
+                "baseline"
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running server: its address, its process, the headers that open it, and the file with a
+    count of its heap.
+    """
+
+    url: str
+    process: subprocess.Popen[bytes]
+    headers: dict[str, str]
+    count: Path | None
+
+    def books(self) -> Books:
+        """Read /metrics."""
+        text = (
+            httpx.get(f"{self.url}/metrics", headers=self.headers, timeout=30)
+            .raise_for_status()
+            .text
+        )
+        return books_of(text)
+
+    def settled(self, within_s: float) -> Books:
+        """The books once the server is back at its baseline. Raises `ServerError` if it is not
+        after `within_s`.
+        """
+        deadline_s = time.monotonic() + within_s
+        while (
+            problems := (books := self.books()).problems(idle=True)
+        ) and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+        if problems:
+            raise ServerError(f"after {within_s:.0f} s: {'; '.join(problems)}")
+        return books
+
+    def rss_mb(self) -> float:
+        """Resident memory of the process and all that it has started."""
+        process = psutil.Process(self.process.pid)
+        return (
+            float(
+                sum(one.memory_info().rss for one in (process, *process.children(recursive=True)))
+            )
+            / 1e6
+        )
+
+    def heap_mb(self) -> float:
+        """How much of its heap is in use, by its last count. Raises `ServerError` if it
+        keeps none.
+        """
+        if self.count is None:
+            raise ServerError("the server does not count its heap: start it with counted=True")
+        return in_use_mb(self.count)
+
+    def check_health(self) -> None:
+        """Raises `ServerError` unless the process lives and /health says 200."""
+        if self.process.poll() is not None:
+            raise ServerError(f"the server ended with code {self.process.returncode}")
+        status = httpx.get(f"{self.url}/health", timeout=30).status_code
+        if status != 200:
+            raise ServerError(f"/health says {status}")
+
+
+def books_of(text: str) -> Books:
+    """The books in the Prometheus text of /metrics."""
+    samples = {
+        (sample.name, *sample.labels.values()): int(sample.value)
+        for family in text_string_to_metric_families(text)
+        if family.type == "gauge"
+        for sample in family.samples
+    }
+    pages = {state: samples["tangram_kv_pages", state] for state in ("held", "cached", "free")}
+    return Books(
+        samples[("tangram_requests_running",)],
+        samples[("tangram_requests_waiting",)],
+        **pages,
+        total=samples[("tangram_kv_pages_total",)],
+    )
+
+
+def serve_command(port: int, options: Sequence[str], count: Path | None = None) -> list[str]:
+    """The command of a server for the embedded model, which keeps a count of its heap in the file
+    `count` if given.
+    """
+    module = ["tangram"] if count is None else ["bench.stress.heap", str(count)]
+    command = [
+        sys.executable,
+        "-m",
+        *module,
+        "serve",
+        MODEL,
+        "--served-model-name",
+        MODEL,
+        "--port",
+        str(port),
+    ]
+    return [*command, *options]
+
+
+@contextmanager
+def served(
+    options: Sequence[str], log: IO[bytes], api_key: str | None = None, *, counted: bool = False
+) -> Iterator[Served]:
+    """A healthy server on a free port with `options`, which counts its heap if `counted`; ended
+    whatever happens.
+
+    Raises `ServerError` if it does not start, or if it has ended by itself.
+    """
+    with tempfile.NamedTemporaryFile() as kept:
+        yield from _served(options, log, api_key, Path(kept.name) if counted else None)
+
+
+def _served(
+    options: Sequence[str], log: IO[bytes], api_key: str | None, count: Path | None
+) -> Iterator[Served]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    keys = {} if api_key is None else {"TANGRAM_API_KEY": api_key}
+    variables = {**os.environ, **keys, **({} if count is None else EVERY_BYTE)}
+    process = subprocess.Popen(
+        serve_command(port, options, count), stdout=log, stderr=subprocess.STDOUT, env=variables
+    )
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    server = Served(f"http://127.0.0.1:{port}", process, headers, count)
+    try:
+        _wait_until_healthy(server)
+        yield server
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def _wait_until_healthy(server: Served) -> None:
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        try:
+            return server.check_health()
+        except httpx.TransportError:
+            time.sleep(0.1)
+    raise ServerError(f"the server was not healthy after {START_TIMEOUT_S:.0f} s")

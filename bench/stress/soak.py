@@ -1,0 +1,218 @@
+"""Conversations at a server of the embedded model for a long while: `make soak`, `python -m
+bench.stress.soak`.
+
+First a closed loop says how many turns a second the server can answer; then conversations arrive at
+random (Poisson), at 0.9 of that, whatever has become of those before. Some askers hang up,
+streaming or not. Laws (`laws.py`): every turn is answered whole or was hung up on by its asker;
+pages add up in every sample, and none is held at the end; the heap in use is flat; some answers
+asked for again, alone, are the same texts. The exit code is 1 if one is broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from bench.stress.conversations import Outcome, Turn, ask, conversation, hold, mean_turns
+from bench.stress.laws import Sample, broken, growth, summary
+from bench.stress.server import Served, ServerError, books_of, served, surroundings
+
+RESULT = Path(__file__).parents[1] / "results" / "http_soak.json"
+# A pool that is full soon: pages are then taken from the prefix cache, and memory has no more room
+# to be touched first.
+SERVER_OPTIONS = ("--kv-retention", "0.5", "--max-model-len", "2048", "--kv-cache-gib", "0.25")
+LOAD = 0.9
+SAMPLE_EVERY_S = 1.0
+SETTLED_WITHIN_S = 60.0
+MOST_ASKED_AGAIN = 20
+NO_BOUND = httpx.Limits(max_connections=None)
+
+
+class Crowd:
+    """Those who ask; `outcomes` is what came of their turns, in the order in which they ended."""
+
+    def __init__(self, client: httpx.AsyncClient, seed: int) -> None:
+        self._client, self._random = client, Random(seed)
+        self.outcomes: list[Outcome] = []
+
+    async def converse(self) -> None:
+        """One conversation, to its end."""
+        async for outcome in hold(self._client, conversation(self._random)):
+            self.outcomes.append(outcome)
+
+    async def closed_loop(self, people: int, until_s: float) -> None:
+        """So many people, each of whom begins anew when they are through, until a time of the
+        monotonic clock.
+        """
+
+        async def person() -> None:
+            while time.monotonic() < until_s:
+                await self.converse()
+
+        await asyncio.gather(*(person() for _ in range(people)))
+
+    async def arrivals(self, conversations_per_s: float, until_s: float) -> None:
+        """People who come at random at a mean rate until a time; returns when the last of them is
+        through.
+        """
+        async with asyncio.TaskGroup() as people:
+            next_s = time.monotonic()
+            while next_s < until_s:
+                await asyncio.sleep(max(0.0, next_s - time.monotonic()))
+                people.create_task(self.converse())
+                next_s += self._random.expovariate(conversations_per_s)
+
+
+async def capacity(crowd: Crowd, people: int, seconds: float) -> float:
+    """Turns that end per second while `people` ask without a pause, after a third of the time.
+
+    First turns are short and find an empty pool: what is answered in the beginning says too much.
+    """
+    begin_s = time.monotonic()
+    await crowd.closed_loop(people, begin_s + seconds)
+    from_s, to_s = begin_s + seconds / 3, begin_s + seconds
+    counted = [one for one in crowd.outcomes if from_s <= one.ended_s < to_s]
+    if not counted:
+        raise ServerError(
+            f"no turn ended in {seconds:.0f} s: let the capacity be measured for longer"
+        )
+    return len(counted) / (to_s - from_s)
+
+
+async def watch(
+    client: httpx.AsyncClient, server: Served, begin_s: float, samples: list[Sample]
+) -> None:
+    """A sample of the server every `SAMPLE_EVERY_S`, until it is cancelled."""
+    while True:
+        text = (await client.get("/metrics")).raise_for_status().text
+        samples.append(
+            Sample(time.monotonic() - begin_s, server.rss_mb(), server.heap_mb(), books_of(text))
+        )
+        await asyncio.sleep(SAMPLE_EVERY_S)
+
+
+async def asked_again(
+    client: httpx.AsyncClient, outcomes: Sequence[Outcome], random: Random
+) -> tuple[int, int]:
+    """How many answers were asked for again, one at a time, and how many of them are another text
+    then.
+    """
+    answered = [one for one in outcomes if one.kind == "answered"]
+    chosen, changed = random.sample(answered, min(MOST_ASKED_AGAIN, len(answered))), 0
+    for before in chosen:
+        turn = Turn("", before.answer_tokens, stream=not before.stream, patience_s=None)
+        after = await ask(client, before.messages, turn)
+        changed += after.kind != "answered" or after.text != before.text
+    return len(chosen), changed
+
+
+async def completions(client: httpx.AsyncClient) -> dict[str, int]:
+    """How many completions the server has ended, by how."""
+    text = (await client.get("/metrics")).raise_for_status().text
+    return {
+        sample.labels["finish_reason"]: int(sample.value)
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == "tangram_completions_total"
+    }
+
+
+async def soak(server: Served, options: argparse.Namespace) -> dict[str, Any]:
+    """The whole of it; the figures, and under `broken` the laws that do not hold."""
+    async with (
+        httpx.AsyncClient(base_url=server.url, timeout=600, limits=NO_BOUND) as client,
+        httpx.AsyncClient(base_url=server.url, timeout=60) as watcher,
+    ):
+        first = Crowd(client, options.seed)
+        turns_per_s = await capacity(first, options.people, options.capacity_seconds)
+        print(f"capacity: {turns_per_s:.2f} turns/s", flush=True)
+        crowd, samples, begin_s = Crowd(client, options.seed + 1), list[Sample](), time.monotonic()
+        watching = asyncio.create_task(watch(watcher, server, begin_s, samples))
+        await crowd.arrivals(LOAD * turns_per_s / mean_turns(), begin_s + options.seconds)
+        took_s = time.monotonic() - begin_s
+        watching.cancel()
+        ends = await completions(client)
+        again, changed = await asked_again(client, crowd.outcomes, Random(options.seed))
+    everything, heap = [*first.outcomes, *crowd.outcomes], growth(samples, "heap_mb")
+    return {
+        "capacity_turns_per_s": turns_per_s,
+        "offered_turns_per_s": LOAD * turns_per_s,
+        "answered_turns_per_s": len(crowd.outcomes) / took_s,
+        "lost_while_measuring_capacity": sum(one.kind == "lost" for one in first.outcomes),
+        **summary(crowd.outcomes, samples),
+        "ttfts": [
+            [round(one.asked_s - begin_s, 1), round(one.ttft_s, 3)]
+            for one in crowd.outcomes
+            if one.ttft_s is not None
+        ],
+        "asked_again": again,
+        "asked_again_and_changed": changed,
+        "completions": ends,
+        "broken": broken(everything, samples, heap, ends, changed),
+    }
+
+
+def afterwards(server: Served) -> tuple[dict[str, int], list[str]]:
+    """The books when nobody asks any more, and what is wrong with the server then."""
+    try:
+        server.check_health()
+        return asdict(server.settled(SETTLED_WITHIN_S)), []
+    except ServerError as error:
+        return asdict(server.books()), [str(error)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=float(os.environ.get("SOAK_SECONDS", "1200"))
+    )
+    parser.add_argument("--capacity-seconds", type=float, default=180.0)
+    parser.add_argument(
+        "--people", type=int, default=16, help="who ask at a time while the capacity is measured"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("-o", "--output", type=Path, default=RESULT)
+    options = parser.parse_args()
+    where = surroundings()
+    with tempfile.TemporaryFile() as log:
+        try:
+            with served(SERVER_OPTIONS, log, counted=True) as server:
+                found = asyncio.run(soak(server, options))
+                found["afterwards"], wrong = afterwards(server)
+                found["broken"] += wrong
+        except ServerError as error:
+            sys.exit(f"the soak failed: {error}")
+    shown = {name: value for name, value in vars(options).items() if name != "output"}
+    content = {
+        "command": f"SOAK_SECONDS={options.seconds:.0f} make soak",
+        "options": shown,
+        "environment": where,
+    } | found
+    options.output.write_text(json.dumps(content) + "\n")
+    print(
+        json.dumps(
+            {name: value for name, value in content.items() if name not in ("samples", "ttfts")},
+            indent=1,
+        )
+    )
+    if found["broken"]:
+        sys.exit("broken laws:\n" + "\n".join(found["broken"][:20]))
+
+
+if __name__ == "__main__":
+    main()
