@@ -59,7 +59,7 @@ bench: $(DEV_READY)
 site: $(DEV_READY)
 	$(BIN)/mkdocs build --strict
 
-# A few minutes: what compression costs in answers, within bounds (docs/accuracy.md).
+# A few minutes: what compression costs in answers, within bounds (docs/accuracy-method.md).
 eval-quick: $(DEV_READY)
 	$(BIN)/python -m bench.eval_quick
 
