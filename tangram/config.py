@@ -98,8 +98,7 @@ class EngineConfig:
     """
 
     model: str = _model(
-        "smollm2",
-        "smollm2 (embedded), a Hugging Face id, a folder of safetensors, or a GGUF file",
+        "smollm2", "smollm2 (embedded), a Hugging Face id, a folder of safetensors, or a GGUF file"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _model(
         "auto", "dtype of weights and KV cache: auto, float32, bfloat16 or float16"
@@ -155,9 +154,7 @@ class EngineConfig:
         unset="as --profile says, or model (tova: layer)",
     )
     gate: str | None = _compression(
-        None,
-        "gate file of the scorer fastkvzip",
-        unset="the one that ships for these weights",
+        None, "gate file of the scorer fastkvzip", unset="the one that ships for these weights"
     )
     chunk_tokens: int = _compression(
         512, "tokens that are computed and sealed in one piece", bounds=_TOKENS

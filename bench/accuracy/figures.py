@@ -105,11 +105,7 @@ class Comparison:
     """Cells of one alignment and some suites, by method; a figure needs all of its suites."""
 
     def __init__(
-        self,
-        cells: Iterable[AnyCell],
-        suites: Sequence[str] = AVERAGED,
-        *,
-        aligned: bool = True,
+        self, cells: Iterable[AnyCell], suites: Sequence[str] = AVERAGED, *, aligned: bool = True
     ) -> None:
         both = [cell for cell in cells if cell.setting.aligned == aligned]
         kept = [cell for cell in both if cell.setting.suite in suites]
@@ -135,11 +131,7 @@ class Comparison:
         return self.settings[0].context_tokens if self.settings else EngineConfig.chunk_tokens
 
     def method(
-        self,
-        name: MethodName,
-        scorer: str = "",
-        retention: float = 1.0,
-        **changes: Any,
+        self, name: MethodName, scorer: str = "", retention: float = 1.0, **changes: Any
     ) -> Method:
         """The method with everything but `changes` at its default."""
         if name == "full":
@@ -180,11 +172,7 @@ class Comparison:
         return [self.score(method) for method in self._methods(name, scorer, **changes)]
 
     def differences(
-        self,
-        name: MethodName,
-        other: MethodName,
-        scorer: str,
-        **changes: Any,
+        self, name: MethodName, other: MethodName, scorer: str, **changes: Any
     ) -> Scores:
         """At every ρ, the first, with `changes`, less the second."""
         firsts = self._methods(name, scorer, **changes)

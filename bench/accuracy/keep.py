@@ -22,8 +22,7 @@ from tangram.lab.accuracy.results import Results
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("results", type=Path, nargs="*")
     parser.add_argument("--add", action="store_true", help="keep what there is, too")

@@ -20,8 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Render the pages; says which blocks changed."""
     known = page_names()
     parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("pages", nargs="*", metavar="PAGE", help=f"all of: {', '.join(known)}")
     parser.add_argument("--check", action="store_true", help="write nothing; 1 if a page is old")

@@ -48,8 +48,7 @@ def calibrate_policy(
     head_dim: Annotated[int, number(Bounds(1, 2**16), "size of a head")] = 128,
     page_tokens: Annotated[int, engine_option("page_tokens")] = 16,
     heads_per_page: Annotated[
-        int | None,
-        engine_option("heads_per_page", unset="all of a layer"),
+        int | None, engine_option("heads_per_page", unset="all of a layer")
     ] = None,
     dtype: Annotated[HalfType, typer.Option(help="dtype of the KV cache")] = HalfType.bfloat16,
 ) -> None:

@@ -8,13 +8,7 @@ from typing import Annotated
 import typer
 
 from tangram.cli.checks import within
-from tangram.cli.options import (
-    PILOT_SAMPLES,
-    Panel,
-    engine_option,
-    number,
-    option,
-)
+from tangram.cli.options import PILOT_SAMPLES, Panel, engine_option, number, option
 from tangram.config import MOST_TOKENS, OPTIONS, SERVED_SCORER
 from tangram.limits import Bounds
 

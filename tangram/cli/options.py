@@ -53,11 +53,7 @@ def number(bounds: Bounds, help_text: str, **more: Any) -> Any:
 
 
 def engine_option(
-    name: str,
-    text: str | None = None,
-    *,
-    unset: str | None = None,
-    panel: Panel | None = None,
+    name: str, text: str | None = None, *, unset: str | None = None, panel: Panel | None = None
 ) -> Any:
     """The `typer.Option` of a field of `EngineConfig`; `text` and `unset` say it otherwise for one
     command.

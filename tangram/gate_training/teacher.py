@@ -45,12 +45,7 @@ class Agreement:
 
 
 def distil_gate(
-    loaded: LoadedModel,
-    texts: Sequence[str],
-    *,
-    chunk_tokens: int,
-    source: str,
-    recipe: Recipe,
+    loaded: LoadedModel, texts: Sequence[str], *, chunk_tokens: int, source: str, recipe: Recipe
 ) -> tuple[Gate, list[list[int]]]:
     """A gate that was trained on KVzip's scores of `texts`, and the samples (token ids) that it has
     not seen.

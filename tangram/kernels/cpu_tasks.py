@@ -21,11 +21,7 @@ from tangram.kernels.numba_cache import compiled
 if platform.machine() in ("x86_64", "AMD64"):
     from tangram.kernels.cpu_intrinsics import next_task, power_of_two, prefetch
 else:
-    from tangram.kernels.cpu_portable import (  # type: ignore[assignment]
-        next_task,
-        power_of_two,
-        prefetch,
-    )
+    from tangram.kernels.cpu_portable import next_task, power_of_two, prefetch  # type: ignore[assignment]
 
 STRETCH = 128
 # KV elements of a layer below which waking a second thread costs more than it saves.

@@ -32,10 +32,7 @@ async def _whole(events: EventStream, style: Format, job: Job) -> Json:
     made = [
         await asyncio.to_thread(style.whole, index, choice) for index, choice in enumerate(choices)
     ]
-    return {
-        "choices": made,
-        "usage": _usage(usages, style, job.sampling.n),
-    }
+    return {"choices": made, "usage": _usage(usages, style, job.sampling.n)}
 
 
 async def frames(

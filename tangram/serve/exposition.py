@@ -129,9 +129,7 @@ _LABELLED_GAUGES: tuple[_Labelled, ...] = (
         "kv_cache_info",
         "1; the label says what the KV cache is kept in",
         ("dtype",),
-        lambda stats: [
-            ((stats.cache_dtype,), 1),
-        ],
+        lambda stats: [((stats.cache_dtype,), 1)],
     ),
     (
         "kv_pages",
@@ -147,10 +145,7 @@ _LABELLED_GAUGES: tuple[_Labelled, ...] = (
         "kv_slots",
         "Slots of the running requests' pages, by whether they hold an entry",
         ("state",),
-        lambda stats: [
-            (("used",), stats.slots_used),
-            (("empty",), stats.slots_empty),
-        ],
+        lambda stats: [(("used",), stats.slots_used), (("empty",), stats.slots_empty)],
     ),
 )
 

@@ -23,13 +23,7 @@ from tangram.serve.call_grammar import CallGrammar, answer_grammar
 from tangram.serve.forms import AnswerForm
 from tangram.serve.json_schema import SchemaBounds
 from tangram.serve.messages import Messages
-from tangram.serve.structured import (
-    MAX_TOOLS,
-    ResponseFormat,
-    Tool,
-    ToolChoice,
-    check_tools,
-)
+from tangram.serve.structured import MAX_TOOLS, ResponseFormat, Tool, ToolChoice, check_tools
 from tangram.serve.template import Effort, TemplateOptions, Verbosity
 from tangram.serve.unsupported import CHAT, COMPLETION, STREAM_OPTIONS, wrong_field
 from tangram.types import SamplingParams

@@ -75,11 +75,7 @@ def transformers_probabilities(logits: torch.Tensor, params: SamplingParams) -> 
 
 
 @settings(max_examples=150, deadline=None)
-@given(
-    seed=st.integers(0, 2**31),
-    spread=st.sampled_from([0.3, 3.0, 10.0]),
-    params=filters,
-)
+@given(seed=st.integers(0, 2**31), spread=st.sampled_from([0.3, 3.0, 10.0]), params=filters)
 def test_the_filters_give_the_distribution_of_transformers(
     seed: int, spread: float, params: SamplingParams
 ) -> None:

@@ -91,9 +91,7 @@ def test_a_step_goes_to_one_prompt_after_the_other() -> None:
     assert first_step(slack_tokens=40) == [*whole[:2], *other[:3], whole[2], other[3]], (
         "whole chunks lie end to end"
     )
-    assert first_step(slack_tokens=14) == [
-        *whole,
-    ]
+    assert first_step(slack_tokens=14) == [*whole]
     assert first_step(slack_tokens=6) == whole[:2]
     assert first_step(slack_tokens=40, one_chunk_a_step=frozenset([0])) == one_chunk
     sliding = geometry(2, 2, (None, 11))

@@ -106,11 +106,7 @@ def test_what_is_wrong_with_the_last_prompt_is_seen_before_the_first_is_begun(
 @pytest.mark.parametrize("busy", [True, False])
 @pytest.mark.parametrize(
     ("fields", "param"),
-    [
-        (body(prompts(6)), "prompt"),
-        (body(prompts(3), n=2), "prompt"),
-        (body(numbers(9), n=6), "n"),
-    ],
+    [(body(prompts(6)), "prompt"), (body(prompts(3), n=2), "prompt"), (body(numbers(9), n=6), "n")],
     ids=["prompts", "prompts and choices", "choices"],
 )
 def test_what_could_never_run_and_wait_is_not_told_to_come_again(

@@ -125,11 +125,7 @@ def _uniform(batch: Decoding, workers: int, cost: CostModel, rule: str, **number
 
 
 def _buckets(
-    batch: Decoding,
-    workers: int,
-    cost: CostModel,
-    rule: Literal["exact", "padded"],
-    **numbers: int,
+    batch: Decoding, workers: int, cost: CostModel, rule: Literal["exact", "padded"], **numbers: int
 ) -> WorkPlan:
     return plan_buckets(batch.rows, batch.lengths, workers, kind=rule, **numbers)
 
