@@ -23,7 +23,7 @@ define install_torch
 	$(1)/pip install --quiet --no-deps $(FROM) $(TORCH)
 endef
 
-.PHONY: demo serve test quick nightly check bench eval-quick fuzz load overload soak clients clean
+.PHONY: demo serve test quick nightly check bench eval-quick fuzz load overload soak clients site clean
 
 demo: $(READY)
 	$(BIN)/python -m bench.demo
@@ -55,7 +55,11 @@ check: $(DEV_READY)
 bench: $(DEV_READY)
 	$(BIN)/python -m bench.cpu_decode
 
-# A few minutes: what compression costs in answers, within bounds (docs/accuracy.md).
+# README, docs, CONTRIBUTING and CHANGELOG as pages: build/site/index.html.
+site: $(DEV_READY)
+	$(BIN)/mkdocs build --strict
+
+# A few minutes: what compression costs in answers, within bounds (docs/accuracy-method.md).
 eval-quick: $(DEV_READY)
 	$(BIN)/python -m bench.eval_quick
 

@@ -4,7 +4,7 @@ kept.
     python -m bench.accuracy.evidence --locomo PATH [--model smollm2] [--scorers keydiff,kvzip] \
         [--retentions 0.5,0.3] \
         [--context-tokens 4096] [--device cuda] -o bench/results/accuracy_evidence.json
-    python -m bench.render accuracy
+    python -m bench.render accuracy-tables
 
 Nothing is answered: of each scorer one pass over the contexts, in chunks of 512 tokens, serves the
 methods uniform, static and dynamic at every ρ. The prompts are those of `tangram eval --suites

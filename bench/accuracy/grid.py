@@ -3,7 +3,7 @@ several at once.
 
     python -m bench.accuracy.grid FOLDER --at-once 8 [--model MODEL] [--gate GATE] [--locomo PATH] \
         [--parts base,dynamic] -- --device cuda --kv-cache-gib 4 --max-num-batched-tokens 16384
-    python -m bench.accuracy.keep FOLDER/*.json && python -m bench.render accuracy
+    python -m bench.accuracy.keep FOLDER/*.json && python -m bench.render accuracy-tables
 
 What follows `--` goes to every `tangram eval`. Parts come in the order given, in each the slowest
 scorer first. FOLDER/PART.SCORER.json, of slow scorers one for each ρ, is added to after every cell:

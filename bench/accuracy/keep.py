@@ -1,7 +1,7 @@
-"""Keeps result files of `tangram eval` thin, for the tables of docs/accuracy.md.
+"""Keeps result files of `tangram eval` thin, for the tables of docs/accuracy-tables.md.
 
     python -m bench.accuracy.keep FOLDER/*.json [--add] [--control CONTROL.json …]
-    python -m bench.render accuracy
+    python -m bench.render accuracy-tables
 
 With `--control`, files of kvpress_control.py, graded, are kept beside. What
 bench/accuracy/evidence.py writes is kept as it is.

@@ -1,4 +1,4 @@
-"""Result files of `tangram eval` made thin for docs/accuracy.md: every sample's score stays,
+"""Result files of `tangram eval` made thin for docs/accuracy-tables.md: every sample's score stays,
 replies go.
 """
 

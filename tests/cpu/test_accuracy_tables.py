@@ -1,5 +1,5 @@
-"""docs/accuracy.md: thin files lose nothing that a table needs, tables say what the cells say, the
-grid can be run.
+"""docs/accuracy-tables.md: thin files lose nothing that a table needs, tables say what cells say,
+and the grid can be run.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def read(method: Method, divergences: list[float], surprise: float) -> FidelityC
     )
 
 
-tables = Page("accuracy").shared["tables"]
+tables = Page("accuracy-tables").shared["tables"]
 UNIFORM = Method("uniform", 0.3, "kvzip", 512, None, None, 4)
 STATIC = Method("static", 0.3, "kvzip", 512, "model", ALPHA, 4)
 DYNAMIC = Method("dynamic", 0.3, "kvzip", 512, "model")
@@ -247,13 +247,16 @@ def test_a_table_without_cells_is_left_out() -> None:
 
 
 def test_the_tables_are_written_into_the_page(tmp_path: Path) -> None:
-    at, results = tmp_path / "accuracy.md", tmp_path / "results.json"
-    at.write_text((DOCS / "accuracy.md").read_text())
+    at, results = tmp_path / "accuracy-tables.md", tmp_path / "results.json"
+    at.write_text((DOCS / "accuracy-tables.md").read_text())
     Results(command="tangram eval tiny", cells=CELLS).save(results)
     keep.main([str(results), "--kept", str(tmp_path)])
     assert len(Thin.load(tmp_path / KEPT).cells) == len(CELLS)
     for _ in range(2):
-        assert render.main(["accuracy", "--docs", str(tmp_path), "--results", str(tmp_path)]) == 0
+        assert (
+            render.main(["accuracy-tables", "--docs", str(tmp_path), "--results", str(tmp_path)])
+            == 0
+        )
         text = at.read_text()
         assert text.count("| kvzip | +62.5 ± 19.1 |") == 1 and "Asked by 1 commands" in text
     assert text.startswith("# Accuracy") and text.rstrip().endswith("<!-- end eval -->")

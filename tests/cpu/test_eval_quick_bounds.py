@@ -162,7 +162,7 @@ def control(folder: Path, prompts: SuitePrompts, known: int) -> Control:
     return Control.graded(folder / "control.json")
 
 
-control_tables = Page("accuracy").shared["kvpress"]
+control_tables = Page("accuracy-tables").shared["kvpress"]
 AT_DEFAULTS = [
     Method("full"),
     Method("uniform", 0.5, "keydiff", EngineConfig.chunk_tokens, None, None, SINK_TOKENS),

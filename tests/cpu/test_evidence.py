@@ -287,7 +287,7 @@ def test_the_benchmark_goes_on_with_other_scorers_and_its_table_is_written(
     assert [own.scorer for own in found.passes] == ["keydiff", "streaming_llm"], "each once"
     assert [one.method for one in found.passes[0].recalls] == ["uniform", "static", "dynamic"]
     shutil.copy(RESULTS / KEPT, tmp_path)
-    text = Page("accuracy", tmp_path).blocks()["eval"]
+    text = Page("accuracy-tables", tmp_path).blocks()["eval"]
     assert "beside kvpress" not in text
     table = text.split("### Recall of evidence (LoCoMo)")[1]
     assert f"{found.questions} questions on {found.contexts} contexts" in table

@@ -1,0 +1,35 @@
+"""docs/from-vllm.md says of vLLM's options and metrics what the commands and /metrics say."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+from tangram.cli.foreign import FOREIGN
+from tools.vllm_page import PAGE, RATIOS, SAME, rendered
+
+from .test_command_line import ALL, names
+
+TEXT = PAGE.read_text()
+METRICS = re.findall(r"^\| `(vllm:\w+)` \| (\w+) \| (.*?) \|", TEXT, re.MULTILINE)
+
+
+def test_the_page_is_what_the_code_says() -> None:
+    assert rendered() == TEXT, "run python -m tools.vllm_page"
+
+
+def test_every_foreign_option_is_there_once() -> None:
+    first = [line.split("|")[1] for line in TEXT.splitlines() if line.startswith("| `-")]
+    assert Counter(" ".join(first).split()) == Counter(f"`{name}`" for name in FOREIGN)
+
+
+def test_options_of_one_name_are_ours_and_need_no_translation() -> None:
+    assert set(SAME) <= names(ALL["serve",]) | {"--enable-prefix-caching"}
+    assert not set(SAME) & set(FOREIGN)
+
+
+def test_a_metric_stands_beside_its_own_counterpart() -> None:
+    ours = {theirs: own for theirs, _, own in METRICS}
+    assert ours["vllm:num_requests_running"] == "`tangram_requests_running`"
+    assert ours["vllm:e2e_request_latency_seconds"] == "`tangram_completion_duration_seconds`"
+    assert len(METRICS) > 20 and set(RATIOS) <= set(ours)

@@ -1,0 +1,59 @@
+"""What MkDocs calls while it builds the site: it adds pages from outside docs/, and their links."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+# Pages of the site that are files of the tree's root.
+PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
+_FENCE = re.compile(r"(^```.*?^```[^\n]*$)", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|`[^`]*`)*)\]\(([^)\s]+)\)")
+_PICTURE = re.compile(r"(!\[[^\]]*\]\()docs/")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the pages of the root."""
+    for source, page in PAGES.items():
+        files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """`markdown` with links to pages of the site; a file that is none is named by its path."""
+    folder = "" if page.file.src_uri in PAGES.values() else "docs"
+    parts = _FENCE.split(markdown)
+    parts[::2] = [_LINK.sub(_in_site(folder), text) for text in parts[::2]]
+    return _PICTURE.sub(r"\1", "".join(parts)) if not folder else "".join(parts)
+
+
+def _in_site(folder: str) -> Callable[[re.Match[str]], str]:
+    """The link that stands on the site for one of a file in `folder`."""
+
+    def replaced(link: re.Match[str]) -> str:
+        text, target = link[1], link[2]
+        if "://" in target or target.startswith("#"):
+            return link[0]
+        path, _, anchor = target.partition("#")
+        place = posixpath.normpath(posixpath.join(folder, path))
+        site = PAGES.get(place) or (
+            place.removeprefix("docs/") if place.startswith("docs/") else None
+        )
+        if site is not None:
+            return f"[{text}]({site}{anchor and '#' + anchor})"
+        if not (ROOT / place).exists():
+            return link[0]  # MkDocs says that it leads nowhere
+        return text if text.strip("`") == place else f"{text}: `{place}`"
+
+    return replaced

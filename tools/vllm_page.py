@@ -1,0 +1,140 @@
+"""Writes docs/from-vllm.md from what commands and metrics know: `python -m tools.vllm_page`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from itertools import count
+from pathlib import Path
+from textwrap import fill
+
+from prometheus_client import Histogram
+from prometheus_client.core import Metric
+
+from tangram.cli.foreign import FOREIGN, Foreign
+from tangram.metrics import EngineStats
+from tangram.serve.exposition import ServerMetrics
+from tangram.serve.vllm_names import VllmNames
+
+PAGE = Path(__file__).parents[1] / "docs" / "from-vllm.md"
+# Options of vLLM and of `tangram serve` with one name and one meaning.
+SAME = (
+    "--api-key",
+    "--dtype",
+    "--enable-prefix-caching",
+    "--enforce-eager",
+    "--gpu-memory-utilization",
+    "--host",
+    "--kv-cache-dtype",
+    "--load-format",
+    "--max-model-len",
+    "--max-num-batched-tokens",
+    "--max-num-seqs",
+    "--no-enable-prefix-caching",
+    "--port",
+    "--seed",
+    "--served-model-name",
+)
+RATIOS = {"vllm:kv_cache_usage_perc": '`tangram_kv_pages{state="held"}` / `tangram_kv_pages_total`'}
+HEAD = """# Coming from vLLM
+
+This page says which option and which metric of vLLM stands for which of Tangram. It also covers the
+options of llama.cpp. `tangram serve` gives the same answers when it is started with such an option.
+This page is written by `python -m tools.vllm_page`.
+
+## What is different
+
+- **The cache is compressed.** Each attention head keeps a share of its KV entries, half of them by
+  default. `--kv-retention 1.0` drops nothing, as in vLLM ([choosing](choose.md)).
+- **Prompts are computed in whole chunks**, of `--chunk-tokens`. There is nothing to switch on.
+- **Unknown request fields are errors.** vLLM ignores them. With `--unknown-fields warn` this server
+  does, too, with a line in the log and a count in the metrics ([HTTP](http.md#request-fields)).
+- **A schema is `response_format`**, as in the OpenAI API. `guided_json` and `structured_outputs`
+  are refused by name.
+- **One server uses one device.**
+
+## Options with the same name
+
+"""
+OPTIONS_HEAD = """
+These have the meaning that vLLM gives them. [Options](options.md) lists their values and defaults
+here, which may differ.
+
+## Options with another name, or none
+
+Where the middle column is empty, Tangram has no such option, and the last column says what to do.
+
+| vLLM, llama.cpp | Tangram | note |
+|---|---|---|
+"""
+METRICS_HEAD = """
+## Metrics
+
+With `--metrics-aliases vllm` the server shows its metrics under vLLM's names, too, with the labels
+`model_name` and `engine`. The buckets of histograms are Tangram's. Dashboards and autoscalers that
+know vLLM then work unchanged ([watching a server](observability.md)).
+
+| vLLM | type | Tangram | meaning |
+|---|---|---|---|
+"""
+FOOT = """
+vLLM's metrics of adapters, drafts, transfers between servers and request parameters have no
+counterpart.
+"""
+
+
+def rendered() -> str:
+    """The page: every option that a command explains, every metric that an alias shows."""
+    same = fill(", ".join(f"`{name}`" for name in SAME), 100, break_on_hyphens=False)
+    metrics = "".join(_metric_rows())
+    return f"{HEAD}{same}.\n{OPTIONS_HEAD}{''.join(_option_rows())}{METRICS_HEAD}{metrics}{FOOT}"
+
+
+def _option_rows() -> Iterator[str]:
+    """A row for each thing to say, with all the names that it is said of."""
+    names: dict[Foreign, list[str]] = {}
+    for name, foreign in FOREIGN.items():
+        names.setdefault(foreign, []).append(f"`{name}`")
+    for foreign, theirs in names.items():
+        ours = f"`{foreign.ours}`" if foreign.ours else ""
+        note = foreign.note.removeprefix("There is none: ")
+        yield f"| {' '.join(theirs)} | {ours} | {note[:1].upper()}{note[1:]} |\n"
+
+
+def _metric_rows() -> Iterator[str]:
+    """A row for each alias; its own name is that of the metric with equal samples."""
+    metrics = _distinct()
+    own = {_samples(family): f"`{_shown(family)}`" for family in metrics.registry.collect()}
+    for family in VllmNames(metrics, "model").collect():
+        ours = RATIOS.get(family.name) or own[_samples(family)]
+        yield f"| `{_shown(family)}` | {family.type} | {ours} | {family.documentation} |\n"
+
+
+def _distinct() -> ServerMetrics:
+    """Metrics of a server of which no two have the same value."""
+    numbers = count(101)  # no count, and no 1 that every server shows
+    fields = dataclasses.fields(EngineStats)
+    others = {"cache_dtype": "float32", "plans": {}, "overflow": ()}
+    stats = EngineStats(**{one.name: others.get(one.name, next(numbers)) for one in fields})
+    metrics = ServerMetrics(lambda: stats)
+    metrics.completions.labels(finish_reason="stop").inc(next(numbers))
+    for histogram in vars(metrics).values():
+        if isinstance(histogram, Histogram):
+            histogram.observe(next(numbers))
+    return metrics
+
+
+def _samples(family: Metric) -> tuple[str, tuple[tuple[str, float], ...]]:
+    """What two names of one metric have in common; when each was created is left out."""
+    suffixes: Iterable[tuple[str, float]] = (
+        (one.name.removeprefix(family.name), one.value) for one in family.samples
+    )
+    return family.type, tuple(one for one in suffixes if one[0] != "_created")
+
+
+def _shown(family: Metric) -> str:
+    return f"{family.name}_total" if family.type == "counter" else family.name
+
+
+if __name__ == "__main__":
+    PAGE.write_text(rendered())
