@@ -63,7 +63,7 @@ site: $(DEV_READY)
 eval-quick: $(DEV_READY)
 	$(BIN)/python -m bench.eval_quick
 
-# Strangers at a server of the embedded model (docs/load.md). FUZZ_SECONDS=, LOAD_SECONDS= and SOAK_SECONDS= say how long.
+# Stress for a server of the embedded model (docs/load.md). FUZZ_SECONDS=, LOAD_SECONDS= and SOAK_SECONDS= say how long.
 fuzz: $(DEV_READY)
 	$(BIN)/python -m bench.stress.fuzz
 

@@ -178,7 +178,7 @@ class EngineConfig:
         "most completions that wait for a place; who comes then is told to come later",
         bounds=_COUNT,
         hint="None lets everybody wait",
-        unset="everybody may wait",
+        unset="everybody may wait; 1024 in `serve`",
         served_alone=True,
     )
 

@@ -13,10 +13,13 @@ from tangram.serve.replies import Json
 
 PAGE_HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
 _STYLE = (
-    "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 "
-    "1rem;color:#222;background:#fff}table{border-collapse:collapse;width:100%}td,th{text-align:left;vertical-align:top;padding:.3rem "
-    ".6rem;border-bottom:1px solid #ddd}code{font:14px "
-    "ui-monospace,monospace;overflow-wrap:anywhere}summary{cursor:pointer}@media(prefers-color-scheme:dark){body{color:#ddd;background:#181818}td,th{border-color:#444}a{color:#8cf}}"
+    "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;"
+    "color:#222;background:#fff}"
+    "table{border-collapse:collapse;width:100%}td,th{text-align:left;vertical-align:top;"
+    "padding:.3rem .6rem;border-bottom:1px solid #ddd}"
+    "code{font:14px ui-monospace,monospace;overflow-wrap:anywhere}summary{cursor:pointer}"
+    "@media(prefers-color-scheme:dark){body{color:#ddd;background:#181818}"
+    "td,th{border-color:#444}a{color:#8cf}}"
 )
 _REFERENCE = "#/components/schemas/"
 
@@ -35,7 +38,8 @@ def page(document: Json) -> str:
         f"<meta name=viewport content='width=device-width'><style>{_STYLE}</style>",
         (
             f"<h1>{title}</h1><p>The OpenAI API; <a href=openapi.json>openapi.json</a> is this "
-            f"page for tools.{key}</p>"
+            "page "
+            f"for tools.{key}</p>"
         ),
     ]
     for path, methods in document["paths"].items():
