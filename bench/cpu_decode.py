@@ -102,9 +102,8 @@ def seal_seconds(loaded: LoadedModel, config: EngineConfig, prompt: list[int]) -
         begin = time.perf_counter()
         engine.step()
         if engine.stats().sealed_chunks > sealed:
-            slowest = (
-                time.perf_counter() - begin
-            )  # the last one counts: it is the decode-completed chunk
+            # The last one counts: it is the decode-completed chunk
+            slowest = time.perf_counter() - begin
     return slowest
 
 

@@ -14,10 +14,8 @@ import time
 from pathlib import Path
 
 REPEATS, STEPS = 5, 40
-BATCHES = (
-    (1, 2000),
-    (8, 2000),
-)  # rows, tokens of each: heads as SmolLM2-135M has them in one layer
+# Rows, tokens of each: heads as SmolLM2-135M has them in one layer
+BATCHES = ((1, 2000), (8, 2000))
 KV_HEADS, GROUP, HEAD_DIM, PAGE = 3, 3, 64, 16
 
 

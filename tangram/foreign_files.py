@@ -37,9 +37,8 @@ def replaced(path: str | Path) -> Iterator[Path]:
         yield target
         return
     target = Path(os.path.realpath(target))  # a link stays one
-    partial = target.with_name(
-        f".{uuid.uuid4().hex}.partial"
-    )  # containers with one folder have the same numbers
+    # Containers with one folder have the same numbers
+    partial = target.with_name(f".{uuid.uuid4().hex}.partial")
     try:
         yield partial
         partial.replace(target)

@@ -170,9 +170,8 @@ def _levels(workload: Workload) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
     tables: Int32 = case.tables.reshape(tree.leaves, -1)
     levels, before = [], 0
     for level, (nodes, tokens) in enumerate(zip(tree.nodes, tree.tokens, strict=True)):
-        first = np.searchsorted(
-            tree.path[:, level], np.arange(nodes)
-        )  # leaves of a node are neighbours
+        # Leaves of a node are neighbours
+        first = np.searchsorted(tree.path[:, level], np.arange(nodes))
         pages = tokens // size
         indices = tables[first, before : before + pages]
         indptr = np.arange(nodes + 1) * pages

@@ -108,9 +108,10 @@ def calibrate(
             observe(np.stack(chunks, axis=1))
         return np.asarray(np.mean(chunks, axis=0), np.float64)
 
+    # [ρ, n, L, H]
     by_retention = np.stack(
         [fractions(n, sample) for n, sample in enumerate(track(samples))], axis=1
-    )  # [ρ, n, L, H]
+    )
     tokens = sum(len(sample) // chunk_tokens * chunk_tokens for sample in samples)
     return [
         derive(

@@ -168,9 +168,8 @@ def served_name(config: EngineConfig) -> str:
     path = expanded(config.model)
     if not path.exists():
         return config.model
-    named = (
-        path if path.name.strip(".") else path.resolve()
-    )  # "." and ".." have no name; a link keeps its own
+    # "." and ".." have no name; a link keeps its own
+    named = path if path.name.strip(".") else path.resolve()
     return named.name if path.is_dir() else named.stem
 
 
@@ -211,6 +210,5 @@ def _place(parameter: inspect.Parameter) -> int:
     return -1 if info.rich_help_panel is None else list(Panel).index(Panel(info.rich_help_panel))
 
 
-with_config = configured_by(
-    ENGINE_PARAMETERS, _config, check_start
-)  # for commands that build an engine
+# For commands that build an engine
+with_config = configured_by(ENGINE_PARAMETERS, _config, check_start)

@@ -88,9 +88,8 @@ class EngineBuilder:
     def parts(self) -> Parts:
         """Who may come in, who runs next, and what computes it."""
         config, loaded = self.config, self.loaded
-        kernels = (
-            self._given_kernels or self.kernels()
-        )  # before a calibration, which takes a minute
+        # Before a calibration, which takes a minute
+        kernels = self._given_kernels or self.kernels()
         scorer, retentions = self.retentions()
         default, layouts = retentions[0], [retention.layout for retention in retentions]
         dtype = cache_dtype(config, loaded)

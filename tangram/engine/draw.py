@@ -19,9 +19,8 @@ from torch import Tensor
 
 from tangram.engine.filters import on_device
 
-_ENTRIES_AT_ONCE = (
-    2**24
-)  # of rows x vocabulary on a GPU, 64 MiB a tensor; a CPU keeps one row in its cache
+# Of rows x vocabulary on a GPU, 64 MiB a tensor; a CPU keeps one row in its cache
+_ENTRIES_AT_ONCE = 2**24
 _INCREMENT = -0x61C88647  # 2**32 / the golden ratio, as int32
 # Xor-shift and product, each twice (lowbias32 of C. Wellons' hash-prospector): shift right, then
 # multiply.

@@ -18,10 +18,8 @@ from tangram.kernels.transfer import placed
 from tangram.types import SamplingParams
 
 ONE = 2**40  # the weight of the likeliest token: 2**22 of them still fit in an int64
-_NUCLEUS_WIDTHS = (
-    128,
-    2048,
-)  # top-p looks at that many of the likeliest tokens before it sorts the vocabulary
+# Top-p looks at that many of the likeliest tokens before it sorts the vocabulary
+_NUCLEUS_WIDTHS = (128, 2048)
 
 
 def weights_of(logits: Tensor, rows: Sequence[SamplingParams]) -> Tensor:

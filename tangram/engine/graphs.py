@@ -55,9 +55,8 @@ class PassGraphs:
             object, _Captured | None
         ]()  # None: there was no memory for it
         self._memory: Any = None
-        self._recent = deque[_Captured](
-            maxlen=16
-        )  # the device may still be at them when their buffers are let go
+        # The device may still be at them when their buffers are let go
+        self._recent = deque[_Captured](maxlen=16)
         self._refused = set[bool]()  # whether such passes have a room
 
     def logits(

@@ -131,9 +131,8 @@ class Scheduler:
         if not decode and not prefill:
             return None
         self.counters.steps += 1
-        prefill.sort(
-            key=lambda row: row.kind is RowKind.TAIL
-        )  # whole chunks lie end to end: they are sealed together
+        # Whole chunks lie end to end: they are sealed together
+        prefill.sort(key=lambda row: row.kind is RowKind.TAIL)
         rows = tuple(decode + prefill)
         self.counters.computed_tokens += sum(len(row.tokens) for row in rows)
         return Step(rows, self._epoch_of(decode), *self.cache.take_moves(row.slot for row in rows))

@@ -45,9 +45,8 @@ def prefetch(typingctx: Any, array: Any, offset: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
         address = builder.bitcast(builder.gep(data, [args[1]]), cgutils.voidptr_t)
-        flags = [
-            ir.Constant(ir.IntType(32), value) for value in (0, 3, 1)
-        ]  # read, keep in all levels, data
+        # Read, keep in all levels, data
+        flags = [ir.Constant(ir.IntType(32), value) for value in (0, 3, 1)]
         function = ir.FunctionType(
             ir.VoidType(), [cgutils.voidptr_t, *[flag.type for flag in flags]]
         )

@@ -61,9 +61,8 @@ def _follows(rows: PrefillRows, run: DenseRun, number: int) -> bool:
         and position == begin - run.tokens.start
     )
     one_sequence = np.ptp(rows.address[0, [run.rows.start, number], 0, 0]) == 0
-    return bool(
-        together and one_sequence and end - begin == first[1] - first[0]
-    )  # no tails: of these there are many
+    # No tails: of these there are many
+    return bool(together and one_sequence and end - begin == first[1] - first[0])
 
 
 def serves(pool: Tensor, card: Card) -> bool:

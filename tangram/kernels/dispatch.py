@@ -21,9 +21,8 @@ def pool_kernels(
     step.
     """
     if pool.is_cuda:
-        from tangram.kernels.triton_kernels import (
-            TritonKernels,
-        )  # Triton comes with torch where there is a GPU
+        # Triton comes with torch where there is a GPU
+        from tangram.kernels.triton_kernels import TritonKernels
 
         return TritonKernels(pool, group, policy, schedule)
     return TorchKernels(pool, schedule)

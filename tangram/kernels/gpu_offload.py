@@ -18,10 +18,8 @@ from tangram.kernels.transfer import upload
 from tangram.types import PageMove
 
 _PARTS = 4  # of the staging memory: one is filled while others empty
-_GATHERING, _TRAVELLING = (
-    2048,
-    32,
-)  # programs: all of the device for a moment, or few while a forward pass runs
+# Programs: all of the device for a moment, or few while a forward pass runs
+_GATHERING, _TRAVELLING = (2048, 32)
 _log = logging.getLogger("tangram")
 
 
@@ -45,9 +43,8 @@ class GpuHostMemory:
         self._arrived: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._turn, self._coming = 0, False
         first = np.zeros(1, np.int32)
-        self.move(
-            [PageMove(first, first, inward) for inward in (False, True)], awaited=True
-        )  # compiles
+        # Compiles
+        self.move([PageMove(first, first, inward) for inward in (False, True)], awaited=True)
 
     def move(self, moves: Sequence[PageMove], *, awaited: bool) -> None:
         """See `HostMemory`."""

@@ -17,10 +17,8 @@ from tangram.kernels.e4m3 import widened
 from tangram.kernels.tiles import LOG2E, multiply, soft_cap
 from tangram.kernels.tiling import Operands, Tile, fitted
 
-TILE, WIDE_TILE = (
-    Tile(64),
-    Tile(64, entries=32),
-)  # chosen by trial on Hopper; wide are heads of more than 128
+# Chosen by trial on Hopper; wide are heads of more than 128
+TILE, WIDE_TILE = (Tile(64), Tile(64, entries=32))
 
 
 @triton.jit

@@ -29,14 +29,8 @@ from tangram.types import Int32
 FUSED_SCORES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {"keydiff": keydiff.score}
 )
-WIDTHS = (
-    (2, 1),
-    (4, 2),
-    (8, 4),
-    (64, 8),
-    (256, 16),
-    (1 << 30, 64),
-)  # up to so many rows, in steps of
+# Up to so many rows, in steps of
+WIDTHS = ((2, 1), (4, 2), (8, 4), (64, 8), (256, 16), (1 << 30, 64))
 # Without a policy: a work queue that reads shared prefixes once, where that tells
 UNMEASURED = "packing:thrifty"
 

@@ -172,10 +172,8 @@ def _nodes(shared: Int64, rows: int) -> tuple[Int64, Int64, Int64, Int64, Int64,
     part.
     """
     begin, end = np.zeros(1, np.int64), np.full(1, rows)
-    parent, at = (
-        np.zeros(1, np.int64),
-        np.zeros(1, np.int64),
-    )  # of a root above the roots, which has no units
+    # Of a root above the roots, which has no units
+    parent, at = (np.zeros(1, np.int64), np.zeros(1, np.int64))
     padded = np.append(shared, 0)
     levels = []
     total = depth = 0

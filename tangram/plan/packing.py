@@ -98,9 +98,8 @@ def _pack(forest: Forest, edge: Bool, tail: Bool, most_rows: int) -> tuple[Int64
 
 def _served(forest: Forest, edge: Bool, tail: Bool) -> tuple[Int64, Int64]:
     """Pairs (node, position), by node: the rows that read the node by a task of its own."""
-    below = (
-        tail.copy()
-    )  # by position: is the edge from the node of this level to what follows it kept?
+    # By position: is the edge from the node of this level to what follows it kept?
+    below = tail.copy()
     pairs = []
     for level in reversed(forest.levels):
         position, node = forest.positions(level)

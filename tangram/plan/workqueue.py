@@ -127,9 +127,8 @@ def _begins(tasks: Parts, tokens: Int64, tile: int) -> Int64:
     Larger parts come last: there the last tile may be cut short.
     """
     tiles, count = -(-tokens // tile), tasks.count
-    base = (tiles / np.maximum(count, 1)).astype(
-        np.int64
-    )  # exact, and far faster than integer division
+    # Exact, and far faster than integer division
+    base = (tiles / np.maximum(count, 1)).astype(np.int64)
     begin = tasks.number - tasks.per_cell(count - (tiles - base * count))
     np.maximum(begin, 0, out=begin)
     begin += tasks.number * tasks.per_cell(base)

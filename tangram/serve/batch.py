@@ -154,9 +154,8 @@ def _opened(target: Path) -> io.FileIO:
         raise ConfigError(f"output is {str(target)!r}, it must be a regular file")
     file = io.FileIO(target, "a+")
     try:
-        fcntl.flock(
-            file, fcntl.LOCK_EX | fcntl.LOCK_NB
-        )  # the system lets go of it however the process ends
+        # The system lets go of it however the process ends
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
         raise ConfigError(

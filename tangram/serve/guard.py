@@ -141,9 +141,8 @@ class BoundRequests:
             message = await receive()
             read_bytes += len(message.get("body", b""))
             if read_bytes > self._max_body_bytes:
-                raise HTTPException(
-                    413, self._too_large("more")
-                )  # the kind that FastAPI passes on from reading
+                # The kind that FastAPI passes on from reading
+                raise HTTPException(413, self._too_large("more"))
             return message
 
         await self._app(scope, counting_receive, send)

@@ -182,9 +182,8 @@ class CompletionFormat(Format):
         """
         super().__init__(codec, logprobs=logprobs)
         self._echoes, self._n = echoes, n
-        self._chars: defaultdict[int, int] = defaultdict(
-            int
-        )  # by choice: characters of the tokens reported so far
+        # By choice: characters of the tokens reported so far
+        self._chars: defaultdict[int, int] = defaultdict(int)
 
     def opening(self, index: int) -> list[Json]:
         """The prompt, where it is to be echoed."""

@@ -51,10 +51,8 @@ _COUNTERS: tuple[tuple[str, str, _Reading], ...] = (
 _HISTOGRAMS: tuple[tuple[str, Callable[[ServerMetrics], Histogram]], ...] = (
     ("time_to_first_token_seconds", lambda metrics: metrics.first_token_s),
     ("inter_token_latency_seconds", lambda metrics: metrics.inter_token_s),
-    (
-        "time_per_output_token_seconds",
-        lambda metrics: metrics.inter_token_s,
-    ),  # what V1 called it first
+    # What V1 called it first
+    ("time_per_output_token_seconds", lambda metrics: metrics.inter_token_s),
     ("request_time_per_output_token_seconds", lambda metrics: metrics.mean_token_s),
     ("e2e_request_latency_seconds", lambda metrics: metrics.duration_s),
     ("request_queue_time_seconds", lambda metrics: metrics.queue_s),

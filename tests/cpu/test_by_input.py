@@ -170,9 +170,8 @@ def test_answers_are_those_of_a_cache_in_which_the_dropped_are_hidden(
     adopt_tiny: Adopt, scope: Scope
 ) -> None:
     loaded = adopt_tiny(LLAMA)
-    few = SamplingParams(
-        temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=1
-    )  # no chunk is filled by decode
+    # No chunk is filled by decode
+    few = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=1)
     found = answered(engine_of(loaded, scope), PROMPTS, few)
     for prompt, own in zip(PROMPTS, found, strict=True):
         expected = reference(loaded, prompt, scope, 2)

@@ -95,9 +95,8 @@ def test_contexts_leave_nothing_raw_and_questions_find_them_in_the_cache(
             longest = CONTEXT * 0.5 + tail + 64 + BASE.page_tokens
             for reply in (reply for own in replies for reply in own):
                 assert reply.held_bytes is not None
-                entries = (
-                    reply.held_bytes / (2 * 16 * 4) / 4
-                )  # of one head: k and v, D, float32; L · H
+                # Of one head: k and v, D, float32; L · H
+                entries = reply.held_bytes / (2 * 16 * 4) / 4
                 assert entries <= longest
         assert all(
             (reply.held_bytes is None) == (method.name in ("dynamic", "one-shot"))

@@ -179,9 +179,8 @@ def test_the_engine_compresses_by_a_gate(
     answers = run(engine, prompts, replace(GREEDY, max_tokens=40))
     assert answers != run(small_engine(loaded), prompts, replace(GREEDY, max_tokens=40))
     for prompt, answer in zip(prompts, answers, strict=True):
-        longer = (
-            prompt + answer[:38]
-        )  # past the next chunk, which decode completed above and a prefill completes here
+        # Past the next chunk, which decode completed above and a prefill completes here
+        longer = prompt + answer[:38]
         again = small_engine(loaded, **options, profile=(profile,))
         assert run(again, [longer], replace(GREEDY, max_tokens=2))[0] == answer[38:]
 

@@ -65,12 +65,8 @@ def run_compiled(
 
 
 OPTIONS = [(None, False), (None, True), (2.0, False)]  # softcap, sinks
-SHAPES = [
-    (3, 1, 1, 16, 16),
-    (2, 2, 4, 80, 8),
-    (4, 3, 3, 64, 16),
-    (1, 3, 1, 64, 32),
-]  # R, H, G, D, P
+# R, H, G, D, P
+SHAPES = [(3, 1, 1, 16, 16), (2, 2, 4, 80, 8), (4, 3, 3, 64, 16), (1, 3, 1, 64, 32)]
 
 
 @pytest.mark.parametrize("run", [run_reference, run_compiled])

@@ -210,9 +210,8 @@ def test_reclamation_ends_where_reservation_begins(
 def test_compacting_moves_what_is_kept_to_the_front(dtype: torch.dtype) -> None:
     pool = torch.randn(6, 2, 2, 4, 8).to(dtype)
     tables = torch.tensor([3, 0, 5, 1, 2, 4], dtype=torch.int32)
-    place = [
-        np.array(values, np.int32) for values in ((0, 3), (1, 0), (4, 2))
-    ]  # table, column, first entry
+    # Table, column, first entry
+    place = [np.array(values, np.int32) for values in ((0, 3), (1, 0), (4, 2))]
     kept = torch.tensor([[0, 1, 1, 0, 0, 1, 0, 1], [1, 0, 0, 0, 1, 1, 1, 0]], dtype=torch.bool)
     spans = [
         (table, column, first, first + 8)

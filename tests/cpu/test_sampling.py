@@ -119,9 +119,8 @@ def test_presence_and_frequency_count_the_output_alone() -> None:
     params = SamplingParams(presence_penalty=0.7, frequency_penalty=-0.4)
     row = row_of(params, prompt=[5, 6, 7], output=[7, 8, 8, 8])
     counts = np.bincount([7, 8, 8, 8], minlength=VOCAB)
-    expected = (
-        logits[0].double().numpy() - -0.4 * counts - 0.7 * (counts > 0)
-    )  # OpenAI's published formula
+    # OpenAI's published formula
+    expected = logits[0].double().numpy() - -0.4 * counts - 0.7 * (counts > 0)
     torch.testing.assert_close(
         probabilities(logits, [row])[0],
         torch.from_numpy(expected).softmax(-1),

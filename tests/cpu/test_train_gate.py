@@ -172,9 +172,8 @@ def test_memory_is_bounded_by_the_recipe() -> None:
 def test_overlap_counts_what_is_kept_alike() -> None:
     theirs = torch.tensor([[[8.0, 7.0, 2.0, 1.0]], [[6.0, 5.0, 4.0, 3.0]]])
     ours = torch.tensor([[[8.0, 7.0, 6.0, 5.0]], [[1.0, 2.0, 3.0, 4.0]]])
-    assert (
-        overlap(ours, theirs, 0.5, "model") == 0.5
-    )  # theirs keep 8 7 6 5, ours the first head alone
+    # Theirs keep 8 7 6 5, ours the first head alone
+    assert overlap(ours, theirs, 0.5, "model") == 0.5
     assert overlap(ours, theirs, 0.5, None) == 0.5  # all of the first head, none of the second
     assert overlap(ours, theirs, 0.25, None) == 0.5
     assert overlap(theirs, theirs, 0.25, "layer") == 1.0

@@ -37,9 +37,8 @@ class Requests:
         torch.manual_seed(sum(keys))
         asking, sequences = list(queries or keys), np.array(sequence or range(len(keys)))
         batch = torch.randn(max(sum(keys), sum(asking)) + 7, (GROUP + 2) * HEADS, DIM).to(dtype)
-        self.q, self.k, self.v = batch[3:-4].split(
-            [HEADS * GROUP, HEADS, HEADS], dim=1
-        )  # as a flattened batch lies
+        # As a flattened batch lies
+        self.q, self.k, self.v = batch[3:-4].split([HEADS * GROUP, HEADS, HEADS], dim=1)
         self.past = np.array(past)
         pages = np.array(
             [-(-self.past[sequences == one].max(0) // PAGE) + 1 for one in np.unique(sequences)]

@@ -155,9 +155,8 @@ def changed(plan: WorkPlan, field: str, index: int, value: int) -> WorkPlan:
     return replace(plan, **{field: values})
 
 
-UNEVEN = make_rows(
-    np.array([[[1000, 100.0]], [[500, 100.0]]])
-)  # 2 rows, 1 layer, 2 heads: some split, some whole
+# 2 rows, 1 layer, 2 heads: some split, some whole
+UNEVEN = make_rows(np.array([[[1000, 100.0]], [[500, 100.0]]]))
 LENGTHS = np.array([400, 40, 200, 40], np.int32)
 
 

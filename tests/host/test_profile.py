@@ -274,9 +274,8 @@ def test_the_fingerprint_follows_what_determines_the_kv_state_and_nothing_else()
     same = [
         make(model=replace(MODEL, name="other name")),
         make(calibration=Calibration(1, "elsewhere")),
-        make(
-            mean=np.asarray(base.mean) / 2, std=np.asarray(base.std) / 2
-        ),  # other statistics, the same counts
+        # Other statistics, the same counts
+        make(mean=np.asarray(base.mean) / 2, std=np.asarray(base.std) / 2),
     ]
     assert same[2].sealed_pages == base.sealed_pages and same[2].groups == base.groups
     assert {profile.fingerprint() for profile in same} == {base.fingerprint()}

@@ -117,9 +117,8 @@ def test_somebody_talks_stops_an_answer_and_ends(tmp_path: Path) -> None:
         talk.expect("you  ", START_S)
         talk.enter("Count from one to two hundred, in words.")
         talk.expect("in words.\n")
-        talk.expect(
-            "[A-Za-z]{3,}[^·]{20,}"
-        )  # it streams: there are words before the answer has ended
+        # It streams: there are words before the answer has ended
+        talk.expect("[A-Za-z]{3,}[^·]{20,}")
         talk.process.send_signal(signal.SIGINT)
         talk.expect(r"stopped · reused 0 of \d+ tokens · .* · KV .* MiB, nothing to compress yet")
         talk.expect("you  ")

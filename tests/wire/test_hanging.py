@@ -47,9 +47,8 @@ def test_a_step_that_does_not_end_is_no_health_until_it_does(
     with run_fake_server() as server, server.http() as client, ThreadPoolExecutor(1) as pool:
         time.sleep(1)
         assert healthy(server.url), "who has nothing to do hangs not"
-        held = pool.submit(
-            client.post, CHAT, json=SILENT, timeout=2.5
-        )  # the fake's steps are never counted
+        # The fake's steps are never counted
+        held = pool.submit(client.post, CHAT, json=SILENT, timeout=2.5)
         wait_until(lambda: not healthy(server.url), "it is healthy for ever")
         assert client.get("/ready").status_code == 503
         assert [

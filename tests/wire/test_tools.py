@@ -205,9 +205,8 @@ def test_free_to_call(client: Any, form: str, parallel: bool) -> None:
 
 @pytest.mark.parametrize("said", ["Nothing to call.", "a < b", "<tool", '{"age": 3', "a", None])
 def test_free_not_to_call(client: Any, form: str, said: str | None) -> None:
-    said = (
-        said or {"hermes": '{"name": "get_time', "llama": "Wait. <tool_call>"}[form]
-    )  # a call of the other form
+    # A call of the other form
+    said = said or {"hermes": '{"name": "get_time', "llama": "Wait. <tool_call>"}[form]
     (choice,) = ask(client, tool_choice="auto", **scripted(said)).choices
     assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == (
         "stop",

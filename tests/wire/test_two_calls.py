@@ -27,11 +27,8 @@ def scripted_twice(mark: str, first: str, second: str) -> dict[str, Any]:
     """
     encode = load_tokenizer("smollm2").encode
     bias = {token: 100 - at / 4 for at, token in enumerate(encode(mark, add_special_tokens=False))}
-    bias |= {
-        encode(first)[0]: 3,
-        encode(second)[0]: 2,
-        END: 91.5,
-    }  # between the mark's after one call and after two
+    # Between the mark's after one call and after two
+    bias |= {encode(first)[0]: 3, encode(second)[0]: 2, END: 91.5}
     penalties = {"presence_penalty": 2, "frequency_penalty": 2}
     return {
         "temperature": 0,

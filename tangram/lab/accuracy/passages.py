@@ -18,9 +18,8 @@ from tangram.lab.accuracy.suites import MIN_CONTEXT_TOKENS, SAMPLES
 
 SUITE = "fidelity"
 TAIL_TOKENS = 128
-_LEFT_OUT = frozenset(
-    {"encodings", "pydoc_data", "site-packages", "dist-packages", "test"}
-)  # tables, or not its own
+# Tables, or not its own
+_LEFT_OUT = frozenset({"encodings", "pydoc_data", "site-packages", "dist-packages", "test"})
 
 
 @dataclass(frozen=True)

@@ -112,9 +112,8 @@ def _fitted(evidence: Evidence, numbers: Sequence[int]) -> Rooms:
     page = profile.page_tokens / profile.chunk_tokens
     fewest = fewest_pages(profile.sink_tokens, profile.window_tokens, profile.page_tokens)
     numbered = range(fewest, profile.chunk_tokens // profile.page_tokens)
-    held = np.zeros(
-        (len(numbered), *wishes.shape[1:])
-    )  # [pages, L, H], what each next page would hold of a head
+    # [pages, L, H], what each next page would hold of a head
+    held = np.zeros((len(numbered), *wishes.shape[1:]))
     for place, number in enumerate(numbered):
         held[place] = np.clip(wishes - number * page, 0.0, page).mean(axis=0)
     row = {layer: index for index, layer in enumerate(profile.layers)}

@@ -64,9 +64,8 @@ RUNGS = (
     ),
     Rung("clustering", "+ clustering", _CLUSTERED),
     Rung("aot", "+ AOT", {"head_groups": "clustered", "decode_schedule": "aot"}),
-    Rung(
-        "served", "as served", {"head_groups": "clustered"}
-    ),  # decode steps are planned by the policy
+    # Decode steps are planned by the policy
+    Rung("served", "as served", {"head_groups": "clustered"}),
     Rung("dynamic", "dynamic reclamation", _CLUSTERED | {"reclamation": "dynamic"}),
 )
 
