@@ -252,12 +252,14 @@ async def _answer_all(
         async with asyncio.TaskGroup() as group:
             for _ in range(at_once):
                 group.create_task(work())
-    except* TangramError as errors:
-        raise errors.exceptions[0] from None
-    except* OSError as errors:
-        raise TangramError(
-            f"output {str(file.name)!r} cannot be written: {errors.exceptions[0]}"
-        ) from errors
+    except ExceptionGroup as errors:
+        # Not `except*`: up to Python 3.11.3 what is raised there comes out in a group.
+        first = errors.exceptions[0]
+        if isinstance(first, OSError):
+            raise TangramError(f"output {str(file.name)!r} cannot be written: {first}") from first
+        if isinstance(first, TangramError):
+            raise first from None
+        raise
     return failed
 
 
