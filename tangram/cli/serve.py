@@ -85,7 +85,7 @@ def serve(
             callback=within(Bounds(0.0, 1024.0, open_low=True)),
         ),
     ] = 16.0,
-    max_queue: Annotated[int, engine_option("max_queue", panel=Panel.server)] = 1024,
+    max_queue: Annotated[int, engine_option("max_queue", unset="1024", panel=Panel.server)] = 1024,
     request_timeout_s: Annotated[
         float,
         option(

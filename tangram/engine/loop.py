@@ -267,7 +267,7 @@ class Engine:
 
     def _between_steps(self, work: Callable[[], None]) -> None:
         """Do `work`, where a thread steps between two of its steps; raises what it raises."""
-        if self._thread in (None, threading.current_thread()) or self._mail.closed:
+        if self._thread in (None, threading.current_thread()):
             work()
             return
         done = Future[None]()
@@ -279,7 +279,8 @@ class Engine:
             except Exception as error:
                 done.set_exception(error)
 
-        self._mail.post(job)
+        if not self._mail.post(job):  # the thread has ended
+            job()
         done.result()
 
     def _run(self) -> None:

@@ -49,10 +49,12 @@ class Mailbox:
             self._intake.take(self.waiting, coming, field)
             self._leave(jobs)
 
-    def post(self, job: Job) -> None:
-        """Leave a job."""
+    def post(self, job: Job) -> bool:
+        """Leave a job; False once nobody takes any out."""
         with self._changed:
-            self._leave([job])
+            if not self.closed:
+                self._leave([job])
+            return not self.closed
 
     def take(self) -> Job | None:
         """The job that came first, None if there is none; one that fails leaves the others here."""

@@ -85,6 +85,9 @@ def test_an_engine_that_has_stopped_takes_nothing_in(loaded: LoadedModel) -> Non
     engine = small_engine(loaded)
     engine.start()
     engine.stop()
+    assert not engine._mail.post(lambda: None), "a job that nobody would do"
+    engine.clear_cache()
+    engine.check_books()
     with pytest.raises(EngineError, match="the engine has stopped"):
         engine.submit(Request("late", (5,), PARAMS, lambda event: None))
 
