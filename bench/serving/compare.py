@@ -197,6 +197,37 @@ def _line(summary: Summary) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Start the engine, run the cases, keep the file."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    own = (options.kv_retention, options.chunk_tokens, options.kv_cache_dtype)
+    if options.engine == "vllm" and own != (None, None, None):
+        parser.error(
+            "vLLM is asked as it comes, without kv-retention, chunk-tokens and kv-cache-dtype: "
+            "leave them out"
+        )
+    known = CASES | ({"trace": make_replay(options)} if options.trace else {})
+    if unknown := set(options.cases.split(",")) - set(known):
+        parser.error(
+            f"cases {', '.join(sorted(unknown))} are not known, there are {', '.join(known)}; "
+            "trace has --trace"
+        )
+    engine = _start(options)
+    name = _name(options)
+    written = {
+        "command": shlex.join(["python", "-m", "bench.serving.compare", *sys.argv[1:]]),
+        "environment": environment(),
+        "engine": name,
+        "options": engine.options,
+    }
+    warm(engine)
+    cases = {case: known[case] for case in options.cases.split(",")}
+    limits = LatencyLimits(ttft_s=options.hold_ttft_s)
+    measure_cases(
+        engine, cases, partial(_keep, options.output, options.series, name, written), limits
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -226,44 +257,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default=0.0,
         help="host memory behind the KV pool, of either engine",
     )
-    options = parser.parse_args(arguments)
-    own = (options.kv_retention, options.chunk_tokens, options.kv_cache_dtype)
-    if options.engine == "vllm" and own != (None, None, None):
-        parser.error(
-            "vLLM is asked as it comes, without kv-retention, chunk-tokens and kv-cache-dtype: "
-            "leave them out"
-        )
-    known = CASES | ({"trace": make_replay(options)} if options.trace else {})
-    if unknown := set(options.cases.split(",")) - set(known):
-        parser.error(
-            f"cases {', '.join(sorted(unknown))} are not known, there are {', '.join(known)}; "
-            "trace has --trace"
-        )
-    engine: ServingEngine
-    kv_retention = 0.25 if options.kv_retention is None else options.kv_retention
-    chunk_tokens = 512 if options.chunk_tokens is None else options.chunk_tokens
-    name = "vllm" if options.engine == "vllm" else f"tangram-{kv_retention:g}"
-    if options.kv_cache_dtype == "fp8":
-        name += "-fp8"
+    return parser
+
+
+def _start(options: argparse.Namespace) -> ServingEngine:
     if options.engine == "vllm":
-        engine = Vllm(options.max_model_len, options.offload_gib)
-    else:
-        cache_dtype = options.kv_cache_dtype or "auto"
-        engine = Tangram(
-            kv_retention, chunk_tokens, options.max_model_len, options.offload_gib, cache_dtype
-        )
-    written = {
-        "command": shlex.join(["python", "-m", "bench.serving.compare", *sys.argv[1:]]),
-        "environment": environment(),
-        "engine": name,
-        "options": engine.options,
-    }
-    warm(engine)
-    cases = {case: known[case] for case in options.cases.split(",")}
-    limits = LatencyLimits(ttft_s=options.hold_ttft_s)
-    measure_cases(
-        engine, cases, partial(_keep, options.output, options.series, name, written), limits
+        return Vllm(options.max_model_len, options.offload_gib)
+    return Tangram(
+        _retention(options),
+        512 if options.chunk_tokens is None else options.chunk_tokens,
+        options.max_model_len,
+        options.offload_gib,
+        options.kv_cache_dtype or "auto",
     )
+
+
+def _retention(options: argparse.Namespace) -> float:
+    return 0.25 if options.kv_retention is None else options.kv_retention
+
+
+def _name(options: argparse.Namespace) -> str:
+    """What files of results call the engine."""
+    if options.engine == "vllm":
+        return "vllm"
+    suffix = "-fp8" if options.kv_cache_dtype == "fp8" else ""
+    return f"tangram-{_retention(options):g}{suffix}"
 
 
 def _keep(

@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from tangram.cli.checks import within
-from tangram.cli.options import PILOT_SAMPLES, Panel, engine_option, number, option
+from tangram.cli.options import (
+    PILOT_SAMPLES,
+    CacheDtype,
+    CacheGib,
+    Device,
+    Dtype,
+    Eager,
+    Gate,
+    Heads,
+    MaxBatched,
+    MaxSeqs,
+    Model,
+    Page,
+    Panel,
+    Threads,
+    Utilization,
+    Weights,
+    engine_option,
+    number,
+    option,
+)
+from tangram.compress.profile import ALPHA
 from tangram.config import MOST_TOKENS, OPTIONS, SERVED_SCORER
 from tangram.limits import Bounds
 
@@ -123,3 +145,45 @@ ResultFile = Annotated[
 ReportFile = Annotated[Path | None, typer.Option(help="write the tables here (Markdown)")]
 Plot = Annotated[Path | None, typer.Option(help="draw scores against ρ here (PNG)")]
 Seed = Annotated[int, engine_option("seed", "seed of the samples")]
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """What `tangram eval` is given, in the order of its help."""
+
+    model: Model = "smollm2"
+    quick: Quick = False
+    suites: Suites = "ruler, multiturn"
+    methods: Methods = "full, uniform, dynamic, static"
+    samples: Samples = None
+    context_tokens: Context = 4096
+    max_questions: MostQuestions = None
+    locomo: Locomo = None
+    text: Text = None
+    calibration_samples: CalibrationSamples = 50
+    output: ResultFile = Path("results.json")
+    report: ReportFile = None
+    plot: Plot = None
+    dtype: Dtype = "auto"
+    load_format: Weights = "auto"
+    device: Device = "auto"
+    kv_cache_gib: CacheGib = None
+    gpu_memory_utilization: Utilization = 0.9
+    kv_cache_dtype: CacheDtype = "auto"
+    scorer: Scorers = None
+    kv_retention: Retentions = None
+    chunk_tokens: Chunks = "512"
+    alphas: Alphas = f"{ALPHA:g}"
+    scope: Scopes = None
+    sink_tokens: Sinks = None
+    window_tokens: Window = None
+    gate: Gate = None
+    max_num_seqs: MaxSeqs = 32
+    max_num_batched_tokens: MaxBatched = 2048
+    align: Align = True
+    align_tokens: AlignTokens = None
+    page_tokens: Page = 16
+    heads_per_page: Heads = 4
+    enforce_eager: Eager = False
+    threads: Threads = None
+    seed: Seed = 0

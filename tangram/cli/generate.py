@@ -69,21 +69,24 @@ def generate(
             "prompt is not set or output is without batch: give -p TEXT, or --batch IN.jsonl -o "
             "OUT.jsonl"
         )
-    text = (
-        _read_pipe()
-        if prompt == _STANDARD_INPUT or (prompt is None and not sys.stdin.isatty())
-        else prompt
-    )
-    if text is None:
-        raise ConfigError(
-            "prompt is not set: give -p TEXT, a text on standard input, or --batch IN.jsonl -o "
-            "OUT.jsonl"
-        )
+    text = _find_text(prompt)
     sampling = SamplingParams(
         max_tokens=128 if max_tokens is None else max_tokens, temperature=temperature or 0.0
     )
     with warnings_as_text():
         _complete(config, text, sampling)
+
+
+def _find_text(prompt: str | None) -> str:
+    """The text to complete: `prompt`, or standard input. Raises `ConfigError` without any text."""
+    if prompt == _STANDARD_INPUT or (prompt is None and not sys.stdin.isatty()):
+        return _read_pipe()
+    if prompt is None:
+        raise ConfigError(
+            "prompt is not set: give -p TEXT, a text on standard input, or --batch IN.jsonl -o "
+            "OUT.jsonl"
+        )
+    return prompt
 
 
 def _read_pipe() -> str:

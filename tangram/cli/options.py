@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import typer
 
@@ -198,6 +198,34 @@ def take_options(
 
         entries = sorted((entry.replace(kind=_KEYWORD) for entry in (*shared, *own)), key=_place)
         run.__signature__ = inspect.Signature(entries)  # type: ignore[attr-defined]
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        return run
+
+    return decorated
+
+
+Options = TypeVar("Options")
+
+
+def take_fields(
+    kind: type[Options],
+) -> Callable[[Callable[[typer.Context, Options], None]], Command]:
+    """A decorator: the command takes the fields of the dataclass `kind` as options, in their order.
+
+    It is called with its context and one object of that class.
+    """
+    hints = get_type_hints(kind, include_extras=True)
+    entries = [
+        inspect.Parameter(name, _KEYWORD, default=getattr(kind, name), annotation=hint)
+        for name, hint in hints.items()
+    ]
+    context = inspect.Parameter("context", _KEYWORD, annotation=typer.Context)
+
+    def decorated(command: Callable[[typer.Context, Options], None]) -> Command:
+        def run(context: typer.Context, **given: Any) -> None:
+            command(context, kind(**given))
+
+        run.__signature__ = inspect.Signature([context, *entries])  # type: ignore[attr-defined]
         run.__name__, run.__doc__ = command.__name__, command.__doc__
         return run
 
