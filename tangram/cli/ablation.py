@@ -1,4 +1,4 @@
-"""`tangram bench serving ablation`: what each part of the system is worth."""
+"""`tangram bench serving ablation`: what each part of the system contributes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def ablation(
     config: EngineConfig,
     rungs: Annotated[str, typer.Option(help="engines to compare, comma-separated")] = _ALL,
     batch_requests: Annotated[
-        int, number(Bounds(1, 10**6), "requests, all at once, whose prefill and decode are split")
+        int,
+        number(Bounds(1, 10**6), "requests, all at once, of the breakdown of prefill and decode"),
     ] = 8,
     requests: Annotated[int, number(Bounds(1, 10**6), "requests at each rate")] = 32,
     input_tokens: Annotated[
@@ -39,17 +40,18 @@ def ablation(
     ] = 4096,
     output_tokens: Annotated[int, number(Bounds(2, MOST_TOKENS), "tokens of each answer")] = 128,
     rates: Annotated[
-        str, typer.Option(help="requests a second, comma-separated; they arrive at random")
+        str, typer.Option(help="mean requests per second, comma-separated; arrivals are random")
     ] = "0.5,1,2,4",
     ttft_limit_s: TtftLimit = None,
     tpot_limit_ms: TpotLimit = None,
     output: Output = None,
-    plot: Annotated[Path | None, typer.Option(help="draw TTFT against the rate here (PNG)")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="plot TTFT against the rate to this file (PNG)")
+    ] = None,
 ) -> None:
-    """What each part is worth: full KV, + reservation, + ragged paging, + clustering, + AOT;
-    dynamic reclamation.
+    """The contribution of each part: full KV, + reservation, + ragged paging, + clustering, + AOT.
 
-    Decode seals a chunk only where --output-tokens fill one.
+    Dynamic reclamation is compared, too. Decode seals a chunk only if --output-tokens fill one.
     """
     from tangram.lab.accuracy.plot import check_plot
     from tangram.lab.load.ablation import choose_rungs
@@ -135,7 +137,7 @@ def _measure(
 
 
 def _show_split(figures: Figures, phase: str, title: str) -> None:
-    """A line a part, a column a rung."""
+    """Print a row for each part and a column for each rung."""
     table = Table("", title=title)
     for found in figures.values():
         table.add_column(found["title"], justify="right")

@@ -14,7 +14,7 @@ from tangram.cli.console import tell
 from tangram.cli.gate import refuse_with_gate, train_and_report
 from tangram.cli.options import (
     CALIBRATION_PARAMETERS,
-    PilotSamples,
+    CalibrationTexts,
     calibration_config,
     find_changed,
     take_options,
@@ -28,19 +28,19 @@ from tangram.errors import ConfigError
 def calibrate(
     config: EngineConfig,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="where the profile goes")
+        Path | None, typer.Option("--output", "-o", help="write the profile to this file")
     ] = None,
-    calibration_samples: PilotSamples = None,
+    calibration_samples: CalibrationTexts = None,
     data: Annotated[
-        Path | None, typer.Option(help="calibrate on these texts instead (.jsonl, or plain text)")
+        Path | None, typer.Option(help="file of texts to calibrate on (.jsonl, or plain text)")
     ] = None,
     import_from: Annotated[
-        Path | None, typer.Option("--import", help="published budgets (.npz) to convert")
+        Path | None, typer.Option("--import", help="convert published budgets (.npz) to a profile")
     ] = None,
     train_gate: Annotated[
         Path | None,
         typer.Option(
-            help="instead of a profile, train a gate for the scorer fastkvzip, and write it here"
+            help="train a gate for the scorer fastkvzip instead, and write it to this file"
         ),
     ] = None,
     plot: calibration.Plot = None,

@@ -26,13 +26,14 @@ if TYPE_CHECKING:
     from tangram.calibrate.observations import Observations
 
 Plot = Annotated[
-    Path | None, typer.Option(help="draw each head's shares and its budget here (PNG)")
+    Path | None, typer.Option(help="plot each head's shares and its budget to this file (PNG)")
 ]
 ReportFile = Annotated[
-    Path | None, typer.Option(help="write here what this calibration is worth (.json or .md)")
+    Path | None,
+    typer.Option(help="write the quality of this calibration to this file (.json or .md)"),
 ]
 AlsoAt = Annotated[
-    str | None, typer.Option(help="more kv-retentions, comma-separated, for --plot and --report")
+    str | None, typer.Option(help="more retention ratios for --plot and --report, comma-separated")
 ]
 
 

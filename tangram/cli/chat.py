@@ -32,9 +32,9 @@ _PROMPT = "you  "
 @with_config
 def chat(
     config: EngineConfig,
-    max_tokens: Annotated[int, number(BOUNDS["max_tokens"], "most tokens of an answer")] = 512,
+    max_tokens: Annotated[int, number(BOUNDS["max_tokens"], "maximum tokens of an answer")] = 512,
     temperature: Annotated[
-        float, number(BOUNDS["temperature"], "0 takes the likeliest token")
+        float, number(BOUNDS["temperature"], "temperature of sampling; 0 takes the likeliest token")
     ] = 0.0,
 ) -> None:
     """Talk to MODEL in the terminal. /help lists commands, Ctrl-C stops an answer, Ctrl-D ends."""

@@ -10,7 +10,7 @@ import typer
 
 from tangram.cli.checks import within
 from tangram.cli.options import (
-    PILOT_SAMPLES,
+    SAMPLES,
     CacheDtype,
     CacheGib,
     Device,
@@ -39,8 +39,7 @@ _COMPRESSION = Panel.compression
 Quick = Annotated[
     bool,
     typer.Option(
-        "--quick",
-        help="a few minutes: few questions and texts, everything kept against what is served",
+        "--quick", help="compare full KV with the served setting, on few questions; takes minutes"
     ),
 ]
 Suites = Annotated[
@@ -67,44 +66,42 @@ Retentions = Annotated[
     ),
 ]
 Chunks = Annotated[
-    str,
-    option(
-        _COMPRESSION, "tokens that are computed and sealed in one piece; several, comma-separated"
-    ),
+    str, option(_COMPRESSION, f"{OPTIONS['chunk_tokens'].text}; several, comma-separated")
 ]
 Alphas = Annotated[
-    str, option(_COMPRESSION, "α of static: budgets are mean + α · std; comma-separated")
+    str,
+    option(
+        _COMPRESSION, "α of static budgets (mean + α · std of a head's shares), comma-separated"
+    ),
 ]
 Scopes = Annotated[
     str | None,
     option(
         _COMPRESSION,
         f"{OPTIONS['scope'].text}; both, comma-separated",
-        default="as each scorer is served",
+        default="the scope that is served with each scorer",
     ),
 ]
 Samples = Annotated[
     int | None,
     typer.Option(
         callback=within(Bounds(1, 100_000)),
-        help="contexts of each suite, shared out among its tasks",
-        show_default="52, or what files given hold",
+        help="contexts of each suite, divided among its tasks",
+        show_default="52, or all that a given file holds",
     ),
 ]
 Context = Annotated[
-    int, number(Bounds(1, MOST_TOKENS), "tokens of a context, chat template included")
+    int, number(Bounds(1, MOST_TOKENS), "tokens of a context, including the chat template")
 ]
 MostQuestions = Annotated[
-    int | None, number(Bounds(1, 2**31 - 1), "most questions about a context", show_default="all")
+    int | None, number(Bounds(1, 2**31 - 1), "maximum questions on a context", show_default="all")
 ]
 Locomo = Annotated[
-    Path | None, typer.Option(help="LoCoMo's file, or a folder of such, for suite locomo")
+    Path | None, typer.Option(help="file of LoCoMo, or a folder of them, for the suite locomo")
 ]
 Text = Annotated[
     Path | None,
-    typer.Option(
-        help="a text file for suite fidelity", show_default="sources that come with Python"
-    ),
+    typer.Option(help="text file for the suite fidelity", show_default="source files of Python"),
 ]
 Sinks = Annotated[
     int | None,
@@ -125,31 +122,30 @@ Window = Annotated[
     ),
 ]
 Align = Annotated[
-    bool,
-    option(Panel.expert, "fill up contexts to whole chunks; without it the rest of each stays raw"),
+    bool, option(Panel.expert, "pad contexts to whole chunks; otherwise the end of each stays raw")
 ]
 AlignTokens = Annotated[
     int | None,
     option(
         Panel.expert,
-        "fill up contexts to a multiple of this: so other grids ask the same",
+        "pad contexts to a multiple of this, so that runs can be compared",
         default="the largest chunk",
         callback=within(Bounds(1, MOST_TOKENS)),
     ),
 ]
-CalibrationSamples = Annotated[int, number(PILOT_SAMPLES, "built-in pilot texts to calibrate on")]
+CalibrationSamples = Annotated[int, number(SAMPLES, "built-in texts to calibrate on")]
 ResultFile = Annotated[
     Path,
-    typer.Option("--output", "-o", help="keep every reply here; what is there is not repeated"),
+    typer.Option("--output", "-o", help="file of all replies; those in it are not asked again"),
 ]
-ReportFile = Annotated[Path | None, typer.Option(help="write the tables here (Markdown)")]
-Plot = Annotated[Path | None, typer.Option(help="draw scores against ρ here (PNG)")]
+ReportFile = Annotated[Path | None, typer.Option(help="write the tables to this file (Markdown)")]
+Plot = Annotated[Path | None, typer.Option(help="plot scores against ρ to this file (PNG)")]
 Seed = Annotated[int, engine_option("seed", "seed of the samples")]
 
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """What `tangram eval` is given, in the order of its help."""
+    """The options of `tangram eval`, in the order of its help."""
 
     model: Model = "smollm2"
     quick: Quick = False

@@ -30,32 +30,33 @@ def generate(
         typer.Option(
             "--prompt",
             "-p",
-            help="the text to complete; - reads standard input, as does no text in a pipe",
+            help="the text to complete; - reads standard input, as does a pipe without --prompt",
         ),
     ] = None,
     max_tokens: Annotated[
-        int | None, number(BOUNDS["max_tokens"], "most tokens to generate; 128 if not given")
+        int | None, number(BOUNDS["max_tokens"], "maximum tokens to generate; 128 if not given")
     ] = None,
     temperature: Annotated[
         float | None,
         number(
-            BOUNDS["temperature"], "0 takes the likeliest token, which is what happens if not given"
+            BOUNDS["temperature"],
+            "temperature of sampling; 0, the default, takes the likeliest token",
         ),
     ] = None,
     batch: Annotated[
         Path | None,
         typer.Option(
-            help="instead of a prompt, a file of requests in OpenAI's batch format (.jsonl)"
+            help="file of requests in OpenAI's batch format (.jsonl), instead of a prompt"
         ),
     ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", help="where the answers to --batch go; what is there is skipped"
+            "--output", "-o", help="file of the answers to --batch; requests in it are skipped"
         ),
     ] = None,
 ) -> None:
-    """Complete one text and say what the KV cache held; or answer a file of requests."""
+    """Complete one text and report what the KV cache held, or answer a file of requests."""
     if batch is not None:
         answer_batch(
             config,

@@ -13,7 +13,7 @@ KEY_VARIABLE = "TANGRAM_API_KEY"
 
 
 class UnknownFields(StrEnum):
-    """What becomes of a request with fields that are not served."""
+    """The answer to a request with fields that are not supported."""
 
     refuse = "refuse"
     warn = "warn"
@@ -23,13 +23,13 @@ Host = Annotated[str, option(Panel.server, "address to listen on")]
 Port = Annotated[int, option(Panel.server, "port to listen on", callback=within(Bounds(0, 65535)))]
 ServedModelName = Annotated[
     str | None,
-    option(Panel.server, "name of the model in the API", default="MODEL, of a path its last part"),
+    option(Panel.server, "name of the model in the API", default="MODEL; last part of a path"),
 ]
 ApiKeys = Annotated[
     list[str] | None,
     option(
         Panel.server,
-        "a key that requests may carry, again for more; in the variable with spaces between",
+        "API key that clients must send; repeat for more; the variable separates keys by spaces",
         envvar=KEY_VARIABLE,
     ),
 ]
@@ -37,20 +37,18 @@ AllowedOrigins = Annotated[
     list[str] | None,
     option(
         Panel.server,
-        "web pages of this origin (https://HOST) may ask from a browser, again for more; * is all",
+        "allow browser requests from this origin (https://HOST); repeat for more; * allows all",
     ),
 ]
 OnUnknownFields = Annotated[
     UnknownFields,
-    option(
-        Panel.server, "refuse requests with fields that are not served; warn logs and counts them"
-    ),
+    option(Panel.server, "refuse requests with unsupported fields, or warn: log and count them"),
 ]
 MaxBodyMb = Annotated[
     float,
     option(
         Panel.server,
-        "most megabytes of a request's body",
+        "maximum size of a request's body in megabytes",
         callback=within(Bounds(0.0, 1024.0, open_low=True)),
     ),
 ]
@@ -59,7 +57,7 @@ RequestTimeout = Annotated[
     float,
     option(
         Panel.server,
-        "most seconds from a request to the end of its answer",
+        "maximum seconds from a request to the end of its answer",
         callback=within(Bounds(0.0, 1e9, open_low=True)),
     ),
 ]
@@ -67,7 +65,7 @@ ShutdownGrace = Annotated[
     float,
     option(
         Panel.server,
-        "seconds that running answers get to end at SIGTERM",
+        "seconds that running answers may take after SIGTERM",
         callback=within(Bounds(0.0, 1e6)),
     ),
 ]
