@@ -82,7 +82,7 @@ def ablation(
 
 @dataclass(frozen=True)
 class _Load:
-    """The requests of every rung; `rates` in requests a second."""
+    """The requests of every rung; `rates` in requests per second."""
 
     batch_requests: int
     requests: int
@@ -163,7 +163,7 @@ def _show_split(figures: Figures, phase: str, title: str) -> None:
 
 
 def _show_rates(figures: Figures) -> None:
-    """A line a rung and rate."""
+    """Print a row for each rung and rate."""
     columns = (
         "requests/s",
         "served/s",
@@ -191,7 +191,7 @@ def _show_rates(figures: Figures) -> None:
 
 
 def _draw(figures: Figures, title: str, path: Path) -> None:
-    """TTFT p50 and p90 against the rate, a line a rung."""
+    """Plot TTFT p50 and p90 against the rate, a line for each rung."""
     from matplotlib.figure import Figure
 
     picture = Figure(figsize=(11, 4.5), layout="constrained")

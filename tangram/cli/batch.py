@@ -1,4 +1,4 @@
-"""`tangram generate --batch`: a file of requests, with a bar that shows how far it is."""
+"""`tangram generate --batch`: answers to a file of requests, with a progress bar."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tangram.errors import ConfigError
 def answer_batch(
     config: EngineConfig, source: Path, target: Path | None, others: Mapping[str, object]
 ) -> None:
-    """Answer the requests of `source` into `target`; exit code 1 if a line got an error.
+    """Answer the requests of `source` into `target`; exit with 1 if a line got an error.
 
     Raises `ConfigError` if one of the `others` is set too.
     """
@@ -40,7 +40,7 @@ def answer_batch(
         service = Service(build_engine(config), name_served_model(config))
         with progress() as bar:
             task = bar.add_task("Answering", total=files.total, completed=files.skipped)
-            # Twice as many as run at once, so that there is always one that waits.
+            # Twice as many as can run at once, so that one always waits.
             failed = answer_all(
                 service, files, at_once=2 * config.max_num_seqs, on_line=lambda: bar.advance(task)
             )

@@ -1,4 +1,4 @@
-"""`tangram calibrate`: a profile of a model's heads, or a gate of its own."""
+"""`tangram calibrate`: makes a profile of a model's heads, or trains a gate."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def calibrate(
     report: calibration.ReportFile = None,
     also_at: calibration.AlsoAt = None,
 ) -> None:
-    """Measure how much each head of MODEL needs, and write the profile; or train a gate."""
+    """Measure how much each head of MODEL needs and write a profile, or train a gate."""
     _refuse_ignored(config, calibration_samples, data, import_from, train_gate)
     if import_from is None:
         check_start(config)
@@ -94,9 +94,7 @@ def _refuse_ignored(
     import_from: Path | None,
     train_gate: Path | None,
 ) -> None:
-    """Raise `ConfigError` for what would not be looked at beside other options; `refuse_with_gate`
-    knows more.
-    """
+    """Raise `ConfigError` for options that others make useless, as `refuse_with_gate` does."""
     if samples is not None and data is not None:
         raise ConfigError(
             f"calibration_samples is {samples} and data {str(data)!r}: give one of them, the first "
@@ -171,8 +169,10 @@ def _measure(
 
 
 def _texts(config: EngineConfig, samples: int, data: Path | None) -> Callable[[], list[str]]:
-    """Those of a file are read now. Those made up can be long: once the model says that chunks can
-    be.
+    """The function that returns the texts.
+
+    Texts of a file are read now. Built-in texts can be long, so they are generated only when the
+    model accepts the chunk size.
     """
     from tangram.calibrate.text_files import read_texts
     from tangram.calibrate.texts import pilot_texts

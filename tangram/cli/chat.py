@@ -49,7 +49,7 @@ def chat(
 
 
 class ChatSession:
-    """Questions typed, answers shown, one after the other."""
+    """A chat in the terminal: questions typed, answers shown."""
 
     def __init__(self, engine: Engine, sampling: SamplingParams) -> None:
         self._engine, self._sampling = engine, sampling
@@ -63,7 +63,7 @@ class ChatSession:
         )
 
     def run(self) -> None:
-        """Until the input ends, or Ctrl-C comes twice with nothing typed between."""
+        """Run until the input ends, or until two Ctrl-C in a row."""
         with suppress(KeyboardInterrupt):  # the second one may come before the prompt is back
             self._take_turns()
         _grey("")
@@ -90,7 +90,7 @@ class ChatSession:
                 return
 
     def _turn(self, line: str) -> bool:
-        """Do what an entry says. True if Ctrl-C stopped its answer."""
+        """Run one entry. Returns True if Ctrl-C stopped its answer."""
         try:
             told = self._conversation.command(line)
             if told is not None:

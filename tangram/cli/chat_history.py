@@ -1,6 +1,4 @@
-"""What has been said in `tangram chat`, and the commands that change it. Knows nothing of
-terminals.
-"""
+"""The messages of `tangram chat`, and the commands that change them."""
 
 from __future__ import annotations
 
@@ -33,11 +31,11 @@ _COMMAND = re.compile(r"(/[a-z]+)(?:\s+(.*))?", re.DOTALL)
 
 @dataclass
 class ChatHistory:
-    """Messages so far, a system text, and documents that wait for the next question.
+    """The messages so far, a system text, and documents that wait for the next question.
 
-    `count` says how many tokens a text has, `most_tokens` how many fit and `most_bytes` how long a
-    file may be that has so few; `check` raises `RequestError` for a retention ratio that is not
-    served. `kv_retention` None is the default.
+    `count` returns the number of tokens of a text. At most `most_tokens` fit; a file has at most
+    `most_bytes`. `check` raises `RequestError` for a retention ratio that is not served.
+    `kv_retention` None means the default.
     """
 
     count: Callable[[str], int]
@@ -52,19 +50,17 @@ class ChatHistory:
 
     @property
     def retention(self) -> float:
-        """The ratio that the next answer is asked for."""
+        """The retention ratio of the next answer."""
         return self.default_retention if self.kv_retention is None else self.kv_retention
 
     def add_question(self, question: str) -> list[Message]:
-        """All messages up to `question`, with the documents that wait before it. Nothing is
-        changed.
-        """
+        """All messages including `question`, preceded by the waiting documents."""
         head = [{"role": "system", "content": self.system}] if self.system else []
         content = "\n\n".join([*self.documents, question])
         return [*head, *self.turns, {"role": "user", "content": content}]
 
     def enter(self, question: str, answer: str) -> None:
-        """Keep a question and its answer, or what there is of it."""
+        """Append a question and its answer, which may be incomplete."""
         self.turns = [
             *self.add_question(question)[bool(self.system) :],
             {"role": "assistant", "content": answer},
@@ -72,10 +68,9 @@ class ChatHistory:
         self.documents = []
 
     def command(self, line: str) -> str | None:
-        """Do what a line like "/clear" says and return what to tell of it; None if it is no
-        command.
+        """Run a line such as "/clear" and return the message about it; None if it is no command.
 
-        Raises `RequestError` if it cannot be done; then nothing has changed.
+        Raises `RequestError` if it fails; then nothing has changed.
         """
         found = _COMMAND.fullmatch(line.strip())
         if found is None:

@@ -1,4 +1,4 @@
-"""`tangram eval`: how accurate the ways of keeping KV entries are, on one model, in one table."""
+"""`tangram eval`: the accuracy of several KV compression methods on one model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _OF_ENGINE = (
     *("max_num_seqs", "max_num_batched_tokens", "dtype", "kv_cache_dtype", "load_format"),
     *("enforce_eager", "device", "threads"),
 )
-# What --quick settles by itself.
+# Options that --quick fixes.
 _SETTLED = (
     "suites",
     "methods",
@@ -62,9 +62,7 @@ _SETTLED = (
 
 @take_fields(EvalOptions)
 def evaluate(context: typer.Context, options: EvalOptions) -> None:
-    """Ask MODEL the questions of suites under each way of keeping KV entries, and grade its
-    replies.
-    """
+    """Ask MODEL the questions of suites with each compression method, and grade its replies."""
     from tangram.lab.accuracy.plot import check_plot
 
     if options.quick:
@@ -136,7 +134,7 @@ def _retentions(options: EvalOptions) -> list[float] | None:
 
 
 def _engine_config(options: EvalOptions) -> EngineConfig:
-    """What all the engines have in common; a method says the rest."""
+    """The options that all engines share; a method adds its own."""
     given = {name: getattr(options, name) for name in _OF_ENGINE}
     return EngineConfig(**given)
 
@@ -156,7 +154,7 @@ def _say_how_long(bench: ModelBench, plans: Sequence[PlannedCell]) -> None:
 
 
 def _refuse_settled(context: typer.Context) -> None:
-    """Raise `ConfigError` for an option that --quick would not look at."""
+    """Raise `ConfigError` for an option that --quick would ignore."""
     for name in _SETTLED:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
@@ -167,7 +165,10 @@ def _refuse_settled(context: typer.Context) -> None:
 
 
 def _choose_suites(options: EvalOptions) -> list[Asked]:
-    """By suite. Raises `ConfigError` for one that is not known, and for options that none uses."""
+    """The suites in their order.
+
+    Raises `ConfigError` for an unknown suite, and for options that no suite uses.
+    """
     from tangram.lab.accuracy.passages import SUITE, RealText
     from tangram.lab.accuracy.prompts import Questions, parse_suites
 
@@ -200,9 +201,7 @@ def _choose_suites(options: EvalOptions) -> list[Asked]:
 
 
 class Bar:
-    """A `tangram.lab.accuracy.run.Watch` in the terminal; where standard error is none, a line for
-    each thing done.
-    """
+    """A `tangram.lab.accuracy.run.Watch` in the terminal; elsewhere a line for each part."""
 
     def __init__(self) -> None:
         self._progress = progress()
@@ -231,7 +230,7 @@ class Bar:
 
 
 def _publish(cells: Sequence[AnyCell], report: Path | None, plot: Path | None) -> None:
-    """The tables in the terminal, and in the files that were asked for."""
+    """Print the tables, and write the requested files."""
     from tangram.lab.accuracy.plot import draw
     from tangram.lab.accuracy.score_report import report as tables
     from tangram.lab.accuracy.verdict import verdict

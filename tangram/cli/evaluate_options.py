@@ -39,7 +39,7 @@ _COMPRESSION = Panel.compression
 Quick = Annotated[
     bool,
     typer.Option(
-        "--quick", help="compare full KV with the served setting, on few questions; takes minutes"
+        "--quick", help="compare full KV with the served setting on few questions, in a few minutes"
     ),
 ]
 Suites = Annotated[

@@ -19,7 +19,7 @@ from tangram.limits import BOUNDS, check_size
 from tangram.types import SamplingParams
 
 _STANDARD_INPUT = "-"
-_MOST_PIPED_BYTES = 256 * 2**20  # more than any model takes; a pipe may have no end
+_MOST_PIPED_BYTES = 256 * 2**20  # more than any model takes; a pipe may never end
 
 
 @with_config
@@ -79,7 +79,7 @@ def generate(
 
 
 def _find_text(prompt: str | None) -> str:
-    """The text to complete: `prompt`, or standard input. Raises `ConfigError` without any text."""
+    """The text to complete: `prompt`, or standard input. Raises `ConfigError` if there is none."""
     if prompt == _STANDARD_INPUT or (prompt is None and not sys.stdin.isatty()):
         return _read_pipe()
     if prompt is None:
@@ -91,8 +91,9 @@ def _find_text(prompt: str | None) -> str:
 
 
 def _read_pipe() -> str:
-    """Standard input without its last line break, which `echo` adds. Raises `ConfigError` if that
-    is no text.
+    """Standard input without its last line break, which `echo` adds.
+
+    Raises `ConfigError` if it is not text.
     """
     data = sys.stdin.buffer.read(_MOST_PIPED_BYTES + 1)
     if len(data) > _MOST_PIPED_BYTES:
@@ -112,9 +113,7 @@ def _read_pipe() -> str:
 
 
 def _complete(config: EngineConfig, text: str, sampling: SamplingParams) -> None:
-    """Write the completion of `text` to standard output as it comes, and what it took to standard
-    error.
-    """
+    """Stream the completion of `text` to standard output; print its figures to standard error."""
     from tangram.engine.build import build_engine
 
     engine = build_engine(config)
