@@ -34,7 +34,7 @@ def main() -> None:
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise
-        print(f"error: what was to be written has no room: {error.strerror}", file=sys.stderr)
+        print(f"error: the output could not be written: {error.strerror}", file=sys.stderr)
         _reopen(sys.stdout.fileno())  # the rest of its buffer would fail again
         sys.exit(1)
 

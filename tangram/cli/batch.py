@@ -24,10 +24,10 @@ def answer_batch(
     for name, value in others.items():
         if value is not None:
             raise ConfigError(
-                f"{name} is {value!r}, with --batch each line says it by itself: leave it out"
+                f"{name} is {value!r}, with --batch each line has its own: leave it out"
             )
     if target is None:
-        raise ConfigError("output is not set: --batch wants -o OUT.jsonl for the answers")
+        raise ConfigError("output is not set: --batch needs -o OUT.jsonl for the answers")
     check_regular("output", target)
     if not source.is_file():
         raise ConfigError(f"batch is {str(source)!r}, there is no such file")
@@ -45,6 +45,6 @@ def answer_batch(
                 service, files, at_once=2 * config.max_num_seqs, on_line=lambda: bar.advance(task)
             )
     answered = files.total - files.skipped - failed
-    tell(f"{target}: {answered} answered, {failed} with errors, {files.skipped} were there already")
+    tell(f"{target}: {answered} answered, {failed} with errors, {files.skipped} skipped")
     if failed:
         raise typer.Exit(1)

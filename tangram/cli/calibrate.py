@@ -97,12 +97,12 @@ def _refuse_ignored(
     """Raise `ConfigError` for options that others make useless, as `refuse_with_gate` does."""
     if samples is not None and data is not None:
         raise ConfigError(
-            f"calibration_samples is {samples} and data {str(data)!r}: give one of them, the first "
-            "counts the built-in pilot texts"
+            f"calibration_samples is {samples} and data is {str(data)!r}: give one of them; "
+            "calibration_samples is for the built-in texts"
         )
     if data is not None and train_gate is None and config.seed != EngineConfig.seed:
         raise ConfigError(
-            f"seed is {config.seed}, with --data there are no pilot texts to draw: leave it out"
+            f"seed is {config.seed}, but --data replaces the texts that it draws: leave it out"
         )
     if import_from is not None and train_gate is None:
         texts = {
@@ -114,8 +114,7 @@ def _refuse_ignored(
             texts | find_changed(config, "dtype", "load_format", "device", "threads", "seed")
         ).items():
             raise ConfigError(
-                f"{name} is {value}, with --import no text is read and no model loaded: leave it "
-                "out"
+                f"{name} is {value}, but --import reads no text and loads no model: leave it out"
             )
 
 

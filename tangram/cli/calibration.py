@@ -46,17 +46,17 @@ def meaning(profile: Profile) -> list[str]:
 
     shares, stability = reserved_fractions(profile), profile.calibration.rank_stability
     said = [
-        f"A sealed chunk keeps at most {profile.realised_retention:.1%} of its entries, the head "
-        f"that needs least {shares.min():.0%}, the one that needs most {shares.max():.0%}."
+        f"A sealed chunk keeps at most {profile.realised_retention:.1%} of its entries. The shares "
+        f"of the heads range from {shares.min():.0%} to {shares.max():.0%}."
     ]
     if stability is None:
-        return [*said, "Whether texts agree on that is not known: it takes two that were measured."]
+        return [*said, "The agreement of texts is not known: it needs two samples."]
     ranked = (
-        f"Texts rank the heads alike by {stability.mean:.2f} of 1, the least alike two by "
+        f"The rank correlation of heads between texts is {stability.mean:.2f}, at least "
         f"{stability.min:.2f}: "
     )
     if stability.mean >= _ALIKE:
-        return [*said, ranked + "the budgets serve texts that were not measured, too."]
+        return [*said, ranked + "the budgets also suit other texts."]
     if stability.mean >= _MIXED:
         return [
             *said,
@@ -180,7 +180,7 @@ class Study:
         from tangram.lab.calibration.calibration_report import markdown, report
         from tangram.lab.environment import environment
 
-        with waiting(f"Reckoning what is worth how much, for {path}"):  # half a minute for each ρ
+        with waiting(f"Computing the report {path}"):  # half a minute for each ρ
             found = report(evidence)
         if path.suffix == ".json":
             keep(path, title, config, found)

@@ -15,16 +15,16 @@ Message = dict[str, str]
 COMMANDS = {
     "/help": "these lines",
     "/clear": "forget the conversation; the system text stays",
-    "/system TEXT": "tell the model how to answer; without TEXT take that back",
+    "/system TEXT": "set the system text; without TEXT remove it",
     "/file PATH": "put a text file before your next question",
     "/retention RATIO": (
-        "keep this fraction of KV entries from now on, 1.0 drops nothing; without RATIO say which"
+        "keep this fraction of KV entries from now on (1.0 keeps all); without RATIO print it"
     ),
     "/exit": "end, as Ctrl-D does",
 }
 KEYS = (
-    'A line that ends in \\ goes on in the next; """ begins and ends a text of several lines.',
-    "Ctrl-C stops an answer, what has come of it stays; Ctrl-C twice ends.",
+    'A \\ at the end of a line continues it; """ begins and ends a text of several lines.',
+    "Ctrl-C stops an answer and keeps its beginning; Ctrl-C twice ends.",
 )
 _COMMAND = re.compile(r"(/[a-z]+)(?:\s+(.*))?", re.DOTALL)
 
@@ -78,7 +78,7 @@ class ChatHistory:
         name, argument = found[1], (found[2] or "").strip()
         known = {usage.split()[0]: usage for usage in COMMANDS}
         if name not in known:
-            raise RequestError(f"there is no {name}: /help lists what there is", "command")
+            raise RequestError(f"there is no {name}: /help lists the commands", "command")
         if argument and " " not in known[name]:
             raise RequestError(f"{name} takes nothing behind it", "command")
         told: str = getattr(self, f"_{name[1:]}")(argument)
@@ -97,7 +97,7 @@ class ChatHistory:
 
     def _system(self, text: str) -> str:
         self.system = text
-        return "the system text is set" if text else "there is no system text any more"
+        return "the system text is set" if text else "the system text is removed"
 
     def _retention(self, ratio: str) -> str:
         if ratio:
@@ -117,7 +117,7 @@ class ChatHistory:
         if tokens >= self.most_tokens:
             raise _unusable(
                 source,
-                f"has {tokens:,} tokens, fewer than {self.most_tokens:,} must be left for all",
+                f"has {tokens:,} tokens, a conversation must have fewer than {self.most_tokens:,}",
             )
         self.documents.append(f"[{source.name}]\n{text.strip()}")
         return f"{source.name}, {tokens:,} tokens, goes before your next question"

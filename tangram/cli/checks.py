@@ -134,8 +134,8 @@ def _check_cache_folder() -> None:
             continue
         except OSError as error:
             tell_error(
-                f"cache folder {folder} cannot be read ({error.strerror}): what it is for is made "
-                "anew at each start; set TANGRAM_CACHE to another folder",
+                f"cache folder {folder} cannot be read ({error.strerror}): its contents are made "
+                "again at each start; set TANGRAM_CACHE to another folder",
                 "warning",
                 "yellow",
             )

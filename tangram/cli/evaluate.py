@@ -140,9 +140,9 @@ def _engine_config(options: EvalOptions) -> EngineConfig:
 
 
 _QUICK = (
-    "12 questions about 8 contexts and 5 passages of real text, with everything kept and as served "
-    "at ρ {kept}. With 135 M parameters on two CPU cores that takes less than six minutes; how "
-    "long here is said when MODEL is loaded."
+    "12 questions on 8 contexts and 5 passages of real text, with full KV and with the served "
+    "setting at ρ {kept}. A model of 135 M parameters takes less than six minutes on two CPU "
+    "cores; an estimate for this machine follows once MODEL is loaded."
 )
 
 
@@ -150,7 +150,7 @@ def _say_how_long(bench: ModelBench, plans: Sequence[PlannedCell]) -> None:
     from tangram.lab.accuracy.pace import minutes
 
     if plans:
-        tell(f"About {minutes(bench, plans):.1f} minutes from here.")
+        tell(f"About {minutes(bench, plans):.1f} minutes to go.")
 
 
 def _refuse_settled(context: typer.Context) -> None:
@@ -159,8 +159,7 @@ def _refuse_settled(context: typer.Context) -> None:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             raise ConfigError(
-                f"{name} is {context.params[name]}, with --quick that is settled: leave one of "
-                "them out"
+                f"{name} is {context.params[name]}, but --quick fixes it: leave one of them out"
             )
 
 

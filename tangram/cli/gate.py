@@ -23,9 +23,9 @@ def refuse_with_gate(config: EngineConfig, options: Mapping[str, Path | str | No
     given += [f"--{name.replace('_', '-')} {value}" for name, value in others.items()]
     if given:
         raise ConfigError(
-            f"--train-gate was given together with {', '.join(given)}: leave that out, a gate "
-            "learns from KVzip; when it is there, make a profile with -o PROFILE --scorer "
-            "fastkvzip --gate GATE"
+            f"--train-gate was given together with {', '.join(given)}: leave that out, since a "
+            "gate learns from KVzip; then make a profile with -o PROFILE --scorer fastkvzip "
+            "--gate GATE"
         )
 
 

@@ -51,7 +51,7 @@ def history() -> Iterator[None]:
 
 
 def read_typed_line(prompt: str) -> str:
-    r"""One line from standard input. A terminal shows `prompt` in bold.
+    """One line from standard input. A terminal shows `prompt` in bold.
 
     Raises `EOFError` at the end, `ConfigError` for a line that is not UTF-8.
     """
@@ -60,6 +60,7 @@ def read_typed_line(prompt: str) -> str:
     if not sys.stdout.isatty():
         prompt = ""
     elif "NO_COLOR" not in os.environ:
+        # \001 and \002 tell readline that what they enclose has no width
         prompt = f"\001\033[1m\002{prompt}\001\033[0m\002"
     try:
         line: str = as_text("line", input(prompt))

@@ -230,7 +230,10 @@ def test_calibrate_writes_a_profile_that_generate_accepts(
     assert made.exit_code == 0, made.output
     assert Profile.load(profile).calibration.samples == 2
     said = made.output.splitlines()
-    assert "Texts rank the heads alike by " in " ".join(said) and said[-2] == "Serve with it:"
+    assert (
+        "The rank correlation of heads between texts is " in " ".join(said)
+        and said[-2] == "Serve with it:"
+    )
     line = shlex.split(said[-1])
     assert line[:3] == ["tangram", "serve", "smollm2"]
     served = CLI.invoke(app, ["generate", "-p", "Hello", "--max-tokens", "3", *line[3:]])
