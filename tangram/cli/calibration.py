@@ -107,9 +107,7 @@ class Study:
     def from_options(
         cls, plot: Path | None, report: Path | None, also_at: str | None, import_from: Path | None
     ) -> Study:
-        """Raises `ConfigError` before any work for a plot or report that could not be written after
-        it.
-        """
+        """Raises `ConfigError` before any work if the plot or report could not be written."""
         if plot is not None and find_spec("matplotlib") is None:
             raise ConfigError(f"plot is {plot}, drawing needs matplotlib: pip install matplotlib")
         if plot is not None and plot.suffix != ".png":

@@ -94,8 +94,9 @@ def check_output(name: str, path: Path) -> None:
 
 
 def check_regular(name: str, path: Path) -> None:
-    """Raise `ConfigError` for a device or a pipe; a command that replaces or extends a file needs
-    one.
+    """Raise `ConfigError` for a device or a pipe.
+
+    A command that replaces or extends a file needs a regular one.
     """
     if path.exists() and not path.is_file():
         raise ConfigError(f"{name} is {path}, it is not a regular file: name another")

@@ -22,9 +22,7 @@ from tangram.errors import EngineError, TangramError
 
 
 class Command(TyperCommand):
-    """A command that accepts `--x` for a flag called `--no-x`, and explains options of other
-    engines.
-    """
+    """A command that accepts `--x` for `--no-x`, and explains options of other engines."""
 
     def make_parser(self, ctx: Context) -> Any:
         """Click's parser, plus the positive names of flags that have only a negative one."""
