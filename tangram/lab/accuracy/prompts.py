@@ -97,8 +97,8 @@ class Questions:
     def prompts(self, codec: ChatCodec, alignment: Alignment | None) -> SuitePrompts:
         """Write the samples and their prompts. Raises `ConfigError` naming what cannot be met."""
         head = _common(*(_tokens(codec, probe) for probe in _PROBES))
-        room = self.context_tokens - head - _MARGIN_TOKENS
-        if room < MIN_CONTEXT_TOKENS:
+        budget_tokens = self.context_tokens - head - _MARGIN_TOKENS
+        if budget_tokens < MIN_CONTEXT_TOKENS:
             raise ConfigError(
                 f"context_tokens is {self.context_tokens}, of which the chat template takes "
                 f"{head}: it must be at least {MIN_CONTEXT_TOKENS + head + _MARGIN_TOKENS}"
@@ -106,7 +106,7 @@ class Questions:
         special = len(codec.encode(""))
         samples = SUITES[self.suite](
             lambda text: len(codec.encode(text)) - special,
-            room,
+            budget_tokens,
             self.samples,
             self.seed,
             tasks=self.tasks,

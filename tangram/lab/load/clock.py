@@ -1,4 +1,4 @@
-"""Requests through an engine in this process, by the clock."""
+"""Runs requests through an engine in this process, and measures their times."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class TimedAnswer:
-    """What came of one `Ask`; times in seconds from the start of all."""
+    """The answer to one `Ask`; times in seconds from the start of the run."""
 
     asked_s: float
     prompt_tokens: int
@@ -30,12 +30,12 @@ class TimedAnswer:
 
     @property
     def first_token_s(self) -> float:
-        """From asking to the first token (TTFT)."""
+        """From the request to the first token (TTFT)."""
         return self.times_s[0] - self.asked_s
 
     @property
     def per_token_s(self) -> float | None:
-        """Mean time of a token after the first (TPOT); None where there was one."""
+        """Mean time of a token after the first (TPOT); None for a single token."""
         return (
             (self.times_s[-1] - self.times_s[0]) / (len(self.times_s) - 1)
             if len(self.times_s) > 1
@@ -45,7 +45,7 @@ class TimedAnswer:
 
 @dataclass(frozen=True)
 class LatencyLimits:
-    """What a request must meet to count as goodput; None is no limit."""
+    """The limits of a request that counts as goodput; None is no limit."""
 
     ttft_s: float | None = None
     tpot_ms: float | None = None
@@ -66,8 +66,10 @@ class LatencyLimits:
 
 @dataclass(frozen=True)
 class Patience:
-    """A run is given up once more than `share` of its requests have waited longer than `ttft_s` for
-    a first token.
+    """The limit at which a run is given up.
+
+    It is reached when more than `share` of the requests wait longer than `ttft_s` for a first
+    token.
     """
 
     ttft_s: float
@@ -81,14 +83,12 @@ class Patience:
             )
 
     def ends(self, answers: Sequence[TimedAnswer], now_s: float) -> bool:
-        """Whether too many are late at `now_s`; who has not asked yet is not."""
+        """Whether too many requests are late at `now_s`; requests of a later time are not."""
         late = sum(self._wait_s(one, now_s) > self.ttft_s for one in answers)
         return late > self.share * len(answers)
 
     def give_up(self, answers: Sequence[TimedAnswer], now_s: float) -> GivenUpError:
-        """What is raised when it ends at `now_s`: how long those who had asked by then waited, the
-        waiting included.
-        """
+        """The error of a run that ends at `now_s`, with the waits of all requests sent by then."""
         waits_s = [self._wait_s(one, now_s) for one in answers if one.asked_s <= now_s]
         found = _percentiles(waits_s)
         return GivenUpError(
@@ -117,8 +117,8 @@ def answer_all(
 
     `progress` takes the number of answers done. `started` is called when each has its first token.
 
-    Raises `RequestError` if one can never fit, `GivenUpError` where `patience` ends, when nothing
-    runs any more, and `TangramError` if the engine gives one up.
+    Raises `RequestError` if a request can never fit, and `TangramError` if the engine gives one up.
+    Raises `GivenUpError` when `patience` ends; no request runs any more then.
     """
     run = _Run(engine, asks, progress, started, patience)
     run.go()
@@ -179,7 +179,7 @@ class _Run:
             self._engine.submit(self._requests[self._waiting.pop()])
 
     def _look(self) -> None:
-        """End all requests once patience is lost; check that every so often."""
+        """At intervals, check patience; once it is lost, abort all requests."""
         now_s = self._now_s()
         if self._patience is None or self._lost or now_s < self._look_s:
             return
@@ -212,8 +212,9 @@ NO_LIMITS = LatencyLimits()
 
 @dataclass(frozen=True)
 class Summary:
-    """Answers in a few figures; percentiles are those of requests, `goodput_per_s` counts those
-    within `limits`.
+    """A summary of answers.
+
+    Percentiles are over requests; `goodput_per_s` counts those within `limits`.
     """
 
     requests: int
@@ -230,7 +231,7 @@ class Summary:
 
     @classmethod
     def of(cls, answers: Sequence[TimedAnswer], limits: LatencyLimits = NO_LIMITS) -> Summary:
-        """Of at least one answer; goodput counts those that meet `limits`."""
+        """The summary of at least one answer; goodput counts those that meet `limits`."""
         seconds = max(answer.times_s[-1] for answer in answers) - min(
             answer.asked_s for answer in answers
         )
