@@ -72,7 +72,7 @@ def test_it_says_how_long_beforehand_and_what_it_costs_at_the_end(
     assert result.exit_code == 0, result.output
     said = " ".join(result.output.split())
     begin, end = (
-        said.index("as served at ρ 0.5."),
+        said.index("with the served setting at ρ 0.5."),
         said.rindex("ρ 0.5 (static, keydiff) leaves the likeliest next"),
     )
     assert begin < said.index("minutes to go.") < said.index("full, ρ 1: ruler") < end

@@ -101,7 +101,7 @@ def test_a_file_goes_before_the_next_question_and_stays(talk: ChatHistory, tmp_p
         (b"", "is empty"),
         (b"\xff\xfe\x00", "is no text in UTF-8"),
         (b"a\0b", "is no text"),
-        (b"word " * 60, "has 60 tokens, fewer than 50"),
+        (b"word " * 60, "has 60 tokens, a conversation must have fewer than 50"),
         (b"word " * 100, "has 500 bytes, the context of 50 tokens cannot hold them"),
     ],
 )

@@ -76,7 +76,7 @@ def test_a_pipe_without_end_is_not_read_to_its_end() -> None:
 
 
 def test_a_line_without_end_is_not_read_to_its_end() -> None:
-    read = "from tangram.cli.terminal import typed; typed('')"
+    read = "from tangram.cli.terminal import read_typed_line; read_typed_line('')"
     ended = shell(f'exec "$1" -c "{read}" </dev/zero', sys.executable)
     assert "OSError" in ended.stderr and "a line has more than" in ended.stderr
 

@@ -116,7 +116,7 @@ def overflow_rows(found: Mapping[str, Mapping[str, float]]) -> list[Row]:
     head = [
         "budgets",
         "reserved",
-        "demands beyond their budget",
+        "wishes above their budget",
         "entries lost",
         "5th–95th percentile of samples",
     ]

@@ -1,6 +1,7 @@
 """The cost of fixed budgets: entries that dynamic selection would keep beyond a head's budget.
 
-Every figure is measured on samples that the budgets were not made of.
+A wish is the count that dynamic selection gives a head of a chunk. Every figure is measured on
+samples that the budgets were not made of.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ ALPHAS = (0.0, 1.0, PAPER_ALPHA)
 Budgets = tuple[Float64, float]  # [L, H] fractions of C, and their share of a chunk
 
 
-def overflow(demands: Float64, budget: Float64) -> tuple[float, float]:
-    """How often a demand exceeds its budget, and the share of all demanded entries beyond it.
+def overflow(wishes: Float64, budget: Float64) -> tuple[float, float]:
+    """How often a wish exceeds its budget, and the share of all wished entries beyond it.
 
-    `demands` is [chunks, L, H] and `budget` [L, H], fractions of C. Example: demands 0.6 and 0.4 of
+    `wishes` is [chunks, L, H] and `budget` [L, H], fractions of C. Example: wishes 0.6 and 0.4 of
     a chunk, budget 0.5 for each: one of two exceeds, and 0.1 of 1.0 is lost.
     """
-    over = np.maximum(demands - budget, 0.0)
-    return float((over > 0).mean()), float(over.sum() / demands.sum())
+    over = np.maximum(wishes - budget, 0.0)
+    return float((over > 0).mean()), float(over.sum() / wishes.sum())
 
 
 def measure_held_out_overflow(
@@ -118,14 +119,14 @@ def _fit(evidence: Observations, numbers: Sequence[int]) -> Budgets:
     This is optimal, because a group's next page never holds more.
     """
     profile = evidence.profile_of(numbers, 0.0)
-    demands = np.concatenate([evidence.wishes[number] for number in numbers])
+    wishes = np.concatenate([evidence.wishes[number] for number in numbers])
     page = profile.page_tokens / profile.chunk_tokens
     fewest = fewest_pages(profile.sink_tokens, profile.window_tokens, profile.page_tokens)
     numbered = range(fewest, profile.chunk_tokens // profile.page_tokens)
     # [pages, L, H], entries of a head that each next page would hold
-    held = np.zeros((len(numbered), *demands.shape[1:]))
+    held = np.zeros((len(numbered), *wishes.shape[1:]))
     for place, number in enumerate(numbered):
-        held[place] = np.clip(demands - number * page, 0.0, page).mean(axis=0)
+        held[place] = np.clip(wishes - number * page, 0.0, page).mean(axis=0)
     row = {layer: index for index, layer in enumerate(profile.layers)}
     gains = np.stack(
         [sum(held[:, row[layer], head] for layer, head in group) for group in profile.groups]
@@ -156,8 +157,8 @@ def _fill_unscaled(profile: Profile) -> Budgets:
 
 def _summary(evidence: Observations, budgets: Sequence[Budgets]) -> dict[str, float]:
     found = [
-        overflow(demands, budget)
-        for demands, (budget, _) in zip(evidence.wishes, budgets, strict=True)
+        overflow(wishes, budget)
+        for wishes, (budget, _) in zip(evidence.wishes, budgets, strict=True)
     ]
     exceeded, lost = np.array(found).T
     low, high = np.percentile(lost, (5, 95))
