@@ -9,7 +9,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/structure.md").read_text()
-PACKAGES = ("cache", "plan", "kernels", "model", "engine", "calibrate", "gate_training")
+PACKAGES = (
+    *("cache", "plan", "compress", "kernels", "model", "engine", "serve"),
+    *("calibrate", "gate_training", "cli"),
+)
 
 
 def section(package: str) -> str:
