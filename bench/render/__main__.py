@@ -17,7 +17,7 @@ from bench.render.page import DOCS, RESULTS, Page, page_names, stale, write_bloc
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Render the pages; says which blocks changed."""
+    """Render the pages; prints the blocks that changed."""
     known = page_names()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

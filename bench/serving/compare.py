@@ -1,14 +1,7 @@
-"""One engine under the loads of docs/serving.md; run it once for each engine, in one go on one
-machine.
+"""One engine under the loads of docs/serving.md.
 
-    python -m bench.serving.compare vllm -o bench/results
-    python -m bench.serving.compare tangram --kv-retention 0.25 -o bench/results \
-        [--cases prefill,sessions-96]
-    python -m bench.serving.compare vllm --cases trace --trace mooncake.jsonl --speeds 0.3,0.4 \
-        --max-model-len 131072 …
-
-Writes serving_NAME.json and trace_NAME.json after every case: what was measured is kept whatever
-comes after it.
+Run it once for each engine, without a break, on one machine. It writes serving_NAME.json and
+trace_NAME.json after every case, so that later failures lose nothing.
 """
 
 from __future__ import annotations
@@ -35,14 +28,14 @@ from tangram.lab.load.clock import (
     TimedAnswer,
 )
 
-# A case gives its parts one by one, as they are measured.
+# A case yields its parts one by one, as they are measured.
 Case = Callable[[ServingEngine], Iterator[tuple[str, list[TimedAnswer]]]]
 
 
 def requests(
     count: int, input_tokens: int, output_tokens: int, shared_tokens: int = 0, repeats: int = 1
 ) -> Case:
-    """`count` requests at once, as often as it says, each time with an empty cache."""
+    """`count` requests at once, `repeats` times, each time with an empty cache."""
 
     def run(engine: ServingEngine) -> Iterator[tuple[str, list[TimedAnswer]]]:
         asks = alike(
@@ -62,7 +55,7 @@ def sessions(
     user_tokens: int = 128,
     output_tokens: int = 128,
 ) -> Case:
-    """`count` conversations; all take their turns together, each with its whole history."""
+    """`count` conversations; each turn runs in all at once, with its whole history."""
 
     def run(engine: ServingEngine) -> Iterator[tuple[str, list[TimedAnswer]]]:
         engine.clear_cache()
@@ -89,9 +82,7 @@ def short_turns(
     user_tokens: int = 128,
     output_tokens: int = 128,
 ) -> Case:
-    """`count` conversations, whose turns arrive at random, `rate` a second, while others are
-    answered.
-    """
+    """`count` conversations, whose turns arrive at random, `rate` a second on average."""
 
     def run(engine: ServingEngine) -> Iterator[tuple[str, list[TimedAnswer]]]:
         engine.clear_cache()
@@ -112,9 +103,7 @@ def short_turns(
 
 
 def make_replay(options: argparse.Namespace) -> Case:
-    """The first minutes of a recorded trace, at each speed; ends with the first that is
-    too fast.
-    """
+    """The first minutes of a recorded trace, at each speed; stops at the first that is too fast."""
 
     def run(engine: ServingEngine) -> Iterator[tuple[str, list[TimedAnswer]]]:
         for speed in map(float, options.speeds.split(",")):
@@ -159,8 +148,9 @@ def measure_cases(
     keep: Callable[[dict[str, Any]], None],
     limits: LatencyLimits = NO_LIMITS,
 ) -> None:
-    """Run `cases`; `keep` is given all results so far after every part. `limits` say what of a
-    trace is goodput.
+    """Run `cases`; `keep` takes all results so far after every part.
+
+    `limits` define the goodput of a trace.
     """
     results: dict[str, Any] = {}
     for name, case in cases.items():
@@ -178,7 +168,7 @@ def measure_cases(
 
 
 def warm(engine: ServingEngine) -> None:
-    """What is compiled at its first use is compiled then."""
+    """Run requests that compile everything the engine compiles at first use."""
     for asks in (
         alike(2, 4104, 4, shared_tokens=0, vocab_size=vocab_size()),
         alike(64, 40, 8, shared_tokens=2100, vocab_size=vocab_size()),
@@ -277,7 +267,7 @@ def _retention(options: argparse.Namespace) -> float:
 
 
 def _name(options: argparse.Namespace) -> str:
-    """What files of results call the engine."""
+    """The engine's name in files of results."""
     if options.engine == "vllm":
         return "vllm"
     suffix = "-fp8" if options.kv_cache_dtype == "fp8" else ""

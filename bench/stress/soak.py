@@ -1,11 +1,12 @@
-"""Conversations at a server of the embedded model for a long while: `make soak`, `python -m
-bench.stress.soak`.
+"""Conversations with a server of the embedded model for a long time.
 
-First a closed loop says how many turns a second the server can answer; then conversations arrive at
-random (Poisson), at 0.9 of that, whatever has become of those before. Some askers hang up,
-streaming or not. Laws (`laws.py`): every turn is answered whole or was hung up on by its asker;
-pages add up in every sample, and none is held at the end; the heap in use is flat; some answers
-asked for again, alone, are the same texts. The exit code is 1 if one is broken.
+Run it by `make soak` or `python -m bench.stress.soak`. First a closed loop measures the turns per
+second that the server can answer. Then conversations arrive at random (Poisson) at 0.9 of that
+rate. Some clients disconnect, streaming or not.
+
+Laws (`laws.py`): every turn is answered whole, unless its client disconnected. Pages add up in
+every sample, and none is held at the end. The heap in use is flat. Some answers, requested again
+alone, are the same texts. The exit code is 1 if a law is broken.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from bench.stress.laws import ServerSample, find_broken_laws, growth, summary
 from bench.stress.server import ServerError, ServerProcess, books_of, start_server, surroundings
 
 RESULT = Path(__file__).parents[1] / "results" / "http_soak.json"
-# A pool that is full soon: pages are then taken from the prefix cache, and memory has no more room
-# to be touched first.
+# A small pool is full soon. Pages are then taken from the prefix cache, and no memory is used
+# first.
 SERVER_OPTIONS = ("--kv-retention", "0.5", "--max-model-len", "2048", "--kv-cache-gib", "0.25")
 LOAD = 0.9
 SAMPLE_EVERY_S = 1.0
@@ -42,7 +43,7 @@ NO_BOUND = httpx.Limits(max_connections=None)
 
 
 class Crowd:
-    """Those who ask; `outcomes` is what came of their turns, in the order in which they ended."""
+    """The clients; `outcomes` are those of their turns, in the order in which they ended."""
 
     def __init__(self, client: httpx.AsyncClient, seed: int) -> None:
         self._client, self._random = client, Random(seed)
@@ -54,9 +55,7 @@ class Crowd:
             self.outcomes.append(outcome)
 
     async def closed_loop(self, people: int, until_s: float) -> None:
-        """So many people, each of whom begins anew when they are through, until a time of the
-        monotonic clock.
-        """
+        """This many clients, each with one conversation after the other, until a monotonic time."""
 
         async def person() -> None:
             while time.monotonic() < until_s:
@@ -65,9 +64,7 @@ class Crowd:
         await asyncio.gather(*(person() for _ in range(people)))
 
     async def arrivals(self, conversations_per_s: float, until_s: float) -> None:
-        """People who come at random at a mean rate until a time; returns when the last of them is
-        through.
-        """
+        """Conversations that begin at random at a mean rate until a time; waits for their ends."""
         async with asyncio.TaskGroup() as people:
             next_s = time.monotonic()
             while next_s < until_s:
@@ -77,9 +74,9 @@ class Crowd:
 
 
 async def capacity(crowd: Crowd, people: int, seconds: float) -> float:
-    """Turns that end per second while `people` ask without a pause, after a third of the time.
+    """Turns per second of `people` clients without pauses, after a third of the time.
 
-    First turns are short and find an empty pool: what is answered in the beginning says too much.
+    First turns are short and find an empty pool, so the rate at the beginning is too high.
     """
     begin_s = time.monotonic()
     await crowd.closed_loop(people, begin_s + seconds)
@@ -109,9 +106,7 @@ async def watch(
 async def ask_again(
     client: httpx.AsyncClient, outcomes: Sequence[Outcome], random: Random
 ) -> tuple[int, int]:
-    """How many answers were asked for again, one at a time, and how many of them are another text
-    then.
-    """
+    """The number of answers requested again, one at a time, and how many of them differ."""
     answered = [one for one in outcomes if one.kind == "answered"]
     chosen, changed = random.sample(answered, min(MOST_ASKED_AGAIN, len(answered))), 0
     for before in chosen:
@@ -122,7 +117,7 @@ async def ask_again(
 
 
 async def completions(client: httpx.AsyncClient) -> dict[str, int]:
-    """How many completions the server has ended, by how."""
+    """The server's count of completions, by how they ended."""
     text = (await client.get("/metrics")).raise_for_status().text
     return {
         sample.labels["finish_reason"]: int(sample.value)
@@ -133,7 +128,7 @@ async def completions(client: httpx.AsyncClient) -> dict[str, int]:
 
 
 async def soak(server: ServerProcess, options: argparse.Namespace) -> dict[str, Any]:
-    """The whole of it; the figures, and under `broken` the laws that do not hold."""
+    """The whole soak; returns its figures, with the broken laws under `broken`."""
     async with (
         httpx.AsyncClient(base_url=server.url, timeout=600, limits=NO_BOUND) as client,
         httpx.AsyncClient(base_url=server.url, timeout=60) as watcher,
@@ -172,7 +167,7 @@ async def soak(server: ServerProcess, options: argparse.Namespace) -> dict[str, 
 
 
 def afterwards(server: ServerProcess) -> tuple[dict[str, int], list[str]]:
-    """The books when nobody asks any more, and what is wrong with the server then."""
+    """The readings when no client is left, and the inconsistencies of the server then."""
     try:
         server.check_health()
         return asdict(server.wait_until_settled(SETTLED_WITHIN_S)), []
