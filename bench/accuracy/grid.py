@@ -148,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--gate", type=Path, help=f"a gate file, for fastkvzip; one of {EMBEDDED} ships"
     )
-    parser.add_argument("--locomo", type=Path, help="LoCoMo's file or folder: asked too, if given")
+    parser.add_argument("--locomo", type=Path, help="file or folder of LoCoMo; adds its questions")
     parser.add_argument("--at-once", type=int, default=1, help="processes")
     given = list(sys.argv[1:] if arguments is None else arguments)
     cut = given.index("--") if "--" in given else len(given)

@@ -142,8 +142,8 @@ def bars(talk: DemoConversation, tokens: int) -> Group:
     for (rho, count), color in zip(fit.items(), ("bright_black", "green"), strict=True):
         table.add_row(f"ρ {rho}", Bar(max(fit.values()), 0, count, color=color), f"{count}")
     said = (
-        f"Conversations of {tokens:,} tokens, sharing nothing, in {pool_gib:.1f} GiB: so much "
-        "Tangram takes for the KV cache here unless --kv-cache-gib says otherwise."
+        f"Conversations of {tokens:,} tokens without a common prefix that fit into {pool_gib:.1f} "
+        "GiB. This is the default size of the KV cache here (--kv-cache-gib)."
     )
     return Group(said, "", table)
 

@@ -86,7 +86,7 @@ def parser(
         "--memory-gib", type=float, default=48.0, help="leave out cases whose pool is larger"
     )
     made.add_argument(
-        "--budget-s", type=float, default=480.0, help="start no case after so many seconds"
+        "--budget-s", type=float, default=480.0, help="start no case after this many seconds"
     )
     made.add_argument("--quick", action="store_true", help="a few cases of the family")
     made.add_argument(

@@ -192,8 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     own = (options.kv_retention, options.chunk_tokens, options.kv_cache_dtype)
     if options.engine == "vllm" and own != (None, None, None):
         parser.error(
-            "vLLM is asked as it comes, without kv-retention, chunk-tokens and kv-cache-dtype: "
-            "leave them out"
+            "vllm runs with its defaults: leave kv-retention, chunk-tokens and kv-cache-dtype out"
         )
     known = CASES | ({"trace": make_replay(options)} if options.trace else {})
     if unknown := set(options.cases.split(",")) - set(known):
@@ -228,17 +227,22 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument(
-        "--series", default="serving", help="files' name; what one lease measured has one"
+        "--series", default="serving", help="name of the result files; one for each lease"
     )
     parser.add_argument(
         "--trace", type=Path, help="a Mooncake trace (JSON lines), for the case trace"
     )
     parser.add_argument(
-        "--seconds", type=float, default=600.0, help="how much of the trace, by its own clock"
+        "--seconds", type=float, default=600.0, help="length of the trace to replay"
     )
-    parser.add_argument("--speeds", default="1", help="times as fast as recorded, slowest first")
     parser.add_argument(
-        "--hold-ttft-s", type=float, default=5.0, help="too fast: a tenth waits longer than that"
+        "--speeds", default="1", help="speeds relative to the recording, slowest first"
+    )
+    parser.add_argument(
+        "--hold-ttft-s",
+        type=float,
+        default=5.0,
+        help="stop when a tenth waits longer for a first token",
     )
     parser.add_argument("--max-model-len", type=int, default=40960)
     parser.add_argument(

@@ -12,10 +12,8 @@ from typing import Any
 PEER, PLAIN, FP8 = "vllm", "tangram-0.25", "tangram-0.25-fp8"
 COMPARED = (PEER, "tangram-1", PLAIN)
 Result = dict[str, Any]
-Found = dict[
-    str, Result
-]  # a row of a table: `case`, `parts` of it, and a `figure` of their summaries
-Row = Mapping[str, Any]  # of a table: `case`, `parts` of it, and a `figure` of their summaries
+Found = dict[str, Result]  # by engine
+Row = Mapping[str, Any]  # a row of a table: `case`, `parts` of it, and a `figure` of them
 
 
 def series(results: Path, kind: str = "serving") -> list[Found]:

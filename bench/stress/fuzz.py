@@ -160,7 +160,8 @@ def trial(seconds: int, api_key: str | None) -> tuple[dict[str, int], list[float
         check_log(log)
     if (grown := memory[1] - memory[0]) > MOST_GROWTH_MB:
         raise FuzzError(
-            f"memory grew by {grown:.1f} MB in the second half, at most {MOST_GROWTH_MB:g} may be"
+            f"memory grew by {grown:.1f} MB in the second half, at most {MOST_GROWTH_MB:g} is "
+            "allowed"
         )
     return dict(sorted(counts.items())), memory
 

@@ -108,7 +108,7 @@ def find_broken_laws(
             f"{len(lost)} of {len(outcomes)} turns were lost, the first by {lost[0].reason}"
         )
     if changed:
-        found.append(f"{changed} answers were other texts when asked for again")
+        found.append(f"{changed} answers differed when requested again")
     for sample in samples:
         found += [
             f"at {sample.at_s:.0f} s: {problem}" for problem in sample.books.problems(idle=False)
@@ -116,7 +116,7 @@ def find_broken_laws(
     if (grown := heap.last_mb - heap.first_mb) > MOST_GROWTH_MB:
         found.append(
             f"the heap grew by {grown:.1f} MB from the first third to the end, at most "
-            f"{MOST_GROWTH_MB} may be"
+            f"{MOST_GROWTH_MB} is allowed"
         )
     return found + _find_miscounts(outcomes, completions)
 
@@ -130,7 +130,7 @@ def _find_miscounts(outcomes: Sequence[Outcome], completions: dict[str, int]) ->
         found.append(f"{answered} answers arrived, but the server counts {whole}")
     if whole + given_up > len(outcomes):
         found.append(
-            f"{len(outcomes)} turns were asked, but the server counts {whole} whole and {given_up} "
+            f"{len(outcomes)} turns were sent, but the server counts {whole} whole and {given_up} "
             "given up"
         )
     return found

@@ -46,11 +46,13 @@ MOST_SLOWER = 1.5
 SETTLED_WITHIN_S = 60.0
 
 
-async def crowd(client: httpx.AsyncClient, people: int, seconds: float, seed: int) -> list[Outcome]:
+async def run_clients(
+    client: httpx.AsyncClient, count: int, seconds: float, seed: int
+) -> list[Outcome]:
     """The outcomes of this many clients, each of which sends requests until the time is over."""
     outcomes, until_s = list[Outcome](), time.monotonic() + seconds
 
-    async def person(random: Random) -> None:
+    async def client_loop(random: Random) -> None:
         while time.monotonic() < until_s:
             start, length = random.randrange(len(WORDS)), random.randint(*TURN_WORDS)
             text = " ".join(WORDS[(start + at) % len(WORDS)] for at in range(length))
@@ -60,7 +62,7 @@ async def crowd(client: httpx.AsyncClient, people: int, seconds: float, seed: in
             if outcome.retry_after_s is not None:
                 await asyncio.sleep(outcome.retry_after_s)
 
-    await asyncio.gather(*(person(Random(seed + number)) for number in range(people)))
+    await asyncio.gather(*(client_loop(Random(seed + number)) for number in range(count)))
     return outcomes
 
 
@@ -95,26 +97,26 @@ def find_broken_laws(few: Sequence[Outcome], many: Sequence[Outcome]) -> list[st
     if lost:
         found.append(f"{len(lost)} requests were lost, the first by {lost[0].reason}")
     if not any(is_refusal(outcome) for outcome in many):
-        found.append("nobody was refused, so it was no overload")
-    alone, crowded = figures(few)["gap_s"], figures(many)["gap_s"]
-    if not alone or not crowded:
-        return [*found, "one of the crowds was not answered at all"]
-    for share, gap_s in crowded.items():
+        found.append("no request was refused, so it was no overload")
+    alone, overloaded = figures(few)["gap_s"], figures(many)["gap_s"]
+    if not alone or not overloaded:
+        return [*found, "one of the loads got no answer"]
+    for share, gap_s in overloaded.items():
         if gap_s > MOST_SLOWER * alone[share]:
             found.append(
-                f"{share} of the time between pieces was {gap_s:.3f} s in a crowd and "
-                f"{alone[share]:.3f} s without, at most {MOST_SLOWER} times as much may be"
+                f"{share} of the time between pieces was {gap_s:.3f} s under overload and "
+                f"{alone[share]:.3f} s without, at most {MOST_SLOWER} times as much is allowed"
             )
     return found
 
 
-async def measure_crowds(server: ServerProcess, options: argparse.Namespace) -> dict[str, Any]:
+async def measure_loads(server: ServerProcess, options: argparse.Namespace) -> dict[str, Any]:
     """Both loads, one after the other."""
     async with httpx.AsyncClient(
         base_url=server.url, timeout=600, limits=httpx.Limits(max_connections=None)
     ) as client:
-        few = await crowd(client, PLACES, options.seconds, options.seed)
-        many = await crowd(client, TIMES * PLACES, options.seconds, options.seed + PLACES)
+        few = await run_clients(client, PLACES, options.seconds, options.seed)
+        many = await run_clients(client, TIMES * PLACES, options.seconds, options.seed + PLACES)
     return {"few": figures(few), "many": figures(many), "broken": find_broken_laws(few, many)}
 
 
@@ -132,7 +134,7 @@ def main() -> None:
     with tempfile.TemporaryFile() as log:
         try:
             with start_server(SERVER_OPTIONS, log) as server:
-                found = asyncio.run(measure_crowds(server, options))
+                found = asyncio.run(measure_loads(server, options))
                 server.check_health()
                 books = asdict(server.wait_until_settled(SETTLED_WITHIN_S))
         except ServerError as error:

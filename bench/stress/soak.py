@@ -42,7 +42,7 @@ MOST_ASKED_AGAIN = 20
 NO_BOUND = httpx.Limits(max_connections=None)
 
 
-class Crowd:
+class Clients:
     """The clients; `outcomes` are those of their turns, in the order in which they ended."""
 
     def __init__(self, client: httpx.AsyncClient, seed: int) -> None:
@@ -54,38 +54,36 @@ class Crowd:
         async for outcome in hold(self._client, conversation(self._random)):
             self.outcomes.append(outcome)
 
-    async def closed_loop(self, people: int, until_s: float) -> None:
+    async def closed_loop(self, count: int, until_s: float) -> None:
         """This many clients, each with one conversation after the other, until a monotonic time."""
 
-        async def person() -> None:
+        async def client_loop() -> None:
             while time.monotonic() < until_s:
                 await self.converse()
 
-        await asyncio.gather(*(person() for _ in range(people)))
+        await asyncio.gather(*(client_loop() for _ in range(count)))
 
     async def arrivals(self, conversations_per_s: float, until_s: float) -> None:
         """Conversations that begin at random at a mean rate until a time; waits for their ends."""
-        async with asyncio.TaskGroup() as people:
+        async with asyncio.TaskGroup() as tasks:
             next_s = time.monotonic()
             while next_s < until_s:
                 await asyncio.sleep(max(0.0, next_s - time.monotonic()))
-                people.create_task(self.converse())
+                tasks.create_task(self.converse())
                 next_s += self._random.expovariate(conversations_per_s)
 
 
-async def capacity(crowd: Crowd, people: int, seconds: float) -> float:
-    """Turns per second of `people` clients without pauses, after a third of the time.
+async def capacity(clients: Clients, count: int, seconds: float) -> float:
+    """Turns per second of `count` clients without pauses, after a third of the time.
 
     First turns are short and find an empty pool, so the rate at the beginning is too high.
     """
     begin_s = time.monotonic()
-    await crowd.closed_loop(people, begin_s + seconds)
+    await clients.closed_loop(count, begin_s + seconds)
     from_s, to_s = begin_s + seconds / 3, begin_s + seconds
-    counted = [one for one in crowd.outcomes if from_s <= one.ended_s < to_s]
+    counted = [one for one in clients.outcomes if from_s <= one.ended_s < to_s]
     if not counted:
-        raise ServerError(
-            f"no turn ended in {seconds:.0f} s: let the capacity be measured for longer"
-        )
+        raise ServerError(f"no turn ended in {seconds:.0f} s: measure the capacity for longer")
     return len(counted) / (to_s - from_s)
 
 
@@ -133,30 +131,30 @@ async def soak(server: ServerProcess, options: argparse.Namespace) -> dict[str, 
         httpx.AsyncClient(base_url=server.url, timeout=600, limits=NO_BOUND) as client,
         httpx.AsyncClient(base_url=server.url, timeout=60) as watcher,
     ):
-        first = Crowd(client, options.seed)
+        first = Clients(client, options.seed)
         turns_per_s = await capacity(first, options.people, options.capacity_seconds)
         print(f"capacity: {turns_per_s:.2f} turns/s", flush=True)
-        crowd, samples, begin_s = (
-            Crowd(client, options.seed + 1),
+        clients, samples, begin_s = (
+            Clients(client, options.seed + 1),
             list[ServerSample](),
             time.monotonic(),
         )
         watching = asyncio.create_task(watch(watcher, server, begin_s, samples))
-        await crowd.arrivals(LOAD * turns_per_s / mean_turns(), begin_s + options.seconds)
+        await clients.arrivals(LOAD * turns_per_s / mean_turns(), begin_s + options.seconds)
         took_s = time.monotonic() - begin_s
         watching.cancel()
         ends = await completions(client)
-        again, changed = await ask_again(client, crowd.outcomes, Random(options.seed))
-    everything, heap = [*first.outcomes, *crowd.outcomes], growth(samples, "heap_mb")
+        again, changed = await ask_again(client, clients.outcomes, Random(options.seed))
+    everything, heap = [*first.outcomes, *clients.outcomes], growth(samples, "heap_mb")
     return {
         "capacity_turns_per_s": turns_per_s,
         "offered_turns_per_s": LOAD * turns_per_s,
-        "answered_turns_per_s": len(crowd.outcomes) / took_s,
+        "answered_turns_per_s": len(clients.outcomes) / took_s,
         "lost_while_measuring_capacity": sum(one.kind == "lost" for one in first.outcomes),
-        **summary(crowd.outcomes, samples),
+        **summary(clients.outcomes, samples),
         "ttfts": [
             [round(one.asked_s - begin_s, 1), round(one.ttft_s, 3)]
-            for one in crowd.outcomes
+            for one in clients.outcomes
             if one.ttft_s is not None
         ],
         "asked_again": again,
@@ -184,7 +182,7 @@ def main() -> None:
     )
     parser.add_argument("--capacity-seconds", type=float, default=180.0)
     parser.add_argument(
-        "--people", type=int, default=16, help="who ask at a time while the capacity is measured"
+        "--people", type=int, default=16, help="clients while the capacity is measured"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-o", "--output", type=Path, default=RESULT)

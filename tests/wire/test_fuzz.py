@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from bench.stress.fuzz import KEY, check_afterwards, check_log, fuzz, statuses
-from bench.stress.made_up import MOST_TOKENS, fitting, small
+from bench.stress.request_hooks import MOST_TOKENS, fitting, small
 from bench.stress.server import start_server
 from tangram.serve.exposition import ENDPOINTS
 from tangram.serve.guard import OPEN_PATHS

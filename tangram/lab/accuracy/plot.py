@@ -22,9 +22,7 @@ def check_plot(path: Path) -> None:
 
     known = Figure().canvas.get_supported_filetypes()
     if path.suffix.lower().removeprefix(".") not in known:
-        raise ConfigError(
-            f"plot is {path}, no picture ends like that: give a name that ends in .png"
-        )
+        raise ConfigError(f"plot is {path}, it must end in .png")
 
 
 def draw(cells: Sequence[AnyCell], path: Path) -> None:

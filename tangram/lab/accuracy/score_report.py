@@ -239,7 +239,7 @@ def where(cells: Sequence[AnyCell]) -> str:
     """The machines and versions of the measurements; several if they differ."""
     seconds = sum(cell.seconds for cell in cells)
     machines = "; ".join(dict.fromkeys(machine(cell.environment) for cell in cells))
-    return f"{machines}. {len(cells)} cells, {seconds / 60:,.0f} minutes of asking.\n"
+    return f"{machines}. {len(cells)} cells, {seconds / 60:,.0f} minutes of measurement.\n"
 
 
 def machine(environment: Mapping[str, Any]) -> str:

@@ -63,5 +63,5 @@ def _weight(cost: Score, contexts: int) -> str:
     if cost.stderr is None:
         return "One context says little: ask more."
     if abs(cost.mean) <= 2 * cost.stderr:
-        return f"That is within chance for {contexts} contexts: more samples would tell finer."
+        return f"That is within chance for {contexts} contexts: more samples reduce the error."
     return f"That is more than chance for {contexts} contexts."

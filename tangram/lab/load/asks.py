@@ -54,7 +54,7 @@ def check_lengths(
     if count * prompt_tokens > MOST_TOKENS:
         raise ConfigError(
             f"{option} is too large: {count} prompts of {prompt_tokens} tokens are "
-            f"{count * prompt_tokens}, at most {MOST_TOKENS} are made up: ask for fewer"
+            f"{count * prompt_tokens}, at most {MOST_TOKENS} are allowed: ask for fewer"
         )
 
 

@@ -93,7 +93,7 @@ class Patience:
         found = _percentiles(waits_s)
         return GivenUpError(
             f"given up after {now_s:.0f} s: more than {self.share:.0%} waited over {self.ttft_s} "
-            f"s; {len(waits_s)} had asked, half of them waited {found['p50']:.1f} s or more, a "
+            f"s; {len(waits_s)} were sent, half of them waited {found['p50']:.1f} s or more, a "
             f"tenth {found['p90']:.1f} s"
         )
 
