@@ -186,7 +186,7 @@ def take_options(
     that the command cannot use.
     """
 
-    def decorated(command: Command) -> Command:
+    def decorate(command: Command) -> Command:
         own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
 
         def run(**options: Any) -> None:
@@ -200,7 +200,7 @@ def take_options(
         run.__name__, run.__doc__ = command.__name__, command.__doc__
         return run
 
-    return decorated
+    return decorate
 
 
 Options = TypeVar("Options")

@@ -47,7 +47,7 @@ class WholeChunks(Batcher):
         """See `Batcher`: chunks that are stored whole are compressed in the step itself."""
         return not rows
 
-    def _stored_tokens(self, row: Row) -> int:
+    def _count_stored_tokens(self, row: Row) -> int:
         return len(row.tokens)
 
     def _sealers_of(
