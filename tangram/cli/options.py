@@ -220,7 +220,7 @@ def take_fields(
     ]
     context = inspect.Parameter("context", _KEYWORD, annotation=typer.Context)
 
-    def decorated(command: Callable[[typer.Context, Options], None]) -> Command:
+    def decorate(command: Callable[[typer.Context, Options], None]) -> Command:
         def run(context: typer.Context, **given: Any) -> None:
             command(context, kind(**given))
 
@@ -228,7 +228,7 @@ def take_fields(
         run.__name__, run.__doc__ = command.__name__, command.__doc__
         return run
 
-    return decorated
+    return decorate
 
 
 def _place(parameter: inspect.Parameter) -> int:
