@@ -56,14 +56,14 @@ def main() -> None:
             for machine in ("x86_64", "arm64"):
                 cache = str(Path(folder) / machine)
                 command = [sys.executable, "-m", "bench.cpu_portable", machine]
-                told = subprocess.run(
+                result = subprocess.run(
                     command,
                     env=os.environ | {"NUMBA_CACHE_DIR": cache},
                     stdout=subprocess.PIPE,
                     text=True,
                     check=True,
                 )
-                for (rows, _), line in zip(BATCHES, told.stdout.splitlines(), strict=True):
+                for (rows, _), line in zip(BATCHES, result.stdout.splitlines(), strict=True):
                     found.setdefault((machine, rows), []).append(float(line))
     for rows, tokens in BATCHES:
         own, portable = (sorted(found[machine, rows]) for machine in ("x86_64", "arm64"))

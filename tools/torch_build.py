@@ -30,13 +30,13 @@ def describe(wheel: dict[str, Any]) -> str:
         f"PyTorch {wheel['metadata']['version']}, the {'CUDA' if cuda else 'CPU'} build, from "
         f"{place}"
     )
-    said = f"{build}: {fetched} GB to download with its requirements, {kept} GB on disk."
+    message = f"{build}: {fetched} GB to download with its requirements, {kept} GB on disk."
     if cuda:
-        said += (
+        message += (
             f"\nThe build without GPU support takes {_CPU_GB[0]} and {_CPU_GB[1]} GB: make "
             f"TORCH_INDEX={_CPU_INDEX}"
         )
-    return said
+    return message
 
 
 def main() -> None:

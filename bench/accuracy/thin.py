@@ -133,7 +133,7 @@ class Thin(BaseModel):
         return [self._whole(cell) for cell in self.cells]
 
     def _whole(self, cell: ThinCell) -> AnyCell:
-        told: dict[str, Any] = {
+        common: dict[str, Any] = {
             "method": cell.method,
             "setting": self.settings[cell.setting],
             "basis": cell.basis,
@@ -141,7 +141,7 @@ class Thin(BaseModel):
             "environment": self.environments[cell.environment],
         }
         if cell.passages:
-            return FidelityCell(passages=tuple(cell.passages), **told)
+            return FidelityCell(passages=tuple(cell.passages), **common)
         scores = cell.answers or [[score] for score in cell.scores]
         categories = self.categories.get(cell.setting) or [[None] for _ in scores]
         samples = tuple(
@@ -160,7 +160,7 @@ class Thin(BaseModel):
             footprint=cell.footprint,
             filler_tokens=cell.filler_tokens,
             samples=samples,
-            **told,
+            **common,
         )
 
     @classmethod

@@ -141,20 +141,20 @@ def bars(talk: DemoConversation, tokens: int) -> Group:
     table.add_column(justify="right", no_wrap=True)
     for (rho, count), color in zip(fit.items(), ("bright_black", "green"), strict=True):
         table.add_row(f"ρ {rho}", Bar(max(fit.values()), 0, count, color=color), f"{count}")
-    said = (
+    text = (
         f"Conversations of {tokens:,} tokens without a common prefix that fit into {pool_gib:.1f} "
         "GiB. This is the default size of the KV cache here (--kv-cache-gib)."
     )
-    return Group(said, "", table)
+    return Group(text, "", table)
 
 
 def show_kept_words(words: Sequence[Word], heads: int, *, colored: bool) -> Group:
     """The painted paragraph and its legend."""
-    said = (
+    text = (
         f"A paragraph of the document at ρ {SMALL}. Each of the {heads} KV heads chooses its own "
         "tokens; a word is painted by the share of its entries that are still in the cache."
     )
-    return Group(said, "", paint(words, colored=colored), "", _legend(colored))
+    return Group(text, "", paint(words, colored=colored), "", _legend(colored))
 
 
 def _legend(colored: bool) -> Text:

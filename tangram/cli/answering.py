@@ -112,7 +112,7 @@ def answer_prompt(
     return answer
 
 
-def memory_told(usage: Usage, kv_retention: float, chunk_tokens: int) -> str:
+def describe_memory(usage: Usage, kv_retention: float, chunk_tokens: int) -> str:
     """The memory that an answer's pages take, compared with full KV.
 
     The quotient may exceed the retention ratio. Pages hold entries of several heads and tokens, and

@@ -45,25 +45,25 @@ def meaning(profile: Profile) -> list[str]:
     from tangram.calibrate.observations import reserved_fractions
 
     shares, stability = reserved_fractions(profile), profile.calibration.rank_stability
-    said = [
+    sentences = [
         f"A sealed chunk keeps at most {profile.realised_retention:.1%} of its entries. The shares "
         f"of the heads range from {shares.min():.0%} to {shares.max():.0%}."
     ]
     if stability is None:
-        return [*said, "The agreement of texts is not known: it needs two samples."]
+        return [*sentences, "The agreement of texts is not known: it needs two samples."]
     ranked = (
         f"The rank correlation of heads between texts is {stability.mean:.2f}, at least "
         f"{stability.min:.2f}: "
     )
     if stability.mean >= _ALIKE:
-        return [*said, ranked + "the budgets also suit other texts."]
+        return [*sentences, ranked + "the budgets also suit other texts."]
     if stability.mean >= _MIXED:
         return [
-            *said,
+            *sentences,
             ranked + "the budgets are a compromise. Calibrate on texts like yours (--data).",
         ]
     return [
-        *said,
+        *sentences,
         ranked
         + "the budgets suit few of them. Calibrate on texts like yours (--data), and on more.",
     ]

@@ -10,8 +10,8 @@ from tangram.cli.answering import (
     Interrupts,
     TerminalAnswer,
     answer_prompt,
+    describe_memory,
     escape_controls,
-    memory_told,
 )
 from tangram.cli.chat_history import ChatHistory
 from tangram.cli.console import messages, tell, tell_error, waiting
@@ -92,9 +92,9 @@ class ChatSession:
     def _turn(self, line: str) -> bool:
         """Run one entry. Returns True if Ctrl-C stopped its answer."""
         try:
-            told = self._conversation.command(line)
-            if told is not None:
-                _grey(told)
+            message = self._conversation.command(line)
+            if message is not None:
+                _grey(message)
             elif line:
                 return self._answer(line)
             else:
@@ -153,7 +153,7 @@ class ChatSession:
             *([ends[answer.reason]] if answer.reason in ends else []),
             f"reused {answer.usage.cached_tokens:,} of {answer.usage.prompt_tokens:,} tokens",
             answer.speed,
-            memory_told(
+            describe_memory(
                 answer.usage, self._conversation.retention, self._engine.config.chunk_tokens
             ),
         ]

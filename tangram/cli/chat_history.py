@@ -81,8 +81,8 @@ class ChatHistory:
             raise RequestError(f"there is no {name}: /help lists the commands", "command")
         if argument and " " not in known[name]:
             raise RequestError(f"{name} takes nothing behind it", "command")
-        told: str = getattr(self, f"_{name[1:]}")(argument)
-        return told
+        message: str = getattr(self, f"_{name[1:]}")(argument)
+        return message
 
     def _help(self, _: str) -> str:
         width = max(map(len, COMMANDS))

@@ -101,8 +101,8 @@ def _explain_foreign_options(args: list[str], params: Iterable[Any]) -> Iterator
     except NoSuchOption as error:
         names = [name for param in params for name in _names(param)]
         meant = (arg for arg in given if arg in FOREIGN and _is_meant(arg, error.option_name))
-        if (said := explain(next(meant, ""), names)) is not None:
-            error.message, error.possibilities = said, None
+        if (message := explain(next(meant, ""), names)) is not None:
+            error.message, error.possibilities = message, None
         raise
 
 

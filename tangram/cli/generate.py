@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tangram.cli.answering import answer_prompt, escape_controls, memory_told
+from tangram.cli.answering import answer_prompt, describe_memory, escape_controls
 from tangram.cli.batch import answer_batch
 from tangram.cli.console import tell
 from tangram.cli.options import number, with_config
@@ -128,6 +128,6 @@ def _complete(config: EngineConfig, text: str, sampling: SamplingParams) -> None
     write("\n")
     if answer.usage is not None:
         default = 1.0 if engine.layout.keeps_everything else config.kv_retention
-        told = memory_told(answer.usage, default, config.chunk_tokens)
-        line = f"{answer.usage.prompt_tokens} prompt tokens · {answer.speed} · {told}"
+        memory = describe_memory(answer.usage, default, config.chunk_tokens)
+        line = f"{answer.usage.prompt_tokens} prompt tokens · {answer.speed} · {memory}"
         tell(line, "dim")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tangram.cli.answering import TerminalAnswer, escape_controls, memory_told
+from tangram.cli.answering import TerminalAnswer, describe_memory, escape_controls
 from tangram.cli.chat_history import COMMANDS, ChatHistory
 from tangram.cli.terminal import entry, history_file
 from tangram.errors import RequestError, TangramError
@@ -172,7 +172,7 @@ MIB = 2**20
     ],
 )
 def test_memory_is_never_more_than_all_of_it(usage: Usage, retention: float, told: str) -> None:
-    assert memory_told(usage, retention, 512) == told
+    assert describe_memory(usage, retention, 512) == told
 
 
 def test_an_answer_that_the_engine_gives_up_is_an_error() -> None:

@@ -66,9 +66,9 @@ def token_f1(answer: str, reply: str) -> float:
 
     It is in arXiv 1606.05250, Section 6.
     """
-    gold, said = Counter(_words(answer)), Counter(_words(reply))
-    shared = (gold & said).total()
-    return 2 * shared / (gold.total() + said.total()) if shared else 0.0
+    gold, given = Counter(_words(answer)), Counter(_words(reply))
+    shared = (gold & given).total()
+    return 2 * shared / (gold.total() + given.total()) if shared else 0.0
 
 
 def _words(text: str) -> list[str]:
@@ -95,8 +95,8 @@ def _allow_spaces(code: str) -> str:
 
 
 def _exact(answers: tuple[str, ...], reply: str) -> float:
-    said = next((line for line in map(_bare, reply.splitlines()) if line), "")
-    return float(said in {_bare(answer) for answer in answers})
+    given = next((line for line in map(_bare, reply.splitlines()) if line), "")
+    return float(given in {_bare(answer) for answer in answers})
 
 
 def _bare(line: str) -> str:
@@ -109,11 +109,11 @@ def _f1(answers: tuple[str, ...], reply: str) -> float:
 
 
 def _f1_parts(answers: tuple[str, ...], reply: str) -> float:
-    said = reply.split(",")
+    given = reply.split(",")
 
     def of_list(answer: str) -> float:
         parts = [part for part in answer.split(",") if _words(part)] or [answer]
-        return sum(max(token_f1(part, one) for one in said) for part in parts) / len(parts)
+        return sum(max(token_f1(part, one) for one in given) for part in parts) / len(parts)
 
     return max(of_list(answer) for answer in answers)
 
