@@ -64,11 +64,10 @@ def calibrate(
     met; `ProfileError` if the scores have the wrong shape or hold NaN.
     """
     window = chunk_tokens // 64 if window_tokens is None else window_tokens
-    layers, heads = geometry.full_layers, geometry.kv_heads
     derive = partial(
         Profile.from_statistics,
         model=fingerprint,
-        layers=layers,
+        layers=geometry.full_layers,
         scorer=scorer,
         scope=scope,
         chunk_tokens=chunk_tokens,
@@ -79,49 +78,22 @@ def calibrate(
         sink_tokens=sink_tokens,
         window_tokens=window,
     )
-    nothing = np.zeros((len(layers), heads))
+    nothing = np.zeros((len(geometry.full_layers), geometry.kv_heads))
     for retention in retentions:  # scoring takes minutes: refuse now what could not be derived then
         derive(nothing, nothing, kv_retention=retention, calibration=Calibration(1, source))
     samples = [sample[: geometry.max_positions] for sample in samples]
     check_lengths(samples, chunk_tokens)
-
-    def fractions(number: int, sample: Sequence[int]) -> Float64:
-        chunks = [
-            _chunk_fractions(
-                scores,
-                f"sample {number}, chunk {chunk}",
-                chunk,
-                (len(layers), heads, chunk_tokens),
-                retentions,
-                scope,
-                sink_tokens,
-                window,
-            )
-            for chunk, scores in enumerate(score_source(sample))
-        ]
-        if len(chunks) != len(sample) // chunk_tokens:
-            raise ProfileError(
-                f"sample {number} has {len(sample) // chunk_tokens} full chunks, the scores of "
-                f"{len(chunks)} came: the score source must yield one array for each full chunk"
-            )
-        if observe is not None:
-            observe(np.stack(chunks, axis=1))
-        return np.asarray(np.mean(chunks, axis=0), np.float64)
-
-    # [ρ, n, L, H]
-    by_retention = np.stack(
-        [fractions(n, sample) for n, sample in enumerate(track(samples))], axis=1
+    measure = partial(
+        _chunk_fractions,
+        shape=(*nothing.shape, chunk_tokens),
+        retentions=retentions,
+        scope=scope,
+        sink_tokens=sink_tokens,
+        window_tokens=window,
     )
+    kept = _measure_samples(score_source, track(samples), chunk_tokens, measure, observe)
     tokens = sum(len(sample) // chunk_tokens * chunk_tokens for sample in samples)
-    return [
-        derive(
-            kept.mean(axis=0),
-            kept.std(axis=0),
-            kv_retention=retention,
-            calibration=Calibration(len(samples), source, tokens, rank_stability(kept)),
-        )
-        for retention, kept in zip(retentions, by_retention, strict=True)
-    ]
+    return _derive_profiles(derive, retentions, kept, source, tokens)
 
 
 def measure_kept_fractions(
@@ -159,10 +131,44 @@ def check_lengths(samples: Sequence[Sequence[int]], chunk_tokens: int) -> None:
             )
 
 
+def _measure_samples(
+    score_source: ScoreSource,
+    samples: Iterable[Sequence[int]],
+    chunk_tokens: int,
+    measure: Callable[..., Float64],
+    observe: Observer | None,
+) -> Float64:
+    """The kept fractions [ρ, samples, L, H], each the mean over the sample's full chunks."""
+    kept = []
+    for number, sample in enumerate(samples):
+        scores, full = score_source(sample), len(sample) // chunk_tokens
+        chunks = _sample_fractions(number, scores, full, measure)
+        if observe is not None:
+            observe(np.stack(chunks, axis=1))
+        kept.append(np.mean(chunks, axis=0))
+    return np.stack(kept, axis=1)
+
+
+def _sample_fractions(
+    number: int, scores: Iterator[Scores], chunks: int, measure: Callable[..., Float64]
+) -> list[Float64]:
+    """The kept fractions [ρ, L, H] of each of a sample's full `chunks`."""
+    found = [
+        measure(one, f"sample {number}, chunk {chunk}", chunk) for chunk, one in enumerate(scores)
+    ]
+    if len(found) != chunks:
+        raise ProfileError(
+            f"sample {number} has {chunks} full chunks, the scores of {len(found)} came: the score "
+            "source must yield one array for each full chunk"
+        )
+    return found
+
+
 def _chunk_fractions(
     scores: Scores,
     place: str,
     chunk: int,
+    *,
     shape: tuple[int, int, int],
     retentions: Sequence[float],
     scope: Scope,
@@ -183,3 +189,22 @@ def _chunk_fractions(
     return measure_kept_fractions(
         scores, retentions, scope, sink_tokens=sinks, window_tokens=window_tokens
     )
+
+
+def _derive_profiles(
+    derive: Callable[..., Profile],
+    retentions: Sequence[float],
+    kept: Float64,
+    source: str,
+    tokens: int,
+) -> list[Profile]:
+    """A profile for each ρ from the kept fractions [ρ, samples, L, H]."""
+    return [
+        derive(
+            of_samples.mean(axis=0),
+            of_samples.std(axis=0),
+            kv_retention=retention,
+            calibration=Calibration(len(of_samples), source, tokens, rank_stability(of_samples)),
+        )
+        for retention, of_samples in zip(retentions, kept, strict=True)
+    ]

@@ -116,26 +116,19 @@ def allot_pages(
     )
     spare = affordable - min_pages * wanted.size
     if spare < 0:
-        smallest = (
-            min_pages
-            * wanted.size
-            * heads_per_page
-            * page_tokens
-            / (sum(group_sizes) * chunk_tokens)
-        )
-        if smallest >= 1:
-            raise ConfigError(
-                f"heads_per_page is {heads_per_page} and page_tokens {page_tokens}: {min_pages} "
-                f"page(s) for each of {wanted.size} groups hold more entries than chunks of "
-                f"{chunk_tokens} tokens have, so nothing could be dropped; raise chunk_tokens, or "
-                "lower page_tokens or heads_per_page"
-            )
+        entries = min_pages * wanted.size * heads_per_page * page_tokens
+        smallest = entries / (sum(group_sizes) * chunk_tokens)
         raise ConfigError(
             f"kv_retention is {retention}, the smallest possible is "
             f"{math.ceil(smallest * 1e4) / 1e4}: each of {wanted.size} groups needs {min_pages} "
             f"page(s) of {heads_per_page} x {page_tokens} entries for the always-kept positions of "
             f"a {chunk_tokens}-token chunk; raise kv_retention or chunk_tokens, or lower "
             "page_tokens or heads_per_page"
+            if smallest < 1
+            else f"heads_per_page is {heads_per_page} and page_tokens {page_tokens}: {min_pages} "
+            f"page(s) for each of {wanted.size} groups hold more entries than chunks of "
+            f"{chunk_tokens} tokens have, so nothing could be dropped; raise chunk_tokens, or "
+            "lower page_tokens or heads_per_page"
         )
     return _next_pages(wanted, min_pages, chunk_pages, spare)
 

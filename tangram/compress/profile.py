@@ -145,29 +145,17 @@ class Profile(BaseModel):
         profile derives the same counts. Raises `ConfigError` if ρ cannot be met or an option is out
         of range.
         """
-        mu, sigma = _round(mean), _round(std)
+        mu, sigma = _round_statistics(mean, std)
         window = chunk_tokens // 64 if window_tokens is None else window_tokens
-        if mu.shape != sigma.shape:
-            raise ConfigError(
-                f"mean has shape {mu.shape} and std {sigma.shape}, both must be [L, H]"
-            )
-        budgets = _budgets(mu, sigma, alpha)
-        groups = cluster(budgets, layers, heads_per_page, grouping)
-        pages = allot_pages(
-            group_budgets(budgets, layers, groups),
-            [len(group) for group in groups],
+        groups, pages, realised = _share_pages(
+            _budgets(mu, sigma, alpha),
+            layers,
+            grouping,
             chunk_tokens=chunk_tokens,
             page_tokens=page_tokens,
             heads_per_page=heads_per_page,
             retention=kv_retention,
             min_pages=fewest_pages(sink_tokens, window, page_tokens),
-        )
-        realised = compute_realised_retention(
-            pages,
-            mu.size,
-            chunk_tokens=chunk_tokens,
-            page_tokens=page_tokens,
-            heads_per_page=heads_per_page,
         )
         try:
             return cls(
@@ -372,8 +360,46 @@ class Profile(BaseModel):
             )
 
 
-def _round(values: npt.ArrayLike) -> Float64:
-    return np.asarray(np.round(np.asarray(values, np.float64), _DIGITS), np.float64)
+def _round_statistics(mean: npt.ArrayLike, std: npt.ArrayLike) -> tuple[Float64, Float64]:
+    mu, sigma = (np.round(np.asarray(values, np.float64), _DIGITS) for values in (mean, std))
+    if mu.shape != sigma.shape:
+        raise ConfigError(f"mean has shape {mu.shape} and std {sigma.shape}, both must be [L, H]")
+    return np.asarray(mu, np.float64), np.asarray(sigma, np.float64)
+
+
+def _share_pages(
+    budgets: Float64,
+    layers: Sequence[int],
+    grouping: Grouping,
+    *,
+    chunk_tokens: int,
+    page_tokens: int,
+    heads_per_page: int,
+    retention: float,
+    min_pages: int,
+) -> tuple[list[tuple[Head, ...]], list[int], float]:
+    """Group the heads of `budgets` [L, H] and allot pages: groups, their pages, realised retention.
+
+    See `cluster`, `allot_pages` and `compute_realised_retention`.
+    """
+    groups = cluster(budgets, layers, heads_per_page, grouping)
+    pages = allot_pages(
+        group_budgets(budgets, layers, groups),
+        [len(group) for group in groups],
+        chunk_tokens=chunk_tokens,
+        page_tokens=page_tokens,
+        heads_per_page=heads_per_page,
+        retention=retention,
+        min_pages=min_pages,
+    )
+    realised = compute_realised_retention(
+        pages,
+        budgets.size,
+        chunk_tokens=chunk_tokens,
+        page_tokens=page_tokens,
+        heads_per_page=heads_per_page,
+    )
+    return groups, pages, realised
 
 
 def _budgets(mean: Float64, std: Float64, alpha: float) -> Float64:

@@ -15,6 +15,7 @@ import ctypes
 import os
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,17 +131,8 @@ def decode_step(
     """
     if not runs_compiled(pool):
         reference.append(k, v, pool, tables, lengths, *np.moveaxis(plan.address[layer], -1, 0))
-        return reference.decode(
-            q,
-            pool,
-            tables,
-            lengths,
-            plan.plan,
-            layer,
-            scaling=scaling,
-            softcap=softcap,
-            sinks=sinks,
-        )
+        decode = partial(reference.decode, scaling=scaling, softcap=softcap, sinks=sinks)
+        return decode(q, pool, tables, lengths, plan.plan, layer)
     if numba.get_num_threads() != plan.threads:
         numba.set_num_threads(plan.threads)
     out = torch.empty(q.shape, dtype=torch.float32)

@@ -405,36 +405,11 @@ def attend(
     Otherwise the contract of `prefill.prefill`.
     """
     dim, heads, group = q.shape[2], k.shape[1], q.shape[1] // k.shape[1]
-    total, past_tiles = int(part.total[layer]), triton.cdiv(int(part.longest[layer]), TILE)
+    total = int(part.total[layer])
     buffers = [buffer[: total * dim].view(total, dim) for buffer in gathered]
-    if past_tiles:
-        gather_pasts[(past_tiles, len(sources))](
-            pool,
-            tables,
-            address,
-            sources,
-            offsets,
-            *buffers,
-            D=dim,
-            HP=pool.shape[1],
-            P=pool.shape[3],
-            TILE=TILE,
-            num_warps=4,
-        )
-    gather_chunks[(triton.cdiv(part.keys, TILE), len(order))](
-        k,
-        v,
-        spans,
-        order,
-        offsets,
-        *buffers,
-        *k.stride()[:2],
-        *v.stride()[:2],
-        H=heads,
-        D=dim,
-        TILE=TILE,
-        num_warps=4,
-    )
+    if part.longest[layer]:
+        _gather_pasts(part, layer, pool, tables, address, sources, offsets, buffers)
+    _gather_chunks(part, k, v, spans, order, offsets, buffers)
     keys, values = (
         TensorDescriptor(buffer, [total, dim], [dim, 1], [TILE, dim]) for buffer in buffers
     )
@@ -456,4 +431,55 @@ def attend(
         TILE=TILE,
         num_warps=tile.warps,
         num_stages=tile.stages,
+    )
+
+
+def _gather_pasts(
+    part: Part,
+    layer: int,
+    pool: Tensor,
+    tables: Tensor,
+    address: Tensor,
+    sources: Tensor,
+    offsets: Tensor,
+    buffers: Sequence[Tensor],
+) -> None:
+    past_tiles = triton.cdiv(int(part.longest[layer]), TILE)
+    gather_pasts[(past_tiles, len(sources))](
+        pool,
+        tables,
+        address,
+        sources,
+        offsets,
+        *buffers,
+        D=pool.shape[4],
+        HP=pool.shape[1],
+        P=pool.shape[3],
+        TILE=TILE,
+        num_warps=4,
+    )
+
+
+def _gather_chunks(
+    part: Part,
+    k: Tensor,
+    v: Tensor,
+    spans: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+    buffers: Sequence[Tensor],
+) -> None:
+    gather_chunks[(triton.cdiv(part.keys, TILE), len(order))](
+        k,
+        v,
+        spans,
+        order,
+        offsets,
+        *buffers,
+        *k.stride()[:2],
+        *v.stride()[:2],
+        H=k.shape[1],
+        D=k.shape[2],
+        TILE=TILE,
+        num_warps=4,
     )

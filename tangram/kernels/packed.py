@@ -126,24 +126,8 @@ def pack(
     order, counts = np.empty(len(kind), np.int64), np.zeros((plan.layers, kinds), np.int64)
     task_indptr = np.empty((plan.layers, kinds + 1), np.int32)
     sort_by_kind(kind, plan.layer_indptr, order, task_indptr, counts)
-    before, left = np.zeros(len(plan.rows), np.int32), np.ones(len(plan.merge_row), np.bool_)
-    finishes = np.zeros((plan.layers, kinds), np.int64)
     may = np.arange(kinds) < FINISHING if finishing is None else finishing
-    if options.merge == "tails" and len(left):
-        find_finishers(
-            kind,
-            may,
-            plan.layer_indptr,
-            plan.row_begin,
-            plan.row_end,
-            plan.direct,
-            plan.slot,
-            plan.merge_indptr,
-            plan.part_indptr,
-            before,
-            left,
-            finishes,
-        )
+    before, left, finishes = _finishers(plan, kind, may, options)
     tasks, entries = (
         np.empty((len(order), TASK_FIELDS), np.int32),
         np.empty((len(plan.rows), ENTRY_FIELDS), np.int32),
@@ -180,6 +164,34 @@ def pack(
         "task_indptr": task_indptr,
     }
     return PackedPlan(arrays, counts, finishes)
+
+
+def _finishers(
+    plan: WorkPlan, kind: Int64, may: Bool, options: DecodeOptions
+) -> tuple[Int32, Bool, Int64]:
+    """The parts that each entry's task merges, the segments left, and the tasks that finish rows.
+
+    Shapes: [M], [S] and [L, kinds]. `kind` [N] is the kind of each task; `may` [kinds] says which
+    kinds may finish rows.
+    """
+    before, left = np.zeros(len(plan.rows), np.int32), np.ones(len(plan.merge_row), np.bool_)
+    finishes = np.zeros((plan.layers, len(may)), np.int64)
+    if options.merge == "tails" and len(left):
+        find_finishers(
+            kind,
+            may,
+            plan.layer_indptr,
+            plan.row_begin,
+            plan.row_end,
+            plan.direct,
+            plan.slot,
+            plan.merge_indptr,
+            plan.part_indptr,
+            before,
+            left,
+            finishes,
+        )
+    return before, left, finishes
 
 
 def _kinds(plan: WorkPlan, group: int, options: DecodeOptions, lengths: Int32 | None) -> Int64:

@@ -7,7 +7,6 @@ head, tiled with online softmax in float32; its result depends on its own reques
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -247,37 +246,20 @@ def prefill(
     `reference.prefill`; what no span or cell covers stays in `out`. `card` None is the one that the
     pool lies on.
     """
-    tokens, query_heads, dim = q.shape
+    query_heads, dim = q.shape[1:]
     heads = k.shape[1]
-    out = (
-        torch.empty(tokens, query_heads, dim, dtype=q.dtype, device=q.device)
-        if out is None
-        else out
-    )
+    out = q.new_empty(q.shape) if out is None else out
     block_dim = triton.next_power_of_2(dim)
     # By head dim and card alone, so that a row is computed alike in any batch.
     operands = Operands(block_dim, q.element_size(), hops=1, widens=scales is not None)
     tile = tile_of(operands, card or Card.of(pool.device))
     grid = (triton.cdiv(longest, tile.queries), query_heads // heads * len(order))
+    tensors = (q, k, v, pool, tables, address, spans, order)
+    scale, sink = (scales if scales is not None else k), (sinks if sinks is not None else q)
+    numbers = (layer, scaling, softcap or 1.0, window or 0)
     prefill_tiles[grid](
-        q,
-        k,
-        v,
-        pool,
-        tables,
-        address,
-        spans,
-        order,
-        scales if scales is not None else k,
-        sinks if sinks is not None else q,
-        out,
-        layer,
-        scaling,
-        softcap or 1.0,
-        window or 0,
-        *q.stride()[:2],
-        *k.stride()[:2],
-        *v.stride()[:2],
+        *(*tensors, scale, sink, out, *numbers),
+        *(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2]),
         H=heads,
         G=query_heads // heads,
         D=dim,

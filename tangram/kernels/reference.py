@@ -269,12 +269,9 @@ def prefill(
                 queries[head], (past_k, past_v), own, window or 0, scaling=scaling, softcap=softcap
             )
         else:
-            part = _part(queries[head], *own, None, scaling=scaling, softcap=softcap, causal=True)
-            if len(past_k):
-                part = _merge_two(
-                    _part(queries[head], past_k, past_v, None, scaling=scaling, softcap=softcap),
-                    part,
-                )
+            part = _attend_all(
+                queries[head], (past_k, past_v), own, scaling=scaling, softcap=softcap
+            )
         by_head[head] = apply_sinks(part, None if sinks is None else sinks.view(heads, -1, 1)[head])
     return out
 
@@ -283,6 +280,21 @@ def _merge_two(one: Part, other: Part) -> Part:
     """`merge_parts` of two parts that are not EMPTY, in one pass."""
     weight = torch.sigmoid(one[1] - other[1])[..., None]
     return torch.lerp(other[0], one[0], weight), torch.logaddexp(one[1], other[1])
+
+
+def _attend_all(
+    q: Tensor,
+    past: tuple[Tensor, Tensor],
+    own: tuple[Tensor, Tensor],
+    *,
+    scaling: float,
+    softcap: float | None,
+) -> Part:
+    """Attention of q [G, n, D] over all past [m, D] and, causally, own [n, D] entries."""
+    part = _part(q, *own, None, scaling=scaling, softcap=softcap, causal=True)
+    if not len(past[0]):
+        return part
+    return _merge_two(_part(q, *past, None, scaling=scaling, softcap=softcap), part)
 
 
 def _attend_window(

@@ -294,24 +294,7 @@ class TritonKernels:
         for run in self._runs if plain else ():
             dense.attend(q, k, v, out, run, scaling=scaling)
         for part in self._cells.gathered if plain else ():
-            gathered.attend(
-                q,
-                k,
-                v,
-                self._pool,
-                self._tables,
-                address,
-                spans,
-                self._order[layer, part.cells],
-                self._offsets[layer],
-                self._sources[part.sources],
-                self._room(part, layer),
-                part,
-                out,
-                layer=layer,
-                scaling=scaling,
-                card=self._card,
-            )
+            self._attend_gathered(part, layer, q, k, v, out, scaling)
         paged = self._cells.paged if plain else slice(0, self._order.shape[1])
         if paged.stop > paged.start:
             prefill.prefill(
@@ -333,6 +316,35 @@ class TritonKernels:
                 out=out,
                 card=self._card,
             )
+
+    def _attend_gathered(
+        self,
+        part: gathered.Part,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        scaling: float,
+    ) -> None:
+        gathered.attend(
+            q,
+            k,
+            v,
+            self._pool,
+            self._tables,
+            self._address[layer],
+            self._spans,
+            self._order[layer, part.cells],
+            self._offsets[layer],
+            self._sources[part.sources],
+            self._room(part, layer),
+            part,
+            out,
+            layer=layer,
+            scaling=scaling,
+            card=self._card,
+        )
 
     def _room(self, part: gathered.Part, layer: int) -> list[Tensor]:
         """For the keys and values of a part: as much as any part takes, or as one row needs that
