@@ -41,7 +41,10 @@ def sentences(text: str) -> list[str]:
 
 
 def docstrings(source: str) -> list[str]:
-    """The docstrings of a module, its classes and functions, without their code."""
+    """The docstrings of a module, its classes and functions.
+
+    Doctest lines and indented blocks are left out.
+    """
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, documented)]
     texts = [ast.get_docstring(node, clean=False) for node in nodes]

@@ -1,4 +1,4 @@
-"""The one attention function that every model calls, and what it does for one step.
+"""The one attention function that every model calls, and its work in one step.
 
 Transformers passes the step through as the keyword argument `tangram`, so there is no global state.
 Queries, keys and values arrive as [1, heads, T, D] for the flattened batch: DECODE rows first, one
@@ -23,7 +23,7 @@ IMPLEMENTATION = "tangram"
 
 
 class AttentionContext(Protocol):
-    """Whoever computes attention for a forward pass."""
+    """Computes attention for one forward pass."""
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """q [T, Q, D], k and v [T, H, D] of one layer → [T, Q, D]."""
@@ -40,9 +40,7 @@ def attention(
     tangram: AttentionContext,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """What Transformers calls in every layer: query, key and value [1, heads, T, D] →
-    [1, T, Q, D].
-    """
+    """Transformers calls this in every layer: query, key, value [1, heads, T, D] → [1, T, Q, D]."""
     if attention_mask is not None:
         raise ValueError("the model built an attention mask of its own")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -53,9 +51,7 @@ AttentionInterface.register(IMPLEMENTATION, attention)
 
 
 def keep_hidden(module: nn.Module, args: Any, kwargs: Any) -> None:
-    """A forward pre-hook for attention modules: lets the step have the block's input, for gates
-    that score by it.
-    """
+    """A forward pre-hook for attention modules: keep the block's input for gates that score it."""
     context = kwargs.get("tangram")
     if isinstance(context, StepAttention):
         context.hidden = kwargs["hidden_states"][0]

@@ -1,5 +1,6 @@
-"""Sealing: one whole chunk in, its final pages out (the purity law: from the chunk alone, whatever
-the batch).
+"""Sealing: computes a chunk's scores, selects entries and stores them in their final pages.
+
+By the purity law the result depends on the chunk alone, whatever the batch.
 """
 
 from __future__ import annotations
@@ -18,10 +19,9 @@ from tangram.kernels.interface import PoolKernels, Ranking
 from tangram.model.rotary import Rotary
 from tangram.types import Int32
 
-# (the chunk in one layer, its scores [H, C]) as they come: calibration and inspection look on here.
+# Called with (the chunk in one layer, its scores [H, C]); calibration and inspection use it.
 ScoreObserver = Callable[[ChunkView, Tensor], None]
-# The scores [H, C] of one chunk, full-attention layer after layer: who counts what a chunk would
-# have wished.
+# Called with the scores [H, C] of one chunk, full-attention layer after layer; counts the demand.
 Wishes = Callable[[Tensor], None]
 
 
@@ -35,10 +35,10 @@ class ChunkRanking(Ranking):
 
 @dataclass(frozen=True, eq=False)
 class FusedSealer:
-    """Seals chunks of one retention, prefill `rows` that lie end to end, by scores that `kernels`
-    have at hand.
+    """Seals chunks of one retention by scores that `kernels` compute themselves.
 
-    `wishes` want those of some of the chunks, which they are named by.
+    The chunks are the prefill `rows`, which lie end to end. `wishes` maps some chunks to receivers
+    of their scores.
     """
 
     retention: Retention
@@ -63,12 +63,12 @@ class FusedSealer:
 
 @dataclass
 class ChunkSealer:
-    """Seals the chunk of `row`, layer by layer, as its activations come by.
+    """Seals the chunk of `row`, layer by layer, as its activations arrive.
 
     `number` is the row's number among the prefill rows of the step that `kernels` have begun. With
-    a scorer that needs a reconstruction the chunk waits in `pending` until the second pass brings
-    the queries of its repetition; `chunk_kv` keeps its k and v [C, H, D] of every layer for that
-    pass. `wishes` want the scores, too.
+    a scorer that needs a reconstruction, the chunk waits in `pending` until the second pass brings
+    the queries of its repetition. `chunk_kv` keeps its k and v [C, H, D] of every layer for that
+    pass. `wishes` receives the scores, too.
     """
 
     scorer: Scorer
@@ -83,7 +83,7 @@ class ChunkSealer:
 
     @property
     def retention(self) -> Retention:
-        """How its sequence keeps KV entries."""
+        """How the row's sequence keeps KV entries."""
         return self.row.retention
 
     @property
@@ -123,8 +123,9 @@ class ChunkSealer:
             self._select(chunk)
 
     def reconstruct(self, layer: int, q: Tensor, k: Tensor) -> None:
-        """The repetition's q [T, Q, D] and k [T, H, D] in one layer: score, select and store the
-        waiting chunk.
+        """The repetition's q [T, Q, D] and k [T, H, D] in one layer.
+
+        Scores, selects and stores the waiting chunk.
         """
         repeat = Reconstruction(queries=q.transpose(0, 1), keys=k.transpose(0, 1))
         self._select(replace(self.pending.pop(layer), reconstruction=repeat))
@@ -139,9 +140,7 @@ class ChunkSealer:
         self.store(chunk, scores)
 
     def store(self, chunk: ChunkView, scores: Tensor) -> None:
-        """Bring the entries of one layer that stay, by their `scores` [H, C], into their final
-        pages.
-        """
+        """Store the entries of one layer that `scores` [H, C] select in their final pages."""
         retention = self.retention
         if retention.layout.keeps_everything:
             return  # it is stored already

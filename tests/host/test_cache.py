@@ -118,7 +118,7 @@ def test_a_page_is_free_exactly_when_nobody_refers_to_it(program: list[tuple[str
 def test_the_ledger_names_a_miscounted_page_and_a_page_that_is_free_twice() -> None:
     ledger = Ledger(4)
     pages = ledger.take(2)
-    with pytest.raises(IntegrityError, match="page 0 has 1 references, 0 holders are known"):
+    with pytest.raises(IntegrityError, match="page 0 has 1 references, 0 were expected"):
         ledger.check(np.zeros(4, np.int32))
     ledger.release(pages)
     ledger.references[1] = 1
