@@ -1,10 +1,9 @@
-"""Measure how many entries each head needs, and write it down as profiles (Tangram, calibration).
+"""Measure how many entries each head needs, and make profiles of it (Tangram, calibration).
 
-For each sample and each full chunk of it, the scoring method's own dynamic selection is run: the
-scores of all heads of a layer (scope "layer") or of the model (scope "model") compete and the best
-ρ stay. What each head got, averaged over a sample's chunks, is that sample's kept fraction; μ and σ
-are taken over samples. One pass over the scores serves every ρ. The caller's `score_source` runs
-the model.
+For each full chunk of each sample, the scoring method's own dynamic selection runs: the scores of
+all heads of a layer (scope "layer") or of the model (scope "model") compete, and the best ρ stay. A
+sample's kept fractions are the means over its chunks of what each head got; μ and σ are taken over
+samples. One pass over the scores serves every ρ. The caller's `score_source` runs the model.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from tangram.errors import ConfigError, ProfileError
 from tangram.types import Float64, Geometry
 
 Scores = npt.NDArray[np.float32]
-# One sample's token ids in; the scores [L, H, C] of each of its full chunks out, chunk 0 first,
-# higher = keep.
+# One sample's token ids in; the scores [L, H, C] of each of its full chunks out, in order, higher =
+# keep.
 ScoreSource = Callable[[Sequence[int]], Iterator[Scores]]
-# Each sample's shares in turn, float64 [ρ, chunks, L, H], fractions of C.
+# Each sample's kept fractions in turn, float64 [ρ, chunks, L, H].
 Observer = Callable[[Float64], None]
 Tracker = Callable[[Sequence[Sequence[int]]], Iterable[Sequence[int]]]
 
@@ -55,13 +54,13 @@ def calibrate(
 ) -> list[Profile]:
     """One profile for each ρ of `retentions`, from the scores of `samples` (token ids).
 
-    Of each sample the full chunks within the model's context are used. L counts the model's
-    full-attention layers, the only ones that are compressed. `source` says in words where the
-    samples are from. `track` wraps the samples to report progress (`tangram.progress`). `observe`
-    is handed what each sample gave the heads, as soon as it is known.
+    Only full chunks within the model's context are used. L counts the model's full-attention
+    layers, the only ones that are compressed. `source` says in words where the samples are from.
+    `track` wraps the samples to report progress (`tangram.progress`). `observe` is called with each
+    sample's chunks.
 
     Raises `ConfigError`, before any scoring, if a sample is shorter than a chunk or a ρ cannot be
-    met; `ProfileError` if the scores have the wrong shape or hold NaN.
+    met. Raises `ProfileError` if the scores have the wrong shape or hold NaN.
     """
     window = chunk_tokens // 64 if window_tokens is None else window_tokens
     derive = partial(
@@ -79,7 +78,7 @@ def calibrate(
         window_tokens=window,
     )
     nothing = np.zeros((len(geometry.full_layers), geometry.kv_heads))
-    for retention in retentions:  # scoring takes minutes: refuse now what could not be derived then
+    for retention in retentions:  # scoring takes minutes: check first that each ρ can be met
         derive(nothing, nothing, kv_retention=retention, calibration=Calibration(1, source))
     samples = [sample[: geometry.max_positions] for sample in samples]
     check_lengths(samples, chunk_tokens)
@@ -104,10 +103,10 @@ def measure_kept_fractions(
     sink_tokens: int,
     window_tokens: int,
 ) -> Float64:
-    """What dynamic selection gives each head: float64 [len(retentions), L, H], fractions of C, for
-    scores [L, H, C].
+    """The fractions that dynamic selection keeps of each head: float64 [len(retentions), L, H].
 
-    `compress/select.py` says how, for the first chunk of a sequence if there are `sink_tokens`.
+    `scores` is [L, H, C]. See `compress/select.py`; with `sink_tokens` the chunk is the first of
+    its sequence.
     """
     every = torch.from_numpy(np.ascontiguousarray(scores))
     found = [
@@ -118,9 +117,7 @@ def measure_kept_fractions(
 
 
 def check_lengths(samples: Sequence[Sequence[int]], chunk_tokens: int) -> None:
-    """Raise `ConfigError` if there are no `samples` (token ids), or one of them does not fill a
-    chunk.
-    """
+    """Raise `ConfigError` if there are no `samples` (token ids), or one does not fill a chunk."""
     if not samples:
         raise ConfigError("there are no samples, calibration needs at least one")
     for number, sample in enumerate(samples):

@@ -1,8 +1,7 @@
-"""Pilot texts for calibration, from what every machine has: made-up retrieval tasks and Python's
-own sources and docs.
+"""Calibration texts that every machine can make: retrieval tasks, and Python's sources and docs.
 
-Head budgets come out nearly the same for any text of one kind and less so across kinds, so the
-kinds are mixed evenly and every run of `len(KINDS)` texts holds each kind once.
+Head budgets come out nearly the same for any text of one kind and less so across kinds. So the
+kinds are mixed evenly, and every run of `len(KINDS)` texts holds each kind once.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from pathlib import Path
 
 from tangram.errors import ConfigError
 
-# Takes a random generator and a length in characters; writes up to _LONGEST_LINE characters less,
-# never more.
+# Takes a random generator and a length in characters; writes at most that, and at most
+# _LONGEST_LINE less.
 Writer = Callable[[random.Random, int], str]
 
 _SHORTEST = 1_000
@@ -173,7 +172,7 @@ def pilot_texts(count: int = 50, seed: int = 0, *, min_characters: int = 8_000) 
 
 
 def pilot_kinds(count: int) -> list[str]:
-    """The kind, a key of `KINDS`, of each of `count` pilot texts."""
+    """The kind, a key of `KINDS`, of each of `count` calibration texts."""
     return list(itertools.islice(itertools.cycle(KINDS), count))
 
 
@@ -183,8 +182,8 @@ def _one(kind: str, write: Writer, seed: str, min_characters: int) -> str:
 
 
 def _fill(pieces: Iterator[str], characters: int, separator: str) -> str:
-    """Pieces joined until they reach `characters`, then cut back to a line end (or a word's, in
-    prose).
+    """Pieces joined until they reach `characters`, then cut back to a line end (in prose, a word
+    end).
     """
     text = next(pieces)
     while len(text) < characters:
@@ -194,7 +193,7 @@ def _fill(pieces: Iterator[str], characters: int, separator: str) -> str:
 
 
 def sentence(rng: random.Random) -> str:
-    """One of ten patterns of made-up English, filled in at random, of some 100 characters."""
+    """One of ten patterns of artificial English, filled in at random, of some 100 characters."""
     return rng.choice(_SENTENCES).format(
         time=rng.choice(_TIMES),
         person=rng.choice(_PEOPLE),
@@ -315,9 +314,7 @@ def _log(rng: random.Random, characters: int) -> str:
 
 
 def _source(rng: random.Random, characters: int) -> str:
-    """Modules of the standard library, one after another; its documentation where the sources are
-    not installed.
-    """
+    """Modules of the standard library; its documentation where the sources are not installed."""
     paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     rng.shuffle(paths)
     modules = (path.read_text(encoding="utf-8", errors="replace") for path in paths)

@@ -50,8 +50,7 @@ def check_source(name: str) -> None:
         raise ModelError(f"model {name!r}: there is no such folder")
     elif not _is_id(name):
         raise ModelError(
-            f"model {name!r}: there is no such file or folder, and it is no valid "
-            "Hugging Face id"
+            f"model {name!r}: there is no such file or folder, and it is no valid Hugging Face id"
         )
 
 
