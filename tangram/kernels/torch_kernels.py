@@ -1,5 +1,6 @@
-"""Attention without Triton: compiled decode for float32 pools in host memory, the torch
-specification for the rest.
+"""Attention without Triton.
+
+Compiled decode for float32 pools in host memory, the torch specification otherwise.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ NOTHING_FUSED: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({})
 
 
 class TorchKernels:
-    """`PoolKernels` for any device and dtype. Every batch is decoded by `schedule`; None splits by
-    budgets.
+    """`PoolKernels` for any device and dtype.
 
-    Raises `ConfigError` if the schedule asks for what only the GPU's kernels can.
+    Every batch is decoded by `schedule`; None splits by budgets. Raises `ConfigError` if the
+    schedule has options that only the GPU's kernels support.
     """
 
     fused_scores = NOTHING_FUSED
@@ -49,7 +50,7 @@ class TorchKernels:
             cpu.warm_up()
 
     def width(self, rows: int) -> int:
-        """See `PoolKernels`: as many as there are."""
+        """See `PoolKernels`: always `rows`."""
         return rows
 
     def load(self, batch: Decoding, width: int) -> str:

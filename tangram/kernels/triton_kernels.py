@@ -1,5 +1,6 @@
-"""Attention by the Triton kernels, for pools on the GPU (and, in Triton's interpreter, in host
-memory).
+"""Attention by the Triton kernels, for pools on the GPU.
+
+In Triton's interpreter pools are in host memory.
 """
 
 from __future__ import annotations
@@ -29,20 +30,19 @@ from tangram.types import Int32
 FUSED_SCORES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {"keydiff": keydiff.score}
 )
-# Up to so many rows, in steps of
+# Up to so many rows, in steps of.
 WIDTHS = ((2, 1), (4, 2), (8, 4), (64, 8), (256, 16), (1 << 30, 64))
-# Without a policy: a work queue that reads shared prefixes once, where that tells
+# Without a policy: a work queue that reads shared prefixes once where that saves enough.
 UNMEASURED = "packing:thrifty"
 
 
 class TritonKernels:
-    """`PoolKernels` of float32, bfloat16, float16 and FP8 pools for models of G = `group` query
-    heads a KV head.
+    """`PoolKernels` of float32, bfloat16, float16 and FP8 pools for G = `group` query heads a KV
+    head.
 
-    `schedule` is that of every batch; without one `policy` chooses, and without that all have the
-    same too. What a step's kernels read is uploaded by `begin`, once; layers only launch. An FP8
-    pool's scales are all 1, as in vLLM without calibration. `card` None is the one that the pool
-    lies on.
+    `schedule` is that of every batch. Without one `policy` chooses; without that all batches have
+    one default. `begin` uploads the kernels' inputs once; layers only launch. An FP8 pool's scales
+    are all 1, as in vLLM without calibration. `card` None is the pool's own.
     """
 
     fused_scores = FUSED_SCORES
@@ -89,7 +89,7 @@ class TritonKernels:
         return self._begun if self._pool.is_cuda else None
 
     def load(self, batch: Decoding, width: int) -> str:
-        """See `PoolKernels`. The plan goes where the last one of this width lay, if it fits."""
+        """See `PoolKernels`. The plan replaces the last one of this width, if it fits."""
         self._scale(*batch.rows.table.shape[1:])
         schedule = self._schedule(batch)
         plan, options = (
@@ -141,8 +141,9 @@ class TritonKernels:
         )
 
     def _pack_addresses(self, rows: DecodeRows, nowhere: int, width: int) -> Tensor:
-        """[L, width, H, 3]: table offset, column and length of each head; rows beyond the batch
-        have length 0.
+        """[L, width, H, 3]: table offset, column and length of each head.
+
+        Rows beyond the batch have length 0.
         """
         count, layers, heads = rows.table.shape
         address = np.zeros((layers, width, heads, 3), np.int32)
@@ -161,8 +162,7 @@ class TritonKernels:
     def _schedule(self, batch: Decoding) -> Schedule:
         if self._fixed is not None or self._policy is None:
             return Schedule.parse(UNMEASURED) if self._fixed is None else self._fixed
-        # FlashInfer would plan every layer on the host at every step: it is not a route for an
-        # engine.
+        # FlashInfer would plan every layer on the host at every step, too slow for an engine.
         return Schedule.parse(self._policy.choose(StepLoad.of(batch), library=False))
 
     def begin(self, tables: Tensor, lengths: Int32, decode_rows: int, prefill: PrefillRows) -> None:
@@ -185,7 +185,7 @@ class TritonKernels:
         self._address, self._spans, self._kept, self._order, self._offsets, self._sources = upload(
             arrays, self._pool.device
         )
-        # Graphs know the address.
+        # Graphs contain the address.
         if not hasattr(self, "_lengths"):
             self._lengths = torch.empty(
                 lengths.size + 1, dtype=torch.int32, device=self._pool.device
@@ -194,9 +194,7 @@ class TritonKernels:
         self._lengths.copy_(new_lengths, non_blocking=True)
 
     def begin_row(self, tables: Tensor, row: PrefillRows, room: Room) -> bool:
-        """See `PoolKernels`. A row that would be attended to by another kernel, or in parts, is not
-        padded.
-        """
+        """See `PoolKernels`. A row that another kernel computes, or in parts, is not padded."""
         self._scale(row.address.shape[0], row.address.shape[2])
         entry_bytes = 2 * self._pool.shape[-1] * self._pool.dtype.itemsize
         cells = gathered.PrefillOrder.of(row, entry_bytes, self._gathers)

@@ -121,8 +121,7 @@ class Policy:
             or len(step_us) != len(loads)
         ):
             raise ConfigError(
-                f"a policy needs at least two traces, each with times of {len(schedules)} "
-                "schedules"
+                f"a policy needs at least two traces, each with times of {len(schedules)} schedules"
             )
         times = tuple(tuple(row) for row in step_us)
         tried = [
