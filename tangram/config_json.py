@@ -44,9 +44,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The language part of a config.json, and its folder. The folder is None for presets and
-    content.
-    """
+    """The language part of a config.json, and its folder (None for presets and content)."""
 
     name: str
     content: Mapping[str, Any]

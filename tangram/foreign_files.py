@@ -61,8 +61,9 @@ def is_text(value: str) -> bool:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of `text`. Raises `ValueError` if it is no JSON, too deeply nested, or no Unicode
-    text.
+    """The value of `text`.
+
+    Raises `ValueError` if it is no JSON, too deeply nested, or no Unicode text.
     """
     try:
         found = json.loads(text)

@@ -74,8 +74,9 @@ class Bounds:
             raise RequestError(message, field)
 
     def check_option(self, name: str, value: float, hint: str = "") -> None:
-        """Raise `ConfigError` if the `value` of option `name` lies outside; `hint` names other
-        values.
+        """Raise `ConfigError` if the `value` of option `name` lies outside.
+
+        `hint` names other values.
         """
         if self._holds(value):
             return
@@ -112,8 +113,7 @@ BIAS = Bounds(-100.0, 100.0)
 def check_size(
     texts: Iterable[str], field: str, max_model_len: int, longest_token_bytes: int
 ) -> None:
-    """Raise `RequestError` for texts of `field` that are too long for the model in any
-    tokenization.
+    """Raise `RequestError` for texts of `field` that do not fit the model in any tokenization.
 
     Tokenizing megabytes takes seconds, so texts that could never fit are refused first.
     """

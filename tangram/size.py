@@ -92,9 +92,7 @@ class KVSize:
         return None if self._layout is None else self._layout.most_pages(self.context_tokens)
 
     def how_many_fit(self, memory_gib: float) -> int:
-        """How many such sequences, sharing nothing, fit to their end into `memory_gib` GiB of KV
-        cache.
-        """
+        """How many such sequences, sharing nothing, fit to their end into `memory_gib` GiB."""
         if not (math.isfinite(memory_gib) and memory_gib > 0):
             raise ConfigError(f"memory_gib is {memory_gib}, it must be positive")
         memory_bytes = int(memory_gib * _GIB)

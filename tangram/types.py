@@ -148,10 +148,9 @@ class Matcher(Protocol):
     error: RequestError | None
 
     def mask_tokens(self) -> UInt8:
-        """[n], at least as many bits as tokens: bit i % 8 of byte i // 8 is set if token i may come
-        next.
+        """[n], at least as many bits as tokens: bit i % 8 of byte i // 8 allows token i.
 
-        Where the grammar is complete only the ends of text may. After an error the mask is
+        Where the grammar is complete only the ends of text are allowed. After an error the mask is
         undefined.
         """
 

@@ -18,8 +18,7 @@ from tangram.types import Int32, PageMove
 
 
 class HostTier:
-    """Links over `total` host pages, evicted least recently used first. With 0 pages it keeps
-    nothing.
+    """Links over `total` host pages, evicted least recently used first. With 0 pages it is empty.
 
     `arriving` bool [device pages] marks the pages that moves will fill which nobody has taken yet.
     Counters since the start: `dropped` links that were evicted or did not fit, `pages_out` and
@@ -67,7 +66,7 @@ class HostTier:
         """
         if key in self.links:
             self.links.move_to_end(key)
-        elif self.arriving[pages].any() or not self._make_room(
+        elif self.arriving[pages].any() or not self._evict_for(
             len(pages)
         ):  # what has not arrived yet cannot leave
             self.dropped += 1
@@ -125,7 +124,7 @@ class HostTier:
         if len(move.pages):
             self._moves.append(move)
 
-    def _make_room(self, count: int) -> bool:
+    def _evict_for(self, count: int) -> bool:
         if count > self.total or not self.total:
             return False
         while self.ledger.free < count:

@@ -48,8 +48,8 @@ class ChunkKeys:
     _keys: list[bytes] = field(default_factory=list)
 
     def after(self, chunks: int, tokens: Int64) -> bytes:
-        """The key of the chain of the first `chunks` chunks of the sequence, which begins with
-        `tokens`.
+        """The key of the chain of the sequence's first `chunks` chunks; `tokens` are all its
+        tokens.
 
         Raises `ValueError` if `tokens` are fewer than these chunks hold.
         """

@@ -74,9 +74,7 @@ class CacheManager:
         return True
 
     def new_tokens(self, keys: ChunkKeys, tokens: Int64) -> int:
-        """How many of `tokens` are not in cached chunks now, so that they would have to be
-        computed.
-        """
+        """How many of `tokens` are not in cached chunks now and would have to be computed."""
         return (
             len(tokens) - len(self._chain(keys, tokens).chunks) * keys.retention.layout.chunk_tokens
         )
@@ -156,11 +154,10 @@ class CacheManager:
         self._write_lengths(seq)
 
     def commit(self, seq: SequenceCache, tokens: Int64) -> None:
-        """After the step: release what left the window, and publish the newest chunk or full raw
-        pages.
+        """After the step: release what left the window, and publish the newest chunk or raw pages.
 
-        `tokens` are all tokens of the sequence. Where the cache already has the link, its pages
-        replace the sequence's copies.
+        Only full raw pages are published. `tokens` are all tokens of the sequence. Where the cache
+        already has the link, its pages replace the sequence's copies.
         """
         layout = seq.layout
         if len(seq.window_spans) > layout.window_chunks:
@@ -276,9 +273,7 @@ class CacheManager:
         )
 
     def _reach(self, key: bytes, parent: Node | None, link: Link, pages: int) -> Node:
-        """The link for `key`: acquired and shared already, or restored from host memory into new
-        pages.
-        """
+        """The link for `key`: acquired and shared already, or restored from host memory."""
         node = self.prefix.find(key)
         if node is not None:
             return node

@@ -19,9 +19,7 @@ from tangram.types import Int32, Int64
 
 
 class Link(Enum):
-    """What a link holds: a sealed chunk (full-attention groups), its sliding-window part, or a raw
-    page.
-    """
+    """What a link holds: a sealed chunk (full-attention groups), its window part, or a raw page."""
 
     CHUNK = "chunk"
     WINDOW = "window"
@@ -80,11 +78,10 @@ class PrefixCache:
         return self.nodes.get(key)
 
     def longest(self, keys: ChunkKeys, tokens: Int64) -> Chain:
-        """The longest chain of `tokens` on the device or in host memory. One token is left to
-        compute.
+        """The longest chain of `tokens` on the device or in host memory.
 
-        The next query must find what it sees in its windows, so chunks without these parts are left
-        out.
+        One token is left to compute. The next query must find what it sees in its windows, so
+        chunks without these parts are left out.
         """
         layout, chunks = keys.retention.layout, list[bytes]()
         for number in range(1, (len(tokens) - 1) // layout.chunk_tokens + 1):

@@ -154,7 +154,7 @@ QUICK_SAMPLES = (
 )
 
 
-def pilot_texts(count: int = 50, seed: int = 0, *, min_characters: int = 8_000) -> list[str]:
+def make_texts(count: int = 50, seed: int = 0, *, min_characters: int = 8_000) -> list[str]:
     """`count` texts of mixed kinds, each `min_characters` to about 1.5 times that long.
 
     The same Python version, seed and count give the same texts. Plain English has 4 to 5 characters
@@ -167,11 +167,11 @@ def pilot_texts(count: int = 50, seed: int = 0, *, min_characters: int = 8_000) 
         raise ConfigError(f"min_characters is {min_characters}, it must be at least {_SHORTEST}")
     return [
         _one(kind, KINDS[kind], f"{seed}/{index}", min_characters)
-        for index, kind in enumerate(pilot_kinds(count))
+        for index, kind in enumerate(list_kinds(count))
     ]
 
 
-def pilot_kinds(count: int) -> list[str]:
+def list_kinds(count: int) -> list[str]:
     """The kind, a key of `KINDS`, of each of `count` calibration texts."""
     return list(itertools.islice(itertools.cycle(KINDS), count))
 
@@ -182,8 +182,9 @@ def _one(kind: str, write: Writer, seed: str, min_characters: int) -> str:
 
 
 def _fill(pieces: Iterator[str], characters: int, separator: str) -> str:
-    """Pieces joined until they reach `characters`, then cut back to a line end (in prose, a word
-    end).
+    """Pieces joined until they reach `characters`, then cut back to a line end.
+
+    In prose the cut is at a word end.
     """
     text = next(pieces)
     while len(text) < characters:
@@ -220,8 +221,8 @@ def _code(rng: random.Random) -> str:
 
 def _hide_facts(rng: random.Random, characters: int, facts: list[str], questions: list[str]) -> str:
     """Filler prose with the facts at random places and the questions at the end."""
-    room = characters - sum(len(text) + 2 for text in facts + questions)
-    paragraphs = _fill(_paragraphs(rng), room, "\n\n").split("\n\n")
+    capacity = characters - sum(len(text) + 2 for text in facts + questions)
+    paragraphs = _fill(_paragraphs(rng), capacity, "\n\n").split("\n\n")
     for fact in facts:
         paragraphs.insert(rng.randrange(len(paragraphs)), fact)
     return "\n\n".join([*paragraphs, *questions])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from reprlib import repr as shortened
 
-from tangram.cache.books import PageStates
+from tangram.cache.accounting import PageStates
 from tangram.cache.layout import Layout
 from tangram.cache.retention import Retention
 from tangram.engine.meters import Meters

@@ -18,11 +18,11 @@ from tangram.cache.step import Row, RowKind, Step
 from tangram.compress.scorers import Scorer
 from tangram.engine.meters import Meters
 from tangram.errors import IntegrityError
-from tangram.kernels.interface import PoolKernels, PrefillRows, Room
+from tangram.kernels.interface import PaddedShape, PoolKernels, PrefillRows
 from tangram.kernels.transfer import place
 from tangram.model.attention import RepeatAttention, StepAttention
 from tangram.model.rotary import Rotary
-from tangram.model.sealing import ChunkSealer, FusedSealer, ScoreObserver, Wishes
+from tangram.model.sealing import ChunkSealer, FusedSealer, ScoreObserver, ScoreReceiver
 from tangram.plan.forest import Forest, build_forest, units_of
 from tangram.plan.form import DecodeRows
 from tangram.plan.schedule import Decoding
@@ -117,11 +117,10 @@ class Batcher:
         return [(rows, True) for rows in (decode, *((row,) for row in rest)) if rows]
 
     def attention(self, rows: Sequence[Row], epoch: int, *, padded: bool = False) -> StepAttention:
-        """The attention of a pass of `rows`, whose pages the scheduler has taken; DECODE rows come
-        first.
+        """The attention of a pass of `rows`, whose pages the scheduler has taken.
 
-        `epoch` identifies the set of DECODE rows. A `padded` pass of one prefill row has a `Room`,
-        if the kernels can.
+        DECODE rows come first; `epoch` identifies the set of them. A `padded` pass of one prefill
+        row has a `PaddedShape`, if the kernels can.
         """
         decode = [row for row in rows if row.kind is RowKind.DECODE]
         rest = rows[len(decode) :]
@@ -130,8 +129,8 @@ class Batcher:
             self._epoch = epoch
         width = self._width if decode else 0
         prefill = self._prefill_rows(rest, width)
-        room = self._room(rest[0]) if padded and not decode else None
-        has_room = self._begin(width, prefill, room)
+        shape = self._padded_shape(rest[0]) if padded and not decode else None
+        is_padded = self._begin(width, prefill, shape)
         sealers = list(self._sealers(rest))
         return StepAttention(
             self.kernels,
@@ -140,7 +139,7 @@ class Batcher:
             prefill,
             sealers,
             self.meters.sealing,
-            room.tokens if room is not None and has_room else None,
+            shape.tokens if shape is not None and is_padded else None,
         )
 
     def _plan(self, decode: Sequence[Row]) -> None:
@@ -148,14 +147,16 @@ class Batcher:
         batch = self._decoding(decode, self.cache.tables, self.cache.lengths)
         self.meters.plans[self.kernels.load(batch, self._width)] += 1
 
-    def _room(self, row: Row) -> Room:
-        """The `Room` of a prefill row: tokens rounded to a power of two, and the longest past."""
+    def _padded_shape(self, row: Row) -> PaddedShape:
+        """The shape of a padded prefill row: tokens rounded to a power of two, and the longest
+        past.
+        """
         layout = row.retention.layout
         tokens = len(row.tokens)
         if row.kind is RowKind.TAIL:
             tokens = max(LEAST_ROOM, 1 << (tokens - 1).bit_length())
         past = int(layout.lengths(*divmod(layout.max_tokens - 1, layout.chunk_tokens)).max())
-        return Room(tokens, past, (row.retention, row.kind))
+        return PaddedShape(tokens, past, (row.retention, row.kind))
 
     def apart(self, rows: Sequence[Row]) -> bool:
         """Whether each prefill row of `rows` is a pass of its own, which a graph can replay."""
@@ -167,8 +168,7 @@ class Batcher:
         return all(isinstance(sealer, FusedSealer) for sealer in self._sealers(rows))
 
     def typical(self) -> Iterator[Row]:
-        """Artificial prefill rows of the default ρ, one for every size of `Room`: a chunk and
-        tails.
+        """Artificial prefill rows of the default ρ for every `PaddedShape`: a chunk and tails.
 
         Empty if these are not `apart`.
         """
@@ -184,9 +184,7 @@ class Batcher:
                 yield row
 
     def rehearse(self, rows: int) -> StepAttention:
-        """The attention of `rows` empty decoding rows, planned as if they were long and shared
-        nothing.
-        """
+        """The attention of `rows` empty decoding rows, planned as long rows that share nothing."""
         most = self.retentions[0].layout.max_tokens
         self.kernels.load(
             self._make_rows(np.linspace(most - 1, most // 8, rows, dtype=np.int64)), self._width
@@ -233,10 +231,12 @@ class Batcher:
         self._begin(0, attention.prefill.repeat_row(sealer.number, tokens))
         return RepeatAttention(self.kernels, self.windows, sealer, self.meters.sealing)
 
-    def _begin(self, decode_rows: int, prefill: PrefillRows, room: Room | None = None) -> bool:
-        """Begin a pass; returns whether it is padded to `room`."""
+    def _begin(
+        self, decode_rows: int, prefill: PrefillRows, shape: PaddedShape | None = None
+    ) -> bool:
+        """Begin a pass; returns whether it is padded to `shape`."""
         tables = self.tables.flat()
-        if room is not None and self.kernels.begin_row(tables, prefill, room):
+        if shape is not None and self.kernels.begin_row(tables, prefill, shape):
             return True
         self.kernels.begin(tables, self.cache.lengths, decode_rows, prefill)
         return False
@@ -312,18 +312,16 @@ class Batcher:
     def _sealers_of(
         self, retention: Retention, rows: Sequence[Row], numbers: Sequence[int]
     ) -> Iterator[ChunkSealer | FusedSealer]:
-        """The sealers of the chunks `numbers` of `rows`, which lie end to end and have one
-        retention.
-        """
+        """The sealers of the chunks `numbers` of `rows`, consecutive and of one retention."""
         scorer = self._scorer
         fused = self.kernels.fused_scores.get(scorer.name)
         apart = self.observer is not None or retention.layout.keeps_everything
-        wishes = {at: self._wishes(rows[at]) for at in numbers}
+        receivers = {at: self._receiver(rows[at]) for at in numbers}
         if fused is None or apart:
             for at in numbers:
-                yield self._chunk_sealer(scorer, rows[at], at, wishes[at])
+                yield self._chunk_sealer(scorer, rows[at], at, receivers[at])
             return
-        asked = {at - numbers[0]: wish for at, wish in wishes.items() if wish is not None}
+        asked = {at - numbers[0]: one for at, one in receivers.items() if one is not None}
         span = slice(numbers[0], numbers[-1] + 1)
         yield FusedSealer(retention, self.kernels, fused, span, asked)
 
@@ -334,11 +332,11 @@ class Batcher:
         return self.scorer
 
     def _chunk_sealer(
-        self, scorer: Scorer, row: Row, number: int, wishes: Wishes | None
+        self, scorer: Scorer, row: Row, number: int, receiver: ScoreReceiver | None
     ) -> ChunkSealer:
-        return ChunkSealer(scorer, self.kernels, row, number, self.rotary, self.observer, wishes)
+        return ChunkSealer(scorer, self.kernels, row, number, self.rotary, self.observer, receiver)
 
-    def _wishes(self, row: Row) -> Wishes | None:
+    def _receiver(self, row: Row) -> ScoreReceiver | None:
         overflow = self.meters.overflow
         return None if overflow is None else overflow.sample(row.retention, row.start)
 

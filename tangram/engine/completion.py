@@ -41,8 +41,9 @@ class Completion:
 
     @cached_property
     def sampler(self) -> SampleRow:
-        """How its tokens are chosen. If it cannot be made, `error` is set and the first token is
-        invalid.
+        """How its tokens are chosen. If it cannot be made, `error` is set.
+
+        The first token is then invalid.
         """
         try:
             sampler, self.text = self.begin()
@@ -66,7 +67,7 @@ class Completion:
         return self.sampler.matcher is not None
 
     def take(self, token: TokenLogprob) -> tuple[str, FinishReason | None]:
-        """Add the expected token. Returns the text that is certain now, and the finish reason or
+        """Add the expected token. Returns the text that is certain now, and a finish reason or
         None.
 
         After an `error` there is neither.

@@ -33,11 +33,10 @@ def row_key(seed: int, sample_index: int, step: int) -> int:
 
 
 def draw(weights: Tensor, keys: Sequence[int]) -> Tensor:
-    """[R] int64: for each row of `weights` [R, V] (int64) token i with probability weights[i] /
-    sum.
+    """[R] int64: for each row of `weights` [R, V] token i with probability weights[i] / sum.
 
-    `keys` are those of the rows. A token of weight 0 is never drawn while another weighs more. A
-    token of less than 2**-32 of the sum is almost never drawn.
+    `weights` are int64. `keys` are those of the rows. A token of weight 0 is never drawn while
+    another weighs more. A token of less than 2**-32 of the sum is almost never drawn.
     """
     places = on_device(weights.device, keys)
     rows = max(1, _ENTRIES_AT_ONCE // weights.shape[1]) if weights.is_cuda else 1

@@ -77,9 +77,7 @@ class GrammarCompiler:
 
     @cached_property
     def _tokens(self) -> LLTokenizer | None:
-        """None if this tokenizer's tokens are no bytes. Made once; the interpreter is busy
-        meanwhile.
-        """
+        """None if this tokenizer's tokens are no bytes. Made once, which blocks the interpreter."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         try:
             return (
@@ -192,9 +190,7 @@ class GrammarMatcher:
         self.error: RequestError | None = None
 
     def mask_tokens(self) -> UInt8:
-        """See `types.Matcher`. A grammar that needs too much work for one token is an error at the
-        next.
-        """
+        """See `types.Matcher`. Too much work for one token is an error at the next token."""
         return np.frombuffer(bytearray(self._matcher.compute_bitmask()), np.uint8)
 
     def take(self, token: int) -> None:

@@ -1,7 +1,7 @@
 """Forward passes as CUDA graphs.
 
 Decode passes are captured once for each batch width and replayed under changing plans. Passes of
-single prefill rows are captured once for each `Room`.
+single prefill rows are captured once for each `PaddedShape`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class PassGraphs:
         """Logits [wanted, V] of a pass that only decodes, or of a single padded row.
 
         They are valid until the next pass. `tokens` and `positions` are padded to the width or the
-        `Room`. `wanted` has as many places as any such pass wants.
+        `PaddedShape`. `wanted` has as many places as any such pass wants.
         """
         sizes = [len(tokens), len(positions), len(wanted)]
         inputs = place(np.concatenate([tokens, positions, wanted]), self._device)
@@ -86,7 +86,7 @@ class PassGraphs:
         self, inputs: Tensor, sizes: list[int], attention: StepAttention
     ) -> _CapturedPass | None:
         state = attention.kernels.captured
-        if state is None or (attention.room is not None) in self._refused:
+        if state is None or (attention.padded_tokens is not None) in self._refused:
             return None
         if state not in self._captured:
             self._captured[state] = self._capture(inputs.clone(), sizes, attention)
@@ -119,8 +119,8 @@ class PassGraphs:
             )
             return None
         except RuntimeError as error:
-            self._refused.add(attention.room is not None)
-            which = "decode runs" if attention.room is None else "prefill rows run"
+            self._refused.add(attention.padded_tokens is not None)
+            which = "decode runs" if attention.padded_tokens is None else "prefill rows run"
             _log.warning("%s without CUDA graphs: %s", which, str(error).splitlines()[0])
             return None
         finally:

@@ -50,9 +50,7 @@ class RequestOutput:
 def _with_options_of(
     make: Callable[Options, EngineConfig],
 ) -> Callable[[Callable[[LLM, EngineConfig], None]], Callable[Concatenate[LLM, Options], None]]:
-    """A decorator: `__init__` takes the arguments of `make` and gets the config that `make`
-    returns.
-    """
+    """A decorator: `__init__` takes the arguments of `make` and gets the config it returns."""
 
     def decorate(
         init: Callable[[LLM, EngineConfig], None],

@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 
-from tangram.cache.books import check_books
+from tangram.cache.accounting import check_accounting
 from tangram.cache.layout import Layout
 from tangram.cache.retention import Retention
 from tangram.config import EngineConfig
@@ -258,11 +258,9 @@ class Engine:
         """Forget every unused cached prefix."""
         self._between_steps(self._scheduler.cache.prefix.clear)
 
-    def check_books(self) -> None:
-        """Raise `IntegrityError` unless every page is accounted for and footprints follow the
-        formula.
-        """
-        self._between_steps(partial(check_books, self._scheduler.cache))
+    def check_accounting(self) -> None:
+        """Raise `IntegrityError` unless every page is accounted for and footprints are right."""
+        self._between_steps(partial(check_accounting, self._scheduler.cache))
 
     def _between_steps(self, work: Callable[[], None]) -> None:
         """Do `work`, between two steps if a thread steps; raises what `work` raises."""
@@ -365,6 +363,6 @@ class Engine:
     def _check_once(self) -> None:
         """Check the page accounting when idle, so that a mistake shows before the next load."""
         if not self._checked:
-            check_books(self._scheduler.cache)
+            check_accounting(self._scheduler.cache)
             self._checked = True
             self._publish_stats()

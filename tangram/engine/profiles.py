@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tangram.calibrate.measure import Observer, calibrate
-from tangram.calibrate.texts import QUICK_SAMPLES, pilot_texts
+from tangram.calibrate.texts import QUICK_SAMPLES, make_texts
 from tangram.compress.library import find_profile, find_shipped_profiles
 from tangram.compress.profile import Profile, Scope
 from tangram.compress.provenance import ModelFingerprint, ScorerSpec
@@ -108,7 +108,7 @@ def find_or_make_profile(
         QUICK_SAMPLES,
     )
     check_chunk(config, loaded)
-    texts = pilot_texts(QUICK_SAMPLES, min_characters=max(8_000, 6 * config.chunk_tokens))
+    texts = make_texts(QUICK_SAMPLES, min_characters=max(8_000, 6 * config.chunk_tokens))
     profile = calibrate_model(
         loaded,
         scorer,

@@ -100,13 +100,11 @@ class Runner:
         return choice
 
     def _pass(self, rows: Sequence[Row], epoch: int, replayed: bool) -> Tensor:
-        """Logits [rows that sample, V] of one pass; by a graph that fits it if it may be
-        `replayed`.
-        """
+        """Logits [rows that sample, V] of one pass; if `replayed`, by a graph that fits it."""
         attention = self._batcher.attention(rows, epoch, padded=replayed)
         tokens, positions, ends = _flatten(rows, attention)
         sampled, carried = ends[[row.sample for row in rows]], self._carry(rows, ends)
-        if replayed and self._graphs is not None and (attention.width or attention.room):
+        if replayed and self._graphs is not None and (attention.width or attention.padded_tokens):
             # A graph needs the same places in every pass, and its next pass overwrites its logits.
             wanted = np.arange(attention.width) if attention.width else ends
             logits = self._graphs.logits(tokens, positions, wanted, attention, carried)
@@ -254,7 +252,7 @@ def _make_row(kind: RowKind, retention: Retention, start: int, tokens: int) -> R
 def _flatten(rows: Sequence[Row], attention: StepAttention) -> tuple[Int64, Int64, Int64]:
     """Tokens and positions of `rows`, and where each of them ends.
 
-    Decode rows are padded to the width of `attention`, a row with a `Room` to its tokens.
+    Decode rows are padded to the width of `attention`, a row with a `PaddedShape` to its tokens.
     """
     decode_rows = sum(row.kind is RowKind.DECODE for row in rows)
     fill = np.zeros(attention.width - decode_rows, np.int64)
@@ -262,7 +260,9 @@ def _flatten(rows: Sequence[Row], attention: StepAttention) -> tuple[Int64, Int6
     positions = [np.arange(row.start, row.start + len(row.tokens)) for row in rows]
     ends = np.cumsum([len(own) for own in tokens]) - 1
     ends[decode_rows:] += len(fill)
-    beyond = np.zeros(0 if attention.room is None else attention.room - ends[-1] - 1, np.int64)
+    beyond = np.zeros(
+        0 if attention.padded_tokens is None else attention.padded_tokens - ends[-1] - 1, np.int64
+    )
     for parts in (tokens, positions):
         parts.insert(decode_rows, fill)
         parts.append(beyond)

@@ -98,9 +98,7 @@ class SampleRow:
             self._history.output_counts.index_add_(0, token, self._history.one)
 
     def change_logits(self, logits: Tensor) -> None:
-        """Add the bias and the penalties to `logits` [V] (float32), in place; mask ends that are
-        too early.
-        """
+        """Add the bias and the penalties to `logits` [V] (float32), in place; mask early ends."""
         if self._bias is not None:
             logits.index_add_(0, *self._bias)
         if self._ends is not None and self._must_go_on:
@@ -140,8 +138,7 @@ class _History:
 
 @dataclass(frozen=True, eq=False)
 class SampledTokens:
-    """The chosen tokens: `tokens` int64 [R] on the device. Other results are being copied to the
-    host.
+    """The chosen tokens: `tokens` int64 [R] on the device. The rest is being copied to the host.
 
     `figures` are the tokens, their log-probabilities and the logsumexp of their rows. `best` are
     the most likely tokens and their log-probabilities, each [n, k], of the rows listed with them.
@@ -152,8 +149,9 @@ class SampledTokens:
     best: Sequence[tuple[Sequence[int], HostCopies]]
 
     def tokens_on_host(self) -> list[TokenLogprob | None]:
-        """Waits for the device. None for a row without token: its logits hold NaN or +∞, or are all
-        −∞.
+        """The tokens; waits for the device. None for a row without one.
+
+        The logits of such a row hold NaN or +∞, or are all −∞.
         """
         token_ids, logprobs, sums = (part.tolist() for part in self.figures.get())
         top: dict[int, tuple[tuple[int, float], ...]] = {}
@@ -218,9 +216,7 @@ def probabilities(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
 
 
 def check_tokens(params: SamplingParams, vocab_size: int) -> None:
-    """Raise `RequestError` if `logit_bias` or `stop_token_ids` names a token outside the
-    vocabulary.
-    """
+    """Raise `RequestError` if `logit_bias` or `stop_token_ids` names an unknown token."""
     for field, tokens in (
         ("logit_bias", params.logit_bias),
         ("stop_token_ids", params.stop_token_ids),

@@ -137,10 +137,10 @@ class Scheduler:
         return Step(rows, self._epoch_of(decode), *self.cache.take_moves(row.slot for row in rows))
 
     def commit(self, step: Step) -> None:
-        """Record what `step` computes. Call it when nothing is pending, before its tokens are
-        expected.
+        """Record what `step` computes.
 
-        Sequences that were removed since it was scheduled are skipped.
+        Call it when nothing is pending, before its tokens are expected. Sequences that were removed
+        since it was scheduled are skipped.
         """
         by_slot = {
             sequence.cache.slot: sequence for sequence in self.running if sequence.cache is not None
@@ -242,9 +242,7 @@ class Scheduler:
         return self._row(sequence, RowKind.DECODE, start, start + 1, sample=True)
 
     def _prefill(self, candidates: Iterable[TokenSequence], budget: int) -> list[Row]:
-        """All rows that the first sequence may have, then those of the second, until a row does not
-        fit.
-        """
+        """All rows that the first sequence may have, then those of the second, while they fit."""
         rows: list[Row] = []
         for sequence in candidates:
             goes_on = True

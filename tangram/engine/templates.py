@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 
 class _Generation(Extension):
-    """The tag with which some templates mark answers for training. Its content is rendered as
-    usual.
-    """
+    """The tag with which some templates mark answers for training; its content is rendered."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's own form)
 

@@ -93,8 +93,7 @@ def runs_compiled(pool: Tensor) -> bool:
 
 
 def warm_up() -> None:
-    """Compile the kernels (~15 s) or load them from Numba's cache (~0.5 s) before the first
-    request.
+    """Compile the kernels (~15 s), or load them from Numba's cache (~0.5 s), before serving.
 
     Starting Numba's threads also sets the size of torch's OpenMP pool, so torch's own size is
     restored.

@@ -380,7 +380,7 @@ def tile_of(dim: int, element_bytes: int, card: Card) -> Tile:
     return fit_tile(_TILE, Operands(dim, element_bytes, hops=1), card, TILE)
 
 
-def room(part: Part, layer: int, dim: int) -> int:
+def count_elements(part: Part, layer: int, dim: int) -> int:
     """Elements that the gathered keys, or values, of one layer take."""
     return int(part.total[layer]) * dim
 
@@ -407,8 +407,8 @@ def attend(
     """Attention of the cells `order` of a part: q [T, Q, D], k, v [T', H, D] → its rows of out.
 
     out is [T, Q, D]. `address` int32 [N, H, 3], `spans` int32 [N, 5] and `offsets` int32 [N · H, 2]
-    are a step's, `sources` int32 the part's. `gathered` are two tensors of at least `room`
-    elements, which are overwritten. Otherwise the contract of `prefill.prefill`.
+    are a step's, `sources` int32 the part's. `gathered` are two tensors of at least
+    `count_elements` elements, which are overwritten. Otherwise the contract of `prefill.prefill`.
     """
     dim, heads, group = q.shape[2], k.shape[1], q.shape[1] // k.shape[1]
     total = int(part.total[layer])

@@ -32,7 +32,7 @@ FEW_PARTS, MANY_PARTS = (4, 8), 64  # parts that a merge takes at a time: a kern
 class GpuDecode:
     """Executes decode plans of one pool: `load` a plan, then `attend` layer by layer.
 
-    This works eagerly or in a graph. `plans`, at the flat host `lengths`, and `room` size the
+    This works eagerly or in a graph. `plans`, at the flat host `lengths`, and `least` size the
     buffers; with `slack` the sizes are rounded up to powers of two. `group` is G. An FP8 pool needs
     `scales`, float32 [L, H, 2], the factors of stored keys and values. `card` None is the pool's
     own. Raises `ConfigError` if a plan does not fit.
@@ -48,7 +48,7 @@ class GpuDecode:
         lengths: Int32 | None = None,
         options: DecodeOptions | None = None,
         scales: Tensor | None = None,
-        room: Capacity | None = None,
+        least: Capacity | None = None,
         slack: bool = False,
         card: Card | None = None,
     ) -> None:
@@ -57,7 +57,9 @@ class GpuDecode:
         self._pool = address(pool, self._card)
         self._kv_heads, self._tile_tokens = plans[0].kv_heads, plans[0].tile_tokens
         packed = [pack(plan, group, self._options, lengths) for plan in plans]
-        size = Capacity.of(plans, packed) if room is None else Capacity.of(plans, packed).join(room)
+        size = (
+            Capacity.of(plans, packed) if least is None else Capacity.of(plans, packed).join(least)
+        )
         self.capacity = size = size.rounded if slack else size
         device, total = pool.device, sum(size.sizes.values())
         self._device_plan = torch.empty(total, dtype=torch.int32, device=device)

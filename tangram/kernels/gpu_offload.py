@@ -89,11 +89,10 @@ class GpuHostMemory:
 
 
 def _pin(pages: int, size: int) -> Tensor:
-    """int32 [pages, size] that a GPU can read and write. Raises `ConfigError` if the driver
-    refuses.
+    """int32 [pages, size] that a GPU can read and write.
 
-    The memory is registered with CUDA, not allocated by torch, which would round up to a power of
-    two.
+    Raises `ConfigError` if the driver refuses. The memory is registered with CUDA, not allocated by
+    torch, which would round up to a power of two.
     """
     memory = torch.empty(pages, size, dtype=torch.int32)
     _log.info("pinning %.1f GiB of host memory", memory.nbytes / 2**30)

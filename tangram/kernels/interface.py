@@ -46,8 +46,9 @@ class PrefillRows:
         return int((self.spans[:, 1] - self.spans[:, 0])[self.asking].max(initial=0))
 
     def repeat_row(self, row: int, tokens: int) -> PrefillRows:
-        """`row` alone, with queries for `tokens` repeated tokens after its own (KVzip's second
-        pass).
+        """`row` alone, with queries for `tokens` repeated tokens after its own.
+
+        This is KVzip's second pass.
         """
         _, _, begin, end, position = self.spans[row]
         spans = self.spans.copy()
@@ -56,8 +57,8 @@ class PrefillRows:
 
 
 @dataclass(frozen=True)
-class Room:
-    """The capacity of a padded pass for one prefill row.
+class PaddedShape:
+    """The shape of a padded pass of one prefill row.
 
     The pass has `tokens` tokens and pasts of up to `past` entries a head. Rows of one `kind` launch
     the same kernels: `kind` says how entries are kept and what is done with the row.
@@ -98,15 +99,14 @@ class PoolKernels(Protocol):
 
     @property
     def fused_scores(self) -> Mapping[str, Callable[[Tensor], Tensor]]:
-        """Faster implementations of scorers, by name: keys [N, H, C, D] of N chunks → float32 [N,
-        H, C].
+        """Faster implementations of scorers, by name, for N chunks at a time.
+
+        keys [N, H, C, D] → float32 [N, H, C].
         """
         ...
 
     def width(self, rows: int) -> int:
-        """The number of decode rows of a forward pass that decodes `rows`; the excess rows are
-        padding.
-        """
+        """The number of decode rows of a pass that decodes `rows`; the excess rows are padding."""
         ...
 
     def load(self, batch: Decoding, width: int) -> str:
@@ -117,9 +117,7 @@ class PoolKernels(Protocol):
         ...
 
     def rehearsals(self, batch: Decoding, width: int) -> Iterator[None]:
-        """Load plans for `batch`, one after the other, that together launch all kernels of any
-        plan.
-        """
+        """Load plans for `batch`, one after the other, that together launch all decode kernels."""
         ...
 
     @property
@@ -138,8 +136,8 @@ class PoolKernels(Protocol):
         """
         ...
 
-    def begin_row(self, tables: Tensor, row: PrefillRows, room: Room) -> bool:
-        """`begin` for one row alone, with the launches of any row that fits into `room`.
+    def begin_row(self, tables: Tensor, row: PrefillRows, shape: PaddedShape) -> bool:
+        """`begin` for one row alone, with the launches of any row that fits into `shape`.
 
         The contents after the row's tokens are padding. Returns False if it did nothing, so that
         `begin` must be called.
@@ -177,8 +175,7 @@ class PoolKernels(Protocol):
         softcap: float | None,
         sinks: Tensor | None,
     ) -> None:
-        """Store the whole rows after their pasts; then attend to the past and, causally, to the
-        row.
+        """Store the whole rows after their pasts; then attend to the past and, causally, the row.
 
         q [T, Q, D], k and v [T', H, D] → out [T, Q, D].
         """

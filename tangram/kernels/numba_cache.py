@@ -17,8 +17,7 @@ _log = logging.getLogger(__name__)
 def compile_kept(
     *, notice: str | None = None, **options: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Compile the decorated function by `numba.njit(**options)`, and keep the code in Numba's
-    cache.
+    """Compile the decorated function by `numba.njit(**options)`, with Numba's cache on disk.
 
     `notice` is logged as a warning before compilation, to explain a slow start. A folder that is
     not writable, a full disk or a damaged file cause only a warning and a new compilation.

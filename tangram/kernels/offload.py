@@ -45,9 +45,7 @@ class PlainHostMemory:
 
 
 def words(pool: Tensor) -> Tensor:
-    """`pool` [N, Hp, 2, P, D] as int32 [N, words of a page], so that copies do not depend on the
-    dtype.
-    """
+    """`pool` [N, Hp, 2, P, D] as int32 [N, words of a page]: copies do not depend on the dtype."""
     return pool.view(len(pool), -1).view(torch.int32)
 
 

@@ -1,6 +1,6 @@
-"""One padded prefill row: static buffers, and launches that depend on its `Room` alone, for graphs.
+"""One padded prefill row: static buffers, and launches that depend on its shape alone, for graphs.
 
-Grids, buffers and the choice of kernels are those of the longest row that the room holds. The
+Grids, buffers and the choice of kernels are those of the longest row that fits the shape. The
 kernels read the row's true length, and its past, from the buffers. The path of a row depends on its
 own length, so a row alone is computed as in any other step.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tangram.kernels.gathered import PrefillOrder
-from tangram.kernels.interface import PrefillRows, Room
+from tangram.kernels.interface import PaddedShape, PrefillRows
 from tangram.kernels.transfer import stage, views
 from tangram.types import Int32
 
@@ -36,10 +36,15 @@ class RowBuffers:
 
     @classmethod
     def of(
-        cls, row: PrefillRows, cells: PrefillOrder, room: Room, entries: int, device: torch.device
+        cls,
+        row: PrefillRows,
+        cells: PrefillOrder,
+        shape: PaddedShape,
+        entries: int,
+        device: torch.device,
     ) -> RowBuffers:
         """Buffers for rows like `row`, with at most `entries` gathered entries in a layer."""
-        tokens, layers = room.tokens, len(row.address)
+        tokens, layers = shape.tokens, len(row.address)
         spans = np.array([[0, tokens, 0, tokens, 0]], np.int32)
         kept = np.where(row.whole[:, :, None], np.int32(tokens), row.kept)
         most = [
@@ -47,7 +52,7 @@ class RowBuffers:
                 part,
                 queries=tokens,
                 keys=tokens,
-                longest=np.full(layers, room.past),
+                longest=np.full(layers, shape.past),
                 total=np.full(layers, entries),
             )
             for part in cells.gathered

@@ -79,10 +79,10 @@ def softmax_part(
 
 
 def merge_parts(parts: Sequence[Part]) -> Part:
-    """Merge parts (out [..., D], log-sum-exp [...]) of the same queries by online softmax, in
-    order.
+    """Merge parts (out [..., D], log-sum-exp [...]) of the same queries by online softmax.
 
-    EMPTY parts (log-sum-exp −inf) have weight 0, also when all parts are empty.
+    They are merged in order. EMPTY parts (log-sum-exp −inf) have weight 0, also when all parts are
+    empty.
     """
     lse = torch.stack([part[1] for part in parts])
     total = torch.logsumexp(lse, 0)

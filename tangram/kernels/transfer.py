@@ -14,9 +14,7 @@ from tangram.types import Int32
 
 
 def stage(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """`array` as a host tensor; a `non_blocking` copy of it to `device` does not make the host
-    wait.
-    """
+    """`array` as a host tensor whose `non_blocking` copy to `device` does not block the host."""
     host = torch.from_numpy(array)
     return host.pin_memory() if device.type == "cuda" else host
 

@@ -17,7 +17,7 @@ from tangram.kernels import dense, gathered, keydiff, prefill, reference, store
 from tangram.kernels.card import Card
 from tangram.kernels.e4m3 import address
 from tangram.kernels.gpu import FEW_PARTS, MANY_PARTS, GpuDecode
-from tangram.kernels.interface import MOST_BYTES, PrefillRows, Ranking, Room
+from tangram.kernels.interface import MOST_BYTES, PaddedShape, PrefillRows, Ranking
 from tangram.kernels.packed import Capacity, DecodeOptions, pack
 from tangram.kernels.padded import RowBuffers
 from tangram.kernels.transfer import stage, upload
@@ -70,7 +70,7 @@ class TritonKernels:
         self._cost = CostModel() if policy is None else policy.cost
         self._decoders: dict[tuple[int, DecodeOptions], GpuDecode] = {}
         self._addresses: dict[int, Tensor] = {}
-        self._rooms: dict[Hashable, RowBuffers] = {}
+        self._padded: dict[Hashable, RowBuffers] = {}
         self._scales: Tensor | None = None
         self._gathers, self._fuses = (
             gathered.serves(pool, self._card),
@@ -98,8 +98,8 @@ class TritonKernels:
         )
         known = self._decoders.get((width, options))
         if known is None or not known.takes(plan, batch.lengths):
-            room = None if known is None else known.capacity
-            known = self._decoders[width, options] = self._executing(plan, batch, options, room)
+            least = None if known is None else known.capacity
+            known = self._decoders[width, options] = self._executing(plan, batch, options, least)
         self._decoder, self._decode_address = (
             known,
             self._pack_addresses(batch.rows, len(batch.lengths), width),
@@ -125,7 +125,7 @@ class TritonKernels:
             yield
 
     def _executing(
-        self, plan: WorkPlan, batch: Decoding, options: DecodeOptions, room: Capacity | None
+        self, plan: WorkPlan, batch: Decoding, options: DecodeOptions, least: Capacity | None
     ) -> GpuDecode:
         return GpuDecode(
             [plan],
@@ -135,7 +135,7 @@ class TritonKernels:
             lengths=batch.lengths,
             options=options,
             scales=self._scales,
-            room=room,
+            least=least,
             slack=True,
             card=self._card,
         )
@@ -193,7 +193,7 @@ class TritonKernels:
         new_lengths = stage(np.append(lengths.reshape(-1), np.int32(0)), self._pool.device)
         self._lengths.copy_(new_lengths, non_blocking=True)
 
-    def begin_row(self, tables: Tensor, row: PrefillRows, room: Room) -> bool:
+    def begin_row(self, tables: Tensor, row: PrefillRows, shape: PaddedShape) -> bool:
         """See `PoolKernels`. A row that another kernel computes, or in parts, is not padded."""
         self._scale(row.address.shape[0], row.address.shape[2])
         entry_bytes = 2 * self._pool.shape[-1] * self._pool.dtype.itemsize
@@ -204,13 +204,13 @@ class TritonKernels:
         )
         if (self._fuses and dense.runs(row)) or copied > entries:
             return False
-        key = room, row.whole.tobytes(), bool(cells.gathered)
-        if key not in self._rooms:
-            self._rooms[key] = RowBuffers.of(row, cells, room, entries, self._pool.device)
-        known = self._begun = self._rooms[key]
+        key = shape, row.whole.tobytes(), bool(cells.gathered)
+        if key not in self._padded:
+            self._padded[key] = RowBuffers.of(row, cells, shape, entries, self._pool.device)
+        known = self._begun = self._padded[key]
         known.load(row, cells)
         for part in known.cells.gathered:
-            known.copies = self._room(part, 0)
+            known.copies = self._gather_buffers(part, 0)
         self._tables, self._decode_rows, self._rows, self._cells, self._runs = (
             tables,
             0,
@@ -336,7 +336,7 @@ class TritonKernels:
             self._order[layer, part.cells],
             self._offsets[layer],
             self._sources[part.sources],
-            self._room(part, layer),
+            self._gather_buffers(part, layer),
             part,
             out,
             layer=layer,
@@ -344,12 +344,12 @@ class TritonKernels:
             card=self._card,
         )
 
-    def _room(self, part: gathered.Part, layer: int) -> list[Tensor]:
+    def _gather_buffers(self, part: gathered.Part, layer: int) -> list[Tensor]:
         """For the keys and values of a part: as much as any part takes, or as one row needs that
         takes more.
         """
         dim = self._pool.shape[-1]
-        size = gathered.room(part, layer, dim)
+        size = gathered.count_elements(part, layer, dim)
         if len(self._copies[0]) < size:
             most = max(size, MOST_BYTES // (2 * self._pool.dtype.itemsize))
             self._copies = [

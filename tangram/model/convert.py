@@ -80,8 +80,7 @@ def convert_gguf(gguf: Path) -> Path:
 
 
 def refuse_difference(source: str, missing: Collection[str], surplus: Collection[str]) -> None:
-    """Raise `ModelError` unless the tensors of `source` are exactly those that its config
-    describes.
+    """Raise `ModelError` unless `source` has exactly the tensors that its config describes.
 
     Transformers would fill in missing tensors and leave out surplus ones.
     """

@@ -22,7 +22,7 @@ from tangram.compress.profile import Scope
 from tangram.compress.select import dynamic_choice
 from tangram.kernels.transfer import HostCopies
 from tangram.metrics import GroupOverflow
-from tangram.model.sealing import Wishes
+from tangram.model.sealing import ScoreReceiver
 from tangram.types import Int64
 
 
@@ -71,7 +71,7 @@ class Overflow:
             if not retention.layout.keeps_everything
         }
 
-    def sample(self, retention: Retention, start: int) -> Wishes | None:
+    def sample(self, retention: Retention, start: int) -> ScoreReceiver | None:
         """The receiver of the scores of the chunk at position `start`; None for most chunks."""
         if retention not in self._tallies:
             return None
@@ -96,11 +96,11 @@ class Overflow:
             retention, fetched = self._coming.popleft()
             self._count(retention, fetched.get()[0].numpy())
 
-    def _count(self, retention: Retention, wishes: Int64) -> None:
+    def _count(self, retention: Retention, demand: Int64) -> None:
         layout, tally = retention.layout, self._tallies[retention]
         full = list(layout.geometry.full_layers)
-        lost = np.maximum(wishes - layout.head_kept_tokens[full], 0)
-        for place, values in enumerate((wishes, lost, lost > 0)):
+        lost = np.maximum(demand - layout.head_kept_tokens[full], 0)
+        for place, values in enumerate((demand, lost, lost > 0)):
             np.add.at(tally.figures[place], layout.head_group[full], values)
         tally.chunks += 1
 

@@ -18,8 +18,7 @@ Rotary = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def model_rotary(model: PreTrainedModel, head_dim: int) -> Rotary:
-    """The rotary embedding of the model's full-attention layers, for heads of `head_dim`
-    dimensions.
+    """The rotary embedding of the model's full-attention layers; heads have `head_dim` dimensions.
 
     Dimension i must rotate with i + D_rot/2. Raises `ModelError` if the model rotates other pairs
     (GLM and Cohere interleave) or has no rotation: scores would be silently wrong.

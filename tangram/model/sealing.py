@@ -22,7 +22,7 @@ from tangram.types import Int32
 # Called with (the chunk in one layer, its scores [H, C]); calibration and inspection use it.
 ScoreObserver = Callable[[ChunkView, Tensor], None]
 # Called with the scores [H, C] of one chunk, full-attention layer after layer; counts the demand.
-Wishes = Callable[[Tensor], None]
+ScoreReceiver = Callable[[Tensor], None]
 
 
 class ChunkRanking(Ranking):
@@ -37,15 +37,15 @@ class ChunkRanking(Ranking):
 class FusedSealer:
     """Seals chunks of one retention by scores that `kernels` compute themselves.
 
-    The chunks are the prefill `rows`, which lie end to end. `wishes` maps some chunks to receivers
-    of their scores.
+    The chunks are the prefill `rows`, which lie end to end. `receivers` get the scores of some
+    chunks.
     """
 
     retention: Retention
     kernels: PoolKernels
     scores: Callable[[Tensor], Tensor]
     rows: slice
-    wishes: Mapping[int, Wishes] = field(default_factory=dict)
+    receivers: Mapping[int, ScoreReceiver] = field(default_factory=dict)
 
     def take(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scaling: float, hidden: Tensor | None
@@ -55,8 +55,8 @@ class FusedSealer:
         if retention.layout.geometry.windows[layer] is None:
             keys = torch.unflatten(k, 0, (self.rows.stop - self.rows.start, -1)).transpose(1, 2)
             scores = self.scores(keys)
-            for chunk, wishes in self.wishes.items():
-                wishes(scores[chunk])
+            for chunk, receive in self.receivers.items():
+                receive(scores[chunk])
             ranking = ChunkRanking(scores, retention.sink_tokens, retention.window_tokens)
             self.kernels.seal(layer, self.rows, ranking, k, v)
 
@@ -68,7 +68,7 @@ class ChunkSealer:
     `number` is the row's number among the prefill rows of the step that `kernels` have begun. With
     a scorer that needs a reconstruction, the chunk waits in `pending` until the second pass brings
     the queries of its repetition. `chunk_kv` keeps its k and v [C, H, D] of every layer for that
-    pass. `wishes` receives the scores, too.
+    pass. `receiver` gets the scores, too.
     """
 
     scorer: Scorer
@@ -77,7 +77,7 @@ class ChunkSealer:
     number: int
     rotary: Rotary | None
     observer: ScoreObserver | None = None
-    wishes: Wishes | None = None
+    receiver: ScoreReceiver | None = None
     pending: dict[int, ChunkView] = field(default_factory=dict)
     chunk_kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -135,8 +135,8 @@ class ChunkSealer:
         scores = self.scorer.score(chunk) if fused is None else fused(chunk.keys[None])[0]
         if self.observer is not None:
             self.observer(chunk, scores)
-        if self.wishes is not None:
-            self.wishes(scores)
+        if self.receiver is not None:
+            self.receiver(scores)
         self.store(chunk, scores)
 
     def store(self, chunk: ChunkView, scores: Tensor) -> None:

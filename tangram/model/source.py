@@ -18,8 +18,9 @@ def is_gguf(name: str) -> bool:
 
 
 def gguf_file(name: str) -> Path:
-    """The GGUF file of a model for which `is_gguf` is true. Raises `ModelError` if it does not
-    exist.
+    """The GGUF file of a model for which `is_gguf` is true.
+
+    Raises `ModelError` if it is missing.
     """
     if name == EMBEDDED:
         return _find_embedded_gguf()

@@ -172,7 +172,7 @@ class WorkPlan:
         return resolve(self.kind[tasks], self.a[tasks], self.b[tasks], length, self.tile_tokens)
 
     def check(self, rows: DecodeRows, lengths: Int32, tables: Int32 | None = None) -> None:
-        """Raise `IntegrityError` unless each (row, layer, head, visible entry) is covered exactly
+        """Raise `IntegrityError` unless each (row, layer, head, visible entry) is read exactly
         once.
 
         The check is at `lengths`. Parts and merge segments must agree, too. Where a task serves

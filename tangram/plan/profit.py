@@ -168,9 +168,7 @@ def _choose_alone(
 
 
 def _measure_spared(forest: Forest, prefixes: Prefixes, alone: Bool, most_rows: int) -> float:
-    """The share of all entries that is not read when the nodes `alone` [N + 1] have their own
-    tasks.
-    """
+    """The share of all entries that is not read if the nodes `alone` [N + 1] have own tasks."""
     begin, end = np.zeros(forest.nodes + 1), np.append(prefixes.end, 0.0)
     for level in forest.levels[1:]:
         up = forest.parent[level]

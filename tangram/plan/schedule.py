@@ -75,8 +75,7 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Planner:
-    """Makes plans: `make` takes the batch, the number of workers, the cost model, the rule and
-    numbers.
+    """Makes plans: `make` takes the batch, the workers, the cost model, the rule and numbers.
 
     `numbers` are the names of the numbers it takes, `rules` its rules, if it has any. `each_step`
     planners make a new plan at every step.

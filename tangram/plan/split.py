@@ -74,9 +74,7 @@ class Parts:
 
     @classmethod
     def of(cls, count: Int64, size: npt.NDArray[np.float64 | np.int64]) -> Parts:
-        """Cut each cell into `count` [L, S, H] parts of `size` [L, S, H] work; the largest start
-        first.
-        """
+        """Cut each cell into `count` [L, S, H] parts of `size` [L, S, H] work; largest first."""
         layers, cells = count.shape[0], count.shape[1] * count.shape[2]
         order = longest_first(size.reshape(layers, cells))
         order += np.arange(layers)[:, None] * cells
@@ -112,8 +110,7 @@ def longest_first(size: npt.NDArray[np.float64 | np.int64]) -> Int64:
 
 
 def fit_parts(size: Float64, target: Float64, wanted: int, most: Float64 | float = np.inf) -> Int64:
-    """[L, …]: the number of parts of at most `target` [L, 1, 1] that each cell of `size` is cut
-    into.
+    """[L, …]: into how many parts of at most `target` [L, 1, 1] each cell of `size` is cut.
 
     `most` is the largest number. Where a layer has no more cells than `wanted` but would get more
     parts, its target grows until they fit: one task too many would make all wait for it. With more
@@ -239,8 +236,7 @@ def _read_windows(rows: DecodeRows, tasks: Parts, kind: Int64, a: Int64, b: Int6
 
 @dataclass(frozen=True, eq=False)
 class _Slots:
-    """Where parts write: `parts` [L, R, H] of each output, and `split`, flat, where there are
-    several.
+    """Where parts write: `parts` [L, R, H] of each output; `split`, flat, marks several parts.
 
     `first` [L, E, H] is the slot of the first part that each reader has of its source, 0 where the
     output has only one part. `per_layer` [L] counts the slots of each layer.

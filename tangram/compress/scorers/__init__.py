@@ -57,8 +57,7 @@ def read_profiles(config: EngineConfig) -> dict[str, Profile]:
 def choose(
     config: EngineConfig, model: ModelFingerprint | None, profiles: Mapping[str, Profile]
 ) -> ScorerChoice:
-    """The scorer and scope of `config`, or else those that its `profiles` record, or else the
-    defaults.
+    """The scorer and scope of `config`, or else those of its `profiles`, or else the defaults.
 
     The defaults depend on its gate, on `model` and on the scorer. Raises `ProfileError` if the
     profiles decide and do not agree.

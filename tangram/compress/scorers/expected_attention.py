@@ -58,9 +58,7 @@ class ExpectedAttention(Scorer):
         return torch.cat([forced, scores], dim=1)
 
     def _query_statistics(self, chunk: ChunkView, sinks: int) -> tuple[Tensor, Tensor]:
-        """Mean [H, G, D] and covariance [H, G, D, D] of the queries, rotated to the future
-        positions.
-        """
+        """Mean [H, G, D] and covariance [H, G, D, D] of the queries at the future positions."""
         device = chunk.queries.device
         rotary = require(chunk.rotary, "the rotary embedding", self)
         end = chunk.start + chunk.tokens
@@ -80,9 +78,7 @@ class ExpectedAttention(Scorer):
 
     @staticmethod
     def _expect_attention(keys: Tensor, mean: Tensor, covariance: Tensor, scaling: float) -> Tensor:
-        """[H, n]: softmax of the expected logits over `keys` [H, n, D], averaged over the query
-        group.
-        """
+        """[H, n]: softmax of the expected logits over `keys` [H, n, D], mean of the query group."""
         heads, tokens, dim = keys.shape
         linear = mean @ keys.transpose(-1, -2)
         # One product with the group's covariances side by side: keys are not copied per query head.

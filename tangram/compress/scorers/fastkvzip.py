@@ -40,9 +40,7 @@ class FastKVzip(Scorer):
         return self.gate.training.model if self.gate.training else None
 
     def score(self, chunk: ChunkView) -> Tensor:
-        """[H, C] float32 in (0, 1). Raises `ConfigError` if the gate's shape does not fit the
-        model.
-        """
+        """[H, C] float32 in (0, 1). Raises `ConfigError` if the gate does not fit the model."""
         hidden = require(chunk.hidden, "hidden", self)
         self._check_shape(chunk, hidden.shape[1])
         self.gate = self.gate.to(hidden.device)

@@ -59,9 +59,7 @@ class KVzip(Scorer):
 
 
 def _tile_attention(repeat: Reconstruction, keys: Tensor, begin: int, scaling: float) -> Tensor:
-    """[H, G, tile, n]: attention of one tile of repeat queries over the keys that its last query
-    sees.
-    """
+    """[H, G, tile, n]: attention of one tile of repeat queries over the keys of its last query."""
     queries = repeat.queries[:, begin : begin + QUERY_TILE_TOKENS]
     context = keys.shape[1] - repeat.keys.shape[1]
     return causal_softmax(

@@ -33,7 +33,7 @@ class PageStates:
         )
 
 
-def check_books(cache: CacheManager) -> None:
+def check_accounting(cache: CacheManager) -> None:
     """Check that pages are accounted for, formulas hold and promises are covered.
 
     Raises `IntegrityError` if not.
