@@ -1,14 +1,16 @@
 """Every error that Tangram raises on purpose.
 
-TangramError
-├── ConfigError      an engine option is wrong: names the field, the value and the limit
-├── RequestError     one request is wrong or can never fit (HTTP 400): the engine goes on
-├── OverloadError    a queue is full (HTTP 429): says which, and when to come back
-├── MachineError     the machine lacks resources for a request (HTTP 503): try again
-├── EngineError      the engine's thread has died: start it again
-├── ProfileError     a profile is damaged, stale or of another model: names the mismatch
-├── ModelError       the model cannot be loaded, or would be served silently wrong
-└── IntegrityError   the cache's page accounting is wrong: a bug in Tangram
+Each message names the cause and says what to do.
+
+    TangramError
+    ├── ConfigError      an engine option is wrong: names the field, the value and the limit
+    ├── RequestError     one request is wrong or can never fit (HTTP 400): the engine goes on
+    ├── OverloadError    a queue is full (HTTP 429): says which, and when to come back
+    ├── MachineError     the machine lacks resources for a request (HTTP 503): try again
+    ├── EngineError      the engine's thread has died: start it again
+    ├── ProfileError     a profile is damaged, stale or of another model: names the mismatch
+    ├── ModelError       the model cannot be loaded, or would be served silently wrong
+    └── IntegrityError   the cache's page accounting is wrong: a bug in Tangram
 """
 
 from __future__ import annotations

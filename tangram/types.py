@@ -1,8 +1,10 @@
 """The types that packages share. No torch here.
 
-Shape letters used everywhere: `L` layers · `H` KV heads of a layer · `Q` query heads of a layer ·
-`G = Q/H` · `D` head dim · `P` tokens per page · `Hp` heads per page · `C` tokens per chunk · `R`
-rows of a step · `T` tokens of a step.
+Shape letters used everywhere:
+
+    L  layers             H  KV heads of a layer   Q  query heads of a layer   G = Q/H
+    D  head dim           P  tokens per page       Hp heads per page           C  tokens per chunk
+    R  rows of a step     T  tokens of a step
 """
 
 from __future__ import annotations

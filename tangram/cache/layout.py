@@ -1,14 +1,14 @@
 """Where every head's KV entries lie: head groups, columns and slot arithmetic. Integers only.
 
-A *head group* is up to `Hp` (layer, head) pairs that share one page table; a page of the one pool
-holds `Hp` *columns*, each a contiguous single-head block of `P` keys and `P` values. A sequence's
-table for group g reads
+A *head group* is up to `Hp` (layer, head) pairs that share one page table. A page of the one pool
+holds `Hp` *columns*. Each column is a contiguous single-head block of `P` keys and `P` values. A
+sequence's table for group g reads
 
     [ chunk 0: sealed_pages[g] ] [ chunk 1: sealed_pages[g] ] … [ raw tail: up to C / P pages ]
 
 so a head's length after s sealed chunks and r raw tokens is  s · sealed_pages[g] · P + r  (Tangram,
-ragged paging). Groups of sliding-window layers come last, keep every entry of a chunk and only the
-newest `window_chunks` chunks; an entry's index in their tables equals its position.
+ragged paging). Groups of sliding-window layers come last. They keep every entry of a chunk and only
+the newest `window_chunks` chunks; an entry's index in their tables equals its position.
 """
 
 from __future__ import annotations
@@ -112,9 +112,7 @@ class Layout:
         heads_per_page: int,
         max_tokens: int,
     ) -> Layout:
-        """The layout of ρ = 1.0: adjacent heads share pages, and every chunk keeps all of its
-        tokens.
-        """
+        """The layout of ρ = 1.0: adjacent heads share pages, and every chunk keeps all tokens."""
         groups = adjacent_groups(geometry.full_layers, geometry.kv_heads, heads_per_page)
         return cls.build(
             geometry,
@@ -190,8 +188,9 @@ class Layout:
         return self.chunk_pages * len(self.groups)
 
     def span_entries(self, chunk: int | Int64) -> Int64:
-        """[…, span pages]: offsets of a sealed chunk's pages in a row of the block tables, in span
-        order.
+        """[…, span pages]: offsets of a sealed chunk's pages in a row of the block tables.
+
+        They are in span order.
         """
         first, step = self._span_first
         return first + np.asarray(chunk, np.int64)[..., None] * step
@@ -253,9 +252,7 @@ class Layout:
 
     @cached_property
     def _chunk_entries(self) -> tuple[int, int, int]:
-        """Entries of a sealed chunk in the full and in the window groups, and the number of all
-        heads.
-        """
+        """Entries of a sealed chunk in full and in window groups; the number of all heads."""
         members = np.asarray([len(group) for group in self.groups], np.int64)
         kept = members * self.sealed_pages * self.page_tokens
         return (

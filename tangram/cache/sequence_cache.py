@@ -65,8 +65,6 @@ class SequenceCache:
 
     @property
     def booked_pages(self) -> int:
-        """`held_pages` without counting: the formula, and a window part that the running step still
-        reads.
-        """
+        """`held_pages` without counting: the formula, and a window part still being read."""
         overdue = len(self.window_spans) > self.layout.window_chunks
         return self.formula_pages + (self.layout.window_span_pages if overdue else 0)

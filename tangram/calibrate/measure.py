@@ -1,9 +1,10 @@
 """Measure how many entries each head needs, and make profiles of it (Tangram, calibration).
 
-For each full chunk of each sample, the scoring method's own dynamic selection runs: the scores of
-all heads of a layer (scope "layer") or of the model (scope "model") compete, and the best ρ stay. A
-sample's kept fractions are the means over its chunks of what each head got; μ and σ are taken over
-samples. One pass over the scores serves every ρ. The caller's `score_source` runs the model.
+Each full chunk of each sample goes through the scoring method's own dynamic selection. The scores
+of all heads of a layer (scope "layer") or of the model (scope "model") compete, and the best ρ
+stay. A sample's kept fractions are the means over its chunks of what each head got; μ and σ are
+taken over samples. One pass over the scores serves every ρ. The caller's `score_source` runs the
+model.
 """
 
 from __future__ import annotations

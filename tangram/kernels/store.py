@@ -195,11 +195,11 @@ def seal_chunk(
 ):
     """Select, gather and pack chunks of one layer.
 
-    Kept entries go, in their order, to the head's next pages. scores float32 [N, H, C]; k, v [N ·
-    C, H, D]; `address` [N, H, 3]: table offset, column, first index; `spans` [N, 5] as in
-    `prefill.py`; kept [N, H]: how many. The best stay as in `select.keep`: higher first, equal ones
-    by lower index, NaN last. The grid is (N · H, ceil(C / BLOCK)): each program finds its head's
-    threshold by itself, then moves its own tokens.
+    Kept entries go, in their order, to the head's next pages. The best stay as in `select.keep`:
+    higher first, equal ones by lower index, NaN last. Shapes: `scores` float32 [N, H, C]; k, v [N ·
+    C, H, D]; `address` [N, H, 3], which is table offset, column, first index; `spans` [N, 5] as in
+    `prefill.py`. `kept` [N, H] is how many stay. The grid is (N · H, ceil(C / BLOCK)): each program
+    finds its head's threshold by itself, then moves its own tokens.
     """
     place = tl.program_id(0)
     chunk = place // H
@@ -350,10 +350,10 @@ def seal(
 ) -> None:
     """Write the `kept` [N, H] best of the C entries of each of N chunks to each head's next pages.
 
-    scores float32 [N, H, C], unprotected: the first `sinks` tokens of a sequence and the last
-    `window` of a chunk stay whatever their scores. k, v [N · C, H, D]; `address` int32 [N, H, 3]:
-    table offset, column and first index; `spans` int32 [N, 5]: [4] is the position of the chunk's
-    first token.
+    `scores` is float32 [N, H, C], unprotected: the first `sinks` tokens of a sequence and the last
+    `window` of a chunk stay whatever their scores. k, v are [N · C, H, D]. `address` int32 [N, H,
+    3] is table offset, column and first index. In `spans` int32 [N, 5], [4] is the position of the
+    chunk's first token.
     """
     (chunks, heads, tokens), dim = scores.shape, k.shape[2]
     block = min(64, triton.next_power_of_2(tokens))

@@ -37,8 +37,7 @@ UNMEASURED = "packing:thrifty"
 
 
 class TritonKernels:
-    """`PoolKernels` of float32, bfloat16, float16 and FP8 pools for G = `group` query heads a KV
-    head.
+    """`PoolKernels` of float32, bfloat16, float16 and FP8 pools; `group` is G.
 
     `schedule` is that of every batch. Without one `policy` chooses; without that all batches have
     one default. `begin` uploads the kernels' inputs once; layers only launch. An FP8 pool's scales
@@ -345,9 +344,7 @@ class TritonKernels:
         )
 
     def _gather_buffers(self, part: gathered.Part, layer: int) -> list[Tensor]:
-        """For the keys and values of a part: as much as any part takes, or as one row needs that
-        takes more.
-        """
+        """Buffers for the keys and values of a part; larger than usual for one long row."""
         dim = self._pool.shape[-1]
         size = gathered.count_elements(part, layer, dim)
         if len(self._copies[0]) < size:

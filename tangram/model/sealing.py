@@ -99,9 +99,7 @@ class ChunkSealer:
     def take(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scaling: float, hidden: Tensor | None
     ) -> None:
-        """The chunk's q [C, Q, D], k and v [C, H, D] in one layer: score, select and store, or
-        wait.
-        """
+        """Score, select and store a layer of the chunk: q [C, Q, D], k, v [C, H, D]; or wait."""
         if self.waits:
             self.chunk_kv[layer] = (k, v)
         if self.retention.layout.geometry.windows[layer] is not None:

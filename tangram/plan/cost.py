@@ -1,9 +1,9 @@
 """The cost of tasks on one GPU and geometry, linear in the entries that they read.
 
 A measured form of PAT's profit model. A task that reads n entries for m query-head rows takes the
-larger of its transfer and its arithmetic time of the whole device, plus a fixed cost of the one
-worker that runs it. Every partial result is written once and read once. It counts as float32
-whatever its dtype; a measured rate absorbs the difference.
+larger of its transfer and its arithmetic time of the whole device. It also takes a fixed time of
+the one worker that runs it. Every partial result is written once and read once. It counts as
+float32 whatever its dtype; a measured rate absorbs the difference.
 
 Worked example, the defaults (one H200, D 128, 16 bits): an entry is 2 · 128 · 2 = 512 bytes, 0.12
 ns of the device. This is its cost for up to 64 rows. For 128 rows an entry takes 65,536 operations,

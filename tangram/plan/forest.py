@@ -91,13 +91,12 @@ def runs(begin: Int64, count: Int64) -> Int64:
 def units_of(
     tables: Int32, table: Int64, sealed_pages: Int64, sealed_chunks: Int64, raw_pages: Int64
 ) -> tuple[Int64, Int64]:
-    """`units` [R, K] and `unit_count` [R] of each row for `build_forest`, from the flat block
-    tables.
+    """`units` [R, K] and `unit_count` [R] of each row for `build_forest`.
 
-    Everything is by row [R], for one probe head of a full-attention layer. `table` is the offset of
-    its first page entry, and `sealed_pages` the pages that its group keeps of a sealed chunk.
-    `raw_pages` are the full pages of the tail (a page that is still being written cannot be
-    shared). The first page of a sealed chunk names it.
+    They come from the flat block tables. Everything is by row [R], for one probe head of a
+    full-attention layer. `table` is the offset of its first page entry, and `sealed_pages` the
+    pages that its group keeps of a sealed chunk. `raw_pages` are the full pages of the tail (a page
+    that is still being written cannot be shared). The first page of a sealed chunk names it.
     """
     count = sealed_chunks + raw_pages
     unit = np.arange(int(count.max(initial=0)))
@@ -145,9 +144,7 @@ def build_forest(units: Int64, unit_count: Int64, sealed_units: Int64) -> Forest
 
 
 def _sort(units: Int64, unit_count: Int64) -> tuple[Int64, Int64]:
-    """Rows in an order that keeps equal prefixes together, and the units that neighbours share [R -
-    1].
-    """
+    """An order of rows by prefix, and the number of units that neighbours share [R - 1]."""
     rows, width = units.shape
     if not width:
         return np.arange(rows), np.zeros(max(rows - 1, 0), np.int64)
@@ -165,9 +162,7 @@ def _sort(units: Int64, unit_count: Int64) -> tuple[Int64, Int64]:
 
 
 def _nodes(shared: Int64, rows: int) -> tuple[Int64, Int64, Int64, Int64, Int64, Int64]:
-    """The last six fields of `Forest`: level by level, a node ends where two of its neighbours
-    differ.
-    """
+    """The last six fields of `Forest`: level by level, a node ends where two neighbours differ."""
     begin, end = np.zeros(1, np.int64), np.full(1, rows)
     # Of a root above the roots, which has no units.
     parent, at = (np.zeros(1, np.int64), np.zeros(1, np.int64))

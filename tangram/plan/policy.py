@@ -162,9 +162,7 @@ class Policy:
         return self.schedules[_least(loss)]
 
     def check(self, device: str, geometry: dict[str, Any]) -> None:
-        """Raise `ConfigError` naming the mismatch unless the times are for this device and
-        geometry.
-        """
+        """Raise `ConfigError` naming the mismatch unless the times fit device and geometry."""
         wanted = {"device": device} | geometry
         found = {"device": self.device} | self.geometry
         for name, value in wanted.items():

@@ -26,9 +26,9 @@ QUERY_TILE_TOKENS = 64
 class KVzip(Scorer):
     """The largest attention weight that any token of the repeat pass gives a key.
 
-    The maximum runs over the query group too. The softmax of a repeat token runs over the first
-    `sinks` tokens of the sequence (when the chunk is not the first), the chunk, and the repeat pass
-    up to that token. There are as many sinks as every head keeps.
+    The maximum runs over the query group too. The softmax of a repeat token runs over the chunk and
+    the repeat pass up to that token. If the chunk is not the first, it also runs over the first
+    `sinks` tokens of the sequence, as many as every head keeps.
     """
 
     name: ClassVar[str] = "kvzip"
