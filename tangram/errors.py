@@ -1,16 +1,13 @@
-"""Every error that Tangram raises on purpose.
+"""Every error Tangram raises on purpose.
 
-Each message names the cause and says what to do.
-
-    TangramError
-    ├── ConfigError      an engine option is wrong: names the field, the value and the limit
-    ├── RequestError     one request is wrong or can never fit (HTTP 400): the engine goes on
-    ├── OverloadError    a queue is full (HTTP 429): says which, and when to come back
-    ├── MachineError     the machine lacks resources for a request (HTTP 503): try again
-    ├── EngineError      the engine's thread has died: start it again
-    ├── ProfileError     a profile is damaged, stale or of another model: names the mismatch
-    ├── ModelError       the model cannot be loaded, or would be served silently wrong
-    └── IntegrityError   the cache's page accounting is wrong: a bug in Tangram
+TangramError ├── ConfigError      an engine option is wrong: names the field, the value and the
+limit ├── RequestError     one request is wrong or can never fit (HTTP 400): the engine goes on ├──
+OverloadError    a queue is full (HTTP 429): says which, and when to come back ├── MachineError
+the machine had no room for what one request needs (HTTP 503): the engine goes on, try again ├──
+EngineError      the engine's thread has died: whoever runs it should start it again ├──
+ProfileError     a profile is damaged, stale or of another model: names the mismatch ├── ModelError
+the model cannot be loaded, or would be served silently wrong └── IntegrityError   the cache's books
+do not add up: a bug in Tangram, never the user's fault
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ class ConfigError(TangramError):
 class RequestError(TangramError):
     """One request cannot be served; nothing else is affected.
 
-    `field` is the wrong request field, as the client spelled it.
+    `field` is the request field to blame, as the client spelled it.
     """
 
     def __init__(self, message: str, field: str) -> None:
@@ -36,9 +33,8 @@ class RequestError(TangramError):
 
 
 class OverloadError(TangramError):
-    """Too many requests wait. The client may try again after `retry_after_s` seconds.
-
-    `code` names the queue.
+    """One request too many waits; it may be sent again after `retry_after_s` seconds. `code` names
+    the queue.
     """
 
     def __init__(self, message: str, retry_after_s: int, code: str = "queue_full") -> None:
@@ -47,7 +43,9 @@ class OverloadError(TangramError):
 
 
 class MachineError(TangramError):
-    """The machine could not provide resources for one request, whatever the request says."""
+    """What one request needs besides the engine could not be had just now, whatever the request
+    says.
+    """
 
 
 class EngineError(TangramError):
@@ -63,4 +61,4 @@ class ModelError(TangramError):
 
 
 class IntegrityError(TangramError):
-    """The cache's page accounting is wrong."""
+    """The cache's books do not add up."""

@@ -56,7 +56,7 @@ SINK_TOKENS = 4
 # (docs/accuracy.md).
 ALPHA = 0.0
 PAPER_ALPHA = 2.0  # of Tangram's own budgets and of published ones
-_DIGITS = 5  # of the statistics: finer than any two calibrations agree, and it keeps files small
+_DIGITS = 5  # of the statistics: finer than calibrations agree, and files stay small
 _OPTIONS = (
     "model",
     "layers",
@@ -267,7 +267,7 @@ class Profile(BaseModel):
         }
         _refuse(
             [
-                f"{name} is {mine!r} in the profile, {asked!r} was asked"
+                f"{name} is {mine!r} in the profile, {asked!r} was requested"
                 for name, (mine, asked) in pairs.items()
                 if mine != asked
             ],
@@ -422,5 +422,5 @@ def _explain(error: ValidationError) -> str:
 def _refuse(mismatches: Sequence[str], remedy: str) -> None:
     if mismatches:
         raise ProfileError(
-            f"the profile does not fit: {'; '.join(mismatches)}. To mend it, {remedy}"
+            f"the profile does not fit: {'; '.join(mismatches)}. To fix it, {remedy}"
         )

@@ -68,7 +68,7 @@ class Admission:
         if room < 1:
             raise RequestError(
                 f"prompt has {len(prompt)} tokens, at most {self.max_model_len - 1} and one "
-                f"generated fit (max_model_len {self.max_model_len}): shorten the prompt",
+                f"generated fit here (max_model_len {self.max_model_len}): shorten the prompt",
                 "prompt",
             )
         wanted = request.sampling.max_tokens

@@ -328,7 +328,7 @@ class Batcher:
     @property
     def _scorer(self) -> Scorer:
         if self.scorer is None:
-            raise IntegrityError("a chunk is to be scored, and there is no scorer")
+            raise IntegrityError("a chunk must be scored, but there is no scorer")
         return self.scorer
 
     def _chunk_sealer(

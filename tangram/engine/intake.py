@@ -37,10 +37,9 @@ class Intake:
         self._starts_s.append(self._clock_s())
 
     def take(self, waiting: int, coming: int, field: str) -> None:
-        """Accept `coming` completions while `waiting` wait.
+        """Let `coming` completions enter while `waiting` wait.
 
-        Raises `RequestError` (`field`) if they can never be accepted, `OverloadError` if the queue
-        is full.
+        Raises `RequestError` (`field`) if they never may, `OverloadError` if as many wait as may.
         """
         if self._most_waiting is not None:
             self._check(self._most_waiting, waiting, coming, field)
@@ -50,14 +49,14 @@ class Intake:
         if coming > self._places + most_waiting:
             raise RequestError(
                 f"{field} asks for {coming} completions at once, {self._places} may run and "
-                f"{most_waiting} wait (max_num_seqs, max_queue): send fewer at a time, or start "
-                "the server with a longer queue",
+                f"{most_waiting} wait (max_num_seqs, max_queue): send fewer at a time, or have the "
+                "server started with a longer queue",
                 field,
             )
         if waiting >= most_waiting:
             raise OverloadError(
                 f"{waiting} completions wait, max_queue is {most_waiting}: try again later, or "
-                "start the server with a longer queue",
+                "have the server started with a longer queue",
                 self._retry_after_s(waiting),
             )
 

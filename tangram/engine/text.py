@@ -135,7 +135,7 @@ class TextCodec:
             )
         if not messages:
             raise RequestError("messages is empty, it must hold at least one message", "messages")
-        mark = token_hex(16)  # unguessable, so that no message contains it
+        mark = token_hex(16)  # nobody can guess it, so that no message has it
         marked = [self._mark(value, mark) for value in (list(messages), list(tools), options or {})]
         rendered = self._render(*marked)
         pieces = (
@@ -174,7 +174,8 @@ class TextCodec:
             raise RequestError(
                 f"messages: the model's chat template rejects them: {error}", "messages"
             ) from error
-        # A template is a program: messages that its authors did not expect may raise anything.
+        # A template is a program of the model's makers: what it does with messages that they did
+        # not think of is open.
         except (
             ArithmeticError,
             AttributeError,

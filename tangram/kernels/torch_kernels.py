@@ -43,8 +43,8 @@ class TorchKernels:
         given = {*self._schedule.flags, *self._schedule.numbers}
         if foreign := sorted(given - {*self._schedule.planner.numbers}):
             raise ConfigError(
-                f"decode_schedule is {self._schedule.text!r}: +{foreign[0]} tells the GPU's "
-                f"kernels how to run, leave it out on {pool.device.type}"
+                f"decode_schedule is {self._schedule.text!r}: +{foreign[0]} is an option of "
+                f"the GPU's kernels, leave it out on {pool.device.type}"
             )
         if cpu.runs_compiled(pool):
             cpu.warm_up()

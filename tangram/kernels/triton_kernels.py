@@ -30,7 +30,7 @@ from tangram.types import Int32
 FUSED_SCORES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {"keydiff": keydiff.score}
 )
-# Up to so many rows, in steps of.
+# (most rows, step): the batch width is rounded up to a multiple of the step.
 WIDTHS = ((2, 1), (4, 2), (8, 4), (64, 8), (256, 16), (1 << 30, 64))
 # Without a policy: a work queue that reads shared prefixes once where that saves enough.
 UNMEASURED = "packing:thrifty"
