@@ -17,18 +17,18 @@ from tangram.types import Float64
 class Observations:
     """One ρ of one calibration: the profile, and what dynamic selection gave each head.
 
-    `demand[n]` is float64 [chunks, L, H], fractions of C, of sample n; `kinds[n]` names the kind of
+    `wishes[n]` is float64 [chunks, L, H], fractions of C, of sample n; `kinds[n]` names the kind of
     its text.
     """
 
     profile: Profile
-    demand: tuple[Float64, ...]
+    wishes: tuple[Float64, ...]
     kinds: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        if len(self.demand) != len(self.kinds):
+        if len(self.wishes) != len(self.kinds):
             raise ConfigError(
-                f"kinds has {len(self.kinds)} names for {len(self.demand)} samples, give one for "
+                f"kinds has {len(self.kinds)} names for {len(self.wishes)} samples, give one for "
                 "each"
             )
 
@@ -45,7 +45,7 @@ class Observations:
     @cached_property
     def fractions(self) -> Float64:
         """[samples, L, H]: each sample's kept fractions, the mean over its chunks."""
-        return np.stack([chunks.mean(axis=0) for chunks in self.demand])
+        return np.stack([chunks.mean(axis=0) for chunks in self.wishes])
 
     def of_kind(self, kind: str) -> list[int]:
         """The numbers of the samples of one kind."""

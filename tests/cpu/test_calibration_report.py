@@ -88,7 +88,7 @@ def random_needs(samples: int, seed: int, spread: int) -> list[np.ndarray[Any, A
 def test_the_observer_is_handed_what_each_chunk_of_each_sample_needs() -> None:
     needs = random_needs(4, 0, 5)
     (evidence,) = calibrated(needs, "abab")
-    for wishes, needed in zip(evidence.demand, needs, strict=True):
+    for wishes, needed in zip(evidence.wishes, needs, strict=True):
         np.testing.assert_array_equal(wishes, needed / CHUNK)
     np.testing.assert_allclose(evidence.profile.mean, evidence.fractions.mean(axis=0), atol=1e-5)
     assert evidence.profile_of(range(4)) == evidence.profile

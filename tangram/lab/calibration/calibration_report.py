@@ -37,7 +37,7 @@ def report(evidence: Sequence[Observations]) -> Report:
     return {
         "samples": len(first.kinds),
         "kinds": dict(Counter(first.kinds)),
-        "chunks": sum(len(wishes) for wishes in first.demand),
+        "chunks": sum(len(wishes) for wishes in first.wishes),
         "heads": first.profile.budgets.size,
         "chunk_tokens": first.profile.chunk_tokens,
         "page_tokens": first.profile.page_tokens,

@@ -32,7 +32,7 @@ def samples_needed(
     return {
         size: _spreads([_compare(evidence, _draw(members, size, rng)) for _ in range(draws)])
         for size in sizes
-        if size <= len(evidence.demand)
+        if size <= len(evidence.wishes)
     }
 
 
@@ -58,10 +58,10 @@ def _compare(evidence: Observations, drawn: Sequence[int]) -> dict[str, float]:
     ranks = rank_correlations(np.stack([np.asarray(part.mean), np.asarray(whole.mean)]))
     if ranks is not None:
         figures["rank"] = float(ranks[0, 1])
-    left = sorted(set(range(len(evidence.demand))) - set(drawn))
+    left = sorted(set(range(len(evidence.wishes))) - set(drawn))
     if left:
         figures["lost"] = float(
-            np.mean([overflow(evidence.demand[number], kept)[1] for number in left])
+            np.mean([overflow(evidence.wishes[number], kept)[1] for number in left])
         )
     return figures
 

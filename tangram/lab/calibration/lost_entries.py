@@ -45,11 +45,11 @@ def measure_held_out_overflow(
     `lost_p5` and `lost_p95`, percentiles over samples. Raises `ConfigError` for fewer than two
     samples.
     """
-    if len(evidence.demand) < 2:
+    if len(evidence.wishes) < 2:
         raise ConfigError("samples is 1, overflow is measured on samples left out: take at least 2")
     flat = np.ones_like(evidence.fractions[0])
     even = _room(evidence.profile.with_statistics(flat, 0 * flat, alpha=0.0))
-    everything = list(range(len(evidence.demand)))
+    everything = list(range(len(evidence.wishes)))
     left_out = [[other for other in everything if other != number] for number in everything]
     rooms = {"uniform": [even for _ in everything]}
     for alpha in alphas:
@@ -76,7 +76,7 @@ def transfer(evidence: Observations, alpha: float) -> dict[str, dict[str, float]
     if len(kinds) < 2:
         return {}
     members = {kind: evidence.of_kind(kind) for kind in kinds}
-    everything = list(range(len(evidence.demand)))
+    everything = list(range(len(evidence.wishes)))
     table: dict[str, dict[str, float]] = {}
     for made_of in (*kinds, "all", "all others"):
         for served in kinds:
@@ -99,7 +99,7 @@ def _count_lost(
         if kept
     }
     return [
-        overflow(evidence.demand[number], rooms[kept])[1] for number, kept in chosen.items() if kept
+        overflow(evidence.wishes[number], rooms[kept])[1] for number, kept in chosen.items() if kept
     ]
 
 
@@ -112,7 +112,7 @@ def _fit(evidence: Observations, numbers: Sequence[int]) -> Rooms:
     holds no more.
     """
     profile = evidence.profile_of(numbers, 0.0)
-    wishes = np.concatenate([evidence.demand[number] for number in numbers])
+    wishes = np.concatenate([evidence.wishes[number] for number in numbers])
     page = profile.page_tokens / profile.chunk_tokens
     fewest = fewest_pages(profile.sink_tokens, profile.window_tokens, profile.page_tokens)
     numbered = range(fewest, profile.chunk_tokens // profile.page_tokens)
@@ -150,7 +150,7 @@ def _fill_unscaled(profile: Profile) -> Rooms:
 
 def _summary(evidence: Observations, rooms: Sequence[Rooms]) -> dict[str, float]:
     found = [
-        overflow(wishes, room) for wishes, (room, _) in zip(evidence.demand, rooms, strict=True)
+        overflow(wishes, room) for wishes, (room, _) in zip(evidence.wishes, rooms, strict=True)
     ]
     exceeded, lost = np.array(found).T
     low, high = np.percentile(lost, (5, 95))
