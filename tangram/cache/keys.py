@@ -48,10 +48,9 @@ class ChunkKeys:
     _keys: list[bytes] = field(default_factory=list)
 
     def after(self, chunks: int, tokens: Int64) -> bytes:
-        """The key of the chain of the sequence's first `chunks` chunks; `tokens` are all its
-        tokens.
+        """The key of the chain of the first `chunks` chunks of the sequence.
 
-        Raises `ValueError` if `tokens` are fewer than these chunks hold.
+        The sequence begins with `tokens`. Raises `ValueError` if these do not fill the chunks.
         """
         size = self.retention.layout.chunk_tokens
         if chunks * size > len(tokens):

@@ -26,9 +26,9 @@ class RowKind(Enum):
 class Row:
     """One request's share of a step. `start` is the position of `tokens[0]`; `tokens` is int64 [n].
 
-    `preceding` are the few tokens before them, for scorers that read the preceding text. `slot` is
-    the row of the block tables. With `pending` the last of `tokens` is sampled by the step before,
-    so only the device knows it yet.
+    `preceding` are the few tokens before them, for scorers whose prompt quotes them. `slot` is the
+    row of the block tables. With `pending` the last of `tokens` is sampled by the step before, so
+    only the device knows it yet.
     """
 
     request_id: str

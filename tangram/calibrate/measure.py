@@ -57,9 +57,9 @@ def calibrate(
 
     Only full chunks within the model's context are used. L counts the model's full-attention
     layers, the only ones that are compressed. `source` says in words where the samples are from.
-    `track` wraps the samples to report progress (`tangram.progress`). `observe` is called with each
-    sample's chunks. Raises `ConfigError`, before any scoring, if a sample is shorter than a chunk
-    or a ρ cannot be met, and `ProfileError` if the scores have the wrong shape or hold NaN.
+    `track` wraps the samples to report progress (`tangram.progress`). `observe` gets each sample's
+    kept fractions. Raises `ConfigError`, before any scoring, if a sample is shorter than a chunk or
+    a ρ cannot be met, and `ProfileError` if the scores have the wrong shape or hold NaN.
     """
     window = chunk_tokens // 64 if window_tokens is None else window_tokens
     derive = partial(

@@ -103,9 +103,9 @@ def segment_of(plan: WorkPlan) -> Int64:
 
 @dataclass(frozen=True, eq=False)
 class PackedPlan:
-    """A plan's arrays, and per layer and kind, [L, kinds], `counts` of tasks and of `finishes`.
+    """A plan's arrays, and counts per layer and kind, [L, kinds].
 
-    `finishes` counts the tasks' entries that finish a row.
+    `counts` are the tasks, `finishes` the entries that finish a row.
     """
 
     arrays: dict[str, Int32 | Int64]
