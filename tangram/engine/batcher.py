@@ -148,9 +148,7 @@ class Batcher:
         self.meters.plans[self.kernels.load(batch, self._width)] += 1
 
     def _padded_shape(self, row: Row) -> PaddedShape:
-        """The shape of a padded prefill row: tokens rounded to a power of two, and the longest
-        past.
-        """
+        """The shape of a padded prefill row: tokens rounded to a power of two, the longest past."""
         layout = row.retention.layout
         tokens = len(row.tokens)
         if row.kind is RowKind.TAIL:

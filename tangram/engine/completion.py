@@ -67,8 +67,7 @@ class Completion:
         return self.sampler.matcher is not None
 
     def take(self, token: TokenLogprob) -> tuple[str, FinishReason | None]:
-        """Add the expected token. Returns the text that is certain now, and a finish reason or
-        None.
+        """Add the expected token. Returns the text that is certain now, and a finish reason if any.
 
         After an `error` there is neither.
         """

@@ -172,8 +172,7 @@ class WorkPlan:
         return resolve(self.kind[tasks], self.a[tasks], self.b[tasks], length, self.tile_tokens)
 
     def check(self, rows: DecodeRows, lengths: Int32, tables: Int32 | None = None) -> None:
-        """Raise `IntegrityError` unless each (row, layer, head, visible entry) is read exactly
-        once.
+        """Raise `IntegrityError` unless each visible entry of each (row, layer, head) is read once.
 
         The check is at `lengths`. Parts and merge segments must agree, too. Where a task serves
         several rows whose page entries lie at different offsets, `tables` (the flat block tables)
