@@ -36,7 +36,7 @@ def serve_measurements() -> None:
 
     For each line on standard input, "decode" or "prefill", it prints a line with tokens/s.
     """
-    from tangram.calibrate.texts import pilot_texts
+    from tangram.calibrate.texts import make_texts
     from tangram.config import EngineConfig
     from tangram.engine.build import build_engine
     from tangram.engine.loop import Engine
@@ -67,7 +67,7 @@ def serve_measurements() -> None:
         return tokens / taken_s if taken_s else 0.0
 
     engine = build_engine(EngineConfig(kv_cache_gib=0.5))
-    text = pilot_texts(1, min_characters=8 * CONTEXT_TOKENS)[0]
+    text = make_texts(1, min_characters=8 * CONTEXT_TOKENS)[0]
     prompt = engine.codec.encode(text)[:CONTEXT_TOKENS]
     for what in ("prefill", "decode"):
         speed(engine, prompt, what, 0.1)

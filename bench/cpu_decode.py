@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import StoppingCriteriaList
 
-from tangram.calibrate.texts import pilot_texts
+from tangram.calibrate.texts import make_texts
 from tangram.config import EngineConfig
 from tangram.engine.build import engine_of
 from tangram.engine.loop import Engine
@@ -109,7 +109,7 @@ def main() -> None:
     loaded = load_model("smollm2")
     prompts = [
         loaded.tokenizer.encode(text)[: options.context]
-        for text in pilot_texts(8, min_characters=16_000)
+        for text in make_texts(8, min_characters=16_000)
     ]
     shared = {"scorer": "keydiff", "kv_cache_gib": 2.0, "enable_prefix_caching": False}
     configs = {rho: EngineConfig(kv_retention=rho, **shared) for rho in (1.0, 0.5)}

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import DynamicCache
 
-from tangram.calibrate.texts import pilot_texts
+from tangram.calibrate.texts import make_texts
 from tangram.config import EngineConfig
 from tangram.engine.build import engine_of
 from tangram.engine.loop import Engine
@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     loaded = load_model("smollm2")
-    prompt = loaded.tokenizer.encode(pilot_texts(1, min_characters=8 * options.context)[0])[
+    prompt = loaded.tokenizer.encode(make_texts(1, min_characters=8 * options.context)[0])[
         : options.context
     ]
     shared = {"scorer": "keydiff", "kv_cache_gib": 1.0, "enable_prefix_caching": False}

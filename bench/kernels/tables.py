@@ -23,7 +23,7 @@ from rich.table import Table
 from bench.kernels.budgets import SHIPPED, load
 from bench.kernels.family import RESULTS
 from bench.kernels.fragmentation import HEADS_PER_PAGE
-from tangram.cache.books import check_books
+from tangram.cache.accounting import check_accounting
 from tangram.cache.keys import ChunkKeys
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
@@ -114,7 +114,7 @@ def measure_row(profile: Profile, rows: int, tokens: int) -> dict[str, Any]:
         for number, step in enumerate(steps)
         if number % PAGE_TOKENS not in (0, PAGE_TOKENS - 1)
     ]
-    check_books(books.cache)
+    check_accounting(books.cache)
     close = [_ms(lambda seq=seq: books.cache.close(seq)) for seq in list(books.sequences)]
     return {
         "heads_per_page": profile.heads_per_page,

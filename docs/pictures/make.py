@@ -17,7 +17,7 @@ from matplotlib.patches import Rectangle
 from sheet import INK, PAPER, SOFT, canvas
 from walk import draw_walk
 
-from tangram.cache.books import check_books
+from tangram.cache.accounting import check_accounting
 from tangram.cache.keys import ChunkKeys
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
@@ -54,7 +54,7 @@ def example() -> tuple[CacheManager, Layout, int]:
         cache.seal(sequence)
         cache.commit(sequence, tokens)
     cache.grow(sequence, TAIL_TOKENS)
-    check_books(cache)
+    check_accounting(cache)
     return cache, layout, sequence.slot
 
 

@@ -141,7 +141,7 @@ def _measure(
     config: EngineConfig, samples: int, data: Path | None, study: calibration.Study
 ) -> Profile:
     from tangram.calibrate.text_files import read_kinds
-    from tangram.calibrate.texts import pilot_kinds
+    from tangram.calibrate.texts import list_kinds
     from tangram.engine.profiles import Compression, calibrate_model, check_chunk
     from tangram.model.load import load_model
 
@@ -163,7 +163,7 @@ def _measure(
         source=source,
         observe=study.observe,
     )
-    study.publish(profiles, read_kinds(data) if data else pilot_kinds(samples), source, config)
+    study.publish(profiles, read_kinds(data) if data else list_kinds(samples), source, config)
     return profiles[0]
 
 
@@ -174,13 +174,13 @@ def _texts(config: EngineConfig, samples: int, data: Path | None) -> Callable[[]
     model accepts the chunk size.
     """
     from tangram.calibrate.text_files import read_texts
-    from tangram.calibrate.texts import pilot_texts
+    from tangram.calibrate.texts import make_texts
 
     if data:
         found = read_texts(data)
         return lambda: found
     characters = max(8_000, 6 * config.chunk_tokens)
-    return lambda: pilot_texts(samples, config.seed, min_characters=characters)
+    return lambda: make_texts(samples, config.seed, min_characters=characters)
 
 
 def _source(config: EngineConfig, data: Path | None) -> str:

@@ -1,6 +1,4 @@
-"""What the pool can take: the checks a request must pass before it is queued, and the accounts in
-bytes.
-"""
+"""Check requests before they are queued, and report the KV cache's use in bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from reprlib import repr as shortened
 
-from tangram.cache.books import PageStates
+from tangram.cache.accounting import PageStates
 from tangram.cache.layout import Layout
 from tangram.cache.retention import Retention
 from tangram.engine.meters import Meters
@@ -21,11 +19,10 @@ from tangram.types import Request, Usage
 
 @dataclass(frozen=True)
 class Admission:
-    """The ways to keep KV entries that are served (the first is the default) over a pool of
-    `total_pages` pages.
+    """The served ways to keep KV entries, and the pool of `total_pages` pages.
 
-    `cache_dtype` is the name of the KV cache's dtype, `element_bytes` the size of one of its
-    elements.
+    The first of `retentions` is the default. `cache_dtype` is the name of the KV cache's dtype,
+    `element_bytes` the size of one of its elements.
     """
 
     retentions: Sequence[Retention]
@@ -35,7 +32,10 @@ class Admission:
     max_model_len: int
 
     def retention_for(self, request: Request) -> Retention:
-        """What serves `request`. Raises `RequestError` if its ρ has no profile here."""
+        """The retention that serves `request`.
+
+        Raises `RequestError` if its ρ has no profile here.
+        """
         if request.kv_retention is None:
             return self.retentions[0]
         for retention in self.retentions:
@@ -44,13 +44,14 @@ class Admission:
         served = sorted({retention.kv_retention for retention in self.retentions})
         raise RequestError(
             f"kv_retention is {request.kv_retention}, this server has profiles for "
-            f"{', '.join(map(str, served))}: choose one, or have it started with another",
+            f"{', '.join(map(str, served))}: choose one, or start the server with another",
             "kv_retention",
         )
 
     def max_tokens_for(self, request: Request, retention: Retention) -> int:
-        """How many tokens `request` may generate. Raises `RequestError` if it is malformed or can
-        never fit.
+        """How many tokens `request` may generate.
+
+        Raises `RequestError` if it is malformed or can never fit.
         """
         prompt = request.prompt_token_ids
         if not prompt:
@@ -90,9 +91,7 @@ class Admission:
         return granted
 
     def usage(self, sequence: TokenSequence, completion_tokens: int) -> Usage:
-        """The accounts of one sequence now; of one that was preempted, what it held when it was
-        last computed.
-        """
+        """The KV use of one sequence now. For a preempted one, as it was when last computed."""
         cache, layout = sequence.cache, sequence.retention.layout
         if cache is not None:
             held, computed = cache.held_pages, cache.computed_tokens
@@ -116,7 +115,7 @@ class Admission:
         return next(entry.layout for entry in self.retentions if entry.layout.keeps_everything)
 
     def stats(self, scheduler: Scheduler, meters: Meters) -> EngineStats:
-        """One reading of the scheduler's books, and of what was measured."""
+        """One reading of the scheduler's state and of the meters."""
         cache, counters = scheduler.cache, scheduler.counters
         usages = [self.usage(sequence, 0) for sequence in scheduler.running]
         layout, pages = self.retentions[0].layout, PageStates.of(cache)

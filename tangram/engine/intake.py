@@ -1,4 +1,4 @@
-"""The bound of the queue, and how long those should stay away whom it refuses."""
+"""The bound of the queue, and how long a refused client should wait."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ _MOST_WAIT_S = 60
 
 
 class Intake:
-    """Whoever comes while fewer than `most_waiting` completions wait is taken in whole; None takes
-    in everybody. Who wants more completions than that and the `places` there are to run never is.
-    One thread at a time. `entering` are those that were taken in and are still on their way to the
-    queue.
+    """Limits the queue to `most_waiting` completions; None is no limit. One thread at a time.
 
-    Where they leave the queue at `r` a second, `w` of them are gone in `w / r` seconds: that is
-    what a refused one is told, at least 1 s and, because by then others may have given up, at most
-    a minute.
+    While fewer wait, a request is accepted with all its completions. A request with more
+    completions than `most_waiting` and the `places` of the batch together is always refused.
+    `entering` counts the accepted completions that are not yet in the queue.
+
+    If `r` completions leave the queue a second and `w` wait, the queue is empty in `w / r` seconds.
+    A refused client gets this time, at least 1 s. It is at most a minute, because others may have
+    given up by then.
     """
 
     def __init__(

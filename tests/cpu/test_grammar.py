@@ -219,7 +219,7 @@ def test_a_grammar_that_becomes_too_much_ends_its_request_alone(
     params = SamplingParams(temperature=0, max_tokens=300)
     failed, fine = (told[0] for told in answers(engine, [(params, grammar), (params, person)]))
     assert failed[-1].finish_reason == "abort"
-    assert "response_format makes a grammar that cannot be followed" in str(failed[-1].error)
+    assert "response_format: the grammar cannot be followed" in str(failed[-1].error)
     assert failed[-1].error_field == "response_format"
     Person.model_validate_json(text_of(fine))
 

@@ -38,7 +38,7 @@ def seconds_per_step(llm: LLM, crowd: int) -> float:
     assert len(taken_s) == 250, "somebody who waits pushed in"
     while engine.busy:
         engine.step()
-    engine.check_books()
+    engine.check_accounting()
     return statistics.median(taken_s)
 
 

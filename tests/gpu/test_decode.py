@@ -233,7 +233,7 @@ def test_buffers_with_slack_take_plans_that_differ_a_little(device: torch.device
     assert not decoder.takes(large)
     with pytest.raises(ConfigError, match="in tasks, the buffers hold"):
         decoder.load(large)
-    larger = GpuDecode([large], group=4, head_dim=64, pool=pool, slack=True, room=decoder.capacity)
+    larger = GpuDecode([large], group=4, head_dim=64, pool=pool, slack=True, least=decoder.capacity)
     assert larger.takes(small) and larger.takes(like_it) and larger.takes(large)
 
 

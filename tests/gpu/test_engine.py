@@ -342,7 +342,7 @@ def test_chunks_that_are_stored_whole_and_compacted_later_answer_the_same(
         found.append(submitted(engine, PROMPTS))
         while engine.busy:
             engine.step()
-            engine.check_books()
+            engine.check_accounting()
     for ours, theirs in zip(*found, strict=True):
         assert [event.token_ids for event in ours] == [event.token_ids for event in theirs]
         torch.testing.assert_close(

@@ -117,7 +117,7 @@ def test_a_profile_of_another_model_is_named_by_what_differs(folder: Path, forei
 def test_a_profile_for_other_options_is_named_by_what_differs(folder: Path, profile: Path) -> None:
     said = refusal(folder, profile, "--chunk-tokens", "64", "--scope", "layer")
     assert (
-        "chunk_tokens is 32 in the profile, 64 was asked" in said
+        "chunk_tokens is 32 in the profile, 64 was requested" in said
         and "scope is 'model' in the profile" in said
     )
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from tangram.calibrate.measure import ScoreSource, calibrate
-from tangram.calibrate.texts import QUICK_SAMPLES, pilot_texts
+from tangram.calibrate.texts import QUICK_SAMPLES, make_texts
 from tangram.compress.library import find_profile, find_shipped_profiles
 from tangram.compress.profile import ALPHA, Profile, Scope
 from tangram.compress.provenance import Calibration, ModelFingerprint, Parameter, ScorerSpec
@@ -206,7 +206,7 @@ class Budgets:
     def _measure(
         self, wanted: Statistics, retentions: Sequence[float], samples: int
     ) -> list[Profile]:
-        texts = pilot_texts(samples, min_characters=max(8_000, 6 * wanted.chunk_tokens))
+        texts = make_texts(samples, min_characters=max(8_000, 6 * wanted.chunk_tokens))
         return calibrate(
             self.source_of(wanted.scorer, wanted.chunk_tokens),
             [self.encode(text) for text in texts],

@@ -26,7 +26,7 @@ from tangram.kernels.transfer import stage, upload
 from tangram.lab.baselines.caches import LateCache
 from tangram.model.attention import StepAttention
 from tangram.model.load import LoadedModel
-from tangram.model.sealing import ChunkSealer, FusedSealer, Wishes
+from tangram.model.sealing import ChunkSealer, FusedSealer, ScoreReceiver
 
 
 @dataclass
@@ -54,10 +54,10 @@ class WholeChunks(Batcher):
         self, retention: Retention, rows: Sequence[Row], numbers: Sequence[int]
     ) -> Iterator[ChunkSealer | FusedSealer]:
         for at in numbers:
-            yield self._chunk_sealer(self._scorer, rows[at], at, self._wishes(rows[at]))
+            yield self._chunk_sealer(self._scorer, rows[at], at, self._receiver(rows[at]))
 
     def _chunk_sealer(
-        self, scorer: Scorer, row: Row, number: int, wishes: Wishes | None
+        self, scorer: Scorer, row: Row, number: int, wishes: ScoreReceiver | None
     ) -> ChunkSealer:
         return DeferringSealer(
             scorer, self.kernels, row, number, self.rotary, self.observer, wishes
