@@ -22,9 +22,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tangram.errors import ConfigError, RequestError, TangramError
+from tangram.serve.body import Json
 from tangram.serve.errors import ApiError, of_request_error, of_validation
 from tangram.serve.parsing import parse
-from tangram.serve.replies import Json
 from tangram.serve.schema import ChatRequest, CompletionRequest
 from tangram.serve.service import Service
 

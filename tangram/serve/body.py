@@ -15,6 +15,8 @@ from tangram.limits import MAX_SALT_CHARACTERS
 from tangram.serve.unknown import without_unknown
 from tangram.serve.unsupported import NoOps, drop_no_ops, wrong_field
 
+Json = dict[str, Any]  # a JSON object
+
 _MAX_FIELDS = 128
 # How tags of alternatives begin, which no field has in its path.
 ALTERNATIVE = "alternative "

@@ -224,9 +224,9 @@ class EventStream:
             min(job.choices, _COUNTED_CHOICES) * limits.pending_events if job.stream else None
         )
         self._running: dict[int, CompletionMeter] = {}
-        self._generation = Generation(job.id, job.sampling, job.kv_retention, job.stream)
+        self.generation = Generation(job.id, job.sampling, job.kv_retention, job.stream)
         if job.record is not None:
-            job.record.generation = self._generation
+            job.record.generation = self.generation
         self.overrun = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         if limits.request_timeout_s is not None:
@@ -290,7 +290,7 @@ class EventStream:
             try:
                 choice, event = await self._next()
             except ApiError as error:
-                self._generation.failure = error.status
+                self.generation.failure = error.status
                 raise
             self._measure(choice, event)
             yield choice, event
@@ -322,7 +322,7 @@ class EventStream:
 
     def _measure(self, choice: int, event: Event) -> None:
         now_s = time.monotonic()
-        self._generation.note(choice, event, now_s)
+        self.generation.note(choice, event, now_s)
         self._running[choice].take(event, now_s)
         if event.finish_reason is not None:
             del self._running[choice]
@@ -333,7 +333,7 @@ class EventStream:
             self._timer.cancel()
         self._abort_unfinished()
         for choice, meter in self._running.items():
-            self._generation.reasons[choice] = FinishReason.ABORT
+            self.generation.reasons[choice] = FinishReason.ABORT
             meter.end(FinishReason.ABORT, time.monotonic())
         self._running.clear()
 

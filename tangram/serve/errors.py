@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from reprlib import repr as shortened
 from typing import Any
 
@@ -75,22 +75,22 @@ def _field_path(location: Sequence[str | int]) -> str:
     return path
 
 
-def _describe(error: Mapping[str, Any]) -> ApiError:
-    """One pydantic error as the client should read it."""
+def _describe(error: Mapping[str, Any], rename: Callable[[str], str]) -> ApiError:
+    """One pydantic error as the client should read it, with the fields renamed."""
     location = tuple(error["loc"])
     message = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "wrong_field":
         return ApiError(
             400,
             message,
-            param=_field_path((*location, error["ctx"]["field"])),
+            param=rename(_field_path((*location, error["ctx"]["field"]))),
             code="invalid_value",
         )
     if error["type"] in _NO_OBJECT:
         message = "must be a JSON object (a dictionary)"
     if location[-1:] == _OF_A_KEY:
         message, location = f"the key {shortened(location[-2])}: {message}", location[:-2]
-    param = _field_path(location) or None
+    param = rename(_field_path(location)) or None
     if error["type"] == "extra_forbidden":
         message = f"unknown field '{param}': correct its name or leave it out"
         return ApiError(400, message, param=param, code="unknown_field")
@@ -109,9 +109,12 @@ def _nowhere(method: str, path: str) -> ApiError:
     return ApiError(404, message, code="endpoint_not_supported")
 
 
-def of_validation(error: ValidationError) -> ApiError:
-    """What a schema refused, as the client should read it."""
-    return _describe(error.errors(include_url=False)[0])
+def of_validation(error: ValidationError, rename: Callable[[str], str] = str) -> ApiError:
+    """What a schema refused, as the client should read it.
+
+    `rename` maps the schema's names of fields to the client's, where these differ.
+    """
+    return _describe(error.errors(include_url=False)[0], rename)
 
 
 def of_request_error(error: RequestError) -> ApiError:

@@ -13,7 +13,7 @@ from tangram.errors import RequestError
 from tangram.serve.bridge import Codec
 from tangram.serve.calls import CallReader
 from tangram.serve.structured import Tool
-from tangram.serve.thoughts import ChannelReader, Reader, ThoughtReader
+from tangram.serve.thoughts import ChannelReader, Reader, TextReader, ThoughtReader
 from tangram.types import Marks, ThinkingFormat, ToolFormat
 
 # More than the mark that opens a thought, and the line that may follow it.
@@ -53,16 +53,16 @@ class AnswerForm:
         """Whether all that the model writes is messages of channels."""
         return self.thinking is not None and self.thinking.channels
 
-    def reader(self, tools: Sequence[Tool]) -> Callable[[], Reader] | None:
-        """What makes a reader for an answer that may call `tools`; None where all of it is text."""
+    def reader(self, tools: Sequence[Tool]) -> Callable[[], Reader]:
+        """What makes a reader for an answer that may call `tools`."""
         schemas = {tool.function.name: tool.arguments() for tool in tools}
         if self.thinking is not None and self.thinking.channels:
             return partial(ChannelReader, frozenset(schemas))
-        calls = None
+        calls: Callable[[], CallReader] | None = None
         if self.tools is not None and schemas:
             calls = partial(CallReader, self.tools, frozenset(schemas), schemas)
         if self.thinking is None:
-            return calls
+            return calls or TextReader
         return partial(ThoughtReader, self.thinking, opened=self.opened, rest=calls)
 
     def told(self, message: dict[str, Any], field: str) -> dict[str, Any]:
@@ -75,8 +75,10 @@ class AnswerForm:
             return message
         if len(calls) > 1:
             raise RequestError(
-                f"{field} has {len(calls)} calls, this model's template shows one a message: send "
-                "a message for each, with its result behind it",
+                lambda name: (
+                    f"{name} has {len(calls)} calls, this model's template shows one a message: "
+                    "send a message for each, with its result after it"
+                ),
                 f"{field}.tool_calls",
             )
         texts = [message.get("reasoning_content"), message["content"]]

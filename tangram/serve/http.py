@@ -22,6 +22,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from tangram.errors import EngineError
 from tangram.serve.activity import tell_activity
+from tangram.serve.body import Json
 from tangram.serve.bridge import Limits, ServedEngine
 from tangram.serve.docs import PAGE_HEADERS, page
 from tangram.serve.errors import install_handlers
@@ -39,8 +40,6 @@ from tangram.serve.openapi import document
 from tangram.serve.process import ConnectionLimits, Server
 from tangram.serve.receiving import BodyRoute, PlainForm
 from tangram.serve.record import RecordRequests, RecordSink
-from tangram.serve.replies import Json
-from tangram.serve.responses import respond
 from tangram.serve.responses_schema import ResponsesRequest
 from tangram.serve.schema import ChatRequest, CompletionRequest
 from tangram.serve.service import Service
@@ -156,7 +155,7 @@ def _add_completion_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/responses", response_model=None)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         service.check_model(body.model)
-        return await respond(service, body, request)
+        return await service.answer(body, request)
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest, request: Request) -> Json:
@@ -173,7 +172,9 @@ def _add_completion_routes(app: FastAPI, service: Service) -> None:
     async def detokenize(body: DetokenizeRequest, request: Request) -> Json:
         service.check_model(service.model if body.model is None else body.model)
         return {
-            "prompt": await service.preparation.of(request, service.verbatim, body.tokens, "tokens")
+            "prompt": await service.preparation.of(
+                request, service.prompts.detokenize, body.tokens, "tokens"
+            )
         }
 
 

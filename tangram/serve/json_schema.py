@@ -88,17 +88,19 @@ class SchemaBounds:
         if levels > MAX_SCHEMA_LEVELS + 1 or (
             size <= MAX_SCHEMA_BYTES and deeper_than(schema, MAX_SCHEMA_LEVELS)
         ):
-            message = (
-                f"{field} is nested in more than {MAX_SCHEMA_LEVELS} levels of JSON: make it "
-                "flatter, or use $ref"
+            raise RequestError(
+                lambda name: (
+                    f"{name} is nested in more than {MAX_SCHEMA_LEVELS} levels of JSON: make it "
+                    "flatter, or use $ref"
+                ),
+                field,
             )
-            raise RequestError(message, field)
         _at_most(size, MAX_SCHEMA_BYTES, "bytes of schema, or more", field)
         try:
             size = len(json.dumps(schema, ensure_ascii=False).encode())
         except UnicodeEncodeError as error:
             raise RequestError(
-                f"{field} holds half a surrogate pair, which is not Unicode text", field
+                lambda name: f"{name} holds half a surrogate pair, which is not Unicode text", field
             ) from error
         self.schema_bytes += size
         _at_most(self.schema_bytes, MAX_SCHEMA_BYTES, "bytes of schema", field)
@@ -107,12 +109,13 @@ class SchemaBounds:
             found, place = places.pop()
             places += self._parts(found, place)
         if not can_end(schema):
-            message = (
-                f"{field} can never be finished: each value it allows needs another one inside, "
-                "without end"
-            )
             raise RequestError(
-                f"{message}; let a required property be null, or leave it out of 'required'", field
+                lambda name: (
+                    f"{name} can never be finished: each value it allows needs another one "
+                    "inside, without end; let a required property be null, or leave it out of "
+                    "'required'"
+                ),
+                field,
             )
 
     def _parts(self, schema: Any, place: str) -> Iterator[tuple[Any, str]]:
@@ -121,7 +124,7 @@ class SchemaBounds:
             return
         if not isinstance(schema, dict):
             raise RequestError(
-                f"{place} is no JSON schema: it must be an object or a boolean", place
+                lambda name: f"{name} is no JSON schema: it must be an object or a boolean", place
             )
         for keyword, value in schema.items():
             inside = f"{place}.{keyword}"
@@ -137,9 +140,7 @@ class SchemaBounds:
                     (item, f"{inside}.{name}") for name, item in _of(dict, value, inside).items()
                 )
             elif keyword not in _PLAIN:
-                raise RequestError(
-                    f"{inside}: the keyword {keyword!r} is not supported: leave it out", inside
-                )
+                raise _unsupported(keyword, inside)
 
     def _count(self, keyword: str, value: Any, place: str) -> None:
         if keyword in ("properties", "patternProperties", "prefixItems", "anyOf", "oneOf", "allOf"):
@@ -170,6 +171,12 @@ class SchemaBounds:
         )
 
 
+def _unsupported(keyword: str, place: str) -> RequestError:
+    return RequestError(
+        lambda name: f"{name}: the keyword {keyword!r} is not supported: leave it out", place
+    )
+
+
 def _least_size(schema: Any) -> tuple[int, int]:
     """Not more bytes and levels than its JSON has, exact enough for bounds; beyond them little is
     looked at.
@@ -188,21 +195,25 @@ def _least_size(schema: Any) -> tuple[int, int]:
 def _digits(value: Any, place: str) -> int:
     """The significant digits of a number, as a number: 25 of 0.25, 864 of 86400."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise RequestError(f"{place} is {shortened(value)}, it must be a positive number", place)
+        raise RequestError(
+            lambda name: f"{name} is {shortened(value)}, it must be a positive number", place
+        )
     digits = "".join(map(str, Decimal(repr(value)).as_tuple().digits)).strip("0")
     return int(digits) if len(digits) < 9 else 10**9
 
 
 def _of(kind: type, value: Any, place: str) -> Any:
     if not isinstance(value, kind):
-        raise RequestError(f"{place} must be of type {kind.__name__}", place)
+        raise RequestError(lambda name: f"{name} must be of type {kind.__name__}", place)
     return value
 
 
 def _at_most(number: int, limit: int, what: str, place: str) -> None:
     if number > limit:
-        message = (
-            f"{place}: with it the schemas of this request have {number} {what}, at most {limit} "
-            "are allowed"
+        raise RequestError(
+            lambda name: (
+                f"{name}: with it the schemas of this request have {number} {what}, at most "
+                f"{limit} are allowed: make them smaller"
+            ),
+            place,
         )
-        raise RequestError(f"{message}: make them smaller", place)

@@ -96,17 +96,18 @@ def _fields(record: Record, path: str) -> dict[str, Any]:
     generation = record.generation
     if generation is None:
         return line
+    usage = generation.usage
     return line | {
         "response_id": generation.response_id,
         "stream": generation.stream,
         "kv_retention": generation.kv_retention,
-        "prompt_tokens": generation.prompt_tokens,
-        "cached_tokens": generation.cached_tokens,
-        "completion_tokens": generation.completion_tokens,
+        "prompt_tokens": usage.prompt_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "completion_tokens": usage.completion_tokens,
         "finish_reasons": generation.finish_reasons,
         "queue_s": _rounded(record.since_start(generation.admitted_s)),
         "first_token_s": _rounded(record.since_start(generation.first_token_s)),
-        "kv_bytes": generation.kv_bytes,
+        "kv_bytes": usage.kv_bytes,
         "failure": generation.failure,
     }
 

@@ -23,11 +23,10 @@ from tangram.limits import (
     TEMPLATE_NAMES,
     Bounds,
 )
-from tangram.serve.body import MAX_KEY_CHARACTERS, MAX_PAIRS, MAX_VALUE_CHARACTERS, Body
+from tangram.serve.body import MAX_KEY_CHARACTERS, MAX_PAIRS, MAX_VALUE_CHARACTERS, Body, Json
 from tangram.serve.guard import OPEN_PATHS
 from tangram.serve.items import ITEMS
 from tangram.serve.messages import MAX_MESSAGES
-from tangram.serve.replies import Json
 from tangram.serve.schema import MAX_PROMPTS
 from tangram.serve.template import MOST_OPTIONS
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable, Iterator
 
+from tangram.serve.body import Json
 from tangram.serve.calls import Call
-from tangram.serve.replies import Json
 from tangram.serve.thoughts import Part, Thought
 
-Told = tuple[str, Json]
+# The type of a stream event, and its fields.
+OutputEvent = tuple[str, Json]
 _TEXT, _THOUGHT = "output_text", "reasoning_text"
 
 
@@ -20,7 +21,7 @@ class Output:
         self.items: list[Json] = []
         self._open = ""  # the type of the part that the last item is being given
 
-    def add(self, parts: Iterable[Part]) -> Iterator[Told]:
+    def add(self, parts: Iterable[Part]) -> Iterator[OutputEvent]:
         """The events that `parts` make."""
         for part in parts:
             if isinstance(part, Call):
@@ -31,13 +32,13 @@ class Output:
             else:
                 yield from self._grow(_TEXT, part)
 
-    def finish(self, status: str) -> Iterator[Told]:
+    def finish(self, status: str) -> Iterator[OutputEvent]:
         """The events of the end; an answer of nothing has an empty message."""
         if not self.items:
             yield from self._begin(_TEXT)
         yield from self._close(status)
 
-    def _grow(self, kind: str, text: str) -> Iterator[Told]:
+    def _grow(self, kind: str, text: str) -> Iterator[OutputEvent]:
         if not text:
             return
         if self._open != kind:
@@ -47,7 +48,7 @@ class Output:
         logprobs: Json = {"logprobs": []} if kind == _TEXT else {}
         yield f"response.{kind}.delta", {**self._place, "delta": text, **logprobs}
 
-    def _begin(self, kind: str) -> Iterator[Told]:
+    def _begin(self, kind: str) -> Iterator[OutputEvent]:
         self._open = kind
         self.items.append(_message() if kind == _TEXT else _reasoning())
         yield "response.output_item.added", self._item()
@@ -55,7 +56,7 @@ class Output:
         self.items[-1]["content"].append({"type": kind, "text": "", **notes})
         yield "response.content_part.added", {**self._place, "part": dict(self._part)}
 
-    def _close(self, status: str) -> Iterator[Told]:
+    def _close(self, status: str) -> Iterator[OutputEvent]:
         kind, self._open = self._open, ""
         if not kind:
             return
@@ -65,7 +66,7 @@ class Output:
         self.items[-1]["status"] = status
         yield "response.output_item.done", self._item()
 
-    def _call(self, call: Call) -> Iterator[Told]:
+    def _call(self, call: Call) -> Iterator[OutputEvent]:
         item: Json = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "call_id": call.id}
         item |= {"name": call.name, "arguments": "", "status": "in_progress"}
         self.items.append(item)

@@ -49,33 +49,23 @@ class Generation:
             self.reasons[choice] = event.finish_reason
 
     @property
-    def _prompts(self) -> list[Usage]:
-        """A prompt counts once, however many completions it has."""
-        by_prompt = {
-            choice // self.sampling.n: usage
-            for choice, usage in sorted(self.usages.items(), reverse=True)
-        }
-        return list(by_prompt.values())
+    def usage(self) -> Usage:
+        """What all choices have used so far.
 
-    @property
-    def prompt_tokens(self) -> int:
-        """Of all prompts that the engine has begun."""
-        return sum(usage.prompt_tokens for usage in self._prompts)
-
-    @property
-    def cached_tokens(self) -> int:
-        """Those of them that the prefix cache had."""
-        return sum(usage.cached_tokens for usage in self._prompts)
-
-    @property
-    def completion_tokens(self) -> int:
-        """Of all choices."""
-        return sum(usage.completion_tokens for usage in self.usages.values())
-
-    @property
-    def kv_bytes(self) -> int:
-        """Held by all choices, each at its last token."""
-        return sum(usage.kv_bytes for usage in self.usages.values())
+        A prompt counts once, however many completions it has. Completion tokens and KV bytes count
+        for each choice.
+        """
+        choices = self.usages.values()
+        # Of the choices of one prompt, the first is entered last and stays.
+        last_to_first = sorted(self.usages.items(), reverse=True)
+        firsts = {choice // self.sampling.n: usage for choice, usage in last_to_first}
+        return Usage(
+            prompt_tokens=sum(usage.prompt_tokens for usage in firsts.values()),
+            completion_tokens=sum(usage.completion_tokens for usage in choices),
+            cached_tokens=sum(usage.cached_tokens for usage in firsts.values()),
+            kv_bytes=sum(usage.kv_bytes for usage in choices),
+            kv_bytes_uncompressed=sum(usage.kv_bytes_uncompressed for usage in choices),
+        )
 
     @property
     def finish_reasons(self) -> list[str]:

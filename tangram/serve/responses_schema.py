@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PositiveInt
 
-from tangram.serve.body import Body, Label, Salt, Text, encodable
+from tangram.errors import RequestError
+from tangram.serve.body import Body, Json, Label, Salt, Text, encodable
 from tangram.serve.items import Item, conversation
 from tangram.serve.messages import MAX_MESSAGES, few_arguments
-from tangram.serve.replies import Json
 from tangram.serve.schema import ChatRequest
 from tangram.serve.structured import MAX_TOOLS, NAME, Function, JsonSchema, NamedTool
 from tangram.serve.template import Effort, Verbosity
@@ -75,6 +76,18 @@ class Reasoning(Body):
     effort: Effort | None = None
 
 
+# What the chat endpoint calls differently, by the beginnings of names.
+_OTHER_NAMES = {
+    r"(messages|prompt)\b.*": "input",
+    r"max_(completion_)?tokens": "max_output_tokens",
+    r"tools\[(\d+)\]\.function": r"tools[\1]",
+    r"response_format\.json_schema": "text.format",
+    r"response_format": "text.format",
+    r"reasoning_effort": "reasoning",
+    r"verbosity": "text",
+}
+
+
 class ResponsesRequest(Body):
     """The body of POST /v1/responses."""
 
@@ -129,6 +142,20 @@ class ResponsesRequest(Body):
             "verbosity": self.text.verbosity,
         }
         return ChatRequest.model_validate(fields)
+
+    def name_of(self, field: str) -> str:
+        """What a field of the chat endpoint is called here."""
+        for name, here in _OTHER_NAMES.items():
+            if re.match(name, field):
+                return re.sub(f"^{name}", here, field)
+        return field
+
+    def rename(self, error: RequestError) -> RequestError:
+        """`error` with the names of this endpoint."""
+        found = error.rename(self.name_of(error.field))
+        if found.field != "input" or not self.instructions:
+            return found
+        return RequestError(f"{found}; the instructions count, too", found.field)
 
     def sampling(self) -> SamplingParams:
         """Raises `RequestError` naming the first value that is out of range."""

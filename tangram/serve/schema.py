@@ -17,6 +17,7 @@ from pydantic import (
     model_validator,
 )
 
+from tangram.errors import RequestError
 from tangram.limits import MAX_BIASES, MAX_LOGPROBS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from tangram.serve.body import Body, Label, Metadata, Salt, Text, encodable
 from tangram.serve.call_grammar import CallGrammar, answer_grammar
@@ -133,6 +134,10 @@ class _Sampled(Body):
                 raise wrong_field(field, f"{message}answer may end: leave it out")
         return self
 
+    def rename(self, error: RequestError) -> RequestError:
+        """`error` with the names that the client sent."""
+        return error
+
     def _sampling(self, *, logprobs: int | None, max_tokens: int | None) -> SamplingParams:
         return SamplingParams(
             n=self.n,
@@ -179,6 +184,15 @@ class ChatRequest(_Sampled):
     tools: list[Tool] = Field(default=[], max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
+
+    def rename(self, error: RequestError) -> RequestError:
+        """As for every request; the engine knows of no messages."""
+        if error.field == "prompt":
+            return error.rename("messages", spoken="messages: the prompt")
+        newer = self.max_tokens is None and self.max_completion_tokens is not None
+        if error.field == "max_tokens" and newer:
+            return error.rename("max_completion_tokens")
+        return error
 
     @property
     def offered(self) -> Sequence[Tool]:

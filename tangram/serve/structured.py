@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from reprlib import repr as shortened
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -112,14 +113,20 @@ def check_tools(tools: Sequence[Tool], bounds: SchemaBounds) -> None:
     for at, tool in enumerate(tools):
         field = f"tools[{at}].function"
         if tool.function.name in names:
-            raise RequestError(
-                f"{field}.name is {tool.function.name!r} again: give each its own", f"{field}.name"
-            )
+            raise _duplicate(tool.function.name, f"{field}.name")
         names.add(tool.function.name)
         arguments = tool.arguments()
         if arguments["type"] != "object":
-            message = (
-                f"{field}.parameters has a type other than 'object': arguments are a JSON object"
-            )
-            raise RequestError(message, f"{field}.parameters.type")
+            raise _no_object(arguments["type"], f"{field}.parameters.type")
         bounds.check(arguments, f"{field}.parameters")
+
+
+def _duplicate(function: str, field: str) -> RequestError:
+    return RequestError(lambda name: f"{name} is {function!r} again: give each its own", field)
+
+
+def _no_object(kind: Any, field: str) -> RequestError:
+    return RequestError(
+        lambda name: f"{name} is {shortened(kind)}, it must be 'object': arguments are an object",
+        field,
+    )

@@ -112,10 +112,8 @@ def tagged_rules(
     for number, (key, value) in enumerate(schema.get("properties", {}).items()):
         place = f"{field}.properties.{key}"
         if not _NAMES.fullmatch(key):
-            message = (
-                "this model writes parameters whose names have no '<', '>' and lines: rename it"
-            )
-            raise RequestError(f"{place}: {message}", place)
+            message = "this model writes no parameter with '<', '>' or a line break in its name"
+            raise _wrong(f"{message}: rename it", place)
         inside = f"{rule}_{number}"
         tag = json.dumps(f"<parameter={key}>\n")
         yield f"{inside}: {tag} ({_choices(value, schema, place, to_the_letter)})"
@@ -139,11 +137,15 @@ def _choices(schema: Any, root: Mapping[str, Any], place: str, to_the_letter: bo
         elif "enum" in part or "const" in part:
             choices += [f"{json.dumps(_spelled(value))} {_END}" for value in _listed(part)]
         elif said and to_the_letter:
-            message = f"this model writes texts bare, which cannot be held to {said[0]!r}"
-            raise RequestError(f"{place}: {message}: leave it out", f"{place}.{said[0]}")
+            message = f"this model writes texts without quotes, which {said[0]!r} cannot bound"
+            raise _wrong(f"{message}: leave it out", f"{place}.{said[0]}")
         else:
             choices.append("bare")
     return " | ".join(dict.fromkeys(choices))
+
+
+def _wrong(message: str, place: str) -> RequestError:
+    return RequestError(lambda name: f"{name}: {message}", place)
 
 
 def _parts(schema: Any, root: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -106,8 +106,7 @@ class Template:
                 continue
             variable, meant = _meant(name, value, readable)
             if variable in wanted and wanted[variable] != meant:
-                message = f"{name} is {value!r} and {FIELD}.{variable} says otherwise"
-                raise RequestError(f"{message}: send one of them", name)
+                raise _contradiction(name, value, variable)
             if variable in readable or value != neutral:
                 wanted[variable], fields[variable] = meant, name
         for name in sorted(wanted.keys() - readable):
@@ -121,8 +120,15 @@ class Template:
         if not readable:
             field = field.partition(".")[0]
         known = ", ".join(sorted(readable)) or "no variable of a request"
-        message = f"{field} is not supported: this model's chat template reads {known}"
-        raise RequestError(f"{message}, leave it out", field)
+        reads = f"this model's chat template reads {known}"
+        raise RequestError(lambda name: f"{name} is not supported: {reads}, leave it out", field)
+
+
+def _contradiction(field: str, value: str, variable: str) -> RequestError:
+    return RequestError(
+        lambda name: f"{name} is {value!r} and {FIELD}.{variable} says otherwise: send one of them",
+        field,
+    )
 
 
 def _meant(field: str, value: str, readable: frozenset[str]) -> tuple[str, Any]:

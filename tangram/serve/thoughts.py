@@ -41,6 +41,20 @@ class Reader(Protocol):
         """What was still held back, when the completion has ended."""
 
 
+class TextReader:
+    """An answer of which all is text."""
+
+    thinking, called = False, False
+
+    def push(self, text: str) -> Iterator[Part]:
+        """The text itself."""
+        yield text
+
+    def finish(self) -> Iterator[Part]:
+        """Nothing is held back."""
+        return iter(())
+
+
 class ThoughtReader:
     """A thought between marks, then the rest, which a reader made by `rest` reads.
 

@@ -47,8 +47,8 @@ class TokenizeRequest(Body):
         if self.messages is not None:
             options = service.template.told(self.chat_template_kwargs)
             messages = [message.for_template() for message in self.messages]
-            return await service.chat_prompt(messages, "messages", options=options)
-        return await service.text_prompt(self.prompt or "")
+            return await service.prompts.tokenize_chat(messages, "messages", options=options)
+        return await service.prompts.tokenize_text(self.prompt or "")
 
 
 class DetokenizeRequest(Body):

@@ -153,14 +153,15 @@ def _asked(generation: Generation) -> dict[str, Value | None]:
 
 def _came(record: Record, generation: Generation, model: str) -> dict[str, Value | None]:
     """Times in seconds from the request's start."""
+    usage = generation.usage
     return {
         "gen_ai.response.id": generation.response_id,
         "gen_ai.response.model": model,
         "gen_ai.response.finish_reasons": generation.finish_reasons,
         "gen_ai.response.time_to_first_chunk": record.since_start(generation.first_token_s),
-        "gen_ai.usage.input_tokens": generation.prompt_tokens,
-        "gen_ai.usage.output_tokens": generation.completion_tokens,
-        "gen_ai.usage.cache_read.input_tokens": generation.cached_tokens,
+        "gen_ai.usage.input_tokens": usage.prompt_tokens,
+        "gen_ai.usage.output_tokens": usage.completion_tokens,
+        "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
         "tangram.queue_seconds": record.since_start(generation.admitted_s),
-        "tangram.kv_bytes": generation.kv_bytes,
+        "tangram.kv_bytes": usage.kv_bytes,
     }

@@ -15,9 +15,11 @@ import pytest
 
 from tangram.serve import preparation
 from tangram.serve.bridge import EventStream, Job, Limits
+from tangram.serve.chat_writer import ChatWriter
+from tangram.serve.completion_writer import CompletionWriter
 from tangram.serve.errors import ApiError
 from tangram.serve.exposition import ServerMetrics
-from tangram.serve.replies import ChatFormat, CompletionFormat
+from tangram.serve.responses_writer import ResponsesWriter
 from tangram.types import SamplingParams
 
 from .conftest import CHAT, COMPLETIONS, MODEL, FakeServer, chat_body, run_fake_server, wait_until
@@ -289,22 +291,21 @@ def test_text_of_tokens_is_made_beside_the_others_and_within_the_context(
             assert gate.begun == 2
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES])
 def test_a_large_answer_is_made_beside_the_others(
     fake_server: FakeServer, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     threads = list[str]()
-    for style in (ChatFormat, CompletionFormat):
-        whole = style.whole
+    for writer in (ChatWriter, CompletionWriter, ResponsesWriter):
+        write = writer.write_whole
 
-        def noted(self: Any, index: int, choice: Any, whole: Any = whole) -> Any:
+        def noted(self: Any, usage: Any, write: Any = write) -> Any:
             threads.append(threading.current_thread().name)
-            return whole(self, index, choice)
+            return write(self, usage)
 
-        monkeypatch.setattr(style, "whole", noted)
-    body = chat_body() if path == CHAT else {"model": MODEL, "prompt": "hello", "max_tokens": 3}
+        monkeypatch.setattr(writer, "write_whole", noted)
     with fake_server.http() as client:
-        assert client.post(path, json=body).status_code == 200
+        assert client.post(path, json=BODIES[path]).status_code == 200
     assert threads and all(name.startswith("asyncio") for name in threads), (
         "on the thread of all streams"
     )
