@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -94,6 +94,27 @@ def build_app(
         service.metrics.registry.register(VllmNames(service.metrics, served_model_name))
     if telemetry.traces is not None:
         sinks.append(telemetry.traces)
+    app = FastAPI(
+        title="Tangram",
+        lifespan=_lifespan(service, engine, telemetry.traces),
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,  # the address of a redirect would come from the Host header
+    )
+    app.router.route_class = BodyRoute
+    app.state.service = service
+    install_handlers(app)
+    _add_layers(app, service, protection, sinks)
+    _add_completion_routes(app, service)
+    _add_other_routes(app, service)
+    _add_docs(app, served_model_name, locked=bool(protection.api_keys))
+    return app
+
+
+def _lifespan(
+    service: Service, engine: ServedEngine, traces: Traces | None
+) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    """Starts the engine with the application, and stops it with the application."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -108,16 +129,16 @@ def build_app(
             for task in watching:
                 task.cancel()
             await asyncio.to_thread(service.stop)
-            if telemetry.traces is not None:
-                await asyncio.to_thread(telemetry.traces.close)
+            if traces is not None:
+                await asyncio.to_thread(traces.close)
 
-    # A redirect for a trailing slash would be made of the Host header.
-    app = FastAPI(
-        title="Tangram", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False
-    )
-    app.router.route_class = BodyRoute
-    app.state.service = service
-    install_handlers(app)
+    return lifespan
+
+
+def _add_layers(
+    app: FastAPI, service: Service, protection: Protection, sinks: Sequence[RecordSink]
+) -> None:
+    """What a request passes before any route. A layer that is added later is farther out."""
     app.add_middleware(PlainForm)
     if service.ignored is not None:
         app.add_middleware(LetUnknownFieldsBy, ignored=service.ignored)
@@ -128,17 +149,15 @@ def build_app(
     if protection.allowed_origins:
         app.add_middleware(CORSMiddleware, allow_origins=protection.allowed_origins, **_CORS)
     app.add_middleware(RecordRequests, sinks=sinks)
-    _add_completion_routes(app, service)
-    _add_other_routes(app, service)
-    locked = bool(protection.api_keys)
-    described = partial(document, app, version=__version__, model=served_model_name, locked=locked)
+
+
+def _add_docs(app: FastAPI, model: str, *, locked: bool) -> None:
+    described = partial(document, app, version=__version__, model=model, locked=locked)
     app.openapi = cache(described)  # type: ignore[method-assign]
 
     @app.get("/docs", include_in_schema=False)
     def docs() -> HTMLResponse:
         return HTMLResponse(page(app.openapi()), headers=PAGE_HEADERS)
-
-    return app
 
 
 def _add_completion_routes(app: FastAPI, service: Service) -> None:
