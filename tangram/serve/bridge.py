@@ -161,6 +161,9 @@ class ServedEngine(Protocol):
         `OverloadError` if too many wait.
         """
 
+    def check_queue(self, coming: int) -> None:
+        """Raise `OverloadError` if `submit` would for `coming` completions; waits for nothing."""
+
     def abort(self, request_id: str) -> None:
         """Forget a request and free its pages; of an unknown or finished one, nothing."""
 

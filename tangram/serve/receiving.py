@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Coroutine
 from email.message import Message
 from reprlib import repr as shortened
-from typing import Any
+from typing import Any, get_args
 from urllib.parse import unquote
 
 from fastapi import Request, Response
@@ -18,9 +18,10 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tangram.serve.body import Body
+from tangram.serve.endpoints import AnswerRequest
 from tangram.serve.errors import ApiError, of_validation
 from tangram.serve.parsing import parse
-from tangram.serve.preparation import Preparation
+from tangram.serve.service import Service
 
 # What is smaller takes milliseconds, whatever it is.
 _SMALL_BYTES = 65_536
@@ -62,7 +63,7 @@ class BodyRoute(APIRoute):
             return answer
 
         async def read_and_answer(request: Request) -> Response:
-            body = await _read(request, kind, request.app.state.service.preparation)
+            body = await _read(request, kind, request.app.state.service)
             return await answer(_ReadRequest(request, body))
 
         return read_and_answer
@@ -84,8 +85,11 @@ class _ReadRequest(Request):
         return self._read
 
 
-async def _read(request: Request, kind: type[Body], preparation: Preparation) -> Body:
-    """The body of `request`. Raises `ApiError` with what is wrong with it."""
+async def _read(request: Request, kind: type[Body], service: Service) -> Body:
+    """The body of `request`. Raises `ApiError` with what is wrong with it.
+
+    A large body is not parsed while the engine's queue is full, if it asks for completions.
+    """
     try:
         content = b"".join([part async for part in request.stream()])
     except ClientDisconnect:
@@ -93,7 +97,10 @@ async def _read(request: Request, kind: type[Body], preparation: Preparation) ->
     _check_headers(request)
     if len(content) <= _SMALL_BYTES:
         return _validated(kind, content)
-    return await preparation.of(request, preparation.parse, _validated, kind, content)
+    if kind in get_args(AnswerRequest):
+        service.check_queue()
+    parse_large = service.preparation.parse
+    return await service.preparation.of(request, parse_large, _validated, kind, content)
 
 
 def _validated(kind: type[Body], content: bytes) -> Body:

@@ -143,6 +143,11 @@ class ResponsesRequest(Body):
         }
         return ChatRequest.model_validate(fields)
 
+    @property
+    def completions(self) -> int:
+        """How many completions the request asks for."""
+        return 1
+
     def name_of(self, field: str) -> str:
         """What a field of the chat endpoint is called here."""
         for name, here in _OTHER_NAMES.items():

@@ -134,6 +134,11 @@ class _Sampled(Body):
                 raise wrong_field(field, f"{message}answer may end: leave it out")
         return self
 
+    @property
+    def completions(self) -> int:
+        """How many completions the request asks for."""
+        return self.n
+
     def rename(self, error: RequestError) -> RequestError:
         """`error` with the names that the client sent."""
         return error
@@ -291,6 +296,11 @@ class CompletionRequest(_Sampled):
     logprobs: int | None = None
     max_tokens: int | None = 16
     echo: bool = Field(default=False, description="begin the text with the prompt")
+
+    @property
+    def completions(self) -> int:
+        """`n` for each prompt."""
+        return len(self.prompt) * self.n
 
     @model_validator(mode="after")
     def _not_too_many(self) -> Self:

@@ -132,6 +132,8 @@ class Service:
     async def answer(self, body: AnswerRequest, request: Request) -> Response:
         """The answer to `body`, whole or streamed. Raises `RequestError` and `ApiError`."""
         with _client_names(body):
+            # Most refusals under load are decided here, before the prompt is tokenized.
+            self._engine.check_queue(body.completions)
             prepared = await self.preparation.of(
                 request, self._endpoints.prepare, body, record_of(request)
             )
@@ -143,6 +145,10 @@ class Service:
             return await asyncio.to_thread(JSONResponse, whole)
         finally:
             answer.close()  # also if the work was cancelled before it began
+
+    def check_queue(self) -> None:
+        """Raise `OverloadError` if not even one completion may enter the queue now."""
+        self._engine.check_queue(1)
 
     async def whole(self, body: AnswerRequest) -> Json:
         """The answer in one piece, for a caller that does not disconnect."""

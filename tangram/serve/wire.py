@@ -59,6 +59,9 @@ class HttpProtocol(H11Protocol):
         """
         connection = transport.get_extra_info("socket")
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALLED_CLIENT_S * 1000)
+        # asyncio leaves it off for sockets that were opened without naming TCP. A body would then
+        # wait up to 40 ms for the client to acknowledge the head before it (RFC 1122, 4.2.3.2).
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         super().connection_made(transport)
         self._set_deadline()
         if len(self.connections) > self.max_connections:

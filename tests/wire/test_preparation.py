@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tangram.serve import preparation
+from tangram.errors import OverloadError
+from tangram.serve import preparation, receiving
 from tangram.serve.bridge import EventStream, Job, Limits
 from tangram.serve.chat_writer import ChatWriter
 from tangram.serve.completion_writer import CompletionWriter
@@ -96,6 +98,50 @@ def test_who_waits_in_the_engines_queue_counts_too(monkeypatch: pytest.MonkeyPat
         assert client.post(CHAT, json=chat_body()).status_code == 429
         gate.open.set()
         assert held.result().status_code == 200
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES])
+@pytest.mark.parametrize("large", [False, True])
+def test_nothing_is_prepared_for_who_finds_the_queue_full(
+    fake_server: FakeServer, path: str, large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large body is not even parsed; the connection serves the next request."""
+
+    def refuse(coming: int) -> None:
+        raise OverloadError("the queue is full", 7)
+
+    parsed, tokenized = list[int](), list[int]()
+    monkeypatch.setattr(receiving, "parse", note(parsed, receiving.parse))
+    codec = fake_server.engine.codec
+    for name in ("encode", "chat_prompt"):
+        monkeypatch.setattr(codec, name, note(tokenized, getattr(codec, name)))
+    content = json.dumps(BODIES[path]).encode() + b" " * (70_000 if large else 0)
+    headers = {"Content-Type": "application/json"}
+    with fake_server.http() as client:
+        with monkeypatch.context() as full:
+            full.setattr(fake_server.engine, "check_queue", refuse)
+            refused = client.post(path, content=content, headers=headers)
+            assert (refused.status_code, refused.headers["Retry-After"]) == (429, "7")
+            assert (len(parsed), len(tokenized)) == (0 if large else 1, 0)
+            assert client.post("/tokenize", json={"prompt": "a"}).status_code == 200
+        (before,) = connections(client)
+        assert client.post(path, content=content, headers=headers).status_code == 200
+        assert connections(client) == [before]
+
+
+def note(calls: list[int], work: Callable[..., Any]) -> Callable[..., Any]:
+    """`work`, of which each call adds to `calls`."""
+
+    def noting(*arguments: Any) -> Any:
+        calls.append(1)
+        return work(*arguments)
+
+    return noting
+
+
+def connections(client: httpx.Client) -> list[Any]:
+    """Those that `client` keeps open."""
+    return list(client._transport._pool.connections)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("path", BODIES)
