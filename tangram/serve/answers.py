@@ -13,9 +13,9 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from tangram.serve.api_errors import ApiError
 from tangram.serve.body import Json
 from tangram.serve.bridge import EventStream
-from tangram.serve.errors import ApiError
 from tangram.serve.thoughts import Part, Reader
 from tangram.types import Event, FinishReason, TokenLogprob, Usage
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 
 from tangram.serve.answers import Writer
+from tangram.serve.api_errors import ApiError, of_validation
 from tangram.serve.body import Json
 from tangram.serve.bridge import Job
 from tangram.serve.chat_writer import ChatWriter
 from tangram.serve.completion_writer import CompletionWriter
-from tangram.serve.errors import ApiError, of_validation
 from tangram.serve.prompts import Prompts
 from tangram.serve.record import Record
 from tangram.serve.responses_schema import ResponsesRequest

@@ -60,16 +60,16 @@ class Prompts:
                 tool["function"].setdefault("description", "")
         field = name_of("messages")
         messages = [
-            form.told(message.for_template(), f"{field}[{at}]")
+            form.adapt_message(message.for_template(), f"{field}[{at}]")
             for at, message in enumerate(body.messages)
         ]
-        options = self._template.told(
+        options = self._template.set_variables(
             body.chat_template_kwargs, body.reasoning_effort, body.verbosity
         )
         prompt = await self.tokenize_chat(messages, field, tools, options)
         form = form.after(self.codec, prompt)
         grammar = await self._compile(body.grammar(form), name_of)
-        return Conversation(prompt, grammar, form, form.shown(body.offered))
+        return Conversation(prompt, grammar, form, form.list_shown_marks(body.offered))
 
     async def compile_grammar(self, body: CompletionRequest) -> Grammar | None:
         """The grammar of the answers to `body`; None for any text."""

@@ -15,10 +15,10 @@ from fastapi.responses import JSONResponse
 from tangram.errors import RequestError
 from tangram.serve.answer_size import check_answer_size
 from tangram.serve.answers import Answer, write_stream, write_whole
+from tangram.serve.api_errors import ApiError
 from tangram.serve.body import Json
 from tangram.serve.bridge import EventStream, Limits, ServedEngine
 from tangram.serve.endpoints import AnswerRequest, Endpoints, PreparedRequest
-from tangram.serve.errors import ApiError
 from tangram.serve.exposition import ServerMetrics
 from tangram.serve.preparation import Preparation, unless_disconnected
 from tangram.serve.prompts import Prompts

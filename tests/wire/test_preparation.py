@@ -16,10 +16,10 @@ import pytest
 
 from tangram.errors import OverloadError
 from tangram.serve import preparation, receiving
+from tangram.serve.api_errors import ApiError
 from tangram.serve.bridge import EventStream, Job, Limits
 from tangram.serve.chat_writer import ChatWriter
 from tangram.serve.completion_writer import CompletionWriter
-from tangram.serve.errors import ApiError
 from tangram.serve.exposition import ServerMetrics
 from tangram.serve.responses_writer import ResponsesWriter
 from tangram.types import SamplingParams
@@ -198,11 +198,11 @@ class Compiler:
     def __init__(self, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.asked, self.open = list[str](), 0, threading.Event()
         grammars = server.engine.grammars
-        self._known, self._compile = grammars.known, grammars.compile
-        monkeypatch.setattr(grammars, "known", self.known)
+        self._known, self._compile = grammars.look_up, grammars.compile
+        monkeypatch.setattr(grammars, "look_up", self.look_up)
         monkeypatch.setattr(grammars, "compile", self.compile)
 
-    def known(self, source: str, field: str) -> Any:
+    def look_up(self, source: str, field: str) -> Any:
         self.asked += 1
         return self._known(source, field)
 
