@@ -22,7 +22,7 @@ _TYPES = {
     429: "rate_limit_error",
     504: "timeout_error",
 }
-# What pydantic calls a value that is no object, and where it finds fault with a name in one.
+# Pydantic's error types for a value that is no object, and its place of a wrong key.
 _NO_OBJECT = ("model_type", "model_attributes_type", "dict_type")
 _OF_A_KEY = ("[key]",)
 _MAX_MESSAGE_CHARACTERS = (
@@ -55,7 +55,7 @@ class ApiError(Exception):
         }
 
     def response(self, headers: Mapping[str, str] | None = None) -> Response:
-        """ASCII JSON, because a message may quote text of the client that UTF-8 cannot spell."""
+        """The response, in ASCII: a message may quote text that UTF-8 cannot spell."""
         content = json.dumps(self.body()).encode("ascii")
         return Response(content, self.status, dict(headers or {}), media_type="application/json")
 
@@ -76,7 +76,7 @@ def _field_path(location: Sequence[str | int]) -> str:
 
 
 def _describe(error: Mapping[str, Any], rename: Callable[[str], str]) -> ApiError:
-    """One pydantic error as the client should read it, with the fields renamed."""
+    """One pydantic error for the client, with the fields renamed."""
     location = tuple(error["loc"])
     message = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "wrong_field":
@@ -98,7 +98,7 @@ def _describe(error: Mapping[str, Any], rename: Callable[[str], str]) -> ApiErro
 
 
 def _nowhere(method: str, path: str) -> ApiError:
-    """There is nothing at `path`; the words say what the client may have meant."""
+    """The error for an unknown path, with what the client may have meant."""
     missing = not_served(path)
     if missing is None:
         return ApiError(404, f"{method} {path}: Not Found; /docs has what there is")
@@ -110,7 +110,7 @@ def _nowhere(method: str, path: str) -> ApiError:
 
 
 def of_validation(error: ValidationError, rename: Callable[[str], str] = str) -> ApiError:
-    """What a schema refused, as the client should read it.
+    """The first fault that a schema found, for the client.
 
     `rename` maps the schema's names of fields to the client's, where these differ.
     """
@@ -118,12 +118,12 @@ def of_validation(error: ValidationError, rename: Callable[[str], str] = str) ->
 
 
 def of_request_error(error: RequestError) -> ApiError:
-    """What the engine refused, as the client should read it."""
+    """A `RequestError`, for the client."""
     return ApiError(400, str(error), param=error.field, code="invalid_value")
 
 
 def install_handlers(app: FastAPI) -> None:
-    """Make `app` answer every failure in the OpenAI form."""
+    """Have `app` answer every failure in the OpenAI form."""
 
     @app.exception_handler(ApiError)
     def on_api_error(request: Request, error: ApiError) -> Response:

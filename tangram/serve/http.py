@@ -51,8 +51,7 @@ from tangram.serve.wire import MAX_CONNECTIONS, HttpProtocol, http_protocol
 from tangram.version import __version__
 
 _CUT_AFTER_GRACE_S = 10
-# What pages of allowed origins may send and see. Keys travel in a header, so that no cookies are
-# asked for.
+# What pages of allowed origins may send and read. Keys are in a header, so no cookies are needed.
 _CORS: dict[str, Any] = {
     "allow_methods": ("GET", "POST"),
     "allow_headers": ("*",),
@@ -63,9 +62,7 @@ _CORS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Telemetry:
-    """What the server tells beside its own metrics: these under `vllm_names` too, and `traces` of
-    its requests.
-    """
+    """More metrics and traces: metrics under `vllm_names` too, and `traces` of requests."""
 
     vllm_names: bool = False
     traces: Traces | None = None
@@ -80,11 +77,11 @@ def build_app(
     telemetry: Telemetry | None = None,
     let_unknown_by: bool = False,
 ) -> FastAPI:
-    """The application that serves `engine` as `served_model_name`; its `state.service` is the
+    """The application that serves `engine` as `served_model_name`; `state.service` is its
     `Service`.
 
-    With API keys in `protection`, all but /health and /ready ask for one. With `let_unknown_by`,
-    fields that are not served are ignored and counted; else they are refused.
+    With API keys in `protection`, every path but /health and /ready requires one. With
+    `let_unknown_by`, unsupported fields are ignored and counted; otherwise they are refused.
     """
     protection, telemetry = protection or Protection(), telemetry or Telemetry()
     check_served_name(served_model_name)
@@ -114,7 +111,7 @@ def build_app(
 def _lifespan(
     service: Service, engine: ServedEngine, traces: Traces | None
 ) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
-    """Starts the engine with the application, and stops it with the application."""
+    """Starts and stops the engine with the application."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -138,7 +135,7 @@ def _lifespan(
 def _add_layers(
     app: FastAPI, service: Service, protection: Protection, sinks: Sequence[RecordSink]
 ) -> None:
-    """What a request passes before any route. A layer that is added later is farther out."""
+    """The middleware. What is added later is farther out."""
     app.add_middleware(PlainForm)
     if service.ignored is not None:
         app.add_middleware(LetUnknownFieldsBy, ignored=service.ignored)
@@ -240,9 +237,7 @@ def _model_card(service: Service) -> Json:
 
 
 def transport_options(protocol: type[HttpProtocol] = HttpProtocol) -> Json:
-    """The options of `uvicorn.Config` that bound what a client can send before the application sees
-    it.
-    """
+    """The options of `uvicorn.Config` that bound what a client can send."""
     return {
         "http": protocol,
         "ws": "none",
@@ -282,16 +277,16 @@ def serve_on(
     shutdown_grace_s: float,
     on_ready: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve until SIGTERM, SIGINT or SIGHUP; running answers get `shutdown_grace_s`, then they end
-    with an error.
+    """Serve until SIGTERM, SIGINT or SIGHUP.
 
-    Call it from the main thread, with an engine that is built but not started, and the application
-    of that engine. Calls `on_ready` when requests are answered. Returns once the engine has
-    stopped. Raises `EngineError` if it stopped by itself. A second signal ends the process at once.
+    Running answers get `shutdown_grace_s`, then they end with an error. Call it from the main
+    thread, with an engine that is built but not started, and the application of that engine. Calls
+    `on_ready` when requests are answered. Returns once the engine has stopped. Raises `EngineError`
+    if it stopped by itself. A second signal ends the process at once.
     """
     granted = ConnectionLimits.raise_limits(MAX_CONNECTIONS)
     cut_after_s = int(shutdown_grace_s) + _CUT_AFTER_GRACE_S
-    # log_config None: what is logged, and where, stays the caller's choice.
+    # log_config None: the caller has configured the log.
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -300,8 +295,7 @@ def serve_on(
         timeout_graceful_shutdown=cut_after_s,
         **transport_options(http_protocol(granted.connections)),
     )
-    # uvicorn raises the signal again once it has shut down, which would make a clean end look like
-    # a crash.
+    # uvicorn raises the signal again after its shutdown, which would look like a crash.
     previous = {
         number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGINT)
     }

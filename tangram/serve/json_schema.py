@@ -1,9 +1,8 @@
-"""JSON schemas that clients send, bounded before anything is made of them; what would be ignored is
-refused by name.
+"""JSON schemas from clients: bounded before use, and refused for keywords without effect.
 
-What makes the grammar compiler slow is bounded here: `multipleOf` takes time with its square,
-properties and `enum` in proportion. Its own limits refuse expressions and unions that multiply out;
-a trial in a process of its own refuses what they do not (`engine/grammar_trial.py`).
+The bounds are on what makes the grammar compiler slow: `multipleOf` takes time with its square,
+properties and `enum` in proportion. The compiler's own limits refuse large expressions and unions.
+A trial in a process of its own refuses the rest (`engine/grammar_trial.py`).
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ _PLAIN = {
     "readOnly",
     "writeOnly",
 }
-# A model that may put any number of spaces somewhere sometimes never ends.
+# With unbounded spaces, some models never end.
 _STYLE = {"x-guidance": {"whitespace_pattern": r"[ \t\n\r]{1,20}"}}
 
 
@@ -72,7 +71,7 @@ def json_rule(schema: dict[str, Any]) -> str:
 
 @dataclass
 class SchemaBounds:
-    """What the schemas of one request add up to. `check` each of them."""
+    """Sums over the schemas of one request. `check` each of them."""
 
     schema_bytes: int = 0
     properties: int = 0
@@ -81,8 +80,8 @@ class SchemaBounds:
     multiples: int = 0
 
     def check(self, schema: dict[str, Any], field: str) -> None:
-        """Raise `RequestError` naming the place (`field` and on) that is out of bounds or that
-        nobody would look at.
+        """Raise `RequestError` for a place at or under `field` that is out of bounds or without
+        effect.
         """
         size, levels = _least_size(schema)
         if levels > MAX_SCHEMA_LEVELS + 1 or (
@@ -119,7 +118,7 @@ class SchemaBounds:
             )
 
     def _parts(self, schema: Any, place: str) -> Iterator[tuple[Any, str]]:
-        """The schemas directly inside `schema`, which is checked itself."""
+        """The schemas directly inside `schema`, whose keywords are checked."""
         if isinstance(schema, bool):
             return
         if not isinstance(schema, dict):
@@ -178,8 +177,9 @@ def _unsupported(keyword: str, place: str) -> RequestError:
 
 
 def _least_size(schema: Any) -> tuple[int, int]:
-    """Not more bytes and levels than its JSON has, exact enough for bounds; beyond them little is
-    looked at.
+    """A lower bound on the bytes and levels of its JSON.
+
+    It is exact enough for the bounds, and stops once they are exceeded.
     """
     size, deepest, places = 0, 0, [(schema, 1)]
     while places and size <= MAX_SCHEMA_BYTES and deepest <= MAX_SCHEMA_LEVELS + 1:

@@ -1,4 +1,4 @@
-"""An answer as the output items of POST /v1/responses, and the events in which they come."""
+"""The output items of POST /v1/responses, and the stream events that describe them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _TEXT, _THOUGHT = "output_text", "reasoning_text"
 
 
 class Output:
-    """The items so far: thoughts, texts and calls, each made when its first part comes."""
+    """The items so far: thoughts, texts and calls. The first part of an item creates it."""
 
     def __init__(self) -> None:
         self.items: list[Json] = []
         self._open = ""  # the type of the part that the last item is being given
 
     def add(self, parts: Iterable[Part]) -> Iterator[OutputEvent]:
-        """The events that `parts` make."""
+        """Append `parts`; returns the events for them."""
         for part in parts:
             if isinstance(part, Call):
                 yield from self._close("completed")
@@ -33,7 +33,7 @@ class Output:
                 yield from self._grow(_TEXT, part)
 
     def finish(self, status: str) -> Iterator[OutputEvent]:
-        """The events of the end; an answer of nothing has an empty message."""
+        """Close the last item; returns the events. An empty answer has an empty message."""
         if not self.items:
             yield from self._begin(_TEXT)
         yield from self._close(status)
@@ -89,7 +89,7 @@ class Output:
         return {"item_id": item, "output_index": len(self.items) - 1, "content_index": 0}
 
     def _item(self) -> Json:
-        """The last item, as it is now."""
+        """The event fields of the last item, as it is now."""
         item = dict(self.items[-1])
         if "content" in item:
             item["content"] = [dict(part) for part in item["content"]]

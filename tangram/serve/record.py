@@ -1,6 +1,4 @@
-"""One HTTP request from the first byte to the last of its answer: what metrics, log and traces tell
-of it.
-"""
+"""What happened to one HTTP request, for metrics, log and traces."""
 
 from __future__ import annotations
 
@@ -22,10 +20,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Generation:
-    """What a request asked of the engine, and what came of it so far, by choice.
+    """A request to the engine, and what each choice has received so far.
 
-    `admitted_s` and `first_token_s`, of the monotonic clock, are those of the choice that came
-    first. `failure` is the status of an error that ended it after its answer had begun.
+    `admitted_s` and `first_token_s` are of the first choice that got there, on the monotonic clock.
+    `failure` is the status of an error that ended the answer after it had begun.
     """
 
     response_id: str
@@ -75,9 +73,11 @@ class Generation:
 
 @dataclass
 class Record:
-    """One request. `trace_headers` are those that name the trace it belongs to; `generation` is
-    None for requests that never reached the engine; `status` None is a connection that was cut
-    before an answer. Times are of the monotonic clock, `started_at_ns` of the world's.
+    """One request.
+
+    `trace_headers` name the trace it belongs to. `generation` is None if it never reached the
+    engine. `status` None is a connection that was cut before a response. Times are of the monotonic
+    clock; `started_at_ns` is Unix time.
     """
 
     request_id: str
@@ -96,11 +96,11 @@ class Record:
         return (time.monotonic() if self.ended_s is None else self.ended_s) - self.started_s
 
     def since_start(self, moment_s: float | None) -> float | None:
-        """Seconds from its start to a moment that may never have come."""
+        """Seconds from its start to a moment, if that has come."""
         return None if moment_s is None else moment_s - self.started_s
 
 
-# Whoever wants to know of a request that is over.
+# Receives the record of a request that has ended.
 RecordSink = Callable[[Record], None]
 
 
@@ -116,8 +116,9 @@ def record_in(scope: Scope) -> Record:
 
 
 class RecordRequests:
-    """The outermost layer: keeps a record of every request and hands it to `sinks` when its answer
-    is out.
+    """The outermost middleware: records every request.
+
+    It gives the record to `sinks` when the response is sent.
     """
 
     def __init__(self, app: ASGIApp, sinks: Sequence[RecordSink]) -> None:

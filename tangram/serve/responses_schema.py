@@ -1,4 +1,4 @@
-"""The body of POST /v1/responses, and the same as a body of the chat endpoint."""
+"""The body of POST /v1/responses, and its conversion to a body of the chat endpoint."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _choice(value: Any) -> Any:
 
 
 class TextFormat(JsonSchema):
-    """What an answer must be: any text, any JSON object, or JSON that a schema allows."""
+    """The form of an answer: any text, any JSON object, or JSON that a schema allows."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: Text = Field(default="answer", pattern=NAME)
@@ -61,22 +61,20 @@ class TextFormat(JsonSchema):
 
 
 class TextOptions(Body):
-    """How the text of an answer is to be."""
+    """Options of the text of an answer."""
 
     format: TextFormat | None = None
     verbosity: Verbosity | None = None
 
 
 class Reasoning(Body):
-    """How hard the model thinks, where its chat template reads that. Thoughts come as they are, no
-    summaries.
-    """
+    """How much the model thinks, if its chat template reads that. There are no summaries."""
 
     refused = {"generate_summary": ("auto",), "summary": ("auto",)}  # noqa: RUF012
     effort: Effort | None = None
 
 
-# What the chat endpoint calls differently, by the beginnings of names.
+# Fields that the chat endpoint calls by another name: the beginning of a name, and its name here.
 _OTHER_NAMES = {
     r"(messages|prompt)\b.*": "input",
     r"max_(completion_)?tokens": "max_output_tokens",
@@ -123,7 +121,7 @@ class ResponsesRequest(Body):
     prompt_cache_key: Label | None = None
 
     def chat(self) -> ChatRequest:
-        """The same as a chat. Raises `ValidationError`."""
+        """The request as a chat. Raises `ValidationError`."""
         first = (
             [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         )
@@ -149,7 +147,7 @@ class ResponsesRequest(Body):
         return 1
 
     def name_of(self, field: str) -> str:
-        """What a field of the chat endpoint is called here."""
+        """The name here of a field of the chat endpoint."""
         for name, here in _OTHER_NAMES.items():
             if re.match(name, field):
                 return re.sub(f"^{name}", here, field)

@@ -1,6 +1,4 @@
-"""The request bodies of the OpenAI API, with vLLM's sampling extras and ours. Unknown fields are
-refused.
-"""
+"""The request bodies of the OpenAI API, with vLLM's sampling fields and Tangram's."""
 
 from __future__ import annotations
 
@@ -35,10 +33,9 @@ _MAX_TOKEN_DIGITS = 10
 
 
 class StreamOptions(Body):
-    """`include_usage` adds a last chunk with the usage of the whole request.
+    """Options of a stream: `include_usage` adds a last chunk with the usage of the request.
 
-    With `continuous_usage_stats`, too, every chunk before it has what its choice has used so far,
-    as in vLLM.
+    With `continuous_usage_stats` too, every chunk has what its choice has used so far, as in vLLM.
     """
 
     refused = STREAM_OPTIONS
@@ -67,7 +64,7 @@ class _SamplingFields(Body):
     logit_bias: dict[str, float] = Field(
         default={}, max_length=MAX_BIASES, description="token id, as a string, to bias"
     )
-    # The first error is enough: many of them would take much memory.
+    # The first error is enough; many would take much memory.
     stop: Annotated[list[Text], BeforeValidator(_as_list)] = Field(
         default=[], max_length=MAX_STOP_STRINGS, fail_fast=True
     )
@@ -108,13 +105,13 @@ class _SamplingFields(Body):
 
     @property
     def shaped(self) -> bool:
-        """Whether the answer cannot be just any text."""
+        """Whether the answer is constrained."""
         return self.response_format is not None and self.response_format.type != "text"
 
     def grammar(self, form: AnswerForm) -> tuple[str, str] | None:
-        """The grammar of an answer in `form`, and the field that asks for it; None for any text.
+        """The grammar of an answer in `form`, and the field that requires it; None for any text.
 
-        Raises `RequestError` naming the schema that is out of bounds.
+        Raises `RequestError` naming a schema that is out of bounds.
         """
         schema = (
             None
@@ -165,8 +162,9 @@ class _SamplingFields(Body):
 
 
 class ChatRequest(_SamplingFields):
-    """The body of POST /v1/chat/completions. Without a token limit an answer may fill
-    the context.
+    """The body of POST /v1/chat/completions.
+
+    Without a token limit an answer may fill the context.
     """
 
     refused = CHAT
@@ -208,11 +206,11 @@ class ChatRequest(_SamplingFields):
 
     @property
     def shaped(self) -> bool:
-        """Whether the answer cannot be just any text."""
+        """Whether the answer is constrained."""
         return bool(self.offered) or super().shaped
 
     def grammar(self, form: AnswerForm) -> tuple[str, str] | None:
-        """As for every request; the calls of tools are part of it."""
+        """As for every request, with tool calls as part of it."""
         bounds = SchemaBounds()
         schema = None if self.response_format is None else self.response_format.schema_for(bounds)
         check_tools(self.tools, bounds)
@@ -262,9 +260,7 @@ class ChatRequest(_SamplingFields):
 
 
 def _as_prompts(value: Any) -> list[str | list[int]]:
-    """The four forms of a prompt (text, texts, token ids, lists of token ids) as a list
-    of prompts.
-    """
+    """The four forms of a prompt as a list: text, texts, token ids, lists of token ids."""
     several = isinstance(value, list) and not (value and type(value[0]) is int)
     prompts = value if several else [value]
     if len(prompts) > MAX_PROMPTS:
@@ -286,8 +282,9 @@ def _is_token_ids(value: Any) -> bool:
 
 
 class CompletionRequest(_SamplingFields):
-    """The body of POST /v1/completions. `logprobs` is the number of alternatives reported beside
-    each token.
+    """The body of POST /v1/completions.
+
+    `logprobs` is the number of alternatives for each token.
     """
 
     refused = COMPLETION

@@ -1,4 +1,4 @@
-"""Server-sent events to one client, who may be slow, or gone."""
+"""Server-sent events to one client, which may be slow or disconnected."""
 
 from __future__ import annotations
 

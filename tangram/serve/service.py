@@ -62,16 +62,12 @@ class Service:
 
     @property
     def healthy(self) -> bool:
-        """Whether the engine can still answer: its thread lives, and its step has not taken ten
-        minutes.
-        """
+        """Whether the engine can answer: its thread lives, and its step ends within ten minutes."""
         return self._engine.healthy and not self._hangs
 
     @property
     def ready(self) -> bool:
-        """Whether new requests should come here: the engine runs, and the server is not about to
-        end.
-        """
+        """Whether it takes new requests: the engine runs, and the server is not about to end."""
         return self._started and self.healthy and not self.draining
 
     @property
@@ -86,11 +82,11 @@ class Service:
         self._started = True
 
     def drain(self) -> None:
-        """Take no new requests; those that are here go on."""
+        """Refuse new requests; running ones go on."""
         self.draining = True
 
     async def watch(self) -> None:
-        """Until it is cancelled: see whether steps end while something runs."""
+        """Watch until cancelled whether steps end while requests run."""
         steps, since_s = None, 0.0
         while True:
             stats, now_s = self._engine.stats(), time.monotonic()
@@ -106,12 +102,10 @@ class Service:
             await asyncio.sleep(MOST_STEP_S / 60)
 
     def stop(self) -> None:
-        """End the engine's thread; what still runs is aborted. A step that does not end is left,
-        see `stuck`.
-        """
+        """End the engine's thread and abort what runs. `stuck` says if a step does not end."""
         self.preparation.stop()
         if self._stopping is None:
-            # A thread that would not keep the process, as those of a pool do.
+            # A daemon thread, unlike those of a pool, does not keep the process alive.
             self._stopping = threading.Thread(
                 target=self._engine.stop, name="engine-stop", daemon=True
             )

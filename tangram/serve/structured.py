@@ -1,4 +1,4 @@
-"""What an answer must be, as requests say it: `response_format`, `tools`, `tool_choice`."""
+"""The fields that constrain an answer: `response_format`, `tools`, `tool_choice`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ NAME = r"^[a-zA-Z0-9_-]{1,64}$"
 
 
 class JsonSchema(Body):
-    """`name` and `description` are labels, without effect; a schema is followed to the letter,
-    strict or not.
+    """A JSON schema. `name` and `description` are labels without effect.
+
+    The answer always follows the schema exactly, whatever `strict` says.
     """
 
     name: Text = Field(pattern=NAME)
@@ -31,7 +32,7 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """What an answer must be: any text, any JSON object, or JSON that a schema allows."""
+    """The form of an answer: any text, any JSON object, or JSON that a schema allows."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -45,7 +46,7 @@ class ResponseFormat(Body):
         return self
 
     def schema_for(self, bounds: SchemaBounds) -> dict[str, Any] | None:
-        """None for any text. Raises `RequestError` where the schema is out of `bounds`."""
+        """The schema of the answer; None for any text. Raises `RequestError` if out of `bounds`."""
         if self.json_schema is None:
             return {"type": "object"} if self.type == "json_object" else None
         bounds.check(self.json_schema.schema_, "response_format.json_schema.schema")
@@ -53,8 +54,9 @@ class ResponseFormat(Body):
 
 
 class Function(Body):
-    """A function that the model may call; without `parameters` it has none. Arguments follow them,
-    strict or not.
+    """A function that the model may call; without `parameters` it takes none.
+
+    Arguments always follow the schema, whatever `strict` says.
     """
 
     name: Text = Field(pattern=NAME)
@@ -64,7 +66,7 @@ class Function(Body):
 
 
 class Tool(Body):
-    """One tool: only functions are."""
+    """One tool; only functions are supported."""
 
     type: Literal["function"]
     function: Function
@@ -106,7 +108,7 @@ ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedTool, BeforeVa
 
 
 def check_tools(tools: Sequence[Tool], bounds: SchemaBounds) -> None:
-    """Raise `RequestError` for a name that comes twice or parameters that are out of `bounds` or no
+    """Raise `RequestError` for a duplicate name, or for parameters that are out of `bounds` or no
     object.
     """
     names: set[str] = set()

@@ -1,6 +1,4 @@
-"""What a request tells the chat template: `chat_template_kwargs`, and the fields that some
-templates read.
-"""
+"""What a request passes to the chat template: `chat_template_kwargs`, and two other fields."""
 
 from __future__ import annotations
 
@@ -59,7 +57,7 @@ def _check_leaves(name: str, value: Any) -> None:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """The texts, numbers and nulls of a JSON value, and the names in it."""
+    """The texts, numbers and nulls of a JSON value, and its names."""
     if isinstance(value, dict):
         yield from value
         value = list(value.values())
@@ -82,7 +80,7 @@ Verbosity = Literal["low", "medium", "high"]
 
 
 class Template:
-    """The chat template that `codec` has, as far as requests may tell it something."""
+    """The chat template of `codec`, and the variables that requests may set."""
 
     def __init__(self, codec: Codec, ignored: IgnoredFields | None) -> None:
         self._codec, self._ignored = codec, ignored
@@ -132,8 +130,8 @@ def _contradiction(field: str, value: str, variable: str) -> RequestError:
 
 
 def _interpret(field: str, value: str, readable: frozenset[str]) -> tuple[str, Any]:
-    """The variable and its value: no effort is no thinking, where a template can only switch it
-    off.
+    """The variable and its value. Effort "none" switches thinking off where the template reads
+    that.
     """
     if (
         (field, value) == ("reasoning_effort", "none")
