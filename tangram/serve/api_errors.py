@@ -25,9 +25,7 @@ _TYPES = {
 # Pydantic's error types for a value that is no object, and its place of a wrong key.
 _NO_OBJECT = ("model_type", "model_attributes_type", "dict_type")
 _OF_A_KEY = ("[key]",)
-_MAX_MESSAGE_CHARACTERS = (
-    1000  # messages quote what the client sent, which may be millions of characters
-)
+_MAX_MESSAGE_CHARACTERS = 1000  # messages quote the client, who may send millions of characters
 
 
 class ApiError(Exception):

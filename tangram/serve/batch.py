@@ -63,7 +63,7 @@ class BatchLine:
 
     @property
     def key(self) -> str:
-        """Identifies the line among answers of earlier runs: the `custom_id`, else the line number."""
+        """The name of the line among earlier answers: the `custom_id`, else the line number."""
         return self.id if self.custom_id is None else f"custom {self.custom_id}"
 
 
@@ -147,9 +147,7 @@ def _are_same(source: Path, target: Path) -> bool:
 
 def _open(target: Path) -> io.FileIO:
     """The output, opened for appending and locked. Raises `ConfigError`, `OSError`."""
-    if (
-        target.exists() and not target.is_file()
-    ):  # a pipe or a device has no answers to read, or never ends
+    if target.exists() and not target.is_file():  # reading a pipe or a device may never end
         raise ConfigError(f"output is {str(target)!r}, it must be a regular file")
     file = io.FileIO(target, "a+")
     try:
@@ -287,7 +285,7 @@ async def _response(service: Service, line: _Line) -> tuple[int, Json]:
     except ApiError as error:
         failure = error
     except TangramError:
-        raise  # it is about the engine and not about this line
+        raise  # about the engine, not about this line
     except Exception:
         _log.exception("a request of the batch failed")
         failure = ApiError(500, "internal error: the log has the details")

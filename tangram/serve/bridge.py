@@ -271,7 +271,7 @@ class EventStream:
             self._queue.put_nowait((choice, event))
 
     def _expire(self, timeout_s: float) -> None:
-        """End the request. Its pages are free at the next step, even if the client is slow to read."""
+        """End the request. Its pages are free at the next step, however slow the client is."""
         self._queue.put_nowait(make_timeout_error(timeout_s))
         self._abort_unfinished()
 
@@ -294,7 +294,7 @@ class EventStream:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HEALTH_CHECK_S):
                     news = await self._queue.get()
-                    if self.overrun.is_set():  # nothing runs any more, what is left has no end
+                    if self.overrun.is_set():  # all is aborted, so the events left have no end
                         raise ApiError(408, "too many events wait for the client: read them faster")
                     if isinstance(news, ApiError):
                         raise news

@@ -110,7 +110,7 @@ class CallReader:
             yield text
 
     def _measure_undecided(self) -> int:
-        """How many characters at the end may belong to a call: spaces, and the beginning of a mark."""
+        """How many last characters may belong to a call: spaces, and the beginning of a mark."""
         text = self._held
         before = text[: len(text) - overlap(text, self._begin)]
         return len(text) - len(before.rstrip())

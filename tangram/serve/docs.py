@@ -1,4 +1,4 @@
-"""GET /docs: the OpenAPI document as a page, without scripts and without requests to other hosts."""
+"""GET /docs: the OpenAPI document as a page, without scripts and requests to other hosts."""
 
 from __future__ import annotations
 

@@ -62,7 +62,11 @@ _COUNTERS = (
     ("restored_tokens", "Tokens of chunks copied back from host memory", "restored_tokens"),
     ("host_bytes_out", "Bytes of KV pages copied to host memory", "host_bytes_out"),
     ("host_bytes_in", "Bytes of KV pages copied back from host memory", "host_bytes_in"),
-    ("dropped_spans", "Evicted spans that host memory had no room for, or let go", "dropped_spans"),
+    (
+        "dropped_spans",
+        "Evicted spans that host memory could not keep, or dropped later",
+        "dropped_spans",
+    ),
     ("step_seconds", "Seconds of the engine's steps", "step_s"),
     (
         "step_device_seconds",
@@ -171,13 +175,13 @@ _LABELLED_COUNTERS: tuple[_Labelled, ...] = (
     ),
     (
         "budget_lost_entries",
-        "Those of them that the heads' budgets had no room for",
+        "Those of them that exceeded the heads' budgets",
         _GROUP,
         lambda stats: [(_group(line), line.lost) for line in stats.overflow],
     ),
     (
         "budget_exceeded_heads",
-        "Heads of these chunks that lacked room",
+        "Heads of these chunks whose budget was exceeded",
         _GROUP,
         lambda stats: [(_group(line), line.exceeded) for line in stats.overflow],
     ),
@@ -233,7 +237,7 @@ class ServerMetrics:
         )
         self.ignored_fields = Counter(
             "tangram_ignored_fields",
-            "Fields of requests that were let by unserved",
+            "Unsupported fields of requests that were ignored",
             ["field"],
             registry=self.registry,
         )

@@ -50,7 +50,9 @@ class Http1(h11.Connection):
         return waits and self.their_http_version != b"1.0"
 
     def ask(self) -> bytes:
-        """What it ignores: an interim response (RFC 9110, 15.2), or a comment in an event stream."""
+        """Something that it ignores: an interim response (RFC 9110, 15.2), or in a stream a
+        comment.
+        """
         if self.our_state is h11.SEND_BODY:
             return self.send(h11.Data(data=b":\n\n")) or b""
         asked = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")

@@ -1,4 +1,4 @@
-"""The JSON of a request as Python objects: bounded before it is parsed, without duplicate fields."""
+"""The JSON of a request as Python objects: bounded before parsing, without duplicate fields."""
 
 from __future__ import annotations
 

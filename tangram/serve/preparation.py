@@ -97,7 +97,7 @@ class Preparation:
         """The result of `work` on the parser's thread; cancelled work that has not begun never
         does.
         """
-        here = contextvars.copy_context()  # it has the fields that are let by
+        here = contextvars.copy_context()  # it has the ignored fields
         asked = partial(here.run, work, *args, **kwargs)
         return await asyncio.wrap_future(self._parser.submit(asked))
 
@@ -121,7 +121,7 @@ class Preparation:
             return await asyncio.shield(trial.task)
         finally:
             trial.awaited -= 1
-            if not trial.awaited:  # all have gone, or have it
+            if not trial.awaited:  # no request waits for it
                 trial.task.cancel()
                 del self._trials[key]
 
@@ -149,7 +149,7 @@ class Preparation:
         loop = asyncio.get_running_loop()
 
         def free(_: object) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed, nobody waits
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(self._compiling.release)
 
         # The time limit excludes the wait for other grammars. The lock is free when the thread is.

@@ -51,18 +51,18 @@ class ConnectionLimits:
         allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         if soft != resource.RLIM_INFINITY and soft < allowed:
             resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-        room = allowed - taken
-        backlog = min(_BACKLOG, room // 4)
+        available = allowed - taken
+        backlog = min(_BACKLOG, available // 4)
         if backlog < 1:
             raise ConfigError(
                 f"the process may open {hard} files, {taken} are needed besides connections: raise "
                 "`ulimit -n`"
             )
-        if room < wanted - taken:
+        if available < wanted - taken:
             _log.warning(
-                "the limit of open files (%d) leaves room for %d connections", hard, room - backlog
+                "the limit of open files (%d) allows %d connections", hard, available - backlog
             )
-        return cls(room - backlog, backlog)
+        return cls(available - backlog, backlog)
 
 
 class Server(uvicorn.Server):

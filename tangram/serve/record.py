@@ -148,7 +148,7 @@ class RecordRequests:
                 sink(record)
             except Exception:  # an answer that is out is no worse for that
                 _log.exception(
-                    "request %s is not told of",
+                    "request %s was not recorded",
                     record.request_id,
                     extra={"request_id": record.request_id},
                 )

@@ -76,9 +76,7 @@ def _always(schema: dict[str, Any], ended: Collection[str]) -> bool:
 
 
 def _of(kind: type[Kind], schema: dict[str, Any], keyword: str) -> Kind:
-    """The value of a keyword; empty if it is of another kind, since a reference may lead to any
-    JSON.
-    """
+    """The value of a keyword; empty if of another kind, since a reference may lead to any JSON."""
     value = schema.get(keyword)
     return value if isinstance(value, kind) else kind()
 

@@ -44,7 +44,7 @@ class TokenizeRequest(Body):
         return self
 
     async def tokens(self, service: Service) -> tuple[int, ...]:
-        """The tokens that the server would compute; raises `RequestError` if they could never fit."""
+        """The tokens that the server would compute; raises `RequestError` if they never fit."""
         if self.messages is not None:
             options = service.template.set_variables(self.chat_template_kwargs)
             messages = [message.for_template() for message in self.messages]

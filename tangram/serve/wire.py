@@ -81,9 +81,7 @@ class HttpProtocol(H11Protocol):
         ):
             self._half_closed = True
             self.conn.receive_data(b"")
-            with contextlib.suppress(
-                h11.RemoteProtocolError
-            ):  # what stands behind its last request
+            with contextlib.suppress(h11.RemoteProtocolError):  # bytes after its last request
                 self.conn.next_event()
             self._ask_whether_there()
         return self._half_closed
