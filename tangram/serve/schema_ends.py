@@ -76,7 +76,7 @@ def _always(schema: dict[str, Any], ended: Collection[str]) -> bool:
 
 
 def _of(kind: type[Kind], schema: dict[str, Any], keyword: str) -> Kind:
-    """The value of a keyword; empty if of another kind, since a reference may lead to any JSON."""
+    """The value of a keyword; empty if of another kind: a reference may lead to any JSON."""
     value = schema.get(keyword)
     return value if isinstance(value, kind) else kind()
 
@@ -101,7 +101,7 @@ def _references(schema: Any) -> set[str]:
 
 
 def _target(root: Any, reference: str) -> Any:
-    """The target of a JSON pointer such as "#/$defs/a"; True, which allows all, if there is none."""
+    """The target of a JSON pointer such as "#/$defs/a"; True, which allows all, for none."""
     place = root
     for part in reference.removeprefix("#").split("/")[1:]:
         name = unquote(part).replace("~1", "/").replace("~0", "~")
