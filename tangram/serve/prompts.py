@@ -23,7 +23,7 @@ _NO_TOOLS = (
 
 
 @dataclass(frozen=True)
-class Conversation:
+class PreparedChat:
     """A conversation as the engine takes it, and the form of its answer.
 
     `marks` are the control tokens by which calls and thoughts are found in the answer.
@@ -44,7 +44,7 @@ class Prompts:
 
     async def prepare_chat(
         self, body: ChatRequest, name_of: Callable[[str], str] = str
-    ) -> Conversation:
+    ) -> PreparedChat:
         """The prompt of a conversation, and how it is answered.
 
         `name_of` has the names that messages and grammars have at the endpoint. Raises
@@ -69,7 +69,7 @@ class Prompts:
         prompt = await self.tokenize_chat(messages, field, tools, options)
         form = form.after(self.codec, prompt)
         grammar = await self._compile(body.grammar(form), name_of)
-        return Conversation(prompt, grammar, form, form.list_shown_marks(body.offered))
+        return PreparedChat(prompt, grammar, form, form.list_shown_marks(body.offered))
 
     async def compile_grammar(self, body: CompletionRequest) -> Grammar | None:
         """The grammar of the answers to `body`; None for any text."""
