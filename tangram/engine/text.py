@@ -178,7 +178,7 @@ class TextCodec:
                 )
             )
         except TemplateError as error:
-            raise _rejection(f": {error}") from error
+            raise _explain_rejection(f": {error}") from error
         # A template is a program of the model's makers: what it does with messages that they did
         # not think of is open.
         except (
@@ -189,7 +189,7 @@ class TextCodec:
             TypeError,
             ValueError,
         ) as error:
-            raise _rejection() from error
+            raise _explain_rejection() from error
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`, special tokens left out."""
@@ -235,7 +235,7 @@ class TextCodec:
         return b"".join(alphabet.get(character, character.encode()) for character in piece)
 
 
-def _rejection(reason: str = "") -> RequestError:
+def _explain_rejection(reason: str = "") -> RequestError:
     return RequestError(
         lambda field: f"{field}: the model's chat template rejects them{reason}", "messages"
     )

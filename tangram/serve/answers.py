@@ -77,7 +77,7 @@ class Answer:
         """Every event of the answer."""
         try:
             async for choice, event in self.stream:
-                yield self._delta(choice, event)
+                yield self._make_delta(choice, event)
         except ApiError as error:
             yield Failure(error)
             return
@@ -88,7 +88,7 @@ class Answer:
         """Abort what has not ended. Safe to call twice."""
         self.stream.close()
 
-    def _delta(self, choice: int, event: Event) -> Delta:
+    def _make_delta(self, choice: int, event: Event) -> Delta:
         is_first, reader = choice not in self._readers, self._readers[choice]
         was_thinking = reader.thinking
         parts = list(reader.push(event.text))
@@ -97,11 +97,11 @@ class Answer:
         if event.finish_reason is not None:
             parts += reader.finish()
         usage = AnswerUsage(event.usage, self._reasoning_tokens[choice])
-        finish = _finish(event.finish_reason, reader)
+        finish = _name_finish(event.finish_reason, reader)
         return Delta(choice, is_first, parts, event.logprobs, finish, usage)
 
 
-def _finish(reason: FinishReason | None, reader: Reader) -> Finish | None:
+def _name_finish(reason: FinishReason | None, reader: Reader) -> Finish | None:
     """The reason as clients know it. `EventStream` turns an abort into an error."""
     if reason is None:
         return None

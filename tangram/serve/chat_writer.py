@@ -50,7 +50,7 @@ class ChatWriter(ChunkWriter):
             delta["tool_calls"] = [
                 {"index": number} | call.json() for number, call in enumerate(content.calls, first)
             ]
-        return {"index": index, "delta": delta, **self._ending(index, content)}
+        return {"index": index, "delta": delta, **self._write_ending(index, content)}
 
     def write_choice(self, index: int, content: Content) -> Json:
         """The same in `message`; `content` is null beside calls where there is no text."""
@@ -60,17 +60,17 @@ class ChatWriter(ChunkWriter):
             message["reasoning_content"] = content.thought
         if content.calls:
             message["tool_calls"] = [call.json() for call in content.calls]
-        return {"index": index, "message": message, **self._ending(index, content)}
+        return {"index": index, "message": message, **self._write_ending(index, content)}
 
-    def _logprobs(self, index: int, logprobs: Sequence[TokenLogprob]) -> Json:
+    def _write_logprobs(self, index: int, logprobs: Sequence[TokenLogprob]) -> Json:
         content = [
-            self._entry(token.token_id, token.logprob)
-            | {"top_logprobs": [self._entry(*pair) for pair in token.top]}
+            self._write_entry(token.token_id, token.logprob)
+            | {"top_logprobs": [self._write_entry(*pair) for pair in token.top]}
             for token in logprobs
         ]
         return {"content": content, "refusal": None}
 
-    def _entry(self, token_id: int, logprob: float) -> Json:
+    def _write_entry(self, token_id: int, logprob: float) -> Json:
         token = self._codec.token_text(token_id)
         return {
             "token": token.text,

@@ -84,13 +84,13 @@ class ChunkWriter(Writer):
                 opening = self.write_opening(event.choice) if event.is_first else None
                 for choice in (opening, self.write_delta(event.choice, Content.of(event))):
                     if choice is not None:
-                        yield self._chunk([choice], self._running_usage(event.usage))
+                        yield self._write_chunk([choice], self._write_running_usage(event.usage))
             case Failure(error):
-                yield _frame(error.body())
+                yield _write_frame(error.body())
                 yield _DONE
             case End(usage):
                 if self._options.include_usage:
-                    yield self._chunk([], {"usage": self._usage(usage)})
+                    yield self._write_chunk([], {"usage": self._write_usage(usage)})
                 yield _DONE
 
     def gather(self, delta: Delta) -> None:
@@ -103,7 +103,7 @@ class ChunkWriter(Writer):
             self.write_choice(index, self._choices[index]) for index in sorted(self._choices)
         ]
         head = self._head | {"object": self.whole_object}
-        return head | {"choices": choices, "usage": self._usage(usage)}
+        return head | {"choices": choices, "usage": self._write_usage(usage)}
 
     @abstractmethod
     def write_opening(self, index: int) -> Json | None:
@@ -118,23 +118,23 @@ class ChunkWriter(Writer):
         """The choice of a whole answer."""
 
     @abstractmethod
-    def _logprobs(self, index: int, logprobs: Sequence[TokenLogprob]) -> Json: ...
+    def _write_logprobs(self, index: int, logprobs: Sequence[TokenLogprob]) -> Json: ...
 
-    def _ending(self, index: int, content: Content) -> Json:
+    def _write_ending(self, index: int, content: Content) -> Json:
         """The fields that end a choice."""
-        logprobs = self._logprobs(index, content.logprobs) if self._wants_logprobs else None
+        logprobs = self._write_logprobs(index, content.logprobs) if self._wants_logprobs else None
         return {"logprobs": logprobs, "finish_reason": content.finish}
 
-    def _chunk(self, choices: list[Json], tail: Json) -> str:
+    def _write_chunk(self, choices: list[Json], tail: Json) -> str:
         head = self._head | {"object": self.chunk_object}
-        return _frame(head | {"choices": choices} | tail)
+        return _write_frame(head | {"choices": choices} | tail)
 
-    def _running_usage(self, usage: AnswerUsage) -> Json:
+    def _write_running_usage(self, usage: AnswerUsage) -> Json:
         if not self._options.include_usage:
             return {}
-        return {"usage": self._usage(usage) if self._options.continuous_usage_stats else None}
+        return {"usage": self._write_usage(usage) if self._options.continuous_usage_stats else None}
 
-    def _usage(self, usage: AnswerUsage) -> Json:
+    def _write_usage(self, usage: AnswerUsage) -> Json:
         counted, thoughts = usage.engine, {"reasoning_tokens": usage.reasoning_tokens}
         return {
             "prompt_tokens": counted.prompt_tokens,
@@ -147,5 +147,5 @@ class ChunkWriter(Writer):
         }
 
 
-def _frame(data: Json) -> str:
+def _write_frame(data: Json) -> str:
     return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"

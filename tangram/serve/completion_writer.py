@@ -40,35 +40,37 @@ class CompletionWriter(ChunkWriter):
 
     def write_opening(self, index: int) -> Json | None:
         """The prompt, where it is echoed."""
-        text = self._echo(index)
+        text = self._find_echo(index)
         if not text:
             return None
         return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
 
     def write_delta(self, index: int, content: Content) -> Json:
         """The text in `text`."""
-        return {"index": index, "text": content.text, **self._ending(index, content)}
+        return {"index": index, "text": content.text, **self._write_ending(index, content)}
 
     def write_choice(self, index: int, content: Content) -> Json:
         """The same, after the prompt where it is echoed."""
-        text = self._echo(index) + content.text
-        return {"index": index, "text": text, **self._ending(index, content)}
+        text = self._find_echo(index) + content.text
+        return {"index": index, "text": text, **self._write_ending(index, content)}
 
-    def _logprobs(self, index: int, logprobs: Sequence[TokenLogprob]) -> Json:
+    def _write_logprobs(self, index: int, logprobs: Sequence[TokenLogprob]) -> Json:
         texts = [self._codec.token_text(token.token_id).text for token in logprobs]
         lengths = accumulate(map(len, texts), initial=self._characters[index])
         *offsets, self._characters[index] = lengths
         return {
             "tokens": texts,
             "token_logprobs": [max(token.logprob, LOWEST_LOGPROB) for token in logprobs],
-            "top_logprobs": [self._by_text(token.top, token) for token in logprobs],
+            "top_logprobs": [self._name_alternatives(token.top, token) for token in logprobs],
             "text_offset": offsets,
         }
 
-    def _echo(self, index: int) -> str:
+    def _find_echo(self, index: int) -> str:
         return self._echoes[index // self._n] if self._echoes else ""
 
-    def _by_text(self, top: Iterable[tuple[int, float]], sampled: TokenLogprob) -> dict[str, float]:
+    def _name_alternatives(
+        self, top: Iterable[tuple[int, float]], sampled: TokenLogprob
+    ) -> dict[str, float]:
         """The alternatives by their text; the sampled token is always among them.
 
         Tokens can have the same text, parts of characters above all. Then the likeliest has the

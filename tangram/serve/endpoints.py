@@ -53,8 +53,8 @@ class Endpoints:
 
     async def _prepare_chat(self, body: ChatRequest, record: Record | None) -> PreparedRequest:
         chat = await self.prompts.prepare_chat(body)
-        head = self._head(ChatWriter.id_prefix)
-        job = _job(head["id"], [chat.prompt], body, record, chat.grammar, chat.marks)
+        head = self._make_head(ChatWriter.id_prefix)
+        job = _make_job(head["id"], [chat.prompt], body, record, chat.grammar, chat.marks)
         if body.service_tier is not None:
             head["service_tier"] = "default"
         writer = ChatWriter(
@@ -81,7 +81,7 @@ class Endpoints:
             prompt if isinstance(prompt, str) else await self.prompts.detokenize(prompt, "prompt")
             for prompt in (body.prompt if body.echo else [])
         ]
-        head = self._head(CompletionWriter.id_prefix)
+        head = self._make_head(CompletionWriter.id_prefix)
         writer = CompletionWriter(
             self.prompts.codec,
             head,
@@ -90,7 +90,9 @@ class Endpoints:
             n=body.n,
             options=body.stream_options,
         )
-        return PreparedRequest(_job(head["id"], prompts, body, record, grammar), TextReader, writer)
+        return PreparedRequest(
+            _make_job(head["id"], prompts, body, record, grammar), TextReader, writer
+        )
 
     async def _prepare_response(
         self, body: ResponsesRequest, record: Record | None
@@ -99,19 +101,19 @@ class Endpoints:
         try:
             as_chat = await asyncio.to_thread(body.chat)  # thousands of messages take a while
         except ValidationError as error:
-            raise of_validation(error, body.name_of) from error
-        chat = await self.prompts.prepare_chat(as_chat, body.name_of)
+            raise of_validation(error, body.rename_field) from error
+        chat = await self.prompts.prepare_chat(as_chat, body.rename_field)
         response_id = f"resp_{uuid.uuid4().hex}"
-        job = _job(response_id, [chat.prompt], body, record, chat.grammar, chat.marks)
+        job = _make_job(response_id, [chat.prompt], body, record, chat.grammar, chat.marks)
         writer = ResponsesWriter(body, response_id, self.model)
         return PreparedRequest(job, chat.form.reader(as_chat.offered), writer)
 
-    def _head(self, prefix: str) -> Json:
+    def _make_head(self, prefix: str) -> Json:
         identity = f"{prefix}-{uuid.uuid4().hex}"
         return {"id": identity, "created": int(time.time()), "model": self.model}
 
 
-def _job(
+def _make_job(
     identity: str,
     prompts: list[tuple[int, ...]],
     body: AnswerRequest,

@@ -93,7 +93,7 @@ def build_app(
         sinks.append(telemetry.traces)
     app = FastAPI(
         title="Tangram",
-        lifespan=_lifespan(service, engine, telemetry.traces),
+        lifespan=_make_lifespan(service, engine, telemetry.traces),
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,  # the address of a redirect would come from the Host header
@@ -108,7 +108,7 @@ def build_app(
     return app
 
 
-def _lifespan(
+def _make_lifespan(
     service: Service, engine: ServedEngine, traces: Traces | None
 ) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
     """Starts and stops the engine with the application."""

@@ -139,7 +139,7 @@ class SchemaBounds:
                     (item, f"{inside}.{name}") for name, item in _of(dict, value, inside).items()
                 )
             elif keyword not in _PLAIN:
-                raise _refuse_keyword(keyword, inside)
+                raise _explain_keyword(keyword, inside)
 
     def _count(self, keyword: str, value: Any, place: str) -> None:
         if keyword in ("properties", "patternProperties", "prefixItems", "anyOf", "oneOf", "allOf"):
@@ -170,7 +170,7 @@ class SchemaBounds:
         )
 
 
-def _refuse_keyword(keyword: str, place: str) -> RequestError:
+def _explain_keyword(keyword: str, place: str) -> RequestError:
     return RequestError(
         lambda name: f"{name}: the keyword {keyword!r} is not supported: leave it out", place
     )

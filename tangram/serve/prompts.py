@@ -43,12 +43,11 @@ class Prompts:
         self._preparation, self._template = preparation, template
 
     async def prepare_chat(
-        self, body: ChatRequest, name_of: Callable[[str], str] = str
+        self, body: ChatRequest, rename_field: Callable[[str], str] = str
     ) -> PreparedChat:
-        """The prompt of a conversation, and how it is answered.
+        """The prompt of a conversation, and how it is answered. Raises `RequestError`.
 
-        `name_of` has the names that messages and grammars have at the endpoint. Raises
-        `RequestError`.
+        `rename_field` maps the names of fields of the chat endpoint to those of another one.
         """
         form = AnswerForm.of(self.codec)
         if body.tools and form.tools is None:
@@ -58,7 +57,7 @@ class Prompts:
         if form.channels:  # the template of GPT-OSS takes no tool without one
             for tool in tools:
                 tool["function"].setdefault("description", "")
-        field = name_of("messages")
+        field = rename_field("messages")
         messages = [
             form.adapt_message(message.for_template(), f"{field}[{at}]")
             for at, message in enumerate(body.messages)
@@ -68,7 +67,7 @@ class Prompts:
         )
         prompt = await self.tokenize_chat(messages, field, tools, options)
         form = form.after(self.codec, prompt)
-        grammar = await self._compile(body.grammar(form), name_of)
+        grammar = await self._compile(body.grammar(form), rename_field)
         return PreparedChat(prompt, grammar, form, form.list_shown_marks(body.offered))
 
     async def compile_grammar(self, body: CompletionRequest) -> Grammar | None:
@@ -76,12 +75,12 @@ class Prompts:
         return await self._compile(body.grammar(AnswerForm()), str)
 
     async def _compile(
-        self, wanted: tuple[str, str] | None, name_of: Callable[[str], str]
+        self, wanted: tuple[str, str] | None, rename_field: Callable[[str], str]
     ) -> Grammar | None:
         if wanted is None:
             return None
         source, field = wanted
-        return await self._preparation.grammar(source, name_of(field))
+        return await self._preparation.grammar(source, rename_field(field))
 
     async def tokenize_chat(
         self,

@@ -146,7 +146,7 @@ class ResponsesRequest(Body):
         """How many completions the request asks for."""
         return 1
 
-    def name_of(self, field: str) -> str:
+    def rename_field(self, field: str) -> str:
         """The name here of a field of the chat endpoint."""
         for name, here in _OTHER_NAMES.items():
             if re.match(name, field):
@@ -155,7 +155,7 @@ class ResponsesRequest(Body):
 
     def rename(self, error: RequestError) -> RequestError:
         """`error` with the names of this endpoint."""
-        found = error.rename(self.name_of(error.field))
+        found = error.rename(self.rename_field(error.field))
         if found.field != "input" or not self.instructions:
             return found
         return RequestError(f"{found}; the instructions count, too", found.field)

@@ -29,19 +29,21 @@ class ResponsesWriter(Writer):
     def begin(self) -> Iterator[str]:
         """The response before it has any output, twice."""
         for kind in ("response.created", "response.in_progress"):
-            yield self._frame(kind, {"response": self._begun()})
+            yield self._write_frame(kind, {"response": self._make_opening()})
 
     def write(self, event: AnswerEvent) -> Iterator[str]:
         """The events of the output, numbered from 0; at the end the whole response."""
         match event:
             case Delta():
                 for kind, fields in self._take(event):
-                    yield self._frame(kind, fields)
+                    yield self._write_frame(kind, fields)
             case Failure(error):
                 said = error.body()["error"]
-                yield self._frame("error", {name: said[name] for name in _ERROR_FIELDS})
+                yield self._write_frame("error", {name: said[name] for name in _ERROR_FIELDS})
             case End(usage):
-                yield self._frame(f"response.{self._status}", {"response": self._response(usage)})
+                yield self._write_frame(
+                    f"response.{self._status}", {"response": self._make_response(usage)}
+                )
 
     def gather(self, delta: Delta) -> None:
         """Add it to the output."""
@@ -50,7 +52,7 @@ class ResponsesWriter(Writer):
 
     def write_whole(self, usage: AnswerUsage) -> Json:
         """The response object."""
-        return self._response(usage)
+        return self._make_response(usage)
 
     def _take(self, delta: Delta) -> Iterator[OutputEvent]:
         self._finish = delta.finish
@@ -65,7 +67,7 @@ class ResponsesWriter(Writer):
             return "in_progress"
         return "incomplete" if self._finish == "length" else "completed"
 
-    def _response(self, usage: AnswerUsage | None) -> Json:
+    def _make_response(self, usage: AnswerUsage | None) -> Json:
         """The response object; `usage` is None before there is any output."""
         body, cut = self._body, self._finish == "length"
         return {
@@ -82,9 +84,9 @@ class ResponsesWriter(Writer):
             "output": self._output.items,
             "temperature": body.temperature,
             "top_p": body.top_p,
-            "text": _text_options(body),
+            "text": _write_text_options(body),
             "tools": [tool.model_dump() for tool in body.tools],
-            "tool_choice": _tool_choice(body),
+            "tool_choice": _write_tool_choice(body),
             "parallel_tool_calls": bool(body.tools) and body.parallel_tool_calls,
             "truncation": "disabled",
             "previous_response_id": None,
@@ -92,18 +94,18 @@ class ResponsesWriter(Writer):
             "metadata": {},
             "store": False,
             "user": body.user,
-            "usage": None if usage is None else _usage(usage),
+            "usage": None if usage is None else _write_usage(usage),
         }
 
-    def _begun(self) -> Json:
+    def _make_opening(self) -> Json:
         """The response object without output, and without what is long of the request."""
-        response = self._response(None)
+        response = self._make_response(None)
         for name, nothing in _LEFT_OUT.items():
             if sum(map(len, texts_in(response[name]))) > _LONG_CHARACTERS:
                 response[name] = nothing
         return response
 
-    def _frame(self, kind: str, fields: Json) -> str:
+    def _write_frame(self, kind: str, fields: Json) -> str:
         data = {"type": kind, "sequence_number": self._events_written, **fields}
         self._events_written += 1
         return f"event: {kind}\ndata: {json.dumps(data, ensure_ascii=False)}\n\n"
@@ -112,7 +114,7 @@ class ResponsesWriter(Writer):
 _ERROR_FIELDS = ("code", "message", "param")
 
 
-def _text_options(body: ResponsesRequest) -> Json:
+def _write_text_options(body: ResponsesRequest) -> Json:
     given, found = body.text.format, None
     if given is not None:
         found = given.model_dump(by_alias=True, exclude_none=True)
@@ -122,14 +124,14 @@ def _text_options(body: ResponsesRequest) -> Json:
     return {"format": found or {"type": "text"}, **verbosity}
 
 
-def _tool_choice(body: ResponsesRequest) -> Json | str:
+def _write_tool_choice(body: ResponsesRequest) -> Json | str:
     if not body.tools:
         return "none"
     choice = body.tool_choice
     return choice if isinstance(choice, str) else {"type": "function", "name": choice.name}
 
 
-def _usage(usage: AnswerUsage) -> Json:
+def _write_usage(usage: AnswerUsage) -> Json:
     counted = usage.engine
     return {
         "input_tokens": counted.prompt_tokens,

@@ -125,7 +125,7 @@ class Service:
 
     async def answer(self, body: AnswerRequest, request: Request) -> Response:
         """The answer to `body`, whole or streamed. Raises `RequestError` and `ApiError`."""
-        with _client_names(body):
+        with _use_client_names(body):
             # Most refusals under load are decided here, before the prompt is tokenized.
             self._engine.check_queue(body.completions)
             prepared = await self.preparation.of(
@@ -146,7 +146,7 @@ class Service:
 
     async def whole(self, body: AnswerRequest) -> Json:
         """The answer in one piece, for a caller that does not disconnect."""
-        with _client_names(body):
+        with _use_client_names(body):
             prepared = await self._endpoints.prepare(body, None)
             answer = self._begin(prepared)
         return await write_whole(answer, prepared.writer)
@@ -169,7 +169,7 @@ class Service:
 
 
 @contextmanager
-def _client_names(body: AnswerRequest) -> Iterator[None]:
+def _use_client_names(body: AnswerRequest) -> Iterator[None]:
     """A `RequestError` inside comes out with the names that fields have at this endpoint."""
     try:
         yield

@@ -115,19 +115,19 @@ def check_tools(tools: Sequence[Tool], bounds: SchemaBounds) -> None:
     for at, tool in enumerate(tools):
         field = f"tools[{at}].function"
         if tool.function.name in names:
-            raise _duplicate(tool.function.name, f"{field}.name")
+            raise _explain_duplicate(tool.function.name, f"{field}.name")
         names.add(tool.function.name)
         arguments = tool.arguments()
         if arguments["type"] != "object":
-            raise _no_object(arguments["type"], f"{field}.parameters.type")
+            raise _explain_type(arguments["type"], f"{field}.parameters.type")
         bounds.check(arguments, f"{field}.parameters")
 
 
-def _duplicate(function: str, field: str) -> RequestError:
+def _explain_duplicate(function: str, field: str) -> RequestError:
     return RequestError(lambda name: f"{name} is {function!r} again: give each its own", field)
 
 
-def _no_object(kind: Any, field: str) -> RequestError:
+def _explain_type(kind: Any, field: str) -> RequestError:
     return RequestError(
         lambda name: f"{name} is {shortened(kind)}, it must be 'object': arguments are an object",
         field,

@@ -113,7 +113,7 @@ def make_tagged_rules(
         place = f"{field}.properties.{key}"
         if not _NAMES.fullmatch(key):
             message = "this model writes no parameter with '<', '>' or a line break in its name"
-            raise _wrong(f"{message}: rename it", place)
+            raise _blame(f"{message}: rename it", place)
         inside = f"{rule}_{number}"
         tag = json.dumps(f"<parameter={key}>\n")
         yield f"{inside}: {tag} ({_choices(value, schema, place, to_the_letter)})"
@@ -138,13 +138,13 @@ def _choices(schema: Any, root: Mapping[str, Any], place: str, to_the_letter: bo
             choices += [f"{json.dumps(_spell(value))} {_END}" for value in _list(part)]
         elif said and to_the_letter:
             message = f"this model writes texts without quotes, which {said[0]!r} cannot bound"
-            raise _wrong(f"{message}: leave it out", f"{place}.{said[0]}")
+            raise _blame(f"{message}: leave it out", f"{place}.{said[0]}")
         else:
             choices.append("bare")
     return " | ".join(dict.fromkeys(choices))
 
 
-def _wrong(message: str, place: str) -> RequestError:
+def _blame(message: str, place: str) -> RequestError:
     return RequestError(lambda name: f"{name}: {message}", place)
 
 

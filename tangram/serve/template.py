@@ -104,7 +104,7 @@ class Template:
                 continue
             variable, meant = _interpret(name, value, readable)
             if variable in wanted and wanted[variable] != meant:
-                raise _contradiction(name, value, variable)
+                raise _explain_conflict(name, value, variable)
             if variable in readable or value != neutral:
                 wanted[variable], fields[variable] = meant, name
         for name in sorted(wanted.keys() - readable):
@@ -122,7 +122,7 @@ class Template:
         raise RequestError(lambda name: f"{name} is not supported: {reads}, leave it out", field)
 
 
-def _contradiction(field: str, value: str, variable: str) -> RequestError:
+def _explain_conflict(field: str, value: str, variable: str) -> RequestError:
     return RequestError(
         lambda name: f"{name} is {value!r} and {FIELD}.{variable} says otherwise: send one of them",
         field,
