@@ -68,10 +68,10 @@ class Bounds:
         """Raise `RequestError` if the `value` of `field` lies outside."""
         if not self._holds(value):
             bracket = "(" if self.open_low else "["
-            message = (
-                f"{field} is {shortened(value)}, it must lie in {bracket}{self.low}, {self.high}]"
+            limits = f"{bracket}{self.low}, {self.high}]"
+            raise RequestError(
+                lambda name: f"{name} is {shortened(value)}, it must lie in {limits}", field
             )
-            raise RequestError(message, field)
 
     def check_option(self, name: str, value: float, hint: str = "") -> None:
         """Raise `ConfigError` if the `value` of option `name` lies outside.

@@ -55,37 +55,47 @@ class Admission:
         """
         prompt = request.prompt_token_ids
         if not prompt:
-            raise RequestError("prompt is empty, it must have at least one token", "prompt")
+            raise RequestError(
+                lambda field: f"{field} is empty, it must have at least one token", "prompt"
+            )
         geometry = self.retentions[0].layout.geometry
-        for token in (min(prompt), max(prompt)):
-            if not 0 <= token < geometry.vocab_size:
-                message = (
-                    f"prompt has token {shortened(token)}, it must lie in [0, "
-                    f"{geometry.vocab_size - 1}]"
-                )
-                raise RequestError(message, "prompt")
+        highest, lowest = max(prompt), min(prompt)
+        if lowest < 0 or highest >= geometry.vocab_size:
+            wrong = shortened(lowest if lowest < 0 else highest)
+            raise RequestError(
+                lambda field: (
+                    f"{field} has token {wrong}, it must lie in [0, {geometry.vocab_size - 1}]"
+                ),
+                "prompt",
+            )
         room = self.max_model_len - len(prompt)
         if room < 1:
             raise RequestError(
-                f"prompt has {len(prompt)} tokens, at most {self.max_model_len - 1} and one "
-                f"generated fit here (max_model_len {self.max_model_len}): shorten the prompt",
+                lambda field: (
+                    f"{field} has {len(prompt)} tokens, at most {self.max_model_len - 1} and one "
+                    f"generated fit here (max_model_len {self.max_model_len}): shorten it"
+                ),
                 "prompt",
             )
         wanted = request.sampling.max_tokens
         if wanted is not None and wanted > room:
             raise RequestError(
-                f"max_tokens is {wanted}, but after {len(prompt)} prompt tokens {room} of "
-                f"max_model_len {self.max_model_len} are left: lower max_tokens or shorten the "
-                "prompt",
+                lambda field: (
+                    f"{field} is {wanted}, but after {len(prompt)} prompt tokens {room} of "
+                    f"max_model_len {self.max_model_len} are left: lower {field} or shorten the "
+                    "prompt"
+                ),
                 "max_tokens",
             )
         granted = room if wanted is None else wanted
         needed = retention.layout.most_pages(len(prompt) + granted - 1)
         if needed > self.total_pages:
             raise RequestError(
-                f"the request needs up to {needed} KV pages at kv_retention "
-                f"{retention.kv_retention}, the pool has {self.total_pages}: shorten the prompt, "
-                "lower max_tokens, or raise kv_cache_gib",
+                lambda field: (
+                    f"the request needs up to {needed} KV pages at kv_retention "
+                    f"{retention.kv_retention}, the pool has {self.total_pages}: shorten the "
+                    f"prompt, lower {field}, or raise kv_cache_gib"
+                ),
                 "max_tokens",
             )
         return granted

@@ -41,24 +41,29 @@ class Intake:
 
         Raises `RequestError` (`field`) if they never may, `OverloadError` if as many wait as may.
         """
-        if self._most_waiting is not None:
-            self._check(self._most_waiting, waiting, coming, field)
-        self.entering += coming
-
-    def _check(self, most_waiting: int, waiting: int, coming: int, field: str) -> None:
-        if coming > self._places + most_waiting:
+        self.check_queue(waiting, coming)
+        if not self._may_ever_enter(coming):
             raise RequestError(
                 f"{field} asks for {coming} completions at once, {self._places} may run and "
-                f"{most_waiting} wait (max_num_seqs, max_queue): send fewer at a time, or have the "
-                "server started with a longer queue",
+                f"{self._most_waiting} wait (max_num_seqs, max_queue): send fewer at a time, or "
+                "have the server started with a longer queue",
                 field,
             )
-        if waiting >= most_waiting:
+        self.entering += coming
+
+    def check_queue(self, waiting: int, coming: int) -> None:
+        """Raise `OverloadError` if as many wait as may, unless `coming` completions never may."""
+        most_waiting = self._most_waiting
+        is_full = most_waiting is not None and waiting >= most_waiting
+        if is_full and self._may_ever_enter(coming):
             raise OverloadError(
                 f"{waiting} completions wait, max_queue is {most_waiting}: try again later, or "
                 "have the server started with a longer queue",
                 self._retry_after_s(waiting),
             )
+
+    def _may_ever_enter(self, coming: int) -> bool:
+        return self._most_waiting is None or coming <= self._places + self._most_waiting
 
     def _retry_after_s(self, waiting: int) -> int:
         if not self._starts_s:

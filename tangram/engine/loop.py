@@ -112,6 +112,13 @@ class Engine:
         coming = sum(request.sampling.n for request in requests)
         self._mail.submit(jobs, coming, "n" if len(requests) == 1 else "prompt")
 
+    def check_queue(self, coming: int) -> None:
+        """Raise `OverloadError` if `submit` would for `coming` completions.
+
+        It waits for nothing, so a server asks before it prepares a request.
+        """
+        self._mail.check_queue(coming)
+
     def check(self, request: Request) -> tuple[Retention, int]:
         """The checks of `submit`: the retention of `request`, and the tokens it may generate."""
         retention = self._admission.retention_for(request)

@@ -35,6 +35,11 @@ class Mailbox:
         """How many completions have no place in the batch."""
         return max(0, self._excess + self._intake.entering)
 
+    def check_queue(self, coming: int) -> None:
+        """Raise `OverloadError` if `submit` would for `coming` completions."""
+        with self._changed:
+            self._intake.check_queue(self.waiting, coming)
+
     def submit(self, jobs: list[Job], coming: int, field: str) -> None:
         """Add `jobs` that bring `coming` completions.
 

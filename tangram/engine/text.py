@@ -131,10 +131,15 @@ class TextCodec:
         """
         if self.tokenizer.chat_template is None:
             raise RequestError(
-                "messages: this model has no chat template, send a plain prompt instead", "messages"
+                lambda field: (
+                    f"{field}: this model has no chat template, send a plain prompt instead"
+                ),
+                "messages",
             )
         if not messages:
-            raise RequestError("messages is empty, it must hold at least one message", "messages")
+            raise RequestError(
+                lambda field: f"{field} is empty, it must hold at least one message", "messages"
+            )
         mark = token_hex(16)  # nobody can guess it, so that no message has it
         marked = [self._mark(value, mark) for value in (list(messages), list(tools), options or {})]
         rendered = self._render(*marked)
@@ -171,9 +176,7 @@ class TextCodec:
                 )
             )
         except TemplateError as error:
-            raise RequestError(
-                f"messages: the model's chat template rejects them: {error}", "messages"
-            ) from error
+            raise _explain_rejection(f": {error}") from error
         # A template is a program of the model's makers: what it does with messages that they did
         # not think of is open.
         except (
@@ -184,9 +187,7 @@ class TextCodec:
             TypeError,
             ValueError,
         ) as error:
-            raise RequestError(
-                "messages: the model's chat template rejects them", "messages"
-            ) from error
+            raise _explain_rejection() from error
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`, special tokens left out."""
@@ -232,6 +233,12 @@ class TextCodec:
             return bytes([int(match[1], 16)])
         alphabet = _byte_alphabet()
         return b"".join(alphabet.get(character, character.encode()) for character in piece)
+
+
+def _explain_rejection(reason: str = "") -> RequestError:
+    return RequestError(
+        lambda field: f"{field}: the model's chat template rejects them{reason}", "messages"
+    )
 
 
 class TextStream:
