@@ -4,11 +4,10 @@ still finds things.
 
 from __future__ import annotations
 
+import json
 import random
-from pydoc_data.topics import topics
 
 import pytest
-import torch
 
 from tangram.compress.library import shipped_profiles
 from tangram.compress.profile import Profile
@@ -17,12 +16,12 @@ from tangram.engine.build import engine_of
 from tangram.engine.loop import Engine
 from tangram.model.load import LoadedModel
 from tangram.types import Event, Request, SamplingParams
+from tests.fixtures.transformers import make_fixture as greedy
+from tests.fixtures.transformers.make_fixture import TEXT
 from tests.support import run
 
-TEXT = " ".join(" ".join(topics[name].split()) for name in sorted(topics))
 PROMPT_TOKENS = (20, 64, 150, 333, 512, 900, 1500, 3000)
-TOKENS = 12
-GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=greedy.ANSWER_TOKENS, ignore_eos=True)
 # A choice decided by less than this is a tie as far as float32 sums in another order can tell.
 NEAR_TIE = 1e-3
 
@@ -32,42 +31,37 @@ def engine(loaded: LoadedModel, retention: float, **options: object) -> Engine:
     return engine_of(EngineConfig(kv_retention=retention, kv_cache_gib=1.5, **options), loaded)  # type: ignore[arg-type]
 
 
-@pytest.fixture(scope="module")
-def prompts(loaded: LoadedModel) -> list[list[int]]:
-    ids = loaded.tokenizer.encode(TEXT[:60_000])
-    return [ids[37 * number : 37 * number + length] for number, length in enumerate(PROMPT_TOKENS)]
+def test_uncompressed_greedy_tokens_equal_transformers_generate(loaded: LoadedModel) -> None:
+    """As Transformers answered when its answers were recorded."""
+    entries = json.loads(greedy.PATH.read_text())["entries"]
+    assert min(entry["lead"] for entry in entries) > NEAR_TIE
+    check(loaded, [(entry["prompt"], entry["answer"]) for entry in entries])
 
 
-def generated(loaded: LoadedModel, prompt: list[int]) -> tuple[list[int], list[float]]:
-    """What Transformers' generate continues `prompt` with, and by how much each choice led."""
-    loaded.model.set_attn_implementation("sdpa")
-    try:
-        output = loaded.model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-            do_sample=False,
-            max_new_tokens=TOKENS,
-            min_new_tokens=TOKENS,
-            pad_token_id=0,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-    finally:
-        loaded.model.set_attn_implementation("tangram")
-    best = torch.cat(output.logits).topk(2).values
-    return output.sequences[0, len(prompt) :].tolist(), (best[:, 0] - best[:, 1]).tolist()
+@pytest.mark.nightly
+def test_uncompressed_greedy_tokens_equal_transformers_generate_now(loaded: LoadedModel) -> None:
+    """Whatever the length, with the Transformers that is installed."""
+    recorded = {
+        tuple(entry["prompt"]): entry["answer"]
+        for entry in json.loads(greedy.PATH.read_text())["entries"]
+    }
+    prompts = greedy.prompts_of(loaded, PROMPT_TOKENS) + [list(prompt) for prompt in recorded]
+    answered = []
+    for prompt in prompts:
+        expected, lead = greedy.generated(loaded, prompt)
+        assert lead > NEAR_TIE, "this prompt decides nothing: take another"
+        assert expected == recorded.get(tuple(prompt), expected), "record the answers again"
+        answered.append((prompt, expected))
+    check(loaded, answered)
 
 
-def test_uncompressed_greedy_tokens_equal_transformers_generate(
-    loaded: LoadedModel, prompts: list[list[int]]
-) -> None:
-    together = run(engine(loaded, 1.0), prompts, GREEDY)
+def check(loaded: LoadedModel, answered: list[tuple[list[int], list[int]]]) -> None:
+    """The engine gives these answers to all prompts together and to each alone."""
+    prompts, answers = map(list, zip(*answered, strict=True))
+    assert run(engine(loaded, 1.0), prompts, GREEDY) == answers
     lonely = engine(loaded, 1.0, enable_prefix_caching=False)
-    for prompt, answer in zip(prompts, together, strict=True):
-        expected, leads = generated(loaded, prompt)
-        assert min(leads) > NEAR_TIE, "this prompt decides nothing: take another"
-        assert answer == expected
-        assert run(lonely, [prompt], GREEDY)[0] == expected
+    for prompt, answer in answered:
+        assert run(lonely, [prompt], GREEDY)[0] == answer
 
 
 @pytest.mark.parametrize("retention", [0.25, 0.5, 0.75])
