@@ -1,4 +1,4 @@
-"""How many examples a property is tried with: all in `make nightly`, a part of them in `make test`."""
+"""How many examples a property is tried with: all in `make nightly`, a part in `make test`."""
 
 from __future__ import annotations
 

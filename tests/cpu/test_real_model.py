@@ -83,15 +83,17 @@ def test_sealed_pages_occupy_no_more_than_was_promised(
     assert usage.kv_bytes == 2 * sum(profile.sealed_pages) * 4 * 2 * 16 * 64 * 4
 
 
-def needle_prompt(loaded: LoadedModel, seed: int) -> tuple[list[dict[str, str]], str]:
-    """About 4,000 tokens of documentation with one fact hidden in it, and the fact."""
+def needle_prompt(loaded: LoadedModel, tokens: int, seed: int) -> tuple[list[dict[str, str]], str]:
+    """About `tokens` tokens of documentation with one fact hidden in it, and the fact."""
     rng = random.Random(seed)
     city, code = (
         rng.choice(["Oslo", "Lima", "Cairo", "Quito", "Dakar", "Turin", "Osaka"]),
         rng.randint(10_000, 99_999),
     )
     start = rng.randrange(0, 120_000)
-    hay = loaded.tokenizer.decode(loaded.tokenizer.encode(TEXT[start : start + 40_000])[:3_850])
+    hay = loaded.tokenizer.decode(
+        loaded.tokenizer.encode(TEXT[start : start + 40_000])[: tokens - 150]
+    )
     cut = hay.index(" ", int(len(hay) * (0.2 + 0.65 * seed / 9)))
     fact = f" The secret access code of {city} is {code}."
     question = (
@@ -100,19 +102,21 @@ def needle_prompt(loaded: LoadedModel, seed: int) -> tuple[list[dict[str, str]],
     return [{"role": "user", "content": hay[:cut] + fact + hay[cut:] + question}], str(code)
 
 
-def test_a_needle_at_4000_tokens_is_found_as_often_as_without_compression(
-    loaded: LoadedModel,
+@pytest.fixture(scope="module")
+def whole_and_half(loaded: LoadedModel) -> tuple[Engine, Engine]:
+    return engine(loaded, 1.0), engine(loaded, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seed"),
+    [(2_000, 5), *(pytest.param(4_000, seed, marks=pytest.mark.nightly) for seed in range(10))],
+)
+def test_a_needle_is_found_with_and_without_compression(
+    loaded: LoadedModel, whole_and_half: tuple[Engine, Engine], tokens: int, seed: int
 ) -> None:
-    found = {}
-    for retention in (1.0, 0.5):
-        served = engine(loaded, retention)
-        hits = 0
-        for seed in range(10):
-            messages, code = needle_prompt(loaded, seed)
-            prompt = served.codec.chat_prompt(messages)
-            assert 3_900 <= len(prompt) <= 4_100
-            answer = run(served, [prompt], SamplingParams(temperature=0.0, max_tokens=32))[0]
-            hits += code in served.codec.decode(answer)
-        found[retention] = hits
-    print(f"needles found: {found}")
-    assert found == {1.0: 10, 0.5: 10}
+    messages, code = needle_prompt(loaded, tokens, seed)
+    for served in whole_and_half:
+        prompt = served.codec.chat_prompt(messages)
+        assert abs(len(prompt) - tokens) <= 100
+        answer = run(served, [prompt], SamplingParams(temperature=0.0, max_tokens=32))[0]
+        assert code in served.codec.decode(answer)
