@@ -72,7 +72,7 @@ fuzz: $(DEV_READY)
 	$(BIN)/python -m bench.stress.fuzz
 
 load: $(DEV_READY) $(LOAD_READY)
-	$(BIN)/python -m bench.stress.load
+	$(BIN)/python -m bench.stress.guidellm_load
 
 overload: $(DEV_READY)
 	$(BIN)/python -m bench.stress.overload

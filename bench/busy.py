@@ -105,7 +105,7 @@ class EngineProcess:
         self._process.wait()
 
 
-def measured(what: str, *engines: EngineProcess, burning: bool = False) -> list[float]:
+def measure_speeds(what: str, *engines: EngineProcess, burning: bool = False) -> list[float]:
     """Tokens/s of each of `engines`, all at work at once, beside a burnt core if so."""
     with ExitStack() as stack:
         if burning:
@@ -125,13 +125,15 @@ def measure(what: str, repeats: int) -> dict[str, list[float]]:
             stack.callback(engine.end)
         speeds: dict[str, list[float]] = {}
         cases: dict[str, Callable[[], list[float]]] = {
-            "idle": lambda: measured(what, first),
-            "idle, libgomp's own": lambda: measured(what, spinning),
-            "one core burnt": lambda: measured(what, first, burning=True),
-            "two engines, the slower": lambda: measured(what, first, second),
+            "idle": lambda: measure_speeds(what, first),
+            "idle, libgomp's own": lambda: measure_speeds(what, spinning),
+            "one core burnt": lambda: measure_speeds(what, first, burning=True),
+            "two engines, the slower": lambda: measure_speeds(what, first, second),
         }
         if what == "decode":
-            cases["one core burnt, libgomp's own"] = lambda: measured(what, spinning, burning=True)
+            cases["one core burnt, libgomp's own"] = lambda: measure_speeds(
+                what, spinning, burning=True
+            )
         for _ in range(repeats):
             for case, run in cases.items():
                 speeds.setdefault(case, []).append(min(run()))

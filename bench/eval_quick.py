@@ -17,11 +17,11 @@ from pathlib import Path
 
 from tangram.cli.evaluate import Bar
 from tangram.config import EngineConfig
-from tangram.lab.accuracy.compare import compare
+from tangram.lab.accuracy.evaluation import compare
 from tangram.lab.accuracy.methods import Grid, Method
 from tangram.lab.accuracy.quick import NEEDLES, TEXT
-from tangram.lab.accuracy.report import report
 from tangram.lab.accuracy.results import AnyCell, FidelityCell
+from tangram.lab.accuracy.score_report import report
 
 BOUNDS = Path(__file__).with_name("eval_quick_bounds.json")
 # The default scorer of this model, with the method that its budgets stand in for; and that of all
@@ -56,7 +56,7 @@ def main() -> int:
     return 1 if broken else 0
 
 
-def named(method: Method) -> str:
+def name_method(method: Method) -> str:
     """A method's name in the file of bounds."""
     return method.name if method.scorer is None else f"{method.name}, {method.scorer}"
 
@@ -82,7 +82,7 @@ def outside(cells: Sequence[AnyCell], bounds: Bounds) -> list[str]:
     found = []
     for cell in cells:
         for name, value in numbers(cell).items():
-            least, seen, most = bounds[cell.setting.suite][named(cell.method)][name]
+            least, seen, most = bounds[cell.setting.suite][name_method(cell.method)][name]
             if not least <= value <= most:
                 found.append(
                     f"{cell.setting.suite}, {cell.method.title}: {name} is {value:.3f}, it must "

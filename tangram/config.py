@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args, get_type_hints
 
 from tangram.errors import ConfigError
-from tangram.foreign_files import expanded
+from tangram.foreign_files import expand_home
 from tangram.limits import Bounds
 
 MOST_TOKENS = 2**24  # of anything: no model was made for so many
@@ -29,8 +29,8 @@ def cache_folder() -> Path:
     Raises `ConfigError` where nothing says where the user's home is.
     """
     if own := os.environ.get("TANGRAM_CACHE"):
-        return expanded(own)
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or expanded("~/.cache"))
+        return expand_home(own)
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or expand_home("~/.cache"))
     if not folder.is_absolute():
         raise ConfigError(
             f"the cache folder would be {str(folder)!r}, which depends on where the command runs: "
@@ -39,7 +39,7 @@ def cache_folder() -> Path:
     return folder / "tangram"
 
 
-class Group(StrEnum):
+class OptionGroup(StrEnum):
     """What an option is about."""
 
     model = "Model"
@@ -57,7 +57,7 @@ class Option:
     `hint` is what else an error says. Where it is `served_alone`, only a server has the option.
     """
 
-    group: Group
+    group: OptionGroup
     text: str
     bounds: Bounds | None = None
     hint: str = ""
@@ -66,26 +66,26 @@ class Option:
 
 
 def _model(default: Any, text: str, **more: Any) -> Any:
-    return _option(Group.model, default, text, **more)
+    return _option(OptionGroup.model, default, text, **more)
 
 
 def _memory(default: Any, text: str, **more: Any) -> Any:
-    return _option(Group.memory, default, text, **more)
+    return _option(OptionGroup.memory, default, text, **more)
 
 
 def _compression(default: Any, text: str, **more: Any) -> Any:
-    return _option(Group.compression, default, text, **more)
+    return _option(OptionGroup.compression, default, text, **more)
 
 
 def _batching(default: Any, text: str, **more: Any) -> Any:
-    return _option(Group.batching, default, text, **more)
+    return _option(OptionGroup.batching, default, text, **more)
 
 
 def _expert(default: Any, text: str, **more: Any) -> Any:
-    return _option(Group.expert, default, text, **more)
+    return _option(OptionGroup.expert, default, text, **more)
 
 
-def _option(group: Group, default: Any, text: str, **more: Any) -> Any:
+def _option(group: OptionGroup, default: Any, text: str, **more: Any) -> Any:
     return field(default=default, metadata={"option": Option(group, text, **more)})
 
 

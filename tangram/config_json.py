@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tangram.errors import ConfigError
-from tangram.foreign_files import expanded
+from tangram.foreign_files import expand_home
 
 # The names that most families use, and what others call the same.
 _ALIASES = {
@@ -51,7 +51,7 @@ class ModelConfig:
     content: Mapping[str, Any]
     folder: Path | None = None
 
-    def given(self, field: str) -> bool:
+    def is_given(self, field: str) -> bool:
         """Whether the field says anything."""
         return self.content.get(field) is not None
 
@@ -99,19 +99,19 @@ def read_config(model: str | Path | Mapping[str, Any]) -> ModelConfig:
 
 def _place(model: str | Path, known: Mapping[str, object]) -> tuple[Path, str]:
     """Where the file lies, and what the model is called."""
-    path = expanded(model)
+    path = expand_home(model)
     path = path / "config.json" if path.is_dir() else path
     if path.is_file():
         return path, path.resolve().parent.name
     if _HUB_ID.fullmatch(str(model)):
-        return _fetched(str(model)), str(model)
+        return _fetch(str(model)), str(model)
     raise ConfigError(
         f"model {str(model)!r} is neither a preset nor a folder with a config.json nor a Hugging "
         f"Face id; presets: {', '.join(known)}"
     )
 
 
-def _fetched(model: str) -> Path:
+def _fetch(model: str) -> Path:
     """Its config.json alone; a copy that is here already serves, too."""
     from huggingface_hub import hf_hub_download
 

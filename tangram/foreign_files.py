@@ -26,7 +26,7 @@ def read_text(path: str | Path) -> str:
 
 
 @contextmanager
-def replaced(path: str | Path) -> Iterator[Path]:
+def replace_file(path: str | Path) -> Iterator[Path]:
     """A file to write that becomes `path` at the end, whole or not at all; a pipe or a device is
     written itself.
     """
@@ -46,7 +46,7 @@ def replaced(path: str | Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
-def expanded(path: str | Path) -> Path:
+def expand_home(path: str | Path) -> Path:
     """The path with the home folder for a leading `~`; as it is where there is no such user."""
     return Path(os.path.expanduser(path))  # noqa: PTH111 - Path.expanduser raises RuntimeError there
 

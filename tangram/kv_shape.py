@@ -62,7 +62,7 @@ def read_shape(model: str | Path | Mapping[str, Any] | ModelConfig) -> KVShape:
             raise ConfigError(
                 f"{config.name}: {field} is {value!r}: not every layer has a KV cache of its own"
             )
-    latent = config.given("kv_lora_rank")
+    latent = config.is_given("kv_lora_rank")
     kv_heads, head_dim = _latent_heads(config) if latent else _heads(config)
     windows = tuple(
         _window(config, layer) for layer in range(config.count("num_hidden_layers", _WHAT))
@@ -75,10 +75,10 @@ def _heads(config: ModelConfig) -> tuple[int, int]:
     query_heads = config.count("num_attention_heads", _WHAT)
     kv_heads = (
         config.count("num_key_value_heads", _WHAT)
-        if config.given("num_key_value_heads")
+        if config.is_given("num_key_value_heads")
         else query_heads
     )
-    if config.given("head_dim"):
+    if config.is_given("head_dim"):
         return kv_heads, config.count("head_dim", _WHAT)
     return kv_heads, config.count("hidden_size", _WHAT) // query_heads
 
@@ -104,7 +104,7 @@ def _window(config: ModelConfig, layer: int) -> int | None:
     if content.get("sliding_window") is None or content.get("use_sliding_window") is False:
         return None
     if (
-        config.given("sliding_window_pattern")
+        config.is_given("sliding_window_pattern")
         and (layer + 1) % config.count("sliding_window_pattern", _WHAT) == 0
     ):
         return None

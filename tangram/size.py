@@ -81,7 +81,7 @@ class KVSize:
         return (
             None
             if self._layout is None
-            else self._layout.held_pages(*divmod(self.context_tokens, self.chunk_tokens))
+            else self._layout.count_held_pages(*divmod(self.context_tokens, self.chunk_tokens))
         )
 
     @property

@@ -147,7 +147,7 @@ class Matcher(Protocol):
 
     error: RequestError | None
 
-    def allowed(self) -> UInt8:
+    def mask_tokens(self) -> UInt8:
         """[n], at least as many bits as tokens: bit i % 8 of byte i // 8 is set where token i may
         come next.
 

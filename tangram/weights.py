@@ -73,15 +73,15 @@ def read_weights(config: ModelConfig, dtype: str = "auto") -> Weights:
     # Quantised tensors hold several parameters an element.
     stored = (
         None
-        if config.folder is None or config.given("quantization_config")
-        else _stored(config.folder)
+        if config.folder is None or config.is_given("quantization_config")
+        else _count_stored(config.folder)
     )
     if stored is not None:
         return Weights(stored, chosen, "safetensors")
-    return Weights(_reckoned(config), chosen, "config.json")
+    return Weights(_estimate(config), chosen, "config.json")
 
 
-def _stored(folder: Path) -> int | None:
+def _count_stored(folder: Path) -> int | None:
     """The parameters that the headers of its safetensors files count; None where a file
     is missing.
     """
@@ -111,7 +111,7 @@ def _elements(path: Path) -> int:
     )
 
 
-def _reckoned(config: ModelConfig) -> int:
+def _estimate(config: ModelConfig) -> int:
     hidden, layers = config.count("hidden_size", _WHAT), config.count("num_hidden_layers", _WHAT)
     vocabulary, tied = (
         config.count("vocab_size", _WHAT),
@@ -121,7 +121,7 @@ def _reckoned(config: ModelConfig) -> int:
     if config.content.get("model_type") in _POSITIONS:
         rows += config.count("max_position_embeddings", _WHAT)
     attention = (
-        _latent(config, hidden) if config.given("kv_lora_rank") else _attention(config, hidden)
+        _latent(config, hidden) if config.is_given("kv_lora_rank") else _attention(config, hidden)
     )
     networks = sum(_network(config, hidden, layer) for layer in range(layers))
     return rows * hidden + layers * (attention + 2 * hidden) + networks + hidden
@@ -130,9 +130,11 @@ def _reckoned(config: ModelConfig) -> int:
 def _attention(config: ModelConfig, hidden: int) -> int:
     heads = config.count("num_attention_heads", _WHAT)
     kv_heads = (
-        config.count("num_key_value_heads", _WHAT) if config.given("num_key_value_heads") else heads
+        config.count("num_key_value_heads", _WHAT)
+        if config.is_given("num_key_value_heads")
+        else heads
     )
-    size = config.count("head_dim", _WHAT) if config.given("head_dim") else hidden // heads
+    size = config.count("head_dim", _WHAT) if config.is_given("head_dim") else hidden // heads
     return 2 * hidden * (heads + kv_heads) * size
 
 
@@ -147,7 +149,7 @@ def _latent(config: ModelConfig, hidden: int) -> int:
     heads, latent, turned, plain, value = (config.count(name, _WHAT) for name in names)
     query = heads * (turned + plain)
     asked = hidden * query
-    if config.given("q_lora_rank"):
+    if config.is_given("q_lora_rank"):
         asked = config.count("q_lora_rank", _WHAT) * (hidden + query)
     return (
         asked
@@ -161,13 +163,13 @@ def _network(config: ModelConfig, hidden: int, layer: int) -> int:
     """The feed-forward network of a layer."""
     content = config.content
     plain = content.get("model_type") in _PLAIN
-    if plain and not config.given("intermediate_size"):
+    if plain and not config.is_given("intermediate_size"):
         return 8 * hidden * hidden
-    experts = next((content[name] for name in _EXPERTS if config.given(name)), 0)
+    experts = next((content[name] for name in _EXPERTS if config.is_given(name)), 0)
     if not experts or _is_dense(content, layer):
         return (2 if plain else 3) * hidden * config.count("intermediate_size", _WHAT)
     field = (
-        "moe_intermediate_size" if config.given("moe_intermediate_size") else "intermediate_size"
+        "moe_intermediate_size" if config.is_given("moe_intermediate_size") else "intermediate_size"
     )
     width = config.count(field, _WHAT)
     shared = (

@@ -19,8 +19,8 @@ from tangram.engine.loop import Engine
 from tangram.engine.observe import score_source
 from tangram.engine.profiles import scorer_spec
 from tangram.kernels.interface import KernelChoice
-from tangram.lab.baselines.build import engine_of
-from tangram.lab.baselines.config import ComparisonConfig
+from tangram.lab.baselines.comparison_builder import engine_of
+from tangram.lab.baselines.comparison_config import ComparisonConfig
 from tangram.model.load import LoadedModel, adopt
 from tangram.types import Event, Request, SamplingParams
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tangram.config import CHOICES, OPTIONS, EngineConfig, Group
+from tangram.config import CHOICES, OPTIONS, EngineConfig, OptionGroup
 
 PAGE = Path(__file__).parents[1] / "docs" / "options.md"
 HEAD = """# Options of the engine
@@ -14,12 +14,12 @@ also lists the options of the server itself. This page is written by `python -m 
 """
 
 
-def rendered() -> str:
+def render() -> str:
     """The page: a table for each group of options."""
-    return HEAD + "".join(_table(group) for group in Group)
+    return HEAD + "".join(_table(group) for group in OptionGroup)
 
 
-def _table(group: Group) -> str:
+def _table(group: OptionGroup) -> str:
     rows = [_row(name) for name, option in OPTIONS.items() if option.group is group]
     head = f"\n## {group.value}\n\n| option | default | meaning |\n|---|---|---|\n"
     return head + "".join(rows)
@@ -34,4 +34,4 @@ def _row(name: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(rendered())
+    PAGE.write_text(render())

@@ -20,7 +20,7 @@ _CUDA_GB, _CPU_GB = (2.9, 4.8), (0.2, 0.7)
 _CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
-def described(wheel: dict[str, Any]) -> str:
+def describe(wheel: dict[str, Any]) -> str:
     """What there is to say of `wheel`, the entry of PyTorch in pip's report."""
     required = wheel["metadata"].get("requires_dist", [])
     cuda = sys.platform == "linux" and any(name.startswith(("cuda", "nvidia")) for name in required)
@@ -48,7 +48,7 @@ def main() -> None:
     ).stdout
     chosen = json.loads(report)["install"]
     print(
-        described(chosen[0])
+        describe(chosen[0])
         if chosen
         else "PyTorch stays as it is: for another build, make clean first",
         flush=True,

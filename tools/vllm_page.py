@@ -83,7 +83,7 @@ counterpart.
 """
 
 
-def rendered() -> str:
+def render() -> str:
     """The page: every option that a command explains, every metric that an alias shows."""
     same = fill(", ".join(f"`{name}`" for name in SAME), 100, break_on_hyphens=False)
     metrics = "".join(_metric_rows())
@@ -104,10 +104,13 @@ def _option_rows() -> Iterator[str]:
 def _metric_rows() -> Iterator[str]:
     """A row for each alias; its own name is that of the metric with equal samples."""
     metrics = _distinct()
-    own = {_samples(family): f"`{_shown(family)}`" for family in metrics.registry.collect()}
+    own = {
+        _samples(family): f"`{_describe_family(family)}`" for family in metrics.registry.collect()
+    }
     for family in VllmNames(metrics, "model").collect():
         ours = RATIOS.get(family.name) or own[_samples(family)]
-        yield f"| `{_shown(family)}` | {family.type} | {ours} | {family.documentation} |\n"
+        name = _describe_family(family)
+        yield f"| `{name}` | {family.type} | {ours} | {family.documentation} |\n"
 
 
 def _distinct() -> ServerMetrics:
@@ -132,9 +135,9 @@ def _samples(family: Metric) -> tuple[str, tuple[tuple[str, float], ...]]:
     return family.type, tuple(one for one in suffixes if one[0] != "_created")
 
 
-def _shown(family: Metric) -> str:
+def _describe_family(family: Metric) -> str:
     return f"{family.name}_total" if family.type == "counter" else family.name
 
 
 if __name__ == "__main__":
-    PAGE.write_text(rendered())
+    PAGE.write_text(render())

@@ -1,8 +1,8 @@
 """Recall of evidence on LoCoMo, of every scorer: how much of the turns that answers follow from is
 kept.
 
-    python -m bench.accuracy.evidence --locomo PATH [--model smollm2] [--scorers keydiff,kvzip] \
-        [--retentions 0.5,0.3] \
+    python -m bench.accuracy.evidence --locomo PATH [--model smollm2] \
+        [--scorers keydiff,kvzip] [--retentions 0.5,0.3] \
         [--context-tokens 4096] [--device cuda] -o bench/results/accuracy_evidence.json
     python -m bench.render accuracy-tables
 
@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.accuracy.evidence_file import METHODS, Evidence, OfScorer, Recalled
+from bench.accuracy.evidence_file import METHODS, MethodRecall, RecallFile, ScorerRecall
 from bench.accuracy.grid import EMBEDDED, SCORERS
 from tangram.cli.evaluate import Bar
 from tangram.config import EngineConfig
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure(options: argparse.Namespace, command: str) -> Evidence:
+def measure(options: argparse.Namespace, command: str) -> RecallFile:
     """What the file has, and what it lacks of the scorers and ratios asked for."""
     scorers, retentions = (
         options.scorers.split(","),
@@ -78,13 +78,15 @@ def measure(options: argparse.Namespace, command: str) -> Evidence:
     prompts = asked.prompts(
         whole.codec, Alignment(EngineConfig.chunk_tokens, filler_token(whole.codec))
     )
-    evidence = resumed(options.output, told(options, loaded, prompts), prompts)
+    evidence = resume(options.output, describe_run(options, loaded, prompts), prompts)
     print(f"{evidence.questions} questions on {evidence.contexts} contexts", flush=True)
     for scorer in scorers:
         if missing := evidence.lacks(scorer, retentions):
             methods = Grid(METHODS, [scorer], missing).methods(options.context_tokens)
             evidence.passes.append(
-                passed(bench_of(options, loaded, methods), methods, prompts, scorer, command)
+                measure_recall(
+                    bench_of(options, loaded, methods), methods, prompts, scorer, command
+                )
             )
             evidence.save(options.output)
     return evidence
@@ -99,23 +101,25 @@ def bench_of(
     return ModelBench.of(base, loaded, methods, options.calibration_samples)
 
 
-def passed(
+def measure_recall(
     bench: ModelBench, methods: Sequence[Method], prompts: SuitePrompts, scorer: str, command: str
-) -> OfScorer:
+) -> ScorerRecall:
     """All `methods`, which share `scorer`; prints what it took."""
     with Bar() as bar:
         bench.calibrate(methods, bar)
-    begin, found = time.perf_counter(), list[Recalled]()
+    begin, found = time.perf_counter(), list[MethodRecall]()
     for method in methods:
         by_sample = [mean_recall(own) for own in bench.recall(method, prompts)]
         score = Score.of([recall for recall in by_sample if recall is not None])
-        found.append(Recalled(method=method.name, kv_retention=method.kv_retention, recall=score))
+        found.append(
+            MethodRecall(method=method.name, kv_retention=method.kv_retention, recall=score)
+        )
     seconds = time.perf_counter() - begin
     shown = ", ".join(
         f"{one.method} {100 * one.recall.mean:.1f} % at ρ {one.kv_retention:g}" for one in found
     )
     print(f"{scorer}: {seconds:.0f} s; {shown}", flush=True)
-    return OfScorer(
+    return ScorerRecall(
         scorer=scorer,
         command=command,
         environment=dict(bench.environment()),
@@ -124,7 +128,9 @@ def passed(
     )
 
 
-def told(options: argparse.Namespace, loaded: LoadedModel, prompts: SuitePrompts) -> dict[str, Any]:
+def describe_run(
+    options: argparse.Namespace, loaded: LoadedModel, prompts: SuitePrompts
+) -> dict[str, Any]:
     """What figures of one file have in common."""
     return {
         "model": options.model,
@@ -139,17 +145,17 @@ def told(options: argparse.Namespace, loaded: LoadedModel, prompts: SuitePrompts
     }
 
 
-def resumed(path: Path, options: Mapping[str, Any], prompts: SuitePrompts) -> Evidence:
+def resume(path: Path, options: Mapping[str, Any], prompts: SuitePrompts) -> RecallFile:
     """The file, or an empty one. Raises `TangramError` if it was measured with other options, or
     has no folder.
     """
     if not path.parent.is_dir():
         raise TangramError(f"output is {path}, but there is no folder {path.parent}: make it first")
     if not path.exists():
-        return Evidence(
+        return RecallFile(
             options=dict(options), questions=prompts.count, contexts=len(prompts.samples)
         )
-    found = Evidence.load(path)
+    found = RecallFile.load(path)
     if other := [name for name, value in options.items() if found.options.get(name) != value]:
         raise TangramError(
             f"output is {path}, which was measured with another {other[0]}, "

@@ -14,7 +14,7 @@ from tangram.lab.accuracy.results import Score
 METHODS = ("uniform", "static", "dynamic")
 
 
-class Recalled(BaseModel):
+class MethodRecall(BaseModel):
     """Recall of evidence of one method at one ρ: the mean over contexts of the mean over their
     questions.
     """
@@ -26,7 +26,7 @@ class Recalled(BaseModel):
     recall: Score
 
 
-class OfScorer(BaseModel):
+class ScorerRecall(BaseModel):
     """What one pass over the contexts gave. `seconds` is all it took, calibration set aside."""
 
     model_config = ConfigDict(extra="forbid")
@@ -35,10 +35,10 @@ class OfScorer(BaseModel):
     command: str
     environment: dict[str, Any]
     seconds: float
-    recalls: list[Recalled]
+    recalls: list[MethodRecall]
 
 
-class Evidence(BaseModel):
+class RecallFile(BaseModel):
     """All that was measured with equal `options`, in the order in which it was."""
 
     model_config = ConfigDict(extra="forbid")
@@ -46,7 +46,7 @@ class Evidence(BaseModel):
     options: dict[str, Any]
     questions: int
     contexts: int
-    passes: list[OfScorer] = []
+    passes: list[ScorerRecall] = []
 
     def lacks(self, scorer: str, retentions: Sequence[float]) -> list[float]:
         """Those of `retentions` at which `scorer` was not measured."""
@@ -75,7 +75,7 @@ class Evidence(BaseModel):
         return [found.get(retention) for retention in self.retentions]
 
     @classmethod
-    def load(cls, path: Path) -> Evidence:
+    def load(cls, path: Path) -> RecallFile:
         return cls.model_validate_json(path.read_text(encoding="utf-8"))
 
     def save(self, path: Path) -> None:

@@ -10,15 +10,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from bench.accuracy.evidence_file import Evidence
+from bench.accuracy.evidence_file import RecallFile
 from bench.accuracy.kvpress_file import Control
 from bench.accuracy.thin import Thin
 from tangram.compress.profile import ALPHA, SINK_TOKENS, default_scope
 from tangram.config import EngineConfig
 from tangram.lab.accuracy.locomo import CATEGORIES
 from tangram.lab.accuracy.methods import WITH_PROFILE, Method, MethodName
-from tangram.lab.accuracy.report import difference
 from tangram.lab.accuracy.results import AnyCell, Cell, Score, Setting
+from tangram.lab.accuracy.score_report import difference
 
 Scores = list[Score | None]  # None where one is missing
 AVERAGED = ("ruler", "multiturn")
@@ -43,10 +43,10 @@ def control(results: Path) -> Control | None:
     return Control.load(path) if path.exists() else None
 
 
-def evidence(results: Path) -> Evidence | None:
+def evidence(results: Path) -> RecallFile | None:
     """Recall of evidence that is kept beside it, if it was measured."""
     path = results / EVIDENCE
-    return Evidence.load(path) if path.exists() else None
+    return RecallFile.load(path) if path.exists() else None
 
 
 def whole_suites(cells: Iterable[AnyCell]) -> list[AnyCell]:
@@ -74,15 +74,15 @@ def windows(cells: Iterable[AnyCell]) -> list[tuple[int | None, int | None]]:
 
 def mean_score(cells: Sequence[Cell]) -> Score:
     """The mean over suites, each counting the same."""
-    return _averaged([cell.score for cell in cells])
+    return _average([cell.score for cell in cells])
 
 
 def mean_difference(pairs: Sequence[tuple[AnyCell, AnyCell]]) -> Score:
     """Of `pairs`, one a suite: the first less the second by samples, then the mean over suites."""
-    return _averaged([difference(*pair) for pair in pairs])
+    return _average([difference(*pair) for pair in pairs])
 
 
-def _averaged(scores: Sequence[Score]) -> Score:
+def _average(scores: Sequence[Score]) -> Score:
     errors = [score.stderr for score in scores if score.stderr is not None]
     known = len(errors) == len(scores)
     return Score(
@@ -92,7 +92,7 @@ def _averaged(scores: Sequence[Score]) -> Score:
     )
 
 
-def _answered(cell: Cell, *, adversarial: bool) -> Score:
+def _average_answerable(cell: Cell, *, adversarial: bool) -> Score:
     """Over the samples that ask such questions, the means over those."""
     kept = [
         [one.score for one in sample.answers if (one.category == CATEGORIES[5]) == adversarial]
@@ -187,9 +187,11 @@ class Comparison:
     def answers(self, name: MethodName, scorer: str, *, adversarial: bool) -> Scores:
         """At every ρ, of LoCoMo: questions that the conversation answers, or that it does not."""
         found = [self._answering(method) for method in self._methods(name, scorer)]
-        return [_answered(own[0], adversarial=adversarial) if own else None for own in found]
+        return [
+            _average_answerable(own[0], adversarial=adversarial) if own else None for own in found
+        ]
 
-    def held(self, name: MethodName, scorer: str, **changes: Any) -> list[float | None]:
+    def list_held_shares(self, name: MethodName, scorer: str, **changes: Any) -> list[float | None]:
         """At every ρ the share of KV bytes held, raw ends and replies included."""
         found = [self._answering(method) for method in self._methods(name, scorer, **changes)]
         shares = [[one.footprint for one in own if one.footprint is not None] for own in found]

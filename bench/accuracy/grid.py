@@ -66,7 +66,7 @@ LOCOMO = (
 
 
 @dataclass(frozen=True)
-class Task:
+class GridRun:
     """One `tangram eval`: its file's name and its options."""
 
     name: str
@@ -75,23 +75,25 @@ class Task:
 
 def tasks(
     scorers: Sequence[str], parts: Sequence[str], gate: Path | None, locomo: Path | None
-) -> Iterator[Task]:
+) -> Iterator[GridRun]:
     """Part by part, in their order, and there by scorer; `full` has none."""
     for part in parts:
         for scorer in scorers[:1] if part == "full" else scorers:
             options = [*shlex.split(PARTS[part]), *_scoring(part, scorer, gate)]
             for own in (
-                _apart(options) if scorer in SLOW and part != "full" else [Task("", tuple(options))]
+                _apart(options)
+                if scorer in SLOW and part != "full"
+                else [GridRun("", tuple(options))]
             ):
-                yield Task(f"{part}.{scorer}{own.name}", own.options)
+                yield GridRun(f"{part}.{scorer}{own.name}", own.options)
     for scorer in scorers if locomo is not None else ():
-        yield Task(
+        yield GridRun(
             f"locomo.{scorer}",
             (*shlex.split(LOCOMO), str(locomo), *_scoring("locomo", scorer, gate)),
         )
 
 
-def _apart(options: Sequence[str]) -> Iterator[Task]:
+def _apart(options: Sequence[str]) -> Iterator[GridRun]:
     """A task for each combination of ρ and chunk size, named by it."""
     places = [
         at + 1 for at, word in enumerate(options) if word in ("--kv-retention", "--chunk-tokens")
@@ -100,7 +102,7 @@ def _apart(options: Sequence[str]) -> Iterator[Task]:
         own = list(options)
         for place, value in zip(places, values, strict=True):
             own[place] = value
-        yield Task("".join(f".{value}" for value in values), tuple(own))
+        yield GridRun("".join(f".{value}" for value in values), tuple(own))
 
 
 def _scoring(part: str, scorer: str, gate: Path | None) -> list[str]:
@@ -115,7 +117,7 @@ def _scoring(part: str, scorer: str, gate: Path | None) -> list[str]:
     return ["--scorer", scorer, *gates, *scopes]
 
 
-def measure(task: Task, options: argparse.Namespace) -> int:
+def measure(task: GridRun, options: argparse.Namespace) -> int:
     """Its exit code."""
     command = [
         sys.executable,

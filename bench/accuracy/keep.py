@@ -36,9 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         files = [Results.load(path) for path in options.results]
         Thin.of(files, known).save(options.kept / figures.KEPT)
     if options.control:
-        graded = Control.graded(*options.control)
+        graded = Control.grade(*options.control)
         before = figures.control(options.kept) if options.add else None
-        (before.joined(graded) if before else graded).save(options.kept / figures.CONTROL)
+        (before.join(graded) if before else graded).save(options.kept / figures.CONTROL)
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ def main() -> None:
         if options.output.exists()
         else []
     )
-    pipeline = loaded(asked, options.device)
+    pipeline = load_pipeline(asked, options.device)
     retentions = [float(word) for word in options.retentions.split(",")]
     runs = [
         (name, 1.0 if name == "full" else each)
@@ -89,7 +89,8 @@ def main() -> None:
         print(f"{name}, ρ {retention:g}: {suite['suite']}", file=sys.stderr)
         begin = time.perf_counter()
         samples = [
-            answered(pipeline, PRESSES[name](1 - retention), sample) for sample in suite["samples"]
+            answer_sample(pipeline, PRESSES[name](1 - retention), sample)
+            for sample in suite["samples"]
         ]
         kept.append(
             {
@@ -107,7 +108,7 @@ def main() -> None:
         options.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def loaded(asked: dict[str, Any], device: str) -> KVPressTextGenerationPipeline:
+def load_pipeline(asked: dict[str, Any], device: str) -> KVPressTextGenerationPipeline:
     """The model that the prompts are for, in the dtypes in which Tangram loads the embedded one."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     model = AutoModelForCausalLM.from_pretrained(
@@ -119,7 +120,7 @@ def loaded(asked: dict[str, Any], device: str) -> KVPressTextGenerationPipeline:
     )
 
 
-def answered(
+def answer_sample(
     pipeline: KVPressTextGenerationPipeline, press: Any, sample: dict[str, Any]
 ) -> dict[str, Any]:
     """The sample's replies beside its questions."""

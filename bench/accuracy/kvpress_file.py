@@ -68,7 +68,7 @@ class Control(BaseModel):
     cells: list[GradedCell]
 
     @classmethod
-    def graded(cls, *paths: Path) -> Control:
+    def grade(cls, *paths: Path) -> Control:
         """All cells of `paths`, files of kvpress_control.py."""
         files = [
             ControlFile.model_validate_json(path.read_text(encoding="utf-8")) for path in paths
@@ -85,7 +85,7 @@ class Control(BaseModel):
             commands=[file.command for file in files], environment=files[0].environment, cells=cells
         )
 
-    def joined(self, later: Control) -> Control:
+    def join(self, later: Control) -> Control:
         """Both. Raises `ValueError` if they were not measured alike."""
         if other := [
             name

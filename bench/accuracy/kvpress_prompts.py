@@ -58,14 +58,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             path,
         )
         prompts = asked.prompts(codec, Alignment(options.align_tokens, filler_token(codec)))
-        samples = [written(sample) for sample in prompts.samples]
+        samples = [write_sample(sample) for sample in prompts.samples]
         suites.append({"suite": suite, "prompts_sha256": prompts.sha256, "samples": samples})
     folder = loaded.model.config.name_or_path
     content = {"model": folder, "eos_token_ids": loaded.eos_token_ids, "suites": suites}
     options.output.write_text(json.dumps(content) + "\n", encoding="utf-8")
 
 
-def written(sample: SamplePrompts) -> dict[str, Any]:
+def write_sample(sample: SamplePrompts) -> dict[str, Any]:
     """One context as JSON; its questions begin behind `shared_tokens`."""
     questions = [dataclasses.asdict(question) for question in sample.sample.questions]
     return {

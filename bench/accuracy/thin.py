@@ -102,7 +102,7 @@ class Thin(BaseModel):
             return
         if cell.environment not in self.environments:
             self.environments.append(cell.environment)
-        own: dict[str, Any] = {"passages": [_rounded(one) for one in getattr(cell, "passages", ())]}
+        own: dict[str, Any] = {"passages": [_round(one) for one in getattr(cell, "passages", ())]}
         if isinstance(cell, Cell):
             scores = [
                 [round(answer.score, _DIGITS) for answer in one.answers] for one in cell.samples
@@ -128,8 +128,8 @@ class Thin(BaseModel):
         )
 
     def whole(self) -> list[AnyCell]:
-        """The cells as `tangram.lab.accuracy.report` reads them; one answer a sample where there
-        are no categories.
+        """The cells as `tangram.lab.accuracy.score_report` reads them; one answer a sample where
+        there are no categories.
         """
         return [self._whole(cell) for cell in self.cells]
 
@@ -204,7 +204,7 @@ def _by_task(samples: Iterable[AnsweredSample]) -> dict[str, Score]:
     return {task: Score.of(scores) for task, scores in found.items()}
 
 
-def _rounded(passage: Fidelity) -> Fidelity:
+def _round(passage: Fidelity) -> Fidelity:
     return Fidelity(
         **{name: round(value, 2 * _DIGITS) for name, value in passage.model_dump().items()}
     )

@@ -21,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from bench.demo import show
 from bench.demo.paint import Word, words_of
-from bench.demo.talk import FULL, MODEL, QUESTIONS, SMALL, Pair, Talk
+from bench.demo.talk import FULL, MODEL, QUESTIONS, SMALL, DemoConversation, Pair
 from tangram.errors import TangramError
 
 PARAGRAPH = "The large telescope has a name."
@@ -31,7 +31,7 @@ PARAGRAPH = "The large telescope has a name."
 class Findings:
     """What the demo has seen: the engine and its document, all answers, and a painted paragraph."""
 
-    talk: Talk
+    talk: DemoConversation
     pairs: list[Pair]
     words: list[Word]
 
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.demo", description=__doc__)
     parser.add_argument("--svg", type=Path, help="also keep what is printed as a picture")
     svg = parser.parse_args(arguments).svg
-    console = _recorded() if svg else _bounded(Console(highlight=False))
+    console = _make_recording_console() if svg else _bound_width(Console(highlight=False))
     transformers_logging.disable_progress_bar()
     try:
         findings = run(console)
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if findings.problems else 0
 
 
-def _recorded() -> Console:
+def _make_recording_console() -> Console:
     return Console(
         record=True,
         force_terminal=True,
@@ -81,7 +81,7 @@ def _recorded() -> Console:
     )
 
 
-def _bounded(console: Console) -> Console:
+def _bound_width(console: Console) -> Console:
     console.width = min(console.width, show.MOST_COLUMNS)
     return console
 
@@ -91,7 +91,7 @@ def run(console: Console, model: str = MODEL) -> Findings:
     begin_s = time.perf_counter()
     console.print(show.heading("Tangram: one document, with its whole KV cache and with a quarter"))
     console.print(f"Starting {model}; the first start compiles kernels and may take a minute.")
-    talk = Talk(model)
+    talk = DemoConversation(model)
     pairs = converse(talk, console)
     words = words_of(talk.pieces(QUESTIONS[0]), _paragraph(talk.document), talk.kept)
     findings = Findings(talk, pairs, words)
@@ -102,7 +102,7 @@ def run(console: Console, model: str = MODEL) -> Findings:
     return findings
 
 
-def converse(talk: Talk, console: Console) -> list[Pair]:
+def converse(talk: DemoConversation, console: Console) -> list[Pair]:
     """Ask everything at both ratios; each pair of answers is shown when it is there."""
     tokens, speed = len(talk.prompt(QUESTIONS[0])), talk.tokens_per_s()
     console.print(
@@ -118,7 +118,7 @@ def converse(talk: Talk, console: Console) -> list[Pair]:
     return pairs
 
 
-def _read(talk: Talk, tokens: int) -> Pair:
+def _read(talk: DemoConversation, tokens: int) -> Pair:
     """The first question, which brings the document, under a progress bar if anybody looks."""
     console = Console(stderr=True)
     sealed = tokens - tokens % talk.engine.layout.chunk_tokens

@@ -14,7 +14,7 @@ from tangram.kernels.torch_kernels import TorchKernels
 from tangram.types import Int32
 
 
-class Kept:
+class KeptEntries:
     """Looks on while an engine seals chunks; give `kernels` to `engine_of`.
 
     `places[layer, start]` are the positions in the sequence, int64 [kept] for each head, of the
@@ -26,7 +26,7 @@ class Kept:
 
     def kernels(self, pool: Tensor, group_size: int) -> PoolKernels:
         """The kernels that serve a CPU, watched. What they compute does not change."""
-        return _Watched(pool, self)
+        return _WatchedKernels(pool, self)
 
     def shares(self, begin: int, end: int) -> list[float]:
         """The share of all KV heads that hold each token of [begin, end), of sealed chunks."""
@@ -38,8 +38,8 @@ class Kept:
         return (counts[begin:] / sum(heads.values())).tolist()
 
 
-class _Watched(TorchKernels):
-    def __init__(self, pool: Tensor, kept: Kept) -> None:
+class _WatchedKernels(TorchKernels):
+    def __init__(self, pool: Tensor, kept: KeptEntries) -> None:
         super().__init__(pool)
         self._kept = kept
 

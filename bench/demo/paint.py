@@ -11,7 +11,7 @@ from statistics import fmean
 
 from rich.text import Text
 
-from bench.demo.kept import Kept
+from bench.demo.kept import KeptEntries
 
 # From this share on a word has this style.
 STEPS = (
@@ -34,7 +34,7 @@ class Word:
     share: float
 
 
-def words_of(pieces: Sequence[str], paragraph: str, kept: Kept) -> list[Word]:
+def words_of(pieces: Sequence[str], paragraph: str, kept: KeptEntries) -> list[Word]:
     """The words of `paragraph` in a prompt whose tokens read `pieces`, all in sealed chunks.
 
     Raises `ValueError` if the prompt has no such paragraph.
@@ -48,7 +48,7 @@ def words_of(pieces: Sequence[str], paragraph: str, kept: Kept) -> list[Word]:
     return words
 
 
-def painted(words: Sequence[Word], *, colored: bool) -> Text:
+def paint(words: Sequence[Word], *, colored: bool) -> Text:
     """The words by `STEPS`; without colours those that have `MARKED` are in brackets."""
     if not colored:
         return Text(" ".join(f"[{w.text}]" if w.share >= MARKED else w.text for w in words))

@@ -16,8 +16,8 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from bench.demo.paint import MARKED, STEPS, Word, painted
-from bench.demo.talk import FULL, MODEL, SMALL, Answer, Pair, Talk
+from bench.demo.paint import MARKED, STEPS, Word, paint
+from bench.demo.talk import FULL, MODEL, SMALL, DemoAnswer, DemoConversation, Pair
 
 MOST_COLUMNS = 100
 _MIB, _GIB = 2**20, 2**30
@@ -28,14 +28,16 @@ def heading(title: str) -> Rule:
     return Rule(title, align="left", style="dim")
 
 
-def explanation(talk: Talk, pairs: Sequence[Pair], words: Sequence[Word], colored: bool) -> Group:
+def explanation(
+    talk: DemoConversation, pairs: Sequence[Pair], words: Sequence[Word], colored: bool
+) -> Group:
     """All that follows on the answers."""
     geometry, tokens = talk.engine.geometry, pairs[0][0].held_tokens
     heads = len(geometry.full_layers) * geometry.kv_heads
     parts = {
         "Answers, time and memory": figures(talk, pairs),
         "How many such conversations fit": bars(talk, tokens),
-        "What the heads kept": kept_words(words, heads, colored=colored),
+        "What the heads kept": show_kept_words(words, heads, colored=colored),
         "What to try next": farewell(),
     }
     return Group(*chain.from_iterable((heading(name), part, "") for name, part in parts.items()))
@@ -54,7 +56,7 @@ def answers(pair: Pair) -> Padding:
     """One question, what a right answer says, and both answers."""
     question = pair[0].question
     asked = Group(question.text, Text(f"expected: {question.expected}", "dim"))
-    return _side_by_side(asked, *map(_graded, pair))
+    return _side_by_side(asked, *map(_show_answer, pair))
 
 
 def _side_by_side(*cells: Text | Group) -> Padding:
@@ -65,12 +67,12 @@ def _side_by_side(*cells: Text | Group) -> Padding:
     return Padding(table, (0, 0, 1, 0))
 
 
-def _graded(answer: Answer) -> Group:
+def _show_answer(answer: DemoAnswer) -> Group:
     grade = Text("right", "green") if answer.right else Text("WRONG", "bold red")
     return Group(grade, Text(answer.text))
 
 
-def figures(talk: Talk, pairs: Sequence[Pair]) -> Table:
+def figures(talk: DemoConversation, pairs: Sequence[Pair]) -> Table:
     """Answers, time and memory of both, and why the memory is not ρ."""
     table = Table.grid(padding=(0, 2), expand=False)
     table.add_column()
@@ -97,16 +99,16 @@ def _quality(pairs: Sequence[Pair]) -> list[tuple[str, ...]]:
     ]
 
 
-def _tokens_per_s(answers: Sequence[Answer]) -> float:
+def _tokens_per_s(answers: Sequence[DemoAnswer]) -> float:
     decoded = sum(answer.usage.completion_tokens - 1 for answer in answers)
     return decoded / sum(answer.decode_s for answer in answers)
 
 
-def _memory(talk: Talk, pair: Pair) -> list[tuple[str, ...]]:
+def _memory(talk: DemoConversation, pair: Pair) -> list[tuple[str, ...]]:
     """Rows of what the first conversation held, in all and by its parts."""
     page_bytes, chunk_tokens = talk.engine.stats().page_bytes, talk.engine.layout.chunk_tokens
     sealed, raw = divmod(pair[0].held_tokens, chunk_tokens)
-    full = [talk.layout(rho).held_pages(sealed, 0) * page_bytes for rho in (FULL, SMALL)]
+    full = [talk.layout(rho).count_held_pages(sealed, 0) * page_bytes for rho in (FULL, SMALL)]
     held = [answer.usage.kv_bytes for answer in pair]
     rest = [whole - part for whole, part in zip(held, full, strict=True)]
     return [
@@ -124,13 +126,13 @@ def _share(held: Sequence[int]) -> str:
     return f"{held[1] / held[0]:.0%}"
 
 
-def conversations(talk: Talk, tokens: int) -> dict[float, int]:
+def conversations(talk: DemoConversation, tokens: int) -> dict[float, int]:
     """How many conversations of `tokens` tokens, sharing nothing, the pool can run, by ρ."""
     pages = talk.engine.stats().pages_total
     return {rho: pages // talk.layout(rho).most_pages(tokens) for rho in (FULL, SMALL)}
 
 
-def bars(talk: Talk, tokens: int) -> Group:
+def bars(talk: DemoConversation, tokens: int) -> Group:
     """`conversations`, drawn."""
     fit, pool_gib = conversations(talk, tokens), talk.engine.stats().pool_bytes / _GIB
     table = Table.grid(padding=(0, 2), expand=True)
@@ -146,13 +148,13 @@ def bars(talk: Talk, tokens: int) -> Group:
     return Group(said, "", table)
 
 
-def kept_words(words: Sequence[Word], heads: int, *, colored: bool) -> Group:
+def show_kept_words(words: Sequence[Word], heads: int, *, colored: bool) -> Group:
     """The painted paragraph and its legend."""
     said = (
         f"A paragraph of the document at ρ {SMALL}. Each of the {heads} KV heads chooses its own "
         "tokens; a word is painted by the share of its entries that are still in the cache."
     )
-    return Group(said, "", painted(words, colored=colored), "", _legend(colored))
+    return Group(said, "", paint(words, colored=colored), "", _legend(colored))
 
 
 def _legend(colored: bool) -> Text:

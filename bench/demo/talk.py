@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.demo.kept import Kept
+from bench.demo.kept import KeptEntries
 from tangram.cache.layout import Layout
 from tangram.config import EngineConfig
 from tangram.engine.build import engine_of
@@ -28,7 +28,7 @@ Advance = Callable[[int], object]
 
 
 @dataclass(frozen=True)
-class Question:
+class DemoQuestion:
     """What is asked; an answer that has the words `expected` is right."""
 
     text: str
@@ -37,20 +37,20 @@ class Question:
 
 # The model answers all of them at ρ 1.0.
 QUESTIONS = (
-    Question("Who is the head keeper?", "Ingrid Solheim"),
-    Question("How high is the hill?", "640"),
-    Question("Who drove the sledge?", "Nils Aker"),
-    Question("Who built the observatory?", "Elias Brandt"),
-    Question("How often does the comet come back?", "eighty-four years"),
-    Question("What is the name of the second telescope?", "Young Margaret"),
+    DemoQuestion("Who is the head keeper?", "Ingrid Solheim"),
+    DemoQuestion("How high is the hill?", "640"),
+    DemoQuestion("Who drove the sledge?", "Nils Aker"),
+    DemoQuestion("Who built the observatory?", "Elias Brandt"),
+    DemoQuestion("How often does the comet come back?", "eighty-four years"),
+    DemoQuestion("What is the name of the second telescope?", "Young Margaret"),
 )
 
 
 @dataclass(frozen=True)
-class Answer:
+class DemoAnswer:
     """An answer at ρ `kv_retention`, and what the engine said about it."""
 
-    question: Question
+    question: DemoQuestion
     kv_retention: float
     text: str
     usage: Usage
@@ -68,14 +68,14 @@ class Answer:
         return self.usage.prompt_tokens + self.usage.completion_tokens - 1
 
 
-Pair = tuple[Answer, Answer]  # to one question, at ρ FULL and at ρ SMALL
+Pair = tuple[DemoAnswer, DemoAnswer]  # to one question, at ρ FULL and at ρ SMALL
 
 
 def _nobody(tokens: int) -> None:
     pass
 
 
-class Talk:
+class DemoConversation:
     """One engine that serves both ratios with one set of weights, and the document asked about.
 
     Raises the errors of `tangram.errors` where the engine cannot be had.
@@ -91,11 +91,11 @@ class Talk:
             max_num_seqs=1,
             max_num_batched_tokens=544,
         )
-        self.kept = Kept()
+        self.kept = KeptEntries()
         self.engine: Engine = engine_of(config, loaded, self.kept.kernels)
         self.document = DOCUMENT.read_text()
 
-    def prompt(self, question: Question) -> tuple[int, ...]:
+    def prompt(self, question: DemoQuestion) -> tuple[int, ...]:
         """The tokens of the document and `question`."""
         content = f"{self.document}\n\n{question.text}"
         return self.engine.codec.chat_prompt([{"role": "user", "content": content}])
@@ -105,7 +105,7 @@ class Talk:
         served, config = self.engine.layout, self.engine.config
         if kv_retention == config.kv_retention:
             return served
-        return Layout.uncompressed(
+        return Layout.lay_out_uncompressed(
             served.geometry,
             chunk_tokens=served.chunk_tokens,
             page_tokens=served.page_tokens,
@@ -113,7 +113,7 @@ class Talk:
             max_tokens=served.max_tokens,
         )
 
-    def pieces(self, question: Question) -> list[str]:
+    def pieces(self, question: DemoQuestion) -> list[str]:
         """The text of each token of `prompt`."""
         return [self.engine.codec.verbatim([token], "prompt") for token in self.prompt(question)]
 
@@ -125,12 +125,14 @@ class Talk:
         self.engine.clear_cache()
         return len(prompt) / events[0][0]
 
-    def ask(self, question: Question, kv_retention: float, advance: Advance = _nobody) -> Answer:
+    def ask(
+        self, question: DemoQuestion, kv_retention: float, advance: Advance = _nobody
+    ) -> DemoAnswer:
         """Ask `question` about the document; what is cached of the prompt is not computed."""
         timed = self._run(self.prompt(question), ANSWER, kv_retention, advance=advance)
         (first_s, _), (last_s, last) = timed[0], timed[-1]
         text = "".join(event.text for _, event in timed).strip().removesuffix(".") + "."
-        return Answer(question, kv_retention, text, last.usage, first_s, last_s - first_s)
+        return DemoAnswer(question, kv_retention, text, last.usage, first_s, last_s - first_s)
 
     def _run(
         self,

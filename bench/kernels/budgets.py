@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-from tangram.compress.library import shipped_profiles
+from tangram.compress.library import find_shipped_profiles
 from tangram.compress.profile import Profile, Scope
 from tangram.compress.provenance import ScorerSpec
-from tangram.engine.batch import GROWTH_TOKENS
+from tangram.engine.batcher import GROWTH_TOKENS
 from tangram.errors import ConfigError
 from tangram.import_profiles import import_published
-from tangram.lab.kernel_benchmarks.case import BatchGeometry, Case, scattered
+from tangram.lab.kernel_benchmarks.case import BatchGeometry, Case, scatter_pages
 from tangram.plan.form import DecodeRows
 from tangram.types import Int64
 
@@ -38,9 +38,9 @@ def load(
     met.
     """
     profile = (
-        _imported(name, published)
+        _import_profile(name, published)
         if published
-        else Profile.load(shipped_profiles() / f"{name}.json")
+        else Profile.load(find_shipped_profiles() / f"{name}.json")
     )
     if page_tokens is None and heads_per_page is None:
         return profile
@@ -49,7 +49,7 @@ def load(
     )
 
 
-def _imported(name: str, published: Path) -> Profile:
+def _import_profile(name: str, published: Path) -> Profile:
     stem, _, retention = name.rpartition(".r")
     model, scorer, scope_name, chunk = stem.rsplit(".", 3)
     scopes: dict[str, Scope] = {"layer": "layer", "model": "model"}
@@ -65,7 +65,7 @@ def _imported(name: str, published: Path) -> Profile:
     )
 
 
-def chosen_layers(profile: Profile, count: int) -> list[int]:
+def choose_layers(profile: Profile, count: int) -> list[int]:
     """`count` of the profile's layers, spread evenly: enough for a time per layer, at a part of the
     memory.
     """
@@ -84,7 +84,7 @@ def _states(profile: Profile, context_tokens: int, batch: int) -> tuple[Int64, I
     return np.maximum(0, np.rint((context_tokens - raw) / chunk)).astype(np.int64), raw
 
 
-def ragged_case(
+def make_ragged_case(
     profile: Profile, context_tokens: int, batch: int, layers: Sequence[int], seed: int, name: str
 ) -> Case:
     """The given layers of a batch; only groups with a head in them get pages, those heads' other
@@ -161,5 +161,5 @@ def _tables(lengths: Int64, page_tokens: int, seed: int) -> tuple[np.ndarray, in
     table's offset.
     """
     pages = -(-lengths.ravel() // page_tokens)
-    ids, total = scattered(int(pages.sum()), seed)
+    ids, total = scatter_pages(int(pages.sum()), seed)
     return ids, total, (np.cumsum(pages) - pages).reshape(lengths.shape)

@@ -19,7 +19,7 @@ from tangram.kernels import reference
 from tangram.lab.baselines.uniform import parse_schedule
 from tangram.lab.kernel_benchmarks.contenders import Ours
 from tangram.lab.kernel_benchmarks.timing import LARGEST_ERROR, WrongAnswer, relative_error
-from tangram.lab.kernel_benchmarks.workloads import Workload, expected
+from tangram.lab.kernel_benchmarks.workloads import Workload, compute_expected
 from tangram.plan.cost import CostModel
 from tangram.plan.form import WorkPlan
 from tangram.plan.schedule import Schedule
@@ -38,7 +38,7 @@ def dry_run(name: str, options: argparse.Namespace, entries: Iterable[Entry]) ->
         workload = Workload.build(
             entry.make(True), getattr(torch, options.dtype), torch.device("cpu")
         )
-        answer = expected(workload)
+        answer = compute_expected(workload)
         for schedule in (parse_schedule(text) for text in entry.only or options.planners):
             where = f"{entry.name}, {schedule.text}"
             plan = schedule.plan(workload.case.decoding, MULTIPROCESSORS, cost)

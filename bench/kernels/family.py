@@ -113,28 +113,28 @@ def execute(
     if not torch.cuda.is_available():
         print(NO_DEVICE, file=sys.stderr)
         raise SystemExit(2)
-    from bench.kernels import report
+    from bench.kernels import kernel_report
     from tangram.lab.kernel_benchmarks.timing import Ceilings
 
     run = Run(name, options)
     device, dtype = torch.device("cuda"), getattr(torch, options.dtype)
-    run.ceilings = asdict(Ceilings.measured(dtype, device))
+    run.ceilings = asdict(Ceilings.measure(dtype, device))
     for entry in entries:
         if run.out_of_time:
             run.left_out.append(entry.name)
             continue
         _measure_entry(run, entry, device, dtype)
-        report.write(run)
-    report.write(run)
-    (show or report.show)(run)
+        kernel_report.write(run)
+    kernel_report.write(run)
+    (show or kernel_report.show)(run)
     return None
 
 
 def _measure_entry(run: Run, entry: Entry, device: torch.device, dtype: torch.dtype) -> None:
     """Append the entry's row, or say why there is none."""
-    from bench.kernels import report
+    from bench.kernels import kernel_report
     from tangram.lab.kernel_benchmarks.timing import ColdCache
-    from tangram.lab.kernel_benchmarks.workloads import Workload, expected
+    from tangram.lab.kernel_benchmarks.workloads import Workload, compute_expected
 
     started = time.monotonic()
     try:
@@ -148,11 +148,11 @@ def _measure_entry(run: Run, entry: Entry, device: torch.device, dtype: torch.dt
         )
         return
     workload = Workload.build(case, dtype, device)
-    row = report.case_row(entry, case, run.ceilings)
-    answer, cold = expected(workload), ColdCache(device)
+    row = kernel_report.case_row(entry, case, run.ceilings)
+    answer, cold = compute_expected(workload), ColdCache(device)
     for name, build in _contenders(run, entry, workload):
         try:
-            row["contenders"].append(_timed(run, build, answer, cold))
+            row["contenders"].append(_time(run, build, answer, cold))
         except Exception as error:
             row["failed"][name] = (
                 f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
@@ -162,10 +162,10 @@ def _measure_entry(run: Run, entry: Entry, device: torch.device, dtype: torch.dt
         torch.cuda.empty_cache()
     row["seconds"] = time.monotonic() - started
     run.rows.append(row)
-    report.progress(row)
+    kernel_report.progress(row)
 
 
-def _timed(run: Run, build: Callable[[], Any], answer: Any, cold: Any) -> dict[str, Any]:
+def _time(run: Run, build: Callable[[], Any], answer: Any, cold: Any) -> dict[str, Any]:
     from tangram.lab.kernel_benchmarks.timing import measure
 
     contender = build()

@@ -33,7 +33,7 @@ HEADS_PER_PAGE = (1, 2, 4, 8)
 GROUPINGS = ("across layers", "within layer", "adjacent", "monolithic")
 
 
-def scaled(mean: Float64, retention: float) -> Float64:
+def scale_budgets(mean: Float64, retention: float) -> Float64:
     """Budgets in the proportions of `mean`, at most 1 each, that keep `retention` of
     the entries.
     """
@@ -46,7 +46,7 @@ def scaled(mean: Float64, retention: float) -> Float64:
     return np.asarray(np.minimum(1.0, mean * high), np.float64)
 
 
-def reclaimed(
+def count_reclaimed(
     budgets: Float64, grouping: str, heads_per_page: int, chunk_tokens: int, page_tokens: int
 ) -> float:
     """The share of an uncompressed chunk's entries that need no page; at most 1 - mean budget."""
@@ -63,13 +63,13 @@ def reclaimed(
 
 def rows_of(name: str, profile: Profile, retention: float) -> list[dict[str, Any]]:
     """One row per grouping."""
-    budgets = scaled(np.asarray(profile.mean, np.float64), retention)
+    budgets = scale_budgets(np.asarray(profile.mean, np.float64), retention)
     return [
         {
             "profile": name,
             "grouping": grouping,
             "reclaimed": {
-                str(heads): reclaimed(
+                str(heads): count_reclaimed(
                     budgets, grouping, heads, profile.chunk_tokens, profile.page_tokens
                 )
                 for heads in HEADS_PER_PAGE

@@ -29,9 +29,9 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.kernels.budgets import load
-from bench.kernels.tables import Books
+from bench.kernels.tables import CacheUnderTest
 from tangram.cache.step import Row, RowKind
-from tangram.engine.batch import Batcher, DeviceTables
+from tangram.engine.batcher import Batcher, DeviceTables
 from tangram.engine.meters import Meters
 from tangram.kernels.stopwatch import Stopwatch
 from tangram.lab.baselines.uniform import plan_uniform_splits
@@ -107,7 +107,7 @@ class Batch:
         return build_forest(units, valid, sealed)
 
 
-def measured_ms(call: Callable[[], object], repeats: int) -> list[float]:
+def measure_ms(call: Callable[[], object], repeats: int) -> list[float]:
     """Wall time of each call, sorted; five more go before, and the collector of the last result is
     inside.
     """
@@ -131,7 +131,7 @@ def row_of(name: str, call: Callable[[], Any], batch: Batch, repeats: int) -> di
             "entries": len(result.rows),
             "parts": len(result.part_slot),
         }
-    times = measured_ms(call, repeats)
+    times = measure_ms(call, repeats)
     median, low, high = (float(np.quantile(times, q)) for q in (0.5, 0.25, 0.75))
     return {
         "what": name,
@@ -193,7 +193,7 @@ def step_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
         page_tokens=PAGE,
         heads_per_page=None,
     )
-    books = Books(profile, options.rows, options.tokens)
+    books = CacheUnderTest(profile, options.rows, options.tokens)
     books.fill(options.tokens)
     cache = books.cache
     pool = torch.empty(
@@ -225,7 +225,7 @@ def step_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
         "a step of a new batch": lambda: next(epochs),
     }.items():
         batcher.attention(rows, epoch())
-        times = measured_ms(lambda epoch=epoch: batcher.attention(rows, epoch()), options.repeats)
+        times = measure_ms(lambda epoch=epoch: batcher.attention(rows, epoch()), options.repeats)
         median, low, high = (float(np.quantile(times, q)) for q in (0.5, 0.25, 0.75))
         cells = len(rows) * len(profile.layers) * profile.model.kv_heads
         lines.append({"what": name, "cells": cells, "ms": median, "ms_quartiles": [low, high]})

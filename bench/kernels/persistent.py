@@ -16,7 +16,7 @@ from functools import partial
 from rich.console import Console
 from rich.table import Table
 
-from bench.kernels import report
+from bench.kernels import kernel_report
 from bench.kernels.family import Entry, Run, execute, parser
 from bench.kernels.summary import BEST, by_group, device_us, names, ratios
 from tangram.lab.kernel_benchmarks.case import BatchGeometry, Case, own_case
@@ -60,9 +60,9 @@ def show(run: Run) -> None:
             for wall in (False, True)
         ]
         table.add_row(f"{group} ({len(rows)})", *cells, *spread)
-    console = Console(width=report.WIDTH)
+    console = Console(width=kernel_report.WIDTH)
     console.print(table)
-    report.show_failures(console, run)
+    kernel_report.show_failures(console, run)
 
 
 def _mean(values: Sequence[float]) -> str:

@@ -19,8 +19,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from bench.kernels import report
-from bench.kernels.budgets import SHIPPED, chosen_layers, even_case, load, ragged_case
+from bench.kernels import kernel_report
+from bench.kernels.budgets import SHIPPED, choose_layers, even_case, load, make_ragged_case
 from bench.kernels.family import Entry, Run, execute, parser
 from bench.kernels.summary import BEST, EVEN, Row, device_us, names
 from tangram.compress.profile import Profile
@@ -33,7 +33,7 @@ QUICK_CONTEXTS, QUICK_BATCHES = "8192,32768", "1,8"
 
 
 @dataclass(frozen=True)
-class Setting:
+class CaseSize:
     """One case's size."""
 
     profile: Profile
@@ -43,17 +43,17 @@ class Setting:
 
     def make(self, name: str, even: bool, tiny: bool) -> Case:
         """Tiny: two layers, one sealed chunk and a raw tail."""
-        layers = chosen_layers(self.profile, 2 if tiny else self.layers)
+        layers = choose_layers(self.profile, 2 if tiny else self.layers)
         context, batch = (
             (self.profile.chunk_tokens, min(2, self.batch))
             if tiny
             else (self.context_tokens, self.batch)
         )
-        case = ragged_case(self.profile, context, batch, layers, seed=0, name=name)
+        case = make_ragged_case(self.profile, context, batch, layers, seed=0, name=name)
         return even_case(case, seed=1, name=name) if even else case
 
 
-def entries_of(name: str, setting: Setting) -> list[Entry]:
+def entries_of(name: str, setting: CaseSize) -> list[Entry]:
     """The case and its even twin, which only the AOT planner runs."""
     title = f"{_short(name)} {setting.context_tokens // 1024}K × {setting.batch}"
     labels = {
@@ -104,9 +104,9 @@ def show(run: Run) -> None:
     for name, row in rows.items():
         if not name.endswith(EVEN):
             table.add_row(name, *_cells(device_us(row), row, rows.get(name + EVEN), listed))
-    console = Console(width=report.WIDTH)
+    console = Console(width=kernel_report.WIDTH)
     console.print(table)
-    report.show_failures(console, run)
+    kernel_report.show_failures(console, run)
 
 
 def _cells(times: dict[str, float], row: Row, twin: Row | None, listed: Sequence[str]) -> list[str]:
@@ -145,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name, profile in profiles.items()
         for context in contexts.split(",")
         for batch in batches.split(",")
-        for entry in entries_of(name, Setting(profile, int(context), int(batch), options.layers))
+        for entry in entries_of(name, CaseSize(profile, int(context), int(batch), options.layers))
     ]
     execute("ragged", options, entries, show)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tangram.lab.kernel_benchmarks.timing import NotApplicable
-from tangram.lab.kernel_benchmarks.workloads import Workload, gathered
+from tangram.lab.kernel_benchmarks.workloads import Workload, gather
 
 SDPA_LIMIT_BYTES = 12 << 30
 
@@ -38,11 +38,11 @@ class TorchAttention:
                 f"{SDPA_LIMIT_BYTES >> 30}"
             )
         self._workload = workload
-        self._layers = [self._gathered(layer) for layer in range(layers)]
+        self._layers = [self._gather(layer) for layer in range(layers)]
 
-    def _gathered(self, layer: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _gather(self, layer: int) -> tuple[Tensor, Tensor, Tensor | None]:
         rows, _, heads = self._workload.case.shape
-        keys, values = gathered(self._workload, layer, np.arange(rows * heads))
+        keys, values = gather(self._workload, layer, np.arange(rows * heads))
         length = torch.from_numpy(self._workload.case.cell_lengths[:, layer].ravel()).to(
             keys.device
         )

@@ -25,11 +25,12 @@ from rich.table import Table
 from bench.kernels.budgets import SHIPPED, load
 from bench.kernels.family import RESULTS
 from bench.kernels.fragmentation import HEADS_PER_PAGE
+from tangram.cache.books import check_books
 from tangram.cache.keys import ChunkKeys
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
 from tangram.cache.retention import Retention
-from tangram.cache.sequence import SequenceCache
+from tangram.cache.sequence_cache import SequenceCache
 from tangram.compress.profile import Profile
 from tangram.lab.environment import environment
 from tangram.types import Geometry, Int64
@@ -38,7 +39,7 @@ PAGE_TOKENS = 16
 STEPS = 64
 
 
-class Books:
+class CacheUnderTest:
     """`rows` sequences of `tokens` random tokens, no two alike, in a pool that holds them all."""
 
     def __init__(self, profile: Profile, rows: int, tokens: int) -> None:
@@ -105,9 +106,9 @@ def _ms(call: Callable[[], object]) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def measured(profile: Profile, rows: int, tokens: int) -> dict[str, Any]:
+def measure_row(profile: Profile, rows: int, tokens: int) -> dict[str, Any]:
     """One line of the table; the books are checked page by page at the end."""
-    books = Books(profile, rows, tokens - tokens % profile.chunk_tokens)
+    books = CacheUnderTest(profile, rows, tokens - tokens % profile.chunk_tokens)
     seal = books.fill(tokens - tokens % profile.chunk_tokens)
     steps = [_ms(books.decode) for _ in range(STEPS)]
     within = [
@@ -115,7 +116,7 @@ def measured(profile: Profile, rows: int, tokens: int) -> dict[str, Any]:
         for number, step in enumerate(steps)
         if number % PAGE_TOKENS not in (0, PAGE_TOKENS - 1)
     ]
-    books.cache.check()
+    check_books(books.cache)
     close = [_ms(lambda seq=seq: books.cache.close(seq)) for seq in list(books.sequences)]
     return {
         "heads_per_page": profile.heads_per_page,
@@ -142,7 +143,7 @@ def main() -> None:
         load(options.profile, None, page_tokens=PAGE_TOKENS, heads_per_page=heads)
         for heads in HEADS_PER_PAGE
     ]
-    lines = [measured(profile, options.rows, options.tokens) for profile in profiles]
+    lines = [measure_row(profile, options.rows, options.tokens) for profile in profiles]
     timed = ("seal_ms", "decode_within_page_ms", "decode_into_page_ms", "close_ms")
     table = Table(
         title=f"{options.profile}: {options.rows} rows of {options.tokens} tokens; medians on one "

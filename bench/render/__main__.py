@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.render.page import DOCS, RESULTS, Page, page_names, stale, written
+from bench.render.page import DOCS, RESULTS, Page, page_names, stale, write_blocks
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{path}: {block}{' is not up to date' if options.check else ''}")
             old += 1
         if not options.check:
-            path.write_text(written(text, blocks), encoding="utf-8")
+            path.write_text(write_blocks(text, blocks), encoding="utf-8")
     return 1 if options.check and old else 0
 
 

@@ -6,7 +6,7 @@ of a template is shared by them. A template sees:
 - `result(NAME)`: the figures of bench/results/NAME.json,
 - `results`: that folder,
 - the statistics of `SUBJECTS`, by subject,
-- the filters of bench/render/filters.py.
+- the filters of bench/render/template_filters.py.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from jinja2 import Environment, StrictUndefined
 from bench.accuracy import figures as accuracy
 from bench.accuracy import kvpress_pairs as control_pairs
 from bench.kernels import summary as kernels
-from bench.render.filters import FILTERS
-from bench.serving import figures as serving
-from tangram.lab.calibration import report as calibration
+from bench.render.template_filters import FILTERS
+from bench.serving import series as serving
+from tangram.lab.calibration import calibration_report as calibration
 
 RESULTS = Path(__file__).parents[1] / "results"
 DOCS = Path(__file__).parents[2] / "docs"
@@ -62,9 +62,11 @@ class Page:
     def blocks(self) -> dict[str, str]:
         """Every block whose result files there are, by name, in Markdown."""
         rendered = {}
-        for name, text in marked(self._source).items():
+        for name, text in read_blocks(self._source).items():
             try:
-                rendered[name] = _spaced(self._environment.from_string(text).render(self.shared))
+                rendered[name] = _normalise_spacing(
+                    self._environment.from_string(text).render(self.shared)
+                )
             except FileNotFoundError as missing:
                 if not Path(missing.filename).is_relative_to(self._results):
                     raise
@@ -89,14 +91,17 @@ def page_names() -> list[str]:
     return sorted(path.with_suffix("").as_posix() for path in paths)
 
 
-def marked(text: str) -> dict[str, str]:
+def read_blocks(text: str) -> dict[str, str]:
     """The text of each block, by name."""
     return {match["name"]: match["text"] for match in _BLOCK.finditer(text)}
 
 
 def stale(text: str, blocks: Mapping[str, str]) -> list[str]:
-    """The names of `blocks` that read otherwise on the page. Raises `ValueError` as `written`."""
-    known = marked(text)
+    """The names of `blocks` that read otherwise on the page.
+
+    Raises `ValueError` as `write_blocks` does.
+    """
+    known = read_blocks(text)
     for name in blocks:
         if name not in known:
             marks = f"<!-- {name} --> and <!-- end {name} -->"
@@ -104,7 +109,7 @@ def stale(text: str, blocks: Mapping[str, str]) -> list[str]:
     return [name for name, block in blocks.items() if known[name] != block]
 
 
-def written(text: str, blocks: Mapping[str, str]) -> str:
+def write_blocks(text: str, blocks: Mapping[str, str]) -> str:
     """The page with `blocks` exchanged. Raises `ValueError` if it has no place for one."""
     if not stale(text, blocks):
         return text
@@ -115,6 +120,6 @@ def written(text: str, blocks: Mapping[str, str]) -> str:
     return _BLOCK.sub(exchanged, text)
 
 
-def _spaced(text: str) -> str:
+def _normalise_spacing(text: str) -> str:
     """At most one empty line between paragraphs, and none before the end mark."""
     return re.sub(r"\n{3,}", "\n\n", re.sub(r"^\n+", "\n", text)).rstrip("\n") + "\n"

@@ -23,9 +23,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.serving.engines import Served, Tangram, Vllm, vocab_size
+from bench.serving.competitors import ServingEngine, Tangram, Vllm, vocab_size
 from tangram.lab.environment import environment
-from tangram.lab.load.asks import Ask, alike, arriving, made_up, next_turn, traced
+from tangram.lab.load.asks import Ask, alike, arriving, draw_tokens, next_turn, read_trace
 from tangram.lab.load.clock import (
     NO_LIMITS,
     GivenUpError,
@@ -36,7 +36,7 @@ from tangram.lab.load.clock import (
 )
 
 # A case gives its parts one by one, as they are measured.
-Case = Callable[[Served], Iterator[tuple[str, list[TimedAnswer]]]]
+Case = Callable[[ServingEngine], Iterator[tuple[str, list[TimedAnswer]]]]
 
 
 def requests(
@@ -44,7 +44,7 @@ def requests(
 ) -> Case:
     """`count` requests at once, as often as it says, each time with an empty cache."""
 
-    def run(engine: Served) -> Iterator[tuple[str, list[TimedAnswer]]]:
+    def run(engine: ServingEngine) -> Iterator[tuple[str, list[TimedAnswer]]]:
         asks = alike(
             count, input_tokens, output_tokens, shared_tokens=shared_tokens, vocab_size=vocab_size()
         )
@@ -64,9 +64,11 @@ def sessions(
 ) -> Case:
     """`count` conversations; all take their turns together, each with its whole history."""
 
-    def run(engine: Served) -> Iterator[tuple[str, list[TimedAnswer]]]:
+    def run(engine: ServingEngine) -> Iterator[tuple[str, list[TimedAnswer]]]:
         engine.clear_cache()
-        histories = [made_up(history_tokens, vocab_size(), 4, number) for number in range(count)]
+        histories = [
+            draw_tokens(history_tokens, vocab_size(), 4, number) for number in range(count)
+        ]
         for turn in range(1, turns + 1):
             asks = next_turn(histories, turn, user_tokens, output_tokens, vocab_size())
             answers = _complete(engine, asks)
@@ -91,13 +93,15 @@ def short_turns(
     answered.
     """
 
-    def run(engine: Served) -> Iterator[tuple[str, list[TimedAnswer]]]:
+    def run(engine: ServingEngine) -> Iterator[tuple[str, list[TimedAnswer]]]:
         engine.clear_cache()
-        histories = [made_up(history_tokens, vocab_size(), 6, number) for number in range(count)]
+        histories = [
+            draw_tokens(history_tokens, vocab_size(), 6, number) for number in range(count)
+        ]
         yield "histories", _complete(engine, [Ask(history, 1) for history in histories])
         asks = [
             Ask(
-                histories[number % count] + made_up(user_tokens, vocab_size(), 7, number),
+                histories[number % count] + draw_tokens(user_tokens, vocab_size(), 7, number),
                 output_tokens,
             )
             for number in range(turns)
@@ -107,27 +111,27 @@ def short_turns(
     return run
 
 
-def replayed(options: argparse.Namespace) -> Case:
+def make_replay(options: argparse.Namespace) -> Case:
     """The first minutes of a recorded trace, at each speed; ends with the first that is
     too fast.
     """
 
-    def run(engine: Served) -> Iterator[tuple[str, list[TimedAnswer]]]:
+    def run(engine: ServingEngine) -> Iterator[tuple[str, list[TimedAnswer]]]:
         for speed in map(float, options.speeds.split(",")):
             engine.clear_cache()
-            asks = traced(
+            asks = read_trace(
                 options.trace, seconds=options.seconds, speed=speed, vocab_size=vocab_size()
             )
             try:
-                yield f"speed {speed:g}", engine.answered(asks, Patience(options.hold_ttft_s))
+                yield f"speed {speed:g}", engine.answer_all(asks, Patience(options.hold_ttft_s))
             except GivenUpError as error:
                 raise GivenUpError(f"speed {speed:g}: {error}") from error
 
     return run
 
 
-def _complete(engine: Served, asks: Sequence[Ask]) -> list[TimedAnswer]:
-    answers = engine.answered(asks)
+def _complete(engine: ServingEngine, asks: Sequence[Ask]) -> list[TimedAnswer]:
+    answers = engine.answer_all(asks)
     for number, (ask, answer) in enumerate(zip(asks, answers, strict=True)):
         if len(answer.token_ids) != ask.output_tokens:
             raise SystemExit(
@@ -149,8 +153,8 @@ CASES: dict[str, Case] = {
 }
 
 
-def measured(
-    engine: Served,
+def measure_cases(
+    engine: ServingEngine,
     cases: Mapping[str, Case],
     keep: Callable[[dict[str, Any]], None],
     limits: LatencyLimits = NO_LIMITS,
@@ -173,13 +177,13 @@ def measured(
             print(f"{name:12} {error}", flush=True)
 
 
-def warm(engine: Served) -> None:
+def warm(engine: ServingEngine) -> None:
     """What is compiled at its first use is compiled then."""
     for asks in (
         alike(2, 4104, 4, shared_tokens=0, vocab_size=vocab_size()),
         alike(64, 40, 8, shared_tokens=2100, vocab_size=vocab_size()),
     ):
-        engine.answered(asks)
+        engine.answer_all(asks)
 
 
 def _line(summary: Summary) -> str:
@@ -229,13 +233,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "vLLM is asked as it comes, without kv-retention, chunk-tokens and kv-cache-dtype: "
             "leave them out"
         )
-    known = CASES | ({"trace": replayed(options)} if options.trace else {})
+    known = CASES | ({"trace": make_replay(options)} if options.trace else {})
     if unknown := set(options.cases.split(",")) - set(known):
         parser.error(
             f"cases {', '.join(sorted(unknown))} are not known, there are {', '.join(known)}; "
             "trace has --trace"
         )
-    engine: Served
+    engine: ServingEngine
     kv_retention = 0.25 if options.kv_retention is None else options.kv_retention
     chunk_tokens = 512 if options.chunk_tokens is None else options.chunk_tokens
     name = "vllm" if options.engine == "vllm" else f"tangram-{kv_retention:g}"
@@ -257,7 +261,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     warm(engine)
     cases = {case: known[case] for case in options.cases.split(",")}
     limits = LatencyLimits(ttft_s=options.hold_ttft_s)
-    measured(engine, cases, partial(_keep, options.output, options.series, name, written), limits)
+    measure_cases(
+        engine, cases, partial(_keep, options.output, options.series, name, written), limits
+    )
 
 
 def _keep(

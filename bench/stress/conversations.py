@@ -31,7 +31,7 @@ Message = dict[str, str]
 
 
 @dataclass(frozen=True)
-class Turn:
+class UserTurn:
     """One question. An impatient asker hangs up after `patience_s`, if the answer has not ended by
     then.
     """
@@ -42,7 +42,7 @@ class Turn:
     patience_s: float | None
 
 
-def conversation(random: Random) -> list[Turn]:
+def conversation(random: Random) -> list[UserTurn]:
     """A conversation of 1 to `MOST_TURNS` turns; who hangs up says no more."""
     turns = []
     for number in range(random.randint(1, MOST_TURNS)):
@@ -52,7 +52,9 @@ def conversation(random: Random) -> list[Turn]:
             text = f"{' '.join(WORDS[:SHARED_WORDS])}\n\n{text}"
         hangs_up = random.random() < HANG_UP_SHARE
         patience_s = random.uniform(0.0, HANG_UP_WITHIN_S) if hangs_up else None
-        turns.append(Turn(text, random.randint(*ANSWER_TOKENS), random.random() < 0.5, patience_s))
+        turns.append(
+            UserTurn(text, random.randint(*ANSWER_TOKENS), random.random() < 0.5, patience_s)
+        )
         if hangs_up:
             break
     return turns
@@ -101,7 +103,7 @@ class Outcome:
         return [later - earlier for earlier, later in pairwise(self.token_s)]
 
 
-async def hold(client: httpx.AsyncClient, turns: list[Turn]) -> AsyncIterator[Outcome]:
+async def hold(client: httpx.AsyncClient, turns: list[UserTurn]) -> AsyncIterator[Outcome]:
     """A conversation, turn by turn, each with all that was said before; it ends with the first that
     is not answered.
     """
@@ -115,7 +117,7 @@ async def hold(client: httpx.AsyncClient, turns: list[Turn]) -> AsyncIterator[Ou
         history.append({"role": "assistant", "content": outcome.text})
 
 
-async def ask(client: httpx.AsyncClient, messages: list[Message], turn: Turn) -> Outcome:
+async def ask(client: httpx.AsyncClient, messages: list[Message], turn: UserTurn) -> Outcome:
     """Ask one turn, and say what came of it."""
     outcome = Outcome(
         time.monotonic(), turn.stream, messages=messages, answer_tokens=turn.answer_tokens
@@ -130,7 +132,7 @@ async def ask(client: httpx.AsyncClient, messages: list[Message], turn: Turn) ->
     patience = asyncio.timeout(turn.patience_s)
     try:
         async with patience:
-            await (_streamed if turn.stream else _whole)(client, body, outcome)
+            await (_read_stream if turn.stream else _whole)(client, body, outcome)
             outcome.kind = "answered"
     except TimeoutError:
         outcome.kind = "hung up"
@@ -151,7 +153,7 @@ async def _whole(client: httpx.AsyncClient, body: dict[str, Any], outcome: Outco
     _check(outcome, [choice["finish_reason"]], answer["usage"])
 
 
-async def _streamed(client: httpx.AsyncClient, body: dict[str, Any], outcome: Outcome) -> None:
+async def _read_stream(client: httpx.AsyncClient, body: dict[str, Any], outcome: Outcome) -> None:
     fields = {"stream": True, "stream_options": {"include_usage": True}}
     reasons, usage, last = [], None, ""
     async with client.stream("POST", PATH, json=body | fields) as response:

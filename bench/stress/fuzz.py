@@ -27,7 +27,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.stress.heap import COUNT_EVERY_S
-from bench.stress.server import MODEL, Served, ServerError, served, surroundings
+from bench.stress.server import MODEL, ServerError, ServerProcess, start_server, surroundings
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "bench" / "results" / "http_fuzz.json"
@@ -85,7 +85,7 @@ def fuzz(url: str, seconds: int, headers: dict[str, str], phases: str = "coverag
     return found.stdout
 
 
-def fill(server: Served) -> None:
+def fill(server: ServerProcess) -> None:
     """Ask until every page has been used: one that nobody has used yet is memory that would come
     later.
 
@@ -107,7 +107,7 @@ def fill(server: Served) -> None:
     )
 
 
-def statuses(server: Served) -> Counter[str]:
+def statuses(server: ServerProcess) -> Counter[str]:
     """How many answers of each status the server counts; raises `FuzzError` if one is a server
     error.
     """
@@ -127,12 +127,12 @@ def statuses(server: Served) -> Counter[str]:
     return counts
 
 
-def check_afterwards(server: Served) -> None:
+def check_afterwards(server: ServerProcess) -> None:
     """Raises `ServerError` unless the server is healthy and nothing of all the requests stays
     behind.
     """
     server.check_health()
-    server.settled(SETTLED_WITHIN_S)
+    server.wait_until_settled(SETTLED_WITHIN_S)
 
 
 def check_log(log: IO[bytes]) -> None:
@@ -153,7 +153,7 @@ def trial(seconds: int, api_key: str | None) -> tuple[dict[str, int], list[float
     """
     memory = list[float]()
     with tempfile.TemporaryFile() as log:
-        with served(SERVER_OPTIONS, log, api_key, counted=True) as server:
+        with start_server(SERVER_OPTIONS, log, api_key, counted=True) as server:
             fill(server)
             for part in (seconds // 2, seconds - seconds // 2):
                 print(fuzz(server.url, max(1, part), server.headers))

@@ -14,7 +14,7 @@ import numpy as np
 from scipy.stats import linregress
 
 from bench.stress.conversations import Outcome
-from bench.stress.server import Books
+from bench.stress.server import GaugeReading
 
 # The least of the heap in use may be so much more in the last stretch of the time looked at than in
 # its first third.
@@ -28,13 +28,13 @@ STRETCHES = 9
 
 
 @dataclass(frozen=True)
-class Sample:
+class ServerSample:
     """The server at `at_s` of the run: resident memory, the heap in use, requests and pages."""
 
     at_s: float
     rss_mb: float
     heap_mb: float
-    books: Books
+    books: GaugeReading
 
     def row(self) -> dict[str, float]:
         """As it is written down."""
@@ -55,7 +55,7 @@ class Growth:
     last_mb: float
 
 
-def growth(samples: Sequence[Sample], memory: Literal["rss_mb", "heap_mb"]) -> Growth:
+def growth(samples: Sequence[ServerSample], memory: Literal["rss_mb", "heap_mb"]) -> Growth:
     """Of one kind of `memory`, in all but the first `SETTLING_SHARE` of `samples`.
 
     Raises `ValueError` if fewer than `STRETCHES` are left.
@@ -90,9 +90,9 @@ def counts(outcomes: Sequence[Outcome]) -> dict[str, int]:
     return dict(sorted(found.items()))
 
 
-def broken(
+def find_broken_laws(
     outcomes: Sequence[Outcome],
-    samples: Sequence[Sample],
+    samples: Sequence[ServerSample],
     heap: Growth,
     completions: dict[str, int],
     changed: int,
@@ -119,10 +119,10 @@ def broken(
             f"the heap grew by {grown:.1f} MB from the first third to the end, at most "
             f"{MOST_GROWTH_MB} may be"
         )
-    return found + _miscounted(outcomes, completions)
+    return found + _find_miscounts(outcomes, completions)
 
 
-def _miscounted(outcomes: Sequence[Outcome], completions: dict[str, int]) -> list[str]:
+def _find_miscounts(outcomes: Sequence[Outcome], completions: dict[str, int]) -> list[str]:
     """Where the server counts other ends than its clients saw."""
     answered = sum(outcome.kind == "answered" for outcome in outcomes)
     whole, given_up = completions.get("length", 0), completions.get("abort", 0)
@@ -137,7 +137,7 @@ def _miscounted(outcomes: Sequence[Outcome], completions: dict[str, int]) -> lis
     return found
 
 
-def summary(outcomes: Sequence[Outcome], samples: Sequence[Sample]) -> dict[str, Any]:
+def summary(outcomes: Sequence[Outcome], samples: Sequence[ServerSample]) -> dict[str, Any]:
     """The figures of a soak, as they are published."""
     return {
         "turns": len(outcomes),

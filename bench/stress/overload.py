@@ -26,9 +26,9 @@ from typing import Any
 import httpx
 import numpy as np
 
-from bench.stress.conversations import TURN_WORDS, WORDS, Outcome, Turn, ask
+from bench.stress.conversations import TURN_WORDS, WORDS, Outcome, UserTurn, ask
 from bench.stress.laws import latencies
-from bench.stress.server import Served, ServerError, served, surroundings
+from bench.stress.server import ServerError, ServerProcess, start_server, surroundings
 
 RESULT = Path(__file__).parents[1] / "results" / "http_overload.json"
 PLACES, TIMES, QUEUE = 4, 10, 16
@@ -57,7 +57,7 @@ async def crowd(client: httpx.AsyncClient, people: int, seconds: float, seed: in
         while time.monotonic() < until_s:
             start, length = random.randrange(len(WORDS)), random.randint(*TURN_WORDS)
             text = " ".join(WORDS[(start + at) % len(WORDS)] for at in range(length))
-            turn = Turn(text, random.randint(*ANSWER_TOKENS), True, None)
+            turn = UserTurn(text, random.randint(*ANSWER_TOKENS), True, None)
             outcome = await ask(client, [{"role": "user", "content": text}], turn)
             outcomes.append(outcome)
             if outcome.retry_after_s is not None:
@@ -67,7 +67,7 @@ async def crowd(client: httpx.AsyncClient, people: int, seconds: float, seed: in
     return outcomes
 
 
-def refused(outcome: Outcome) -> bool:
+def is_refusal(outcome: Outcome) -> bool:
     """Whether the server said that too many wait, and when to come back."""
     return outcome.status == 429 and outcome.retry_after_s is not None
 
@@ -77,10 +77,10 @@ def figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     answers.
     """
     gaps_s = [gap for outcome in outcomes if outcome.kind == "answered" for gap in outcome.gaps_s]
-    refused_s = [outcome.ended_s - outcome.asked_s for outcome in outcomes if refused(outcome)]
+    refused_s = [outcome.ended_s - outcome.asked_s for outcome in outcomes if is_refusal(outcome)]
     return {
         "answered": sum(outcome.kind == "answered" for outcome in outcomes),
-        "refused": sum(refused(outcome) for outcome in outcomes),
+        "refused": sum(is_refusal(outcome) for outcome in outcomes),
         "ttft_s": latencies(outcomes),
         "gap_s": {f"p{share}": float(np.percentile(gaps_s, share)) for share in (50, 90, 99)}
         if gaps_s
@@ -91,15 +91,17 @@ def figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
-def broken(few: Sequence[Outcome], many: Sequence[Outcome]) -> list[str]:
+def find_broken_laws(few: Sequence[Outcome], many: Sequence[Outcome]) -> list[str]:
     """Every law that does not hold, in words: `few` are as many as there are places, `many` ten
     times as many.
     """
     found = []
-    lost = [outcome for outcome in (*few, *many) if outcome.kind == "lost" and not refused(outcome)]
+    lost = [
+        outcome for outcome in (*few, *many) if outcome.kind == "lost" and not is_refusal(outcome)
+    ]
     if lost:
         found.append(f"{len(lost)} requests were lost, the first by {lost[0].reason}")
-    if not any(refused(outcome) for outcome in many):
+    if not any(is_refusal(outcome) for outcome in many):
         found.append("nobody was refused, so it was no overload")
     alone, crowded = figures(few)["gap_s"], figures(many)["gap_s"]
     if not alone or not crowded:
@@ -113,14 +115,14 @@ def broken(few: Sequence[Outcome], many: Sequence[Outcome]) -> list[str]:
     return found
 
 
-async def measured(server: Served, options: argparse.Namespace) -> dict[str, Any]:
+async def measure_crowds(server: ServerProcess, options: argparse.Namespace) -> dict[str, Any]:
     """Both crowds, one after the other."""
     async with httpx.AsyncClient(
         base_url=server.url, timeout=600, limits=httpx.Limits(max_connections=None)
     ) as client:
         few = await crowd(client, PLACES, options.seconds, options.seed)
         many = await crowd(client, TIMES * PLACES, options.seconds, options.seed + PLACES)
-    return {"few": figures(few), "many": figures(many), "broken": broken(few, many)}
+    return {"few": figures(few), "many": figures(many), "broken": find_broken_laws(few, many)}
 
 
 def main() -> None:
@@ -136,10 +138,10 @@ def main() -> None:
     where = surroundings()
     with tempfile.TemporaryFile() as log:
         try:
-            with served(SERVER_OPTIONS, log) as server:
-                found = asyncio.run(measured(server, options))
+            with start_server(SERVER_OPTIONS, log) as server:
+                found = asyncio.run(measure_crowds(server, options))
                 server.check_health()
-                books = asdict(server.settled(SETTLED_WITHIN_S))
+                books = asdict(server.wait_until_settled(SETTLED_WITHIN_S))
         except ServerError as error:
             sys.exit(f"the overload failed: {error}")
     content = {

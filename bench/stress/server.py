@@ -43,7 +43,7 @@ class ServerError(Exception):
 
 
 @dataclass(frozen=True)
-class Books:
+class GaugeReading:
     """One reading of the server's gauges: requests, and pages by state."""
 
     running: int
@@ -72,7 +72,7 @@ class Books:
 
 
 @dataclass(frozen=True)
-class Served:
+class ServerProcess:
     """A running server: its address, its process, the headers that open it, and the file with a
     count of its heap.
     """
@@ -82,7 +82,7 @@ class Served:
     headers: dict[str, str]
     count: Path | None
 
-    def books(self) -> Books:
+    def books(self) -> GaugeReading:
         """Read /metrics."""
         text = (
             httpx.get(f"{self.url}/metrics", headers=self.headers, timeout=30)
@@ -91,7 +91,7 @@ class Served:
         )
         return books_of(text)
 
-    def settled(self, within_s: float) -> Books:
+    def wait_until_settled(self, within_s: float) -> GaugeReading:
         """The books once the server is back at its baseline. Raises `ServerError` if it is not
         after `within_s`.
         """
@@ -131,7 +131,7 @@ class Served:
             raise ServerError(f"/health says {status}")
 
 
-def books_of(text: str) -> Books:
+def books_of(text: str) -> GaugeReading:
     """The books in the Prometheus text of /metrics."""
     samples = {
         (sample.name, *sample.labels.values()): int(sample.value)
@@ -140,7 +140,7 @@ def books_of(text: str) -> Books:
         for sample in family.samples
     }
     pages = {state: samples["tangram_kv_pages", state] for state in ("held", "cached", "free")}
-    return Books(
+    return GaugeReading(
         samples[("tangram_requests_running",)],
         samples[("tangram_requests_waiting",)],
         **pages,
@@ -168,21 +168,21 @@ def serve_command(port: int, options: Sequence[str], count: Path | None = None) 
 
 
 @contextmanager
-def served(
+def start_server(
     options: Sequence[str], log: IO[bytes], api_key: str | None = None, *, counted: bool = False
-) -> Iterator[Served]:
+) -> Iterator[ServerProcess]:
     """A healthy server on a free port with `options`, which counts its heap if `counted`; ended
     whatever happens.
 
     Raises `ServerError` if it does not start, or if it has ended by itself.
     """
     with tempfile.NamedTemporaryFile() as kept:
-        yield from _served(options, log, api_key, Path(kept.name) if counted else None)
+        yield from _start_server(options, log, api_key, Path(kept.name) if counted else None)
 
 
-def _served(
+def _start_server(
     options: Sequence[str], log: IO[bytes], api_key: str | None, count: Path | None
-) -> Iterator[Served]:
+) -> Iterator[ServerProcess]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -192,7 +192,7 @@ def _served(
         serve_command(port, options, count), stdout=log, stderr=subprocess.STDOUT, env=variables
     )
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-    server = Served(f"http://127.0.0.1:{port}", process, headers, count)
+    server = ServerProcess(f"http://127.0.0.1:{port}", process, headers, count)
     try:
         _wait_until_healthy(server)
         yield server
@@ -204,7 +204,7 @@ def _served(
             process.kill()
 
 
-def _wait_until_healthy(server: Served) -> None:
+def _wait_until_healthy(server: ServerProcess) -> None:
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline_s:
         try:

@@ -26,9 +26,9 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.stress.conversations import Outcome, Turn, ask, conversation, hold, mean_turns
-from bench.stress.laws import Sample, broken, growth, summary
-from bench.stress.server import Served, ServerError, books_of, served, surroundings
+from bench.stress.conversations import Outcome, UserTurn, ask, conversation, hold, mean_turns
+from bench.stress.laws import ServerSample, find_broken_laws, growth, summary
+from bench.stress.server import ServerError, ServerProcess, books_of, start_server, surroundings
 
 RESULT = Path(__file__).parents[1] / "results" / "http_soak.json"
 # A pool that is full soon: pages are then taken from the prefix cache, and memory has no more room
@@ -93,18 +93,20 @@ async def capacity(crowd: Crowd, people: int, seconds: float) -> float:
 
 
 async def watch(
-    client: httpx.AsyncClient, server: Served, begin_s: float, samples: list[Sample]
+    client: httpx.AsyncClient, server: ServerProcess, begin_s: float, samples: list[ServerSample]
 ) -> None:
     """A sample of the server every `SAMPLE_EVERY_S`, until it is cancelled."""
     while True:
         text = (await client.get("/metrics")).raise_for_status().text
         samples.append(
-            Sample(time.monotonic() - begin_s, server.rss_mb(), server.heap_mb(), books_of(text))
+            ServerSample(
+                time.monotonic() - begin_s, server.rss_mb(), server.heap_mb(), books_of(text)
+            )
         )
         await asyncio.sleep(SAMPLE_EVERY_S)
 
 
-async def asked_again(
+async def ask_again(
     client: httpx.AsyncClient, outcomes: Sequence[Outcome], random: Random
 ) -> tuple[int, int]:
     """How many answers were asked for again, one at a time, and how many of them are another text
@@ -113,7 +115,7 @@ async def asked_again(
     answered = [one for one in outcomes if one.kind == "answered"]
     chosen, changed = random.sample(answered, min(MOST_ASKED_AGAIN, len(answered))), 0
     for before in chosen:
-        turn = Turn("", before.answer_tokens, stream=not before.stream, patience_s=None)
+        turn = UserTurn("", before.answer_tokens, stream=not before.stream, patience_s=None)
         after = await ask(client, before.messages, turn)
         changed += after.kind != "answered" or after.text != before.text
     return len(chosen), changed
@@ -130,7 +132,7 @@ async def completions(client: httpx.AsyncClient) -> dict[str, int]:
     }
 
 
-async def soak(server: Served, options: argparse.Namespace) -> dict[str, Any]:
+async def soak(server: ServerProcess, options: argparse.Namespace) -> dict[str, Any]:
     """The whole of it; the figures, and under `broken` the laws that do not hold."""
     async with (
         httpx.AsyncClient(base_url=server.url, timeout=600, limits=NO_BOUND) as client,
@@ -139,13 +141,17 @@ async def soak(server: Served, options: argparse.Namespace) -> dict[str, Any]:
         first = Crowd(client, options.seed)
         turns_per_s = await capacity(first, options.people, options.capacity_seconds)
         print(f"capacity: {turns_per_s:.2f} turns/s", flush=True)
-        crowd, samples, begin_s = Crowd(client, options.seed + 1), list[Sample](), time.monotonic()
+        crowd, samples, begin_s = (
+            Crowd(client, options.seed + 1),
+            list[ServerSample](),
+            time.monotonic(),
+        )
         watching = asyncio.create_task(watch(watcher, server, begin_s, samples))
         await crowd.arrivals(LOAD * turns_per_s / mean_turns(), begin_s + options.seconds)
         took_s = time.monotonic() - begin_s
         watching.cancel()
         ends = await completions(client)
-        again, changed = await asked_again(client, crowd.outcomes, Random(options.seed))
+        again, changed = await ask_again(client, crowd.outcomes, Random(options.seed))
     everything, heap = [*first.outcomes, *crowd.outcomes], growth(samples, "heap_mb")
     return {
         "capacity_turns_per_s": turns_per_s,
@@ -161,15 +167,15 @@ async def soak(server: Served, options: argparse.Namespace) -> dict[str, Any]:
         "asked_again": again,
         "asked_again_and_changed": changed,
         "completions": ends,
-        "broken": broken(everything, samples, heap, ends, changed),
+        "broken": find_broken_laws(everything, samples, heap, ends, changed),
     }
 
 
-def afterwards(server: Served) -> tuple[dict[str, int], list[str]]:
+def afterwards(server: ServerProcess) -> tuple[dict[str, int], list[str]]:
     """The books when nobody asks any more, and what is wrong with the server then."""
     try:
         server.check_health()
-        return asdict(server.settled(SETTLED_WITHIN_S)), []
+        return asdict(server.wait_until_settled(SETTLED_WITHIN_S)), []
     except ServerError as error:
         return asdict(server.books()), [str(error)]
 
@@ -191,7 +197,7 @@ def main() -> None:
     where = surroundings()
     with tempfile.TemporaryFile() as log:
         try:
-            with served(SERVER_OPTIONS, log, counted=True) as server:
+            with start_server(SERVER_OPTIONS, log, counted=True) as server:
                 found = asyncio.run(soak(server, options))
                 found["afterwards"], wrong = afterwards(server)
                 found["broken"] += wrong

@@ -104,7 +104,7 @@ class Layout:
         )
 
     @classmethod
-    def uncompressed(
+    def lay_out_uncompressed(
         cls,
         geometry: Geometry,
         *,
@@ -236,7 +236,7 @@ class Layout:
         """Tokens that fit into `pages` pages as sealed chunks."""
         return pages * self.chunk_tokens // self.span_pages
 
-    def held_pages(self, sealed_chunks: int, raw_tokens: int) -> int:
+    def count_held_pages(self, sealed_chunks: int, raw_tokens: int) -> int:
         """Pages held with `sealed_chunks` sealed chunks and `raw_tokens` raw tokens: the footprint
         formula.
         """
@@ -244,9 +244,9 @@ class Layout:
         raw = -(-raw_tokens // self.page_tokens) * len(self.groups)
         return sealed_chunks * self.full_span_pages + windowed + raw
 
-    def held_entries(self, sealed_chunks: int, raw_tokens: int) -> int:
-        """KV entries in the pages of `held_pages`, over all heads; other slots are unused columns
-        and raw ends.
+    def count_held_entries(self, sealed_chunks: int, raw_tokens: int) -> int:
+        """KV entries in the pages of `count_held_pages`, over all heads; other slots are unused
+        columns and raw ends.
         """
         windowed = min(sealed_chunks, self.window_chunks)
         full, window, heads = self._chunk_entries
@@ -273,27 +273,27 @@ class Layout:
     def peak_pages(self, tokens: int) -> int:
         """The most pages a sequence ever holds on its way to `tokens` tokens."""
         full, rest = divmod(tokens, self.chunk_tokens)
-        before_last_seal = self.held_pages(full - 1, self.chunk_tokens) if full else 0
-        return max(before_last_seal, self.held_pages(full, rest))
+        before_last_seal = self.count_held_pages(full - 1, self.chunk_tokens) if full else 0
+        return max(before_last_seal, self.count_held_pages(full, rest))
 
-    def promised_pages(self, tokens: int, limit: int) -> int:
+    def count_promised_pages(self, tokens: int, limit: int) -> int:
         """What a sequence of `tokens` tokens may need until its current chunk, or the sequence at
         `limit`, ends.
         """
         sealed = tokens // self.chunk_tokens
-        growing = self.held_pages(
+        growing = self.count_held_pages(
             sealed, min(self.chunk_tokens, limit - sealed * self.chunk_tokens)
         )
         # While a chunk is sealed its queries still read the window part that goes when the step is
         # done.
         overdue = self.window_span_pages if sealed > self.window_chunks else 0
-        return max(growing, self.held_pages(sealed, 0) + overdue)
+        return max(growing, self.count_held_pages(sealed, 0) + overdue)
 
     def most_pages(self, tokens: int) -> int:
         """The most pages that a sequence is ever promised on its way to `tokens` tokens."""
-        return max(self.peak_pages(tokens), self.promised_pages(tokens, tokens))
+        return max(self.peak_pages(tokens), self.count_promised_pages(tokens, tokens))
 
-    def uncompressed_entries(self, tokens: int) -> int:
+    def count_uncompressed_entries(self, tokens: int) -> int:
         """KV entries, over all heads, that `tokens` tokens have with nothing dropped but what slid
         out of a window.
         """

@@ -20,7 +20,7 @@ from tangram.cache.layout import Layout
 from tangram.cache.pages import Ledger
 from tangram.cache.prefix import Chain, Link, Node, PrefixCache
 from tangram.cache.retention import Retention
-from tangram.cache.sequence import SequenceCache
+from tangram.cache.sequence_cache import SequenceCache
 from tangram.errors import IntegrityError
 from tangram.types import Int32, Int64, PageMove
 
@@ -67,7 +67,7 @@ class CacheManager:
         """Promise `seq` what it needs until its current chunk ends; False if there is
         no room now.
         """
-        wanted = seq.layout.promised_pages(seq.sealed_chunks * seq.layout.chunk_tokens, limit)
+        wanted = seq.layout.count_promised_pages(seq.sealed_chunks * seq.layout.chunk_tokens, limit)
         if (more := wanted - seq.promised_pages) > 0 and more > self.spare_pages:
             return False
         seq.promised_pages = max(wanted, seq.formula_pages)
@@ -202,7 +202,7 @@ class CacheManager:
         return self._take(seq.layout.span_pages)
 
     def _promise(self, layout: Layout, tokens: int, limit: int) -> int:
-        return layout.promised_pages(tokens, limit)
+        return layout.count_promised_pages(tokens, limit)
 
     def _take(self, count: int) -> Int32:
         if count > self.ledger.free:
@@ -256,11 +256,11 @@ class CacheManager:
         self.host.restored_tokens += len(absent) * layout.chunk_tokens
         for chunk, key in enumerate(chain.chunks):
             seq.chunk_nodes.append(
-                self._reached(key, seq.chunk_nodes[-1] if chunk else None, Link.CHUNK, full)
+                self._reach(key, seq.chunk_nodes[-1] if chunk else None, Link.CHUNK, full)
             )
         for chunk, key in windows:
             seq.window_nodes.append(
-                self._reached(key, seq.chunk_nodes[chunk], Link.WINDOW, layout.window_span_pages)
+                self._reach(key, seq.chunk_nodes[chunk], Link.WINDOW, layout.window_span_pages)
             )
         seq.spans, seq.window_spans = (
             [node.pages for node in nodes] for nodes in (seq.chunk_nodes, seq.window_nodes)
@@ -273,7 +273,7 @@ class CacheManager:
             seq.window_spans,
         )
 
-    def _reached(self, key: bytes, parent: Node | None, link: Link, pages: int) -> Node:
+    def _reach(self, key: bytes, parent: Node | None, link: Link, pages: int) -> Node:
         """The link for `key`, acquired and shared already, or brought back from host memory into
         new pages.
         """

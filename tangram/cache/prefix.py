@@ -90,19 +90,19 @@ class PrefixCache:
         layout, chunks = keys.retention.layout, list[bytes]()
         for number in range(1, (len(tokens) - 1) // layout.chunk_tokens + 1):
             key = keys.after(number, tokens)
-            if not self._known(key):
+            if not self._knows(key):
                 break
             chunks.append(key)
         while chunks:
             windows = [
                 window_key(key) for key in chunks[max(0, len(chunks) - layout.window_chunks) :]
             ]
-            if all(map(self._known, windows)):
+            if all(map(self._knows, windows)):
                 return Chain(chunks, windows)
             chunks.pop()
         return Chain([], [])
 
-    def _known(self, key: bytes) -> bool:
+    def _knows(self, key: bytes) -> bool:
         return key in self.nodes or key in self.host.links
 
     def insert(self, key: bytes, parent: Node | None, pages: Int32, link: Link) -> Node:

@@ -124,7 +124,7 @@ def calibrate(
     ]
 
 
-def kept_fractions(
+def measure_kept_fractions(
     scores: Scores,
     retentions: Sequence[float],
     scope: Scope,
@@ -180,4 +180,6 @@ def _chunk_fractions(
             f"{token}"
         )
     sinks = sink_tokens if chunk == 0 else 0
-    return kept_fractions(scores, retentions, scope, sink_tokens=sinks, window_tokens=window_tokens)
+    return measure_kept_fractions(
+        scores, retentions, scope, sink_tokens=sinks, window_tokens=window_tokens
+    )

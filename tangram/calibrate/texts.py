@@ -182,7 +182,7 @@ def _one(kind: str, write: Writer, seed: str, min_characters: int) -> str:
     return write(rng, rng.randint(min_characters, int(min_characters * _SPREAD)) + _LONGEST_LINE)
 
 
-def _filled(pieces: Iterator[str], characters: int, separator: str) -> str:
+def _fill(pieces: Iterator[str], characters: int, separator: str) -> str:
     """Pieces joined until they reach `characters`, then cut back to a line end (or a word's, in
     prose).
     """
@@ -219,10 +219,10 @@ def _code(rng: random.Random) -> str:
     return f"{rng.choice(_THINGS).replace(' ', '-')}-{rng.randint(10_000, 999_999)}"
 
 
-def _hidden(rng: random.Random, characters: int, facts: list[str], questions: list[str]) -> str:
+def _hide_facts(rng: random.Random, characters: int, facts: list[str], questions: list[str]) -> str:
     """Filler prose with the facts at random places and the questions at the end."""
     room = characters - sum(len(text) + 2 for text in facts + questions)
-    paragraphs = _filled(_paragraphs(rng), room, "\n\n").split("\n\n")
+    paragraphs = _fill(_paragraphs(rng), room, "\n\n").split("\n\n")
     for fact in facts:
         paragraphs.insert(rng.randrange(len(paragraphs)), fact)
     return "\n\n".join([*paragraphs, *questions])
@@ -231,7 +231,7 @@ def _hidden(rng: random.Random, characters: int, facts: list[str], questions: li
 def _needle(rng: random.Random, characters: int) -> str:
     place = rng.choice(_PLACES)
     fact = f"The secret pass phrase of {place} is {_code(rng)}."
-    return _hidden(
+    return _hide_facts(
         rng,
         characters,
         [fact],
@@ -246,7 +246,7 @@ def _facts(rng: random.Random, characters: int) -> str:
         for person in people
     ]
     asked = rng.sample(people, 3)
-    return _hidden(
+    return _hide_facts(
         rng, characters, facts, [f"Question: When was {person} born?" for person in asked]
     )
 
@@ -260,7 +260,7 @@ def _key_values(rng: random.Random, characters: int) -> str:
             )
 
     head, tail = "Below is a JSON object.\n{\n", '\n}\nThe value of the key "{key}" is'
-    body = _filled(lines(), characters - len(head + tail) - 60, "\n")
+    body = _fill(lines(), characters - len(head + tail) - 60, "\n")
     key = rng.choice(body.split("\n")).split('"')[1]
     return head + body + tail.replace("{key}", key)
 
@@ -280,7 +280,7 @@ def _table(rng: random.Random, characters: int) -> str:
         f"\n\nWhich row holds the highest price of any {rng.choice(_THINGS)}, and where "
         "was it sold?"
     )
-    return head + _filled(rows(), characters - len(head + question), "\n") + question
+    return head + _fill(rows(), characters - len(head + question), "\n") + question
 
 
 def _dialogue(rng: random.Random, characters: int) -> str:
@@ -291,7 +291,7 @@ def _dialogue(rng: random.Random, characters: int) -> str:
             yield f"{first}: {sentence(rng)} What do you know about {_code(rng)}?"
             yield f"{second}: {' '.join(sentence(rng) for _ in range(rng.randint(1, 4)))}"
 
-    return _filled(turns(), characters, "\n")
+    return _fill(turns(), characters, "\n")
 
 
 def _log(rng: random.Random, characters: int) -> str:
@@ -311,7 +311,7 @@ def _log(rng: random.Random, characters: int) -> str:
                 f"ms={rng.randint(1, 4000)}"
             )
 
-    return _filled(lines(), characters, "\n")
+    return _fill(lines(), characters, "\n")
 
 
 def _source(rng: random.Random, characters: int) -> str:
@@ -321,11 +321,11 @@ def _source(rng: random.Random, characters: int) -> str:
     paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     rng.shuffle(paths)
     modules = (path.read_text(encoding="utf-8", errors="replace") for path in paths)
-    return _filled(itertools.chain(modules, topics(rng)), characters, "\n")
+    return _fill(itertools.chain(modules, topics(rng)), characters, "\n")
 
 
 def _documentation(rng: random.Random, characters: int) -> str:
-    return _filled(topics(rng), characters, "\n")
+    return _fill(topics(rng), characters, "\n")
 
 
 def topics(rng: random.Random) -> Iterator[str]:

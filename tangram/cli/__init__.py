@@ -9,26 +9,26 @@ from typing import Annotated
 import typer
 
 from tangram.cli import ablation, bench, calibrate, chat, evaluate, generate, serve, serving, size
-from tangram.cli.command import Command, Group, renamed
+from tangram.cli.command import Command, CommandGroup, rename_options
 from tangram.version import __version__
 
 app = typer.Typer(
-    cls=Group,
+    cls=CommandGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},  # of the commands below, too
 )
-ablation_settings = renamed(batch="batch-requests")
+ablation_settings = rename_options(batch="batch-requests")
 serving.commands.command(cls=Command, context_settings=ablation_settings)(ablation.ablation)
 bench.commands.add_typer(serving.commands, name="serving")
 app.command(cls=Command)(serve.serve)
 app.command(cls=Command)(chat.chat)
 app.command(cls=Command)(generate.generate)
-app.command(cls=Command, context_settings=renamed(samples="calibration-samples"))(
+app.command(cls=Command, context_settings=rename_options(samples="calibration-samples"))(
     calibrate.calibrate
 )
 app.command("eval", cls=Command, context_settings=evaluate.RENAMED)(evaluate.evaluate)
-app.command(cls=Command, context_settings=renamed(context="context-tokens"))(size.size)
+app.command(cls=Command, context_settings=rename_options(context="context-tokens"))(size.size)
 app.add_typer(bench.commands, name="bench")
 
 

@@ -50,11 +50,11 @@ def ablation(
     Decode seals a chunk only where --output-tokens fill one.
     """
     from tangram.lab.accuracy.plot import check_plot
-    from tangram.lab.load.ablation import at_rate, breakdowns, chosen_rungs, described, for_each
+    from tangram.lab.load.ablation import at_rate, breakdowns, choose_rungs, describe, for_each
     from tangram.lab.load.asks import alike, check_lengths
     from tangram.lab.load.clock import LatencyLimits
 
-    chosen, per_second = chosen_rungs(rungs), [positive("rates", text) for text in rates.split(",")]
+    chosen, per_second = choose_rungs(rungs), [positive("rates", text) for text in rates.split(",")]
     limits, figures = LatencyLimits(ttft_limit_s, tpot_limit_ms), dict[str, dict[str, Any]]()
     if plot is not None:
         check_plot(plot)
@@ -68,7 +68,7 @@ def ablation(
         check_lengths("input_tokens", count, input_tokens, output_tokens, engine.max_model_len)
         asks = alike(count, input_tokens, output_tokens, shared_tokens=0, vocab_size=vocabulary)
         progress.update(task, description=f"{rung.title}: prefill and decode")
-        found = figures[rung.name] = described(rung, engine) | {"rates": {}}
+        found = figures[rung.name] = describe(rung, engine) | {"rates": {}}
         found["breakdown"] = {
             phase: asdict(split)
             for phase, split in breakdowns(engine, asks[:batch_requests]).items()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _CONTROL = dict.fromkeys(code for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n")
 
 
-def shown(text: str) -> str:
+def escape_controls(text: str) -> str:
     """`text` as a terminal may be given it."""
     return text.translate(_CONTROL)
 
@@ -53,7 +53,7 @@ class Interrupts:
 
 
 @dataclass
-class Answer:
+class TerminalAnswer:
     """What has come of one request so far. Moments are of the clock of `time.perf_counter`."""
 
     begin_s: float = field(default_factory=time.perf_counter)
@@ -83,7 +83,7 @@ class Answer:
         return f"{first}, then {others / seconds:.1f} tokens/s" if others > 0 < seconds else first
 
 
-def answered(
+def answer_prompt(
     engine: Engine,
     prompt: tuple[int, ...],
     sampling: SamplingParams,
@@ -91,14 +91,14 @@ def answered(
     *,
     kv_retention: float | None = None,
     stopped: Callable[[], bool] = lambda: False,
-) -> Answer:
+) -> TerminalAnswer:
     """The answer to `prompt`, whose text is handed to `write` as it comes; it ends early once
     `stopped` says so.
 
     Raises `RequestError` if the request can never be served, `TangramError` if the engine gives it
     up.
     """
-    events, answer = deque[Event](), Answer()
+    events, answer = deque[Event](), TerminalAnswer()
     request = Request(uuid.uuid4().hex, prompt, sampling, events.append, kv_retention)
     engine.submit(request)
     aborted = False

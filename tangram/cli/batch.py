@@ -9,7 +9,7 @@ import typer
 
 from tangram.cli.checks import check_regular
 from tangram.cli.console import progress, tell
-from tangram.cli.options import served_name
+from tangram.cli.options import name_served_model
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
 
@@ -37,7 +37,7 @@ def answer_batch(
 
     files = BatchFiles(source, target)
     with files.output:
-        service = Service(build_engine(config), served_name(config))
+        service = Service(build_engine(config), name_served_model(config))
         with progress() as bar:
             task = bar.add_task("Answering", total=files.total, completed=files.skipped)
             # Twice as many as run at once, so that there is always one that waits.

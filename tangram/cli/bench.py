@@ -15,7 +15,7 @@ from rich.progress import track
 from rich.table import Table
 
 from tangram.cli import console
-from tangram.cli.command import Command, Group
+from tangram.cli.command import Command, CommandGroup
 from tangram.cli.options import engine_option, number
 from tangram.config import cache_folder
 from tangram.errors import ConfigError
@@ -23,10 +23,10 @@ from tangram.limits import Bounds
 from tangram.plan.policy import FLASHINFER, Policy, policy_name
 
 if TYPE_CHECKING:
-    from tangram.lab.kernel_benchmarks.cases import Named
+    from tangram.lab.kernel_benchmarks.cases import NamedCase
     from tangram.lab.kernel_benchmarks.policy_calibration import Verdict
 
-commands = typer.Typer(cls=Group, help="Measure this machine.", no_args_is_help=True)
+commands = typer.Typer(cls=CommandGroup, help="Measure this machine.", no_args_is_help=True)
 
 
 class HalfType(StrEnum):
@@ -63,7 +63,7 @@ def calibrate_policy(
 
     device = _gpu()
     geometry = BatchGeometry.of_heads(heads, page_tokens, heads_per_page, head_dim)
-    cases = _shown(calibration(geometry), "calibrating")
+    cases = _make_table(calibration(geometry), "calibrating")
     policy = calibrate_policy(geometry, getattr(torch, dtype.value), device, cases)
     name = policy_name(
         policy.device,
@@ -96,7 +96,7 @@ def check_policy(
 
     from tangram.lab.environment import environment
     from tangram.lab.kernel_benchmarks.case import BatchGeometry
-    from tangram.lab.kernel_benchmarks.cases import held_out
+    from tangram.lab.kernel_benchmarks.cases import make_held_out_cases
     from tangram.lab.kernel_benchmarks.policy_calibration import best_single, judge, regret
 
     policy, device = Policy.load(policy_file), _gpu()
@@ -104,7 +104,13 @@ def check_policy(
     shape = dict(policy.geometry)
     dtype = getattr(torch, shape.pop("dtype"))
     geometry = BatchGeometry(**shape)
-    verdicts = judge(policy, dtype, geometry, device, _shown(held_out(geometry), "held-out traces"))
+    verdicts = judge(
+        policy,
+        dtype,
+        geometry,
+        device,
+        _make_table(make_held_out_cases(geometry), "held-out traces"),
+    )
     single = best_single(verdicts)
     worst = max(verdicts, key=lambda verdict: regret(verdict, single))
     _show(verdicts, single)
@@ -135,7 +141,7 @@ def _gpu() -> Any:
     return torch.device("cuda")
 
 
-def _shown(cases: Sequence[Named], title: str) -> Any:
+def _make_table(cases: Sequence[NamedCase], title: str) -> Any:
     return track(cases, description=title, console=console.messages())
 
 

@@ -16,15 +16,15 @@ from tangram.cli.options import (
     CALIBRATION_PARAMETERS,
     PilotSamples,
     calibration_config,
-    changed,
-    configured_by,
+    find_changed,
+    take_options,
 )
 from tangram.compress.profile import Profile
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
 
 
-@configured_by(CALIBRATION_PARAMETERS, calibration_config)
+@take_options(CALIBRATION_PARAMETERS, calibration_config)
 def calibrate(
     config: EngineConfig,
     output: Annotated[
@@ -68,7 +68,7 @@ def calibrate(
             "output is not set: give -o PROFILE.json, or --train-gate GATE.safetensors"
         )
     check_regular("output", output)
-    study = calibration.Study.asked(plot, report, also_at, import_from)
+    study = calibration.Study.from_options(plot, report, also_at, import_from)
     profile = (
         _import(config, import_from) if import_from else _measure(config, samples, data, study)
     )
@@ -113,7 +113,7 @@ def _refuse_ignored(
             if value is not None
         }
         for name, value in (
-            texts | changed(config, "dtype", "load_format", "device", "threads", "seed")
+            texts | find_changed(config, "dtype", "load_format", "device", "threads", "seed")
         ).items():
             raise ConfigError(
                 f"{name} is {value}, with --import no text is read and no model loaded: leave it "
@@ -143,7 +143,7 @@ def _import(config: EngineConfig, path: Path) -> Profile:
 def _measure(
     config: EngineConfig, samples: int, data: Path | None, study: calibration.Study
 ) -> Profile:
-    from tangram.calibrate.files import read_kinds
+    from tangram.calibrate.text_files import read_kinds
     from tangram.calibrate.texts import pilot_kinds
     from tangram.engine.profiles import Compression, calibrate_model, check_chunk
     from tangram.model.load import load_model
@@ -174,7 +174,7 @@ def _texts(config: EngineConfig, samples: int, data: Path | None) -> Callable[[]
     """Those of a file are read now. Those made up can be long: once the model says that chunks can
     be.
     """
-    from tangram.calibrate.files import read_texts
+    from tangram.calibrate.text_files import read_texts
     from tangram.calibrate.texts import pilot_texts
 
     if data:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tangram.cli.console import waiting
-from tangram.cli.options import changed
+from tangram.cli.options import find_changed
 from tangram.cli.serving import keep, positive
 from tangram.compress.profile import Profile
 from tangram.config import EngineConfig
@@ -23,7 +23,7 @@ from tangram.errors import ConfigError
 from tangram.types import Float64
 
 if TYPE_CHECKING:
-    from tangram.calibrate.evidence import Evidence
+    from tangram.calibrate.observations import Observations
 
 Plot = Annotated[
     Path | None, typer.Option(help="draw each head's shares and its budget here (PNG)")
@@ -43,9 +43,9 @@ _ALIKE, _MIXED = 0.8, 0.5
 
 def meaning(profile: Profile) -> list[str]:
     """What a profile's figures say, a sentence each."""
-    from tangram.calibrate.evidence import reserved
+    from tangram.calibrate.observations import reserved_fractions
 
-    shares, stability = reserved(profile), profile.calibration.rank_stability
+    shares, stability = reserved_fractions(profile), profile.calibration.rank_stability
     said = [
         f"A sealed chunk keeps at most {profile.realised_retention:.1%} of its entries, the head "
         f"that needs least {shares.min():.0%}, the one that needs most {shares.max():.0%}."
@@ -90,7 +90,7 @@ def serve_line(config: EngineConfig, profile: Path) -> str:
         "load_format",
         "device",
     )
-    for name, value in changed(config, *names).items():
+    for name, value in find_changed(config, *names).items():
         words += [f"--{name.replace('_', '-')}", str(value)]
     return shlex.join(words)
 
@@ -105,7 +105,7 @@ class Study:
     _shares: list[Float64] = field(default_factory=list)
 
     @classmethod
-    def asked(
+    def from_options(
         cls, plot: Path | None, report: Path | None, also_at: str | None, import_from: Path | None
     ) -> Study:
         """Raises `ConfigError` before any work for what could not be done after it."""
@@ -156,27 +156,27 @@ class Study:
         self, profiles: Sequence[Profile], kinds: Sequence[str], source: str, config: EngineConfig
     ) -> None:
         """Draw and write what was asked for."""
-        from tangram.calibrate.evidence import Evidence
+        from tangram.calibrate.observations import Observations
 
         if self.plot is None and self.report is None:
             return
-        evidence = Evidence.gathered(profiles, self._shares, kinds)
+        evidence = Observations.gather(profiles, self._shares, kinds)
         first = profiles[0]
         title = (
             f"{first.model.name.rsplit('/', 1)[-1]}, {first.scorer.name}, scope {first.scope}: "
             f"{source}"
         )
         if self.plot is not None:
-            from tangram.cli.retention_plot import drawn
+            from tangram.cli.retention_plot import draw
 
-            drawn(evidence, title).savefig(self.plot, dpi=110)
+            draw(evidence, title).savefig(self.plot, dpi=110)
         if self.report is not None:
             self._write(self.report, evidence, title, config)
 
     def _write(
-        self, path: Path, evidence: Sequence[Evidence], title: str, config: EngineConfig
+        self, path: Path, evidence: Sequence[Observations], title: str, config: EngineConfig
     ) -> None:
-        from tangram.lab.calibration.report import markdown, report
+        from tangram.lab.calibration.calibration_report import markdown, report
         from tangram.lab.environment import environment
 
         with waiting(f"Reckoning what is worth how much, for {path}"):  # half a minute for each ρ

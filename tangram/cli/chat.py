@@ -6,12 +6,18 @@ import sys
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Annotated
 
-from tangram.cli.answering import Answer, Interrupts, answered, memory_told, shown
+from tangram.cli.answering import (
+    Interrupts,
+    TerminalAnswer,
+    answer_prompt,
+    escape_controls,
+    memory_told,
+)
+from tangram.cli.chat_history import ChatHistory
 from tangram.cli.console import messages, tell, tell_error, waiting
-from tangram.cli.conversation import Conversation
 from tangram.cli.options import number, with_config
 from tangram.cli.telemetry import warnings_as_text
-from tangram.cli.terminal import entry, history, typed
+from tangram.cli.terminal import entry, history, read_typed_line
 from tangram.config import EngineConfig
 from tangram.errors import TangramError
 from tangram.limits import BOUNDS
@@ -37,18 +43,18 @@ def chat(
         _grey(f"loading {config.model}")
         from tangram.engine.build import build_engine
 
-        talk = Talk(build_engine(config), sampling)
+        talk = ChatSession(build_engine(config), sampling)
         _grey("/help lists commands, Ctrl-C stops an answer, Ctrl-D ends")
         talk.run()
 
 
-class Talk:
+class ChatSession:
     """Questions typed, answers shown, one after the other."""
 
     def __init__(self, engine: Engine, sampling: SamplingParams) -> None:
         self._engine, self._sampling = engine, sampling
         most = engine.max_model_len
-        self._conversation = Conversation(
+        self._conversation = ChatHistory(
             count=lambda text: len(engine.codec.encode(text)),
             check=self._check_retention,
             most_tokens=most,
@@ -66,7 +72,7 @@ class Talk:
         interrupted = False
         while True:
             try:
-                line = entry(typed, _PROMPT)
+                line = entry(read_typed_line, _PROMPT)
             except EOFError:
                 return
             except TangramError as error:
@@ -99,7 +105,7 @@ class Talk:
 
     def _answer(self, question: str) -> bool:
         talk, engine = self._conversation, self._engine
-        prompt = engine.codec.chat_prompt(talk.asked(question))
+        prompt = engine.codec.chat_prompt(talk.add_question(question))
         room = max(1, engine.max_model_len - len(prompt))
         sampling = SamplingParams(
             max_tokens=min(self._sampling.max_tokens or room, room),
@@ -111,10 +117,10 @@ class Talk:
 
             def write(text: str) -> None:
                 reading.close()
-                sys.stdout.write(shown(text))
+                sys.stdout.write(escape_controls(text))
                 sys.stdout.flush()
 
-            answer = answered(
+            answer = answer_prompt(
                 engine,
                 prompt,
                 sampling,
@@ -135,7 +141,7 @@ class Talk:
         self._tell(answer)
         return interrupts.noted
 
-    def _tell(self, answer: Answer) -> None:
+    def _tell(self, answer: TerminalAnswer) -> None:
         """The grey line below an answer."""
         if answer.usage is None:
             return

@@ -12,7 +12,7 @@ import typer
 from tangram.cli.console import tell_error
 from tangram.config import EngineConfig, cache_folder
 from tangram.errors import ConfigError
-from tangram.foreign_files import expanded, is_text
+from tangram.foreign_files import expand_home, is_text
 from tangram.limits import Bounds
 from tangram.model.source import check_source
 
@@ -70,7 +70,7 @@ def check_outputs(values: Mapping[str, Any]) -> None:
             if other != name
         )
         for other, given in others:
-            if os.path.realpath(expanded(given)) == os.path.realpath(path):
+            if os.path.realpath(expand_home(given)) == os.path.realpath(path):
                 raise ConfigError(
                     f"{name} is {path}, and so is {other}: give each a file of its own"
                 )

@@ -40,7 +40,7 @@ class Command(TyperCommand):
         """Click's, but for what is said of an option that is known elsewhere; values
         are checked.
         """
-        with _told(), _explained(args, self.params):
+        with _report_errors(), _explain_foreign_options(args, self.params):
             rest = super().parse_args(ctx, args)
             if not ctx.resilient_parsing:  # of a shell that completes
                 ctx.params = as_texts(ctx.params)
@@ -49,21 +49,21 @@ class Command(TyperCommand):
 
     def invoke(self, ctx: Context) -> Any:
         """Click's; errors become a line and an exit code."""
-        with _told():
+        with _report_errors():
             return super().invoke(ctx)
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     """Says the same of options that stand before a command."""
 
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
         """Click's, but for what is said of an option that is known elsewhere."""
-        with _told(), _explained(args, self.params):
+        with _report_errors(), _explain_foreign_options(args, self.params):
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Context) -> Any:
         """Click's; a command that is not there is told in a line."""
-        with _told():
+        with _report_errors():
             return super().invoke(ctx)
 
 
@@ -72,7 +72,7 @@ def exit_code(error: TangramError) -> int:
     return 1 if isinstance(error, EngineError) else 2
 
 
-def renamed(**names: str) -> dict[str, Any]:
+def rename_options(**names: str) -> dict[str, Any]:
     """Context settings under which options also go by names they once had:
     `old_name="new-name"`.
     """
@@ -81,7 +81,7 @@ def renamed(**names: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _report_errors() -> Iterator[None]:
     """Errors inside become a line on standard error and an exit code; bugs stay tracebacks."""
     try:
         yield
@@ -101,7 +101,7 @@ def _told() -> Iterator[None]:
 
 
 @contextmanager
-def _explained(args: list[str], params: Iterable[Any]) -> Iterator[None]:
+def _explain_foreign_options(args: list[str], params: Iterable[Any]) -> Iterator[None]:
     """Errors inside say of vLLM's and llama.cpp's options what is here instead; others stay as they
     are.
     """

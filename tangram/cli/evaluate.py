@@ -12,7 +12,7 @@ import typer
 from rich.markdown import Markdown
 
 from tangram.cli.checks import check_start
-from tangram.cli.command import renamed
+from tangram.cli.command import rename_options
 from tangram.cli.console import output as standard_output
 from tangram.cli.console import progress, tell
 from tangram.cli.evaluate_options import (
@@ -64,11 +64,11 @@ if TYPE_CHECKING:
     from tangram.lab.accuracy.passages import RealText
     from tangram.lab.accuracy.prompts import Questions
     from tangram.lab.accuracy.results import AnyCell
-    from tangram.lab.accuracy.run import Planned
+    from tangram.lab.accuracy.run import PlannedCell
 
 Number = TypeVar("Number", int, float)
 
-RENAMED = renamed(scorers="scorer", retentions="kv-retention", scopes="scope")
+RENAMED = rename_options(scorers="scorer", retentions="kv-retention", scopes="scope")
 # What --quick settles by itself.
 _SETTLED = (
     "suites",
@@ -156,7 +156,7 @@ def evaluate(
             SINK_TOKENS if sink_tokens is None else sink_tokens,
             window_tokens,
         )
-        asked = _asked(
+        asked = _choose_suites(
             suites, samples, context_tokens, seed, max_questions, {"locomo": locomo, "text": text}
         )
     base = EngineConfig(
@@ -178,7 +178,7 @@ def evaluate(
     if plot is not None:
         check_plot(plot)
     check_start(base)
-    from tangram.lab.accuracy.compare import compare
+    from tangram.lab.accuracy.evaluation import compare
 
     command = shlex.join(["tangram", *sys.argv[1:]])
     if quick:
@@ -206,7 +206,7 @@ _QUICK = (
 )
 
 
-def _say_how_long(bench: ModelBench, plans: Sequence[Planned]) -> None:
+def _say_how_long(bench: ModelBench, plans: Sequence[PlannedCell]) -> None:
     from tangram.lab.accuracy.pace import minutes
 
     if plans:
@@ -224,7 +224,7 @@ def _refuse_settled(context: typer.Context) -> None:
             )
 
 
-def _asked(
+def _choose_suites(
     suites: str,
     samples: int | None,
     context_tokens: int,
@@ -297,7 +297,7 @@ class Bar:
 def _publish(cells: Sequence[AnyCell], report: Path | None, plot: Path | None) -> None:
     """The tables in the terminal, and in the files that were asked for."""
     from tangram.lab.accuracy.plot import draw
-    from tangram.lab.accuracy.report import report as tables
+    from tangram.lab.accuracy.score_report import report as tables
     from tangram.lab.accuracy.verdict import verdict
 
     text = tables(cells)

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from tangram.cli.checks import check_regular
 from tangram.cli.console import messages, tell
-from tangram.cli.options import changed
+from tangram.cli.options import find_changed
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
 
@@ -17,7 +17,7 @@ from tangram.errors import ConfigError
 def refuse_with_gate(config: EngineConfig, options: Mapping[str, Path | str | None]) -> None:
     """Raise `ConfigError` for what a profile needs and the training of a gate would not look at."""
     given = [f"{name} {value}" for name, value in options.items() if value is not None]
-    others = changed(
+    others = find_changed(
         config, "kv_retention", "scorer", "scope", "page_tokens", "heads_per_page", "gate"
     )
     given += [f"--{name.replace('_', '-')} {value}" for name, value in others.items()]

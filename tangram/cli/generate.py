@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tangram.cli.answering import answered, memory_told, shown
+from tangram.cli.answering import answer_prompt, escape_controls, memory_told
 from tangram.cli.batch import answer_batch
 from tangram.cli.console import tell
 from tangram.cli.options import number, with_config
@@ -70,7 +70,7 @@ def generate(
             "OUT.jsonl"
         )
     text = (
-        _piped()
+        _read_pipe()
         if prompt == _STANDARD_INPUT or (prompt is None and not sys.stdin.isatty())
         else prompt
     )
@@ -86,7 +86,7 @@ def generate(
         _complete(config, text, sampling)
 
 
-def _piped() -> str:
+def _read_pipe() -> str:
     """Standard input without its last line break, which `echo` adds. Raises `ConfigError` if that
     is no text.
     """
@@ -115,13 +115,13 @@ def _complete(config: EngineConfig, text: str, sampling: SamplingParams) -> None
 
     engine = build_engine(config)
     check_size([text], "prompt", engine.max_model_len, engine.codec.longest_token_bytes)
-    clean = shown if sys.stdout.isatty() else str
+    clean = escape_controls if sys.stdout.isatty() else str
 
     def write(piece: str) -> None:
         sys.stdout.write(clean(piece))
         sys.stdout.flush()
 
-    answer = answered(engine, engine.codec.encode(text), sampling, write)
+    answer = answer_prompt(engine, engine.codec.encode(text), sampling, write)
     write("\n")
     if answer.usage is not None:
         default = 1.0 if engine.layout.keeps_everything else config.kv_retention

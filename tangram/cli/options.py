@@ -11,7 +11,7 @@ import typer
 
 from tangram.cli.checks import check_start, within
 from tangram.config import OPTIONS, SERVED_SCORER, TYPES, EngineConfig
-from tangram.foreign_files import expanded
+from tangram.foreign_files import expand_home
 from tangram.limits import Bounds
 
 
@@ -150,7 +150,7 @@ def calibration_config(**options: Any) -> EngineConfig:
     )
 
 
-def changed(config: EngineConfig, *names: str) -> dict[str, object]:
+def find_changed(config: EngineConfig, *names: str) -> dict[str, object]:
     """Of the fields called `names`, those that are not as by default."""
     return {
         name: value
@@ -159,13 +159,13 @@ def changed(config: EngineConfig, *names: str) -> dict[str, object]:
     }
 
 
-def served_name(config: EngineConfig) -> str:
+def name_served_model(config: EngineConfig) -> str:
     """The model's name in the API: what was given, but of a local folder its last part, of a file
     that without suffix.
 
     Whoever asks is told it in every answer, and where a model lies is not theirs to know.
     """
-    path = expanded(config.model)
+    path = expand_home(config.model)
     if not path.exists():
         return config.model
     # "." and ".." have no name; a link keeps its own
@@ -176,7 +176,7 @@ def served_name(config: EngineConfig) -> str:
 Command = Callable[..., None]
 
 
-def configured_by(
+def take_options(
     shared: Sequence[inspect.Parameter],
     make: Callable[..., EngineConfig],
     check: Callable[[EngineConfig], None] | None = None,
@@ -211,4 +211,4 @@ def _place(parameter: inspect.Parameter) -> int:
 
 
 # For commands that build an engine
-with_config = configured_by(ENGINE_PARAMETERS, _config, check_start)
+with_config = take_options(ENGINE_PARAMETERS, _config, check_start)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from tangram.calibrate.evidence import Evidence, reserved
+from tangram.calibrate.observations import Observations, reserved_fractions
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -19,7 +19,7 @@ _ROW_HEADS = 96  # more boxes side by side could not be told apart on a page
 _ROW_INCHES = 3.4
 
 
-def drawn(evidence: Sequence[Evidence], title: str) -> Figure:
+def draw(evidence: Sequence[Observations], title: str) -> Figure:
     """One box a head and ρ, the head with the most pages first, as many rows of heads as stay
     readable.
 
@@ -45,19 +45,21 @@ def drawn(evidence: Sequence[Evidence], title: str) -> Figure:
     return picture
 
 
-def _rows(entry: Evidence) -> list[npt.NDArray[np.intp]]:
+def _rows(entry: Observations) -> list[npt.NDArray[np.intp]]:
     """Flat numbers of the heads, by what is reserved, then by what they keep, cut into rows of one
     length.
     """
-    order = np.lexsort((-entry.fractions.mean(axis=0).ravel(), -reserved(entry.profile).ravel()))
+    order = np.lexsort(
+        (-entry.fractions.mean(axis=0).ravel(), -reserved_fractions(entry.profile).ravel())
+    )
     return np.array_split(order, -(-order.size // _ROW_HEADS))
 
 
-def _widest(entry: Evidence) -> int:
+def _widest(entry: Observations) -> int:
     return max(len(heads) for heads in _rows(entry))
 
 
-def _boxes(axes: Any, entry: Evidence, heads: npt.NDArray[np.intp]) -> None:
+def _boxes(axes: Any, entry: Observations, heads: npt.NDArray[np.intp]) -> None:
     """One row of heads."""
     shares = entry.fractions.reshape(len(entry.kinds), -1)[:, heads]
     places = np.arange(heads.size)
@@ -84,7 +86,7 @@ def _boxes(axes: Any, entry: Evidence, heads: npt.NDArray[np.intp]) -> None:
         )
     edges = np.arange(heads.size + 1) - 0.5
     axes.stairs(
-        reserved(entry.profile).ravel()[heads],
+        reserved_fractions(entry.profile).ravel()[heads],
         edges,
         color="black",
         linewidth=1.4,

@@ -15,7 +15,7 @@ from typing import Annotated
 
 from tangram.cli import console
 from tangram.cli.checks import within
-from tangram.cli.options import Panel, engine_option, option, served_name, with_config
+from tangram.cli.options import Panel, engine_option, name_served_model, option, with_config
 from tangram.cli.telemetry import (
     LogForm,
     LogFormat,
@@ -114,7 +114,7 @@ def serve(
             f"{KEY_VARIABLE} is set and holds no key: unset it to serve everybody, or put a key in "
             "it"
         )
-    name = served_name(config) if served_model_name is None else served_model_name
+    name = name_served_model(config) if served_model_name is None else served_model_name
     check_served_name(name)
     with closing(Listener.at(host, port)) as listener, logging_as(log_format):
         protection = Protection(tuple(api_key or ()), max_body_mb, tuple(allowed_origins or ()))

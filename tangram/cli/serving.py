@@ -16,7 +16,7 @@ import typer
 from rich.table import Table
 
 from tangram.cli import console
-from tangram.cli.command import Command, Group
+from tangram.cli.command import Command, CommandGroup
 from tangram.cli.options import number, with_config
 from tangram.config import MOST_TOKENS, EngineConfig
 from tangram.errors import ConfigError
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tangram.lab.load.clock import LatencyLimits, Patience, Summary, TimedAnswer
 
 commands = typer.Typer(
-    cls=Group, help="An engine under load, in this process.", no_args_is_help=True
+    cls=CommandGroup, help="An engine under load, in this process.", no_args_is_help=True
 )
 _TOKENS, _NUMBER, _MORE = Bounds(1, MOST_TOKENS), Bounds(1, 10**6), Bounds(0, MOST_TOKENS)
 _SECONDS = Bounds(0.0, 1e9, open_low=True)
@@ -88,16 +88,16 @@ def multi_turn(
     output: Output = None,
 ) -> None:
     """Conversations that go on: every turn brings the whole history again, and few new tokens."""
-    from tangram.lab.load.asks import check_lengths, made_up, next_turn
+    from tangram.lab.load.asks import check_lengths, draw_tokens, next_turn
 
     engine, parts = _engine(config), []
     said_tokens = history_tokens + (turns - 1) * (user_tokens + output_tokens) + user_tokens
     check_lengths("history_tokens", sessions, said_tokens, output_tokens, engine.max_model_len)
     vocabulary = engine.geometry.vocab_size
-    histories = [made_up(history_tokens, vocabulary, 4, session) for session in range(sessions)]
+    histories = [draw_tokens(history_tokens, vocabulary, 4, session) for session in range(sessions)]
     for turn in range(1, turns + 1):
         asks = next_turn(histories, turn, user_tokens, output_tokens, vocabulary)
-        answers = _answered(engine, asks)
+        answers = _answer_all(engine, asks)
         histories = [
             ask.tokens + tuple(answer.token_ids) for ask, answer in zip(asks, answers, strict=True)
         ]
@@ -127,7 +127,7 @@ def trace(
     output: Output = None,
 ) -> None:
     """Requests as they once came: lengths, times and shared prefixes of a recorded trace."""
-    from tangram.lab.load.asks import traced
+    from tangram.lab.load.asks import read_trace
     from tangram.lab.load.clock import GivenUpError, LatencyLimits, Patience
 
     speeds, limits = (
@@ -137,7 +137,9 @@ def trace(
     patience = None if hold_ttft_s is None else Patience(hold_ttft_s)
     engine, parts, given_up = _engine(config), [], {}
     for factor in speeds:
-        asks = traced(file, seconds=seconds, speed=factor, vocab_size=engine.geometry.vocab_size)
+        asks = read_trace(
+            file, seconds=seconds, speed=factor, vocab_size=engine.geometry.vocab_size
+        )
         try:
             parts.append((f"speed {factor:g}", _fresh(engine, asks, patience)))
         except GivenUpError as error:
@@ -164,12 +166,14 @@ def _engine(config: EngineConfig) -> Engine:
     """An engine that has answered once: kernels are compiled."""
     from tangram.engine.build import build_engine
     from tangram.lab.load.asks import alike
-    from tangram.lab.load.clock import answered
+    from tangram.lab.load.clock import answer_all
 
     engine = build_engine(config)
     size = min(engine.max_model_len - 8, 2 * config.chunk_tokens + 8)
     with console.waiting("warming up"):
-        answered(engine, alike(2, size, 4, shared_tokens=0, vocab_size=engine.geometry.vocab_size))
+        answer_all(
+            engine, alike(2, size, 4, shared_tokens=0, vocab_size=engine.geometry.vocab_size)
+        )
     engine.clear_cache()
     return engine
 
@@ -178,17 +182,17 @@ def _fresh(
     engine: Engine, asks: Sequence[Ask], patience: Patience | None = None
 ) -> list[TimedAnswer]:
     engine.clear_cache()
-    return _answered(engine, asks, patience)
+    return _answer_all(engine, asks, patience)
 
 
-def _answered(
+def _answer_all(
     engine: Engine, asks: Sequence[Ask], patience: Patience | None = None
 ) -> list[TimedAnswer]:
-    from tangram.lab.load.clock import answered
+    from tangram.lab.load.clock import answer_all
 
     with console.progress(counted=False) as bar:
         task = bar.add_task("requests", total=len(asks))
-        return answered(
+        return answer_all(
             engine, asks, lambda done: bar.update(task, completed=done), patience=patience
         )
 

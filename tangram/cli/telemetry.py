@@ -86,7 +86,7 @@ def logging_as(form: LogForm) -> Iterator[None]:
     is JSON.
     """
     quiet = (*_QUIET, "tangram.requests") if form is LogForm.text else _QUIET
-    with _quieted(quiet):
+    with _quieten(quiet):
         if form is LogForm.text:
             logging.basicConfig(level=logging.INFO, handlers=[_text_handler()], force=True)
             yield
@@ -96,7 +96,7 @@ def logging_as(form: LogForm) -> Iterator[None]:
 
 
 @contextmanager
-def _quieted(names: Iterable[str]) -> Iterator[None]:
+def _quieten(names: Iterable[str]) -> Iterator[None]:
     """Of these loggers only warnings and worse while inside; afterwards all of logging is as
     before.
     """

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tangram.cli.checks import as_text
 from tangram.errors import ConfigError
-from tangram.foreign_files import expanded
+from tangram.foreign_files import expand_home
 
 MOST_HISTORY_LINES = 1000
 _MOST_LINE_BYTES = 64 * 2**20
@@ -21,7 +21,7 @@ _QUOTES = '"""'
 
 def history_file() -> Path:
     """Where lines are kept: in the user's folder of state."""
-    home = os.environ.get("XDG_STATE_HOME") or expanded("~/.local/state")
+    home = os.environ.get("XDG_STATE_HOME") or expand_home("~/.local/state")
     return Path(home) / "tangram" / "chat_history"
 
 
@@ -51,14 +51,14 @@ def history() -> Iterator[None]:
             readline.write_history_file(path)
 
 
-def typed(prompt: str) -> str:
+def read_typed_line(prompt: str) -> str:
     r"""One line from standard input. `prompt` is shown to who types, in bold. Raises `EOFError` at
     the end, `ConfigError` for a line that is no UTF-8.
 
     \001 and \002 tell readline which characters take no room.
     """
     if not sys.stdin.isatty():
-        return _piped()
+        return _read_piped_line()
     if not sys.stdout.isatty():
         prompt = ""
     elif "NO_COLOR" not in os.environ:
@@ -70,7 +70,7 @@ def typed(prompt: str) -> str:
     return line
 
 
-def _piped() -> str:
+def _read_piped_line() -> str:
     """The next line of a pipe or file, of which one bad line spoils no other. Raises `OSError` for
     one without end.
     """

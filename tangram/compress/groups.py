@@ -49,7 +49,7 @@ def cluster(
     Returns (layer, head) pairs by group, every head exactly once, deepest group first within a run.
     Raises `ConfigError` if a shape or an option is out of range.
     """
-    table = _checked_budgets(budgets, len(layers))
+    table = _check_budgets(budgets, len(layers))
     if heads_per_page < 1:
         raise ConfigError(f"heads_per_page is {heads_per_page}, it must be at least 1")
     if across not in ("model", "layer"):
@@ -70,7 +70,7 @@ def group_budgets(
     """[groups]: the largest budget of each group's members; float64. `budgets` is [L, H] as for
     `cluster`.
     """
-    table = _checked_budgets(budgets, len(layers))
+    table = _check_budgets(budgets, len(layers))
     row = {layer: index for index, layer in enumerate(layers)}
     return np.array(
         [max(table[row[layer], head] for layer, head in group) for group in groups], np.float64
@@ -108,7 +108,7 @@ def allot_pages(
     everywhere exceeds ρ.
     """
     wanted = np.asarray(budgets, np.float64)
-    chunk_pages = _checked_shape(
+    chunk_pages = _check_shape(
         wanted, group_sizes, chunk_tokens, page_tokens, heads_per_page, min_pages
     )
     affordable = _affordable_pages(
@@ -169,7 +169,7 @@ def adjacent(
     return runs, [max(kept[head] for head in run) for run in runs]
 
 
-def realised_retention(
+def compute_realised_retention(
     sealed_pages: Sequence[int],
     heads: int,
     *,
@@ -201,7 +201,7 @@ def _cut(heads: Sequence[Head], size: int) -> list[tuple[Head, ...]]:
     return [tuple(heads[start : start + size]) for start in range(0, len(heads), size)]
 
 
-def _checked_budgets(budgets: npt.ArrayLike, layers: int) -> Float64:
+def _check_budgets(budgets: npt.ArrayLike, layers: int) -> Float64:
     table = np.asarray(budgets, np.float64)
     if table.ndim != 2 or table.shape[0] != layers or table.size == 0:
         raise ConfigError(f"budgets has shape {table.shape}, it must be [{layers} layers, heads]")
@@ -213,7 +213,7 @@ def _checked_budgets(budgets: npt.ArrayLike, layers: int) -> Float64:
     return table
 
 
-def _checked_shape(
+def _check_shape(
     budgets: Float64,
     group_sizes: Sequence[int],
     chunk_tokens: int,

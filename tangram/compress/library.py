@@ -22,7 +22,7 @@ class _Options(TypedDict):
     parameters: Mapping[str, Parameter] | None
 
 
-def shipped_profiles() -> Path:
+def find_shipped_profiles() -> Path:
     """The folder of the profiles that come with Tangram."""
     return Path(__file__).parent.parent / "profiles"
 
@@ -55,7 +55,7 @@ def find_profile(
     for path in (
         path for directory in directories for path in sorted(Path(directory).glob("*.json"))
     ):
-        profile = _loaded(path)
+        profile = _load(path)
         if profile is None or not _fits(profile, fingerprint, options):
             continue
         if profile.model.weights_sha256 is not None:
@@ -64,7 +64,7 @@ def find_profile(
     return without_weights
 
 
-def _loaded(path: Path) -> Profile | None:
+def _load(path: Path) -> Profile | None:
     try:
         return Profile.load(path)
     except ProfileError as error:

@@ -25,8 +25,8 @@ from tangram.compress.groups import (
     Head,
     allot_pages,
     cluster,
+    compute_realised_retention,
     group_budgets,
-    realised_retention,
 )
 from tangram.compress.provenance import (
     STRICT,
@@ -38,7 +38,7 @@ from tangram.compress.provenance import (
     ScorerSpec,
 )
 from tangram.errors import ConfigError, ProfileError
-from tangram.foreign_files import replaced
+from tangram.foreign_files import replace_file
 from tangram.types import Float64
 
 __all__ = [
@@ -145,7 +145,7 @@ class Profile(BaseModel):
         profile derives the same counts. Raises `ConfigError` if ρ cannot be met or an option is out
         of range.
         """
-        mu, sigma = _rounded(mean), _rounded(std)
+        mu, sigma = _round(mean), _round(std)
         window = chunk_tokens // 64 if window_tokens is None else window_tokens
         if mu.shape != sigma.shape:
             raise ConfigError(
@@ -162,7 +162,7 @@ class Profile(BaseModel):
             retention=kv_retention,
             min_pages=fewest_pages(sink_tokens, window, page_tokens),
         )
-        realised = realised_retention(
+        realised = compute_realised_retention(
             pages,
             mu.size,
             chunk_tokens=chunk_tokens,
@@ -197,7 +197,7 @@ class Profile(BaseModel):
         """The same statistics, grouped for another page shape. Raises `ConfigError` if ρ cannot be
         met.
         """
-        return self._derived(
+        return self._derive(
             self.mean, self.std, page_tokens=page_tokens, heads_per_page=heads_per_page
         )
 
@@ -205,9 +205,9 @@ class Profile(BaseModel):
         """The same options over other statistics, float [L, H]; `calibration` stays that of this
         profile.
         """
-        return self._derived(mean, std, alpha=alpha)
+        return self._derive(mean, std, alpha=alpha)
 
-    def _derived(self, mean: npt.ArrayLike, std: npt.ArrayLike, **changes: float) -> Profile:
+    def _derive(self, mean: npt.ArrayLike, std: npt.ArrayLike, **changes: float) -> Profile:
         """Groups and counts anew from the options of this profile, but for `changes`."""
         options: dict[str, Any] = {name: getattr(self, name) for name in _OPTIONS}
         return Profile.from_statistics(mean, std, **(options | changes))
@@ -294,7 +294,7 @@ class Profile(BaseModel):
         lines = ",\n".join(
             f"{json.dumps(key)}: {canonical(value)}" for key, value in content.items()
         )
-        with replaced(path) as file:
+        with replace_file(path) as file:
             file.write_text("{\n" + lines + "\n}\n", encoding="utf-8")
 
     @classmethod
@@ -356,7 +356,7 @@ class Profile(BaseModel):
             raise ValueError(
                 f"sealed_pages must lie in [{fewest}, {most}] (always-kept positions, whole chunk)"
             )
-        realised = realised_retention(
+        realised = compute_realised_retention(
             self.sealed_pages,
             heads,
             chunk_tokens=self.chunk_tokens,
@@ -372,7 +372,7 @@ class Profile(BaseModel):
             )
 
 
-def _rounded(values: npt.ArrayLike) -> Float64:
+def _round(values: npt.ArrayLike) -> Float64:
     return np.asarray(np.round(np.asarray(values, np.float64), _DIGITS), np.float64)
 
 

@@ -44,13 +44,13 @@ def keep(scores: Tensor, counts: Sequence[int] | Int32) -> list[Tensor]:
             f"counts are {limits}, there must be {heads} of them, each 0 to {tokens}"
         )
     # A blocking copy would make the host wait for all work queued on the device.
-    dropped = ~chosen(scores, torch.tensor(limits).to(scores.device, non_blocking=True))
+    dropped = ~choose_entries(scores, torch.tensor(limits).to(scores.device, non_blocking=True))
     # A stable sort of the flags puts the kept positions first and leaves them ascending.
     kept_first = torch.argsort(dropped.to(torch.uint8), dim=-1, stable=True)
     return [positions[:count] for positions, count in zip(kept_first.unbind(), limits, strict=True)]
 
 
-def chosen(scores: Tensor, counts: Tensor) -> Tensor:
+def choose_entries(scores: Tensor, counts: Tensor) -> Tensor:
     """[H, C] bool: the `counts` [H] best of each head's `scores` [H, C], already protected."""
     return _ranks(scores) < counts.unsqueeze(1)
 

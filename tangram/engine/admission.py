@@ -13,7 +13,7 @@ from tangram.cache.layout import Layout
 from tangram.cache.retention import Retention
 from tangram.engine.meters import Meters
 from tangram.engine.scheduler import Scheduler
-from tangram.engine.sequence import TokenSequence
+from tangram.engine.token_sequence import TokenSequence
 from tangram.errors import RequestError
 from tangram.metrics import EngineStats
 from tangram.types import Request, Usage
@@ -100,13 +100,14 @@ class Admission:
             computed = (
                 0 if sequence.cached_tokens is None else sequence.known - 1 - sequence.pending
             )
-            held = layout.held_pages(*divmod(computed, layout.chunk_tokens))
+            held = layout.count_held_pages(*divmod(computed, layout.chunk_tokens))
         return Usage(
             prompt_tokens=sequence.prompt_tokens,
             completion_tokens=completion_tokens,
             cached_tokens=sequence.cached_tokens or 0,
             kv_bytes=held * layout.page_bytes(self.element_bytes),
-            kv_bytes_uncompressed=layout.uncompressed_entries(computed) * self._entry_bytes(layout),
+            kv_bytes_uncompressed=layout.count_uncompressed_entries(computed)
+            * self._entry_bytes(layout),
         )
 
     @property
@@ -131,13 +132,13 @@ class Admission:
             pages_promised=pages.promised,
             slots_held=sum(seq.held_pages for seq in held) * layout.page_slots,
             slots_used=sum(
-                seq.layout.held_entries(seq.sealed_chunks, seq.raw_tokens) for seq in held
+                seq.layout.count_held_entries(seq.sealed_chunks, seq.raw_tokens) for seq in held
             ),
             capacity_tokens=layout.tokens_in(self.total_pages),
             capacity_uncompressed_tokens=self.uncompressed.tokens_in(self.total_pages),
             cache_dtype=self.cache_dtype,
             page_bytes=page_bytes,
-            kv_token_bytes=layout.uncompressed_entries(1) * self._entry_bytes(layout),
+            kv_token_bytes=layout.count_uncompressed_entries(1) * self._entry_bytes(layout),
             kv_bytes_held=sum(usage.kv_bytes for usage in usages),
             kv_bytes_uncompressed=sum(usage.kv_bytes_uncompressed for usage in usages),
             prompt_tokens=counters.prompt_tokens,

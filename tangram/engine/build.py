@@ -18,7 +18,13 @@ from tangram.compress.scorers import Scorer
 from tangram.config import EngineConfig, cache_folder
 from tangram.engine.admission import Admission
 from tangram.engine.loop import Engine
-from tangram.engine.memory import cache_dtype, explained, kv_bytes, offload_bytes, table_bytes
+from tangram.engine.memory import (
+    cache_dtype,
+    explain_exhaustion,
+    kv_bytes,
+    offload_bytes,
+    table_bytes,
+)
 from tangram.engine.profiles import Compression
 from tangram.engine.runner import Runner
 from tangram.engine.scheduler import Scheduler
@@ -43,7 +49,7 @@ def build_engine(config: EngineConfig) -> Engine:
     """Everything `config` asks for, ready to `submit` to. Raises the errors of `tangram.errors`
     with what to change.
     """
-    with explained(config):
+    with explain_exhaustion(config):
         loaded = load_model(
             config.model, dtype=config.dtype, device=config.device, load_format=config.load_format
         )
@@ -114,7 +120,7 @@ class EngineBuilder:
         All are in pages of one shape.
         """
         config = self.config
-        full = Retention(1.0, self.uncompressed(), self._full_fingerprint())
+        full = Retention(1.0, self.lay_out_uncompressed(), self._full_fingerprint())
         if not self.loaded.geometry.full_layers:
             _log.warning(
                 "%s has sliding-window layers only: there is nothing to compress", config.model
@@ -123,7 +129,7 @@ class EngineBuilder:
         if config.kv_retention == 1.0 and not config.profile:
             return None, [full]
         scorer = self.compression.make_scorer(self.loaded.fingerprint)
-        profiles = self.compression.served_profiles(self.loaded, scorer)
+        profiles = self.compression.find_served_profiles(self.loaded, scorer)
         found = [self.retention(profile, scorer) for profile in profiles]
         defaults = [entry for entry in found if entry.kv_retention == config.kv_retention]
         default = defaults[0] if defaults else full
@@ -135,9 +141,9 @@ class EngineBuilder:
         """
         return f"full:{self.loaded.fingerprint.weights_sha256}:{self.config.chunk_tokens}"
 
-    def uncompressed(self) -> Layout:
+    def lay_out_uncompressed(self) -> Layout:
         """Where entries lie if none is dropped."""
-        return Layout.uncompressed(
+        return Layout.lay_out_uncompressed(
             self.loaded.geometry,
             chunk_tokens=self.config.chunk_tokens,
             page_tokens=self.config.page_tokens,
@@ -147,11 +153,11 @@ class EngineBuilder:
 
     def retention(self, profile: Profile, scorer: Scorer) -> Retention:
         """How `profile` keeps KV entries."""
-        return self.budgeted(
+        return self.make_retention(
             profile, scorer, profile.groups, profile.sealed_pages, profile.fingerprint()
         )
 
-    def budgeted(
+    def make_retention(
         self,
         profile: Profile,
         scorer: Scorer,

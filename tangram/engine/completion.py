@@ -16,8 +16,8 @@ import torch
 from tangram.cache.retention import Retention
 from tangram.cache.step import Step
 from tangram.engine.sampling import SampledTokens, SampleRow
-from tangram.engine.sequence import TokenSequence, sequence_of
 from tangram.engine.text import TextCodec, TextStream
+from tangram.engine.token_sequence import TokenSequence, sequence_of
 from tangram.types import Event, FinishReason, Request, SamplingParams, TokenLogprob, Usage
 
 _log = logging.getLogger("tangram")
@@ -122,7 +122,7 @@ class Flight:
     choice: SampledTokens
 
 
-def refused(request: Request, index: int, error: str) -> Event:
+def refuse(request: Request, index: int, error: str) -> Event:
     """The news that the engine could not take in completion `index` of `request`."""
     usage = Usage(len(request.prompt_token_ids), 0, 0, 0, 0)
     return Event(request.request_id, index, (), "", (), usage, FinishReason.ABORT, error)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tangram.kernels.transfer import placed
+from tangram.kernels.transfer import place
 from tangram.types import SamplingParams
 
 ONE = 2**40  # the weight of the likeliest token: 2**22 of them still fit in an int64
@@ -51,7 +51,7 @@ def pick(values: Tensor, rows: Sequence[int]) -> Tensor:
 
 def on_device(device: torch.device, values: Sequence[float]) -> Tensor:
     """`values` as int64 or float64 [n] on `device`."""
-    return placed(np.asarray(values), device)
+    return place(np.asarray(values), device)
 
 
 def _keep(
@@ -85,10 +85,14 @@ def _top_p_floor(weights: Tensor, top_p: Sequence[float]) -> Tensor:
     2020, section 3).
     """
     needed = (weights.sum(dim=-1) * on_device(weights.device, top_p)).ceil().long().clamp_(min=1)
-    return halved(weights, needed) if weights.is_cuda else sorted_through(weights, needed)
+    return (
+        find_threshold_by_halving(weights, needed)
+        if weights.is_cuda
+        else find_threshold_by_sorting(weights, needed)
+    )
 
 
-def halved(weights: Tensor, needed: Tensor) -> Tensor:
+def find_threshold_by_halving(weights: Tensor, needed: Tensor) -> Tensor:
     """[R]: the largest weight such that it and all larger ones reach `needed`, by halving: nothing
     waits for a GPU.
     """
@@ -100,7 +104,7 @@ def halved(weights: Tensor, needed: Tensor) -> Tensor:
     return low
 
 
-def sorted_through(weights: Tensor, needed: Tensor) -> Tensor:
+def find_threshold_by_sorting(weights: Tensor, needed: Tensor) -> Tensor:
     """The same from the likeliest tokens on, which are few where a nucleus is small."""
     floors = torch.zeros_like(needed)
     open_rows = torch.arange(len(needed), device=weights.device)

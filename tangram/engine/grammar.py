@@ -94,7 +94,7 @@ class GrammarCompiler:
         """Do now what the first grammar would wait for."""
         _ = self._tokens
 
-    def known(self, source: str, field: str) -> CompiledGrammar | None:
+    def look_up(self, source: str, field: str) -> CompiledGrammar | None:
         """The grammar `source` as `compile` has made it before, at once; None if that has not seen
         it of late.
 
@@ -113,7 +113,7 @@ class GrammarCompiler:
         Raises `RequestError` (`field`) with what is wrong, `MachineError` if it could not be found
         out.
         """
-        grammar = self.known(source, field)
+        grammar = self.look_up(source, field)
         if grammar is not None:
             return grammar
         try:
@@ -194,7 +194,7 @@ class GrammarMatcher:
         self._matcher, self._field = matcher, field
         self.error: RequestError | None = None
 
-    def allowed(self) -> UInt8:
+    def mask_tokens(self) -> UInt8:
         """As `types.Matcher` says; a grammar that is too much work for one token becomes an error
         with the next one.
         """

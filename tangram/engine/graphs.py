@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tangram.kernels.stopwatch import Taken
-from tangram.kernels.transfer import placed
+from tangram.kernels.stopwatch import GraphBlocks
+from tangram.kernels.transfer import place
 from tangram.model.attention import AttentionContext, StepAttention
 from tangram.types import Int64
 
@@ -31,7 +31,7 @@ Forward = Callable[[AttentionContext, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class _Captured:
+class _CapturedPass:
     """`inputs` int64 is read by every replay of `graph`, which writes `logits` and
     times `blocks`.
     """
@@ -39,7 +39,7 @@ class _Captured:
     graph: Any
     inputs: Tensor
     logits: Tensor
-    blocks: Taken
+    blocks: GraphBlocks
 
 
 class PassGraphs:
@@ -52,11 +52,11 @@ class PassGraphs:
     def __init__(self, forward: Forward, device: torch.device) -> None:
         self._forward, self._device = forward, device
         self._captured = WeakKeyDictionary[
-            object, _Captured | None
+            object, _CapturedPass | None
         ]()  # None: there was no memory for it
         self._memory: Any = None
         # The device may still be at them when their buffers are let go
-        self._recent = deque[_Captured](maxlen=16)
+        self._recent = deque[_CapturedPass](maxlen=16)
         self._refused = set[bool]()  # whether such passes have a room
 
     def logits(
@@ -74,20 +74,20 @@ class PassGraphs:
         such pass wants.
         """
         sizes = [len(tokens), len(positions), len(wanted)]
-        inputs = placed(np.concatenate([tokens, positions, wanted]), self._device)
+        inputs = place(np.concatenate([tokens, positions, wanted]), self._device)
         carried(inputs[: len(tokens)])
         known = self._graph(inputs, sizes, attention)
         if known is None:
             return self._forward(attention, *torch.split(inputs, sizes))
         known.inputs.copy_(inputs)
         known.graph.replay()
-        attention.sealing.replayed(known.blocks)
+        attention.sealing.count_replay(known.blocks)
         self._recent.append(known)
         return known.logits
 
     def _graph(
         self, inputs: Tensor, sizes: list[int], attention: StepAttention
-    ) -> _Captured | None:
+    ) -> _CapturedPass | None:
         state = attention.kernels.captured
         if state is None or (attention.room is not None) in self._refused:
             return None
@@ -97,7 +97,7 @@ class PassGraphs:
 
     def _capture(
         self, inputs: Tensor, sizes: list[int], attention: StepAttention
-    ) -> _Captured | None:
+    ) -> _CapturedPass | None:
         """Entries written twice are the same entries, so the pass that is captured may be run to
         warm up.
         """
@@ -126,6 +126,6 @@ class PassGraphs:
             _log.warning("%s without CUDA graphs: %s", which, str(error).splitlines()[0])
             return None
         finally:
-            blocks = attention.sealing.taken()
+            blocks = attention.sealing.take_blocks()
         self._memory = graph.pool()
-        return _Captured(graph, inputs, logits, blocks)
+        return _CapturedPass(graph, inputs, logits, blocks)

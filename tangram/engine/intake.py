@@ -31,7 +31,7 @@ class Intake:
         self.entering = 0
         self._starts_s: deque[float] = deque(maxlen=_MEASURED_STARTS)
 
-    def started(self) -> None:
+    def count_start(self) -> None:
         """A completion has left the queue."""
         self._starts_s.append(self._clock_s())
 

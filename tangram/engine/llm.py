@@ -51,7 +51,7 @@ def _with_options_of(
 ) -> Callable[[Callable[[LLM, EngineConfig], None]], Callable[Concatenate[LLM, Options], None]]:
     """A decorator: `__init__` takes what `make` takes, and is handed the config."""
 
-    def decorated(
+    def decorate(
         init: Callable[[LLM, EngineConfig], None],
     ) -> Callable[Concatenate[LLM, Options], None]:
         def run(self: LLM, /, *args: Options.args, **options: Options.kwargs) -> None:
@@ -63,7 +63,7 @@ def _with_options_of(
         run.__signature__ = inspect.Signature([first, *rest])  # type: ignore[attr-defined]
         return run
 
-    return decorated
+    return decorate
 
 
 class LLM:

@@ -23,7 +23,7 @@ from tangram.cache.layout import Layout
 from tangram.cache.retention import Retention
 from tangram.config import EngineConfig
 from tangram.engine.admission import Admission
-from tangram.engine.completion import Answers, Completion, Flight, refused
+from tangram.engine.completion import Answers, Completion, Flight, refuse
 from tangram.engine.grammar import GrammarCompiler
 from tangram.engine.intake import Intake
 from tangram.engine.mailbox import Job, Mailbox
@@ -164,7 +164,7 @@ class Engine:
         known.
         """
         try:
-            return self._runner.meters.timed(self._step)
+            return self._runner.meters.time(self._step)
         except BaseException:
             self._abandon("a step of the engine failed")
             raise
@@ -317,9 +317,9 @@ class Engine:
                 self._drop(request_id, error)
             else:
                 for index in range(request.sampling.n):
-                    request.on_event(refused(request, index, error))
+                    request.on_event(refuse(request, index, error))
 
-    def _started(self, completion: Completion) -> None:
+    def _start_siblings(self, completion: Completion) -> None:
         """It has its first token: the others of its request, of which the first computes the
         prompt, may go on.
         """
@@ -347,7 +347,7 @@ class Engine:
             return
         self._scheduler.counters.generated_tokens += 1
         if completion.sequence.read_tokens == 1:
-            self._started(completion)
+            self._start_siblings(completion)
         usage = self._usage(completion)
         if reason is not None:
             self._answers.remove(completion)

@@ -68,7 +68,7 @@ class Mailbox:
     def start(self) -> None:
         """A completion has left the queue."""
         with self._changed:
-            self._intake.started()
+            self._intake.count_start()
 
     def publish(self, excess: int) -> None:
         """Tell the queue's length: `excess` completions over the places there are."""

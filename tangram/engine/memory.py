@@ -75,7 +75,10 @@ def kv_bytes(config: EngineConfig, loaded: LoadedModel, beside: int = 0) -> int:
     if loaded.device.type != "cuda":
         return min(_DEFAULT_CPU_BYTES, _host_bytes() // 4)
     needed = (
-        _activation_bytes(config, loaded) + _gathered_bytes(config, loaded) + _GRAPH_BYTES + beside
+        _activation_bytes(config, loaded)
+        + _count_gathered_bytes(config, loaded)
+        + _GRAPH_BYTES
+        + beside
     )
     needed += STAGING_BYTES if config.kv_offload_gib else 0
     torch.cuda.empty_cache()
@@ -107,7 +110,7 @@ def offload_bytes(config: EngineConfig, chunk_bytes: int) -> int:
 
 
 @contextmanager
-def explained(config: EngineConfig) -> Iterator[None]:
+def explain_exhaustion(config: EngineConfig) -> Iterator[None]:
     """Where memory runs out within, raises a `ConfigError` that says what to lower."""
     try:
         yield
@@ -130,7 +133,7 @@ def _host_bytes() -> int:
     return min(physical, int(limit)) if limit.isdigit() else physical
 
 
-def _gathered_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
+def _count_gathered_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
     """What prefill copies out of pages at a time: at least the keys and values of one layer of the
     longest sequence.
     """

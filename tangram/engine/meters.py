@@ -31,7 +31,7 @@ class Meters:
     device_s: float = 0.0
     _waited_s: float = 0.0
 
-    def timed(self, step: Callable[[], bool]) -> bool:
+    def time(self, step: Callable[[], bool]) -> bool:
         """What `step` returns, which counts if that is true: it had something to do."""
         begin_s = time.perf_counter()
         worked = step()

@@ -18,7 +18,7 @@ from tangram.compress.scorers import ChunkView, Scorer
 from tangram.config import EngineConfig
 from tangram.engine.runner import Runner
 from tangram.engine.scheduler import Scheduler
-from tangram.engine.sequence import sequence_of
+from tangram.engine.token_sequence import sequence_of
 from tangram.model.load import LoadedModel
 from tangram.model.sealing import ScoreObserver
 
@@ -58,7 +58,7 @@ def chunk_source(
     its past uncompressed.
     """
     geometry = loaded.geometry
-    layout = Layout.uncompressed(
+    layout = Layout.lay_out_uncompressed(
         geometry,
         chunk_tokens=chunk_tokens,
         page_tokens=chunk_tokens,

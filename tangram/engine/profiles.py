@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tangram.calibrate.measure import Observer, calibrate
 from tangram.calibrate.texts import QUICK_SAMPLES, pilot_texts
-from tangram.compress.library import find_profile, shipped_profiles
+from tangram.compress.library import find_profile, find_shipped_profiles
 from tangram.compress.profile import Profile, Scope
 from tangram.compress.provenance import ModelFingerprint, ScorerSpec
 from tangram.compress.scorers import Scorer, ScorerChoice, choose, make_scorer, read_profiles
@@ -54,14 +54,14 @@ class Compression:
         scorer.check_model(model)
         return scorer
 
-    def served_profiles(self, loaded: LoadedModel, scorer: Scorer) -> list[Profile]:
+    def find_served_profiles(self, loaded: LoadedModel, scorer: Scorer) -> list[Profile]:
         """The profiles that are served beside ρ = 1.0, cut to pages.
 
         Where none is named and ρ is less, one is found or made. Raises `ProfileError` if those
         named have no such ρ.
         """
         config = self.config
-        profiles = [self._checked(profile, loaded, scorer) for profile in self.named]
+        profiles = [self._check(profile, loaded, scorer) for profile in self.named]
         if config.kv_retention in (1.0, *(profile.kv_retention for profile in profiles)):
             return profiles
         if profiles:
@@ -72,7 +72,7 @@ class Compression:
             )
         return [find_or_make_profile(config, loaded, scorer, self.choice.scope)]
 
-    def _checked(self, profile: Profile, loaded: LoadedModel, scorer: Scorer) -> Profile:
+    def _check(self, profile: Profile, loaded: LoadedModel, scorer: Scorer) -> Profile:
         config = self.config
         profile.check_model(loaded.fingerprint)
         profile.check_options(
@@ -91,7 +91,7 @@ def find_or_make_profile(
     """A shipped or kept profile that fits, or a short calibration, which is kept."""
     kept = cache_folder() / "profiles"
     profile = find_profile(
-        [shipped_profiles(), kept],
+        [find_shipped_profiles(), kept],
         loaded.fingerprint,
         scorer=scorer.name,
         scope=scope,

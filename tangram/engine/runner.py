@@ -15,14 +15,14 @@ from tangram.cache.retention import Retention
 from tangram.cache.step import Row, RowKind, Step
 from tangram.compress.scorers import Scorer
 from tangram.compress.scorers.kvzip import repeat_tokens
-from tangram.engine.batch import Batcher, DeviceTables
+from tangram.engine.batcher import Batcher, DeviceTables
 from tangram.engine.graphs import Carry, PassGraphs
 from tangram.engine.meters import Meters
 from tangram.engine.sampling import SampledTokens, SampleRow, choose
 from tangram.kernels.dispatch import host_memory, pool_kernels
 from tangram.kernels.interface import KernelChoice
 from tangram.kernels.stopwatch import Stopwatch
-from tangram.kernels.transfer import placed
+from tangram.kernels.transfer import place
 from tangram.model.attention import AttentionContext, StepAttention
 from tangram.model.load import LoadedModel
 from tangram.model.overflow import Overflow
@@ -104,17 +104,17 @@ class Runner:
         it.
         """
         attention = self._batcher.attention(rows, epoch, padded=replayed)
-        tokens, positions, ends = _flattened(rows, attention)
-        sampled, carried = ends[[row.sample for row in rows]], self._carried(rows, ends)
+        tokens, positions, ends = _flatten(rows, attention)
+        sampled, carried = ends[[row.sample for row in rows]], self._carry(rows, ends)
         if replayed and self._graphs is not None and (attention.width or attention.room):
             # A graph wants the same of every pass, and its next pass writes over its logits.
             wanted = np.arange(attention.width) if attention.width else ends
             logits = self._graphs.logits(tokens, positions, wanted, attention, carried)
             logits = logits[: len(sampled)] if attention.width else logits[: len(sampled)].clone()
         else:
-            inputs, places = self._uploaded(tokens, positions)
+            inputs, places = self._upload(tokens, positions)
             carried(inputs)
-            logits = self._forward(attention, inputs, places, *self._uploaded(sampled))
+            logits = self._forward(attention, inputs, places, *self._upload(sampled))
         self._finish(attention)
         return logits
 
@@ -123,7 +123,7 @@ class Runner:
         """Fill `pages` [n] of the pool with zeros, after what the device still has to do."""
         if len(pages):
             self.pool.view(torch.uint8).index_fill_(
-                0, placed(pages.astype(np.int64), self.pool.device), 0
+                0, place(pages.astype(np.int64), self.pool.device), 0
             )
 
     @torch.inference_mode()
@@ -133,15 +133,13 @@ class Runner:
         """
         self._host.move(step.moves, awaited=step.awaited)
         attention = self._batcher.attention(step.rows, step.epoch)
-        tokens, positions, ends = _flattened(step.rows, attention)
+        tokens, positions, ends = _flatten(step.rows, attention)
         wanted = [
             np.arange(end - len(row.tokens), end) + 1
             for row, end in zip(step.rows, ends, strict=True)
             if row.kind is RowKind.TAIL
         ]
-        logits = self._forward(
-            attention, *self._uploaded(tokens, positions, np.concatenate(wanted))
-        )
+        logits = self._forward(attention, *self._upload(tokens, positions, np.concatenate(wanted)))
         self._finish(attention)
         return logits
 
@@ -159,13 +157,13 @@ class Runner:
         self._rehearse_prefill(tokens)
         for attention in self._batcher.rehearsals(decode_rows):
             nothing = np.zeros(attention.width, np.int64)
-            self._forward(attention, *self._uploaded(nothing, nothing, np.arange(attention.width)))
+            self._forward(attention, *self._upload(nothing, nothing, np.arange(attention.width)))
 
     def _rehearse_prefill(self, tokens: int) -> None:
         for retention in self._batcher.retentions:
             for rows in _runs_of_chunks(retention, tokens):
                 self.run(Step(rows, epoch=0), [])
-            self.run(Step((_made_up(RowKind.TAIL, retention, 0, 2),), epoch=0), [])
+            self.run(Step((_make_row(RowKind.TAIL, retention, 0, 2),), epoch=0), [])
 
     @torch.inference_mode()
     def capture(self, rows: int, track: Callable[[Sequence[int]], Iterable[int]]) -> None:
@@ -189,18 +187,18 @@ class Runner:
                 nothing, nothing, np.arange(attention.width), attention, lambda tokens: None
             )
 
-    def _carried(self, rows: Sequence[Row], ends: Int64) -> Carry:
+    def _carry(self, rows: Sequence[Row], ends: Int64) -> Carry:
         """What enters the tokens that the last step chose into those of a pass of `rows`."""
         pending = [number for number, row in enumerate(rows) if row.pending]
         if not pending:
             return lambda tokens: None
         place_of, chosen = self._chosen
         places = np.stack([ends[pending], [place_of[rows[number].slot] for number in pending]])
-        target, source = placed(places, self._loaded.device)
+        target, source = place(places, self._loaded.device)
         return lambda tokens: tokens.index_copy_(0, target, chosen.index_select(0, source))
 
-    def _uploaded(self, *arrays: Int64) -> list[Tensor]:
-        return [placed(array, self._loaded.device) for array in arrays]
+    def _upload(self, *arrays: Int64) -> list[Tensor]:
+        return [place(array, self._loaded.device) for array in arrays]
 
     def _forward(
         self, attention: AttentionContext, tokens: Tensor, positions: Tensor, wanted: Tensor
@@ -225,7 +223,7 @@ class Runner:
                 row, tokens = sealer.row, self._repetition(sealer.row)
                 positions = row.start + len(row.tokens) + np.arange(len(tokens))
                 repeat = self._batcher.repetition(attention, sealer, len(tokens))
-                self._forward(repeat, *self._uploaded(tokens, positions, np.zeros(0, np.int64)))
+                self._forward(repeat, *self._upload(tokens, positions, np.zeros(0, np.int64)))
 
     def _repetition(self, row: Row) -> Int64:
         encode = partial(self._loaded.tokenizer.encode, add_special_tokens=False)
@@ -241,7 +239,7 @@ def _runs_of_chunks(retention: Retention, tokens: int) -> Iterator[tuple[Row, ..
     """
     layout = retention.layout
     chunk, most = layout.chunk_tokens, layout.max_tokens // layout.chunk_tokens
-    rows = tuple(_made_up(RowKind.SEAL, retention, at * chunk, chunk) for at in range(most))
+    rows = tuple(_make_row(RowKind.SEAL, retention, at * chunk, chunk) for at in range(most))
     longest = min(max(1, tokens // chunk), most)
     any_length = layout.keeps_everything and not layout.window_chunks
     yield from (
@@ -251,12 +249,12 @@ def _runs_of_chunks(retention: Retention, tokens: int) -> Iterator[tuple[Row, ..
         yield rows[1:2]
 
 
-def _made_up(kind: RowKind, retention: Retention, start: int, tokens: int) -> Row:
+def _make_row(kind: RowKind, retention: Retention, start: int, tokens: int) -> Row:
     nothing = np.zeros(0, np.int64)
     return Row("", 0, retention, kind, start, np.zeros(tokens, np.int64), nothing, sample=False)
 
 
-def _flattened(rows: Sequence[Row], attention: StepAttention) -> tuple[Int64, Int64, Int64]:
+def _flatten(rows: Sequence[Row], attention: StepAttention) -> tuple[Int64, Int64, Int64]:
     """Tokens and positions of `rows`, and where each of them ends.
 
     Decode rows are filled up to the width of `attention`, a row with room to its tokens.

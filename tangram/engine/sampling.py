@@ -25,7 +25,7 @@ from torch import Tensor
 from tangram.engine.draw import draw, row_key
 from tangram.engine.filters import on_device, pick, weights_of
 from tangram.errors import ModelError, RequestError
-from tangram.kernels.transfer import Fetched, placed
+from tangram.kernels.transfer import HostCopies, place
 from tangram.types import Matcher, SamplingParams, TokenLogprob
 
 BROKEN_LOGITS = "are NaN or infinite: the weights are damaged, or too large for dtype float16"
@@ -112,7 +112,7 @@ class _History:
     ) -> None:
         self.prompt_seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
         self.prompt_seen.index_fill_(
-            0, placed(np.asarray(prompt_token_ids, np.int64), torch.device(device)), True
+            0, place(np.asarray(prompt_token_ids, np.int64), torch.device(device)), True
         )
         self.output_counts = torch.zeros(vocab_size, device=device)
         self.one = torch.ones(1, device=device)
@@ -140,8 +140,8 @@ class SampledTokens:
     """
 
     tokens: Tensor
-    figures: Fetched
-    best: Sequence[tuple[Sequence[int], Fetched]]
+    figures: HostCopies
+    best: Sequence[tuple[Sequence[int], HostCopies]]
 
     def tokens_on_host(self) -> list[TokenLogprob | None]:
         """Waits for the device. None for a row that has no token: its logits hold NaN or +∞, or are
@@ -180,7 +180,7 @@ def choose(logits: Tensor, rows: Sequence[SampleRow]) -> SampledTokens:
 
     Greedy rows take the first of equal maxima.
     """
-    raw = _allowed(logits.float(), rows)
+    raw = _mask_forbidden(logits.float(), rows)
     changed = _change(raw, rows)
     tokens = changed.argmax(dim=-1)
     random = [index for index, row in enumerate(rows) if not row.greedy]
@@ -191,7 +191,7 @@ def choose(logits: Tensor, rows: Sequence[SampleRow]) -> SampledTokens:
     normaliser = raw.logsumexp(dim=-1)
     logprobs = raw.gather(1, tokens[:, None])[:, 0] - normaliser
     return SampledTokens(
-        tokens, Fetched(tokens, logprobs, normaliser), _best(raw, normaliser, rows)
+        tokens, HostCopies(tokens, logprobs, normaliser), _best(raw, normaliser, rows)
     )
 
 
@@ -199,7 +199,7 @@ def probabilities(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     """[R, V] float64: the distribution that `sample` draws from (a single 1 in greedy rows), for
     rejection sampling.
     """
-    changed = _change(_allowed(logits.float(), rows), rows)
+    changed = _change(_mask_forbidden(logits.float(), rows), rows)
     result = torch.zeros(changed.shape, dtype=torch.float64, device=changed.device)
     result.scatter_(1, changed.argmax(dim=-1, keepdim=True), 1.0)
     random = [index for index, row in enumerate(rows) if not row.greedy]
@@ -243,16 +243,16 @@ def _bias(params: SamplingParams, device: torch.device | str) -> tuple[Tensor, T
     ).float()
 
 
-def _allowed(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+def _mask_forbidden(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     """`raw` with −∞ for the tokens that a row's grammar does not allow: itself if no row has a
     grammar.
     """
     bound = [(index, row.matcher) for index, row in enumerate(rows) if row.matcher is not None]
     if not bound:
         return raw
-    masks = np.stack([matcher.allowed() for _, matcher in bound])
+    masks = np.stack([matcher.mask_tokens() for _, matcher in bound])
     bits = (
-        placed(masks, raw.device)[:, :, None]
+        place(masks, raw.device)[:, :, None]
         >> torch.arange(8, dtype=torch.uint8, device=raw.device)
         & 1
     )
@@ -274,14 +274,14 @@ def _change(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
 
 def _best(
     raw: Tensor, normaliser: Tensor, rows: Sequence[SampleRow]
-) -> list[tuple[Sequence[int], Fetched]]:
+) -> list[tuple[Sequence[int], HostCopies]]:
     """The best alternatives of the rows that ask for some, best first; see `SampledTokens.best`."""
     wanted: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
         if row.params.logprobs:
             wanted.setdefault(min(row.params.logprobs, raw.shape[1]), []).append(index)
-    found: list[tuple[Sequence[int], Fetched]] = []
+    found: list[tuple[Sequence[int], HostCopies]] = []
     for count, indices in wanted.items():
         values, token_ids = pick(raw, indices).topk(count, dim=-1)
-        found.append((indices, Fetched(token_ids, values - pick(normaliser, indices)[:, None])))
+        found.append((indices, HostCopies(token_ids, values - pick(normaliser, indices)[:, None])))
     return found

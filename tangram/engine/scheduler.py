@@ -27,10 +27,10 @@ from dataclasses import dataclass, field
 from tangram.cache.manager import CacheManager
 from tangram.cache.purge import purge, suspects
 from tangram.cache.retention import Retention
-from tangram.cache.sequence import SequenceCache
+from tangram.cache.sequence_cache import SequenceCache
 from tangram.cache.step import Row, RowKind, Step
 from tangram.config import EngineConfig
-from tangram.engine.sequence import TokenSequence
+from tangram.engine.token_sequence import TokenSequence
 from tangram.types import Int32
 
 PRECEDING_TOKENS = 16
@@ -101,7 +101,7 @@ class Scheduler:
             found.slots.append(sequence.cache.slot)
         pages = found.pages(self.cache)
         self.remove(sequence)
-        for other in [entry for entry in self.running if _held(entry).slot in found.slots]:
+        for other in [entry for entry in self.running if _require_cache(entry).slot in found.slots]:
             self._preempt(other)
         purge(self.cache, found)
         return pages
@@ -122,11 +122,11 @@ class Scheduler:
         budget -= len(decode)
         in_turn = self._in_turn(unfinished, self._admissions(fresh_batch))
         prefill = self._prefill(
-            (sequence for sequence in in_turn if not _held(sequence).arriving), budget
+            (sequence for sequence in in_turn if not _require_cache(sequence).arriving), budget
         )
         if not decode and not prefill:
             prefill = self._prefill(
-                [sequence for sequence in self.running if _held(sequence).arriving], budget
+                [sequence for sequence in self.running if _require_cache(sequence).arriving], budget
             )
         if not decode and not prefill:
             return None
@@ -210,7 +210,9 @@ class Scheduler:
             yield sequence
             # About a step's budget of tokens may be on its way from host memory.
             arriving = (
-                _held(entry).cached_tokens for entry in self.running if _held(entry).arriving
+                _require_cache(entry).cached_tokens
+                for entry in self.running
+                if _require_cache(entry).arriving
             )
             if sum(arriving) >= self.config.max_num_batched_tokens:
                 return
@@ -235,7 +237,7 @@ class Scheduler:
         return True
 
     def _decode_row(self, sequence: TokenSequence) -> Row:
-        cache = _held(sequence)
+        cache = _require_cache(sequence)
         start = cache.computed_tokens
         self.cache.grow(cache, 1)
         return self._row(sequence, RowKind.DECODE, start, start + 1, sample=True)
@@ -263,12 +265,12 @@ class Scheduler:
         if row.kind is not RowKind.SEAL or sequence.retention.one_chunk_a_step:
             return False
         return (
-            not _held(sequence).layout.window_chunks
+            not _require_cache(sequence).layout.window_chunks
             and sequence.known - row.start - len(row.tokens) > 1
         )
 
     def _prefill_row(self, sequence: TokenSequence, budget: int) -> Row | None:
-        cache = _held(sequence)
+        cache = _require_cache(sequence)
         chunk_tokens = cache.layout.chunk_tokens
         begin = cache.sealed_chunks * chunk_tokens
         if sequence.known - begin < chunk_tokens:
@@ -296,7 +298,7 @@ class Scheduler:
             sequence.tokens[start:end],
             sequence.tokens[max(0, start - PRECEDING_TOKENS) : start],
         )
-        slot = _held(sequence).slot
+        slot = _require_cache(sequence).slot
         pending = sequence.pending and end == sequence.known
         return Row(
             sequence.request_id,
@@ -318,7 +320,7 @@ class Scheduler:
         return self._epoch
 
 
-def _held(sequence: TokenSequence) -> SequenceCache:
+def _require_cache(sequence: TokenSequence) -> SequenceCache:
     if sequence.cache is None:
         raise RuntimeError(f"{sequence.request_id} runs without pages")
     return sequence.cache
@@ -326,14 +328,14 @@ def _held(sequence: TokenSequence) -> SequenceCache:
 
 def _decodes(sequence: TokenSequence) -> bool:
     """True when exactly its newest token is to be computed, within the current chunk."""
-    cache = _held(sequence)
+    cache = _require_cache(sequence)
     return (
         sequence.known - cache.computed_tokens == 1 and cache.raw_tokens < cache.layout.chunk_tokens
     )
 
 
 def _at_chunk_start(sequence: TokenSequence) -> bool:
-    cache = _held(sequence)
+    cache = _require_cache(sequence)
     rest = sequence.known - cache.computed_tokens
     # With chunks of one token the newest token fills its chunk and is decoded all the same.
     return cache.raw_tokens == 0 and (rest < cache.layout.chunk_tokens or _decodes(sequence))

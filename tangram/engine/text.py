@@ -138,30 +138,26 @@ class TextCodec:
         if not messages:
             raise RequestError("messages is empty, it must hold at least one message", "messages")
         mark = token_hex(16)  # nobody can guess it, so that no message has it
-        marked = [
-            self._marked(value, mark) for value in (list(messages), list(tools), options or {})
-        ]
-        rendered = self._rendered(*marked)
+        marked = [self._mark(value, mark) for value in (list(messages), list(tools), options or {})]
+        rendered = self._render(*marked)
         pieces = (
             self.tokenizer.encode(piece, add_special_tokens=False) for piece in rendered.split(mark)
         )
         return tuple(token for piece in pieces for token in piece)
 
-    def _marked(self, value: Any, mark: str) -> Any:
+    def _mark(self, value: Any, mark: str) -> Any:
         """`value` with `mark` inside every name of a control token: cut there, no piece has one."""
         if isinstance(value, str):
             return self._control.sub(rf"\g<1>{mark}", value)
         if isinstance(value, Mapping):
-            return {
-                self._marked(name, mark): self._marked(item, mark) for name, item in value.items()
-            }
+            return {self._mark(name, mark): self._mark(item, mark) for name, item in value.items()}
         return (
-            [self._marked(item, mark) for item in value]
+            [self._mark(item, mark) for item in value]
             if isinstance(value, (list, tuple))
             else value
         )
 
-    def _rendered(
+    def _render(
         self, messages: list[dict[str, Any]], tools: list[Any], options: dict[str, Any]
     ) -> str:
         from jinja2 import TemplateError
@@ -266,7 +262,7 @@ class TextStream:
         nothing more then).
         """
         mark = self._marks.names.get(token_id)
-        text, self._stopped = self._searched(
+        text, self._stopped = self._search(
             self._detokenizer.push(token_id) if mark is None else self._detokenizer.flush()
         )
         if mark is not None and not self._stopped:
@@ -274,7 +270,7 @@ class TextStream:
             self._in_head = token_id in self._marks.heads
         return text, self._stopped
 
-    def _searched(self, text: str) -> tuple[str, bool]:
+    def _search(self, text: str) -> tuple[str, bool]:
         return (text, False) if self._in_head else self._stop.push(text)
 
     def finish(self) -> str:
@@ -283,7 +279,7 @@ class TextStream:
         """
         if self._stopped:
             return ""
-        text, self._stopped = self._searched(self._detokenizer.flush())
+        text, self._stopped = self._search(self._detokenizer.flush())
         return text + self._stop.flush()
 
 
@@ -342,7 +338,7 @@ class _StopStrings:
         if starts:
             self._held = ""
             return text[: min(starts)], True
-        certain = len(text) - self._undecided(text)
+        certain = len(text) - self._measure_undecided(text)
         self._held = text[certain:]
         return text[:certain], False
 
@@ -350,7 +346,7 @@ class _StopStrings:
         held, self._held = self._held, ""
         return held
 
-    def _undecided(self, text: str) -> int:
+    def _measure_undecided(self, text: str) -> int:
         """The length of the longest end of `text` with which a stop string begins."""
         lengths = range(min(self._longest - 1, len(text)), 0, -1)
         return next(

@@ -33,7 +33,7 @@ def thinking_format(tokenizer: PreTrainedTokenizerBase) -> ThinkingFormat | None
     None if it does none of this: then what looks like a mark is text.
     """
     reply = _REPLY | {"reasoning_content": _THOUGHT}
-    written = _rendered(tokenizer, [_QUESTION, reply])
+    written = _render(tokenizer, [_QUESTION, reply])
     if _FINAL in written:
         return _CHANNELS
     if found := _WRITTEN.search(written):
@@ -43,15 +43,15 @@ def thinking_format(tokenizer: PreTrainedTokenizerBase) -> ThinkingFormat | None
             if tag
             else ThinkingFormat("[THINK]", "[/THINK]")
         )
-    prompt = _rendered(tokenizer, [_QUESTION], add_generation_prompt=True)
+    prompt = _render(tokenizer, [_QUESTION], add_generation_prompt=True)
     if opened := _OPENED.search(prompt[prompt.rfind("<") :]):
         return ThinkingFormat(f"<{opened[1]}>", f"</{opened[1]}>")
     tagged = _REPLY | {"content": f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}"}
-    past = _rendered(tokenizer, [_QUESTION, tagged, _QUESTION])
+    past = _render(tokenizer, [_QUESTION, tagged, _QUESTION])
     return _THINK if _ANSWER in past and _THOUGHT not in past else None
 
 
-def _rendered(
+def _render(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], **kwargs: Any
 ) -> str:
     try:

@@ -65,8 +65,8 @@ def tool_format(tokenizer: PreTrainedTokenizerBase) -> ToolFormat | None:
     None if the chat template does not show tools, or writes calls in another way.
     """
     try:
-        asked = _rendered(tokenizer, [_QUESTION])
-        answered = _rendered(tokenizer, [_QUESTION, _CALL])
+        asked = _render(tokenizer, [_QUESTION])
+        answered = _render(tokenizer, [_QUESTION, _CALL])
     except Exception:  # a template is a program that may raise anything
         return None
     if _NAME not in asked:
@@ -95,7 +95,7 @@ def marks(
     return Marks(names, frozenset(number for number, name in names.items() if name in _HEADS))
 
 
-def _rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> str:
+def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> str:
     return str(tokenizer.apply_chat_template(messages, tools=[_TOOL], tokenize=False))
 
 

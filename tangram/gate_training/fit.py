@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from tangram.compress.profile import Scope
 from tangram.compress.scorers import ChunkView, Scorer
-from tangram.compress.scorers.base import needed
+from tangram.compress.scorers.base import require
 from tangram.compress.scorers.gate import Gate, GateShape, gate_scores
 from tangram.errors import ConfigError
 from tangram.types import Geometry
@@ -92,7 +92,7 @@ class Examples:
         """Keep tokens of chunk `number`, in one layer, whose scores by `teacher` are `scores` [H,
         C].
         """
-        hidden = needed(chunk.hidden, "hidden", teacher)
+        hidden = require(chunk.hidden, "hidden", teacher)
         if chunk.layer not in self.hidden:
             # The model runs in inference mode, and nothing that is allocated there can be trained
             # on.

@@ -15,7 +15,7 @@ from tangram.calibrate.measure import check_lengths
 from tangram.compress.profile import Scope
 from tangram.compress.provenance import GateTraining, ScorerSpec
 from tangram.compress.scorers import ChunkView
-from tangram.compress.scorers.base import needed
+from tangram.compress.scorers.base import require
 from tangram.compress.scorers.gate import Gate
 from tangram.compress.scorers.keydiff import KeyDiff
 from tangram.compress.scorers.kvzip import KVzip
@@ -69,7 +69,7 @@ def distil_gate(
     check_lengths(samples, chunk_tokens)
     random.Random(recipe.seed).shuffle(samples)
     held_out = max(len(samples) // HELD_OUT, 1)
-    examples = _gathered(loaded, samples[held_out:], chunk_tokens, recipe)
+    examples = _gather(loaded, samples[held_out:], chunk_tokens, recipe)
     teacher = KVzip()
     training = GateTraining(
         model=loaded.fingerprint,
@@ -85,7 +85,7 @@ def distil_gate(
     return replace(gate, training=training), samples[:held_out]
 
 
-def _gathered(
+def _gather(
     loaded: LoadedModel, samples: Sequence[Sequence[int]], chunk_tokens: int, recipe: Recipe
 ) -> Examples:
     """Hidden states and KVzip's scores of `samples`, which are as they are served:
@@ -117,7 +117,7 @@ def agreements(
     seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def observe(chunk: ChunkView, scores: Tensor) -> None:
-        hidden = needed(chunk.hidden, "hidden", teacher)
+        hidden = require(chunk.hidden, "hidden", teacher)
         seen.append((scores, gate.score(chunk.layer, hidden), baseline.score(chunk)))
 
     chunks = chunk_source(loaded, teacher, observe, chunk_tokens=chunk_tokens)

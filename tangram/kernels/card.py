@@ -51,7 +51,7 @@ class Card:
     @classmethod
     def of(cls, device: torch.device) -> Card:
         """The card that is `device`; for host memory, where Triton interprets, `INTERPRETED`."""
-        return _asked(device) if device.type == "cuda" else INTERPRETED
+        return _ask_driver(device) if device.type == "cuda" else INTERPRETED
 
 
 # An H100's limits, one program at a time.
@@ -59,7 +59,7 @@ INTERPRETED = Card(HOPPER, shared_bytes=227 << 10, processors=1, l2_bytes=50 << 
 
 
 @cache
-def _asked(device: torch.device) -> Card:
+def _ask_driver(device: torch.device) -> Card:
     found: Any = torch.cuda.get_device_properties(device)
     return Card(
         (found.major, found.minor),
@@ -69,7 +69,7 @@ def _asked(device: torch.device) -> Card:
     )
 
 
-def unserved(device: torch.device | None = None) -> str | None:
+def explain_unserved(device: torch.device | None = None) -> str | None:
     """Why the kernels do not run on the accelerator that torch sees; None if they do."""
     if torch.version.hip is not None:
         return f"this is an AMD GPU (ROCm {torch.version.hip}), and the kernels are for NVIDIA's"

@@ -86,7 +86,7 @@ class CpuPlan:
         )
 
 
-def compiled(pool: Tensor) -> bool:
+def runs_compiled(pool: Tensor) -> bool:
     """True if `decode_step` over `pool` runs compiled code, False if the reference."""
     return pool.dtype is torch.float32 and pool.device.type == "cpu"
 
@@ -128,7 +128,7 @@ def decode_step(
 
     Computed in float32 by compiled code; pools of other dtypes go to the reference.
     """
-    if not compiled(pool):
+    if not runs_compiled(pool):
         reference.append(k, v, pool, tables, lengths, *np.moveaxis(plan.address[layer], -1, 0))
         return reference.decode(
             q,

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from tangram.kernels.numba_cache import compiled
+from tangram.kernels.numba_cache import compile_kept
 
 
-@compiled()
+@compile_kept()
 def next_task(counters: Any, worker: int, workers: int) -> Any:
     """The next task of `worker`: every `workers`-th, from counters[worker] on."""
     task = counters[worker]
@@ -17,12 +17,12 @@ def next_task(counters: Any, worker: int, workers: int) -> Any:
     return task
 
 
-@compiled(inline="always")
+@compile_kept(inline="always")
 def power_of_two(n: Any) -> Any:
     """2 to the power of int32 n, -126 to 127, as float32."""
     return np.int32((n + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
-@compiled(inline="always")
+@compile_kept(inline="always")
 def prefetch(array: Any, offset: int) -> None:
     """Nothing: memory is asked for what it is needed for."""

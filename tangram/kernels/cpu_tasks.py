@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numba import prange
 
-from tangram.kernels.numba_cache import compiled
+from tangram.kernels.numba_cache import compile_kept
 
 if platform.machine() in ("x86_64", "AMD64"):
     from tangram.kernels.cpu_intrinsics import next_task, power_of_two, prefetch
@@ -32,14 +32,14 @@ NOTICE = "compiling the CPU kernels, once on this machine: takes about 20 s"
 KIND_ABS, KIND_OPEN, KIND_FRAC = 0, 1, 2
 
 
-@compiled()
+@compile_kept()
 def prefetch_block(block):  # type: ignore[no-untyped-def]
     """Ask for every cache line of a contiguous float32 block [P, D]."""
     for offset in range(0, block.size, 16):
         prefetch(block, offset)  # type: ignore[call-arg]
 
 
-@compiled(inline="always")
+@compile_kept(inline="always")
 def exp_negative(x: Any) -> Any:
     """exp(x) for x ≤ 0 in float32, to 2 units in the last place, in a form that vectorises; 0 below
     −87 (so for −∞).
@@ -58,7 +58,7 @@ def exp_negative(x: Any) -> Any:
     return scaled if x > np.float32(-87.0) else np.float32(0.0)
 
 
-@compiled()
+@compile_kept()
 def resolve_one(kind: int, a: int, b: int, length: int, tile: int) -> tuple[int, int]:
     """`plan.form.resolve` for one task."""
     if kind == KIND_ABS:
@@ -71,7 +71,7 @@ def resolve_one(kind: int, a: int, b: int, length: int, tile: int) -> tuple[int,
     return max(length - a, 0), length
 
 
-@compiled()
+@compile_kept()
 def useful_threads(tasks, first, last, lengths, tile, head_dim, threads):  # type: ignore[no-untyped-def]
     """`threads`, or 1 where tasks [first, last) (rows as in `CpuPlan.tasks`) read too little to
     share.
@@ -85,7 +85,7 @@ def useful_threads(tasks, first, last, lengths, tile, head_dim, threads):  # typ
     return threads if tokens * head_dim * 2 > SERIAL_ELEMENTS else 1
 
 
-@compiled()
+@compile_kept()
 def append_rows(k, v, blocks, heads_per_page, tables, lengths, address):  # type: ignore[no-untyped-def]
     """Write k, v [R, H, D] at index length − 1; address [R, H, 3] holds table offset, column and
     length index.
@@ -100,7 +100,7 @@ def append_rows(k, v, blocks, heads_per_page, tables, lengths, address):  # type
             blocks[block, 1, place, :] = v[row, head]
 
 
-@compiled(fastmath=FAST)
+@compile_kept(fastmath=FAST)
 def dot_keys(query, keys, begin, end, scores, at):  # type: ignore[no-untyped-def]
     """scores[m, at + i] = query[m] · keys[begin + i]; four keys share each load of the query."""
     head_dim = query.shape[1]
@@ -127,7 +127,7 @@ def dot_keys(query, keys, begin, end, scores, at):  # type: ignore[no-untyped-de
             t += 1
 
 
-@compiled(fastmath=FAST)
+@compile_kept(fastmath=FAST)
 def add_values(weights, at, values, begin, end, out):  # type: ignore[no-untyped-def]
     """out[m] += Σ weights[m, at + i] · values[begin + i]; four values share each load and store of
     the output.
@@ -150,7 +150,7 @@ def add_values(weights, at, values, begin, end, out):  # type: ignore[no-untyped
             t += 1
 
 
-@compiled(fastmath=FAST | {"nnan"})
+@compile_kept(fastmath=FAST | {"nnan"})
 def largest(scores, count):  # type: ignore[no-untyped-def]
     """The maximum of scores[:count], count ≥ 1; assuming there is no NaN lets it vectorise."""
     top = scores[0]
@@ -159,7 +159,7 @@ def largest(scores, count):  # type: ignore[no-untyped-def]
     return top
 
 
-@compiled(fastmath=FAST)
+@compile_kept(fastmath=FAST)
 def online_softmax(scores, count, maximum, total, out, softcap):  # type: ignore[no-untyped-def]
     """Turn scores[m, :count] into weights; carry the running maximum and sum, and rescale `out`
     where it rises.
@@ -183,7 +183,7 @@ def online_softmax(scores, count, maximum, total, out, softcap):  # type: ignore
         total[m] += part
 
 
-@compiled()
+@compile_kept()
 def attend(query, blocks, heads_per_page, tables, table, column, begin, end, softcap, out, lse):  # type: ignore[no-untyped-def]
     """Attention of query [M, D] (already scaled) over entries [begin, end) of one head: out [M, D],
     lse [M].
@@ -224,7 +224,7 @@ def attend(query, blocks, heads_per_page, tables, table, column, begin, end, sof
             out[m] /= total[m]
 
 
-@compiled()
+@compile_kept()
 def finish(part, lse, sinks, out):  # type: ignore[no-untyped-def]
     """Write part [G, D] with log-sum-exp lse [G] to out [G, D], with the weight that the sinks [G]
     leave to it.
@@ -236,7 +236,7 @@ def finish(part, lse, sinks, out):  # type: ignore[no-untyped-def]
             out[g, :] = part[g] * np.float32(1.0 / (1.0 + np.exp(sinks[g] - lse[g])))
 
 
-@compiled()
+@compile_kept()
 def merge(parts, partial_out, partial_lse, sinks, out):  # type: ignore[no-untyped-def]
     """Merge slots `parts` of partial_out [slots, G, D] and partial_lse [slots, G], in that order,
     into out [G, D].
@@ -257,7 +257,7 @@ def merge(parts, partial_out, partial_lse, sinks, out):  # type: ignore[no-untyp
                 out[g, d] += weight * partial_out[slot, g, d]
 
 
-@compiled()
+@compile_kept()
 def _work(  # type: ignore[no-untyped-def]
     queries,
     blocks,
@@ -301,7 +301,7 @@ def _work(  # type: ignore[no-untyped-def]
                 partial_out[slot], partial_lse[slot] = part, part_lse
 
 
-@compiled(parallel=True, notice=NOTICE)
+@compile_kept(parallel=True, notice=NOTICE)
 def step(  # type: ignore[no-untyped-def]
     q,
     k,

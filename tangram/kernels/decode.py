@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tangram.kernels.e4m3 import widened
+from tangram.kernels.e4m3 import widen
 from tangram.kernels.tiles import (
     LOG2E,
     OPEN,
@@ -70,7 +70,7 @@ def _take(
     else:
         k = tl.load(place, eviction_policy=keep)
         v = tl.load(place + P * D, eviction_policy=keep)
-    scores = multiply(q, tl.trans(widened(k, q.dtype)), tl.zeros([q.shape[0], BLOCK_N], tl.float32))
+    scores = multiply(q, tl.trans(widen(k, q.dtype)), tl.zeros([q.shape[0], BLOCK_N], tl.float32))
     if SOFTCAP:
         scores = soft_cap(scores, scaling * k_scale, softcap)
     else:
@@ -83,7 +83,7 @@ def _take(
         safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     weights = tl.exp2(scores - safe[:, None])
     shrink = tl.exp2(peak - safe)
-    acc = multiply(weights.to(q.dtype), widened(v, q.dtype), acc * shrink[:, None])
+    acc = multiply(weights.to(q.dtype), widen(v, q.dtype), acc * shrink[:, None])
     return acc, new_peak, total * shrink + tl.sum(weights, 1)
 
 

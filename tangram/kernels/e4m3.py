@@ -10,7 +10,7 @@ from torch import Tensor
 from tangram.kernels.card import Card
 
 
-def addressed(pool: Tensor, card: Card) -> Tensor:
+def address(pool: Tensor, card: Card) -> Tensor:
     """`pool` as the kernels read it on `card`: bytes, where the card cannot convert FP8."""
     if pool.dtype == torch.float8_e4m3fn and not card.converts_fp8:
         return pool.view(torch.uint8)
@@ -18,7 +18,7 @@ def addressed(pool: Tensor, card: Card) -> Tensor:
 
 
 @triton.jit
-def widened(x, dtype: tl.constexpr):
+def widen(x, dtype: tl.constexpr):
     """Stored entries in `dtype`."""
     if x.dtype == tl.uint8:
         x = from_e4m3(x)

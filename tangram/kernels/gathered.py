@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tangram.kernels.card import Card
 from tangram.kernels.interface import MOST_BYTES, PrefillRows
 from tangram.kernels.tiles import LOG2E, multiply
-from tangram.kernels.tiling import Operands, Tile, fitted
+from tangram.kernels.tiling import Operands, Tile, fit_tile
 from tangram.types import Int32, Int64
 
 LEAST_TOKENS = 256  # of a row; what is read a few times only is not worth a copy
@@ -84,7 +84,7 @@ class PrefillOrder:
             parts.append(lot.part(rows, offsets, cells, sources))
             begin, first = cells.stop, sources.stop
         runs = [*(lot.rows for lot in lots), asking[~wanted], others]
-        order = np.concatenate([_ordered(rows, run) for run in runs], axis=1).astype(np.int32)
+        order = np.concatenate([_order(rows, run) for run in runs], axis=1).astype(np.int32)
         all_sources = [_cells(lot.lasts, heads) for lot in lots]
         return cls(
             order,
@@ -117,8 +117,8 @@ class _Lot:
         """Lays pasts and own entries end to end and enters in `offsets` where they begin."""
         layers, _, heads, _ = rows.address.shape
         pasts, keys = _pasts(rows, self.lasts), _keys(rows)[self.rows]
-        own = np.broadcast_to(_tiled(keys)[:, None], (layers, len(keys), heads))
-        sizes = np.concatenate([_tiled(pasts), own], axis=1).reshape(layers, -1)
+        own = np.broadcast_to(_tile(keys)[:, None], (layers, len(keys), heads))
+        sizes = np.concatenate([_tile(pasts), own], axis=1).reshape(layers, -1)
         ends = np.cumsum(sizes, axis=1)
         begins = (ends - sizes).reshape(layers, -1, heads)
         pasts_begin, own_begin = np.moveaxis(offsets.reshape(layers, -1, heads, 2), -1, 0)
@@ -133,8 +133,8 @@ class _Lot:
 def _lots(rows: PrefillRows, members: Int64, most: int) -> Iterator[_Lot]:
     """`members` by sequences in lots of at most `most` entries, or of one sequence."""
     whole, heads = _Lot.of(rows, members), rows.address.shape[2]
-    pasts = _tiled(_pasts(rows, whole.lasts)).sum(axis=2).max(axis=0)
-    own = np.bincount(whole.sequence, _tiled(_keys(rows)[members]), minlength=len(pasts)).astype(
+    pasts = _tile(_pasts(rows, whole.lasts)).sum(axis=2).max(axis=0)
+    own = np.bincount(whole.sequence, _tile(_keys(rows)[members]), minlength=len(pasts)).astype(
         np.int64
     )
     filled, sizes = 0, pasts + heads * own
@@ -148,7 +148,7 @@ def _lots(rows: PrefillRows, members: Int64, most: int) -> Iterator[_Lot]:
         yield _Lot.of(rows, members[lot_of[whole.sequence] == lot])
 
 
-def _ordered(rows: PrefillRows, members: Int64) -> Int64:
+def _order(rows: PrefillRows, members: Int64) -> Int64:
     """[L, cells of `members`]: those that read most come first."""
     reads = _pasts(rows, members) + _keys(rows)[members, None]
     places = np.argsort(-reads.reshape(len(reads), -1), axis=1, kind="stable")
@@ -168,7 +168,7 @@ def _cells(members: Int64, heads: int) -> Int64:
     return (members[:, None] * heads + np.arange(heads)).ravel()
 
 
-def _tiled(entries: Int64) -> Int64:
+def _tile(entries: Int64) -> Int64:
     return -(-entries // TILE) * TILE
 
 
@@ -370,7 +370,7 @@ def attend_segments(
 
 def tile_of(dim: int, element_bytes: int, card: Card) -> Tile:
     """What a program computes at a time on `card`: as many entries as segments are multiples of."""
-    return fitted(_TILE, Operands(dim, element_bytes, hops=1), card, TILE)
+    return fit_tile(_TILE, Operands(dim, element_bytes, hops=1), card, TILE)
 
 
 def room(part: Part, layer: int, dim: int) -> int:

@@ -20,10 +20,10 @@ from torch import Tensor
 from tangram.errors import ConfigError
 from tangram.kernels.card import Card
 from tangram.kernels.decode import decode_tasks
-from tangram.kernels.e4m3 import addressed
+from tangram.kernels.e4m3 import address
 from tangram.kernels.merge import merge_segments
-from tangram.kernels.packed import Capacity, DecodeOptions, Packed, pack
-from tangram.kernels.tiling import Operands, Tile, fitted
+from tangram.kernels.packed import Capacity, DecodeOptions, PackedPlan, pack
+from tangram.kernels.tiling import Operands, Tile, fit_tile
 from tangram.plan.form import WorkPlan
 from tangram.types import Int32
 
@@ -56,12 +56,10 @@ class GpuDecode:
     ) -> None:
         self._options, self._card = options or DecodeOptions(), card or Card.of(pool.device)
         self._group, self._head_dim, self._scales = group, head_dim, scales
-        self._pool = addressed(pool, self._card)
+        self._pool = address(pool, self._card)
         self._kv_heads, self._tile_tokens = plans[0].kv_heads, plans[0].tile_tokens
         packed = [pack(plan, group, self._options, lengths) for plan in plans]
-        size = (
-            Capacity.of(plans, packed) if room is None else Capacity.of(plans, packed).joined(room)
-        )
+        size = Capacity.of(plans, packed) if room is None else Capacity.of(plans, packed).join(room)
         self.capacity = size = size.rounded if slack else size
         device, total = pool.device, sum(size.sizes.values())
         self._device_plan = torch.empty(total, dtype=torch.int32, device=device)
@@ -97,21 +95,21 @@ class GpuDecode:
                 f"the plan has tile_tokens {plan.tile_tokens} and {plan.kv_heads} KV heads, the "
                 f"buffers were made for {self._tile_tokens} and {self._kv_heads}"
             )
-        if (misfit := self._loaded(plan, lengths)) is not None:
+        if (misfit := self._load(plan, lengths)) is not None:
             raise ConfigError(misfit)
 
     def takes(self, plan: WorkPlan, lengths: Int32 | None = None) -> bool:
         """`load`, if the plan fits."""
-        return plan.tile_tokens == self._tile_tokens and self._loaded(plan, lengths) is None
+        return plan.tile_tokens == self._tile_tokens and self._load(plan, lengths) is None
 
-    def _loaded(self, plan: WorkPlan, lengths: Int32 | None) -> str | None:
+    def _load(self, plan: WorkPlan, lengths: Int32 | None) -> str | None:
         packed = pack(plan, self._group, self._options, lengths, np.asarray(self.capacity.finishes))
         misfit = self.capacity.misfit(plan, packed)
         if misfit is None:
             self._upload(packed)
         return misfit
 
-    def _upload(self, packed: Packed) -> None:
+    def _upload(self, packed: PackedPlan) -> None:
         # Megabytes: written where the device reads them from, not copied there.
         whole = torch.empty(
             len(self._device_plan), dtype=torch.int32, pin_memory=self._pool.is_cuda
@@ -209,7 +207,7 @@ class GpuDecode:
         if q.dtype not in self._tiles:
             operands = Operands(triton.next_power_of_2(self._head_dim), q.element_size(), hops=2)
             self._tiles[q.dtype] = [
-                fitted(tile, operands, self._card) for tile in self._options.kinds
+                fit_tile(tile, operands, self._card) for tile in self._options.kinds
             ]
         return self._tiles[q.dtype]
 

@@ -34,7 +34,7 @@ class GpuHostMemory:
 
     def __init__(self, pool: Tensor, pages: int) -> None:
         size, self._device = page_words(pool), pool.device
-        self._pool, self._host = words(pool), _pinned(pages, size)
+        self._pool, self._host = words(pool), _pin(pages, size)
         self._room = max(1, STAGING_BYTES // _PARTS // (4 * size))
         self._staging = torch.empty(_PARTS, self._room, size, dtype=torch.int32, device=pool.device)
         self._order = torch.arange(self._room, dtype=torch.int32, device=pool.device)
@@ -87,7 +87,7 @@ class GpuHostMemory:
             emptied.record()
 
 
-def _pinned(pages: int, size: int) -> Tensor:
+def _pin(pages: int, size: int) -> Tensor:
     """int32 [pages, size] that a GPU can read and write. Raises `ConfigError` if the driver does
     not give it.
 

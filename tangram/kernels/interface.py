@@ -45,7 +45,7 @@ class PrefillRows:
         """The most queries of an asking row; 0 if there is none."""
         return int((self.spans[:, 1] - self.spans[:, 0])[self.asking].max(initial=0))
 
-    def repeated(self, row: int, tokens: int) -> PrefillRows:
+    def repeat_row(self, row: int, tokens: int) -> PrefillRows:
         """`row` asks alone, with the queries of `tokens` tokens behind its own (KVzip's second
         pass).
         """

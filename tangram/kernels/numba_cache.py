@@ -14,7 +14,7 @@ from numba.core.caching import FunctionCache
 _log = logging.getLogger(__name__)
 
 
-def compiled(
+def compile_kept(
     *, notice: str | None = None, **options: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Compile the function below by `numba.njit(**options)`, and keep the code where Numba looks

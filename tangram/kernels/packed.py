@@ -100,7 +100,7 @@ def segment_of(plan: WorkPlan) -> Int64:
 
 
 @dataclass(frozen=True, eq=False)
-class Packed:
+class PackedPlan:
     """A plan's arrays, and per layer and kind, [L, kinds], how many tasks there are and how many
     finish a row.
     """
@@ -116,7 +116,7 @@ def pack(
     options: DecodeOptions,
     lengths: Int32 | None,
     finishing: Bool | None = None,
-) -> Packed:
+) -> PackedPlan:
     """Sort each layer's tasks by kind, keeping their order, and lay out what the kernels read.
 
     `finishing` [kinds] says whose tasks may finish rows, where `options` lets any (default: the two
@@ -179,7 +179,7 @@ def pack(
         "merge_indptr": np.append(0, np.cumsum(left))[plan.merge_indptr],
         "task_indptr": task_indptr,
     }
-    return Packed(arrays, counts, finishes)
+    return PackedPlan(arrays, counts, finishes)
 
 
 def _kinds(plan: WorkPlan, group: int, options: DecodeOptions, lengths: Int32 | None) -> Int64:
@@ -226,12 +226,12 @@ class Capacity:
         differ a little.
         """
         return Capacity(
-            {name: _rounded(size) for name, size in self.sizes.items()},
-            _rounded(self.slots),
-            tuple(_rounded(count) for count in self.tasks),
+            {name: _round_up(size) for name, size in self.sizes.items()},
+            _round_up(self.slots),
+            tuple(_round_up(count) for count in self.tasks),
             self.finishes,
-            _rounded(self.segments),
-            _rounded(self.segment_parts),
+            _round_up(self.segments),
+            _round_up(self.segment_parts),
         )
 
     def launching_all(self, options: DecodeOptions, parts: int) -> Capacity:
@@ -244,7 +244,7 @@ class Capacity:
             self, tasks=(1,) * len(kinds), finishes=finishes, segments=1, segment_parts=parts
         )
 
-    def joined(self, other: Capacity) -> Capacity:
+    def join(self, other: Capacity) -> Capacity:
         """The smallest that holds what either holds."""
         return Capacity(
             {name: max(size, other.sizes[name]) for name, size in self.sizes.items()},
@@ -255,7 +255,7 @@ class Capacity:
             max(self.segment_parts, other.segment_parts),
         )
 
-    def misfit(self, plan: WorkPlan, packed: Packed) -> str | None:
+    def misfit(self, plan: WorkPlan, packed: PackedPlan) -> str | None:
         """What of the plan is too large, with the limit; None if it fits."""
         for name, size in self.sizes.items():
             if packed.arrays[name].size > size:
@@ -274,7 +274,7 @@ class Capacity:
         return None
 
     @classmethod
-    def of(cls, plans: Sequence[WorkPlan], packed: Sequence[Packed]) -> Capacity:
+    def of(cls, plans: Sequence[WorkPlan], packed: Sequence[PackedPlan]) -> Capacity:
         """The smallest capacity that holds each of `plans`, which are `packed`."""
         return cls(
             sizes={
@@ -291,6 +291,6 @@ class Capacity:
         )
 
 
-def _rounded(value: int) -> int:
+def _round_up(value: int) -> int:
     """The power of two at or above `value`; nothing stays nothing."""
     return 1 << (value - 1).bit_length() if value else 0

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tangram.kernels.gathered import PrefillOrder
 from tangram.kernels.interface import PrefillRows, Room
-from tangram.kernels.transfer import staged, views
+from tangram.kernels.transfer import stage, views
 from tangram.types import Int32
 
 
@@ -68,7 +68,7 @@ class RowBuffers:
     def load(self, row: PrefillRows, cells: PrefillOrder) -> None:
         """What follows on the current stream computes `row`, which is like the first."""
         whole = np.concatenate([array.ravel() for array in _arrays(row, cells)])
-        self.whole.copy_(staged(whole, self.whole.device), non_blocking=True)
+        self.whole.copy_(stage(whole, self.whole.device), non_blocking=True)
 
 
 def _arrays(row: PrefillRows, cells: PrefillOrder) -> list[Int32]:

@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tangram.kernels.card import Card
-from tangram.kernels.e4m3 import widened
+from tangram.kernels.e4m3 import widen
 from tangram.kernels.tiles import LOG2E, multiply, soft_cap
-from tangram.kernels.tiling import Operands, Tile, fitted
+from tangram.kernels.tiling import Operands, Tile, fit_tile
 
 # Chosen by trial on Hopper; wide are heads of more than 128
 TILE, WIDE_TILE = (Tile(64), Tile(64, entries=32))
@@ -53,7 +53,7 @@ def _absorb(
 
 
 @triton.jit
-def _taken(place, d, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def _load_dimensions(place, d, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """[N, BLOCK_D] from `place`, zero where a head has no such dimension."""
     if BLOCK_D == D:
         return tl.load(place)
@@ -154,11 +154,11 @@ def prefill_tiles(
                 place = (
                     pool + ((page * HP + column) * (2 * P * D) + (n % P) * D)[:, None] + d[None, :]
                 )
-                keys = _taken(place, d, D, BLOCK_D)
-                values = _taken(place + P * D, d, D, BLOCK_D)
+                keys = _load_dimensions(place, d, D, BLOCK_D)
+                values = _load_dimensions(place + P * D, d, D, BLOCK_D)
                 if SCALED:
-                    keys = (widened(keys, tl.float32) * k_scale).to(query.dtype)
-                    values = (widened(values, tl.float32) * v_scale).to(query.dtype)
+                    keys = (widen(keys, tl.float32) * k_scale).to(query.dtype)
+                    values = (widen(values, tl.float32) * v_scale).to(query.dtype)
                 acc, peak, total = _absorb(
                     acc, peak, total, query, keys, values, 0, scaling, softcap, False, SOFTCAP
                 )
@@ -173,8 +173,8 @@ def prefill_tiles(
             keys = tl.load(place, mask=here, other=0.0)
             values = tl.load(place + P * D, mask=here, other=0.0)
             if SCALED:
-                keys = (widened(keys, tl.float32) * k_scale).to(query.dtype)
-                values = (widened(values, tl.float32) * v_scale).to(query.dtype)
+                keys = (widen(keys, tl.float32) * k_scale).to(query.dtype)
+                values = (widen(values, tl.float32) * v_scale).to(query.dtype)
             acc, peak, total = _absorb(
                 acc, peak, total, query, keys, values, hidden, scaling, softcap, True, SOFTCAP
             )
@@ -187,8 +187,8 @@ def prefill_tiles(
             own_begin = (lead + first) // BLOCK_N * BLOCK_N
             for at in range(0, own_begin, BLOCK_N):
                 n = (at + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
-                keys = _taken(own_k + n * stride_k + d[None, :], d, D, BLOCK_D)
-                values = _taken(own_v + n * stride_v + d[None, :], d, D, BLOCK_D)
+                keys = _load_dimensions(own_k + n * stride_k + d[None, :], d, D, BLOCK_D)
+                values = _load_dimensions(own_v + n * stride_v + d[None, :], d, D, BLOCK_D)
                 acc, peak, total = _absorb(
                     acc, peak, total, query, keys, values, 0, scaling, softcap, False, SOFTCAP
                 )
@@ -214,7 +214,7 @@ def prefill_tiles(
 
 def tile_of(operands: Operands, card: Card) -> Tile:
     """What a program computes at a time on `card`."""
-    return fitted(TILE if operands.head_dim <= 128 else WIDE_TILE, operands, card)
+    return fit_tile(TILE if operands.head_dim <= 128 else WIDE_TILE, operands, card)
 
 
 def prefill(

@@ -265,7 +265,7 @@ def prefill(
             )
         own = keys[head, lead:], values[head, lead:]
         if slides:
-            part = _windowed(
+            part = _attend_window(
                 queries[head], (past_k, past_v), own, window or 0, scaling=scaling, softcap=softcap
             )
         else:
@@ -285,7 +285,7 @@ def _merge_two(one: Part, other: Part) -> Part:
     return torch.lerp(other[0], one[0], weight), torch.logaddexp(one[1], other[1])
 
 
-def _windowed(
+def _attend_window(
     q: Tensor,
     past: tuple[Tensor, Tensor],
     own: tuple[Tensor, Tensor],

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from tangram.kernels.numba_cache import compiled
+from tangram.kernels.numba_cache import compile_kept
 
 
-@compiled()
+@compile_kept()
 def sort_by_kind(kind, layer_indptr, order, task_indptr, counts):  # type: ignore[no-untyped-def]
     """Each layer's tasks by `kind` [N], in their own order within one.
 
@@ -36,7 +36,7 @@ def sort_by_kind(kind, layer_indptr, order, task_indptr, counts):  # type: ignor
             place[kind[task]] += 1
 
 
-@compiled()
+@compile_kept()
 def find_finishers(  # type: ignore[no-untyped-def]
     kind,
     may,
@@ -78,7 +78,7 @@ def find_finishers(  # type: ignore[no-untyped-def]
                 finishes[layer, least] += 1
 
 
-@compiled()
+@compile_kept()
 def write_tasks(  # type: ignore[no-untyped-def]
     order,
     table,
@@ -121,7 +121,7 @@ def write_tasks(  # type: ignore[no-untyped-def]
         words[12] = before[first]
 
 
-@compiled()
+@compile_kept()
 def write_entries(
     rows: Any, direct: Any, slot: Any, segment: Any, before: Any, entries: Any
 ) -> None:

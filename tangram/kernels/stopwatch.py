@@ -13,7 +13,7 @@ import torch
 
 
 @dataclass(frozen=True, eq=False)
-class Taken:
+class GraphBlocks:
     """The events around blocks that a graph replays."""
 
     events: tuple[tuple[Any, Any], ...]
@@ -30,7 +30,7 @@ class Stopwatch:
     On a CPU that is the clock. On a GPU an event is put on the stream before and after a block:
     what lies between them is the time from one to the other, read by a later `collect` once both
     have passed. Blocks do not nest. A graph that is captured around blocks takes their events with
-    it (`Taken`): whoever replays it says so.
+    it (`GraphBlocks`): whoever replays it says so.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -38,7 +38,7 @@ class Stopwatch:
         self._running: deque[tuple[Any, Any]] = deque()
         self._spare: list[tuple[Any, Any]] = []
         self._captured: list[tuple[Any, Any]] = []
-        self._replayed: dict[Taken, tuple[int, Any]] = {}
+        self._replayed: dict[GraphBlocks, tuple[int, Any]] = {}
         self.seconds = 0.0
 
     @contextmanager
@@ -61,12 +61,12 @@ class Stopwatch:
         end.record(stream)
         (self._captured if captured else self._running).append((begin, end))
 
-    def taken(self) -> Taken:
+    def take_blocks(self) -> GraphBlocks:
         """The blocks of the graph that has just been captured."""
-        found, self._captured = Taken(tuple(self._captured)), []
+        found, self._captured = GraphBlocks(tuple(self._captured)), []
         return found
 
-    def replayed(self, blocks: Taken) -> None:
+    def count_replay(self, blocks: GraphBlocks) -> None:
         """The graph that took `blocks` with it has just been launched once more."""
         if blocks.events:
             passed = _event(external=False)

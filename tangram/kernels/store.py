@@ -13,7 +13,7 @@ from tangram.kernels.reference import FP8_MAX
 
 
 @triton.jit
-def _stored(x, scale, dtype: tl.constexpr, LIMIT: tl.constexpr, SCALED: tl.constexpr):
+def _convert(x, scale, dtype: tl.constexpr, LIMIT: tl.constexpr, SCALED: tl.constexpr):
     """`x` as a pool of `dtype` stores it: over its scale and within what the pool can hold."""
     if SCALED:
         x = tl.minimum(tl.maximum(x.to(tl.float32) / scale, -LIMIT), LIMIT)
@@ -64,9 +64,9 @@ def append_entries(
         v_scale = tl.load(scales + (layer * H + head) * 2 + 1)
     key = tl.load(k + row * stride_k + head * stride_k_head + d, mask=here)
     value = tl.load(v + row * stride_v + head * stride_v_head + d, mask=here)
-    tl.store(place, _stored(key, k_scale, pool.dtype.element_ty, LIMIT, SCALED), mask=here)
+    tl.store(place, _convert(key, k_scale, pool.dtype.element_ty, LIMIT, SCALED), mask=here)
     tl.store(
-        place + P * D, _stored(value, v_scale, pool.dtype.element_ty, LIMIT, SCALED), mask=here
+        place + P * D, _convert(value, v_scale, pool.dtype.element_ty, LIMIT, SCALED), mask=here
     )
 
 
@@ -129,16 +129,16 @@ def store_rows(
         if SCALED:
             k_scale = tl.load(scales + (layer * H + head) * 2)
             v_scale = tl.load(scales + (layer * H + head) * 2 + 1)
-        tl.store(target, _stored(keys, k_scale, pool.dtype.element_ty, LIMIT, SCALED), mask=here)
+        tl.store(target, _convert(keys, k_scale, pool.dtype.element_ty, LIMIT, SCALED), mask=here)
         tl.store(
             target + P * D,
-            _stored(values, v_scale, pool.dtype.element_ty, LIMIT, SCALED),
+            _convert(values, v_scale, pool.dtype.element_ty, LIMIT, SCALED),
             mask=here,
         )
 
 
 @triton.jit
-def _ordered(scores, valid):
+def _order_scores(scores, valid):
     """Scores as int32 that compare like them: NaN below all, -0.0 equal to 0.0, places that are no
     tokens lowest.
     """
@@ -155,7 +155,7 @@ def _load_keys(scores, c, C: tl.constexpr, sinks, window):
     valid = c < C
     x = tl.load(scores + c, mask=valid, other=0.0)
     forced = valid & ((c < sinks) | (c >= C - window))
-    return _ordered(tl.where(forced, float("inf"), x), valid)
+    return _order_scores(tl.where(forced, float("inf"), x), valid)
 
 
 @triton.jit(
@@ -240,12 +240,12 @@ def seal_chunk(
         v_scale = tl.load(scales + (layer * H + head) * 2 + 1)
     source = (chunk * C + own).to(tl.int64)[:, None]
     keys = tl.load(k + source * stride_k + head * stride_k_head + d[None, :], mask=here, other=0.0)
-    tl.store(target, _stored(keys, k_scale, pool.dtype.element_ty, LIMIT, SCALED), mask=here)
+    tl.store(target, _convert(keys, k_scale, pool.dtype.element_ty, LIMIT, SCALED), mask=here)
     values = tl.load(
         v + source * stride_v + head * stride_v_head + d[None, :], mask=here, other=0.0
     )
     tl.store(
-        target + P * D, _stored(values, v_scale, pool.dtype.element_ty, LIMIT, SCALED), mask=here
+        target + P * D, _convert(values, v_scale, pool.dtype.element_ty, LIMIT, SCALED), mask=here
     )
 
 

@@ -37,7 +37,7 @@ class Operands:
     widens: bool = False
 
 
-def shared_bytes(tile: Tile, operands: Operands, card: Card) -> int:
+def count_shared_bytes(tile: Tile, operands: Operands, card: Card) -> int:
     """The shared memory that Triton takes for a program, or a little more
     (`tests/gpu/test_cards.py`).
 
@@ -55,13 +55,13 @@ def shared_bytes(tile: Tile, operands: Operands, card: Card) -> int:
 
 
 @cache
-def fitted(tile: Tile, operands: Operands, card: Card, least: int = LEAST_ENTRIES) -> Tile:
+def fit_tile(tile: Tile, operands: Operands, card: Card, least: int = LEAST_ENTRIES) -> Tile:
     """`tile`, or the nearest that fits: fewer stages, then half the entries, down to `least`.
 
     Raises `ConfigError` if nothing fits.
     """
     for smaller in _smaller(tile, least):
-        if shared_bytes(smaller, operands, card) <= card.shared_bytes:
+        if count_shared_bytes(smaller, operands, card) <= card.shared_bytes:
             return smaller
     raise ConfigError(
         f"heads of {operands.head_dim} dimensions in {8 * operands.element_bytes} bits do not fit "

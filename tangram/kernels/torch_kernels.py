@@ -45,7 +45,7 @@ class TorchKernels:
                 f"decode_schedule is {self._schedule.text!r}: +{foreign[0]} tells the GPU's "
                 f"kernels how to run, leave it out on {pool.device.type}"
             )
-        if cpu.compiled(pool):
+        if cpu.runs_compiled(pool):
             cpu.warm_up()
 
     def width(self, rows: int) -> int:
@@ -130,7 +130,7 @@ class TorchKernels:
                 v[first:last],
                 self._pool,
                 self._tables,
-                *self._address(layer, row),
+                *self._find_address(layer, row),
                 scaling=scaling,
                 window=window,
                 past_tokens=position,
@@ -151,14 +151,14 @@ class TorchKernels:
 
     def first_keys(self, layer: int, row: int, count: int) -> Tensor:
         """See `PoolKernels`."""
-        table, column, _ = self._address(layer, row)
+        table, column, _ = self._find_address(layer, row)
         return reference.first_keys(self._pool, self._tables, table, column, count)
 
     def _store(
         self, layer: int, row: int, k: Tensor | list[Tensor], v: Tensor | list[Tensor]
     ) -> None:
-        reference.store(k, v, self._pool, self._tables, *self._address(layer, row))
+        reference.store(k, v, self._pool, self._tables, *self._find_address(layer, row))
 
-    def _address(self, layer: int, row: int) -> tuple[Int32, Int32, Int32]:
+    def _find_address(self, layer: int, row: int) -> tuple[Int32, Int32, Int32]:
         table, column, past = self._rows.address[layer, row].T
         return table, column, past

@@ -13,7 +13,7 @@ from torch import Tensor
 from tangram.types import Int32
 
 
-def staged(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+def stage(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     """`array` as a host tensor from which a `non_blocking` copy to `device` does not make the host
     wait.
     """
@@ -21,14 +21,14 @@ def staged(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     return host.pin_memory() if device.type == "cuda" else host
 
 
-def placed(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+def place(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     """A copy of `array` on `device`."""
-    return staged(array, device).to(device, non_blocking=True)
+    return stage(array, device).to(device, non_blocking=True)
 
 
 def upload(arrays: Sequence[Int32], device: torch.device) -> list[Tensor]:
     """Copies of `arrays` on `device`, by one transfer; they lie in one buffer."""
-    return views(placed(np.concatenate([array.ravel() for array in arrays]), device), arrays)
+    return views(place(np.concatenate([array.ravel() for array in arrays]), device), arrays)
 
 
 def views(whole: Tensor, arrays: Sequence[Int32]) -> list[Tensor]:
@@ -37,7 +37,7 @@ def views(whole: Tensor, arrays: Sequence[Int32]) -> list[Tensor]:
     return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
-class Fetched:
+class HostCopies:
     """Copies of `tensors` on their way to the host; work that is given to the device later does not
     delay them.
     """

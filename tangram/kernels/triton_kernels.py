@@ -14,12 +14,12 @@ from torch import Tensor
 
 from tangram.kernels import dense, gathered, keydiff, prefill, reference, store
 from tangram.kernels.card import Card
-from tangram.kernels.e4m3 import addressed
+from tangram.kernels.e4m3 import address
 from tangram.kernels.gpu import FEW_PARTS, MANY_PARTS, GpuDecode
 from tangram.kernels.interface import MOST_BYTES, PrefillRows, Ranking, Room
 from tangram.kernels.packed import Capacity, DecodeOptions, pack
 from tangram.kernels.padded import RowBuffers
-from tangram.kernels.transfer import staged, upload
+from tangram.kernels.transfer import stage, upload
 from tangram.plan.cost import CostModel
 from tangram.plan.form import DecodeRows, WorkPlan
 from tangram.plan.policy import Policy, StepLoad
@@ -64,7 +64,7 @@ class TritonKernels:
         card: Card | None = None,
     ) -> None:
         self._card = card or Card.of(pool.device)
-        self._pool, self._dtype = addressed(pool, self._card), pool.dtype
+        self._pool, self._dtype = address(pool, self._card), pool.dtype
         self._group, self._policy, self._decode_rows, self._fixed = group, policy, 0, schedule
         device = pool.device
         self._cost = CostModel() if policy is None else policy.cost
@@ -102,7 +102,7 @@ class TritonKernels:
             known = self._decoders[width, options] = self._executing(plan, batch, options, room)
         self._decoder, self._decode_address = (
             known,
-            self._addressed(batch.rows, len(batch.lengths), width),
+            self._pack_addresses(batch.rows, len(batch.lengths), width),
         )
         return schedule.kind
 
@@ -115,7 +115,7 @@ class TritonKernels:
             DecodeOptions.of(schedule),
         )
         apart = replace(options, merge="kernel")
-        self._decode_address = self._addressed(batch.rows, len(batch.lengths), width)
+        self._decode_address = self._pack_addresses(batch.rows, len(batch.lengths), width)
         for one, parts in (
             (options, FEW_PARTS[0]),
             *((apart, parts) for parts in (*FEW_PARTS[1:], MANY_PARTS)),
@@ -140,7 +140,7 @@ class TritonKernels:
             card=self._card,
         )
 
-    def _addressed(self, rows: DecodeRows, nowhere: int, width: int) -> Tensor:
+    def _pack_addresses(self, rows: DecodeRows, nowhere: int, width: int) -> Tensor:
         """[L, width, H, 3]: table offset, column and length of each head; rows beyond the batch
         have length 0.
         """
@@ -152,7 +152,7 @@ class TritonKernels:
         kept = self._addresses.setdefault(
             width, torch.empty(address.shape, dtype=torch.int32, device=self._pool.device)
         )
-        return kept.copy_(staged(address, self._pool.device), non_blocking=True)
+        return kept.copy_(stage(address, self._pool.device), non_blocking=True)
 
     def _scale(self, layers: int, heads: int) -> None:
         if self._scales is None and self._pool.dtype.itemsize == 1:
@@ -190,7 +190,7 @@ class TritonKernels:
             self._lengths = torch.empty(
                 lengths.size + 1, dtype=torch.int32, device=self._pool.device
             )
-        new_lengths = staged(np.append(lengths.reshape(-1), np.int32(0)), self._pool.device)
+        new_lengths = stage(np.append(lengths.reshape(-1), np.int32(0)), self._pool.device)
         self._lengths.copy_(new_lengths, non_blocking=True)
 
     def begin_row(self, tables: Tensor, row: PrefillRows, room: Room) -> bool:

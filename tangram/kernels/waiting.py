@@ -50,7 +50,7 @@ class WaitPolicy:
     ) -> None:
         self._tasks, self._clock_s = tasks, clock_s
         self._chosen = any(name in environment for name in _OWN_CHOICE)
-        self._since_s, self._waited = clock_s(), _waited_s(tasks)
+        self._since_s, self._waited = clock_s(), _read_waits_s(tasks)
         self._free_s = 0.0
         self._release: weakref.finalize[[], WaitPolicy] | None = None
 
@@ -66,7 +66,7 @@ class WaitPolicy:
         seconds = self._clock_s() - self._since_s
         if self._chosen or seconds < WINDOW_S:
             return
-        before, self._waited = self._waited, _waited_s(self._tasks)
+        before, self._waited = self._waited, _read_waits_s(self._tasks)
         share = sum(max(0.0, now - before.get(task, now)) for task, now in self._waited.items())
         share /= seconds
         self._since_s += seconds
@@ -78,7 +78,7 @@ class WaitPolicy:
             self._release = None
 
 
-def _waited_s(tasks: Path) -> dict[str, float]:
+def _read_waits_s(tasks: Path) -> dict[str, float]:
     """Seconds that each thread has waited for a core since it began; nothing where that is not
     known.
     """

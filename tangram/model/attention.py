@@ -82,7 +82,7 @@ class StepAttention:
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Serve one layer of the pass; see `AttentionContext`."""
         layer = int(module.layer_idx)  # type: ignore[arg-type]
-        out, known = torch.empty(q.shape, dtype=q.dtype, device=q.device), _known(options)
+        out, known = torch.empty(q.shape, dtype=q.dtype, device=q.device), _translate(options)
         self.kernels.decode(layer, q, k, v, out, **known)
         # No score looks at what attention gives: with all chunks sealed, rows of one sequence
         # attend side by side.
@@ -131,7 +131,7 @@ class RepeatAttention:
         )
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self.kernels.prefill(
-            layer, q, keys, values, out, window=self.windows[layer], **_known(options)
+            layer, q, keys, values, out, window=self.windows[layer], **_translate(options)
         )
         if layer in self.sealer.pending:
             with self.sealing.timing():
@@ -139,7 +139,7 @@ class RepeatAttention:
         return out
 
 
-def _known(options: Mapping[str, Any]) -> dict[str, Any]:
+def _translate(options: Mapping[str, Any]) -> dict[str, Any]:
     """What Transformers says of a layer's attention, in the kernels' words."""
     return {
         "scaling": options["scaling"],

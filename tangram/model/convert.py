@@ -33,7 +33,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 
 from tangram.config import cache_folder
 from tangram.errors import ModelError
-from tangram.model.files import check_gguf, check_safetensors, gguf_tensor_names
+from tangram.model.weight_files import check_gguf, check_safetensors, gguf_tensor_names
 
 # What Transformers raises for configs, weights and tokenizers that are not what they should be.
 UNREADABLE = (

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-class _Joined(nn.Module):
+class _JoinedWeights(nn.Module):
     """The weights of several linear maps, end to end; the product of an input is kept until each
     has had its part.
     """
@@ -48,7 +48,7 @@ class _Joined(nn.Module):
 
 
 class _Part(nn.Module):
-    def __init__(self, joined: _Joined, number: int) -> None:
+    def __init__(self, joined: _JoinedWeights, number: int) -> None:
         super().__init__()
         self.joined, self.number = joined, number
 
@@ -66,7 +66,7 @@ def join_projections(model: nn.Module) -> None:
                 part for name in names if type(part := getattr(module, name, None)) is nn.Linear
             ]
             if len(maps) == len(names) and _alike(maps):
-                joined = _Joined(maps)
+                joined = _JoinedWeights(maps)
                 for number, name in enumerate(names):
                     setattr(module, name, _Part(joined, number))
 

@@ -16,14 +16,14 @@ from transformers.utils.hub import cached_file
 
 from tangram.compress.profile import ModelFingerprint
 from tangram.errors import ModelError
-from tangram.foreign_files import expanded
+from tangram.foreign_files import expand_home
 from tangram.model.attention import IMPLEMENTATION, keep_hidden
-from tangram.model.checks import probe_geometry, refuse_unsupported
 from tangram.model.convert import UNREADABLE, convert_gguf, read_tokenizer, refuse_difference
 from tangram.model.dummy import random_model, tokenizer_or_numbers
-from tangram.model.files import check_index, check_safetensors
 from tangram.model.place import find_device
+from tangram.model.servable import probe_geometry, refuse_unsupported
 from tangram.model.source import check_source, gguf_file, is_gguf
+from tangram.model.weight_files import check_index, check_safetensors
 from tangram.types import Geometry
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -192,5 +192,5 @@ def _resolve(name: str) -> str:
     check_source(name)
     if is_gguf(name):
         return str(convert_gguf(gguf_file(name)))
-    path = expanded(name)
+    path = expand_home(name)
     return str(path) if path.is_dir() else name

@@ -21,7 +21,7 @@ from torch import Tensor
 from tangram.cache.retention import Retention
 from tangram.compress.profile import Scope
 from tangram.compress.select import dynamic_choice
-from tangram.kernels.transfer import Fetched
+from tangram.kernels.transfer import HostCopies
 from tangram.metrics import GroupOverflow
 from tangram.model.sealing import Wishes
 from tangram.types import Int64
@@ -59,7 +59,7 @@ class Overflow:
 
     def __init__(self, retentions: Sequence[Retention], scope: Scope, every: int) -> None:
         self._retentions, self._scope, self._every = retentions, scope, every
-        self._coming: deque[tuple[Retention, Fetched]] = deque()
+        self._coming: deque[tuple[Retention, HostCopies]] = deque()
         self.clear()
 
     def clear(self) -> None:
@@ -93,7 +93,7 @@ class Overflow:
             retention.window_tokens,
             start,
         )
-        self._coming.append((retention, Fetched(choice.sum(dim=-1))))
+        self._coming.append((retention, HostCopies(choice.sum(dim=-1))))
 
     def collect(self) -> None:
         """Enter the wishes that have arrived; the device is not waited for."""

@@ -7,7 +7,7 @@ import logging
 import torch
 
 from tangram.errors import ConfigError
-from tangram.kernels.card import unserved
+from tangram.kernels.card import explain_unserved
 
 _log = logging.getLogger("tangram")
 
@@ -18,7 +18,7 @@ def find_device(device: str) -> torch.device:
     Raises `ConfigError` for a device that there is not, or that the kernels do not run on.
     """
     if device == "auto":
-        return _found()
+        return _find()
     try:
         place = torch.device(device)
     except RuntimeError as error:
@@ -34,14 +34,14 @@ def find_device(device: str) -> torch.device:
             f"device is {device!r}, an engine takes the first GPU it sees: set "
             f"CUDA_VISIBLE_DEVICES={place.index} and use cuda"
         )
-    if place.type == "cuda" and (why := unserved()) is not None:
+    if place.type == "cuda" and (why := explain_unserved()) is not None:
         raise ConfigError(f"device is {device!r}, but {why}: use cpu")
     return place
 
 
-def _found() -> torch.device:
+def _find() -> torch.device:
     if torch.cuda.is_available():
-        why = unserved()
+        why = explain_unserved()
         if why is None:
             return torch.device("cuda")
         _log.warning("%s: running on the CPU", why)

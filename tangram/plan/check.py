@@ -204,9 +204,9 @@ def _check_outputs(plan: WorkPlan, rows: DecodeRows, cell: Int64, layer: Int64) 
     )
     unique = len(np.unique(written[:, :2], axis=0)) == len(written)
     _demand(np.array([unique]), "two parts of a layer write one slot")
-    same = len(listed) == len(written) and (_sorted(listed) == _sorted(written)).all()
+    same = len(listed) == len(written) and (_sort(listed) == _sort(written)).all()
     _demand(np.array([same]), "merge segments do not list the slots that their parts write")
 
 
-def _sorted(table: Int64) -> Int64:
+def _sort(table: Int64) -> Int64:
     return table[np.lexsort(table.T)]

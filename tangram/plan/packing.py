@@ -84,7 +84,7 @@ def _pack(forest: Forest, edge: Bool, tail: Bool, most_rows: int) -> tuple[Int64
     """The node of each shared source, and all sources: packed nodes in runs of up to `most_rows`
     rows, then tails.
     """
-    node, position = _served(forest, edge, tail)
+    node, position = _find_served(forest, edge, tail)
     opens = np.ones(len(node), np.bool_)
     opens[1:] = node[1:] != node[:-1]
     starts = np.flatnonzero(opens)
@@ -96,7 +96,7 @@ def _pack(forest: Forest, edge: Bool, tail: Bool, most_rows: int) -> tuple[Int64
     return node[begin], Sources(np.append(served[begin], every), indptr, np.append(served, every))
 
 
-def _served(forest: Forest, edge: Bool, tail: Bool) -> tuple[Int64, Int64]:
+def _find_served(forest: Forest, edge: Bool, tail: Bool) -> tuple[Int64, Int64]:
     """Pairs (node, position), by node: the rows that read the node by a task of its own."""
     # By position: is the edge from the node of this level to what follows it kept?
     below = tail.copy()

@@ -27,7 +27,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from tangram.errors import ConfigError
-from tangram.foreign_files import read_text, replaced
+from tangram.foreign_files import read_text, replace_file
 from tangram.plan.cost import CostModel
 from tangram.plan.profit import Prefixes
 from tangram.plan.schedule import Decoding
@@ -86,7 +86,7 @@ def policy_name(device: str, *, kv_heads: int, group: int, head_dim: int, dtype:
 
 @dataclass(frozen=True)
 class Policy:
-    """Measurements and the choice that follows from them; build it with `fitted`.
+    """Measurements and the choice that follows from them; build it with `fit`.
 
     `device` and `geometry` say where it holds. `step_us` has a row for each load, a column for each
     schedule: device time, and planning where a schedule plans at every step. `reach` is how far a
@@ -102,7 +102,7 @@ class Policy:
     reach: float
 
     @classmethod
-    def fitted(
+    def fit(
         cls,
         device: str,
         geometry: dict[str, Any],
@@ -180,7 +180,7 @@ class Policy:
     def save(self, path: Path) -> None:
         """Write all fields as JSON, whole or not at all."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replaced(path) as file:
+        with replace_file(path) as file:
             file.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod

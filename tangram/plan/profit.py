@@ -109,8 +109,8 @@ def choose(
         return Packing.of(forest, np.ones(nodes, np.bool_), np.ones(rows, np.bool_))
     if rule == "paper":
         return Packing.of(forest, *_paper(forest, prefixes))
-    alone = np.append(_measured(forest, prefixes, cost, group, most_rows), False)
-    if rule == "thrifty" and _spared(forest, prefixes, alone, most_rows) < THRIFT:
+    alone = np.append(_choose_alone(forest, prefixes, cost, group, most_rows), False)
+    if rule == "thrifty" and _measure_spared(forest, prefixes, alone, most_rows) < THRIFT:
         alone[:] = False
     return Packing.of(forest, alone[forest.parent], alone[forest.deepest])
 
@@ -126,7 +126,7 @@ def _paper(forest: Forest, prefixes: Prefixes) -> tuple[Bool, Bool]:
     return edge, span[forest.deepest] >= 4
 
 
-def _measured(
+def _choose_alone(
     forest: Forest, prefixes: Prefixes, cost: CostModel, group: int, most_rows: int
 ) -> Bool:
     """[N]: which nodes get tasks of their own. From the leaves up, the least cost for each place a
@@ -162,7 +162,7 @@ def _measured(
     return _decide(forest, separate[::-1])
 
 
-def _spared(forest: Forest, prefixes: Prefixes, alone: Bool, most_rows: int) -> float:
+def _measure_spared(forest: Forest, prefixes: Prefixes, alone: Bool, most_rows: int) -> float:
     """The share of all entries that is not read when the nodes `alone` [N + 1] have tasks of their
     own.
     """

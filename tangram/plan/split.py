@@ -111,7 +111,7 @@ def longest_first(size: npt.NDArray[np.float64 | np.int64]) -> Int64:
     return np.asarray((ORDER_STEPS - size * scale).astype(np.uint16).argsort(axis=1, kind="stable"))
 
 
-def fitted(size: Float64, target: Float64, wanted: int, most: Float64 | float = np.inf) -> Int64:
+def fit_parts(size: Float64, target: Float64, wanted: int, most: Float64 | float = np.inf) -> Int64:
     """[L, …]: how many parts of at most `target` [L, 1, 1] each cell of `size` is cut into, `most`
     at most.
 
@@ -258,7 +258,7 @@ class _Slots:
     def of(cls, sources: Sources, count: Int64, rows: int) -> _Slots:
         """Number the partial results of each layer in the order (row, head, source, part)."""
         if sources.single:
-            return cls._numbered(count)
+            return cls._number(count)
         order = np.argsort(sources.reader, kind="stable")
         row = sources.reader[order]
         by_row = count.take(
@@ -267,13 +267,13 @@ class _Slots:
         begin = np.searchsorted(row, np.arange(rows + 1))
         before = np.zeros((len(count), len(order) + 1, count.shape[2]), np.int64)
         np.cumsum(by_row, axis=1, out=before[:, 1:])
-        outputs = cls._numbered(np.diff(before.take(begin, axis=1), axis=1))
+        outputs = cls._number(np.diff(before.take(begin, axis=1), axis=1))
         shift = outputs.first - before.take(begin[:-1], axis=1)
         first = (before[:, :-1] + shift.take(row, axis=1)).take(np.argsort(order), axis=1)
         return cls(outputs.parts, outputs.split, first, outputs.per_layer)
 
     @classmethod
-    def _numbered(cls, parts: Int64) -> _Slots:
+    def _number(cls, parts: Int64) -> _Slots:
         split = parts > 1
         partial = (parts * split).reshape(len(parts), -1)
         end = np.cumsum(partial, axis=1)

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tangram.plan.form import DecodeRows, RangeKind, WorkPlan
-from tangram.plan.split import Parts, Sources, finish, fitted, require_positive
+from tangram.plan.split import Parts, Sources, finish, fit_parts, require_positive
 from tangram.types import Float64, Int32, Int64
 
 # Parts for each cell where these are about as many as workers: room to cut the long ones, not all
@@ -115,7 +115,7 @@ def _count(
         wanted = max(wanted, int(SPARE * cells))
     tiles, most = -(-tokens // tile) * weight[:, None], np.maximum(tokens // grain.min_tokens, 1)
     target = np.maximum(tiles.sum(axis=(1, 2), keepdims=True) / wanted, least)
-    count = fitted(tiles, target, wanted, most)
+    count = fit_parts(tiles, target, wanted, most)
     np.maximum(count[:, shared:], 1, out=count[:, shared:])
     count[rows.windowed, :shared], count[rows.windowed, shared:] = 0, 1
     return count, work

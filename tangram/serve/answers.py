@@ -6,14 +6,14 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
 
+from tangram.serve.api_errors import ApiError
 from tangram.serve.bridge import EventStream, Job
-from tangram.serve.errors import ApiError
 from tangram.serve.replies import Format, Json, usage_json
 from tangram.serve.schema import StreamOptions
 from tangram.types import Usage
 
 
-async def finished(events: EventStream, style: Format, job: Job, head: Json) -> Json:
+async def finish(events: EventStream, style: Format, job: Job, head: Json) -> Json:
     """The whole answer; what has not ended when it is given up is aborted."""
     try:
         return head | {"object": style.whole_object} | await _whole(events, style, job)

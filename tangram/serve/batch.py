@@ -22,7 +22,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tangram.errors import ConfigError, RequestError, TangramError
-from tangram.serve.errors import ApiError, of_request_error, of_validation
+from tangram.serve.api_errors import ApiError, of_request_error, of_validation
 from tangram.serve.parsing import parse
 from tangram.serve.replies import Json
 from tangram.serve.schema import ChatRequest, CompletionRequest
@@ -45,7 +45,7 @@ class _Line(BaseModel):
 
 
 @dataclass(frozen=True)
-class Task:
+class BatchLine:
     """One line of the input. `custom_id` is None where it has none of its own; `request` is None
     where it is wrong.
     """
@@ -78,7 +78,7 @@ class BatchFiles:
 
     source: Path
     target: Path
-    tasks: list[Task] = field(init=False)
+    tasks: list[BatchLine] = field(init=False)
     total: int = field(init=False)
     output: io.FileIO = field(init=False, repr=False)
 
@@ -89,9 +89,9 @@ class BatchFiles:
                     f"output is {str(self.target)!r}, the file of the requests: choose another file"
                 )
             tasks = list(_tasks(self.source))
-            self.output = _opened(self.target)
+            self.output = _open(self.target)
             try:
-                done = _done(self.output, self.target)
+                done = _read_done_keys(self.output, self.target)
             except BaseException:
                 self.output.close()
                 raise
@@ -108,7 +108,7 @@ class BatchFiles:
         return self.total - len(self.tasks)
 
 
-def _tasks(source: Path) -> Iterator[Task]:
+def _tasks(source: Path) -> Iterator[BatchLine]:
     first_lines: dict[str, int] = {}
     for number, text in enumerate(source.read_text(encoding="utf-8-sig").split("\n"), 1):
         if not text.strip():
@@ -121,30 +121,30 @@ def _tasks(source: Path) -> Iterator[Task]:
             message = (
                 f"custom_id is {task.custom_id!r}, as in line {first}: each line needs its own"
             )
-            task = Task(
+            task = BatchLine(
                 number, None, None, ApiError(400, message, param="custom_id", code="invalid_value")
             )
         yield task
 
 
-def _task(number: int, text: str) -> Task:
+def _task(number: int, text: str) -> BatchLine:
     try:
         data = parse(text.encode(), f"line {number}")
     except ApiError as error:
-        return Task(number, None, None, error)
+        return BatchLine(number, None, None, error)
     own = data.get("custom_id") if isinstance(data, dict) else None
     custom_id = own if isinstance(own, str) else None
     try:
-        return Task(number, custom_id, _Line.model_validate(data), None)
+        return BatchLine(number, custom_id, _Line.model_validate(data), None)
     except ValidationError as error:
-        return Task(number, custom_id, None, of_validation(error))
+        return BatchLine(number, custom_id, None, of_validation(error))
 
 
 def _are_same(source: Path, target: Path) -> bool:
     return target.exists() and source.exists() and source.samefile(target)
 
 
-def _opened(target: Path) -> io.FileIO:
+def _open(target: Path) -> io.FileIO:
     """The output, at whose end is written; nobody else may meanwhile. Raises `ConfigError`,
     `OSError`.
     """
@@ -166,17 +166,17 @@ def _opened(target: Path) -> io.FileIO:
     return file
 
 
-def _done(file: io.FileIO, target: Path) -> set[str]:
+def _read_done_keys(file: io.FileIO, target: Path) -> set[str]:
     """The keys of the answers in `file`; of a last line without an end, what a crash left is cut
     off.
     """
     file.seek(0)
     *lines, rest = file.readall().split(b"\n")
-    keys = {_answered_key(target, number, line) for number, line in enumerate(lines, 1)}
+    keys = {_read_key(target, number, line) for number, line in enumerate(lines, 1)}
     if rest and _is_cut_short(rest):
         file.truncate(file.seek(-len(rest), os.SEEK_END))
     elif rest:
-        keys.add(_answered_key(target, len(lines) + 1, rest))
+        keys.add(_read_key(target, len(lines) + 1, rest))
         _append(file, b"\n")
     return keys
 
@@ -187,7 +187,7 @@ def _append(file: io.FileIO, data: bytes) -> None:
         data = data[file.write(data) :]
 
 
-def _answered_key(target: Path, number: int, line: bytes) -> str:
+def _read_key(target: Path, number: int, line: bytes) -> str:
     try:
         record = json.loads(line)
         answer = record["response"] or record["error"]
@@ -232,7 +232,7 @@ def answer_all(
 
 async def _answer_all(
     service: Service,
-    tasks: Iterator[Task],
+    tasks: Iterator[BatchLine],
     file: io.FileIO,
     at_once: int,
     on_line: Callable[[], None],
@@ -263,7 +263,7 @@ async def _answer_all(
     return failed
 
 
-async def _record(service: Service, task: Task) -> Json:
+async def _record(service: Service, task: BatchLine) -> Json:
     head: Json = {"id": task.id, "custom_id": task.custom_id}
     if task.request is None:
         return head | {

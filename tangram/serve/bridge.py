@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from tangram.engine.text import TokenText
 from tangram.errors import ConfigError
 from tangram.metrics import EngineStats
-from tangram.serve.errors import ApiError
+from tangram.serve.api_errors import ApiError
 from tangram.serve.exposition import CompletionMeter, ServerMetrics
 from tangram.serve.record import Generation, Record
 from tangram.types import (
@@ -118,7 +118,7 @@ class Grammars(Protocol):
     def warm(self) -> None:
         """Do now what the first grammar would wait for."""
 
-    def known(self, source: str, field: str) -> Grammar | None:
+    def look_up(self, source: str, field: str) -> Grammar | None:
         """What `compile` has made of the same before, or its `RequestError` again, at once; None if
         it is new.
         """
@@ -199,7 +199,7 @@ class Job:
         return len(self.prompts) * self.sampling.n
 
 
-def timed_out(limit_s: float | None) -> ApiError:
+def make_timeout_error(limit_s: float | None) -> ApiError:
     """The end of a request that took longer than `limit_s`."""
     return ApiError(504, f"the request took longer than {limit_s} s, the most that it may here")
 
@@ -279,7 +279,7 @@ class EventStream:
 
     def _expire(self, timeout_s: float) -> None:
         """The pages are free at the next step, also if the client is too slow to hear of it."""
-        self._queue.put_nowait(timed_out(timeout_s))
+        self._queue.put_nowait(make_timeout_error(timeout_s))
         self._abort_unfinished()
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:

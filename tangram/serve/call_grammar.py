@@ -12,7 +12,7 @@ from typing import Any
 from tangram.serve.forms import AnswerForm
 from tangram.serve.json_schema import json_rule
 from tangram.serve.structured import Tool
-from tangram.serve.tagged import BARE_TEXT, tagged_rules
+from tangram.serve.tagged import BARE_TEXT, make_tagged_rules
 from tangram.types import CallStyle, ToolFormat
 
 _TEXT = "TEXT: /(.|\\n)*/"
@@ -24,7 +24,7 @@ def answer_grammar(schema: dict[str, Any], form: AnswerForm = _NO_FORM) -> str:
     """Answers that `schema` allows; models that think may think first."""
     if form.channels:
         return _source(_channels(form, f"answer: {json_rule(schema)}", "", forced=False))
-    before, rules = form.thought()
+    before, rules = form.describe_thought()
     head = ["%llguidance {}"] if rules else []
     return _source(
         [
@@ -65,7 +65,7 @@ class CallGrammar:
 
     def _start(self) -> list[str]:
         calls = self._calls()
-        before, thought = self.answer.thought()
+        before, thought = self.answer.describe_thought()
         if self.forced:
             return [f"start: {before} calls", *calls, *thought]
         if self.schema is not None:
@@ -74,7 +74,7 @@ class CallGrammar:
         return [*self._prose(), *calls]
 
     def _calls(self) -> list[str]:
-        form, written = self.form, self.answer.written
+        form, written = self.form, self.answer.write_literal
         begin, end = written(form.begin), written(form.end)
         if form.style is CallStyle.LIST:
             more = '(", " body)*' if self.parallel else ""
@@ -99,17 +99,17 @@ class CallGrammar:
         if marker in self.answer.marks.names.values():
             return [f"start: {notes}TEXT calls?", _TEXT, *rules]
         if not marker:
-            return self._unmarked(notes, rules)
+            return self._list_unmarked(notes, rules)
         rest = self.form.begin[self.form.begin.index(marker) + len(marker) :]
-        rules += [_TEXT, f"head[lazy]: TEXT {_quoted(marker)}"]
-        rules += [f"spoken: head {_quoted(rest)} body {_quoted(self.form.end)}"]
+        rules += [_TEXT, f"head[lazy]: TEXT {_quote(marker)}"]
+        rules += [f"spoken: head {_quote(rest)} body {_quote(self.form.end)}"]
         if self.parallel:
             return [f"start: (spoken{' | note' if ids else ''})* TEXT", *rules]
         return [f"start: {notes}(spoken | TEXT)", *rules]
 
-    def _unmarked(self, notes: str, rules: list[str]) -> list[str]:
+    def _list_unmarked(self, notes: str, rules: list[str]) -> list[str]:
         """Calls only at the beginning, or behind a thought that the prompt has begun."""
-        before, thought = self.answer.thought() if self.answer.opened else ("", [])
+        before, thought = self.answer.describe_thought() if self.answer.opened else ("", [])
         rules = [*rules, 'TEXT: /(.|\\n)*/ & ~/\\{"name": "(.|\\n)*/', "spoken: body", *thought]
         return [f"start: {before} {notes}(spoken | TEXT)", *rules]
 
@@ -122,28 +122,28 @@ class CallGrammar:
 
     def _body(self, rule: str, tool: Tool, field: str) -> Iterator[str]:
         name, arguments = tool.function.name, tool.arguments()
-        style, written = self.form.style, self.answer.written
+        style, written = self.form.style, self.answer.write_literal
         if style is CallStyle.TAGGED:
             letter = self.forced or tool.function.strict
-            yield from tagged_rules(rule, name, arguments, field, to_the_letter=letter)
+            yield from make_tagged_rules(rule, name, arguments, field, to_the_letter=letter)
         elif style is CallStyle.NAMED:
-            yield f"{rule}: {_quoted(name)} {written(self.form.arguments)} {json_rule(arguments)}"
+            yield f"{rule}: {_quote(name)} {written(self.form.arguments)} {json_rule(arguments)}"
         elif style is CallStyle.CHANNEL:
             channel = f"{written('<|channel|>')} {_STAGES}"
-            to, message = _quoted(f" to=functions.{name}"), written("<|message|>")
+            to, message = _quote(f" to=functions.{name}"), written("<|message|>")
             yield (
                 f"{rule}: ({channel} {to} | {to} {channel}) kind? {message} {json_rule(arguments)}"
             )
         else:
             head = f'{{"name": "{name}", "{self.form.arguments}": '
-            yield f'{rule}: {_quoted(head)} {json_rule(arguments)} "}}"'
+            yield f'{rule}: {_quote(head)} {json_rule(arguments)} "}}"'
 
 
 def _channels(form: AnswerForm, answer: str, body: str, *, forced: bool) -> list[str]:
     """Messages of GPT-OSS: any number of thoughts and notes, then the call, the `answer`, or any
     text.
     """
-    written = form.written
+    written = form.write_literal
     channel, message, constrain = (
         written("<|channel|>"),
         written("<|message|>"),
@@ -168,5 +168,5 @@ def _source(rules: Sequence[str]) -> str:
     return "\n".join([*filter(None, rules), ""])
 
 
-def _quoted(literal: str) -> str:
+def _quote(literal: str) -> str:
     return json.dumps(literal) if literal else ""

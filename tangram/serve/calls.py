@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tangram.serve.tagged import tagged_arguments
+from tangram.serve.tagged import read_tagged_arguments
 from tangram.types import CallStyle, ToolFormat
 
 # Mistral's templates take no other ids than of nine letters and digits.
@@ -65,7 +65,7 @@ class CallReader:
             yield from self._close(found) if self._inside else self._open(found)
         self._searched = max(0, len(self._held) - max(len(self._begin), len(self._end)))
         if not self._inside:
-            yield from self._free(self._undecided())
+            yield from self._free(self._measure_undecided())
 
     def finish(self) -> Iterator[str | Call]:
         """What was still held back, when the completion has ended."""
@@ -110,7 +110,7 @@ class CallReader:
         if text:
             yield text
 
-    def _undecided(self) -> int:
+    def _measure_undecided(self) -> int:
         """How long the end of what is held is that may belong to a call: spaces, and the beginning
         of a mark.
         """
@@ -120,7 +120,7 @@ class CallReader:
 
     def _calls(self, text: str) -> list[Call]:
         """The calls that `text` is; none if any of it is something else."""
-        written = list(_written(text, self._form, self._parameters))
+        written = list(_read_calls(text, self._form, self._parameters))
         calls = [self._call(name, arguments) for name, arguments in written]
         proper = [call for call in calls if call is not None]
         if len(proper) != len(calls):
@@ -159,35 +159,39 @@ def arguments_json(arguments: Any) -> str | None:
     return written
 
 
-def parsed(text: str) -> Any:
+def parse_json(text: str) -> Any:
     """The JSON value that `text` is; None if it is none."""
     try:
-        return json.loads(text, parse_constant=_refused)
+        return json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         return None
 
 
-def _refused(constant: str) -> float:
+def _refuse_constant(constant: str) -> float:
     raise ValueError(f"{constant} is no JSON")
 
 
-def _written(text: str, form: ToolFormat, schemas: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+def _read_calls(
+    text: str, form: ToolFormat, schemas: Mapping[str, Any]
+) -> Iterator[tuple[Any, Any]]:
     """Name and arguments of each call in `text`, None for what is wrong."""
     if form.style is CallStyle.NAMED:
         head, _, arguments = text.partition(form.arguments)
-        yield head.partition(_ID_MARK)[0].strip(), parsed(arguments)
+        yield head.partition(_ID_MARK)[0].strip(), parse_json(arguments)
     elif form.style is CallStyle.TAGGED:
-        yield tagged_arguments(text, schemas)
+        yield read_tagged_arguments(text, schemas)
     elif form.style is CallStyle.LIST:
-        calls = parsed(text)
-        yield from (_named(call, form) for call in (calls if isinstance(calls, list) else [None]))
+        calls = parse_json(text)
+        yield from (
+            _read_names(call, form) for call in (calls if isinstance(calls, list) else [None])
+        )
     elif form.begin:
-        yield _named(parsed(text), form)
+        yield _read_names(parse_json(text), form)
     else:
-        yield from (_named(call, form) for call in _objects(text))
+        yield from (_read_names(call, form) for call in _objects(text))
 
 
-def _named(call: Any, form: ToolFormat) -> tuple[Any, Any]:
+def _read_names(call: Any, form: ToolFormat) -> tuple[Any, Any]:
     """Models that write one of the names for arguments sometimes write the other."""
     if not isinstance(call, dict):
         return None, None
@@ -197,7 +201,7 @@ def _named(call: Any, form: ToolFormat) -> tuple[Any, Any]:
 
 def _objects(text: str) -> Iterator[Any]:
     """JSON values one after the other, with semicolons or spaces between; None for what is none."""
-    decoder, at = json.JSONDecoder(parse_constant=_refused), _end_of_gap(text, 0)
+    decoder, at = json.JSONDecoder(parse_constant=_refuse_constant), _end_of_gap(text, 0)
     while at < len(text):
         try:
             value, end = decoder.raw_decode(text, at)

@@ -70,7 +70,7 @@ def _body(name: str, schema: Json) -> Iterator[str]:
     )
     unserved, required = [], schema.get("required", [])
     for field, found in schema["properties"].items():
-        said = _said(found)
+        said = _describe(found)
         if said.startswith("not supported"):
             unserved.append(f"<code>{escape(field)}</code>")
             continue
@@ -82,7 +82,7 @@ def _body(name: str, schema: Json) -> Iterator[str]:
         yield f"<p>Not supported, they may only ask for nothing: {', '.join(unserved)}.</p>"
 
 
-def _said(schema: Json) -> str:
+def _describe(schema: Json) -> str:
     """Its description, or that of a form of it."""
     return next(
         (

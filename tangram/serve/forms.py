@@ -65,7 +65,7 @@ class AnswerForm:
             return calls
         return partial(ThoughtReader, self.thinking, opened=self.opened, rest=calls)
 
-    def told(self, message: dict[str, Any], field: str) -> dict[str, Any]:
+    def adapt_message(self, message: dict[str, Any], field: str) -> dict[str, Any]:
         """`message` as the template takes it. That of GPT-OSS has room for one text, and one call.
 
         Raises `RequestError` (`field`) for more calls, which it would leave out.
@@ -84,11 +84,11 @@ class AnswerForm:
             return message
         return message | {"reasoning_content": "\n".join(map(str, texts)), "content": ""}
 
-    def shown(self, tools: Sequence[Tool]) -> Marks:
+    def list_shown_marks(self, tools: Sequence[Tool]) -> Marks:
         """The control tokens to show in the text of an answer that may call `tools`."""
         return self.marks if tools or self.thinking is not None else Marks()
 
-    def written(self, text: str) -> str:
+    def write_literal(self, text: str) -> str:
         """`text` as a part of a grammar, its control tokens as such; empty for none."""
         ids = {name: number for number, name in self.marks.names.items()}
         split = re.split(f"({'|'.join(map(re.escape, ids))})", text) if ids else [text]
@@ -96,14 +96,14 @@ class AnswerForm:
             f"<[{ids[part]}]>" if part in ids else json.dumps(part) for part in split if part
         )
 
-    def thought(self) -> tuple[str, list[str]]:
+    def describe_thought(self) -> tuple[str, list[str]]:
         """What comes before an answer that must be of a form, and the rules for it.
 
         Only where thoughts stand between marks: messages of channels have a grammar of their own.
         """
         if self.thinking is None or self.channels:
             return "", []
-        begin, end = self.written(self.thinking.begin), self.written(self.thinking.end)
+        begin, end = self.write_literal(self.thinking.begin), self.write_literal(self.thinking.end)
         closed = ["THOUGHT: /(.|\\n)*/", f"GAP: {_GAP}"]
         lazy = "thought[lazy]" if '"' in end else "thought"
         rules = [*closed, f"{lazy}: THOUGHT {end}"]

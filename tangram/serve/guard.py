@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tangram.errors import ConfigError
 from tangram.foreign_files import is_text
-from tangram.serve.errors import ApiError
+from tangram.serve.api_errors import ApiError
 from tangram.serve.record import record_in
 
 MAX_HEADER_BYTES = 32 * 1024

@@ -22,9 +22,9 @@ from starlette.middleware.cors import CORSMiddleware
 
 from tangram.errors import EngineError
 from tangram.serve.activity import tell_activity
+from tangram.serve.api_errors import install_handlers
 from tangram.serve.bridge import Limits, ServedEngine
 from tangram.serve.docs import PAGE_HEADERS, page
-from tangram.serve.errors import install_handlers
 from tangram.serve.guard import (
     MAX_HEADER_BYTES,
     BoundRequests,
@@ -269,7 +269,7 @@ def serve_on(
     of that engine. Calls `on_ready` when requests are answered. Returns once the engine has
     stopped. Raises `EngineError` if it stopped by itself. A second signal ends the process at once.
     """
-    granted = ConnectionLimits.granted(MAX_CONNECTIONS)
+    granted = ConnectionLimits.raise_limits(MAX_CONNECTIONS)
     cut_after_s = int(shutdown_grace_s) + _CUT_AFTER_GRACE_S
     # log_config None: what is logged, and where, stays the caller's choice.
     config = uvicorn.Config(

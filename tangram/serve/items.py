@@ -18,7 +18,7 @@ _THOUGHT_TYPES = ("reasoning_text", "summary_text")
 def _texts(*types: str) -> BeforeValidator:
     """Parts of these types, and those of this endpoint's own answers, as one string."""
 
-    def joined(content: Any) -> Any:
+    def join_parts(content: Any) -> Any:
         if not isinstance(content, list):
             return content
         parts = []
@@ -30,7 +30,7 @@ def _texts(*types: str) -> BeforeValidator:
             parts.append(part)
         return text_of_parts(parts)
 
-    return BeforeValidator(joined)
+    return BeforeValidator(join_parts)
 
 
 class InputMessage(Body):

@@ -36,7 +36,7 @@ class Listener:
         try:
             found = dict.fromkeys(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
         except (OSError, UnicodeError) as error:
-            raise _refused(host, port, error) from error
+            raise _explain_refusal(host, port, error) from error
         opened: list[socket.socket] = []
         failure: OSError | None = None
         for family, _, _, _, address in found:
@@ -45,10 +45,10 @@ class Listener:
             except OSError as error:
                 if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                     cls(tuple(opened)).close()
-                    raise _refused(host, port, error) from error
+                    raise _explain_refusal(host, port, error) from error
                 failure = error  # localhost may have an IPv6 address where there is no IPv6
         if not opened:
-            raise _refused(host, port, failure or OSError()) from failure
+            raise _explain_refusal(host, port, failure or OSError()) from failure
         return cls(tuple(opened))
 
     def close(self) -> None:
@@ -69,7 +69,7 @@ class Listener:
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _refused(host: str, port: int, error: Exception) -> ConfigError:
+def _explain_refusal(host: str, port: int, error: Exception) -> ConfigError:
     """What to do about an address that cannot be had."""
     number = error.errno if isinstance(error, OSError) else None
     if number == errno.EADDRINUSE:

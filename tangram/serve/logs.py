@@ -91,7 +91,7 @@ def _fields(record: Record, path: str) -> dict[str, Any]:
         "method": record.method,
         "path": path,
         "status": record.status,
-        "duration_s": _rounded(record.duration_s),
+        "duration_s": _round(record.duration_s),
     }
     generation = record.generation
     if generation is None:
@@ -104,12 +104,12 @@ def _fields(record: Record, path: str) -> dict[str, Any]:
         "cached_tokens": generation.cached_tokens,
         "completion_tokens": generation.completion_tokens,
         "finish_reasons": generation.finish_reasons,
-        "queue_s": _rounded(record.since_start(generation.admitted_s)),
-        "first_token_s": _rounded(record.since_start(generation.first_token_s)),
+        "queue_s": _round(record.since_start(generation.admitted_s)),
+        "first_token_s": _round(record.since_start(generation.first_token_s)),
         "kv_bytes": generation.kv_bytes,
         "failure": generation.failure,
     }
 
 
-def _rounded(seconds: float | None) -> float | None:
+def _round(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 6)

@@ -241,10 +241,10 @@ def _field(body: str, name: str, found: Json, model: str) -> Json:
         return {
             key: value for key, value in found.items() if key in ("title", "description", "default")
         } | form
-    return _ranged(found, _RANGES[name]) if name in _RANGES else found
+    return _add_range(found, _RANGES[name]) if name in _RANGES else found
 
 
-def _ranged(schema: Json, bounds: Bounds) -> Json:
+def _add_range(schema: Json, bounds: Bounds) -> Json:
     if schema.get("type") in ("integer", "number"):
         plain = {
             key: value
@@ -253,7 +253,7 @@ def _ranged(schema: Json, bounds: Bounds) -> Json:
         }
         return plain | _numbers(bounds)
     forms: list[Any] = schema.get("anyOf", [])
-    return schema | {"anyOf": [_ranged(form, bounds) for form in forms]} if forms else schema
+    return schema | {"anyOf": [_add_range(form, bounds) for form in forms]} if forms else schema
 
 
 def _or_null(schema: Json) -> Json:

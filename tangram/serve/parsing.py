@@ -11,7 +11,7 @@ from collections import Counter
 from reprlib import repr as shortened
 from typing import Any
 
-from tangram.serve.errors import ApiError
+from tangram.serve.api_errors import ApiError
 
 # Objects, lists and texts, names of fields among them: each takes 50 bytes or more once it is
 # parsed.

@@ -17,8 +17,8 @@ from fastapi import Request
 
 from tangram.engine.grammar_trial import MOST_S
 from tangram.errors import OverloadError, RequestError
-from tangram.serve.bridge import Limits, ServedEngine, timed_out
-from tangram.serve.errors import ApiError
+from tangram.serve.api_errors import ApiError
+from tangram.serve.bridge import Limits, ServedEngine, make_timeout_error
 from tangram.serve.record import record_of
 from tangram.types import Grammar
 
@@ -84,7 +84,7 @@ class Preparation:
             ):
                 return await unless_disconnected(request, work(*args, **kwargs))
         except TimeoutError as error:
-            raise timed_out(limit_s) from error
+            raise make_timeout_error(limit_s) from error
         finally:
             self._here -= 1
 
@@ -105,14 +105,14 @@ class Preparation:
         at once if too many new ones, or as many requests for them as may be in the queue, wait
         already.
         """
-        known = self._engine.grammars.known(source, field)
+        known = self._engine.grammars.look_up(source, field)
         if known is not None:
             return known
         key = source, field
         self._refuse_crowd(key)
         trial = self._trials.get(key)
         if trial is None:
-            trial = self._trials[key] = _Trial(asyncio.create_task(self._compiled(source, field)))
+            trial = self._trials[key] = _Trial(asyncio.create_task(self._compile(source, field)))
         trial.awaited += 1
         try:
             return await asyncio.shield(trial.task)
@@ -142,7 +142,7 @@ class Preparation:
                 "grammar_queue_full",
             )
 
-    async def _compiled(self, source: str, field: str) -> Grammar:
+    async def _compile(self, source: str, field: str) -> Grammar:
         loop = asyncio.get_running_loop()
 
         def free(_: object) -> None:

@@ -38,7 +38,7 @@ class ConnectionLimits:
     backlog: int
 
     @classmethod
-    def granted(cls, most: int) -> ConnectionLimits:
+    def raise_limits(cls, most: int) -> ConnectionLimits:
         """Raise this process's limit of open files for `most` connections; what its hard limit
         leaves of them.
 

@@ -48,7 +48,7 @@ def text_of(parts: Iterable[Part]) -> str:
     return "".join(part for part in parts if isinstance(part, str))
 
 
-def thought_of(parts: Iterable[Part]) -> str:
+def join_thoughts(parts: Iterable[Part]) -> str:
     """What is thought."""
     return "".join(part.text for part in parts if isinstance(part, Thought))
 
@@ -83,7 +83,7 @@ class ReadChatFormat(ChatFormat):
         choice = self.choice(index)
         parts = choice.take(event)
         delta: Json = {}
-        if thought := thought_of(parts):
+        if thought := join_thoughts(parts):
             delta["reasoning_content"] = thought
         if text := text_of(parts):
             delta["content"] = text
@@ -98,7 +98,7 @@ class ReadChatFormat(ChatFormat):
     def whole(self, index: int, choice: Choice) -> Json:
         """As `delta`; `content` is null beside calls where there is no text."""
         gathered = self.choice(index)
-        text, thought = text_of(gathered.parts), thought_of(gathered.parts)
+        text, thought = text_of(gathered.parts), join_thoughts(gathered.parts)
         calls = [part.json() for part in gathered.parts if isinstance(part, Call)]
         content = text or None if calls else text
         message: Json = {"role": "assistant", "content": content, "refusal": None}

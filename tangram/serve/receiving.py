@@ -17,8 +17,8 @@ from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tangram.serve.api_errors import ApiError, of_validation
 from tangram.serve.body import Body
-from tangram.serve.errors import ApiError, of_validation
 from tangram.serve.parsing import parse
 from tangram.serve.preparation import Preparation
 
@@ -92,11 +92,11 @@ async def _read(request: Request, kind: type[Body], preparation: Preparation) ->
         raise ApiError(499, "the client closed the connection") from None
     _check_headers(request)
     if len(content) <= _SMALL_BYTES:
-        return _validated(kind, content)
-    return await preparation.of(request, preparation.parse, _validated, kind, content)
+        return _validate(kind, content)
+    return await preparation.of(request, preparation.parse, _validate, kind, content)
 
 
-def _validated(kind: type[Body], content: bytes) -> Body:
+def _validate(kind: type[Body], content: bytes) -> Body:
     if not content:
         raise ApiError(400, "the body is empty: send a JSON object", code="json_invalid")
     try:

@@ -138,7 +138,7 @@ class RecordRequests:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = scope[_KEY] = _begun(scope)
+        record = scope[_KEY] = _begin(scope)
 
         async def watching_send(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -163,7 +163,7 @@ class RecordRequests:
                 )
 
 
-def _begun(scope: Scope) -> Record:
+def _begin(scope: Scope) -> Record:
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
     trace = {name: headers[name] for name in _TRACE_HEADERS if name in headers}
     return Record(

@@ -18,9 +18,9 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
 from tangram.errors import RequestError
+from tangram.serve.api_errors import ApiError, of_validation
 from tangram.serve.body import texts_in
 from tangram.serve.bridge import EventStream, Job
-from tangram.serve.errors import ApiError, of_validation
 from tangram.serve.outputs import Output, Told
 from tangram.serve.preparation import unless_disconnected
 from tangram.serve.reading import ReadChoice
@@ -69,7 +69,7 @@ async def respond(service: Service, body: ResponsesRequest, request: Request) ->
         )
         events = service.open(job)
     except ValidationError as error:
-        raise _renamed(of_validation(error)) from error
+        raise _rename_fields(of_validation(error)) from error
     except RequestError as error:
         name = _name_here(error.field)
         also = "; the instructions count, too" if name == "input" and body.instructions else ""
@@ -83,7 +83,7 @@ async def respond(service: Service, body: ResponsesRequest, request: Request) ->
         events.close()
 
 
-def _renamed(error: ApiError) -> ApiError:
+def _rename_fields(error: ApiError) -> ApiError:
     name = None if error.param is None else _name_here(error.param)
     message = str(error).replace(error.param or "", name or "") if error.param else str(error)
     return ApiError(error.status, message, param=name, code=error.code)
@@ -164,7 +164,7 @@ class _Answer:
             "usage": self._usage_json(),
         }
 
-    def begun(self) -> Json:
+    def begin(self) -> Json:
         """The response object before there is an answer: what is long of the request comes once, at
         the end.
         """
@@ -213,7 +213,7 @@ async def _frames(events: EventStream, answer: _Answer) -> AsyncIterator[str]:
 
 async def _stream(events: EventStream, answer: _Answer) -> AsyncIterator[Told]:
     for kind in ("response.created", "response.in_progress"):
-        yield kind, {"response": answer.begun()}
+        yield kind, {"response": answer.begin()}
     try:
         async for _, event in events:
             for told in answer.add(event):

@@ -49,7 +49,7 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-class _Sampled(Body):
+class _SamplingFields(Body):
     """The fields of both endpoints."""
 
     model: Text
@@ -154,7 +154,7 @@ class _Sampled(Body):
         )
 
 
-class ChatRequest(_Sampled):
+class ChatRequest(_SamplingFields):
     """The body of POST /v1/chat/completions. Without a token limit an answer may fill
     the context.
     """
@@ -266,7 +266,7 @@ def _is_token_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
 
 
-class CompletionRequest(_Sampled):
+class CompletionRequest(_SamplingFields):
     """The body of POST /v1/completions. `logprobs` is the number of alternatives reported beside
     each token.
     """

@@ -16,10 +16,10 @@ from fastapi.responses import JSONResponse
 
 from tangram.errors import RequestError
 from tangram.limits import check_size
-from tangram.serve.answers import finished, frames
+from tangram.serve.answers import finish, frames
+from tangram.serve.api_errors import ApiError
 from tangram.serve.body import texts_in
 from tangram.serve.bridge import EventStream, Job, Limits, ServedEngine
-from tangram.serve.errors import ApiError
 from tangram.serve.exposition import ServerMetrics
 from tangram.serve.forms import AnswerForm
 from tangram.serve.preparation import Preparation, unless_disconnected
@@ -158,14 +158,14 @@ class Service:
                 frames(events, head, style, job.sampling.n, body.stream_options), events
             )
         try:
-            found = await unless_disconnected(request, finished(events, style, job, head))
+            found = await unless_disconnected(request, finish(events, style, job, head))
             return await asyncio.to_thread(JSONResponse, found)
         finally:
             events.close()  # also if the work was given up before it began
 
     async def whole(self, body: ChatRequest | CompletionRequest) -> Json:
         """The answer in one piece, for a caller that does not hang up."""
-        return await finished(*self._begin(body, await self._parts(body)))
+        return await finish(*self._begin(body, await self._parts(body)))
 
     async def _parts(self, body: ChatRequest | CompletionRequest) -> _Parts:
         if isinstance(body, ChatRequest):
@@ -198,17 +198,17 @@ class Service:
             for tool in tools:
                 tool["function"].setdefault("description", "")
         messages = [
-            form.told(message.for_template(), f"{field}[{at}]")
+            form.adapt_message(message.for_template(), f"{field}[{at}]")
             for at, message in enumerate(body.messages)
         ]
-        options = self.template.told(
+        options = self.template.set_variables(
             body.chat_template_kwargs, body.reasoning_effort, body.verbosity
         )
         prompt = await self.chat_prompt(messages, field, tools, options)
         form = form.after(self._engine.codec, prompt)
         found = body.grammar(form)
         grammar = None if found is None else await self.preparation.grammar(*found)
-        return Asked(prompt, grammar, form, form.shown(body.offered))
+        return Asked(prompt, grammar, form, form.list_shown_marks(body.offered))
 
     def _begin(
         self, body: ChatRequest | CompletionRequest, parts: _Parts, record: Record | None = None

@@ -33,7 +33,7 @@ _REFERENCE = re.compile(r"#/(\$defs|definitions)/([^/]+)")
 _MOST_REFERENCES = 8
 
 
-def tagged_arguments(
+def read_tagged_arguments(
     text: str, schemas: Mapping[str, Any]
 ) -> tuple[str | None, dict[str, Any] | None]:
     """The function that `text` calls and its arguments; None for what is wrong."""
@@ -43,7 +43,7 @@ def tagged_arguments(
     name, inside = found[1].strip(), found[2]
     schema = schemas.get(name, {})
     properties = {
-        key: resolved(value, schema) for key, value in schema.get("properties", {}).items()
+        key: resolve(value, schema) for key, value in schema.get("properties", {}).items()
     }
     arguments: dict[str, Any] = {}
     at = 0
@@ -76,7 +76,7 @@ def _types(schema: Any) -> set[str]:
     if not isinstance(schema, dict):
         return set()
     if "enum" in schema or "const" in schema:
-        return {_KINDS[type(value)] for value in _listed(schema)}
+        return {_KINDS[type(value)] for value in _list(schema)}
     if "type" in schema:
         named = schema["type"]
         return set(named) if isinstance(named, list) else {named}
@@ -84,11 +84,11 @@ def _types(schema: Any) -> set[str]:
     return set().union(*either) if all(either) else set()
 
 
-def _listed(schema: Mapping[str, Any]) -> list[Any]:
+def _list(schema: Mapping[str, Any]) -> list[Any]:
     return [schema["const"]] if "const" in schema else list(schema["enum"])
 
 
-def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
+def resolve(schema: Any, root: Mapping[str, Any]) -> Any:
     """`schema`, or what it refers to among the definitions of `root`."""
     for _ in range(_MOST_REFERENCES):
         place = schema.get("$ref") if isinstance(schema, dict) else None
@@ -99,7 +99,7 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
     return schema
 
 
-def tagged_rules(
+def make_tagged_rules(
     rule: str, name: str, schema: Mapping[str, Any], field: str, *, to_the_letter: bool
 ) -> Iterator[str]:
     """The grammar rules of a call of `name`, of which the last, `rule`, is the whole.
@@ -137,7 +137,7 @@ def _choices(schema: Any, root: Mapping[str, Any], place: str, to_the_letter: bo
             shared = {key: root[key] for key in _DEFINITIONS if key in root}
             choices.append(f"{json_rule(shared | part)} {_END}")
         elif "enum" in part or "const" in part:
-            choices += [f"{json.dumps(_spelled(value))} {_END}" for value in _listed(part)]
+            choices += [f"{json.dumps(_spell(value))} {_END}" for value in _list(part)]
         elif said and to_the_letter:
             message = f"this model writes texts bare, which cannot be held to {said[0]!r}"
             raise RequestError(f"{place}: {message}: leave it out", f"{place}.{said[0]}")
@@ -148,7 +148,7 @@ def _choices(schema: Any, root: Mapping[str, Any], place: str, to_the_letter: bo
 
 def _parts(schema: Any, root: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Schemas that allow what `schema` does, of one type each where it names them."""
-    schema = resolved(schema, root)
+    schema = resolve(schema, root)
     if not isinstance(schema, dict):
         return [{}]
     for keyword in ("anyOf", "oneOf"):
@@ -160,5 +160,5 @@ def _parts(schema: Any, root: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [schema]
 
 
-def _spelled(value: Any) -> str:
+def _spell(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)

@@ -25,7 +25,7 @@ _MOST_BYTES = 4096
 _MOST_NUMBER = 1_000_000  # a template may repeat something so often
 
 
-def _bounded(options: dict[str, Any]) -> dict[str, Any]:
+def _bound(options: dict[str, Any]) -> dict[str, Any]:
     for name in options:
         shown = name[:_MOST_NAME_CHARACTERS]
         if len(name) > _MOST_NAME_CHARACTERS or not (name.isascii() and name.isidentifier()):
@@ -75,7 +75,7 @@ TemplateOptions = Annotated[
     Field(
         max_length=MOST_OPTIONS, description="variables of the chat template, those that it reads"
     ),
-    AfterValidator(_bounded),
+    AfterValidator(_bound),
 ]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["low", "medium", "high"]
@@ -87,7 +87,7 @@ class Template:
     def __init__(self, codec: Codec, ignored: IgnoredFields | None) -> None:
         self._codec, self._ignored = codec, ignored
 
-    def told(
+    def set_variables(
         self,
         options: Mapping[str, Any],
         effort: Effort | None = None,
@@ -104,7 +104,7 @@ class Template:
         for name, value, neutral in asked:
             if value is None:
                 continue
-            variable, meant = _meant(name, value, readable)
+            variable, meant = _interpret(name, value, readable)
             if variable in wanted and wanted[variable] != meant:
                 message = f"{name} is {value!r} and {FIELD}.{variable} says otherwise"
                 raise RequestError(f"{message}: send one of them", name)
@@ -125,7 +125,7 @@ class Template:
         raise RequestError(f"{message}, leave it out", field)
 
 
-def _meant(field: str, value: str, readable: frozenset[str]) -> tuple[str, Any]:
+def _interpret(field: str, value: str, readable: frozenset[str]) -> tuple[str, Any]:
     """The variable and its value: no effort is no thinking, where a template can only switch it
     off.
     """

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from tangram.serve.calls import Call, CallReader, arguments_json, overlap, parsed
+from tangram.serve.calls import Call, CallReader, arguments_json, overlap, parse_json
 from tangram.types import ThinkingFormat
 
 
@@ -76,7 +76,7 @@ class ThoughtReader:
         if self.thinking and held.strip():
             yield Thought(held.strip() if self._gap else held.rstrip())
         elif not self.thinking and not self._gap:
-            yield from self._answered(held)
+            yield from self._read_answer(held)
         if self._rest is not None:
             yield from self._rest.finish()
 
@@ -111,9 +111,9 @@ class ThoughtReader:
             self._held = self._held.lstrip()
             self._gap = not self._held
         held, self._held = self._held, ""
-        yield from self._answered(held)
+        yield from self._read_answer(held)
 
-    def _answered(self, text: str) -> Iterator[str | Call]:
+    def _read_answer(self, text: str) -> Iterator[str | Call]:
         if self._rest is not None:
             yield from self._rest.push(text)
         elif text:
@@ -188,7 +188,7 @@ class ChannelReader:
 
     def _close(self, body: str) -> Iterator[Part]:
         known = self._recipient in self._names
-        arguments = arguments_json(parsed(body)) if known else None
+        arguments = arguments_json(parse_json(body)) if known else None
         if arguments is None:
             yield from self._part(body)
         else:

@@ -45,7 +45,7 @@ class TokenizeRequest(Body):
     async def tokens(self, service: Service) -> tuple[int, ...]:
         """What the server would compute for it; raises `RequestError` if that could never fit."""
         if self.messages is not None:
-            options = service.template.told(self.chat_template_kwargs)
+            options = service.template.set_variables(self.chat_template_kwargs)
             messages = [message.for_template() for message in self.messages]
             return await service.chat_prompt(messages, "messages", options=options)
         return await service.text_prompt(self.prompt or "")

@@ -131,11 +131,11 @@ def _attributes(record: Record, operation: str, model: str) -> dict[str, Value]:
         "tangram.request_id": record.request_id,
     }
     if record.generation is not None:
-        known |= _asked(record.generation) | _came(record, record.generation, model)
+        known |= _describe_request(record.generation) | _came(record, record.generation, model)
     return {name: value for name, value in known.items() if value is not None}
 
 
-def _asked(generation: Generation) -> dict[str, Value | None]:
+def _describe_request(generation: Generation) -> dict[str, Value | None]:
     sampling = generation.sampling
     return {
         "gen_ai.request.max_tokens": sampling.max_tokens,

@@ -14,7 +14,7 @@ import h11
 from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from tangram.serve.errors import ApiError
+from tangram.serve.api_errors import ApiError
 from tangram.serve.guard import MAX_HEADER_BYTES
 from tangram.serve.http1 import Http1, UncertainEndError
 

@@ -14,7 +14,7 @@ from tangram.cli import app
 from tangram.engine.llm import LLM
 from tangram.engine.loop import Engine
 from tangram.errors import ConfigError
-from tangram.lab.load.ablation import RUNGS, breakdowns, chosen_rungs
+from tangram.lab.load.ablation import RUNGS, breakdowns, choose_rungs
 from tangram.lab.load.asks import alike
 from tangram.lab.load.parts import PARTS, PartClock
 
@@ -79,9 +79,9 @@ def test_an_error_inside_a_part_leaves_the_clock_usable(
 
 
 def test_rungs_are_named(folder: Path) -> None:
-    assert [rung.title for rung in chosen_rungs("aot, full-kv")] == ["full KV", "+ AOT"]
+    assert [rung.title for rung in choose_rungs("aot, full-kv")] == ["full KV", "+ AOT"]
     with pytest.raises(ConfigError, match="rungs has 'paging', known are full-kv, reservation"):
-        chosen_rungs("aot,paging")
+        choose_rungs("aot,paging")
 
 
 def test_the_command_measures_every_rung_and_keeps_the_figures(
@@ -199,7 +199,9 @@ def test_who_cannot_draw_hears_it_before_anything_is_measured(
 def test_a_load_that_cannot_be_is_refused_before_it_is_made_up(
     command: str, options: list[str], said: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tangram.lab.load.asks.made_up", lambda count, *_: (5,) * min(count, 2048))
+    monkeypatch.setattr(
+        "tangram.lab.load.asks.draw_tokens", lambda count, *_: (5,) * min(count, 2048)
+    )
     kept = "0.5" if command == "ablation" else "1.0"
     given = ["bench", "serving", command, str(folder), *FLAGS, "--kv-retention", kept, *options]
     result = CliRunner().invoke(app, given)

@@ -20,8 +20,7 @@ from bench.render import __main__ as render
 from bench.render.page import DOCS, Page
 from tangram.cli.evaluate import evaluate
 from tangram.compress.profile import ALPHA
-from tangram.lab.accuracy.methods import Grid, Method, aligned_tokens
-from tangram.lab.accuracy.report import difference
+from tangram.lab.accuracy.methods import Grid, Method, choose_alignment
 from tangram.lab.accuracy.results import (
     AnsweredSample,
     AnyCell,
@@ -32,6 +31,7 @@ from tangram.lab.accuracy.results import (
     Score,
     Setting,
 )
+from tangram.lab.accuracy.score_report import difference
 
 TASKS = ("niah_multikey_1", "vt")
 
@@ -287,11 +287,11 @@ def test_every_task_of_the_grid_is_one_that_tangram_eval_takes(
         **_: object,
     ) -> list[AnyCell]:
         asked.append(
-            (grid, asked_of, aligned_tokens(grid.methods(4096), align=align, unit=align_tokens))
+            (grid, asked_of, choose_alignment(grid.methods(4096), align=align, unit=align_tokens))
         )
         return []
 
-    monkeypatch.setattr("tangram.lab.accuracy.compare.compare", compare)
+    monkeypatch.setattr("tangram.lab.accuracy.evaluation.compare", compare)
     app = Typer()
     app.command()(evaluate)
     tasks = list(grid.tasks(grid.SCORERS, list(grid.PARTS), None, None))
@@ -312,7 +312,7 @@ def test_a_scorer_that_needs_a_gate_is_left_out_where_there_is_none(
 ) -> None:
     measured: list[str] = []
 
-    def measure(task: grid.Task, options: argparse.Namespace) -> int:
+    def measure(task: grid.GridRun, options: argparse.Namespace) -> int:
         measured.append(task.name)
         return int(task.name == "chunks.snapkv")
 

@@ -131,10 +131,12 @@ def test_what_the_template_of_gpt_oss_has_no_room_for(gptoss: TextCodec) -> None
         "tool_calls": [call],
     }
     form = AnswerForm.of(gptoss)
-    shown = gptoss.verbatim(gptoss.chat_prompt([USER, form.told(turn, "messages[1]")]), "messages")
+    shown = gptoss.verbatim(
+        gptoss.chat_prompt([USER, form.adapt_message(turn, "messages[1]")]), "messages"
+    )
     assert f"{CHANNELS}Hm.\nI look.<|end|>" in shown
     with pytest.raises(RequestError, match="one a message") as caught:
-        form.told(turn | {"tool_calls": [call, call]}, "messages[1]")
+        form.adapt_message(turn | {"tool_calls": [call, call]}, "messages[1]")
     assert caught.value.field == "messages[1].tool_calls"
 
 
@@ -260,10 +262,10 @@ def may_end(codec: TextCodec, source: str, text: str) -> bool | None:
     )
     matcher = compiler.compile(source, "tools").begin()
     for token in codec.tokenizer.encode(text, add_special_tokens=False):
-        if not np.unpackbits(matcher.allowed(), bitorder="little")[token]:
+        if not np.unpackbits(matcher.mask_tokens(), bitorder="little")[token]:
             return None
         matcher.take(token)
-    return bool(np.unpackbits(matcher.allowed(), bitorder="little")[end])
+    return bool(np.unpackbits(matcher.mask_tokens(), bitorder="little")[end])
 
 
 @pytest.mark.parametrize("name", GOOD)

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
 from tangram.calibrate.agreement import rank_stability
-from tangram.calibrate.files import read_kinds, read_texts
-from tangram.calibrate.measure import Scores, calibrate, kept_fractions
+from tangram.calibrate.measure import Scores, calibrate, measure_kept_fractions
+from tangram.calibrate.text_files import read_kinds, read_texts
 from tangram.compress.profile import ModelFingerprint, Profile, Scope, ScorerSpec
 from tangram.errors import ConfigError, ProfileError
 from tangram.progress import show_progress
@@ -76,7 +76,9 @@ def test_selection_is_the_sorted_one_ties_and_protected_positions_included(
     seed: int,
 ) -> None:
     scores = np.random.default_rng(seed).integers(0, levels, shape).astype(np.float32)
-    got = kept_fractions(scores, [retention], scope, sink_tokens=sinks, window_tokens=window)
+    got = measure_kept_fractions(
+        scores, [retention], scope, sink_tokens=sinks, window_tokens=window
+    )
     np.testing.assert_allclose(
         got[0], by_sorting(scores, retention, scope, sinks, window), atol=1e-12
     )
@@ -86,7 +88,7 @@ def test_heads_with_equal_scores_share_equally() -> None:
     """A position-only method must not favour head 0."""
     scores = np.broadcast_to(np.arange(32, dtype=np.float32), (2, 4, 32))
     for scope in ("model", "layer"):
-        got = kept_fractions(scores, [0.25, 0.5], scope, sink_tokens=4, window_tokens=4)
+        got = measure_kept_fractions(scores, [0.25, 0.5], scope, sink_tokens=4, window_tokens=4)
         np.testing.assert_array_equal(got[0], np.full((2, 4), 0.25))
         np.testing.assert_array_equal(got[1], np.full((2, 4), 0.5))
 

@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tangram.calibrate.agreement import agreement, kind_correlations
-from tangram.calibrate.evidence import Evidence, reserved
 from tangram.calibrate.measure import Scores, calibrate
+from tangram.calibrate.observations import Observations, reserved_fractions
 from tangram.compress.profile import ModelFingerprint, ScorerSpec
 from tangram.errors import ConfigError
+from tangram.lab.calibration.calibration_report import markdown, report
 from tangram.lab.calibration.enough import samples_needed
-from tangram.lab.calibration.lost_entries import held_out_overflow, overflow, transfer
-from tangram.lab.calibration.report import markdown, report
+from tangram.lab.calibration.lost_entries import measure_held_out_overflow, overflow, transfer
 from tangram.types import Geometry
 
 CHUNK = 16
@@ -32,7 +32,7 @@ def calibrated(
     kinds: Sequence[str],
     retentions: Sequence[float] = (0.5,),
     page_tokens: int = 4,
-) -> list[Evidence]:
+) -> list[Observations]:
     """The evidence of samples whose chunks need `needs[n]` [chunks, L, H] entries, which add up to
     ρ of each chunk.
     """
@@ -61,7 +61,7 @@ def calibrated(
         window_tokens=0,
         observe=shares.append,
     )
-    return Evidence.gathered(profiles, shares, kinds)
+    return Observations.gather(profiles, shares, kinds)
 
 
 def two_heads(*first: int) -> list[np.ndarray[Any, Any]]:
@@ -96,8 +96,8 @@ def test_the_observer_is_handed_what_each_chunk_of_each_sample_needs() -> None:
 
 def test_nothing_overflows_where_budgets_cover_the_wishes() -> None:
     (evidence,) = calibrated(two_heads(12, 12, 12), "aaa")
-    np.testing.assert_array_equal(reserved(evidence.profile), [[0.75, 0.25]])
-    found = held_out_overflow(evidence)
+    np.testing.assert_array_equal(reserved_fractions(evidence.profile), [[0.75, 0.25]])
+    found = measure_held_out_overflow(evidence)
     for way in ("alpha 0", "alpha 1", "alpha 2", "own", "fitted", "unscaled"):
         assert found[way] == {
             "footprint": 0.5,
@@ -115,7 +115,7 @@ def test_overflow_is_what_one_counts_by_hand() -> None:
     16 find none.
     """
     (evidence,) = calibrated(two_heads(12, 4), "ab")
-    found = held_out_overflow(evidence)
+    found = measure_held_out_overflow(evidence)
     for way in ("alpha 0", "alpha 2", "fitted", "unscaled"):
         assert (found[way]["exceeded"], found[way]["lost"]) == (0.5, 0.5)
     assert found["own"]["lost"] == 0.0
@@ -131,7 +131,7 @@ def test_a_spread_flattens_scaled_budgets_and_fills_unscaled_ones() -> None:
     assert evidence.profile_of([1, 2], 2.0).sealed_pages == (5, 3)
     # Left out in turn: (16, 0) and (8, 8) fill 16 + 12 entries, (12, 4) and (8, 8) 14 + 10, (12, 4)
     # and (16, 0) 16 + 6.
-    unscaled = held_out_overflow(evidence)["unscaled"]
+    unscaled = measure_held_out_overflow(evidence)["unscaled"]
     assert unscaled["footprint"] == pytest.approx((28 + 24 + 22) / 3 / 32, abs=1e-5)
     assert unscaled["lost"] == pytest.approx((0 + 2 + 2) / 3 / 16, abs=1e-5)
 
@@ -152,7 +152,7 @@ def test_a_profile_of_one_kind_serves_its_own_and_not_the_other() -> None:
 
 def test_where_every_group_needs_the_whole_chunk_nothing_is_left_to_fit() -> None:
     (evidence,) = calibrated(two_heads(8, 8), "aa", page_tokens=8)
-    found = held_out_overflow(evidence)
+    found = measure_held_out_overflow(evidence)
     assert (found["fitted"]["footprint"], found["fitted"]["lost"]) == (0.5, 0.0)
 
 
@@ -177,7 +177,7 @@ def test_fitted_counts_lose_least_of_all_that_reserve_as_much(seed: int, spread:
     """All samples are alike, so what is fitted to the others is fitted to the one left out."""
     sample = random_needs(1, seed, spread)[0]
     (evidence,) = calibrated([sample] * 3, "aaa", page_tokens=2)
-    found = held_out_overflow(evidence)
+    found = measure_held_out_overflow(evidence)
     for way in ("uniform", "alpha 0", "alpha 1", "alpha 2", "own"):
         assert found["fitted"]["footprint"] == found[way]["footprint"]
         assert found["fitted"]["lost"] <= found[way]["lost"] + 1e-5
@@ -260,10 +260,10 @@ def test_too_little_is_refused() -> None:
 
 def test_the_picture_is_a_png_with_a_box_for_each_head(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from tangram.cli.retention_plot import drawn
+    from tangram.cli.retention_plot import draw
 
     evidence = calibrated(random_needs(4, 0, 5), "abab", retentions=(0.5, 0.4))
-    picture = drawn(evidence, "six heads")
+    picture = draw(evidence, "six heads")
     picture.savefig(tmp_path / "heads.png")
     assert (tmp_path / "heads.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert [len(axes.patches) - 1 for axes in picture.axes] == [6, 6], (
@@ -278,8 +278,8 @@ def test_the_picture_is_a_png_with_a_box_for_each_head(tmp_path: Path) -> None:
 
 def test_many_heads_are_drawn_in_several_rows() -> None:
     pytest.importorskip("matplotlib")
-    from tangram.cli.retention_plot import drawn
+    from tangram.cli.retention_plot import draw
 
     needs = [np.full((1, 50, 5), 8)] * 2
-    picture = drawn(calibrated(needs, "aa"), "250 heads")
+    picture = draw(calibrated(needs, "aa"), "250 heads")
     assert [len(axes.patches) - 1 for axes in picture.axes] == [84, 83, 83]

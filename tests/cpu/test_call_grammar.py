@@ -53,11 +53,11 @@ def may_end(compiler: GrammarCompiler, grammar: CallGrammar, tokens: list[int]) 
     """Whether an answer of `tokens` may end there; None if it cannot come so far."""
     matcher = compiler.compile(grammar.source(), "tools").begin()
     for token in tokens:
-        if not np.unpackbits(matcher.allowed(), bitorder="little")[token]:
+        if not np.unpackbits(matcher.mask_tokens(), bitorder="little")[token]:
             return None
         matcher.take(token)
         assert matcher.error is None
-    return bool(np.unpackbits(matcher.allowed(), bitorder="little")[END])
+    return bool(np.unpackbits(matcher.mask_tokens(), bitorder="little")[END])
 
 
 def wish(

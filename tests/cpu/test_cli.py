@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from tangram.cli import app
-from tangram.cli.options import served_name
+from tangram.cli.options import name_served_model
 from tangram.compress.profile import Profile
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
@@ -71,7 +71,7 @@ def test_a_model_that_lies_here_is_served_under_its_last_name(
     (home / "link").symlink_to(folder)
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.chdir(home)
-    assert served_name(EngineConfig(model=model)) == name
+    assert name_served_model(EngineConfig(model=model)) == name
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -79,7 +79,7 @@ def test_a_model_that_lies_here_is_served_under_its_last_name(
 def test_measuring_decode_needs_a_gpu_and_says_so(command: str, tmp_path: Path) -> None:
     loads = [StepLoad(number, 1, 1.0, 1.0) for number in (1, 2)]
     policy = tmp_path / "policy.json"
-    Policy.fitted("GPU", {}, CostModel(), ["aot"], loads, [[1.0], [1.0]]).save(policy)
+    Policy.fit("GPU", {}, CostModel(), ["aot"], loads, [[1.0], [1.0]]).save(policy)
     result = CLI.invoke(
         app, ["bench", command, *([str(policy)] if command == "check-policy" else [])]
     )

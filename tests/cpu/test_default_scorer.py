@@ -12,10 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from tangram.cli import app
-from tangram.compress.library import shipped_profiles
+from tangram.compress.library import find_shipped_profiles
 from tangram.compress.profile import Profile
 from tangram.compress.scorers import SCORERS, choose, read_profiles
-from tangram.compress.scorers.gate import shipped_gates
+from tangram.compress.scorers.gate import find_shipped_gates
 from tangram.config import EngineConfig
 from tangram.engine import profiles
 from tangram.engine.build import build_engine, engine_of
@@ -23,8 +23,8 @@ from tangram.engine.loop import Engine
 from tangram.errors import ProfileError
 from tangram.model.load import LoadedModel
 
-KEYDIFF = str(shipped_profiles() / "smollm2.keydiff.model.c512.r0.5.json")
-GATE = str(shipped_gates() / "smollm2.fastkvzip.safetensors")
+KEYDIFF = str(find_shipped_profiles() / "smollm2.keydiff.model.c512.r0.5.json")
+GATE = str(find_shipped_gates() / "smollm2.fastkvzip.safetensors")
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,9 @@ def test_the_embedded_model_is_served_by_its_gate_and_never_calibrated(
 ) -> None:
     monkeypatch.setattr(profiles, "calibrate_model", None)
     engine = served(loaded, kv_retention=retention)
-    profile = Profile.load(shipped_profiles() / f"smollm2.fastkvzip.model.c512.r{retention:g}.json")
+    profile = Profile.load(
+        find_shipped_profiles() / f"smollm2.fastkvzip.model.c512.r{retention:g}.json"
+    )
     assert engine.config.scorer == "fastkvzip"
     assert engine._admission.retentions[0].fingerprint == profile.fingerprint()
 
@@ -105,7 +107,7 @@ def test_a_profile_says_which_heads_compete() -> None:
     published = [
         f"llama-3.1-8b-instruct.keydiff.{scope}.c512.r0.5.json" for scope in ("layer", "model")
     ]
-    files = tuple(str(shipped_profiles() / name) for name in published)
+    files = tuple(str(find_shipped_profiles() / name) for name in published)
     one, both = EngineConfig(profile=files[:1]), EngineConfig(profile=files)
     assert choose(one, None, read_profiles(one)) == ("keydiff", "layer")
     with pytest.raises(ProfileError, match=r"several scopes \(.*for layer, .*for model\)"):

@@ -24,11 +24,11 @@ def turing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         multi_processor_count=40,
         L2_cache_size=4 << 20,
     )
-    card._asked.cache_clear()
+    card._ask_driver.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     yield
-    card._asked.cache_clear()
+    card._ask_driver.cache_clear()
 
 
 def test_an_old_gpu_is_left_alone_and_named(turing: None, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,14 +13,14 @@ from tangram.cli import app
 from tangram.engine.llm import LLM
 from tangram.engine.sampling import SampledTokens
 from tangram.errors import ConfigError, ModelError, RequestError
-from tangram.lab.load.asks import Ask, alike, arriving, made_up, next_turn, traced
+from tangram.lab.load.asks import Ask, alike, arriving, draw_tokens, next_turn, read_trace
 from tangram.lab.load.clock import (
     GivenUpError,
     LatencyLimits,
     Patience,
     Summary,
     TimedAnswer,
-    answered,
+    answer_all,
 )
 from tangram.types import Event, FinishReason, Request, SamplingParams, TokenLogprob
 
@@ -50,7 +50,7 @@ def test_a_share_of_memory_outside_its_range_is_refused(share: float) -> None:
 def test_answers_are_those_of_the_engine_by_the_clock(small_llm: LLM) -> None:
     asks = alike(3, 20, 5, shared_tokens=40, vocab_size=300)
     told: list[int] = []
-    answers = answered(small_llm.engine, asks, told.append)
+    answers = answer_all(small_llm.engine, asks, told.append)
     expected = small_llm.generate(
         [{"prompt_token_ids": list(ask.tokens)} for ask in asks],
         SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True),
@@ -66,10 +66,10 @@ def test_answers_are_those_of_the_engine_by_the_clock(small_llm: LLM) -> None:
 
 def test_a_turn_finds_the_one_before_in_the_cache(small_llm: LLM) -> None:
     small_llm.engine.clear_cache()
-    histories = [made_up(60, 300, session) for session in range(2)]
+    histories = [draw_tokens(60, 300, session) for session in range(2)]
     for turn in (1, 2):
         asks = next_turn(histories, turn, 10, 4, 300)
-        answers = answered(small_llm.engine, asks)
+        answers = answer_all(small_llm.engine, asks)
         histories = [
             ask.tokens + tuple(answer.token_ids) for ask, answer in zip(asks, answers, strict=True)
         ]
@@ -80,24 +80,24 @@ def test_what_requests_share_is_computed_once_even_when_they_come_together(small
     small_llm.engine.clear_cache()
     before = small_llm.engine.stats().sealed_chunks
     asks = alike(4, 10, 3, shared_tokens=64, vocab_size=300)
-    answers = answered(small_llm.engine, asks)
+    answers = answer_all(small_llm.engine, asks)
     assert small_llm.engine.stats().sealed_chunks - before == 2
     assert sorted(answer.cached_tokens for answer in answers) == [0, 64, 64, 64]
     small_llm.engine.clear_cache()
-    assert [answered(small_llm.engine, [ask])[0].token_ids for ask in asks] == [
+    assert [answer_all(small_llm.engine, [ask])[0].token_ids for ask in asks] == [
         answer.token_ids for answer in answers
     ]
 
 
 def test_requests_wait_for_their_time(small_llm: LLM) -> None:
-    answers = answered(small_llm.engine, [Ask((5, 6, 7), 2, 1.0), Ask((5, 6, 8), 2)])
+    answers = answer_all(small_llm.engine, [Ask((5, 6, 7), 2, 1.0), Ask((5, 6, 8), 2)])
     assert answers[1].times_s[-1] < 1.0 < answers[0].times_s[0]
     assert answers[0].first_token_s == answers[0].times_s[0] - 1.0
 
 
 def test_a_request_that_never_fits_stops_all(small_llm: LLM) -> None:
     with pytest.raises(RequestError, match="prompt has 5000 tokens"):
-        answered(small_llm.engine, [Ask((1, 2), 2), Ask((3,) * 5000, 2)])
+        answer_all(small_llm.engine, [Ask((1, 2), 2), Ask((3,) * 5000, 2)])
     assert not small_llm.engine.busy
 
 
@@ -159,7 +159,7 @@ def test_arrivals_have_the_rate_that_is_asked_for_and_the_same_order() -> None:
 def test_who_listens_hears_when_all_have_their_first_token(small_llm: LLM) -> None:
     heard: list[int] = []
     generated = small_llm.engine.stats().generated_tokens
-    answered(
+    answer_all(
         small_llm.engine,
         alike(3, 20, 6, shared_tokens=0, vocab_size=300),
         started=lambda: heard.append(small_llm.engine.stats().generated_tokens - generated),
@@ -175,7 +175,7 @@ def test_a_trace_gives_equal_tokens_for_equal_blocks(tmp_path: Path) -> None:
     ]
     path = tmp_path / "trace.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
-    first, second = traced(path, seconds=5, speed=2.0, vocab_size=300)
+    first, second = read_trace(path, seconds=5, speed=2.0, vocab_size=300)
     assert (len(first.tokens), first.output_tokens, first.at_s) == (700, 3, 0.0)
     assert (len(second.tokens), second.output_tokens, second.at_s) == (600, 1, 1.0)
     assert (
@@ -200,7 +200,7 @@ def test_a_trace_that_is_none_is_refused(text: str, message: str, tmp_path: Path
     path = tmp_path / "trace.jsonl"
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
-        traced(path, seconds=5, speed=1.0, vocab_size=300)
+        read_trace(path, seconds=5, speed=1.0, vocab_size=300)
 
 
 SMALL = [
@@ -278,9 +278,9 @@ def test_the_commands_keep_what_they_measure(
 def test_a_run_that_is_too_slow_is_given_up_and_leaves_nothing_behind(small_llm: LLM) -> None:
     engine, asks = small_llm.engine, alike(6, 30, 20, shared_tokens=0, vocab_size=300)
     with pytest.raises(GivenUpError, match=r"more than 10% waited over 1e-09 s"):
-        answered(engine, asks, patience=Patience(1e-9, every_s=0.0))
+        answer_all(engine, asks, patience=Patience(1e-9, every_s=0.0))
     assert not engine.busy and engine.stats().pages_held == 0
-    assert len(answered(engine, asks, patience=Patience(600.0))) == 6
+    assert len(answer_all(engine, asks, patience=Patience(600.0))) == 6
     late = [TimedAnswer(0.0, 5, times_s=[first]) for first in (1.0, 2.0, 9.0)] + [
         TimedAnswer(8.0, 5)
     ]
@@ -321,7 +321,7 @@ def test_after_a_step_that_failed_the_engine_answers_as_before(
 ) -> None:
     engine, asks = small_llm.engine, alike(3, 40, 6, shared_tokens=20, vocab_size=300)
     engine.clear_cache()
-    expected = [answer.token_ids for answer in answered(engine, asks)]
+    expected = [answer.token_ids for answer in answer_all(engine, asks)]
     monkeypatch.setattr(engine, "ahead", ahead)
     read, reads = SampledTokens.tokens_on_host, list[int]()
 
@@ -344,7 +344,7 @@ def test_after_a_step_that_failed_the_engine_answers_as_before(
     )
     assert not engine.busy and engine.stats().pages_free == engine.stats().pages_total
     engine.check_books()
-    assert [answer.token_ids for answer in answered(engine, asks)] == expected
+    assert [answer.token_ids for answer in answer_all(engine, asks)] == expected
 
 
 def test_launching_ahead_changes_nothing(small_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,9 +355,9 @@ def test_launching_ahead_changes_nothing(small_llm: LLM, monkeypatch: pytest.Mon
         small_llm.engine,
         [*alike(3, 30, 6, shared_tokens=0, vocab_size=300), Ask((9, 9, 9), 1)],
     )
-    expected = [answer.token_ids for answer in answered(engine, asks)]
+    expected = [answer.token_ids for answer in answer_all(engine, asks)]
     monkeypatch.setattr(engine, "ahead", True)
-    assert [answer.token_ids for answer in answered(engine, asks)] == expected
+    assert [answer.token_ids for answer in answer_all(engine, asks)] == expected
     events = list[Event]()
     params = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
     engine.submit(Request("gone", (3, 4, 5), params, events.append))

@@ -20,11 +20,11 @@ from tangram.config import EngineConfig
 from tangram.engine.llm import LLM
 from tangram.errors import ConfigError
 from tangram.lab.accuracy import engines
-from tangram.lab.accuracy.engines import ModelBench, asked
+from tangram.lab.accuracy.engines import ModelBench, ask_questions
 from tangram.lab.accuracy.methods import Method
 from tangram.lab.accuracy.prompts import Alignment, Questions, filler_token
-from tangram.lab.accuracy.report import plain
 from tangram.lab.accuracy.results import FidelityCell, Results
+from tangram.lab.accuracy.score_report import plain
 from tangram.model.load import LoadedModel
 from tangram.types import SamplingParams
 
@@ -85,7 +85,7 @@ def test_contexts_leave_nothing_raw_and_questions_find_them_in_the_cache(
     for method in METHODS:
         told: list[int] = []
         engine = bench._engine(method)
-        replies = asked(engine, prompts.samples, told.append, method.kv_retention)
+        replies = ask_questions(engine, prompts.samples, told.append, method.kv_retention)
         assert sum(told) == 4 and [len(own) for own in replies] == [2, 2]
         assert all(reply.tokens >= 1 for own in replies for reply in own)
         cached = engine.stats().cached_tokens
@@ -107,7 +107,7 @@ def test_contexts_leave_nothing_raw_and_questions_find_them_in_the_cache(
 def test_a_reply_does_not_depend_on_who_asks_first(loaded: LoadedModel) -> None:
     bench, prompts = bench_of(loaded)
     for method in (METHODS[2], METHODS[4]):
-        with bench.opened([method]) as ask:
+        with bench.open([method]) as ask:
             together = ask(method, prompts.samples, lambda done: None)
             alone = [ask(method, [one], lambda done: None)[0] for one in reversed(prompts.samples)]
         assert [[r.text for r in own] for own in together] == [
@@ -120,7 +120,7 @@ def test_methods_keep_different_entries(loaded: LoadedModel) -> None:
     bench, prompts = bench_of(loaded)
     replies = {}
     for method in METHODS:
-        with bench.opened([method]) as ask:
+        with bench.open([method]) as ask:
             found = ask(method, prompts.samples, lambda n: None)
             replies[method.title] = tuple(reply.text for own in found for reply in own)
     assert len(set(replies.values())) >= 5, replies
@@ -131,9 +131,9 @@ def test_a_reply_does_not_depend_on_which_ratios_the_engine_serves(loaded: Loade
     assert len({method.company for method in methods}) == 1
     (bench, prompts), alone = bench_of(loaded, methods), []
     for method in methods:
-        with bench.opened([method]) as ask:
+        with bench.open([method]) as ask:
             alone.append(ask(method, prompts.samples, lambda n: None))
-    with bench.opened(methods) as ask:
+    with bench.open(methods) as ask:
         assert [ask(method, prompts.samples, lambda n: None) for method in methods] == alone
 
 
@@ -259,7 +259,7 @@ def test_the_command_goes_on_where_it_was_interrupted(
     kept, tables = tmp_path / "r.json", tmp_path / "r.md"
     monkeypatch.setenv("TANGRAM_CACHE", str(tmp_path / "cache"))
     options = ["eval", str(model), *FLAGS, "-o", str(kept), "--report", str(tables)]
-    asking, calls = asked, []
+    asking, calls = ask_questions, []
 
     def interrupted(*arguments: Any) -> Any:
         calls.append(arguments)
@@ -267,7 +267,7 @@ def test_the_command_goes_on_where_it_was_interrupted(
             raise KeyboardInterrupt
         return asking(*arguments)
 
-    monkeypatch.setattr(engines, "asked", interrupted)
+    monkeypatch.setattr(engines, "ask_questions", interrupted)
     assert CliRunner().invoke(app, options).exit_code != 0
     assert len(json.loads(kept.read_text())["cells"]) == 2 and not tables.exists()
     result = CliRunner().invoke(app, options, catch_exceptions=False)
@@ -383,7 +383,7 @@ def test_fidelity_falls_with_retention_and_is_kept_and_shown(
         str(tables),
     ]
     reads: list[str] = []
-    reading = ModelBench._expected
+    reading = ModelBench._read_expected
 
     def interrupted(bench: ModelBench, method: Method, passages: Any) -> Any:
         reads.append(method.title)
@@ -391,7 +391,7 @@ def test_fidelity_falls_with_retention_and_is_kept_and_shown(
             raise KeyboardInterrupt
         return reading(bench, method, passages)
 
-    monkeypatch.setattr(ModelBench, "_expected", interrupted)
+    monkeypatch.setattr(ModelBench, "_read_expected", interrupted)
     assert CliRunner().invoke(app, options).exit_code != 0
     assert len(Results.load(kept).cells) == 2
     result = CliRunner().invoke(app, options, catch_exceptions=False)

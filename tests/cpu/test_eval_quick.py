@@ -10,14 +10,14 @@ from transformers import LlamaConfig, PreTrainedTokenizerBase
 from typer.testing import CliRunner
 
 from tangram.cli import app
-from tangram.compress.library import shipped_profiles
+from tangram.compress.library import find_shipped_profiles
 from tangram.compress.profile import Profile
 from tangram.config import EngineConfig
 from tangram.engine.llm import LLM
 from tangram.errors import ConfigError
 from tangram.lab.accuracy.engines import ModelBench
 from tangram.lab.accuracy.results import Results
-from tangram.lab.accuracy.run import Planned
+from tangram.lab.accuracy.run import PlannedCell
 
 CLI = CliRunner()
 
@@ -45,9 +45,9 @@ def test_it_asks_what_a_server_of_the_model_would_answer(
     """The gate's scorer for the embedded model, with the profiles that ship; nothing is calibrated
     for it.
     """
-    seen: list[Planned] = []
+    seen: list[PlannedCell] = []
 
-    def before(bench: ModelBench, plans: Sequence[Planned]) -> float:
+    def before(bench: ModelBench, plans: Sequence[PlannedCell]) -> float:
         seen.extend(plans)
         raise ConfigError("seen")
 
@@ -57,7 +57,7 @@ def test_it_asks_what_a_server_of_the_model_would_answer(
     assert {plan.method.scorer for plan in static} == {"fastkvzip"}
     for plan in static:
         name = f"smollm2.fastkvzip.model.c512.r{plan.method.kv_retention:g}.json"
-        assert plan.basis["profile"] == Profile.load(shipped_profiles() / name).fingerprint()
+        assert plan.basis["profile"] == Profile.load(find_shipped_profiles() / name).fingerprint()
     assert [plan.questions for plan in seen] == [12, 5] * 3
 
 
@@ -92,7 +92,7 @@ def test_it_says_how_long_beforehand_and_what_it_costs_at_the_end(
 def test_what_it_settles_is_refused_beside_it(
     given: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tangram.lab.accuracy.compare.load_model", None)
+    monkeypatch.setattr("tangram.lab.accuracy.evaluation.load_model", None)
     result = CLI.invoke(app, ["eval", "--quick", *given])
     assert result.exit_code == 2 and "with --quick that is settled" in " ".join(
         result.output.split()

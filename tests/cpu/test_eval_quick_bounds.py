@@ -31,7 +31,7 @@ def test_every_number_has_bounds_that_it_can_leave() -> None:
     asked: dict[str, set[str]] = {}
     for grid, suites in eval_quick.ASKED:
         for one in suites:
-            names = {eval_quick.named(method) for method in grid.methods(one.context_tokens)}
+            names = {eval_quick.name_method(method) for method in grid.methods(one.context_tokens)}
             asked[one.suite] = asked.get(one.suite, set()) | names
     assert {suite: set(own) for suite, own in bounds.items()} == asked
     for numbers in (numbers for own in bounds.values() for numbers in own.values()):
@@ -52,7 +52,7 @@ def test_every_number_has_bounds_that_it_can_leave() -> None:
 
 def test_bounds_are_asked_for_every_number_that_is_told(cells: list[AnyCell]) -> None:
     told = {
-        eval_quick.named(cell.method): set(eval_quick.numbers(cell))
+        eval_quick.name_method(cell.method): set(eval_quick.numbers(cell))
         for cell in cells
         if cell.setting.suite == "ruler"
     }
@@ -159,7 +159,7 @@ def control(folder: Path, prompts: SuitePrompts, known: int) -> Control:
     (folder / "control.json").write_text(
         json.dumps({**content, "cells": [{**cell, "seconds": 1.0, "samples": samples}]})
     )
-    return Control.graded(folder / "control.json")
+    return Control.grade(folder / "control.json")
 
 
 control_tables = Page("accuracy-tables").shared["kvpress"]
@@ -196,7 +196,7 @@ def test_the_control_stands_beside_what_was_asked_the_same(tmp_path: Path) -> No
 def test_a_control_is_added_to_one_that_was_measured_alike(tmp_path: Path) -> None:
     found = control(tmp_path, SUITES[0][0], known=2)
     later = found.model_copy(update={"environment": {"kvpress": "0.5.5", "python": "3.12.3"}})
-    both = found.joined(later)
+    both = found.join(later)
     assert both.cells == [*found.cells, *later.cells] and both.environment["python"] == "3.12.3"
     with pytest.raises(ValueError, match=r"kvpress is 0\.5\.5 in the control"):
-        found.joined(found.model_copy(update={"environment": {"kvpress": "0.6"}}))
+        found.join(found.model_copy(update={"environment": {"kvpress": "0.6"}}))

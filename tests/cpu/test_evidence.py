@@ -19,7 +19,7 @@ from transformers import LlamaConfig, PretrainedConfig, PreTrainedTokenizerBase
 from typer.testing import CliRunner
 
 from bench.accuracy import evidence as bench_evidence
-from bench.accuracy.evidence_file import Evidence
+from bench.accuracy.evidence_file import RecallFile
 from bench.accuracy.figures import EVIDENCE, KEPT, thin
 from bench.render.page import RESULTS, Page
 from tangram.cli import app
@@ -30,7 +30,13 @@ from tangram.engine.text import TextCodec
 from tangram.lab.accuracy.engines import ModelBench
 from tangram.lab.accuracy.methods import Method
 from tangram.lab.accuracy.prompts import Alignment, Questions, evidence_tokens, filler_token
-from tangram.lab.accuracy.recall import budgeted, competing, everything, kept_shares, recall
+from tangram.lab.accuracy.recall import (
+    competing,
+    compute_kept_shares,
+    everything,
+    make_budget_rule,
+    recall,
+)
 from tangram.lab.accuracy.results import Cell, Results
 from tangram.model.load import LoadedModel, load_model
 from tangram.types import Request
@@ -93,7 +99,7 @@ def random_chunks(count: int = 3) -> list[Any]:
 @pytest.mark.parametrize("retention", [0.75, 0.5, 0.25])
 def test_dynamic_methods_keep_rho_of_random_evidence(retention: float) -> None:
     rule = competing(Method("dynamic", retention, "keydiff", CHUNK, "model"))
-    shares = kept_shares(random_chunks(), rule, 3 * CHUNK)
+    shares = compute_kept_shares(random_chunks(), rule, 3 * CHUNK)
     assert shares.mean() == pytest.approx(retention, abs=0.005)
     assert recall(shares, [range(10, 120), range(140, 240)]) == pytest.approx(retention, abs=0.1)
 
@@ -104,12 +110,12 @@ def test_equal_budgets_keep_rho_of_random_evidence_and_the_best_of_any(
 ) -> None:
     loaded, bench = adopt
     method = Method("uniform", retention, "keydiff", CHUNK, None, None, 4)
-    rule = budgeted(bench.budgets.equal(method), loaded.geometry)
+    rule = make_budget_rule(bench.budgets.equal(method), loaded.geometry)
     rng = np.random.default_rng(0)
     chunks = [rng.random((2, 2, CHUNK), dtype=np.float32) for _ in range(4)]
     best, worst = range(CHUNK + 20, CHUNK + 40), range(2 * CHUNK + 60, 2 * CHUNK + 90)
     chunks[1][..., 20:40], chunks[2][..., 60:90] = 2.0, -1.0
-    shares = kept_shares(chunks, rule, 4 * CHUNK)
+    shares = compute_kept_shares(chunks, rule, 4 * CHUNK)
     assert shares.mean() == pytest.approx(retention, abs=BASE.page_tokens / CHUNK)
     assert recall(shares, [range(20, 110)]) == pytest.approx(retention, abs=0.12)
     assert recall(shares, [best]) == 1 and recall(shares, [worst]) == 0
@@ -119,10 +125,10 @@ def test_equal_budgets_keep_rho_of_random_evidence_and_the_best_of_any(
 
 def test_everything_stays_of_full_and_of_what_fills_no_chunk() -> None:
     chunks = random_chunks(2)
-    assert (kept_shares(chunks, everything, 2 * CHUNK + 9) == 1).all()
-    tail = kept_shares(chunks, competing(DYNAMIC), 2 * CHUNK + 9)
+    assert (compute_kept_shares(chunks, everything, 2 * CHUNK + 9) == 1).all()
+    tail = compute_kept_shares(chunks, competing(DYNAMIC), 2 * CHUNK + 9)
     assert recall(tail, [range(2 * CHUNK, 2 * CHUNK + 9)]) == 1 and tail.mean() < 0.6
-    assert kept_shares([], competing(DYNAMIC), 5).tolist() == [1] * 5
+    assert compute_kept_shares([], competing(DYNAMIC), 5).tolist() == [1] * 5
 
 
 @pytest.fixture
@@ -150,7 +156,7 @@ def test_an_engine_keeps_the_same_positions_of_the_first_chunk(
     }
     if reclamation == "dynamic":
         path = profile_file(loaded, tmp_path, chunk_tokens=chunk)
-        rule = budgeted(Profile.load(path), loaded.geometry)
+        rule = make_budget_rule(Profile.load(path), loaded.geometry)
         options |= {"profile": (path,)}
     else:
         rule = competing(Method("dynamic", 0.5, "keydiff", chunk, "model"))
@@ -283,7 +289,7 @@ def test_the_benchmark_goes_on_with_other_scorers_and_its_table_is_written(
     ]
     for scorers in ("keydiff", "keydiff,streaming_llm"):
         assert bench_evidence.main([*options, "--scorers", scorers, "--retentions", "0.5"]) == 0
-    found = Evidence.load(kept)
+    found = RecallFile.load(kept)
     assert [own.scorer for own in found.passes] == ["keydiff", "streaming_llm"], "each once"
     assert [one.method for one in found.passes[0].recalls] == ["uniform", "static", "dynamic"]
     shutil.copy(RESULTS / KEPT, tmp_path)

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig
 
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
-from tangram.lab.accuracy.fidelity import expected, fidelity
+from tangram.lab.accuracy.fidelity import compute_expected, fidelity
 from tangram.lab.accuracy.forced import ForcedText
 from tangram.lab.accuracy.passages import TAIL_TOKENS, RealText, passages
 from tangram.lab.accuracy.prompts import Alignment
@@ -56,7 +56,7 @@ def test_without_compression_a_forced_text_is_what_transformers_says(loaded: Loa
     plain.load_state_dict(loaded.model.state_dict())
     with torch.inference_mode():
         whole = plain(torch.tensor([TEXT])).logits[0, -TAIL_TOKENS:]
-    (found,) = expected(config(), loaded, [TEXT])
+    (found,) = compute_expected(config(), loaded, [TEXT])
     assert torch.allclose(found, whole, atol=1e-4)
     same = fidelity(whole, found, TEXT)
     assert same.divergence == pytest.approx(0.0, abs=1e-6) and same.agreement == 1.0
@@ -66,7 +66,7 @@ def test_without_compression_a_forced_text_is_what_transformers_says(loaded: Loa
 
 def test_the_less_is_kept_the_further_it_goes(loaded: LoadedModel, tmp_path: Path) -> None:
     """And one text does not see what another has left."""
-    (full,) = expected(config(), loaded, [TEXT])
+    (full,) = compute_expected(config(), loaded, [TEXT])
     found = []
     for retention in (0.75, 0.25):
         file = profile_file(loaded, tmp_path, retention=retention, chunk_tokens=64)
@@ -139,7 +139,7 @@ def test_what_cannot_be_compared_is_refused(loaded: LoadedModel) -> None:
     with pytest.raises(ConfigError, match="tokens are 1025, at most 1024 fit here"):
         ForcedText(config(), loaded).logits([3] * 1025)
     with pytest.raises(ConfigError, match="leaves 28 tokens unsealed with chunk_tokens 100"):
-        list(expected(config(chunk_tokens=100, page_tokens=10), loaded, [TEXT[:628]]))
+        list(compute_expected(config(chunk_tokens=100, page_tokens=10), loaded, [TEXT[:628]]))
 
 
 def test_a_text_of_ones_own_is_read_and_named_where_it_is_too_short(tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ def test_a_mask_is_exact(engine: Engine) -> None:
     free = SampleRow(SamplingParams(), prompt_token_ids=(), vocab_size=VOCABULARY, seed=0)
     logits = torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(0)).repeat(2, 1)
     bound, unbound = probabilities(logits, [row, free])
-    allowed = np.unpackbits(grammar.begin().allowed(), bitorder="little")[:VOCABULARY]
+    allowed = np.unpackbits(grammar.begin().mask_tokens(), bitorder="little")[:VOCABULARY]
     assert 0.99 * VOCABULARY < allowed.sum() < VOCABULARY
     assert not any(allowed[token] for token in engine.codec.control_token_ids)
     expected = unbound * torch.from_numpy(allowed)

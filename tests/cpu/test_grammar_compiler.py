@@ -54,19 +54,19 @@ def test_what_was_made_or_refused_before_is_tried_no_more(
     monkeypatch.setattr("tangram.engine.grammar._KEPT_REFUSALS", 2)
     grammars = small_engine(tiny).grammars
     good, bad = 'start: "yes"\n', [f"start: nowhere_{number}\n" for number in range(3)]
-    assert grammars.known(good, "tools") is None
+    assert grammars.look_up(good, "tools") is None
     made = grammars.compile(good, "tools")
     for source in bad:
         with pytest.raises(RequestError, match="nowhere"):
             grammars.compile(source, "tools")
     assert tried == [source.encode() for source in (good, *bad)]
-    for found in (grammars.known, grammars.compile):
+    for found in (grammars.look_up, grammars.compile):
         assert found(good, "tools") is made
         with pytest.raises(RequestError, match="nowhere_2") as told:
             found(bad[2], "tools")
         assert told.value.field == "tools"
     assert len(tried) == 4
-    assert grammars.known(bad[0], "tools") is None, "more are kept than may be"
+    assert grammars.look_up(bad[0], "tools") is None, "more are kept than may be"
 
 
 def test_a_trial_that_could_not_be_held_is_held_again(
@@ -76,8 +76,8 @@ def test_a_trial_that_could_not_be_held_is_held_again(
     with monkeypatch.context() as patched, pytest.raises(MachineError):
         patched.setattr("tangram.engine.grammar.sys.executable", "/nowhere")
         engine.grammars.compile(source, "tools")
-    assert engine.grammars.known(source, "tools") is None
-    assert engine.grammars.compile(source, "tools") is engine.grammars.known(source, "tools")
+    assert engine.grammars.look_up(source, "tools") is None
+    assert engine.grammars.compile(source, "tools") is engine.grammars.look_up(source, "tools")
 
 
 def test_a_tokenizer_of_whole_words_is_refused(small_llm: LLM) -> None:

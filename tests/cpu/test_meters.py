@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from tangram.calibrate.measure import kept_fractions
+from tangram.calibrate.measure import measure_kept_fractions
 from tangram.compress.profile import Profile
 from tangram.compress.scorers import make_scorer
 from tangram.engine.loop import Engine
@@ -97,7 +97,7 @@ def test_overflow_is_what_calibration_would_say_of_the_same_chunks(
     run(engine, [PROMPT[: C + 5]])
     made = Profile.load(profile)
     (scores,) = score_source(tiny, make_scorer("keydiff"), chunk_tokens=C)(PROMPT[:C])
-    (shares,) = kept_fractions(
+    (shares,) = measure_kept_fractions(
         scores, [0.5], made.scope, sink_tokens=made.sink_tokens, window_tokens=made.window_tokens
     )
     wishes, layout = np.round(shares * C).astype(int), engine.layout

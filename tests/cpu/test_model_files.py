@@ -18,8 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tangram.errors import ModelError
-from tangram.model.files import check_gguf, check_safetensors
 from tangram.model.load import load_model
+from tangram.model.weight_files import check_gguf, check_safetensors
 
 
 @pytest.fixture(scope="module")

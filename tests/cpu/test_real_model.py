@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from tangram.compress.library import shipped_profiles
+from tangram.compress.library import find_shipped_profiles
 from tangram.compress.profile import Profile
 from tangram.config import EngineConfig
 from tangram.engine.build import engine_of
@@ -79,7 +79,9 @@ def test_sealed_pages_occupy_no_more_than_was_promised(
     usage = events[-1].usage
     assert usage.kv_bytes_uncompressed == 2 * 512 * 30 * 3 * 2 * 64 * 4
     assert 0.95 * retention < usage.kv_bytes / usage.kv_bytes_uncompressed <= retention
-    profile = Profile.load(shipped_profiles() / f"smollm2.fastkvzip.model.c512.r{retention:g}.json")
+    profile = Profile.load(
+        find_shipped_profiles() / f"smollm2.fastkvzip.model.c512.r{retention:g}.json"
+    )
     assert usage.kv_bytes == 2 * sum(profile.sealed_pages) * 4 * 2 * 16 * 64 * 4
 
 

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from tangram.engine.draw import exponentials, row_key
-from tangram.engine.filters import halved, sorted_through
+from tangram.engine.filters import find_threshold_by_halving, find_threshold_by_sorting
 from tangram.engine.sampling import SampleRow, probabilities, sample
 from tangram.errors import ModelError, RequestError
 from tangram.types import SamplingParams
@@ -377,4 +377,6 @@ def test_a_nucleus_is_the_same_found_by_halving_and_by_sorting(
     weights[2, rng.integers(vocab)] = 2**40
     weights = torch.from_numpy(weights).long()
     needed = (weights.sum(dim=-1).double() * top_p).ceil().long().clamp_(min=1)
-    assert torch.equal(halved(weights, needed), sorted_through(weights, needed))
+    assert torch.equal(
+        find_threshold_by_halving(weights, needed), find_threshold_by_sorting(weights, needed)
+    )

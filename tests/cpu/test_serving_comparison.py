@@ -14,7 +14,7 @@ from bench.render.page import Page
 from bench.serving import compare
 from tangram.engine.llm import LLM
 from tangram.lab.load.asks import Ask
-from tangram.lab.load.clock import Patience, TimedAnswer, answered
+from tangram.lab.load.clock import Patience, TimedAnswer, answer_all
 
 
 def blocks(folder: Path, series: Sequence[dict[str, Any]], kind: str = "serving") -> dict[str, str]:
@@ -118,8 +118,8 @@ def test_the_comparison_keeps_what_it_measures_and_where_it_stopped(
     cases = {
         "some": compare.requests(2, 20, 3, repeats=2),
         "turns": compare.sessions(2, 40, 2, 5, 4),
-        "trace": compare.replayed(options),
-        "hasty": compare.replayed(hasty),
+        "trace": compare.make_replay(options),
+        "hasty": compare.make_replay(hasty),
     }
 
     class Small:
@@ -132,10 +132,10 @@ def test_the_comparison_keeps_what_it_measures_and_where_it_stopped(
         def answered(
             self, asks: Sequence[Ask], patience: Patience | None = None
         ) -> list[TimedAnswer]:
-            return answered(small_llm.engine, asks, patience=patience)
+            return answer_all(small_llm.engine, asks, patience=patience)
 
     kept: dict[str, Any] = {}
-    compare.measured(Small(), cases, kept.update)
+    compare.measure_cases(Small(), cases, kept.update)
     assert {name: list(parts) for name, parts in kept.items()} == {
         "some": ["run 1", "run 2"],
         "turns": ["turn 1", "turn 2"],

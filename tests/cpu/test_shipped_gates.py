@@ -19,18 +19,18 @@ from tangram.compress.profile import Profile
 from tangram.compress.provenance import Calibration
 from tangram.compress.scorers import make_scorer
 from tangram.compress.scorers.fastkvzip import FastKVzip
-from tangram.compress.scorers.gate import find_gate, load_gate, shipped_gates
+from tangram.compress.scorers.gate import find_gate, find_shipped_gates, load_gate
 from tangram.config import EngineConfig
 from tangram.engine.profiles import scorer_spec
 from tangram.errors import ConfigError
 from tangram.lab.accuracy.engines import ModelBench
 from tangram.lab.accuracy.methods import Method
-from tangram.lab.baselines.build import engine_of
-from tangram.lab.baselines.config import ComparisonConfig
+from tangram.lab.baselines.comparison_builder import engine_of
+from tangram.lab.baselines.comparison_config import ComparisonConfig
 from tangram.model.load import LoadedModel
 from tests.support import GREEDY, run, small_engine
 
-SHIPPED = sorted(shipped_gates().glob("*.safetensors"))
+SHIPPED = sorted(find_shipped_gates().glob("*.safetensors"))
 NONE_SHIPS = "needs a gate file and none ships for this model: .*--train-gate"
 HAY = (
     "The lake was calm and the boats lay in the harbour. Some people walked along the shore and "
@@ -69,11 +69,11 @@ def test_a_shipped_gate_is_whole_and_says_where_it_is_from(path: Path) -> None:
 def test_the_embedded_models_gate_is_found_under_any_name_of_the_same_weights(
     loaded: LoadedModel,
 ) -> None:
-    found = find_gate(shipped_gates(), replace(loaded.fingerprint, name="/models/mine"))
-    assert found == shipped_gates() / "smollm2.fastkvzip.safetensors"
+    found = find_gate(find_shipped_gates(), replace(loaded.fingerprint, name="/models/mine"))
+    assert found == find_shipped_gates() / "smollm2.fastkvzip.safetensors"
     fine_tuned = replace(loaded.fingerprint, weights_sha256="ab" * 32)
-    assert find_gate(shipped_gates(), fine_tuned) is None
-    assert find_gate(shipped_gates(), replace(loaded.fingerprint, weights_sha256=None)) is None
+    assert find_gate(find_shipped_gates(), fine_tuned) is None
+    assert find_gate(find_shipped_gates(), replace(loaded.fingerprint, weights_sha256=None)) is None
 
 
 def test_a_file_that_is_no_gate_is_passed_over_and_named(

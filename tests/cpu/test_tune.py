@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from tangram.cli import app
 from tangram.lab.kernel_benchmarks import cases, policy_calibration
 from tangram.lab.kernel_benchmarks.case import BatchGeometry, Case
-from tangram.lab.kernel_benchmarks.cases import Named
+from tangram.lab.kernel_benchmarks.cases import NamedCase
 from tangram.lab.kernel_benchmarks.policy_calibration import (
     best_single,
     calibrate_policy,
@@ -64,9 +64,9 @@ def told_measure(contender: Told, *rest: Any, **options: Any) -> Measurement:
 @pytest.fixture(autouse=True)
 def told_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy_calibration, "measure", told_measure)
-    monkeypatch.setattr(policy_calibration, "expected", lambda workload: [])
+    monkeypatch.setattr(policy_calibration, "compute_expected", lambda workload: [])
     monkeypatch.setattr(policy_calibration, "ColdCache", lambda device: None)
-    monkeypatch.setattr(policy_calibration, "measured_cost", lambda *rest: CostModel(task_us=0.25))
+    monkeypatch.setattr(policy_calibration, "measure_cost", lambda *rest: CostModel(task_us=0.25))
     monkeypatch.setattr(
         policy_calibration,
         "Ours",
@@ -75,7 +75,7 @@ def told_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         policy_calibration, "Library", lambda workload, *rest: Told(FLASHINFER, workload.case)
     )
-    monkeypatch.setattr(policy_calibration.flashinfer, "installed", lambda: True)
+    monkeypatch.setattr(policy_calibration.flashinfer, "is_installed", lambda: True)
     monkeypatch.setattr(policy_calibration.flashinfer, "WORKSPACE_BYTES", 1)
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=4)
@@ -87,7 +87,7 @@ def told_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def small(cases: Sequence[Named]) -> list[Named]:
+def small(cases: Sequence[NamedCase]) -> list[NamedCase]:
     """A few rows without prefixes, and the smallest trees."""
     trees = [case for case in cases if case.family == "shared prefixes"]
     own = [case for case in cases if "tree" not in case.family and case not in trees]
@@ -108,7 +108,9 @@ def test_a_policy_takes_what_the_clock_says_is_fastest_and_is_judged_by_it() -> 
         "heads_per_page": 2,
         "dtype": "float16",
     }
-    verdicts = judge(policy, torch.float16, GEOMETRY, CPU, small(cases.held_out(GEOMETRY)))
+    verdicts = judge(
+        policy, torch.float16, GEOMETRY, CPU, small(cases.make_held_out_cases(GEOMETRY))
+    )
     chosen = {verdict.family: verdict.chosen for verdict in verdicts}
     assert chosen["shared prefixes"] == "packing:measured" and chosen["ragged"] == "workqueue"
     single = best_single(verdicts)
@@ -118,7 +120,7 @@ def test_a_policy_takes_what_the_clock_says_is_fastest_and_is_judged_by_it() -> 
 
 
 def test_planning_at_every_step_counts() -> None:
-    measured = told_measure(Told(FLASHINFER, cases.held_out(GEOMETRY)[0].make()))
+    measured = told_measure(Told(FLASHINFER, cases.make_held_out_cases(GEOMETRY)[0].make()))
     assert policy_calibration.step_us(measured) == 125.0
     assert policy_calibration.step_us(replace(measured, each_step=False)) == 105.0
 
@@ -131,8 +133,8 @@ def test_the_command_judges_a_policy_and_keeps_every_time(
     )
     policy.save(tmp_path / "policy.json")
     monkeypatch.setattr("tangram.cli.bench._gpu", lambda: CPU)
-    held_out = small(cases.held_out(GEOMETRY))
-    monkeypatch.setattr(cases, "held_out", lambda geometry: held_out)
+    held_out = small(cases.make_held_out_cases(GEOMETRY))
+    monkeypatch.setattr(cases, "make_held_out_cases", lambda geometry: held_out)
     kept = tmp_path / "kernels_policy.json"
     result = CliRunner().invoke(
         app, ["bench", "check-policy", str(tmp_path / "policy.json"), "-o", str(kept)]

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.kernels.budgets import SHIPPED, chosen_layers, even_case, load, ragged_case
-from bench.kernels.fragmentation import GROUPINGS, reclaimed, scaled
+from bench.kernels.budgets import SHIPPED, choose_layers, even_case, load, make_ragged_case
+from bench.kernels.fragmentation import GROUPINGS, count_reclaimed, scale_budgets
 from tangram.errors import ConfigError
 from tangram.lab.baselines.uniform import parse_schedule
 from tangram.lab.kernel_benchmarks.case import (
@@ -129,8 +129,8 @@ def test_bimodal_has_one_long_row_for_three_short() -> None:
 @pytest.mark.parametrize("name", SHIPPED[:2])
 def test_a_ragged_case_has_the_lengths_its_profile_promises(name: str) -> None:
     profile = load(name, None, page_tokens=None, heads_per_page=None)
-    layers = chosen_layers(profile, 3)
-    case = ragged_case(profile, 3 * profile.chunk_tokens, 2, layers, seed=0, name=name)
+    layers = choose_layers(profile, 3)
+    case = make_ragged_case(profile, 3 * profile.chunk_tokens, 2, layers, seed=0, name=name)
     chunk, lengths = profile.chunk_tokens, case.cell_lengths
     raw = np.array([chunk // 4, chunk * 3 // 4])
     sealed = np.rint((3 * chunk - raw) / chunk).astype(int)
@@ -147,7 +147,7 @@ def test_a_ragged_case_has_the_lengths_its_profile_promises(name: str) -> None:
 
 def test_the_even_twin_has_the_same_entries_spread_evenly() -> None:
     profile = load(SHIPPED[0], None, page_tokens=None, heads_per_page=None)
-    case = ragged_case(profile, 16384, 3, chosen_layers(profile, 4), seed=0, name="ragged")
+    case = make_ragged_case(profile, 16384, 3, choose_layers(profile, 4), seed=0, name="ragged")
     twin = even_case(case, seed=1, name="even")
     assert twin.shape == case.shape
     assert np.unique(case.cell_lengths[0]).size > 4 and np.unique(twin.cell_lengths[0]).size == 1
@@ -184,11 +184,11 @@ def test_packing_reads_shared_nodes_once_and_counters_say_so(rule: str) -> None:
 
 def test_grouping_by_budget_gives_back_more_and_single_heads_all() -> None:
     mean = np.array([[0.9, 0.1, 0.1, 0.1], [0.1, 0.1, 0.1, 0.9]])
-    budgets = scaled(mean, 0.25)
+    budgets = scale_budgets(mean, 0.25)
     assert budgets.mean() == pytest.approx(0.25) and np.allclose(
         budgets / budgets[0, 1], mean / 0.1
     )
-    kept = {grouping: reclaimed(budgets, grouping, 2, 4096, 16) for grouping in GROUPINGS}
+    kept = {grouping: count_reclaimed(budgets, grouping, 2, 4096, 16) for grouping in GROUPINGS}
     assert kept["across layers"] > kept["within layer"] >= kept["adjacent"] > kept["monolithic"]
     assert kept["across layers"] == pytest.approx(0.75, abs=0.01)
-    assert reclaimed(budgets, "adjacent", 1, 4096, 16) == pytest.approx(0.75, abs=0.01)
+    assert count_reclaimed(budgets, "adjacent", 1, 4096, 16) == pytest.approx(0.75, abs=0.01)

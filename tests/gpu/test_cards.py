@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tangram.errors import ConfigError
 from tangram.kernels import e4m3
-from tangram.kernels.tiling import LEAST_ENTRIES, Operands, Tile, fitted
+from tangram.kernels.tiling import LEAST_ENTRIES, Operands, Tile, fit_tile
 from tangram.model.load import load_tokenizer
 from tests.gpu.cards import CARDS, REGISTERS, REGISTERS_A_THREAD
 from tests.gpu.test_engine import (
@@ -115,7 +115,7 @@ def test_an_h100_takes_the_tiles_measured_on_it(dim: int, element_bytes: int, fp
         Tile(128, 32, 4, 3),
     ) == packed.TILES
     for tile in packed.DecodeOptions().kinds:
-        assert fitted(tile, Operands(dim, element_bytes, hops=2), CARDS[90]) == tile
+        assert fit_tile(tile, Operands(dim, element_bytes, hops=2), CARDS[90]) == tile
     wanted = Tile(64, 64, 4, 2) if dim <= 128 else Tile(64, 32, 4, 2)
     assert prefill.tile_of(Operands(dim, element_bytes, hops=1, widens=fp8), CARDS[90]) == wanted
     if dim <= 128 and element_bytes == 2:
@@ -124,11 +124,11 @@ def test_an_h100_takes_the_tiles_measured_on_it(dim: int, element_bytes: int, fp
 
 @pytest.mark.parametrize("card", CARDS)
 def test_tiles_fit_the_card_and_no_smaller_than_they_must(card: int) -> None:
-    from tangram.kernels.tiling import shared_bytes
+    from tangram.kernels.tiling import count_shared_bytes
 
     operands, tile = Operands(256, 2, hops=2), Tile(64, stages=3)
-    taken = fitted(tile, operands, CARDS[card])
-    assert shared_bytes(taken, operands, CARDS[card]) <= CARDS[card].shared_bytes
+    taken = fit_tile(tile, operands, CARDS[card])
+    assert count_shared_bytes(taken, operands, CARDS[card]) <= CARDS[card].shared_bytes
     assert (taken == tile) == (card in (80, 90, 100))
     assert taken.queries == 64 and taken.entries >= LEAST_ENTRIES
 
@@ -136,7 +136,7 @@ def test_tiles_fit_the_card_and_no_smaller_than_they_must(card: int) -> None:
 def test_what_fits_no_tile_is_refused_by_name() -> None:
     refusal = r"heads of 256 .* in 32 bits .* 99 KiB .* take --dtype bfloat16"
     with pytest.raises(ConfigError, match=refusal):
-        fitted(Tile(128, 32), Operands(256, 4, hops=2), CARDS[86])
+        fit_tile(Tile(128, 32), Operands(256, 4, hops=2), CARDS[86])
 
 
 def test_launches_are_chained_from_hopper_on() -> None:

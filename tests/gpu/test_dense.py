@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tangram.engine.batch import Batcher
+from tangram.engine.batcher import Batcher
 from tangram.kernels import dense
 from tangram.kernels.interface import PrefillRows
 from tangram.model.load import load_tokenizer
@@ -68,7 +68,7 @@ def test_runs_begin_at_the_first_token_and_drop_nothing(
 
 def test_rows_that_do_not_ask_and_second_passes_are_no_runs() -> None:
     rows = rows_of((0, 0, 40, 40), (1, 0, 40, 40))
-    assert dense.runs(rows.repeated(1, 5)) == []
+    assert dense.runs(rows.repeat_row(1, 5)) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

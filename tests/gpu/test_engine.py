@@ -19,7 +19,7 @@ from tangram.cache.keys import ChunkKeys
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
 from tangram.cache.retention import Retention
-from tangram.engine.batch import DeviceTables
+from tangram.engine.batcher import DeviceTables
 from tangram.engine.loop import Engine
 from tangram.kernels.interface import KernelChoice, PoolKernels
 from tangram.kernels.torch_kernels import TorchKernels
@@ -60,7 +60,7 @@ GEMMA_3 = Gemma3TextConfig(**BASE, **SLIDING, query_pre_attn_scalar=16, tie_word
 # KVzip's repeat prompt comes from the tokenizer, so the whole vocabulary must be there.
 LLAMA_WORDS = LlamaConfig(**(BASE | {"vocab_size": 49152}))
 CHUNK = 16
-LAYOUT = Layout.uncompressed(
+LAYOUT = Layout.lay_out_uncompressed(
     Geometry(2, 2, 4, 16, 96, 64, (None, None)),
     chunk_tokens=CHUNK,
     page_tokens=4,
@@ -79,7 +79,7 @@ def on_torch(pool: Tensor, group: int) -> PoolKernels:
 def always(schedule: str) -> Policy:
     """A policy that knows one schedule."""
     loads = [StepLoad(1, 1, 1.0, 1.0), StepLoad(2, 1, 1.0, 1.0)]
-    return Policy.fitted("this", {}, CostModel(), [schedule], loads, [[1.0], [1.0]])
+    return Policy.fit("this", {}, CostModel(), [schedule], loads, [[1.0], [1.0]])
 
 
 def on_triton(

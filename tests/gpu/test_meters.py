@@ -102,11 +102,11 @@ def test_a_stopwatch_counts_every_replay_of_a_graph(
         for _ in range(2):
             with watch.timing():
                 pass
-    blocks = watch.taken()
+    blocks = watch.take_blocks()
     watch.collect()
     assert watch.seconds == 0, "a capture is not a run"
     for _ in range(3):
-        watch.replayed(blocks)
+        watch.count_replay(blocks)
     watch.collect()
     assert watch.seconds == 0, "the last one is not through"
     Event.passed |= set(range(1, Event.made + 1))
@@ -114,7 +114,7 @@ def test_a_stopwatch_counts_every_replay_of_a_graph(
     assert watch.seconds == 3 * 2 * 0.25
     watch.collect()
     assert watch.seconds == 3 * 2 * 0.25, "once"
-    assert watch.taken().events == (), "the next graph has blocks of its own"
+    assert watch.take_blocks().events == (), "the next graph has blocks of its own"
 
 
 def test_a_stopwatch_reads_events_when_they_have_passed(watch: Stopwatch) -> None:

@@ -10,7 +10,7 @@ from tangram.cache.manager import CacheManager
 from tangram.cache.step import Row, RowKind, Step
 from tangram.config import EngineConfig
 from tangram.engine.scheduler import PRECEDING_TOKENS, Scheduler
-from tangram.engine.sequence import TokenSequence, sequence_of
+from tangram.engine.token_sequence import TokenSequence, sequence_of
 from tests.host.support import Device, retentions
 
 MAX_TOKENS = 48
@@ -270,7 +270,7 @@ class Service:
             [entry for entry in running if not entry.complete]
         ):
             full = (
-                head.retention.layout.promised_pages(head.known, head.limit)
+                head.retention.layout.count_promised_pages(head.known, head.limit)
                 > self.manager.spare_pages
             )
             assert (

@@ -18,9 +18,9 @@ from tangram.cache.keys import ChunkKeys
 from tangram.cache.layout import Layout, adjacent_groups
 from tangram.cache.manager import CacheManager
 from tangram.cache.retention import Retention
-from tangram.cache.sequence import SequenceCache
+from tangram.cache.sequence_cache import SequenceCache
 from tangram.cache.step import Row, RowKind, Step
-from tangram.engine.sequence import TokenSequence
+from tangram.engine.token_sequence import TokenSequence
 from tangram.types import Geometry, Int64, PageMove
 
 Label = tuple[Any, ...]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tangram.cache.books import check_books
 from tangram.cache.layout import Layout
 from tangram.cache.pages import Ledger
-from tangram.cache.sequence import SequenceCache
+from tangram.cache.sequence_cache import SequenceCache
 from tangram.errors import IntegrityError
 from tangram.types import Int64
 from tests.host.support import (
@@ -152,7 +152,7 @@ def test_room_for_the_promise_admits_and_one_page_less_does_not(
     layouts: list[Layout], known: int, more: int, which: int
 ) -> None:
     limit = known + more
-    needed = layouts[which].promised_pages(known, limit)
+    needed = layouts[which].count_promised_pages(known, limit)
     assert manager(*layouts, pages=needed - 1).enter(which, "", tokens_of(known), limit) is None
     cache = manager(*layouts, pages=needed)
     seq = admit(cache, tokens_of(known), layout=which, limit=limit)
@@ -171,7 +171,9 @@ def test_the_footprint_is_the_formula_at_every_length_and_nothing_is_left(
     for which in (0, 1):
         decode(cache, admit(cache, tokens[:1], layout=which), tokens)
     for seq in list(cache.sequences.values()):
-        assert seq.held_pages == seq.layout.held_pages(*divmod(length, seq.layout.chunk_tokens))
+        assert seq.held_pages == seq.layout.count_held_pages(
+            *divmod(length, seq.layout.chunk_tokens)
+        )
         cache.close(seq)
     cache.prefix.clear()
     assert cache.ledger.free == cache.ledger.total

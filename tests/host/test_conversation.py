@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tangram.cli.answering import Answer, memory_told, shown
-from tangram.cli.conversation import COMMANDS, Conversation
+from tangram.cli.answering import TerminalAnswer, escape_controls, memory_told
+from tangram.cli.chat_history import COMMANDS, ChatHistory
 from tangram.cli.terminal import entry, history_file
 from tangram.errors import RequestError, TangramError
 from tangram.types import Event, FinishReason, Usage
@@ -24,8 +24,8 @@ def check(ratio: float) -> None:
 
 
 @pytest.fixture
-def talk() -> Conversation:
-    return Conversation(
+def talk() -> ChatHistory:
+    return ChatHistory(
         lambda text: len(text.split()), check, most_tokens=50, most_bytes=400, default_retention=0.5
     )
 
@@ -63,32 +63,35 @@ def test_the_end_of_the_input_is_no_entry() -> None:
         entry(typing(), "you  ")
 
 
-def test_what_was_said_is_sent_again_and_clear_forgets_it(talk: Conversation) -> None:
+def test_what_was_said_is_sent_again_and_clear_forgets_it(talk: ChatHistory) -> None:
     talk.command("/system Be brief.")
     talk.enter("Who?", "Ann, half an ans")
-    assert talk.asked("Why?") == [
+    assert talk.add_question("Why?") == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Who?"},
         {"role": "assistant", "content": "Ann, half an ans"},
         {"role": "user", "content": "Why?"},
     ]
     talk.command("/clear")
-    assert [message["role"] for message in talk.asked("Why?")] == ["system", "user"]
+    assert [message["role"] for message in talk.add_question("Why?")] == ["system", "user"]
     talk.command("/system")
-    assert talk.asked("Why?") == [{"role": "user", "content": "Why?"}]
+    assert talk.add_question("Why?") == [{"role": "user", "content": "Why?"}]
 
 
-def test_a_file_goes_before_the_next_question_and_stays(talk: Conversation, tmp_path: Path) -> None:
+def test_a_file_goes_before_the_next_question_and_stays(talk: ChatHistory, tmp_path: Path) -> None:
     notes = tmp_path / "my notes.txt"
     notes.write_text("the key is under the mat\n")
     assert (
         talk.command(f'/file "{notes}"') == "my notes.txt, 6 tokens, goes before your next question"
     )
-    (message,) = talk.asked("Where?")
+    (message,) = talk.add_question("Where?")
     assert message["content"] == "[my notes.txt]\nthe key is under the mat\n\nWhere?"
-    assert talk.asked("Where?") == [message], "asking changes nothing: a question may fail"
+    assert talk.add_question("Where?") == [message], "asking changes nothing: a question may fail"
     talk.enter("Where?", "There.")
-    assert talk.asked("Sure?")[0] == message and talk.asked("Sure?")[-1]["content"] == "Sure?"
+    assert (
+        talk.add_question("Sure?")[0] == message
+        and talk.add_question("Sure?")[-1]["content"] == "Sure?"
+    )
 
 
 @pytest.mark.parametrize(
@@ -103,7 +106,7 @@ def test_a_file_goes_before_the_next_question_and_stays(talk: Conversation, tmp_
     ],
 )
 def test_a_file_that_cannot_be_sent_is_one_line(
-    talk: Conversation, tmp_path: Path, content: bytes | None, why: str
+    talk: ChatHistory, tmp_path: Path, content: bytes | None, why: str
 ) -> None:
     source = tmp_path / "file.txt"
     if content is not None:
@@ -115,7 +118,7 @@ def test_a_file_that_cannot_be_sent_is_one_line(
         talk.command(f"/file {tmp_path}")
 
 
-def test_the_retention_of_the_next_answers(talk: Conversation) -> None:
+def test_the_retention_of_the_next_answers(talk: ChatHistory) -> None:
     assert talk.kv_retention is None and talk.retention == 0.5
     assert talk.command("/retention 1.0") == "answers are computed at kv_retention 1"
     assert talk.kv_retention == 1.0
@@ -125,7 +128,7 @@ def test_the_retention_of_the_next_answers(talk: Conversation) -> None:
     assert talk.kv_retention == 1.0
 
 
-def test_what_looks_like_a_command_but_is_none(talk: Conversation) -> None:
+def test_what_looks_like_a_command_but_is_none(talk: ChatHistory) -> None:
     for text in ("hello", "/usr/bin has what?", "a /clear", "/ is a sign", "/A"):
         assert talk.command(text) is None
     with pytest.raises(RequestError, match="there is no /quit: /help"):
@@ -175,11 +178,11 @@ def test_memory_is_never_more_than_all_of_it(usage: Usage, retention: float, tol
 def test_an_answer_that_the_engine_gives_up_is_an_error() -> None:
     event = Event("1", 0, (), "", (), Usage(1, 0, 0, 0, 0), FinishReason.ABORT, "no memory")
     with pytest.raises(TangramError, match="no memory"):
-        Answer().take(event)
+        TerminalAnswer().take(event)
 
 
 def test_text_moves_no_cursor() -> None:
-    assert shown("a\x1b[2Jb\r\n\tc\x9b") == "a[2Jb\n\tc"
+    assert escape_controls("a\x1b[2Jb\r\n\tc\x9b") == "a[2Jb\n\tc"
 
 
 def test_lines_are_kept_in_the_folder_of_state(

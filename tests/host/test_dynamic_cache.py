@@ -54,7 +54,7 @@ def test_a_pool_that_holds_the_promise_holds_every_chunk_whole(
         check_books(cache)
     cache.grow(seq, length % entry.chunk_tokens)
     check_books(cache)
-    assert seq.held_pages == entry.held_pages(*divmod(length, entry.chunk_tokens))
+    assert seq.held_pages == entry.count_held_pages(*divmod(length, entry.chunk_tokens))
 
 
 def test_counts_that_no_layout_promised_are_refused() -> None:

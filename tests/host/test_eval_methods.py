@@ -8,8 +8,8 @@ import pytest
 
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
-from tangram.lab.accuracy.methods import NAMES, Grid, Method, aligned_tokens
-from tangram.lab.baselines.config import ComparisonConfig
+from tangram.lab.accuracy.methods import NAMES, Grid, Method, choose_alignment
+from tangram.lab.baselines.comparison_config import ComparisonConfig
 
 
 def grid(**changes: Any) -> Grid:
@@ -99,19 +99,19 @@ def test_impossible_grids_are_refused_by_name(changes: dict[str, Any], said: str
 
 def test_contexts_end_where_every_chunk_does() -> None:
     chunks = grid(chunk_tokens=[256, 1024], names=["static", "dynamic"])
-    assert aligned_tokens(chunks.methods(4096), align=True) == 1024
-    assert aligned_tokens(chunks.methods(4096), align=False) is None
-    assert aligned_tokens(chunks.methods(4096), align=True, unit=4096) == 4096
+    assert choose_alignment(chunks.methods(4096), align=True) == 1024
+    assert choose_alignment(chunks.methods(4096), align=False) is None
+    assert choose_alignment(chunks.methods(4096), align=True, unit=4096) == 4096
     with pytest.raises(
         ConfigError, match="chunk_tokens has 1024, of which align_tokens, 1536, is no multiple"
     ):
-        aligned_tokens(chunks.methods(4096), align=True, unit=1536)
+        choose_alignment(chunks.methods(4096), align=True, unit=1536)
     with pytest.raises(ConfigError, match="align_tokens is 1024, but no_align"):
-        aligned_tokens(chunks.methods(4096), align=False, unit=1024)
-    assert aligned_tokens(grid(chunk_tokens=[256]).methods(4096), align=True) == 4096
+        choose_alignment(chunks.methods(4096), align=False, unit=1024)
+    assert choose_alignment(grid(chunk_tokens=[256]).methods(4096), align=True) == 4096
     with pytest.raises(
         ConfigError, match="chunk_tokens has 384, of which the largest chunk, 1024, is no multiple"
     ):
-        aligned_tokens(grid(chunk_tokens=[384, 1024], names=["static"]).methods(4096), align=True)
+        choose_alignment(grid(chunk_tokens=[384, 1024], names=["static"]).methods(4096), align=True)
     with pytest.raises(ConfigError, match=r"one-shot.*needs align"):
-        aligned_tokens(grid().methods(4096), align=False)
+        choose_alignment(grid().methods(4096), align=False)

@@ -16,9 +16,9 @@ import pytest
 from tangram.errors import ConfigError
 from tangram.lab.accuracy.methods import Method
 from tangram.lab.accuracy.prompts import SamplePrompts, SuitePrompts, prompts_of
-from tangram.lab.accuracy.report import difference, label, report
 from tangram.lab.accuracy.results import Cell, Results, Score, Setting
-from tangram.lab.accuracy.run import Ask, Planned, Recalls, Reply, planned, run
+from tangram.lab.accuracy.run import Ask, PlannedCell, Recalls, Reply, plan_cells, run
+from tangram.lab.accuracy.score_report import difference, label, report
 from tests.host.asking import sample
 from tests.host.test_eval_prompts import CODEC
 
@@ -69,7 +69,7 @@ class StubBench:
         return {"cpu": "a stub", "commit": "1234"}
 
     @contextmanager
-    def opened(self, methods: Sequence[Method]) -> Iterator[Ask]:
+    def open(self, methods: Sequence[Method]) -> Iterator[Ask]:
         self.opens.append(methods[0].name)
 
         def ask(
@@ -113,8 +113,8 @@ class Silent:
 def measure(path: Path, bench: StubBench, methods: Sequence[Method] = METHODS) -> list[Cell]:
     return run(
         bench,
-        planned(bench, methods, SUITES),
-        Results.resumed(path, "tangram eval"),
+        plan_cells(bench, methods, SUITES),
+        Results.resume(path, "tangram eval"),
         path,
         Silent(),
     )
@@ -182,9 +182,9 @@ def test_other_settings_are_other_cells(tmp_path: Path) -> None:
 
 
 def test_what_is_left_to_ask_is_known_beforehand() -> None:
-    plans = planned(StubBench(), METHODS, SUITES)
+    plans = plan_cells(StubBench(), METHODS, SUITES)
     assert [plan.questions for plan in plans] == [12, 12] * 3
-    assert isinstance(plans[0], Planned) and plans[0].found_in(Results(command="")) is None
+    assert isinstance(plans[0], PlannedCell) and plans[0].find_in(Results(command="")) is None
 
 
 @pytest.mark.parametrize(
@@ -194,13 +194,13 @@ def test_a_file_of_another_kind_is_not_overwritten(content: str, tmp_path: Path)
     path = tmp_path / "r.json"
     path.write_text(content)
     with pytest.raises(ConfigError, match=r"r\.json is no result file"):
-        Results.resumed(path, "tangram eval")
+        Results.resume(path, "tangram eval")
     assert path.read_text() == content
 
 
 def test_a_folder_that_is_not_there_is_named_before_anything_runs(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no folder"):
-        Results.resumed(tmp_path / "none" / "r.json", "tangram eval")
+        Results.resume(tmp_path / "none" / "r.json", "tangram eval")
 
 
 def test_the_report_has_scores_differences_and_footprints(tmp_path: Path) -> None:

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from tangram.calibrate.files import read_texts
+from tangram.calibrate.text_files import read_texts
 from tangram.compress.library import find_profile
 from tangram.compress.profile import ModelFingerprint, Profile
 from tangram.errors import ConfigError, TangramError
-from tangram.foreign_files import replaced
+from tangram.foreign_files import replace_file
 from tangram.lab.accuracy.conversation import read_conversations
 from tangram.lab.accuracy.passages import _read
 from tangram.lab.accuracy.results import Results
-from tangram.lab.load.asks import traced
+from tangram.lab.load.asks import read_trace
 from tangram.plan.policy import Policy
 
 READERS: list[Callable[[Path], object]] = [
@@ -29,7 +29,7 @@ READERS: list[Callable[[Path], object]] = [
     Policy.load,
     Results.load,
     read_conversations,
-    lambda path: traced(path, seconds=1, speed=1, vocab_size=8),
+    lambda path: read_trace(path, seconds=1, speed=1, vocab_size=8),
 ]
 
 
@@ -69,7 +69,7 @@ def test_a_trace_names_the_field_that_is_no_number(
     if value == 10**400 and field in ("output_length", "hash_ids"):
         return  # as large as it likes: the engine refuses the one, the other is a name
     with pytest.raises(ConfigError, match=rf"t\.jsonl:1: .*({field}|tokens, input_length)"):
-        traced(tmp_path / "t.jsonl", seconds=1, speed=1, vocab_size=8)
+        read_trace(tmp_path / "t.jsonl", seconds=1, speed=1, vocab_size=8)
 
 
 @pytest.mark.parametrize("read", [*READERS, _read])
@@ -87,26 +87,26 @@ def full(path: Path, text: str) -> None:
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / ("a" * 255)  # no longer name is allowed, not even for a while
-    with replaced(path) as file:
+    with replace_file(path) as file:
         file.write_text("first")
-    with pytest.raises(OSError, match="No space"), replaced(path) as file:
+    with pytest.raises(OSError, match="No space"), replace_file(path) as file:
         full(file, "second")
     assert [each.read_text() for each in tmp_path.iterdir()] == ["first"]
 
 
 def test_a_link_to_a_file_stays_one(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("file")
-    with replaced(tmp_path / "link") as file:
+    with replace_file(tmp_path / "link") as file:
         file.write_text("new")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "new"
 
 
 def test_a_device_or_pipe_is_written_and_not_replaced(tmp_path: Path) -> None:
     """As root, whoever writes to /dev/null would be its end."""
-    with replaced("/dev/null") as file:
+    with replace_file("/dev/null") as file:
         assert file == Path("/dev/null")
     os.mkfifo(pipe := tmp_path / "pipe")
     (tmp_path / "link").symlink_to(pipe)
-    with replaced(tmp_path / "link") as file:
+    with replace_file(tmp_path / "link") as file:
         assert file.is_fifo()
     assert sorted(each.name for each in tmp_path.iterdir()) == ["link", "pipe"]

@@ -16,8 +16,8 @@ from tangram.compress.groups import (
     adjacent,
     allot_pages,
     cluster,
+    compute_realised_retention,
     group_budgets,
-    realised_retention,
 )
 from tangram.errors import ConfigError
 
@@ -134,7 +134,9 @@ def test_empty_columns_are_paid_for() -> None:
         min_pages=1,
     )
     assert pages == [12] * 10
-    realised = realised_retention(pages, 30, chunk_tokens=512, page_tokens=16, heads_per_page=4)
+    realised = compute_realised_retention(
+        pages, 30, chunk_tokens=512, page_tokens=16, heads_per_page=4
+    )
     assert realised == 0.5
 
 

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from tangram.cache.host import HostTier
 from tangram.cache.keys import chunk_key, root_key, window_key
 from tangram.cache.layout import Layout
-from tangram.cache.sequence import SequenceCache
+from tangram.cache.sequence_cache import SequenceCache
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError, IntegrityError
 from tangram.types import Int32, Int64

@@ -50,7 +50,7 @@ def test_who_is_refused_hears_how_long_the_queue_takes(
     clock = Clock()
     intake = Intake(40, 8, clock)
     for _ in range(200):
-        intake.started()
+        intake.count_start()
         clock.now_s += 1 / starts_per_s
     assert refused(intake, 40).retry_after_s == expected_s
 
@@ -60,7 +60,7 @@ def test_a_queue_that_stands_still_sends_people_away_for_longer() -> None:
     intake = Intake(4, 8, clock)
     assert refused(intake, 4).retry_after_s == 1
     for _ in range(10):
-        intake.started()
+        intake.count_start()
         clock.now_s += 1
     before = refused(intake, 4).retry_after_s
     clock.now_s += 30

@@ -73,7 +73,7 @@ def prefilled(layout: Layout, walk: Walk, tokens: int) -> Iterator[int]:
 def test_held_and_peak_pages_are_what_a_growing_sequence_holds(layout: Layout, tokens: int) -> None:
     walk = Walk(layout)
     peak = max(decoded(layout, walk, tokens))
-    assert layout.held_pages(walk.chunks, walk.raw_tokens) == walk.pages
+    assert layout.count_held_pages(walk.chunks, walk.raw_tokens) == walk.pages
     assert layout.peak_pages(tokens) == peak
 
 
@@ -89,13 +89,13 @@ def test_a_promise_is_exactly_what_prefill_and_the_rest_of_the_chunk_need(
     while walk.chunks * layout.chunk_tokens + walk.raw_tokens < chunk_end:
         walk.raw_tokens += 1
         most = max(most, walk.pages)
-    assert layout.promised_pages(tokens, limit) == most
+    assert layout.count_promised_pages(tokens, limit) == most
 
 
 @FEW
 @given(ONE, st.integers(1, 48))
 def test_most_pages_covers_every_promise_on_the_way_and_no_more(layout: Layout, limit: int) -> None:
-    promises = [layout.promised_pages(tokens, limit) for tokens in range(limit + 1)]
+    promises = [layout.count_promised_pages(tokens, limit) for tokens in range(limit + 1)]
     assert layout.most_pages(limit) == max(promises)
 
 
@@ -108,7 +108,7 @@ def test_uncompressed_entries_counts_what_the_next_token_could_see(
     for window in layout.geometry.windows:
         newest = range(tokens) if window is None else range(max(0, tokens - window), tokens)
         visible += len(newest) * layout.geometry.kv_heads
-    assert layout.uncompressed_entries(tokens) == visible
+    assert layout.count_uncompressed_entries(tokens) == visible
 
 
 @FEW
@@ -146,7 +146,7 @@ def test_the_newest_window_chunks_hold_all_that_a_later_query_sees(layout: Layou
 
 
 def test_uncompressed_keeps_every_entry_of_every_head() -> None:
-    whole = Layout.uncompressed(
+    whole = Layout.lay_out_uncompressed(
         geometry(3, 3), chunk_tokens=8, page_tokens=2, heads_per_page=2, max_tokens=32
     )
     assert whole.keeps_everything and (whole.head_kept_tokens == 8).all()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from tangram.config import OPTIONS, EngineConfig
-from tools.options_page import PAGE, rendered
+from tools.options_page import PAGE, render
 
 from .test_command_line import ALL
 
 
 def test_the_page_is_what_the_config_says() -> None:
-    assert PAGE.read_text() == rendered(), "run python -m tools.options_page"
+    assert PAGE.read_text() == render(), "run python -m tools.options_page"
 
 
 def test_every_option_is_one_of_serve() -> None:

@@ -54,7 +54,7 @@ def check_slots(manager: CacheManager) -> None:
             )
             for group, members in enumerate(layout.groups)
         )
-        assert used == layout.held_entries(seq.sealed_chunks, seq.raw_tokens)
+        assert used == layout.count_held_entries(seq.sealed_chunks, seq.raw_tokens)
         assert used <= seq.held_pages * layout.page_slots
 
 
@@ -100,7 +100,7 @@ def test_a_growing_sequence_is_promised_pages_that_others_hold_nothing_of() -> N
     """One chunk's worth: what it does not hold yet is promised, and no longer once it has ended."""
     service = Watched(
         [
-            Layout.uncompressed(
+            Layout.lay_out_uncompressed(
                 geometry(), chunk_tokens=8, page_tokens=2, heads_per_page=2, max_tokens=96
             )
         ],

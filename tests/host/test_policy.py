@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 
 from tangram.errors import ConfigError
 from tangram.lab.kernel_benchmarks.case import BatchGeometry, own_case, tree_case, unique_entries
-from tangram.lab.kernel_benchmarks.cases import budgets, calibration, held_out, random_tree
+from tangram.lab.kernel_benchmarks.cases import (
+    budgets,
+    calibration,
+    make_held_out_cases,
+    random_tree,
+)
 from tangram.lab.kernel_benchmarks.tree import CONFIGS, Tree
 from tangram.plan.cost import CostModel
 from tangram.plan.policy import FLASHINFER, Policy, StepLoad
@@ -23,7 +28,7 @@ SCHEDULES = ("workqueue", "aot", FLASHINFER)
 
 
 def policy(times: dict[StepLoad, list[float]], schedules: tuple[str, ...] = SCHEDULES) -> Policy:
-    return Policy.fitted(
+    return Policy.fit(
         "a GPU", {"kv_heads": 2}, CostModel(), schedules, list(times), list(times.values())
     )
 
@@ -131,9 +136,11 @@ def test_uneven_rows_are_seen_as_such() -> None:
 
 def test_what_a_policy_learns_from_is_not_what_it_is_judged_by() -> None:
     geometry = BatchGeometry.of_heads("32/8", 16)
-    learnt, judged = ({case.name for case in suite(geometry)} for suite in (calibration, held_out))
+    learnt, judged = (
+        {case.name for case in suite(geometry)} for suite in (calibration, make_held_out_cases)
+    )
     assert not learnt & judged and len(learnt) == len(calibration(geometry))
-    assert {case.family for case in held_out(geometry)} >= {
+    assert {case.family for case in make_held_out_cases(geometry)} >= {
         "ragged",
         "shared prefixes",
         "bimodal B8",

@@ -10,8 +10,17 @@ from pathlib import Path
 import pytest
 
 from bench.render import __main__ as command
-from bench.render.filters import groups, number, short, table
-from bench.render.page import DOCS, RESULTS, TEMPLATES, Page, marked, page_names, stale, written
+from bench.render.page import (
+    DOCS,
+    RESULTS,
+    TEMPLATES,
+    Page,
+    page_names,
+    read_blocks,
+    stale,
+    write_blocks,
+)
+from bench.render.template_filters import groups, number, short, table
 
 
 @cache
@@ -23,18 +32,18 @@ def rendered(name: str) -> dict[str, str]:
 def test_a_page_says_what_the_result_files_say(name: str) -> None:
     text = (DOCS / f"{name}.md").read_text(encoding="utf-8")
     assert stale(text, rendered(name)) == [], "run python -m bench.render"
-    assert rendered(name) and written(text, rendered(name)) == text
+    assert rendered(name) and write_blocks(text, rendered(name)) == text
 
 
 @pytest.mark.parametrize("name", page_names())
 def test_a_page_and_its_template_have_the_same_blocks(name: str) -> None:
     page, template = (folder / f"{name}.md" for folder in (DOCS, TEMPLATES))
-    blocks = {path: set(marked(path.read_text(encoding="utf-8"))) for path in (page, template)}
+    blocks = {path: set(read_blocks(path.read_text(encoding="utf-8"))) for path in (page, template)}
     assert blocks[page] == blocks[template] == set(rendered(name))
 
 
 def test_every_page_with_blocks_has_a_template() -> None:
-    paths = [path for path in DOCS.rglob("*.md") if marked(path.read_text(encoding="utf-8"))]
+    paths = [path for path in DOCS.rglob("*.md") if read_blocks(path.read_text(encoding="utf-8"))]
     names = {path.relative_to(DOCS).with_suffix("").as_posix() for path in paths}
     assert names == set(page_names())
 
@@ -82,7 +91,7 @@ def test_what_has_no_result_file_is_left_as_it_is(docs: Path, tmp_path: Path) ->
 
 def test_a_table_without_a_place_is_refused() -> None:
     with pytest.raises(ValueError, match="<!-- nowhere -->"):
-        written("a page", {"nowhere": "a table"})
+        write_blocks("a page", {"nowhere": "a table"})
 
 
 def test_a_figure_that_is_missing_from_its_file_is_an_error(tmp_path: Path) -> None:

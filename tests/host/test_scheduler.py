@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tangram.cache.step import Row
-from tangram.engine.sequence import TokenSequence
+from tangram.engine.token_sequence import TokenSequence
 from tests.host.service import MAX_TOKENS, Service
 from tests.host.support import geometry, layout, layout_sets, recount
 

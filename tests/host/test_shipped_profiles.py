@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from tangram.compress.groups import cluster, group_budgets
-from tangram.compress.library import find_profile, shipped_profiles
+from tangram.compress.library import find_profile, find_shipped_profiles
 from tangram.compress.profile import ALPHA, PAPER_ALPHA, Profile
 from tangram.compress.provenance import ScorerSpec
 from tangram.errors import ProfileError
 from tangram.import_profiles import MODELS, import_published
 
-SHIPPED = sorted(shipped_profiles().glob("*.json"))
+SHIPPED = sorted(find_shipped_profiles().glob("*.json"))
 IMPORTED = [path for path in SHIPPED if not path.name.startswith("smollm2.")]
 
 
@@ -45,7 +45,7 @@ def test_shipped_profiles_are_found_for_their_models(
         MODELS[model], name="/models/mine", vocab_size=128_256, weights_sha256="ab" * 32
     )
     assert (
-        find_profile([shipped_profiles()], loaded, scorer, scope, kv_retention, chunk_tokens)
+        find_profile([find_shipped_profiles()], loaded, scorer, scope, kv_retention, chunk_tokens)
         is not None
     )
 

@@ -125,10 +125,10 @@ def test_pages_hold_the_promise(
     geometry = Geometry(
         len(shape.windows), shape.kv_heads, 8, shape.head_dim, 100, 1000, shape.windows
     )
-    whole = Layout.uncompressed(
+    whole = Layout.lay_out_uncompressed(
         geometry, chunk_tokens=32, page_tokens=8, heads_per_page=heads_per_page, max_tokens=tokens
     )
-    assert size(1.0).pages == whole.held_pages(*divmod(tokens, 32))
+    assert size(1.0).pages == whole.count_held_pages(*divmod(tokens, 32))
     assert (
         size(1.0).pages * size(1.0).page_bytes
         >= size(1.0).uncompressed_bytes

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 
 from tangram.cli.foreign import FOREIGN
-from tools.vllm_page import PAGE, RATIOS, SAME, rendered
+from tools.vllm_page import PAGE, RATIOS, SAME, render
 
 from .test_command_line import ALL, names
 
@@ -15,7 +15,7 @@ METRICS = re.findall(r"^\| `(vllm:\w+)` \| (\w+) \| (.*?) \|", TEXT, re.MULTILIN
 
 
 def test_the_page_is_what_the_code_says() -> None:
-    assert rendered() == TEXT, "run python -m tools.vllm_page"
+    assert render() == TEXT, "run python -m tools.vllm_page"
 
 
 def test_every_foreign_option_is_there_once() -> None:

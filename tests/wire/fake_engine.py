@@ -81,7 +81,7 @@ class FakeGrammars:
     def warm(self) -> None:
         pass
 
-    def known(self, source: str, name: str) -> Any:
+    def look_up(self, source: str, name: str) -> Any:
         return self.remembered.get(source)
 
     def compile(self, source: str, name: str) -> Any:

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from bench.demo import __main__ as demo
 from bench.demo import paint, show
-from bench.demo.talk import FULL, QUESTIONS, SMALL, Answer, Question, Talk
+from bench.demo.talk import FULL, QUESTIONS, SMALL, DemoAnswer, DemoConversation, DemoQuestion
 from tangram.cache.keys import ChunkKeys
 from tangram.cache.manager import CacheManager
 from tangram.cache.retention import Retention
@@ -100,7 +100,7 @@ def test_the_memory_shown_is_what_the_engine_holds(shown: Shown) -> None:
 
 def test_full_chunks_hold_no_more_than_the_ratio(shown: Shown) -> None:
     talk = shown.findings.talk
-    held = {rho: talk.layout(rho).held_pages(5, 0) for rho in (FULL, SMALL)}
+    held = {rho: talk.layout(rho).count_held_pages(5, 0) for rho in (FULL, SMALL)}
     assert held[SMALL] <= SMALL * held[FULL]
     assert f"{held[SMALL] / held[FULL]:.0%}, at most ρ" in shown.text
 
@@ -150,7 +150,7 @@ def test_words_that_many_heads_kept_are_marked_without_colors(shown: Shown) -> N
 
 def test_words_are_painted_by_their_share(shown: Shown) -> None:
     words = shown.findings.words
-    text = paint.painted(words, colored=True)
+    text = paint.paint(words, colored=True)
     styles = [(text.plain[span.start : span.end], span.style) for span in text.spans]
     assert [(w.text, paint.style_of(w.share)) for w in words] == styles
     assert paint.style_of(0.0) != paint.style_of(paint.MARKED) == paint.style_of(1.0)
@@ -176,7 +176,7 @@ def test_reuse_and_a_smaller_cache_are_required(shown: Shown) -> None:
     whole, small = answered("", kv_bytes=100), answered("", kv_bytes=50)
     reused = tuple(replace(a, usage=replace(a.usage, cached_tokens=2560)) for a in (whole, small))
 
-    def problems(*pairs: tuple[Answer, ...]) -> list[str]:
+    def problems(*pairs: tuple[DemoAnswer, ...]) -> list[str]:
         return replace(shown.findings, pairs=list(pairs)).problems
 
     assert problems((whole, small), reused) == []
@@ -184,12 +184,14 @@ def test_reuse_and_a_smaller_cache_are_required(shown: Shown) -> None:
     assert "question 1 holds 100" in problems((whole, whole), reused)[0]
 
 
-def answered(text: str, kv_bytes: int = 1) -> Answer:
+def answered(text: str, kv_bytes: int = 1) -> DemoAnswer:
     usage = Usage(3000, 10, 0, kv_bytes, 100)
-    return Answer(Question("Who?", "Ingrid Solheim"), FULL, text, usage, 1.0, 1.0)
+    return DemoAnswer(DemoQuestion("Who?", "Ingrid Solheim"), FULL, text, usage, 1.0, 1.0)
 
 
-def keys_of_the_first_chunk(talk: Talk, kv_retention: float) -> dict[tuple[int, int], Tensor]:
+def keys_of_the_first_chunk(
+    talk: DemoConversation, kv_retention: float
+) -> dict[tuple[int, int], Tensor]:
     """By layer and head, the keys [kept, D] that the pool has of the document's first chunk."""
     keys = dict[tuple[int, int], Tensor]()
     engine, layout = talk.engine, talk.layout(kv_retention)

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from bench.stress.fuzz import KEY, check_afterwards, check_log, fuzz, statuses
 from bench.stress.made_up import MOST_TOKENS, fitting, small
-from bench.stress.server import served
+from bench.stress.server import start_server
 from tangram.serve.exposition import ENDPOINTS
 from tangram.serve.guard import OPEN_PATHS
 from tangram.serve.schema import ChatRequest
@@ -60,7 +60,7 @@ def test_no_request_breaks_an_open_server(server_url: str) -> None:
 
 def test_no_request_breaks_a_server_with_a_key() -> None:
     with tempfile.TemporaryFile() as log:
-        with served(("--kv-retention", "0.5"), log, KEY, counted=True) as server:
+        with start_server(("--kv-retention", "0.5"), log, KEY, counted=True) as server:
             assert server.heap_mb() > 50
             fuzz(server.url, LOCKED_S, server.headers, "coverage")
             check_afterwards(server)

@@ -11,13 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from bench.stress.load import GUIDELLM, ROOT
+from bench.stress.guidellm_load import GUIDELLM, ROOT
 
 
 @pytest.mark.skipif(not GUIDELLM.exists(), reason="make load brings GuideLLM")
 def test_a_load_generator_is_answered_every_request(tmp_path: Path) -> None:
     kept = tmp_path / "load.json"
-    command = [sys.executable, "-m", "bench.stress.load", "--seconds", "60", "-o", str(kept)]
+    command = [
+        sys.executable,
+        "-m",
+        "bench.stress.guidellm_load",
+        "--seconds",
+        "60",
+        "-o",
+        str(kept),
+    ]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
     result = json.loads(kept.read_text())

@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from tangram.serve import preparation
+from tangram.serve.api_errors import ApiError
 from tangram.serve.bridge import EventStream, Job, Limits
-from tangram.serve.errors import ApiError
 from tangram.serve.exposition import ServerMetrics
 from tangram.serve.replies import ChatFormat, CompletionFormat
 from tangram.types import SamplingParams
@@ -150,11 +150,11 @@ class Compiler:
     def __init__(self, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.asked, self.open = list[str](), 0, threading.Event()
         grammars = server.engine.grammars
-        self._known, self._compile = grammars.known, grammars.compile
-        monkeypatch.setattr(grammars, "known", self.known)
+        self._known, self._compile = grammars.look_up, grammars.compile
+        monkeypatch.setattr(grammars, "look_up", self.look_up)
         monkeypatch.setattr(grammars, "compile", self.compile)
 
-    def known(self, source: str, field: str) -> Any:
+    def look_up(self, source: str, field: str) -> Any:
         self.asked += 1
         return self._known(source, field)
 

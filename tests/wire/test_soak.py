@@ -12,45 +12,59 @@ from random import Random
 import httpx
 import pytest
 
-from bench.stress.conversations import MOST_TURNS, Message, Outcome, Turn, ask, conversation, hold
+from bench.stress.conversations import (
+    MOST_TURNS,
+    Message,
+    Outcome,
+    UserTurn,
+    ask,
+    conversation,
+    hold,
+)
+from bench.stress.guidellm_load import LoadError, summary
 from bench.stress.heap import EVERY_BYTE
-from bench.stress.laws import Growth, Sample, broken, growth
-from bench.stress.load import LoadError, summary
-from bench.stress.overload import broken as slowed
-from bench.stress.server import Books
+from bench.stress.laws import Growth, ServerSample, find_broken_laws, growth
+from bench.stress.overload import find_broken_laws as slowed
+from bench.stress.server import GaugeReading
 
-SOUND = Books(running=1, waiting=0, held=10, cached=20, free=70, total=100)
+SOUND = GaugeReading(running=1, waiting=0, held=10, cached=20, free=70, total=100)
 FLAT = Growth(mb_per_hour=10.0, standard_error=2.0, over_s=960.0, first_mb=500.0, last_mb=502.0)
 ANSWERED = [Outcome(0.0, stream=True, kind="answered", token_s=[1.0], ended_s=2.0)] * 3
 ENDS = {"length": 3}
 MESSAGES: list[Message] = [{"role": "user", "content": "Count to ten."}]
 
 
-def samples(mb_per_hour: float, count: int = 100, books: Books = SOUND) -> list[Sample]:
+def samples(
+    mb_per_hour: float, count: int = 100, books: GaugeReading = SOUND
+) -> list[ServerSample]:
     noise = Random(0)
     heap = [500 + mb_per_hour * at / 360 + noise.uniform(-3, 3) for at in range(count)]
     # The allocator's gaps grow by 100 MB an hour, whatever is in use.
-    return [Sample(at * 10.0, 1000 + mb + 100 * at / 360, mb, books) for at, mb in enumerate(heap)]
+    return [
+        ServerSample(at * 10.0, 1000 + mb + 100 * at / 360, mb, books) for at, mb in enumerate(heap)
+    ]
 
 
-def heap_growth(found: list[Sample]) -> Growth:
+def heap_growth(found: list[ServerSample]) -> Growth:
     return growth(found, "heap_mb")
 
 
 def test_all_is_well_when_nothing_is_lost_and_nothing_grows() -> None:
-    assert broken(ANSWERED, samples(0.0), heap_growth(samples(0.0)), ENDS, changed=0) == []
+    assert (
+        find_broken_laws(ANSWERED, samples(0.0), heap_growth(samples(0.0)), ENDS, changed=0) == []
+    )
 
 
 def test_each_broken_law_is_named() -> None:
     lost = replace(ANSWERED[0], kind="lost", reason="status 500")
     leaking = replace(SOUND, free=69)
     for words, found in {
-        "status 500": broken([*ANSWERED, lost], [], FLAT, ENDS, 0),
-        "other texts": broken(ANSWERED, [], FLAT, ENDS, 1),
-        "are not 100": broken(ANSWERED, samples(0.0, books=leaking)[:1], FLAT, ENDS, 0),
-        "heap grew": broken(ANSWERED, [], heap_growth(samples(200.0)), ENDS, 0),
-        "counts 2": broken(ANSWERED, [], FLAT, {"length": 2}, 0),
-        "given up": broken(ANSWERED, [], FLAT, {"length": 3, "abort": 1}, 0),
+        "status 500": find_broken_laws([*ANSWERED, lost], [], FLAT, ENDS, 0),
+        "other texts": find_broken_laws(ANSWERED, [], FLAT, ENDS, 1),
+        "are not 100": find_broken_laws(ANSWERED, samples(0.0, books=leaking)[:1], FLAT, ENDS, 0),
+        "heap grew": find_broken_laws(ANSWERED, [], heap_growth(samples(200.0)), ENDS, 0),
+        "counts 2": find_broken_laws(ANSWERED, [], FLAT, {"length": 2}, 0),
+        "given up": find_broken_laws(ANSWERED, [], FLAT, {"length": 3, "abort": 1}, 0),
     }.items():
         assert len(found) == 1 and words in found[0], found
 
@@ -94,7 +108,10 @@ def test_what_is_held_for_a_minute_is_no_growth_and_hides_none(
         for number, sample in enumerate(samples(leak_mb_per_hour, count=120))
     ]
     assert (
-        any("heap grew" in law for law in broken(ANSWERED, [], heap_growth(uneven), ENDS, 0))
+        any(
+            "heap grew" in law
+            for law in find_broken_laws(ANSWERED, [], heap_growth(uneven), ENDS, 0)
+        )
         == grew
     )
 
@@ -105,7 +122,9 @@ def test_a_step_near_the_end_is_growth() -> None:
         replace(one, heap_mb=one.heap_mb + (50 if number >= 90 else 0))
         for number, one in enumerate(samples(0.0))
     ]
-    assert any("heap grew" in law for law in broken(ANSWERED, [], heap_growth(late), ENDS, 0))
+    assert any(
+        "heap grew" in law for law in find_broken_laws(ANSWERED, [], heap_growth(late), ENDS, 0)
+    )
 
 
 def test_the_heap_count_knows_what_is_in_use_and_what_is_free_again() -> None:
@@ -155,11 +174,11 @@ def test_askers_see_the_same_answer_streamed_and_whole_and_can_hang_up(server_ur
     async def talk() -> list[Outcome]:
         async with httpx.AsyncClient(base_url=server_url, timeout=60) as client:
             turns = [
-                Turn("", 8, stream=stream, patience_s=patience)
+                UserTurn("", 8, stream=stream, patience_s=patience)
                 for stream in (True, False)
                 for patience in (None, 0.02)
             ]
-            refused = Turn("", 10**6, stream=True, patience_s=None)
+            refused = UserTurn("", 10**6, stream=True, patience_s=None)
             return [await ask(client, MESSAGES, turn) for turn in (*turns, refused)]
 
     streamed, gone, whole, gone_too, refused = asyncio.run(talk())
@@ -173,13 +192,13 @@ def test_askers_see_the_same_answer_streamed_and_whole_and_can_hang_up(server_ur
 
 
 def test_a_conversation_brings_what_was_said_and_ends_with_who_hangs_up(server_url: str) -> None:
-    async def talk(turns: list[Turn]) -> list[Outcome]:
+    async def talk(turns: list[UserTurn]) -> list[Outcome]:
         async with httpx.AsyncClient(base_url=server_url, timeout=60) as client:
             return [outcome async for outcome in hold(client, turns)]
 
     patient, gone = (
-        Turn("Hello.", 4, stream=True, patience_s=None),
-        Turn("Go on.", 400, stream=False, patience_s=0.05),
+        UserTurn("Hello.", 4, stream=True, patience_s=None),
+        UserTurn("Go on.", 400, stream=False, patience_s=0.05),
     )
     first, second = asyncio.run(talk([patient, gone, patient]))
     assert [message["role"] for message in second.messages] == ["user", "assistant", "user"]

@@ -13,7 +13,7 @@ from tangram.compress.provenance import ModelFingerprint
 from tangram.compress.scorers.base import ChunkView, Reconstruction, Scorer
 from tangram.compress.scorers.expected_attention import ExpectedAttention
 from tangram.compress.scorers.fastkvzip import FastKVzip
-from tangram.compress.scorers.gate import find_gate, shipped_gates
+from tangram.compress.scorers.gate import find_gate, find_shipped_gates
 from tangram.compress.scorers.keydiff import KeyDiff
 from tangram.compress.scorers.kvzip import KVzip
 from tangram.compress.scorers.snapkv import SnapKV
@@ -67,20 +67,20 @@ def choose(
     """
     scorer, scope = config.scorer, config.scope
     if scorer is None:
-        scorer = _agreed(
+        scorer = _agree(
             "scorers", {path: profile.scorer.name for path, profile in profiles.items()}
         )
     if scorer is None:
         gated = config.gate is not None or (
-            model is not None and find_gate(shipped_gates(), model) is not None
+            model is not None and find_gate(find_shipped_gates(), model) is not None
         )
         scorer = FastKVzip.name if gated else KeyDiff.name
     if scope is None:
-        scope = _agreed("scopes", {path: profile.scope for path, profile in profiles.items()})
+        scope = _agree("scopes", {path: profile.scope for path, profile in profiles.items()})
     return ScorerChoice(scorer, default_scope(scorer) if scope is None else scope)
 
 
-def _agreed(what: str, recorded: Mapping[str, Recorded]) -> Recorded | None:
+def _agree(what: str, recorded: Mapping[str, Recorded]) -> Recorded | None:
     if len(set(recorded.values())) > 1:
         listed = ", ".join(f"{path} for {name}" for path, name in recorded.items())
         raise ProfileError(
@@ -103,7 +103,9 @@ def make_scorer(
         raise ConfigError(f"scorer is {name!r}, it must be one of {', '.join(sorted(SCORERS))}")
     scorer = SCORERS[name]
     if issubclass(scorer, FastKVzip):
-        found = find_gate(shipped_gates(), model) if gate is None and model is not None else gate
+        found = (
+            find_gate(find_shipped_gates(), model) if gate is None and model is not None else gate
+        )
         if found is None:
             raise ConfigError(
                 f"gate is not set, scorer {name} needs a gate file and none ships for this model: "

@@ -15,7 +15,7 @@ def group_queries(queries: Tensor, kv_heads: int) -> Tensor:
     return queries.reshape(kv_heads, -1, *queries.shape[1:])
 
 
-def grouped_logits(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
+def compute_grouped_logits(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
     """[Q, n, D] and [H, m, D] → [H, G, n, m] float32: the scaled products, keys not copied per
     query head.
     """
@@ -40,7 +40,7 @@ def trailing_attention(chunk: ChunkView, window_tokens: int) -> Tensor:
 
     The softmax runs over the whole chunk and is causal inside the window.
     """
-    logits = grouped_logits(chunk.queries[:, -window_tokens:], chunk.keys, chunk.scaling)
+    logits = compute_grouped_logits(chunk.queries[:, -window_tokens:], chunk.keys, chunk.scaling)
     return causal_softmax(logits)[..., :-window_tokens]
 
 

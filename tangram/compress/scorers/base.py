@@ -131,7 +131,7 @@ class Scorer(ABC):
         )
 
 
-def needed(value: Value | None, what: str, scorer: Scorer) -> Value:
+def require(value: Value | None, what: str, scorer: Scorer) -> Value:
     """`value`, or `IntegrityError` if the engine did not gather what `scorer` needs."""
     if value is None:
         raise IntegrityError(f"scorer {scorer.name} was given a chunk without {what}")

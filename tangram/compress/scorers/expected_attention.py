@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tangram.compress.scorers.attention_weights import group_queries
-from tangram.compress.scorers.base import ChunkView, Scorer, needed
+from tangram.compress.scorers.base import ChunkView, Scorer, require
 from tangram.compress.scorers.rotation import rotate, unrotate
 from tangram.errors import ConfigError
 
@@ -52,7 +52,7 @@ class ExpectedAttention(Scorer):
         sinks = self.sinks if chunk.start == 0 else 0
         self.check_tokens(chunk.tokens)
         keys = chunk.keys[:, sinks:].float()
-        expected = self._expected_attention(
+        expected = self._expect_attention(
             keys, *self._query_statistics(chunk, sinks), chunk.scaling
         )
         scores = (expected + self.epsilon) * chunk.values[:, sinks:].float().norm(dim=-1)
@@ -64,7 +64,7 @@ class ExpectedAttention(Scorer):
         positions.
         """
         device = chunk.queries.device
-        rotary = needed(chunk.rotary, "the rotary embedding", self)
+        rotary = require(chunk.rotary, "the rotary embedding", self)
         end = chunk.start + chunk.tokens
         cos, sin = (
             part.float() for part in rotary(torch.arange(chunk.start + sinks, end, device=device))
@@ -81,9 +81,7 @@ class ExpectedAttention(Scorer):
         return rotate(mean, cos, sin).squeeze(2), rotate(half_turned.transpose(-1, -2), cos, sin)
 
     @staticmethod
-    def _expected_attention(
-        keys: Tensor, mean: Tensor, covariance: Tensor, scaling: float
-    ) -> Tensor:
+    def _expect_attention(keys: Tensor, mean: Tensor, covariance: Tensor, scaling: float) -> Tensor:
         """[H, n]: the softmax of the expected logits over `keys` [H, n, D], averaged over the query
         group.
         """

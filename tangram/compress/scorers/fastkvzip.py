@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from tangram.compress.provenance import ModelFingerprint
-from tangram.compress.scorers.base import ChunkView, Scorer, needed
+from tangram.compress.scorers.base import ChunkView, Scorer, require
 from tangram.compress.scorers.gate import Gate, load_gate
 from tangram.errors import ConfigError
 
@@ -42,7 +42,7 @@ class FastKVzip(Scorer):
         """[H, C] float32 in (0, 1). `ConfigError` if the gate was trained for a model of another
         shape.
         """
-        hidden = needed(chunk.hidden, "hidden", self)
+        hidden = require(chunk.hidden, "hidden", self)
         self._check_shape(chunk, hidden.shape[1])
         self.gate = self.gate.to(hidden.device)
         return self.gate.score(chunk.layer, hidden)

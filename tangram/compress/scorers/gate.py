@@ -29,7 +29,7 @@ from torch.nn import functional
 
 from tangram.compress.provenance import GateTraining, ModelFingerprint
 from tangram.errors import ConfigError
-from tangram.foreign_files import replaced
+from tangram.foreign_files import replace_file
 
 NAMES = (
     "q_proj.weight",
@@ -133,7 +133,7 @@ def save_gate(path: Path, gate: Gate) -> None:
     metadata = (
         None if gate.training is None else {METADATA: _TRAINING.dump_json(gate.training).decode()}
     )
-    with replaced(path) as file:
+    with replace_file(path) as file:
         file.write_bytes(save(tensors, metadata))
 
 
@@ -173,7 +173,7 @@ def load_gate(path: Path) -> Gate:
     return Gate(shape, floats, _read_training(path, metadata))
 
 
-def shipped_gates() -> Path:
+def find_shipped_gates() -> Path:
     """The folder of the gates that come with Tangram."""
     return Path(__file__).parents[2] / "gates"
 

@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tangram.compress.scorers.attention_weights import causal_softmax, grouped_logits
-from tangram.compress.scorers.base import ChunkView, Reconstruction, Scorer, needed
+from tangram.compress.scorers.attention_weights import causal_softmax, compute_grouped_logits
+from tangram.compress.scorers.base import ChunkView, Reconstruction, Scorer, require
 from tangram.errors import ConfigError
 
 REPEAT_FIRST = "\n\nRepeat the previous context exactly."
@@ -41,7 +41,7 @@ class KVzip(Scorer):
 
     def score(self, chunk: ChunkView) -> Tensor:
         """[H, C] float32 in [0, 1]. Memory is bounded: the repeat queries are taken in tiles."""
-        repeat = needed(chunk.reconstruction, "reconstruction", self)
+        repeat = require(chunk.reconstruction, "reconstruction", self)
         sink_keys = self._sink_keys(chunk)
         keys = torch.cat([sink_keys, chunk.keys, repeat.keys], dim=1).float()
         scores = keys.new_zeros(chunk.kv_heads, chunk.tokens)
@@ -55,7 +55,7 @@ class KVzip(Scorer):
         """[H, s, D]: s is 0 in the first chunk, which holds the sinks itself."""
         if chunk.start == 0:
             return chunk.keys[:, :0]
-        return needed(chunk.sink_keys, "sink_keys", self)[:, : self.sinks]
+        return require(chunk.sink_keys, "sink_keys", self)[:, : self.sinks]
 
 
 def _tile_attention(repeat: Reconstruction, keys: Tensor, begin: int, scaling: float) -> Tensor:
@@ -65,7 +65,7 @@ def _tile_attention(repeat: Reconstruction, keys: Tensor, begin: int, scaling: f
     queries = repeat.queries[:, begin : begin + QUERY_TILE_TOKENS]
     context = keys.shape[1] - repeat.keys.shape[1]
     return causal_softmax(
-        grouped_logits(queries, keys[:, : context + begin + queries.shape[1]], scaling)
+        compute_grouped_logits(queries, keys[:, : context + begin + queries.shape[1]], scaling)
     )
 
 

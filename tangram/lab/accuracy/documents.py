@@ -95,7 +95,7 @@ def _draft(rng: random.Random, budget: Budget, facts: Iterator[Fact]) -> Draft:
     hidden = [document for documents, _, _ in asked for document in documents]
     distractors = (document for documents, _, _ in facts for document in documents)
     haystack = hide(rng, distractors, hidden, _SEPARATOR)
-    write = _numbered(haystack.text)
+    write = _number(haystack.text)
     text = write(budget.fill(write))
     return Draft(text, tuple(_question(*fact) for fact in asked))
 
@@ -103,7 +103,7 @@ def _draft(rng: random.Random, budget: Budget, facts: Iterator[Fact]) -> Draft:
 _SEPARATOR = "\n\n"
 
 
-def _numbered(text: Callable[[int], str]) -> Callable[[int], str]:
+def _number(text: Callable[[int], str]) -> Callable[[int], str]:
     """The same documents under RULER's frame, numbered from 1."""
 
     def write(count: int) -> str:

@@ -24,7 +24,7 @@ from tangram.engine.observe import score_source
 from tangram.engine.profiles import scorer_spec
 from tangram.engine.text import TextCodec
 from tangram.errors import ConfigError, TangramError
-from tangram.lab.accuracy.fidelity import expected, fidelity
+from tangram.lab.accuracy.fidelity import compute_expected, fidelity
 from tangram.lab.accuracy.method_profiles import Budgets
 from tangram.lab.accuracy.methods import GATED, WITH_PROFILE, Method
 from tangram.lab.accuracy.passages import Passages
@@ -32,16 +32,16 @@ from tangram.lab.accuracy.prompts import SamplePrompts, SuitePrompts
 from tangram.lab.accuracy.recall import (
     Contexts,
     Rule,
-    budgeted,
     competing,
+    compute_kept_shares,
     everything,
-    kept_shares,
+    make_budget_rule,
     recall,
 )
 from tangram.lab.accuracy.results import Fidelity
 from tangram.lab.accuracy.run import Ask, Read, Recalls, Reply, Watch
-from tangram.lab.baselines.build import engine_of
-from tangram.lab.baselines.config import ComparisonConfig
+from tangram.lab.baselines.comparison_builder import engine_of
+from tangram.lab.baselines.comparison_config import ComparisonConfig
 from tangram.lab.environment import environment
 from tangram.model.load import LoadedModel
 from tangram.types import Event, FinishReason, Request, SamplingParams
@@ -156,16 +156,16 @@ class ModelBench:
         return environment()
 
     @contextmanager
-    def opened(self, methods: Sequence[Method]) -> Iterator[Ask]:
+    def open(self, methods: Sequence[Method]) -> Iterator[Ask]:
         """See `Bench`."""
         engines = [self._engine(*methods)]  # whoever keeps the function does not keep the engine
         try:
-            yield lambda method, samples, told: asked(
+            yield lambda method, samples, told: ask_questions(
                 engines[0], samples, told, method.kv_retention
             )
         finally:
             engines.clear()
-            self._cleared()
+            self._clear()
 
     @contextmanager
     def reading(self, method: Method) -> Iterator[Read]:
@@ -173,42 +173,46 @@ class ModelBench:
 
         def read(passages: Passages, told: Callable[[int], None]) -> tuple[Fidelity, ...]:
             if passages.sha256 not in self.references:
-                self.references[passages.sha256] = list(self._expected(Method("full"), passages))
-                self._cleared()
+                self.references[passages.sha256] = list(
+                    self._read_expected(Method("full"), passages)
+                )
+                self._clear()
             found, reference = list[Fidelity](), self.references[passages.sha256]
-            kept = reference if method.name == "full" else self._expected(method, passages)
+            kept = reference if method.name == "full" else self._read_expected(method, passages)
             for tokens, full, logits in zip(passages.pieces, reference, kept, strict=True):
                 found.append(fidelity(full, logits, tokens))
                 told(1)
             return tuple(found)
 
         yield read
-        self._cleared()
+        self._clear()
 
     def recall(self, method: Method, prompts: SuitePrompts) -> Recalls:
         """See `Bench`. Contexts are scored once for all methods of one scorer and chunk size that
         come in a row.
         """
-        seen = self.contexts.scored(method, prompts, self.budgets.source_of)
-        self._cleared()
+        seen = self.contexts.score(method, prompts, self.budgets.source_of)
+        self._clear()
         found, rule = list[tuple[float | None, ...]](), self._rule(method)
         places = self.contexts.evidence(prompts, self.codec)
         for sample, scores, questions in zip(prompts.samples, seen, places, strict=True):
-            shares = kept_shares(scores, rule, sample.shared_tokens)
+            shares = compute_kept_shares(scores, rule, sample.shared_tokens)
             found.append(tuple(recall(shares, pieces) for pieces in questions))
         return tuple(found)
 
     def _rule(self, method: Method) -> Rule:
         if method.name in WITH_PROFILE:
-            return budgeted(self.budgets.profile(method), self.loaded.geometry)
+            return make_budget_rule(self.budgets.profile(method), self.loaded.geometry)
         return everything if method.name == "full" else competing(method)
 
-    def _expected(self, method: Method, passages: Passages) -> Iterator[Tensor]:
+    def _read_expected(self, method: Method, passages: Passages) -> Iterator[Tensor]:
         """Logits on the host, passage by passage."""
         with self._config(method) as config:
-            yield from (logits.cpu() for logits in expected(config, self.loaded, passages.pieces))
+            yield from (
+                logits.cpu() for logits in compute_expected(config, self.loaded, passages.pieces)
+            )
 
-    def _cleared(self) -> None:
+    def _clear(self) -> None:
         gc.collect()
         if self.loaded.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -230,7 +234,7 @@ class ModelBench:
             yield most.config(self.base, *paths)
 
 
-def asked(
+def ask_questions(
     engine: Engine,
     samples: Sequence[SamplePrompts],
     told: Callable[[int], None],

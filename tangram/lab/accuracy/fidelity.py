@@ -31,7 +31,7 @@ def fidelity(full: Tensor, found: Tensor, tokens: Sequence[int]) -> Fidelity:
     )
 
 
-def expected(
+def compute_expected(
     config: EngineConfig, loaded: LoadedModel, pieces: Iterable[Sequence[int]]
 ) -> Iterator[Tensor]:
     """By passage, the logits float32 [`TAIL_TOKENS`, V] behind each token of its tail, its context

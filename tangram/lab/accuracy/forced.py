@@ -12,9 +12,9 @@ from torch import Tensor
 
 from tangram.cache.step import RowKind
 from tangram.config import EngineConfig
-from tangram.engine.sequence import sequence_of
+from tangram.engine.token_sequence import sequence_of
 from tangram.errors import ConfigError, IntegrityError
-from tangram.lab.baselines.build import builder_of
+from tangram.lab.baselines.comparison_builder import builder_of
 from tangram.model.load import LoadedModel
 
 

@@ -85,10 +85,10 @@ def _any(answers: tuple[str, ...], reply: str) -> float:
 
 
 def _code(answers: tuple[str, ...], reply: str) -> float:
-    return float(any(_whole(answer, _spaced(answer), reply) for answer in answers))
+    return float(any(_whole(answer, _allow_spaces(answer), reply) for answer in answers))
 
 
-def _spaced(code: str) -> str:
+def _allow_spaces(code: str) -> str:
     """A pattern for `code` with any blanks between its words and signs, and either kind
     of quotes.
     """

@@ -51,7 +51,7 @@ class Haystack:
             done = here
         return self.between.join(mixed + pieces[done:])
 
-    def filled(self, budget: Budget, head: str, tail: str, *, fewest: int = 0) -> str:
+    def fill(self, budget: Budget, head: str, tail: str, *, fewest: int = 0) -> str:
         """`head`, as many pieces as the budget allows, and `tail`. Raises `ConfigError` if none
         fit.
         """

@@ -11,7 +11,7 @@ import numpy as np
 
 from tangram.calibrate.measure import ScoreSource, calibrate
 from tangram.calibrate.texts import QUICK_SAMPLES, pilot_texts
-from tangram.compress.library import find_profile, shipped_profiles
+from tangram.compress.library import find_profile, find_shipped_profiles
 from tangram.compress.profile import ALPHA, Profile, Scope
 from tangram.compress.provenance import Calibration, ModelFingerprint, Parameter, ScorerSpec
 from tangram.errors import ProfileError
@@ -72,11 +72,11 @@ class Budgets:
         if method.name == "uniform":
             return self.equal(method)
         if self.samples is None:
-            return self._served(method)
-        measured = self._kept(Statistics.of(method), method.kv_retention) or self._calibrated(
+            return self._find_served(method)
+        measured = self._find_kept(Statistics.of(method), method.kv_retention) or self._calibrate(
             method, self.samples
         )
-        return self._derived(method, measured.mean, measured.std, measured.calibration)
+        return self._derive(method, measured.mean, measured.std, measured.calibration)
 
     def basis(self, method: Method) -> Mapping[str, object]:
         """What the budgets of a static method come from, as JSON. Where a server's are taken, they
@@ -84,17 +84,17 @@ class Budgets:
         """
         if self.samples is not None:
             return {"calibration_samples": self.samples}
-        profile = self._served(method)
+        profile = self._find_served(method)
         return {
             "calibration_samples": profile.calibration.samples,
             "profile": profile.fingerprint(),
         }
 
-    def _served(self, method: Method) -> Profile:
+    def _find_served(self, method: Method) -> Profile:
         """What a server would take, which is also kept for it if it must be measured first."""
         wanted = Statistics.of(method)
         found = find_profile(
-            [shipped_profiles(), self.folder / "profiles"],
+            [find_shipped_profiles(), self.folder / "profiles"],
             self.fingerprint,
             wanted.scorer,
             wanted.scope,
@@ -106,7 +106,7 @@ class Budgets:
             return found.with_pages(self.page_tokens, self.heads_per_page)
         kept, profiles = (
             self.folder / "profiles",
-            self._measured(wanted, sorted(set(self.retentions)), QUICK_SAMPLES),
+            self._measure(wanted, sorted(set(self.retentions)), QUICK_SAMPLES),
         )
         kept.mkdir(parents=True, exist_ok=True)
         for profile in profiles:
@@ -117,11 +117,11 @@ class Budgets:
         """Every head keeps as much as any other, up to a page."""
         shape = (len(self.geometry.full_layers), self.geometry.kv_heads)
         mean, std = np.full(shape, method.kv_retention), np.zeros(shape)
-        return self._derived(
+        return self._derive(
             method, mean, std, Calibration(1, "equal budgets, nothing was measured")
         )
 
-    def _derived(
+    def _derive(
         self, method: Method, mean: object, std: object, calibration: Calibration
     ) -> Profile:
         wanted = Statistics.of(method)
@@ -146,7 +146,7 @@ class Budgets:
     def _calibrations(self) -> Path:
         return self.folder / "calibrations"
 
-    def _kept(self, wanted: Statistics, retention: float) -> Profile | None:
+    def _find_kept(self, wanted: Statistics, retention: float) -> Profile | None:
         """A calibration on as many samples that ships or was kept."""
         # Profile.file_name
         name = f"*.{wanted.scorer}.{wanted.scope}.c{wanted.chunk_tokens}.r{retention}.json"
@@ -157,7 +157,7 @@ class Budgets:
     def _at_hand(self, name: str) -> Iterator[Profile]:
         for path in (
             path
-            for folder in (self._calibrations, shipped_profiles())
+            for folder in (self._calibrations, find_shipped_profiles())
             for path in sorted(folder.glob(name))
         ):
             try:
@@ -188,15 +188,17 @@ class Budgets:
             and profile.calibration.samples == self.samples
         )
 
-    def _calibrated(self, method: Method, samples: int) -> Profile:
+    def _calibrate(self, method: Method, samples: int) -> Profile:
         """Measure at every ρ that is not there yet, keep the profiles, and return that of the
         method.
         """
         wanted, kept = Statistics.of(method), self._calibrations
         missing = [
-            value for value in sorted(set(self.retentions)) if self._kept(wanted, value) is None
+            value
+            for value in sorted(set(self.retentions))
+            if self._find_kept(wanted, value) is None
         ]
-        profiles = self._measured(wanted, missing, samples)
+        profiles = self._measure(wanted, missing, samples)
         kept.mkdir(parents=True, exist_ok=True)
         ends = f"s{wanted.sink_tokens}.w{wanted.window_tokens}"
         stem = f"{self.fingerprint.weights_sha256}.n{samples}.{ends}"
@@ -204,7 +206,7 @@ class Budgets:
             profile.save(kept / f"{stem}.{profile.file_name}")
         return next(profile for profile in profiles if profile.kv_retention == method.kv_retention)
 
-    def _measured(
+    def _measure(
         self, wanted: Statistics, retentions: Sequence[float], samples: int
     ) -> list[Profile]:
         texts = pilot_texts(samples, min_characters=max(8_000, 6 * wanted.chunk_tokens))

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from tangram.compress.profile import ALPHA, SINK_TOKENS, Scope, default_scope
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
-from tangram.lab.baselines.config import ComparisonConfig
+from tangram.lab.baselines.comparison_config import ComparisonConfig
 
 MethodName = Literal["full", "uniform", "dynamic", "static", "one-shot"]
 NAMES: tuple[MethodName, ...] = get_args(MethodName)
@@ -105,9 +105,9 @@ class Method:
 class Grid:
     """Which methods are compared: every combination, as far as it makes a difference.
 
-    `scorers` None is the one that serves the model (`served_by`), `scopes` None what each scorer is
-    served with, `window_tokens` None is C / 64. Raises `ConfigError` naming the field that is empty
-    or out of range, or that some of the methods cannot follow.
+    `scorers` None is the one that serves the model (`name_scorer`), `scopes` None what each scorer
+    is served with, `window_tokens` None is C / 64. Raises `ConfigError` naming the field that is
+    empty or out of range, or that some of the methods cannot follow.
     """
 
     names: Sequence[MethodName]
@@ -164,7 +164,7 @@ class Grid:
                     f"{field} is {getattr(self, field)}, methods {', '.join(self.names)}: {limit}"
                 )
 
-    def served_by(self, scorer: str) -> Grid:
+    def name_scorer(self, scorer: str) -> Grid:
         """The same, by `scorer` where none is named."""
         return self if self.scorers is not None else replace(self, scorers=(scorer,))
 
@@ -185,14 +185,14 @@ class Grid:
         alphas = self.alphas if name == "static" else (None,)
         kept = (self.sink_tokens, self.window_tokens) if name in WITH_PROFILE else (None, None)
         if self.scorers is None:
-            raise ValueError("no scorer is named: say with `served_by` which one serves")
+            raise ValueError("no scorer is named: say with `name_scorer` which one serves")
         for scorer, chunk in product(self.scorers, chunks):
             scopes = (None,) if name == "uniform" else self.scopes or (default_scope(scorer),)
             for scope, alpha, retention in product(scopes, alphas, self.retentions):
                 yield Method(name, retention, scorer, chunk, scope, alpha, *kept)
 
 
-def aligned_tokens(
+def choose_alignment(
     methods: Sequence[Method], *, align: bool, unit: int | None = None
 ) -> int | None:
     """At a multiple of what contexts end: `unit`, or the largest chunk of `methods`; None without

@@ -104,7 +104,7 @@ def key_values(rng: random.Random, budget: Budget) -> Draft:
         "Extract the value corresponding to the specified key in the JSON object "
         "below.\n\nJSON data:\n{"
     )
-    text = hide(rng, pairs, asked, ",\n").filled(budget, head, "}\n\n")
+    text = hide(rng, pairs, asked, ",\n").fill(budget, head, "}\n\n")
     return Draft(text, tuple(_of_pair(pair) for pair in asked))
 
 
@@ -144,7 +144,7 @@ def prefix_suffix(rng: random.Random, budget: Budget) -> Draft:
         "Below is a list of strings, one on each line. Find the one with the specified beginning "
         "and end.\n\n"
     )
-    text = hide(rng, strings, hidden, "\n").filled(budget, head, "\n\n")
+    text = hide(rng, strings, hidden, "\n").fill(budget, head, "\n\n")
     return Draft(text, tuple(_of_string(string, cut) for string in asked))
 
 
@@ -224,7 +224,7 @@ def report(rng: random.Random, budget: Budget) -> Draft:
         "Read the following yearly report. You will be asked about the figures that the stations "
         "reported.\n\n"
     )
-    text = hide(rng, prose(random.Random(rng.getrandbits(64))), facts, " ").filled(
+    text = hide(rng, prose(random.Random(rng.getrandbits(64))), facts, " ").fill(
         budget, head, "\n\n"
     )
     every = (

@@ -49,7 +49,7 @@ class Needles:
         needles = [self._needle(key, value) for key, own in hidden.items() for value in own]
         pieces = self._pieces(rng, keys, values)
         between = " " if self.haystack == "prose" else "\n"
-        text = hide(rng, pieces, needles, between).filled(budget, self._head(), "\n")
+        text = hide(rng, pieces, needles, between).fill(budget, self._head(), "\n")
         asked = [hidden] if self.together else [{key: own} for key, own in hidden.items()]
         return Draft(text, tuple(self._question(some) for some in asked))
 

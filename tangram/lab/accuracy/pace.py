@@ -9,14 +9,14 @@ from tangram.lab.accuracy.engines import ModelBench
 from tangram.lab.accuracy.forced import ForcedText
 from tangram.lab.accuracy.methods import Method
 from tangram.lab.accuracy.passages import TAIL_TOKENS, Passages
-from tangram.lab.accuracy.run import Planned
+from tangram.lab.accuracy.run import PlannedCell
 
 # A token that is generated takes as long as so many of a prompt; replies end halfway to their
 # limit.
 _DECODE_TOKENS, _REPLY_SHARE = 8, 0.5
 
 
-def minutes(bench: ModelBench, plans: Sequence[Planned]) -> float:
+def minutes(bench: ModelBench, plans: Sequence[PlannedCell]) -> float:
     """About how long `plans` take here: their tokens, at the pace of one chunk that is computed
     now.
     """
@@ -33,7 +33,7 @@ def minutes(bench: ModelBench, plans: Sequence[Planned]) -> float:
     return sum(_prompt_tokens(plan) for plan in plans) * pace / 60
 
 
-def _prompt_tokens(plan: Planned) -> float:
+def _prompt_tokens(plan: PlannedCell) -> float:
     """As many tokens of a prompt would take as long."""
     if isinstance(plan.prompts, Passages):
         return plan.prompts.count * plan.prompts.longest_tokens

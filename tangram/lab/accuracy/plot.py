@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tangram.errors import ConfigError
 from tangram.lab.accuracy.passages import SUITE as FIDELITY
-from tangram.lab.accuracy.report import rows
 from tangram.lab.accuracy.results import AnyCell, FidelityCell, Score
+from tangram.lab.accuracy.score_report import rows
 
 _PANEL_INCHES = (4.5, 3.5)
 

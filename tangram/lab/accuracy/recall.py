@@ -18,7 +18,7 @@ from torch import Tensor
 from tangram.cache.layout import Layout
 from tangram.calibrate.measure import Scores, ScoreSource
 from tangram.compress.profile import SINK_TOKENS, Profile, default_scope
-from tangram.compress.select import chosen, dynamic_choice, protect
+from tangram.compress.select import choose_entries, dynamic_choice, protect
 from tangram.lab.accuracy.methods import Method
 from tangram.lab.accuracy.prompts import ChatCodec, SuitePrompts, evidence_tokens
 from tangram.types import Float64, Geometry
@@ -32,7 +32,7 @@ def everything(scores: Tensor, start: int) -> Tensor:
     return torch.ones_like(scores, dtype=torch.bool)
 
 
-def budgeted(profile: Profile, geometry: Geometry) -> Rule:
+def make_budget_rule(profile: Profile, geometry: Geometry) -> Rule:
     """Every head keeps its count of each chunk, pages rounded as an engine with
     `profile` has them.
     """
@@ -49,7 +49,7 @@ def budgeted(profile: Profile, geometry: Geometry) -> Rule:
 
     def rule(scores: Tensor, start: int) -> Tensor:
         forced = protect(scores.flatten(0, 1), start, profile.sink_tokens, profile.window_tokens)
-        return chosen(forced, counts).reshape(scores.shape)
+        return choose_entries(forced, counts).reshape(scores.shape)
 
     return rule
 
@@ -69,7 +69,7 @@ def competing(method: Method) -> Rule:
     return rule
 
 
-def kept_shares(chunks: Iterable[Scores], rule: Rule, tokens: int) -> Float64:
+def compute_kept_shares(chunks: Iterable[Scores], rule: Rule, tokens: int) -> Float64:
     """[tokens]: the share of the L · H entries of each token that `rule` keeps.
 
     `chunks` are the scores [L, H, C] of a text's full chunks, first chunk first. What fills no
@@ -104,7 +104,7 @@ class Contexts:
     scores: Sequence[Sequence[Scores]] = ()
     places: dict[str, list[tuple[tuple[range, ...], ...]]] = field(default_factory=dict)
 
-    def scored(
+    def score(
         self, method: Method, prompts: SuitePrompts, source_of: Callable[[str, int], ScoreSource]
     ) -> Sequence[Sequence[Scores]]:
         """By sample, the scores [L, H, C] of its context's full chunks; none for a method that

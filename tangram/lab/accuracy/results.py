@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tangram.errors import ConfigError
-from tangram.foreign_files import read_text, replaced
+from tangram.foreign_files import read_text, replace_file
 from tangram.lab.accuracy.methods import Method
 
 _STRICT = ConfigDict(extra="forbid", frozen=True)
@@ -101,7 +101,7 @@ class Setting(BaseModel):
     prompts_sha256: str
 
 
-class Measured(BaseModel):
+class MeasuredCell(BaseModel):
     """What every cell has: one method, one setting, and how it was measured.
 
     `basis` is what else the method rests on: the scorer's parameters, samples of calibration.
@@ -121,7 +121,7 @@ class Measured(BaseModel):
         return (self.method, self.setting, self.basis) == (method, setting, dict(basis))
 
 
-class Cell(Measured):
+class Cell(MeasuredCell):
     """The replies that one method gives to one suite, graded.
 
     `footprint` is KV bytes held over those of everything, when the answers ended, raw tails
@@ -161,7 +161,7 @@ class Fidelity(BaseModel):
     full_surprise: float
 
 
-class FidelityCell(Measured):
+class FidelityCell(MeasuredCell):
     """What one method does to what the model expects of passages of real text, one
     after the other.
     """
@@ -206,7 +206,7 @@ class Results(BaseModel):
     cells: list[Annotated[AnyCell, Field(discriminator="kind")]] = []
 
     @classmethod
-    def resumed(cls, path: Path, command: str) -> Results:
+    def resume(cls, path: Path, command: str) -> Results:
         """The file's cells, none if there is no file. Raises `ConfigError` if it is another kind of
         file.
         """
@@ -234,5 +234,5 @@ class Results(BaseModel):
 
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all."""
-        with replaced(path) as file:
+        with replace_file(path) as file:
             file.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")

@@ -65,7 +65,7 @@ class MethodBench(Protocol):
         """Machine, versions and commit."""
         ...
 
-    def opened(self, methods: Sequence[Method]) -> AbstractContextManager[Ask]:
+    def open(self, methods: Sequence[Method]) -> AbstractContextManager[Ask]:
         """Load an engine that keeps entries as `methods` of one company say; it is gone when the
         context ends.
         """
@@ -97,7 +97,7 @@ class Watch(Protocol):
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedCell:
     """A cell to be: `method` answers or reads `prompts`; what is written down with it says what it
     is compared by.
     """
@@ -112,7 +112,7 @@ class Planned:
         """How many are asked, or passages read."""
         return self.prompts.count
 
-    def found_in(self, results: Results) -> AnyCell | None:
+    def find_in(self, results: Results) -> AnyCell | None:
         """The cell, if it is there already."""
         return next(
             (cell for cell in results.cells if cell.same(self.method, self.setting, self.basis)),
@@ -120,17 +120,19 @@ class Planned:
         )
 
 
-def planned(
+def plan_cells(
     bench: MethodBench,
     methods: Sequence[Method],
     suites: Sequence[tuple[SuitePrompts | Passages, Setting]],
-) -> list[Planned]:
+) -> list[PlannedCell]:
     """Every method with every suite, all suites of a method one after the other."""
-    return [Planned(method, *suite, bench.basis(method)) for method in methods for suite in suites]
+    return [
+        PlannedCell(method, *suite, bench.basis(method)) for method in methods for suite in suites
+    ]
 
 
 def run(
-    bench: MethodBench, grid: Sequence[Planned], results: Results, path: Path, watch: Watch
+    bench: MethodBench, grid: Sequence[PlannedCell], results: Results, path: Path, watch: Watch
 ) -> list[AnyCell]:
     """The cells of `grid`, in its order: those that `results` has are taken from there, the others
     are measured.
@@ -139,18 +141,18 @@ def run(
     next run goes on. Recall of evidence comes before all of them, since a pass over the contexts
     serves many methods.
     """
-    missing = [plan for plan in grid if plan.found_in(results) is None]
+    missing = [plan for plan in grid if plan.find_in(results) is None]
     recalls = _recalls(bench, missing, watch)
     for _, plans in groupby(missing, key=lambda plan: plan.method.company):
         for cell in _cells(bench, list(plans), recalls, watch):
             results.cells.append(cell)
             results.save(path)
-    found = [plan.found_in(results) for plan in grid]
+    found = [plan.find_in(results) for plan in grid]
     return [cell for cell in found if cell is not None]
 
 
 def _recalls(
-    bench: MethodBench, plans: Sequence[Planned], watch: Watch
+    bench: MethodBench, plans: Sequence[PlannedCell], watch: Watch
 ) -> Mapping[tuple[Method, str], Recalls]:
     """By method and digest of the prompts, of LoCoMo's questions; methods that look at equal scores
     come in a row.
@@ -168,7 +170,7 @@ def _recalls(
 
 def _cells(
     bench: MethodBench,
-    plans: Sequence[Planned],
+    plans: Sequence[PlannedCell],
     recalls: Mapping[tuple[Method, str], Recalls],
     watch: Watch,
 ) -> Iterator[AnyCell]:
@@ -180,7 +182,7 @@ def _cells(
     if asked:
         methods = list(dict.fromkeys(plan.method for plan, _ in asked))
         watch.turns_to(f"preparing {'; '.join(method.title for method in methods)}")
-        with bench.opened(methods) as ask:
+        with bench.open(methods) as ask:
             for plan, prompts in asked:
                 watch.turns_to(f"{plan.method.title}: {prompts.suite}")
                 begin = time.perf_counter()
@@ -189,7 +191,7 @@ def _cells(
                     time.perf_counter() - begin,
                     recalls.get((plan.method, prompts.sha256)),
                 )
-                samples = _graded(prompts.samples, replies, known)
+                samples = _grade(prompts.samples, replies, known)
                 yield _cell(
                     plan,
                     prompts.samples,
@@ -214,7 +216,7 @@ def _cells(
 
 
 def _cell(
-    plan: Planned,
+    plan: PlannedCell,
     prompts: Sequence[SamplePrompts],
     samples: tuple[AnsweredSample, ...],
     footprint: float | None,
@@ -237,14 +239,14 @@ def _cell(
     )
 
 
-def _graded(
+def _grade(
     prompts: Sequence[SamplePrompts], replies: Sequence[Sequence[Reply]], recalls: Recalls | None
 ) -> tuple[AnsweredSample, ...]:
     known = recalls or tuple((None,) * len(own) for own in replies)
-    return tuple(_answered(*one) for one in zip(prompts, replies, known, strict=True))
+    return tuple(_grade_sample(*one) for one in zip(prompts, replies, known, strict=True))
 
 
-def _answered(
+def _grade_sample(
     asked: SamplePrompts, replies: Sequence[Reply], recalls: Sequence[float | None]
 ) -> AnsweredSample:
     answers = tuple(

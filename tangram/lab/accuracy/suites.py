@@ -43,7 +43,7 @@ class Suite(Protocol):
         ...
 
 
-def _generated(suite: str, known: Mapping[str, Task]) -> Suite:
+def _generate(suite: str, known: Mapping[str, Task]) -> Suite:
     """Tasks take turns, so that each has as many samples as any other, or one more."""
 
     def make(
@@ -61,7 +61,7 @@ def _generated(suite: str, known: Mapping[str, Task]) -> Suite:
                 f"path is {path}, but suite {suite} makes its own texts: leave it out"
             )
         _check(context_tokens, samples, max_questions)
-        chosen = _chosen(suite, tasks, known)
+        chosen = _choose(suite, tasks, known)
         budget = Budget(count_tokens, context_tokens)
         count = SAMPLES if samples is None else samples
         turns = (divmod(index, len(chosen)) for index in range(count))
@@ -91,7 +91,7 @@ def _locomo(
             "folder"
         )
     _check(context_tokens, samples, max_questions)
-    categories = _chosen(locomo.SUITE, tasks, locomo.CATEGORIES.values())
+    categories = _choose(locomo.SUITE, tasks, locomo.CATEGORIES.values())
     found = locomo.read_samples(path, Budget(count_tokens, context_tokens), seed)
     of_categories = [
         replace(sample, questions=questions)
@@ -124,7 +124,7 @@ def _check(context_tokens: int, samples: int | None, max_questions: int | None) 
         raise ConfigError(f"max_questions is {max_questions}, it must be at least 1")
 
 
-def _chosen(suite: str, tasks: Sequence[str] | None, known: Collection[str]) -> list[str]:
+def _choose(suite: str, tasks: Sequence[str] | None, known: Collection[str]) -> list[str]:
     if tasks is None:
         return list(known)
     if not tasks:
@@ -142,7 +142,7 @@ def _with_questions(sample: Sample, most: int | None) -> Sample:
 
 
 SUITES: dict[str, Suite] = {
-    "ruler": _generated("ruler", ruler.TASKS),
-    "multiturn": _generated("multiturn", multiturn.TASKS),
+    "ruler": _generate("ruler", ruler.TASKS),
+    "multiturn": _generate("multiturn", multiturn.TASKS),
     locomo.SUITE: _locomo,
 }

@@ -33,7 +33,7 @@ def variable_tracking(rng: random.Random, budget: Budget) -> Draft:
     head = (
         "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
     )
-    text = hide(rng, noise(), chain, "\n", in_order=True).filled(budget, head, "\n")
+    text = hide(rng, noise(), chain, "\n", in_order=True).fill(budget, head, "\n")
     which = (
         f"Question: Find all variables that are assigned the value {value} in the text above. "
         f"Answer: According to the chain(s) of variable assignment in the text above, {_CHAIN} "
@@ -92,7 +92,7 @@ def frequent_words(rng: random.Random, budget: Budget) -> Draft:
 
     Of n drawn words the one of rank k comes floor(n / (k² ζ(2))) times.
     """
-    vocabulary, order = Stock(words.coded(rng)), rng.getrandbits(64)
+    vocabulary, order = Stock(words.draw_coded_words(rng)), rng.getrandbits(64)
     head = (
         "Read the following coded text and track the frequency of each coded word. Find the three "
         "most frequently appeared coded words. "

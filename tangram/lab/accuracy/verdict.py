@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tangram.lab.accuracy.report import difference, label
 from tangram.lab.accuracy.results import AnyCell, Cell, FidelityCell, Score
+from tangram.lab.accuracy.score_report import difference, label
 
 
 def verdict(cells: Sequence[AnyCell]) -> list[str]:
@@ -24,11 +24,11 @@ def verdict(cells: Sequence[AnyCell]) -> list[str]:
                     f"ρ {cell.method.kv_retention:g} ({label(cell.method, methods)}, "
                     f"{cell.method.scorer})"
                 )
-                found.append(f"{kept} {_said(full, cell)}")
+                found.append(f"{kept} {_describe_difference(full, cell)}")
     return found
 
 
-def _said(full: AnyCell, cell: AnyCell) -> str:
+def _describe_difference(full: AnyCell, cell: AnyCell) -> str:
     if isinstance(cell, FidelityCell) and isinstance(full, FidelityCell):
         return _expectation(full, cell)
     if not isinstance(cell, Cell) or not isinstance(full, Cell):

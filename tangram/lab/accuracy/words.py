@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from tangram.calibrate.texts import topics
 
 
-def _listed(words: str) -> tuple[str, ...]:
+def _list(words: str) -> tuple[str, ...]:
     return tuple(words.split())
 
 
-_QUALITIES = _listed(
+_QUALITIES = _list(
     "agile amber ancient ashen bitter blunt bold brave brisk broad calm candid clever cobalt "
     "cosmic crimson crisp curious daring dim dusty eager early elder fabled faint fierce flat "
     "fluent frosty gentle giddy gilded glad grand hasty hidden hollow humble icy idle ivory jolly "
@@ -26,7 +26,7 @@ _QUALITIES = _listed(
     "slim smooth snowy sober solid spry stark steady stern stout subtle sunny sweet swift tender "
     "thrifty tidy tiny vast velvet vivid warm wary wild windy wise witty young zesty"
 )
-_OBJECTS = _listed(
+_OBJECTS = _list(
     "acorn anchor apron arrow badge badger bagel barrel basin beacon bench birch blanket bonnet "
     "bottle bramble brook bucket buckle button cabin cactus candle canoe canyon carpet castle "
     "cedar cello chalk cherry chisel cider clover coral cotton cradle crane cricket crown curtain "
@@ -39,7 +39,7 @@ _OBJECTS = _listed(
     "ribbon river rocket saddle saffron sail salmon scarf shell shovel sparrow spoon spruce "
     "squirrel stone tulip tunnel turnip violet walnut whistle willow window wolf zebra"
 )
-_FIRST_NAMES = _listed(
+_FIRST_NAMES = _list(
     "Adela Aldo Alma Anton Astrid Basil Beatrix Bruno Cecily Clemens Cosima Dagmar Darius Dora "
     "Edgar Elias Elvira Emil Esther Fabian Felicia Fergus Flora Gideon Gilda Gustav Harriet Hector "
     "Helga Hugo Ida Ignatius Irma Ivor Jasper Josefa Judith Julius Klara Konrad Lavinia Leander "
@@ -47,7 +47,7 @@ _FIRST_NAMES = _listed(
     "Quentin Ramona Roland Rosalind Rufus Sabine Selma Stefan Sylvia Tabitha Theodor Thora Ulrich "
     "Ursula Valentin Vera Viktor Wanda Wilfred Winifred Xaver Yvonne Zelda"
 )
-_LAST_NAMES = _listed(
+_LAST_NAMES = _list(
     "Albrecht Ambrose Ashdown Barlow Beckett Birkeland Blackwood Brandt Calloway Carrick Castellan "
     "Corbett Dalgaard Delacroix Drummond Eastwood Ellery Engstrom Fairfax Falkner Fenwick Garrick "
     "Gellner Goodwin Hallam Hartmann Hawtrey Ibbotson Ingram Jardine Jellicoe Kessler Kingsley "
@@ -56,7 +56,7 @@ _LAST_NAMES = _listed(
     "Sandoval Selwyn Sheffield Stanhope Tamsin Thackeray Thornton Underhill Vandermeer Vickers "
     "Wakefield Wendell Whitlock Winslow Wyndham Yardley Zimmer"
 )
-_STEMS = _listed(
+_STEMS = _list(
     "Ald Bel Bram Carn Cor Dal Dren Eld Esk Fal Fern Gar Glen Hal Harn Hol Ist Jor Kel Kirn Lan "
     "Lor Mar Mel Mor Nar Nev Ol Orm Pel Pen Quen Ral Ros Sal Sel Stav Tal Tam Tor Ul Ur Val Vel "
     "Ves Wal Wen Win Yar Zel"
@@ -100,22 +100,22 @@ _DOCUMENTATION_WORD = re.compile(r"(?<![\w'-])[a-z]{4,10}(?![\w'-])")
 
 def keys(rng: random.Random) -> Iterator[str]:
     """RULER's keys, "mellow-lantern"."""
-    return _paired(rng, _QUALITIES, _OBJECTS, "-")
+    return _pair(rng, _QUALITIES, _OBJECTS, "-")
 
 
 def people(rng: random.Random) -> Iterator[str]:
     """First and last names that the pilot texts do not have."""
-    return _paired(rng, _FIRST_NAMES, _LAST_NAMES, " ")
+    return _pair(rng, _FIRST_NAMES, _LAST_NAMES, " ")
 
 
 def towns(rng: random.Random) -> Iterator[str]:
     """Towns that do not exist."""
-    return _paired(rng, [a + b for a in _STEMS for b in _MIDDLES], _TOWN_ENDINGS, "")
+    return _pair(rng, [a + b for a in _STEMS for b in _MIDDLES], _TOWN_ENDINGS, "")
 
 
 def rivers(rng: random.Random) -> Iterator[str]:
     """Rivers that do not exist."""
-    return _paired(rng, [a + b for a in _STEMS for b in _MIDDLES], _RIVER_ENDINGS, "")
+    return _pair(rng, [a + b for a in _STEMS for b in _MIDDLES], _RIVER_ENDINGS, "")
 
 
 def english(rng: random.Random) -> Iterator[str]:
@@ -127,7 +127,7 @@ def english(rng: random.Random) -> Iterator[str]:
     yield from (word for word in pairs if word not in known)
 
 
-def coded(rng: random.Random) -> Iterator[str]:
+def draw_coded_words(rng: random.Random) -> Iterator[str]:
     """RULER's coded words, six letters."""
     return _distinct(lambda: "".join(rng.choices(string.ascii_lowercase, k=6)))
 
@@ -172,7 +172,7 @@ def _distinct(make: Callable[[], str]) -> Iterator[str]:
             yield made
 
 
-def _paired(
+def _pair(
     rng: random.Random, firsts: Sequence[str], seconds: Sequence[str], between: str
 ) -> Iterator[str]:
     """All pairs in a random order; when they are used up, again in threes."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
-from tangram.cache.sequence import SequenceCache
+from tangram.cache.sequence_cache import SequenceCache
 from tangram.errors import IntegrityError
 from tangram.types import Int32, Int64
 

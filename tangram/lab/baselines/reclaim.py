@@ -18,12 +18,12 @@ from tangram.cache.retention import Retention
 from tangram.cache.step import Row
 from tangram.compress.profile import Scope
 from tangram.compress.scorers import ChunkView, Scorer
-from tangram.compress.select import chosen, dynamic_choice, protect
-from tangram.engine.batch import Batcher, DeviceTables
+from tangram.compress.select import choose_entries, dynamic_choice, protect
+from tangram.engine.batcher import Batcher, DeviceTables
 from tangram.engine.runner import Runner
 from tangram.kernels.interface import PrefillRows
 from tangram.kernels.reference import Indices, blocks
-from tangram.kernels.transfer import staged, upload
+from tangram.kernels.transfer import stage, upload
 from tangram.lab.baselines.caches import LateCache
 from tangram.model.attention import StepAttention
 from tangram.model.load import LoadedModel
@@ -138,9 +138,9 @@ class Reclaimer:
                 sealer.row.start,
             )
             return kept.flatten(0, 1)
-        limits = staged(retention.layout.head_kept_tokens[layers].ravel(), scores.device)
+        limits = stage(retention.layout.head_kept_tokens[layers].ravel(), scores.device)
         forced = protect(scores, sealer.row.start, retention.sink_tokens, retention.window_tokens)
-        return chosen(forced, limits.to(scores.device, non_blocking=True))
+        return choose_entries(forced, limits.to(scores.device, non_blocking=True))
 
     def _compact(
         self, sealer: DeferringSealer, rows: PrefillRows, kept: Tensor, count: int

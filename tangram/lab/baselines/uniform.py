@@ -87,7 +87,7 @@ def plan_buckets(
     splits = splits_for(_members(bucket), -(-bucket // tile_tokens), workers)
     if kind == "exact":
         return split_evenly(rows, splits, tile_tokens)
-    return _padded(rows, length, bucket, splits, tile_tokens)
+    return _pad(rows, length, bucket, splits, tile_tokens)
 
 
 def _power_of_two(length: Int64) -> Int64:
@@ -102,7 +102,7 @@ def _members(bucket: Int64) -> Int64:
     return np.asarray(count[member].reshape(bucket.shape))
 
 
-def _padded(
+def _pad(
     rows: DecodeRows, length: Int64, bucket: Int64, splits: Int64, tile_tokens: int
 ) -> WorkPlan:
     """Bounds from `bucket` [R, L, H]; the part that holds the last entry is OPEN, those after it

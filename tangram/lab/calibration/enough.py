@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tangram.calibrate.agreement import rank_correlations
-from tangram.calibrate.evidence import Evidence, reserved
+from tangram.calibrate.observations import Observations, reserved_fractions
 from tangram.lab.calibration.lost_entries import overflow
 from tangram.types import Float64
 
@@ -16,7 +16,7 @@ Spread = dict[str, float]  # "median", "p5", "p95"
 
 
 def samples_needed(
-    evidence: Evidence, sizes: Sequence[int] = SIZES, draws: int = 100, seed: int = 0
+    evidence: Observations, sizes: Sequence[int] = SIZES, draws: int = 100, seed: int = 0
 ) -> dict[int, dict[str, Spread]]:
     """How far a profile of so many samples is from that of all: figures by size, each with its
     spread over draws.
@@ -30,7 +30,7 @@ def samples_needed(
     rng = np.random.default_rng(seed)
     members = [np.asarray(evidence.of_kind(kind)) for kind in dict.fromkeys(evidence.kinds)]
     return {
-        size: _spreads([_compared(evidence, _draw(members, size, rng)) for _ in range(draws)])
+        size: _spreads([_compare(evidence, _draw(members, size, rng)) for _ in range(draws)])
         for size in sizes
         if size <= len(evidence.wishes)
     }
@@ -46,10 +46,10 @@ def _draw(
     return [int(rng.choice(order[index])) for index in np.searchsorted(ends, places, side="right")]
 
 
-def _compared(evidence: Evidence, drawn: Sequence[int]) -> dict[str, float]:
+def _compare(evidence: Observations, drawn: Sequence[int]) -> dict[str, float]:
     """One draw's figures."""
     whole, part = evidence.profile, evidence.profile_of(drawn)
-    room, kept = reserved(whole), reserved(part)
+    room, kept = reserved_fractions(whole), reserved_fractions(part)
     figures = {
         "mean": _distance(np.asarray(part.mean), np.asarray(whole.mean)),
         "budget": _distance(part.budgets, whole.budgets),

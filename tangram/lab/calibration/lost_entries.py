@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from tangram.calibrate.evidence import Evidence, reserved, share_of_heads
-from tangram.compress.groups import group_budgets, realised_retention
+from tangram.calibrate.observations import Observations, reserved_fractions, share_of_heads
+from tangram.compress.groups import compute_realised_retention, group_budgets
 from tangram.compress.profile import PAPER_ALPHA, Profile, fewest_pages
 from tangram.errors import ConfigError
 from tangram.types import Float64
@@ -32,8 +32,8 @@ def overflow(wishes: Float64, room: Float64) -> tuple[float, float]:
     return float((over > 0).mean()), float(over.sum() / wishes.sum())
 
 
-def held_out_overflow(
-    evidence: Evidence, alphas: Sequence[float] = ALPHAS
+def measure_held_out_overflow(
+    evidence: Observations, alphas: Sequence[float] = ALPHAS
 ) -> dict[str, dict[str, float]]:
     """Overflow by kind of budget, over samples in turn, each against a profile of all the others.
 
@@ -57,12 +57,14 @@ def held_out_overflow(
             _room(evidence.profile_of(others, alpha)) for others in left_out
         ]
     rooms["own"] = [_room(evidence.profile_of([number], 0.0)) for number in everything]
-    rooms["fitted"] = [_fitted(evidence, others) for others in left_out]
-    rooms["unscaled"] = [_unscaled(evidence.profile_of(others, PAPER_ALPHA)) for others in left_out]
+    rooms["fitted"] = [_fit(evidence, others) for others in left_out]
+    rooms["unscaled"] = [
+        _fill_unscaled(evidence.profile_of(others, PAPER_ALPHA)) for others in left_out
+    ]
     return {name: _summary(evidence, found) for name, found in rooms.items()}
 
 
-def transfer(evidence: Evidence, alpha: float) -> dict[str, dict[str, float]]:
+def transfer(evidence: Observations, alpha: float) -> dict[str, dict[str, float]]:
     """`lost` when one kind of text is served with a profile of another, at α: [made of][served],
     means over samples.
 
@@ -80,19 +82,21 @@ def transfer(evidence: Evidence, alpha: float) -> dict[str, dict[str, float]]:
         for served in kinds:
             others = [number for number in everything if number not in members[served]]
             sources = members | {"all": everything, "all others": others}
-            losses = _lost(evidence, alpha, members[served], sources[made_of])
+            losses = _count_lost(evidence, alpha, members[served], sources[made_of])
             if losses:
                 table.setdefault(made_of, {})[served] = round(float(np.mean(losses)), 5)
     return table
 
 
-def _lost(
-    evidence: Evidence, alpha: float, served: Sequence[int], members: Sequence[int]
+def _count_lost(
+    evidence: Observations, alpha: float, served: Sequence[int], members: Sequence[int]
 ) -> list[float]:
     """Of each sample served, what a profile of the members but itself has no room for."""
     chosen = {number: tuple(other for other in members if other != number) for number in served}
     rooms = {
-        kept: reserved(evidence.profile_of(kept, alpha)) for kept in set(chosen.values()) if kept
+        kept: reserved_fractions(evidence.profile_of(kept, alpha))
+        for kept in set(chosen.values())
+        if kept
     }
     return [
         overflow(evidence.wishes[number], rooms[kept])[1] for number, kept in chosen.items() if kept
@@ -100,10 +104,10 @@ def _lost(
 
 
 def _room(profile: Profile) -> Rooms:
-    return reserved(profile), profile.realised_retention
+    return reserved_fractions(profile), profile.realised_retention
 
 
-def _fitted(evidence: Evidence, numbers: Sequence[int]) -> Rooms:
+def _fit(evidence: Observations, numbers: Sequence[int]) -> Rooms:
     """Groups of like μ; pages one by one where they hold most, which is best because a group's next
     holds no more.
     """
@@ -126,7 +130,7 @@ def _fitted(evidence: Evidence, numbers: Sequence[int]) -> Rooms:
     return share_of_heads(profile, pages.tolist()), profile.realised_retention
 
 
-def _unscaled(profile: Profile) -> Rooms:
+def _fill_unscaled(profile: Profile) -> Rooms:
     """Every head as many pages as its group's largest min(1, μ + α·σ) fills."""
     budgets = group_budgets(profile.budgets, profile.layers, profile.groups)
     # Statistics have five digits, so what is left of a page beyond the sixth is rounding.
@@ -134,7 +138,7 @@ def _unscaled(profile: Profile) -> Rooms:
         math.ceil(round(budget * profile.chunk_tokens / profile.page_tokens, 6))
         for budget in budgets
     ]
-    footprint = realised_retention(
+    footprint = compute_realised_retention(
         pages,
         profile.budgets.size,
         chunk_tokens=profile.chunk_tokens,
@@ -144,7 +148,7 @@ def _unscaled(profile: Profile) -> Rooms:
     return share_of_heads(profile, pages), footprint
 
 
-def _summary(evidence: Evidence, rooms: Sequence[Rooms]) -> dict[str, float]:
+def _summary(evidence: Observations, rooms: Sequence[Rooms]) -> dict[str, float]:
     found = [
         overflow(wishes, room) for wishes, (room, _) in zip(evidence.wishes, rooms, strict=True)
     ]

@@ -145,7 +145,7 @@ def unique_entries(case: Case) -> int:
     return int(filled.sum())
 
 
-def scattered(pages: int, seed: int) -> tuple[Int32, int]:
+def scatter_pages(pages: int, seed: int) -> tuple[Int32, int]:
     """`pages` distinct page ids in random order, and the size of the pool they were drawn from."""
     total = pages * (1 + HOLES_PER_PAGE)
     return np.random.default_rng(seed).permutation(total)[:pages].astype(np.int32), total
@@ -163,7 +163,7 @@ def tree_case(tree: Tree, geometry: BatchGeometry, seed: int, name: str | None =
     runs = geometry.kv_heads // geometry.heads_per_page
     node_pages = [tokens // size for tokens in tree.tokens]
     counts = [nodes * runs * pages for nodes, pages in zip(tree.nodes, node_pages, strict=True)]
-    ids, total = scattered(sum(counts), seed)
+    ids, total = scatter_pages(sum(counts), seed)
     levels = [
         level.reshape(nodes, runs, pages)[tree.path[:, index]]
         for index, (level, nodes, pages) in enumerate(
@@ -186,7 +186,7 @@ def own_case(name: str, lengths: Sequence[int] | Int64, geometry: BatchGeometry,
     size = np.asarray(lengths, np.int32)
     size = np.repeat(size[:, None], runs, axis=1) if size.ndim == 1 else size
     pages = -(-size.astype(np.int64).ravel() // geometry.page_tokens)
-    ids, total = scattered(int(pages.sum()), seed)
+    ids, total = scatter_pages(int(pages.sum()), seed)
     offset = (np.cumsum(pages) - pages).reshape(size.shape)
     rows = _one_layer(
         offset, np.arange(size.size).reshape(size.shape), size.astype(np.float64), geometry

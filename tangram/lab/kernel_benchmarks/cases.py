@@ -38,7 +38,7 @@ CALIBRATION_TREES = 12
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedCase:
     """A case to be made: `family` is what results are averaged over."""
 
     name: str
@@ -46,12 +46,14 @@ class Named:
     make: Callable[[], Case]
 
 
-def calibration(geometry: BatchGeometry) -> list[Named]:
+def calibration(geometry: BatchGeometry) -> list[NamedCase]:
     """What a policy learns from."""
     first = CALIBRATION_SEEDS[0]
     own = [_own(trace, geometry, seed) for trace in TRACES for seed in CALIBRATION_SEEDS[:2]]
     own += [_own(trace, geometry, first) for trace in MORE_TRACES]
-    ragged = [_ragged(trace, geometry, seed) for trace in RAGGED for seed in CALIBRATION_SEEDS[:2]]
+    ragged = [
+        _make_ragged(trace, geometry, seed) for trace in RAGGED for seed in CALIBRATION_SEEDS[:2]
+    ]
     return (
         own
         + ragged
@@ -59,10 +61,12 @@ def calibration(geometry: BatchGeometry) -> list[Named]:
     )
 
 
-def held_out(geometry: BatchGeometry) -> list[Named]:
+def make_held_out_cases(geometry: BatchGeometry) -> list[NamedCase]:
     """What a policy is judged by."""
     own = [_own(trace, geometry, seed) for trace in TRACES for seed in HELD_OUT_SEEDS]
-    ragged = [_ragged(trace, geometry, seed) for trace in RAGGED for seed in HELD_OUT_SEEDS[:2]]
+    ragged = [
+        _make_ragged(trace, geometry, seed) for trace in RAGGED for seed in HELD_OUT_SEEDS[:2]
+    ]
     return own + ragged + [_tree(Tree.parse(text), geometry) for text in CONFIGS]
 
 
@@ -83,20 +87,20 @@ def budgets(heads: int, seed: int) -> np.ndarray:
     return np.asarray(np.minimum(share / share.mean() * RETENTION, 1.0))
 
 
-def _own(trace: Trace, geometry: BatchGeometry, seed: int) -> Named:
+def _own(trace: Trace, geometry: BatchGeometry, seed: int) -> NamedCase:
     name = f"{trace.name} seed {seed}"
-    return Named(name, trace.name, partial(own_case, name, trace.lengths(seed), geometry, seed))
+    return NamedCase(name, trace.name, partial(own_case, name, trace.lengths(seed), geometry, seed))
 
 
-def _ragged(trace: Trace, geometry: BatchGeometry, seed: int) -> Named:
+def _make_ragged(trace: Trace, geometry: BatchGeometry, seed: int) -> NamedCase:
     """Every head in pages of its own, as `Hp` 1 keeps it."""
     name = f"ragged {trace.name} seed {seed}"
     lengths = np.outer(trace.lengths(seed), budgets(geometry.kv_heads, seed)).astype(np.int64) + 1
-    return Named(
+    return NamedCase(
         name, "ragged", partial(own_case, name, lengths, replace(geometry, heads_per_page=1), seed)
     )
 
 
-def _tree(tree: Tree, geometry: BatchGeometry) -> Named:
+def _tree(tree: Tree, geometry: BatchGeometry) -> NamedCase:
     family = "shared prefixes" if tree.shared else "unshared trees"
-    return Named(str(tree), family, partial(tree_case, tree, geometry, 0))
+    return NamedCase(str(tree), family, partial(tree_case, tree, geometry, 0))

@@ -31,7 +31,7 @@ class Ours:
         self.name, self.each_step = schedule.text, schedule.each_step
         self._schedule, self._workload, self._cost = schedule, workload, cost
         self._multiprocessors = multiprocessors
-        plans, batches = self._planned(), self._batches()
+        plans, batches = self._plan(), self._batches()
         for plan, batch in zip(plans, batches, strict=True):
             plan.check(batch.rows, batch.lengths, workload.case.tables)
         self.counters = WorkCounters.of(plans, workload.case, multiprocessors)
@@ -46,7 +46,7 @@ class Ours:
         batch = self._workload.case.decoding
         return batch.layers() if "replan" in self._schedule.flags else [batch]
 
-    def _planned(self) -> list[WorkPlan]:
+    def _plan(self) -> list[WorkPlan]:
         return [
             self._schedule.plan(batch, self._multiprocessors, self._cost)
             for batch in self._batches()
@@ -68,7 +68,7 @@ class Ours:
 
     def plan(self) -> None:
         """Make the plan from tables and lengths, and upload it."""
-        for decoder, plan in zip(self._decoders, self._planned(), strict=True):
+        for decoder, plan in zip(self._decoders, self._plan(), strict=True):
             decoder.load(plan, self._workload.case.lengths)
 
     def run(self) -> list[Tensor]:

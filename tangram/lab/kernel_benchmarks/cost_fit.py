@@ -18,7 +18,7 @@ from tangram.lab.kernel_benchmarks.contenders import Ours
 from tangram.lab.kernel_benchmarks.counters import WorkCounters
 from tangram.lab.kernel_benchmarks.timing import ColdCache, measure
 from tangram.lab.kernel_benchmarks.tree import Tree
-from tangram.lab.kernel_benchmarks.workloads import Workload, expected
+from tangram.lab.kernel_benchmarks.workloads import Workload, compute_expected
 from tangram.plan.cost import CostModel
 from tangram.plan.schedule import CTAS
 
@@ -26,7 +26,7 @@ LEAST_US = 1e-3  # a difference that is lost in the noise
 Run = Callable[[Case, str], tuple[float, WorkCounters]]
 
 
-def measured_cost(geometry: BatchGeometry, dtype: torch.dtype, device: torch.device) -> CostModel:
+def measure_cost(geometry: BatchGeometry, dtype: torch.dtype, device: torch.device) -> CostModel:
     """The model of this device for one geometry and dtype; takes some seconds, most of them in
     compiling.
     """
@@ -39,7 +39,7 @@ def measured_cost(geometry: BatchGeometry, dtype: torch.dtype, device: torch.dev
     def run(case: Case, text: str) -> tuple[float, WorkCounters]:
         workload = Workload.build(case, dtype, device)
         ours = Ours(parse_schedule(text), workload, processors, start)
-        return measure(ours, expected(workload), cold, wall=False).median_us, ours.counters
+        return measure(ours, compute_expected(workload), cold, wall=False).median_us, ours.counters
 
     bytes_per_us = _bytes_per_us(run, geometry)
     return replace(

@@ -26,7 +26,7 @@ from tangram.types import Int32
 WORKSPACE_BYTES = 2 << 30  # 1024 rows of 64 heads need a little over 512 MiB
 
 
-def installed() -> bool:
+def is_installed() -> bool:
     """Whether FlashInfer can be imported."""
     return find_spec("flashinfer") is not None
 

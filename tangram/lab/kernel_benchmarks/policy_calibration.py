@@ -17,12 +17,12 @@ from tangram.kernels.card import Card
 from tangram.lab.baselines.uniform import parse_schedule
 from tangram.lab.kernel_benchmarks import flashinfer
 from tangram.lab.kernel_benchmarks.case import BatchGeometry
-from tangram.lab.kernel_benchmarks.cases import Named
+from tangram.lab.kernel_benchmarks.cases import NamedCase
 from tangram.lab.kernel_benchmarks.contenders import Ours
-from tangram.lab.kernel_benchmarks.cost_fit import measured_cost
+from tangram.lab.kernel_benchmarks.cost_fit import measure_cost
 from tangram.lab.kernel_benchmarks.flashinfer_contender import Library
 from tangram.lab.kernel_benchmarks.timing import ColdCache, Contender, Measurement, measure
-from tangram.lab.kernel_benchmarks.workloads import Workload, expected
+from tangram.lab.kernel_benchmarks.workloads import Workload, compute_expected
 from tangram.plan.cost import CostModel
 from tangram.plan.policy import FLASHINFER, Policy, StepLoad
 
@@ -38,14 +38,14 @@ SCHEDULES = (
     "packing:measured+onetile",
 )
 REPLAYS = 20
-Cases = Iterable[Named]
+Cases = Iterable[NamedCase]
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedCase:
     """One case: its load, and the measurement of each schedule by name."""
 
-    case: Named
+    case: NamedCase
     load: StepLoad
     times: dict[str, Measurement]
 
@@ -59,14 +59,14 @@ class ScheduleBench:
         self._geometry, self._dtype, self._device, self._cost = geometry, dtype, device, cost
         self._processors = Card.of(device).processors
         self._cold = ColdCache(device)
-        self._library = flashinfer.installed()
+        self._library = flashinfer.is_installed()
         workspace_bytes = flashinfer.WORKSPACE_BYTES if self._library else 0
         self._workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
 
-    def time(self, case: Named, schedules: Sequence[str]) -> Timed:
+    def time(self, case: NamedCase, schedules: Sequence[str]) -> TimedCase:
         """Measure each schedule; every answer is checked against float32 before the clock runs."""
         workload = Workload.build(case.make(), self._dtype, self._device)
-        answer, load = expected(workload), StepLoad.of(workload.case.decoding)
+        answer, load = compute_expected(workload), StepLoad.of(workload.case.decoding)
         builds: dict[str, Callable[[], Contender]] = {
             text: partial(Ours, parse_schedule(text), workload, self._processors, self._cost)
             for text in schedules
@@ -79,7 +79,7 @@ class ScheduleBench:
         }
         del workload, answer, builds
         torch.cuda.empty_cache()
-        return Timed(case, load, times)
+        return TimedCase(case, load, times)
 
 
 def geometry_of(geometry: BatchGeometry, dtype: torch.dtype) -> dict[str, Any]:
@@ -95,10 +95,10 @@ def calibrate_policy(
     schedules: Sequence[str] = SCHEDULES,
 ) -> Policy:
     """Measure the cost model, then every schedule on every case. `cases` may show its progress."""
-    cost = measured_cost(geometry, dtype, device)
+    cost = measure_cost(geometry, dtype, device)
     bench = ScheduleBench(geometry, dtype, device, cost)
     timed = [bench.time(case, schedules) for case in cases]
-    return Policy.fitted(
+    return Policy.fit(
         torch.cuda.get_device_name(device),
         geometry_of(geometry, dtype),
         cost,
@@ -138,7 +138,7 @@ def judge(
     return [_verdict(policy, bench.time(case, ours)) for case in cases]
 
 
-def _verdict(policy: Policy, timed: Timed) -> Verdict:
+def _verdict(policy: Policy, timed: TimedCase) -> Verdict:
     began = time.perf_counter()
     chosen = policy.choose(timed.load, library=FLASHINFER in timed.times)
     choosing_us = (time.perf_counter() - began) * 1e6

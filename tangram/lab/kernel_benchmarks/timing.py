@@ -116,8 +116,8 @@ def measure(
     for _ in range(WARM_UPS):
         contender.run()
     torch.cuda.synchronize()
-    launch, outputs, in_graph = _captured(contender)
-    error, same_bits = _checked(contender.name, launch, outputs, expected)
+    launch, outputs, in_graph = _capture(contender)
+    error, same_bits = _check(contender.name, launch, outputs, expected)
     times = _device_times(launch, cold, replays)
     plan_us = _median_us(contender.plan, WALL_REPEATS if wall else 2)
     kept_us = _median_us(launch, WALL_REPEATS, cold.flush) if wall else None
@@ -143,7 +143,7 @@ def measure(
     )
 
 
-def _captured(contender: Contender) -> tuple[Callable[[], None], list[Tensor], bool]:
+def _capture(contender: Contender) -> tuple[Callable[[], None], list[Tensor], bool]:
     """What replays the contender, its output tensors, and whether that is a graph."""
     graph = torch.cuda.CUDAGraph()
     try:
@@ -164,7 +164,7 @@ def _captured(contender: Contender) -> tuple[Callable[[], None], list[Tensor], b
     return graph.replay, outputs, True
 
 
-def _checked(
+def _check(
     name: str, launch: Callable[[], None], outputs: Sequence[Tensor], expected: Sequence[Tensor]
 ) -> tuple[float, bool]:
     """The largest relative error of a layer, and whether two runs agree to the bit; outputs are
@@ -237,7 +237,7 @@ class Ceilings:
     operations_per_us: float
 
     @classmethod
-    def measured(cls, dtype: torch.dtype, device: torch.device) -> Ceilings:
+    def measure(cls, dtype: torch.dtype, device: torch.device) -> Ceilings:
         """A device-to-device copy of 2 GiB (bytes read plus written) and a square matrix product on
         random data.
         """

@@ -60,7 +60,7 @@ class Workload:
         return self.pool.device
 
 
-def expected(workload: Workload) -> list[Tensor]:
+def compute_expected(workload: Workload) -> list[Tensor]:
     """The answer of each layer [R, Q, D] in float32: gathered, full-precision products, one
     softmax, no tiling.
     """
@@ -90,7 +90,7 @@ def _chunks(lengths: np.ndarray, bytes_each: int) -> Iterator[np.ndarray]:
 
 def _attention(workload: Workload, layer: int, cells: np.ndarray, queries: Tensor) -> Tensor:
     """[n, G, D] of queries [n, G, D] over the padded entries of n cells."""
-    keys, values = gathered(workload, layer, cells)
+    keys, values = gather(workload, layer, cells)
     length = workload.case.cell_lengths[:, layer].ravel()[cells]
     hidden = (
         torch.arange(keys.shape[1], device=keys.device)
@@ -102,7 +102,7 @@ def _attention(workload: Workload, layer: int, cells: np.ndarray, queries: Tenso
     return torch.softmax(scores, -1) @ values.float()
 
 
-def gathered(workload: Workload, layer: int, cells: np.ndarray) -> tuple[Tensor, Tensor]:
+def gather(workload: Workload, layer: int, cells: np.ndarray) -> tuple[Tensor, Tensor]:
     """Keys and values [n, longest, D] of n cells (row · H + head), padded with entries of the
     cells' last pages.
     """

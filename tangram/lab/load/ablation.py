@@ -17,16 +17,16 @@ from typing import Any
 import torch
 
 from tangram.cache.layout import Layout
-from tangram.compress.groups import realised_retention
+from tangram.compress.groups import compute_realised_retention
 from tangram.config import EngineConfig
 from tangram.engine.loop import Engine
 from tangram.engine.memory import GIB, kv_bytes
 from tangram.engine.profiles import Compression
 from tangram.errors import ConfigError
-from tangram.lab.baselines.build import engine_of
-from tangram.lab.baselines.config import ComparisonConfig
+from tangram.lab.baselines.comparison_builder import engine_of
+from tangram.lab.baselines.comparison_config import ComparisonConfig
 from tangram.lab.load.asks import Ask, alike, arriving
-from tangram.lab.load.clock import LatencyLimits, Summary, answered
+from tangram.lab.load.clock import LatencyLimits, Summary, answer_all
 from tangram.lab.load.parts import FORWARD, HOW, RECLAMATION, UPKEEP, PartClock, Split
 from tangram.model.load import load_model
 
@@ -70,7 +70,7 @@ RUNGS = (
 )
 
 
-def chosen_rungs(names: str) -> list[Rung]:
+def choose_rungs(names: str) -> list[Rung]:
     """Those of the comma-separated `names`, in the order of `RUNGS`. Raises `ConfigError` naming
     one not known.
     """
@@ -119,7 +119,7 @@ def _warm(engine: Engine) -> Engine:
     """
     config, vocabulary = engine.config, engine.geometry.vocab_size
     longest = min(engine.max_model_len - 8, 2 * config.chunk_tokens + 8)
-    answered(engine, alike(2, longest, 4, shared_tokens=0, vocab_size=vocabulary))
+    answer_all(engine, alike(2, longest, 4, shared_tokens=0, vocab_size=vocabulary))
     # One after the other ends.
     short = alike(
         min(config.max_num_seqs, engine.max_model_len - 10),
@@ -128,7 +128,7 @@ def _warm(engine: Engine) -> Engine:
         shared_tokens=0,
         vocab_size=vocabulary,
     )
-    answered(engine, [replace(ask, output_tokens=2 + number) for number, ask in enumerate(short)])
+    answer_all(engine, [replace(ask, output_tokens=2 + number) for number, ask in enumerate(short)])
     engine.clear_cache()
     return engine
 
@@ -138,7 +138,7 @@ def footprint(layout: Layout) -> float:
     are compressed.
     """
     geometry = layout.geometry
-    return realised_retention(
+    return compute_realised_retention(
         layout.sealed_pages[: layout.full_groups].tolist(),
         len(geometry.full_layers) * geometry.kv_heads,
         chunk_tokens=layout.chunk_tokens,
@@ -202,20 +202,20 @@ def breakdowns(engine: Engine, asks: Sequence[Ask]) -> dict[str, Breakdown]:
         # Graphs are captured anew for larger plans: here answers grow as long as they will, and end
         # one by one.
         few = [max(2, ask.output_tokens - number) for number, ask in enumerate(asks)]
-        answered(
+        answer_all(
             engine,
             [replace(ask, output_tokens=tokens) for ask, tokens in zip(asks, few, strict=True)],
         )
     clock = PartClock(engine.device)
     with clock.watching():
-        prefill = _measured(
+        prefill = _measure(
             engine, [replace(ask, output_tokens=1) for ask in asks], clock, decode=False
         )
-        decode = _measured(engine, asks, clock, decode=True)
+        decode = _measure(engine, asks, clock, decode=True)
     return {"prefill": prefill, "decode": decode}
 
 
-def _measured(engine: Engine, asks: Sequence[Ask], clock: PartClock, *, decode: bool) -> Breakdown:
+def _measure(engine: Engine, asks: Sequence[Ask], clock: PartClock, *, decode: bool) -> Breakdown:
     engine.clear_cache()
     sealed = engine.stats().sealed_chunks
 
@@ -226,7 +226,7 @@ def _measured(engine: Engine, asks: Sequence[Ask], clock: PartClock, *, decode: 
             clock.reset()
 
     clock.reset()
-    answered(engine, asks, started=started)
+    answer_all(engine, asks, started=started)
     split = clock.split()
     per = max(split.steps, 1) if decode else sum(len(ask.tokens) for ask in asks) / 1000
     return Breakdown.of(split, per, engine.stats().sealed_chunks - sealed, engine.device)
@@ -238,11 +238,11 @@ def at_rate(
     """What comes of `asks` at `rate` a second, with an empty cache to begin with."""
     engine.clear_cache()
     before = engine.stats().preemptions
-    summary = Summary.of(answered(engine, arriving(asks, rate)), limits)
+    summary = Summary.of(answer_all(engine, arriving(asks, rate)), limits)
     return asdict(summary) | {"preemptions": engine.stats().preemptions - before}
 
 
-def described(rung: Rung, engine: Engine) -> dict[str, Any]:
+def describe(rung: Rung, engine: Engine) -> dict[str, Any]:
     """What tells the rung from others, and what fits."""
     layout, stats = engine.layout, engine.stats()
     return {

@@ -61,7 +61,7 @@ def check_lengths(
         )
 
 
-def made_up(count: int, vocab_size: int, *seed: int) -> tuple[int, ...]:
+def draw_tokens(count: int, vocab_size: int, *seed: int) -> tuple[int, ...]:
     """`count` random tokens; the same for the same seed."""
     return tuple(np.random.default_rng(seed).integers(0, vocab_size, count).tolist())
 
@@ -72,9 +72,10 @@ def alike(
     """`count` requests at once, the first `shared_tokens` of each the same, `input_tokens` of its
     own behind them.
     """
-    shared = made_up(shared_tokens, vocab_size, 0)
+    shared = draw_tokens(shared_tokens, vocab_size, 0)
     return [
-        Ask(shared + made_up(input_tokens, vocab_size, 1, n), output_tokens) for n in range(count)
+        Ask(shared + draw_tokens(input_tokens, vocab_size, 1, n), output_tokens)
+        for n in range(count)
     ]
 
 
@@ -89,7 +90,7 @@ def arriving(asks: Sequence[Ask], rate: float) -> list[Ask]:
     ]
 
 
-def traced(path: Path, *, seconds: float, speed: float, vocab_size: int) -> list[Ask]:
+def read_trace(path: Path, *, seconds: float, speed: float, vocab_size: int) -> list[Ask]:
     """The first `seconds` of a Mooncake trace (JSON lines), `speed` times as fast; equal hashes are
     equal tokens.
 
@@ -106,7 +107,9 @@ def traced(path: Path, *, seconds: float, speed: float, vocab_size: int) -> list
                 f"{path}:{number}: hash_ids stand for {tokens} tokens, input_length is {length}"
             )
         needed = entry.hash_ids[: -(-length // TRACE_BLOCK)]
-        blocks = [token for block in needed for token in made_up(TRACE_BLOCK, vocab_size, 2, block)]
+        blocks = [
+            token for block in needed for token in draw_tokens(TRACE_BLOCK, vocab_size, 2, block)
+        ]
         asks.append(Ask(tuple(blocks[:length]), max(1, entry.output_length), at_s / speed))
     if not asks:
         raise ConfigError(f"{path}: no request in the first {seconds} s: raise --seconds")
@@ -146,6 +149,6 @@ def next_turn(
 ) -> list[Ask]:
     """Every session asks again: its history so far and `user_tokens` new ones."""
     return [
-        Ask(history + made_up(user_tokens, vocab_size, 3, turn, session), output_tokens)
+        Ask(history + draw_tokens(user_tokens, vocab_size, 3, turn, session), output_tokens)
         for session, history in enumerate(histories)
     ]

@@ -54,7 +54,7 @@ class LatencyLimits:
             if (value := getattr(self, name)) is not None and not value > 0:
                 raise ConfigError(f"the limit of {name} is {value}, it must be greater than 0")
 
-    def met(self, answer: TimedAnswer) -> bool:
+    def accept(self, answer: TimedAnswer) -> bool:
         """Whether `answer` came in time."""
         in_time = self.ttft_s is None or answer.first_token_s <= self.ttft_s
         per_token = answer.per_token_s
@@ -84,7 +84,7 @@ class Patience:
         late = sum(self._wait_s(one, now_s) > self.ttft_s for one in answers)
         return late > self.share * len(answers)
 
-    def spent(self, answers: Sequence[TimedAnswer], now_s: float) -> GivenUpError:
+    def give_up(self, answers: Sequence[TimedAnswer], now_s: float) -> GivenUpError:
         """What is raised when it ends at `now_s`: how long those who had asked by then waited, the
         waiting included.
         """
@@ -105,7 +105,7 @@ class GivenUpError(TangramError):
     """A run was ended because too many of its requests waited too long."""
 
 
-def answered(
+def answer_all(
     engine: Engine,
     asks: Sequence[Ask],
     progress: Callable[[int], None] = lambda done: None,
@@ -165,7 +165,7 @@ def answered(
         if not engine.step() and waiting:
             time.sleep(max(0.0, asks[waiting[-1]].at_s - (time.perf_counter() - begin)))
     if patience is not None and (lost or patience.ends(answers, time.perf_counter() - begin)):
-        raise patience.spent(answers, time.perf_counter() - begin)
+        raise patience.give_up(answers, time.perf_counter() - begin)
     return answers
 
 
@@ -212,7 +212,7 @@ class Summary:
             _percentiles([answer.first_token_s for answer in answers]),
             _percentiles(per_token),
             limits,
-            sum(map(limits.met, answers)) / seconds,
+            sum(map(limits.accept, answers)) / seconds,
         )
 
 

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from tangram.engine.batch import Batcher
+from tangram.engine.batcher import Batcher
 from tangram.engine.graphs import PassGraphs
 from tangram.engine.loop import Engine
 from tangram.engine.runner import Runner
 from tangram.engine.scheduler import Scheduler
-from tangram.kernels.stopwatch import Stopwatch, Taken
+from tangram.kernels.stopwatch import GraphBlocks, Stopwatch
 from tangram.lab.baselines.caches import DynamicCache
 from tangram.lab.baselines.reclaim import Reclaimer
 from tangram.model.attention import RepeatAttention, StepAttention
@@ -85,7 +85,7 @@ class PartClock:
     def __init__(self, device: torch.device) -> None:
         self._device, self._within = device, list[str]()
         self._marks: list[tuple[str | None, float, Any]] = []
-        self._replays = Counter[Taken]()
+        self._replays = Counter[GraphBlocks]()
 
     @contextmanager
     def watching(self) -> Iterator[PartClock]:
@@ -94,10 +94,10 @@ class PartClock:
             for part, methods in PARTS.items():
                 for owner, name in methods:
                     method = vars(owner)[name]
-                    setattr(owner, name, self._timed(part, method))
+                    setattr(owner, name, self._time(part, method))
                     undo.callback(setattr, owner, name, method)
-            undo.callback(setattr, Stopwatch, "replayed", Stopwatch.replayed)
-            Stopwatch.replayed = self._counted(Stopwatch.replayed)  # type: ignore[method-assign,assignment]
+            undo.callback(setattr, Stopwatch, "replayed", Stopwatch.count_replay)
+            Stopwatch.count_replay = self._count(Stopwatch.count_replay)  # type: ignore[method-assign,assignment]
             yield self
 
     def reset(self) -> None:
@@ -127,16 +127,16 @@ class PartClock:
             seconds["model"] -= inside
         return Split(seconds, host, sum(before[0] is None for before in self._marks[:-1]))
 
-    def _counted(
-        self, replayed: Callable[[Stopwatch, Taken], None]
-    ) -> Callable[[Stopwatch, Taken], None]:
-        def run(watch: Stopwatch, blocks: Taken) -> None:
+    def _count(
+        self, replayed: Callable[[Stopwatch, GraphBlocks], None]
+    ) -> Callable[[Stopwatch, GraphBlocks], None]:
+        def run(watch: Stopwatch, blocks: GraphBlocks) -> None:
             self._replays[blocks] += 1
             replayed(watch, blocks)
 
         return run
 
-    def _timed(self, part: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _time(self, part: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
         def run(*args: Any, **options: Any) -> Any:
             if self._capturing():

@@ -8,7 +8,7 @@ import numpy as np
 
 from tangram.cache.keys import ChunkKeys
 from tangram.cache.retention import Retention
-from tangram.cache.sequence import SequenceCache
+from tangram.cache.sequence_cache import SequenceCache
 from tangram.types import Int64
 
 

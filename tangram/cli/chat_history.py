@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tangram.errors import RequestError
-from tangram.foreign_files import expanded
+from tangram.foreign_files import expand_home
 
 Message = dict[str, str]
 
@@ -32,7 +32,7 @@ _COMMAND = re.compile(r"(/[a-z]+)(?:\s+(.*))?", re.DOTALL)
 
 
 @dataclass
-class Conversation:
+class ChatHistory:
     """Messages so far, a system text, and documents that wait for the next question.
 
     `count` says how many tokens a text has, `most_tokens` how many fit and `most_bytes` how long a
@@ -55,7 +55,7 @@ class Conversation:
         """The ratio that the next answer is asked for."""
         return self.default_retention if self.kv_retention is None else self.kv_retention
 
-    def asked(self, question: str) -> list[Message]:
+    def add_question(self, question: str) -> list[Message]:
         """All messages up to `question`, with the documents that wait before it. Nothing is
         changed.
         """
@@ -66,7 +66,7 @@ class Conversation:
     def enter(self, question: str, answer: str) -> None:
         """Keep a question and its answer, or what there is of it."""
         self.turns = [
-            *self.asked(question)[bool(self.system) :],
+            *self.add_question(question)[bool(self.system) :],
             {"role": "assistant", "content": answer},
         ]
         self.documents = []
@@ -116,7 +116,7 @@ class Conversation:
         return f"answers are computed at kv_retention {self.retention:g}"
 
     def _file(self, path: str) -> str:
-        source = expanded(path.strip("'\""))
+        source = expand_home(path.strip("'\""))
         text = self._read(source)
         tokens = self.count(text)
         if tokens >= self.most_tokens:

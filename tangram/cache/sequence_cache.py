@@ -63,12 +63,12 @@ class SequenceCache:
     @property
     def formula_pages(self) -> int:
         """What the footprint formula says it holds between two steps."""
-        return self.layout.held_pages(self.sealed_chunks, self.raw_tokens)
+        return self.layout.count_held_pages(self.sealed_chunks, self.raw_tokens)
 
     @property
     def booked_pages(self) -> int:
-        """`held_pages` without counting: the formula, and a window part that the running step still
-        reads.
+        """`count_held_pages` without counting: the formula, and a window part that the running
+        step still reads.
         """
         overdue = len(self.window_spans) > self.layout.window_chunks
         return self.formula_pages + (self.layout.window_span_pages if overdue else 0)

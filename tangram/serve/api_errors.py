@@ -44,10 +44,10 @@ class ApiError(Exception):
         kind = _TYPES.get(
             self.status, "invalid_request_error" if self.status < 500 else "server_error"
         )
-        param = None if self.param is None else _shortened(self.param)
+        param = None if self.param is None else _shorten(self.param)
         return {
             "error": {
-                "message": _shortened(str(self)),
+                "message": _shorten(str(self)),
                 "type": kind,
                 "param": param,
                 "code": self.code,
@@ -60,7 +60,7 @@ class ApiError(Exception):
         return Response(content, self.status, dict(headers or {}), media_type="application/json")
 
 
-def _shortened(text: str) -> str:
+def _shorten(text: str) -> str:
     return text if len(text) <= _MAX_MESSAGE_CHARACTERS else f"{text[:_MAX_MESSAGE_CHARACTERS]}…"
 
 

@@ -7,9 +7,9 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 from tangram.lab.accuracy.methods import Method, MethodName
-from tangram.lab.accuracy.results import AnyCell, Cell, FidelityCell, Measured, Score, Setting
+from tangram.lab.accuracy.results import AnyCell, Cell, FidelityCell, MeasuredCell, Score, Setting
 
-One = TypeVar("One", bound=Measured)
+One = TypeVar("One", bound=MeasuredCell)
 OneKind = TypeVar("OneKind", Cell, FidelityCell)
 
 _DIFFERENCES: tuple[tuple[MethodName, MethodName], ...] = (

@@ -84,12 +84,12 @@ def _arguments(options: dict[str, Any]) -> str:
     """Options as they are typed, but for the time that was allowed."""
     given = {name: value for name, value in options.items() if name != "budget_s" and value}
     return "".join(
-        f" --{name.replace('_', '-')} {_typed(name, value)}".rstrip()
+        f" --{name.replace('_', '-')} {_check_type(name, value)}".rstrip()
         for name, value in given.items()
     )
 
 
-def _typed(name: str, value: Any) -> str:
+def _check_type(name: str, value: Any) -> str:
     if value is True:
         return ""
     between = " " if name in ("configs", "profiles") else ","

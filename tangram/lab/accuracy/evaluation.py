@@ -11,16 +11,16 @@ from tangram.config import EngineConfig
 from tangram.engine.profiles import Compression
 from tangram.errors import ConfigError
 from tangram.lab.accuracy.engines import ModelBench
-from tangram.lab.accuracy.methods import Grid, Method, aligned_tokens
+from tangram.lab.accuracy.methods import Grid, Method, choose_alignment
 from tangram.lab.accuracy.passages import SUITE as FIDELITY
 from tangram.lab.accuracy.passages import TAIL_TOKENS, Passages, RealText
 from tangram.lab.accuracy.prompts import Alignment, Questions, SuitePrompts, filler_token
 from tangram.lab.accuracy.results import AnyCell, Results, Setting
-from tangram.lab.accuracy.run import Planned, Watch, planned, run
+from tangram.lab.accuracy.run import PlannedCell, Watch, plan_cells, run
 from tangram.model.load import load_model
 
 # Hears what will be measured, of which model.
-Before = Callable[[ModelBench, Sequence[Planned]], None]
+Before = Callable[[ModelBench, Sequence[PlannedCell]], None]
 
 
 def compare(
@@ -48,11 +48,11 @@ def compare(
     Raises `ConfigError` before anything is measured if an option is out of range or contradicts
     another one.
     """
-    results = Results.resumed(output, command)
+    results = Results.resume(output, command)
     # Chunks and contexts are the same by any scorer, so what is wrong with them is said before the
     # model is loaded.
-    methods = _methods(grid.served_by(KeyDiff.name), asked)
-    unit = aligned_tokens(methods, align=align, unit=align_tokens)
+    methods = _methods(grid.name_scorer(KeyDiff.name), asked)
+    unit = choose_alignment(methods, align=align, unit=align_tokens)
     if any(isinstance(one, RealText) for one in asked):
         _check_tails(methods)
         # `full` has no chunk of its own; its texts are cut where those of the others are.
@@ -63,7 +63,7 @@ def compare(
     )
     _check_lengths(loaded.geometry.max_positions, asked, methods)
     methods = _methods(
-        grid.served_by(Compression.of(base, loaded.fingerprint).choice.scorer), asked
+        grid.name_scorer(Compression.of(base, loaded.fingerprint).choice.scorer), asked
     )
     bench = ModelBench.of(base, loaded, methods, calibration_samples)
     alignment = None if unit is None else Alignment(unit, filler_token(bench.codec))
@@ -73,8 +73,8 @@ def compare(
         prompts = questions.prompts(bench.codec, alignment)
         suites.append((prompts, _setting(bench, questions, prompts, aligned=align)))
     bench = bench.for_prompts([prompts for prompts, _ in suites])
-    plans = planned(bench, methods, suites)
-    missing = [plan for plan in plans if plan.found_in(results) is None]
+    plans = plan_cells(bench, methods, suites)
+    missing = [plan for plan in plans if plan.find_in(results) is None]
     if before is not None:
         before(bench, missing)
     bench.calibrate(dict.fromkeys(plan.method for plan in missing), watch)

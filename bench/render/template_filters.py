@@ -10,7 +10,7 @@ from typing import Any
 
 from jinja2 import Undefined
 
-from tangram.lab.accuracy import report
+from tangram.lab.accuracy import score_report
 from tangram.lab.accuracy.results import Score
 
 NONE = "–"
@@ -62,15 +62,15 @@ def short(value: float) -> str:
 
 def percent(score: Score | None, *, signed: bool = False) -> str:
     """The mean ± its standard error, in percent."""
-    return NONE if score is None else report.percent(score, signed=signed)
+    return NONE if score is None else score_report.percent(score, signed=signed)
 
 
 def plain(score: Score | None, digits: int, *, signed: bool = False) -> str:
     """The mean ± its standard error."""
-    return NONE if score is None else report.plain(score, digits, signed=signed)
+    return NONE if score is None else score_report.plain(score, digits, signed=signed)
 
 
-def slashed(values: Mapping[str, float], form: str, *names: str, scale: float = 1) -> str:
+def join_with_slashes(values: Mapping[str, float], form: str, *names: str, scale: float = 1) -> str:
     """The values of these names, or three percentiles, each times `scale`, in the format `form`."""
     shown = names or ("p50", "p90", "p99")
     return " / ".join(format(scale * values[name], form) for name in shown)
@@ -100,7 +100,7 @@ FILTERS: dict[str, Callable[..., Any]] = {
     "cells": cells,
     "gmean": statistics.geometric_mean,
     "groups": groups,
-    "machine": report.machine,
+    "machine": score_report.machine,
     "mean": statistics.fmean,
     "median": statistics.median,
     "number": number,
@@ -108,7 +108,7 @@ FILTERS: dict[str, Callable[..., Any]] = {
     "plain": plain,
     "pstdev": statistics.pstdev,
     "short": short,
-    "slashed": slashed,
+    "slashed": join_with_slashes,
     "table": table,
     "versions": versions,
 }

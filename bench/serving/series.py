@@ -51,7 +51,7 @@ def speed(values: Sequence[float], row: Row) -> float:
     return middle if row["figure"].endswith("per_s") else 1.0 / middle
 
 
-def shown_from(row: Row, among: Sequence[Found]) -> int | None:
+def find_series(row: Row, among: Sequence[Found]) -> int | None:
     """Which series shows a row: the one in which the peer did best; None if none has its case.
 
     Engines are compared within one lease. (vLLM with host memory behind its pool is slower in
@@ -75,7 +75,7 @@ def by_series(rows: Sequence[Row], among: Sequence[Found]) -> dict[int, list[Row
     """The rows that each series shows, the series of the first row first."""
     found: dict[int, list[Row]] = {}
     for row in rows:
-        if (place := shown_from(row, among)) is not None:
+        if (place := find_series(row, among)) is not None:
             found.setdefault(place, []).append(row)
     return found
 

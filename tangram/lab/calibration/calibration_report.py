@@ -8,10 +8,10 @@ from dataclasses import asdict
 from typing import Any
 
 from tangram.calibrate.agreement import agreement, kind_correlations
-from tangram.calibrate.evidence import Evidence
+from tangram.calibrate.observations import Observations
 from tangram.compress.profile import PAPER_ALPHA
 from tangram.lab.calibration.enough import samples_needed
-from tangram.lab.calibration.lost_entries import held_out_overflow, transfer
+from tangram.lab.calibration.lost_entries import measure_held_out_overflow, transfer
 
 Report = dict[str, Any]
 Row = list[str]
@@ -24,7 +24,7 @@ _BUDGETS = {
 }
 
 
-def report(evidence: Sequence[Evidence]) -> Report:
+def report(evidence: Sequence[Observations]) -> Report:
     """The figures of one calibration, ready for JSON; `evidence` has one entry for each ρ, over the
     same samples.
 
@@ -47,9 +47,9 @@ def report(evidence: Sequence[Evidence]) -> Report:
     }
 
 
-def _figures(entry: Evidence) -> dict[str, Any]:
+def _figures(entry: Observations) -> dict[str, Any]:
     return {
-        "overflow": held_out_overflow(entry),  # first: it refuses what is too little
+        "overflow": measure_held_out_overflow(entry),  # first: it refuses what is too little
         "realised_retention": entry.profile.realised_retention,
         "agreement": {
             name: asdict(pairs) for name, pairs in agreement(entry.fractions, entry.kinds).items()

@@ -1,5 +1,5 @@
-"""The engines that `bench.serving.compare` asks, each in a process of its own, on random weights of
-one config.json.
+"""The engines that `bench.serving.compare` asks, each in a process of its own, on random
+weights of one config.json.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from tangram.lab.load.asks import Ask
-from tangram.lab.load.clock import Patience, TimedAnswer, answered
+from tangram.lab.load.clock import Patience, TimedAnswer, answer_all
 
 MODEL = Path(__file__).parents[1] / "models" / "qwen3-4b"
 MOST_REQUESTS = 256
 
 
-class Served(Protocol):
+class ServingEngine(Protocol):
     """An engine under load; `options` says how it was started."""
 
     options: dict[str, Any]
@@ -27,8 +27,10 @@ class Served(Protocol):
         """Forget every prefix."""
         ...
 
-    def answered(self, asks: Sequence[Ask], patience: Patience | None = None) -> list[TimedAnswer]:
-        """As `tangram.lab.load.clock.answered`: all of `asks`, each at its time, greedily and to
+    def answer_all(
+        self, asks: Sequence[Ask], patience: Patience | None = None
+    ) -> list[TimedAnswer]:
+        """As `tangram.lab.load.clock.answer_all`: all of `asks`, each at its time, greedily and to
         the last token.
         """
         ...
@@ -76,9 +78,11 @@ class Tangram:
         """See `Served`."""
         self._engine.clear_cache()
 
-    def answered(self, asks: Sequence[Ask], patience: Patience | None = None) -> list[TimedAnswer]:
+    def answer_all(
+        self, asks: Sequence[Ask], patience: Patience | None = None
+    ) -> list[TimedAnswer]:
         """See `Served`."""
-        return answered(self._engine, asks, patience=patience)
+        return answer_all(self._engine, asks, patience=patience)
 
 
 class Vllm:
@@ -113,7 +117,9 @@ class Vllm:
         """See `Served`."""
         self._llm.reset_prefix_cache()
 
-    def answered(self, asks: Sequence[Ask], patience: Patience | None = None) -> list[TimedAnswer]:
+    def answer_all(
+        self, asks: Sequence[Ask], patience: Patience | None = None
+    ) -> list[TimedAnswer]:
         """See `Served`."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -143,7 +149,7 @@ class Vllm:
                 look_s = now + patience.every_s
                 if patience.ends(answers, now):
                     engine.abort_request(list(by_id))
-                    raise patience.spent(answers, now)
+                    raise patience.give_up(answers, now)
             if not engine.has_unfinished_requests():
                 time.sleep(max(0.0, asks[waiting[-1]].at_s - (time.perf_counter() - begin)))
                 continue

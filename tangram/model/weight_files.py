@@ -52,7 +52,7 @@ def check_gguf(path: Path) -> None:
             _Header(file, path.stat().st_size).tensor_names()
         GGUFReader(path)
     except _ASTRAY as error:
-        raise _damaged(path) from error
+        raise _report_damage(path) from error
 
 
 def gguf_tensor_names(path: Path) -> list[str]:
@@ -133,7 +133,7 @@ def check_index(path: Path) -> None:
         files = json.loads(path.read_bytes())["weight_map"].values()
         strange = next((name for name in files if not _SHARD.fullmatch(name)), None)
     except (*_ASTRAY, RecursionError) as error:
-        raise _damaged(path) from error
+        raise _report_damage(path) from error
     if strange is not None:
         raise ModelError(
             f"model index {str(path)!r} names the file {shortened(strange)}: only *.safetensors "
@@ -150,10 +150,10 @@ def check_safetensors(folder: Path) -> None:
             with safe_open(path, "pt") as file:
                 file.keys()
         except (SafetensorError, *_ASTRAY) as error:
-            raise _damaged(path) from error
+            raise _report_damage(path) from error
 
 
-def _damaged(path: Path) -> ModelError:
+def _report_damage(path: Path) -> ModelError:
     return ModelError(
         f"model file {str(path)!r} is damaged or was cut short: fetch it again and compare its "
         "checksum"

@@ -1,7 +1,7 @@
 """The soak as a picture: heap in use, resident memory, time to first token, pages and requests over
 time.
 
-python -m bench.stress.plot
+python -m bench.stress.soak_plot
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Draw the pictures of the README and of docs/: `python docs/pictures/draw.py` (needs matplotlib).
+"""Draw the pictures of the README and of docs/: `python docs/pictures/make.py` (needs matplotlib).
 
 The page picture is not drawn by hand: its groups, tables and page ids come from the cache itself.
 """
@@ -16,6 +16,7 @@ from matplotlib.patches import Rectangle
 from sheet import INK, PAPER, SOFT, canvas
 from walk import draw_walk
 
+from tangram.cache.books import check_books
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
 from tangram.types import Geometry
@@ -51,7 +52,7 @@ def example() -> tuple[CacheManager, Layout, int]:
         cache.seal(sequence)
         cache.commit(sequence, tokens)
     cache.grow(sequence, TAIL_TOKENS)
-    cache.check()
+    check_books(cache)
     return cache, layout, sequence.slot
 
 

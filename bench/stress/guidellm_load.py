@@ -1,5 +1,5 @@
 """GuideLLM at a server of the embedded model, without a network: `make load`, `python -m
-bench.stress.load`.
+bench.stress.guidellm_load`.
 
 Conversations of made-up text, streamed, so many at once. No request may fail, and afterwards no
 page may be held, though GuideLLM hangs up on those that run when its time is over. It lives in
@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench.stress.server import MODEL, ServerError, served, surroundings
+from bench.stress.server import MODEL, ServerError, start_server, surroundings
 from tangram.model.load import load_model
 
 ROOT = Path(__file__).parents[2]
@@ -111,11 +111,11 @@ def main() -> None:
     where = surroundings()
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as log:
         try:
-            with served(SERVER_OPTIONS, log) as server:
+            with start_server(SERVER_OPTIONS, log) as server:
                 report = guidellm(server.url, Path(folder), options)
                 found = summary(report)
                 server.check_health()
-                books = server.settled(SETTLED_WITHIN_S)
+                books = server.wait_until_settled(SETTLED_WITHIN_S)
         except (LoadError, ServerError) as error:
             sys.exit(f"the load failed: {error}")
     content = {

@@ -20,7 +20,7 @@ from tangram.errors import ConfigError
 from tangram.kernels.dispatch import pool_kernels
 from tangram.kernels.interface import KernelChoice
 from tangram.lab.baselines.caches import ByInputCache, DynamicCache, LateCache
-from tangram.lab.baselines.config import ComparisonConfig
+from tangram.lab.baselines.comparison_config import ComparisonConfig
 from tangram.lab.baselines.reclaim import ReclaimingRunner
 from tangram.lab.baselines.uniform import parse_schedule
 from tangram.model.load import LoadedModel
@@ -56,7 +56,7 @@ class ComparisonBuilder(EngineBuilder):
         scorer = self.compression.make_scorer(self.loaded.fingerprint)
         by_input = Retention(
             self.config.kv_retention,
-            self.uncompressed(),
+            self.lay_out_uncompressed(),
             "by input",
             scored=True,
             sink_tokens=SINK_TOKENS,
@@ -72,7 +72,7 @@ class ComparisonBuilder(EngineBuilder):
         else:
             groups, pages = adjacent(profile.groups, profile.sealed_pages, self.page_heads)
             fingerprint = f"{self.config.head_groups}:{profile.fingerprint()}"
-            found = self.budgeted(profile, scorer, groups, pages, fingerprint)
+            found = self.make_retention(profile, scorer, groups, pages, fingerprint)
         late = self.config.reclamation != "reserved"
         return replace(found, one_chunk_a_step=True) if late else found
 

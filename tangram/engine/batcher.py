@@ -21,7 +21,7 @@ from tangram.compress.scorers import Scorer
 from tangram.engine.meters import Meters
 from tangram.errors import IntegrityError
 from tangram.kernels.interface import PoolKernels, PrefillRows, Room
-from tangram.kernels.transfer import placed
+from tangram.kernels.transfer import place
 from tangram.model.attention import RepeatAttention, StepAttention
 from tangram.model.rotary import Rotary
 from tangram.model.sealing import ChunkSealer, FusedSealer, ScoreObserver, Wishes
@@ -72,7 +72,7 @@ class DeviceTables:
         """A place that was written twice is copied twice, as it is now."""
         if places:
             where = np.concatenate(places)
-            target, pages = placed(
+            target, pages = place(
                 np.stack([where, self._host.ravel().take(where)]), self._device.device
             )
             # Their low halves: without a conversion, which is a launch at every step.
@@ -80,8 +80,8 @@ class DeviceTables:
 
     def _copy_rows(self, slots: list[int]) -> None:
         if slots:
-            target = placed(np.asarray(slots), self._device.device)
-            self._device.index_copy_(0, target, placed(self._host[slots], self._device.device))
+            target = place(np.asarray(slots), self._device.device)
+            self._device.index_copy_(0, target, place(self._host[slots], self._device.device))
 
 
 @dataclass
@@ -194,20 +194,20 @@ class Batcher:
         """
         most = self.retentions[0].layout.max_tokens
         self.kernels.load(
-            self._made_up(np.linspace(most - 1, most // 8, rows, dtype=np.int64)), self._width
+            self._make_rows(np.linspace(most - 1, most // 8, rows, dtype=np.int64)), self._width
         )
-        return self._rehearsed()
+        return self._rehearse()
 
     def rehearsals(self, rows: int) -> Iterator[StepAttention]:
         """The attention of `rows` decoding rows that hold nothing, under plans that launch every
         kernel there is.
         """
         for _ in self.kernels.rehearsals(
-            self._made_up(np.zeros(rows, np.int64)), self.kernels.width(rows)
+            self._make_rows(np.zeros(rows, np.int64)), self.kernels.width(rows)
         ):
-            yield self._rehearsed()
+            yield self._rehearse()
 
-    def _made_up(self, positions: Int64) -> Decoding:
+    def _make_rows(self, positions: Int64) -> Decoding:
         """Rows at `positions` that share nothing; sets the width of the passes that decode them."""
         default, nothing, rows = self.retentions[0], np.zeros(0, np.int64), len(positions)
         layout = default.layout
@@ -223,7 +223,7 @@ class Batcher:
         self._width, self._epoch = self.kernels.width(rows), None
         return self._decoding(made_up, apart, lengths)
 
-    def _rehearsed(self) -> StepAttention:
+    def _rehearse(self) -> StepAttention:
         prefill = self._prefill_rows((), self._width)
         self._begin(self._width, prefill)
         return StepAttention(
@@ -236,7 +236,7 @@ class Batcher:
         """The attention of a second pass of `tokens` tokens for a chunk that waits since the step
         of `attention`.
         """
-        self._begin(0, attention.prefill.repeated(sealer.number, tokens))
+        self._begin(0, attention.prefill.repeat_row(sealer.number, tokens))
         return RepeatAttention(self.kernels, self.windows, sealer, self.meters.sealing)
 
     def _begin(self, decode_rows: int, prefill: PrefillRows, room: Room | None = None) -> bool:
@@ -277,7 +277,7 @@ class Batcher:
             table[own] = slot * self.cache.tables.shape[1] + layout.group_offset[layout.head_group]
             column[own] = layout.head_column
             index[own] = slot * self.cache.lengths.shape[1] + layout.head_group
-            budget[own] = _expected(layout, start[own])[:, layout.head_group]
+            budget[own] = _estimate_entries(layout, start[own])[:, layout.head_group]
         return DecodeRows(table, column, index, budget, self.windows, first.page_tokens)
 
     def _prefill_rows(self, rows: Sequence[Row], first: int) -> PrefillRows:
@@ -297,11 +297,11 @@ class Batcher:
                 first + len(row.tokens),
                 row.start,
             )
-            kept[:, number] = self._stored_tokens(row)
+            kept[:, number] = self._count_stored_tokens(row)
             first += len(row.tokens)
         return PrefillRows(address, spans, kept, slice(0, len(rows)))
 
-    def _stored_tokens(self, row: Row) -> Int32 | int:
+    def _count_stored_tokens(self, row: Row) -> Int32 | int:
         """How many entries of a prefill row the pass stores: [L, H], or the same of every head."""
         return (
             row.retention.layout.head_kept_tokens if row.kind is RowKind.SEAL else len(row.tokens)
@@ -367,7 +367,7 @@ def _prefixes(
     return build_forest(*units, chunks)
 
 
-def _expected(layout: Layout, positions: Int64) -> Int32:
+def _estimate_entries(layout: Layout, positions: Int64) -> Int32:
     """[R, groups]: entries of rows at `positions` [R] in mid-life of a plan; who seals a chunk is
     planned anew.
     """

@@ -14,7 +14,7 @@ from tangram.types import Float64
 
 
 @dataclass(frozen=True)
-class Evidence:
+class Observations:
     """One ρ of one calibration: the profile, and what dynamic selection gave each head of each
     sample.
 
@@ -34,9 +34,9 @@ class Evidence:
             )
 
     @classmethod
-    def gathered(
+    def gather(
         cls, profiles: Sequence[Profile], shares: Sequence[Float64], kinds: Sequence[str]
-    ) -> list[Evidence]:
+    ) -> list[Observations]:
         """One for each of the profiles of `calibrate`, from the shares [ρ, chunks, L, H] that it
         let observe.
         """
@@ -67,7 +67,7 @@ class Evidence:
         )
 
 
-def reserved(profile: Profile) -> Float64:
+def reserved_fractions(profile: Profile) -> Float64:
     """[L, H] float64: the fraction of a chunk's entries that `sealed_pages` gives each head."""
     return share_of_heads(profile, profile.sealed_pages)
 
