@@ -41,7 +41,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def _in_site(folder: str) -> Callable[[re.Match[str]], str]:
     """The link that stands on the site for one of a file in `folder`."""
 
-    def replaced(link: re.Match[str]) -> str:
+    def replace(link: re.Match[str]) -> str:
         text, target = link[1], link[2]
         if "://" in target or target.startswith("#"):
             return link[0]
@@ -56,4 +56,4 @@ def _in_site(folder: str) -> Callable[[re.Match[str]], str]:
             return link[0]  # MkDocs says that it leads nowhere
         return text if text.strip("`") == place else f"{text}: `{place}`"
 
-    return replaced
+    return replace

@@ -103,7 +103,7 @@ def _option_rows() -> Iterator[str]:
 
 def _metric_rows() -> Iterator[str]:
     """A row for each alias; its own name is that of the metric with equal samples."""
-    metrics = _distinct()
+    metrics = make_distinct_metrics()
     own = {
         _samples(family): f"`{_describe_family(family)}`" for family in metrics.registry.collect()
     }
@@ -113,7 +113,7 @@ def _metric_rows() -> Iterator[str]:
         yield f"| `{name}` | {family.type} | {ours} | {family.documentation} |\n"
 
 
-def _distinct() -> ServerMetrics:
+def make_distinct_metrics() -> ServerMetrics:
     """Metrics of a server of which no two have the same value."""
     numbers = count(101)  # no count, and no 1 that every server shows
     fields = dataclasses.fields(EngineStats)

@@ -114,10 +114,10 @@ def write_blocks(text: str, blocks: Mapping[str, str]) -> str:
     if not stale(text, blocks):
         return text
 
-    def exchanged(match: re.Match[str]) -> str:
+    def exchange(match: re.Match[str]) -> str:
         return match["begin"] + blocks.get(match["name"], match["text"]) + match["end"]
 
-    return _BLOCK.sub(exchanged, text)
+    return _BLOCK.sub(exchange, text)
 
 
 def _normalise_spacing(text: str) -> str:

@@ -187,7 +187,7 @@ def take_options(
     `check` raises what stands in the way of the command, whatever its own options are.
     """
 
-    def decorated(command: Command) -> Command:
+    def decorate(command: Command) -> Command:
         own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
 
         def run(**options: Any) -> None:
@@ -201,7 +201,7 @@ def take_options(
         run.__name__, run.__doc__ = command.__name__, command.__doc__
         return run
 
-    return decorated
+    return decorate
 
 
 def _place(parameter: inspect.Parameter) -> int:

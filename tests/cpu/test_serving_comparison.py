@@ -129,7 +129,7 @@ def test_the_comparison_keeps_what_it_measures_and_where_it_stopped(
         def clear_cache(self) -> None:
             small_llm.engine.clear_cache()
 
-        def answered(
+        def answer_all(
             self, asks: Sequence[Ask], patience: Patience | None = None
         ) -> list[TimedAnswer]:
             return answer_all(small_llm.engine, asks, patience=patience)

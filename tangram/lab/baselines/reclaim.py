@@ -50,7 +50,7 @@ class WholeChunks(Batcher):
         """See `Batcher`: what is stored whole is selected from in the step's own pass."""
         return not rows
 
-    def _stored_tokens(self, row: Row) -> int:
+    def _count_stored_tokens(self, row: Row) -> int:
         return len(row.tokens)
 
     def _sealers_of(

@@ -219,14 +219,14 @@ def _measure(engine: Engine, asks: Sequence[Ask], clock: PartClock, *, decode: b
     engine.clear_cache()
     sealed = engine.stats().sealed_chunks
 
-    def started() -> None:
+    def start_decode() -> None:
         nonlocal sealed
         if decode:
             sealed = engine.stats().sealed_chunks
             clock.reset()
 
     clock.reset()
-    answer_all(engine, asks, started=started)
+    answer_all(engine, asks, started=start_decode)
     split = clock.split()
     per = max(split.steps, 1) if decode else sum(len(ask.tokens) for ask in asks) / 1000
     return Breakdown.of(split, per, engine.stats().sealed_chunks - sealed, engine.device)

@@ -1,0 +1,83 @@
+"""Rules of form that ruff does not know."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FILES = [
+    path for part in ("tangram", "bench", "tools", "tests") for path in ROOT.glob(f"{part}/**/*.py")
+]
+SHIPPED = [path for path in FILES if not path.is_relative_to(ROOT / "tests")]
+MOST_LINES = 60
+# What a compiler unrolls or inlines is written as one function.
+COMPILED = ("jit", "compile")
+NOT_PARTICIPLES = {"embed", "feed", "seed", "speed"}
+PARTICIPLES = {
+    "found",
+    "given",
+    "held",
+    "kept",
+    "known",
+    "left",
+    "made",
+    "taken",
+    "told",
+    "written",
+}
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def functions(path: Path) -> Iterator[Function]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, Function):
+            yield node
+
+
+def has_decorator(function: Function, *parts: str) -> bool:
+    names = [ast.unparse(one) for one in function.decorator_list]
+    return any(part in name for name in names for part in parts)
+
+
+def is_participle(name: str) -> bool:
+    word = name.strip("_")
+    return word in PARTICIPLES or (
+        "_" not in word and word.endswith("ed") and word not in NOT_PARTICIPLES
+    )
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_functions_fit_on_a_screen(path: Path) -> None:
+    long = {
+        one.name: lines
+        for one in functions(path)
+        if (lines := one.end_lineno - one.lineno + 1) > MOST_LINES
+        and not has_decorator(one, *COMPILED)
+    }
+    assert not long
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(ROOT)))
+def test_functions_are_named_by_verbs(path: Path) -> None:
+    calls = (one for one in functions(path) if not has_decorator(one, "property"))
+    assert [one.name for one in calls if is_participle(one.name)] == []
+
+
+def test_one_name_is_one_class() -> None:
+    places = defaultdict(list)
+    for path in SHIPPED:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(str(path.relative_to(ROOT)))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_the_formatter_has_no_exceptions() -> None:
+    marks = ("# fmt" + ": skip", "# fmt" + ": off")
+    assert [path for path in FILES if any(mark in path.read_text() for mark in marks)] == []

@@ -1,0 +1,71 @@
+"""The names that users write: `python -m tests.public_names` records them for a test to compare.
+
+A name that is recorded stays: one that is renamed goes on as a deprecated alias.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+from prometheus_client.core import Metric
+
+import tangram
+from tangram.cli import app as commands
+from tangram.serve.http import build_app
+from tangram.serve.vllm_names import VllmNames
+from tests.wire.fake_engine import FakeEngine
+from tools.vllm_page import make_distinct_metrics
+
+RECORD = Path(__file__).parent / "fixtures" / "public_names.json"
+_METHODS = {"get", "post", "put", "patch", "delete"}
+
+
+def list_public_names() -> dict[str, list[str]]:
+    """By kind, sorted: Python's names, commands, options, endpoints, request fields, metrics."""
+    app = build_app(FakeEngine(), served_model_name="model")
+    groups = {
+        "python": tangram.__all__,
+        "options": _list_options(typer.main.get_command(commands), "tangram"),
+        "endpoints": _list_endpoints(app.openapi()),
+        "fields": _list_fields(app.openapi()),
+        "metrics": _list_metrics(),
+    }
+    return {kind: sorted(set(names)) for kind, names in groups.items()}
+
+
+def _list_options(command: Any, path: str) -> Iterator[str]:
+    yield path
+    for param in command.params:
+        for name in (*param.opts, *param.secondary_opts):
+            yield f"{path} {name if name.startswith('-') else name.upper()}"
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from _list_options(inner, f"{path} {name}")
+
+
+def _list_endpoints(document: dict[str, Any]) -> Iterator[str]:
+    for path, operations in document["paths"].items():
+        yield from (f"{method.upper()} {path}" for method in operations if method in _METHODS)
+
+
+def _list_fields(document: dict[str, Any]) -> Iterator[str]:
+    for name, schema in document["components"]["schemas"].items():
+        yield from (f"{name}.{field}" for field in schema.get("properties", {}))
+
+
+def _list_metrics() -> Iterator[str]:
+    metrics = make_distinct_metrics()
+    for family in (*metrics.registry.collect(), *VllmNames(metrics, "model").collect()):
+        yield _describe(family)
+
+
+def _describe(family: Metric) -> str:
+    labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+    return f"{family.type} {family.name}{{{', '.join(sorted(labels))}}}"
+
+
+if __name__ == "__main__":
+    RECORD.write_text(json.dumps(list_public_names(), indent=1) + "\n")
