@@ -19,7 +19,27 @@ settings.register_profile(NIGHTLY, deadline=None)
 settings.load_profile("tangram")
 
 # Files that take longest, in this order: a worker that began one last would end alone.
-LONG: tuple[str, ...] = ()
+LONG = (
+    "wire/test_tools.py",
+    "wire/test_structured.py",
+    "wire/test_trials_process.py",
+    "cpu/test_real_model.py",
+    "wire/test_trials.py",
+    "gpu/test_engine.py",
+    "wire/test_demo.py",
+    "wire/test_observability.py",
+    "wire/test_chat.py",
+    "cpu/test_eval.py",
+    "cpu/test_measured_modes.py",
+    "gpu/test_by_input.py",
+    "gpu/test_cards.py",
+    "cpu/test_installed.py",
+    "cpu/test_llm.py",
+    "wire/test_interrupts.py",
+    "wire/test_real.py",
+    "wire/test_fuzz.py",
+    "cpu/test_grammar.py",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

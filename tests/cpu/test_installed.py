@@ -54,13 +54,21 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return work / "site"
 
 
-def test_an_installed_wheel_serves_its_commands_from_any_folder(site: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "environment",
+    [{"NUMBA_DISABLE_JIT": "1"}, pytest.param({}, marks=pytest.mark.nightly)],
+    ids=["as Python", "compiled"],
+)
+def test_an_installed_wheel_serves_its_commands_from_any_folder(
+    environment: dict[str, str], site: Path, tmp_path: Path
+) -> None:
     """Presets, profiles and the gate are read, the distribution's own version is told, the model
     answers.
     """
 
     def tangram(*arguments: str) -> str:
-        return run(site / "bin" / "tangram", *arguments, folder=tmp_path, PYTHONPATH=str(site))
+        variables = environment | {"PYTHONPATH": str(site)}
+        return run(site / "bin" / "tangram", *arguments, folder=tmp_path, **variables)
 
     where = (
         "import tangram, importlib.metadata as m; print(tangram.__file__, "

@@ -64,7 +64,7 @@ def check(loaded: LoadedModel, answered: list[tuple[list[int], list[int]]]) -> N
         assert run(lonely, [prompt], GREEDY)[0] == answer
 
 
-@pytest.mark.parametrize("retention", [0.25, 0.5, 0.75])
+@pytest.mark.parametrize("retention", [pytest.param(0.25, marks=pytest.mark.nightly), 0.5, 0.75])
 def test_sealed_pages_occupy_no_more_than_was_promised(
     loaded: LoadedModel, retention: float
 ) -> None:

@@ -1,8 +1,8 @@
 """What engines launch on each card, compiled for it on a CPU.
 
 `python -m tests.gpu.compiled short FILE 86 90`, or `… long FILE 86 90`. A tiny engine rehearses
-with its real launchers. Triton's hook takes down what it would compile, and nothing is run; then Triton and
-its ptxas compile it. In a process of its own, where the interpreter is off.
+with its real launchers. Triton's hook takes down what it would compile, and nothing is run; then
+Triton and its ptxas compile it. In a process of its own, where the interpreter is off.
 """
 
 from __future__ import annotations
