@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tangram.cache.step import Row
 from tangram.engine.token_sequence import TokenSequence
+from tests.examples import examples
 from tests.host.service import MAX_TOKENS, Service
 from tests.host.support import geometry, layout, layout_sets, recount
 
@@ -139,7 +140,10 @@ class Traffic(RuleBasedStateMachine):
 
 TestTraffic = Traffic.TestCase
 TestTraffic.settings = settings(
-    max_examples=200, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(200),
+    stateful_step_count=25,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )
 
 

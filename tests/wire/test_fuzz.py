@@ -1,4 +1,4 @@
-"""Requests made up from the OpenAPI document, for half a minute; `make fuzz` is the long form."""
+"""Requests made up from the OpenAPI document, for some seconds; `make fuzz` is the long form."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tangram.serve.schema import ChatRequest
 
 from .conftest import CHAT, COMPLETIONS, FakeServer, chat_body, scrape, wait_until
 
-OPEN_S, LOCKED_S = 12, 12
+OPEN_S, LOCKED_S = 6, 6
 LABELS: tuple[dict[str, Any], ...] = (
     {"metadata": {"chat": "7"}, "service_tier": "flex", "store": False, "user": "me"},
     {

@@ -39,12 +39,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("where", "arguments"),
     [
-        ("tangram.model.load load_model", "calibrate FOLDER -o profile.json"),
+        pytest.param(
+            "tangram.model.load load_model",
+            "calibrate FOLDER -o profile.json",
+            marks=pytest.mark.nightly,
+        ),
         ("tangram.engine.build load_model", "generate FOLDER -p hello"),
         ("tangram.engine.profiles calibrate_model", "serve FOLDER --load-format dummy --port 0"),
-        (
+        pytest.param(
             "tangram.kernels.cpu warm_up",
             "chat FOLDER --load-format dummy --kv-retention 1.0 --kv-cache-gib 0.02",
+            marks=pytest.mark.nightly,
         ),
     ],
 )

@@ -285,6 +285,7 @@ def test_a_new_grammar_is_made_for_those_who_still_wait_for_it(
     assert len(compiler.begun) == 2 and "nobody's" not in "".join(compiler.begun)
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("late", [False, True])
 def test_the_clock_of_a_request_runs_before_it_is_queued(
