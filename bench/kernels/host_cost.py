@@ -189,30 +189,30 @@ def step_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
         page_tokens=PAGE,
         heads_per_page=None,
     )
-    books = CacheUnderTest(profile, options.rows, options.tokens)
-    books.fill(options.tokens)
-    cache = books.cache
+    subject = CacheUnderTest(profile, options.rows, options.tokens)
+    subject.fill(options.tokens)
+    cache = subject.cache
     pool = torch.empty(
         1, profile.heads_per_page, 2, PAGE, profile.model.head_dim, dtype=torch.float16
     )
     tables = DeviceTables(cache, pool.device)
     kernels = TritonKernels(pool, profile.model.query_heads // profile.model.kv_heads)
     batcher = Batcher(
-        [books.retention], None, kernels, cache, tables, None, Meters(Stopwatch(pool.device))
+        [subject.retention], None, kernels, cache, tables, None, Meters(Stopwatch(pool.device))
     )
     token = np.zeros(1, np.int64)
     rows = tuple(
         Row(
             str(seq.slot),
             seq.slot,
-            books.retention,
+            subject.retention,
             RowKind.DECODE,
             options.tokens,
             token,
             token[:0],
             True,
         )
-        for seq in books.sequences
+        for seq in subject.sequences
     )
     epochs = count()
     lines = []

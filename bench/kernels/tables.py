@@ -106,20 +106,20 @@ def _ms(call: Callable[[], object]) -> float:
 
 def measure_row(profile: Profile, rows: int, tokens: int) -> dict[str, Any]:
     """One line of the table; page counts are checked at the end."""
-    books = CacheUnderTest(profile, rows, tokens - tokens % profile.chunk_tokens)
-    seal = books.fill(tokens - tokens % profile.chunk_tokens)
-    steps = [_ms(books.decode) for _ in range(STEPS)]
+    subject = CacheUnderTest(profile, rows, tokens - tokens % profile.chunk_tokens)
+    seal = subject.fill(tokens - tokens % profile.chunk_tokens)
+    steps = [_ms(subject.decode) for _ in range(STEPS)]
     within = [
         step
         for number, step in enumerate(steps)
         if number % PAGE_TOKENS not in (0, PAGE_TOKENS - 1)
     ]
-    check_accounting(books.cache)
-    close = [_ms(lambda seq=seq: books.cache.close(seq)) for seq in list(books.sequences)]
+    check_accounting(subject.cache)
+    close = [_ms(lambda seq=seq: subject.cache.close(seq)) for seq in list(subject.sequences)]
     return {
         "heads_per_page": profile.heads_per_page,
-        "groups": len(books.layout.groups),
-        "table_entries": int(books.layout.group_offset[-1]),
+        "groups": len(subject.layout.groups),
+        "table_entries": int(subject.layout.group_offset[-1]),
         "seal_ms": seal,
         "decode_within_page_ms": within,
         "decode_into_page_ms": steps[::PAGE_TOKENS],

@@ -99,11 +99,12 @@ def fill(server: ServerProcess) -> None:
         httpx.post(
             f"{server.url}/v1/completions", json=body, headers=server.headers, timeout=60
         ).raise_for_status()
-        books = server.books()
-        if books.free * 50 < books.total:
+        gauges = server.read_gauges()
+        if gauges.free * 50 < gauges.total:
             return
     raise ServerError(
-        f"{MOST_FILLING} prompts of {FILLING} tokens leave {books.free} of {books.total} pages free"
+        f"{MOST_FILLING} prompts of {FILLING} tokens leave {gauges.free} of {gauges.total} "
+        "pages free"
     )
 
 

@@ -116,7 +116,7 @@ def main() -> None:
                 report = guidellm(server.url, Path(folder), options)
                 found = summary(report)
                 server.check_health()
-                books = server.wait_until_settled(SETTLED_WITHIN_S)
+                gauges = server.wait_until_settled(SETTLED_WITHIN_S)
         except (LoadError, ServerError) as error:
             sys.exit(f"the load failed: {error}")
     content = {
@@ -125,10 +125,10 @@ def main() -> None:
         "environment": where | {"guidellm": report["metadata"]["guidellm_version"]},
         "figures": found,
         "pages_afterwards": {
-            "held": books.held,
-            "cached": books.cached,
-            "free": books.free,
-            "total": books.total,
+            "held": gauges.held,
+            "cached": gauges.cached,
+            "free": gauges.free,
+            "total": gauges.total,
         },
     }
     print(json.dumps(content, indent=1))

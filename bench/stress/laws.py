@@ -31,12 +31,12 @@ class ServerSample:
     at_s: float
     rss_mb: float
     heap_mb: float
-    books: GaugeReading
+    gauges: GaugeReading
 
     def row(self) -> dict[str, float]:
         """The sample as it is written to a file."""
         memory = {"rss_mb": round(self.rss_mb, 2), "heap_mb": round(self.heap_mb, 2)}
-        return {"at_s": round(self.at_s, 1), **memory, **asdict(self.books)}
+        return {"at_s": round(self.at_s, 1), **memory, **asdict(self.gauges)}
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def find_broken_laws(
         found.append(f"{changed} answers differed when requested again")
     for sample in samples:
         found += [
-            f"at {sample.at_s:.0f} s: {problem}" for problem in sample.books.problems(idle=False)
+            f"at {sample.at_s:.0f} s: {problem}" for problem in sample.gauges.problems(idle=False)
         ]
     if (grown := heap.last_mb - heap.first_mb) > MOST_GROWTH_MB:
         found.append(
@@ -144,8 +144,8 @@ def summary(outcomes: Sequence[Outcome], samples: Sequence[ServerSample]) -> dic
         "ttft_s": latencies(outcomes),
         "rss_mb": asdict(growth(samples, "rss_mb")),
         "heap_mb": asdict(growth(samples, "heap_mb")),
-        "most_running": max(sample.books.running for sample in samples),
-        "most_waiting": max(sample.books.waiting for sample in samples),
-        "most_pages_held": max(sample.books.held for sample in samples),
+        "most_running": max(sample.gauges.running for sample in samples),
+        "most_waiting": max(sample.gauges.waiting for sample in samples),
+        "most_pages_held": max(sample.gauges.held for sample in samples),
         "samples": [sample.row() for sample in samples],
     }

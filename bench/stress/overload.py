@@ -136,7 +136,7 @@ def main() -> None:
             with start_server(SERVER_OPTIONS, log) as server:
                 found = asyncio.run(measure_loads(server, options))
                 server.check_health()
-                books = asdict(server.wait_until_settled(SETTLED_WITHIN_S))
+                gauges = asdict(server.wait_until_settled(SETTLED_WITHIN_S))
         except ServerError as error:
             sys.exit(f"the overload failed: {error}")
     content = {
@@ -150,7 +150,7 @@ def main() -> None:
             "answer_tokens": ANSWER_TOKENS,
         },
         "environment": where,
-        "afterwards": books,
+        "afterwards": gauges,
     } | found
     print(json.dumps(content, indent=1))
     options.output.write_text(json.dumps(content, indent=1) + "\n")

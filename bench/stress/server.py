@@ -77,7 +77,7 @@ class ServerProcess:
     headers: dict[str, str]
     count: Path | None
 
-    def books(self) -> GaugeReading:
+    def read_gauges(self) -> GaugeReading:
         """Read /metrics."""
         text = (
             httpx.get(f"{self.url}/metrics", headers=self.headers, timeout=30)
@@ -93,12 +93,12 @@ class ServerProcess:
         """
         deadline_s = time.monotonic() + within_s
         while (
-            problems := (books := self.books()).problems(idle=True)
+            problems := (gauges := self.read_gauges()).problems(idle=True)
         ) and time.monotonic() < deadline_s:
             time.sleep(0.1)
         if problems:
             raise ServerError(f"after {within_s:.0f} s: {'; '.join(problems)}")
-        return books
+        return gauges
 
     def rss_mb(self) -> float:
         """Resident memory of the process and its children."""

@@ -170,7 +170,7 @@ def afterwards(server: ServerProcess) -> tuple[dict[str, int], list[str]]:
         server.check_health()
         return asdict(server.wait_until_settled(SETTLED_WITHIN_S)), []
     except ServerError as error:
-        return asdict(server.books()), [str(error)]
+        return asdict(server.read_gauges()), [str(error)]
 
 
 def main() -> None:
