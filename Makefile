@@ -23,7 +23,7 @@ define install_torch
 	$(1)/pip install --quiet --no-deps $(FROM) $(TORCH)
 endef
 
-.PHONY: demo serve test quick nightly check bench eval-quick fuzz load overload soak clients site clean
+.PHONY: demo serve test quick nightly check bench eval-quick fuzz load overload soak clients pages site clean
 
 demo: $(READY)
 	$(BIN)/python -m bench.demo
@@ -58,6 +58,12 @@ check: $(DEV_READY)
 
 bench: $(DEV_READY)
 	$(BIN)/python -m bench.cpu_decode
+
+# Pages and records that follow from the code.
+pages: $(DEV_READY)
+	$(BIN)/python -m tools.options_page
+	$(BIN)/python -m tools.vllm_page
+	$(BIN)/python -m tests.public_names
 
 # README, docs, CONTRIBUTING and CHANGELOG as pages: build/site/index.html.
 site: $(DEV_READY)

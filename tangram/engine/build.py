@@ -186,9 +186,14 @@ class EngineBuilder:
         """Hp, the KV heads that share a page."""
         return self.config.heads_per_page
 
+    @property
+    def cache_type(self) -> type[CacheManager]:
+        """The class of the cache manager."""
+        return CacheManager
+
     def cache(self, retentions: Sequence[Retention], pages: int, host_pages: int) -> CacheManager:
         """The cache manager of `pages` pages and of `host_pages` behind them."""
-        return CacheManager(
+        return self.cache_type(
             retentions,
             total_pages=pages,
             max_sequences=self.config.max_num_seqs,

@@ -74,7 +74,9 @@ class Scheduler:
     def add(self, sequence: TokenSequence) -> None:
         """Queue a sequence; its most pages (`Layout.most_pages`) must not exceed the pool."""
         new_tokens = self.cache.new_tokens(sequence.keys, sequence.known_tokens)
-        sequence.due = self.counters.computed_tokens + self.config.prompt_patience * new_tokens
+        sequence.due_tokens = (
+            self.counters.computed_tokens + self.config.prompt_patience * new_tokens
+        )
         self._queue(sequence)
 
     def remove(self, sequence: TokenSequence) -> None:

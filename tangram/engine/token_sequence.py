@@ -19,19 +19,19 @@ class TokenSequence:
     With `pending` the last of them is still on the device: it counts, but its value is not here.
     Space for sampled tokens is allocated with the first one: until then the completions of one
     request share its prompt. `keys` name its chunks in the prefix cache. `limit` is the most tokens
-    whose KV state it may ever need. `arrival` is never reused. `due`, in computed tokens, is set
+    whose KV state it may ever need. `arrival_index` is never reused. `due_tokens`, in computed tokens, is set
     when the sequence is first queued; `admitted_s`, of the monotonic clock, when it first leaves
     the queue.
     """
 
     request_id: str
-    arrival: int
+    arrival_index: int
     keys: ChunkKeys
     tokens: Int64
     known: int
     prompt_tokens: int
     limit: int
-    due: int = 0
+    due_tokens: int = 0
     cache: SequenceCache | None = None
     cached_tokens: int | None = None
     admitted_s: float | None = None
@@ -51,7 +51,7 @@ class TokenSequence:
     @property
     def rank(self) -> tuple[int, int]:
         """The earlier due goes first, then the earlier arrival."""
-        return self.due, self.arrival
+        return self.due_tokens, self.arrival_index
 
     @property
     def read_tokens(self) -> int:

@@ -119,7 +119,7 @@ def _packing(
 
 
 # The planners that serve. The lab has more, for comparison.
-PLANNERS: Mapping[str, Planner] = {
+SERVING_PLANNERS: Mapping[str, Planner] = {
     "plain": Planner(_plain),
     "aot": Planner(
         _aot,
@@ -150,7 +150,7 @@ class Schedule:
     numbers: Mapping[str, int]
 
     @classmethod
-    def parse(cls, text: str, planners: Mapping[str, Planner] = PLANNERS) -> Schedule:
+    def parse(cls, text: str, planners: Mapping[str, Planner] = SERVING_PLANNERS) -> Schedule:
         """Parse a schedule. Raises `ConfigError` naming the part that `planners` do not know."""
         head, *extras = text.split("+")
         name, _, rule = head.partition(":")

@@ -92,8 +92,8 @@ class Traffic(RuleBasedStateMachine):
         running = self.service.scheduler.running
         one = running[which % len(running)]
         if (
-            one.arrival + 1 not in {entry.arrival for entry in self.service.alive}
-            and one.arrival % 2 == 0
+            one.arrival_index + 1 not in {entry.arrival_index for entry in self.service.alive}
+            and one.arrival_index % 2 == 0
         ):
             self.service.submit(
                 one.tokens[: one.prompt_tokens].tolist(),
@@ -101,7 +101,7 @@ class Traffic(RuleBasedStateMachine):
                 layout=self.number(one),
                 salt=one.keys.salt,
                 taste=taste,
-                arrival=one.arrival + 1,
+                arrival=one.arrival_index + 1,
             )
 
     @rule(count=st.integers(1, 12))
@@ -237,14 +237,14 @@ def test_static_batching_fills_its_seats_at_once_and_waits_until_all_have_left()
     batches = []
     while service.alive:
         service.step()
-        batches.append([entry.arrival for entry in service.scheduler.running])
+        batches.append([entry.arrival_index for entry in service.scheduler.running])
     joined = [
         batch
         for last, batch in zip([[], *batches], batches, strict=False)
         if not set(batch) <= set(last)
     ]
     assert joined == [[4, 6], [8, 10]]
-    assert [entry.arrival for entry in service.ended] == [2, 6, 4, 8, 10]
+    assert [entry.arrival_index for entry in service.ended] == [2, 6, 4, 8, 10]
 
 
 def test_generated_tokens_are_sealed_when_they_fill_their_chunk() -> None:

@@ -85,17 +85,10 @@ class ComparisonBuilder(EngineBuilder):
             return self.loaded.geometry.kv_heads
         return super().page_heads
 
-    def cache(self, retentions: Sequence[Retention], pages: int, host_pages: int) -> CacheManager:
+    @property
+    def cache_type(self) -> type[CacheManager]:
         """See `EngineBuilder`."""
-        if self.config.reclamation == "reserved":
-            return super().cache(retentions, pages, host_pages)
-        return LATE_CACHES[self.config.reclamation](
-            retentions,
-            total_pages=pages,
-            max_sequences=self.config.max_num_seqs,
-            prefix_caching=self.config.enable_prefix_caching,
-            host_pages=host_pages,
-        )
+        return LATE_CACHES.get(self.config.reclamation, super().cache_type)
 
     def runner(
         self,

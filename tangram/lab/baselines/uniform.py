@@ -128,8 +128,8 @@ def _buckets(
 
 _TILE = {"tile": TILE_TOKENS}
 # The serving schedules and the baselines.
-PLANNERS: Mapping[str, Planner] = {
-    **schedule.PLANNERS,
+ALL_PLANNERS: Mapping[str, Planner] = {
+    **schedule.SERVING_PLANNERS,
     "uniform": Planner(_uniform, ("ctas", "tile"), defaults=_TILE, each_step=True),
     "buckets": Planner(
         _buckets, ("ctas", "tile"), ("exact", "padded"), defaults=_TILE, each_step=True
@@ -139,4 +139,4 @@ PLANNERS: Mapping[str, Planner] = {
 
 def parse_schedule(text: str) -> Schedule:
     """`Schedule.parse` that also knows `uniform` and `buckets:{exact,padded}`."""
-    return Schedule.parse(text, PLANNERS)
+    return Schedule.parse(text, ALL_PLANNERS)
