@@ -200,7 +200,7 @@ class Batcher:
         """Rows at `positions` that share nothing; sets the width of their decode passes."""
         default, nothing, rows = self.retentions[0], np.zeros(0, np.int64), len(positions)
         layout = default.layout
-        made_up = [
+        rehearsed = [
             Row("", slot, default, RowKind.DECODE, int(position), nothing, nothing, sample=True)
             for slot, position in enumerate(positions)
         ]
@@ -210,7 +210,7 @@ class Batcher:
         )
         apart = np.arange(self.cache.tables.size, dtype=np.int32).reshape(self.cache.tables.shape)
         self._width, self._epoch = self.kernels.width(rows), None
-        return self._decoding(made_up, apart, lengths)
+        return self._decoding(rehearsed, apart, lengths)
 
     def _rehearse(self) -> StepAttention:
         prefill = self._prefill_rows((), self._width)

@@ -19,9 +19,9 @@ class TokenSequence:
     With `pending` the last of them is still on the device: it counts, but its value is not here.
     Space for sampled tokens is allocated with the first one: until then the completions of one
     request share its prompt. `keys` name its chunks in the prefix cache. `limit` is the most tokens
-    whose KV state it may ever need. `arrival_index` is never reused. `due_tokens`, in computed tokens, is set
-    when the sequence is first queued; `admitted_s`, of the monotonic clock, when it first leaves
-    the queue.
+    whose KV state it may ever need. `arrival_index` is never reused. `due_tokens`, in computed
+    tokens, is set when the sequence is first queued; `admitted_s`, of the monotonic clock, when it
+    first leaves the queue.
     """
 
     request_id: str

@@ -1,8 +1,8 @@
 """The form of every decode schedule: which task reads which KV entries for which query rows.
 
-It also says how partial results are merged. Planners produce a
-`WorkPlan`; kernels execute it. The KV range of a task is *logical*, so a plan stays valid
-while lengths grow (PersistentKV: split bounds come from each row's own length):
+It also says how partial results are merged. Planners produce a `WorkPlan`; kernels execute it. The
+KV range of a task is *logical*, so a plan stays valid while lengths grow (PersistentKV: split
+bounds come from each row's own length):
 
     ABS     [a, b)                        an immutable span, which rows may share (PAT, pack)
     OPEN    [a, length)                   a growing tail
