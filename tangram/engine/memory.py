@@ -80,15 +80,15 @@ def kv_bytes(config: EngineConfig, loaded: LoadedModel, beside: int = 0) -> int:
     needed += STAGING_BYTES if config.kv_offload_gib else 0
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(loaded.device)
-    room = int(total * config.gpu_memory_utilization) - (total - free) - needed
-    if room <= 0:
+    left = int(total * config.gpu_memory_utilization) - (total - free) - needed
+    if left <= 0:
         raise ConfigError(
             f"gpu_memory_utilization is {config.gpu_memory_utilization} of {total / GIB:.1f} GiB; "
             f"weights and others take {(total - free) / GIB:.1f} GiB, a step of "
             f"{config.max_num_batched_tokens} tokens and graphs {needed / GIB:.1f} GiB, which "
             "leaves nothing for KV pages: raise it, or lower max_num_batched_tokens"
         )
-    return room
+    return left
 
 
 def offload_bytes(config: EngineConfig, chunk_bytes: int) -> int:
