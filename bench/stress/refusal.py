@@ -21,7 +21,7 @@ import numpy as np
 from bench.stress.conversations import PATH, WORDS
 from bench.stress.server import MODEL, ServerError, books_of, start_server, surroundings
 
-RESULT = Path(__file__).parents[1] / "results" / "http_refusal.json"
+RESULT = Path(__file__).parents[1] / "results" / "refusal_times.json"
 SERVER_OPTIONS = ("--kv-retention", "0.5", "--max-model-len", "2048", "--max-num-seqs", "1")
 PROMPT_WORDS, HELD_TOKENS = 140, 1500
 FULL_WITHIN_S = 60.0

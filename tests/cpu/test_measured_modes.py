@@ -155,8 +155,8 @@ def test_no_schedule_changes_an_answer(schedule: str, loaded: LoadedModel, profi
     ("schedule", "message"),
     [
         ("fastest", "decode_schedule: planner is 'fastest'"),
-        ("aot+serial", r"decode_schedule is 'aot\+serial': \+serial tells the GPU"),
-        ("aot+warps=4", r"\+warps tells the GPU"),
+        ("aot+serial", r"decode_schedule is 'aot\+serial': \+serial is an option of the GPU"),
+        ("aot+warps=4", r"\+warps is an option of the GPU"),
         ("aot+replan", r"leave out \+replan"),
     ],
 )

@@ -25,7 +25,6 @@ __all__ = ["models"]
             for case in ("llama", "llama, another scorer", "llama, second pass")
             for scope in ("model", "layer")
         ],
-        ("llama", "model"),
         ("llama, second pass", "layer"),
     ),
 )

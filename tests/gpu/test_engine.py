@@ -174,7 +174,6 @@ def in_step(engines: Sequence[Engine], prompts: Sequence[list[int]]) -> None:
     "case",
     interpreter_few(
         list(CASES),
-        "llama",
         "llama, another scorer",
         "gpt-oss, windows in a second pass",
         "gemma 2, softcap",
@@ -197,7 +196,6 @@ def test_every_step_leaves_the_pool_and_the_answers_that_torch_leaves(
     "case",
     interpreter_few(
         ["llama", "llama, uncompressed", "llama, second pass", "gpt-oss, windows and sinks"],
-        "llama, uncompressed",
         "gpt-oss, windows and sinks",
     ),
 )
@@ -320,7 +318,7 @@ def test_sealing_takes_the_fused_form_of_a_scorer_by_its_name(
     assert shapes == [(4, 2, CHUNK, 16)] * 2, "all chunks of a step together"
 
 
-@pytest.mark.parametrize("case", interpreter_few(["llama", "gemma 3"], "gemma 3"))
+@pytest.mark.parametrize("case", interpreter_few(["llama", "gemma 3"]))
 def test_what_comes_back_from_host_memory_beside_other_steps_answers_the_same(
     case: str, models: dict[int, LoadedModel], tmp_path: Path
 ) -> None:

@@ -36,7 +36,6 @@ pytestmark = [
             for case in ("llama", "llama, second pass", "gpt-oss, windows and sinks")
         ],
         (1, "llama, second pass"),
-        (2, "llama"),
     ),
 )
 def test_sampled_chunks_wish_what_they_wish_on_torch(

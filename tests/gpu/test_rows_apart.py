@@ -50,7 +50,6 @@ def apart(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
             )
             for gathers in (False, True)
         ],
-        ("llama", True),
         ("gpt-oss, windows and sinks", False),
     ),
 )

@@ -101,7 +101,9 @@ def test_compiling_is_announced_and_can_be_interrupted(folder: Path, tmp_path: P
     assert said.splitlines()[-1] == "interrupted" and "Traceback" not in said
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)]
+)
 def test_a_server_ends_without_a_list_of_leaks(number: signal.Signals, folder: Path) -> None:
     with process("-m", "tangram", *options(folder, "--kv-retention", "1.0")) as (_, server):
         server.send_signal(number)
