@@ -93,10 +93,11 @@ ITEMS = {
 
 def _kind(item: Any) -> str:
     """The tag of an item. An item with a role is a message, whatever its type says."""
-    kind = "message"
-    if isinstance(item, dict) and "role" not in item and item.get("type") in ITEMS:
-        kind = item["type"]
-    return f"{ALTERNATIVE}{getattr(item, 'type', kind)}"
+    kind = getattr(item, "type", "message")
+    if isinstance(item, dict) and "role" not in item:
+        given = item.get("type")
+        kind = given if isinstance(given, str) and given in ITEMS else kind
+    return f"{ALTERNATIVE}{kind}"
 
 
 Item = Annotated[

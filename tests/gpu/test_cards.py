@@ -80,10 +80,10 @@ def check(kernel: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "cards", [(86,), pytest.param(tuple(CARDS), marks=pytest.mark.nightly)], ids=["one", "all"]
+    "cards", [(86, 100), pytest.param(tuple(CARDS), marks=pytest.mark.nightly)], ids=["two", "all"]
 )
 def test_a_sample_of_all_kernels_compiles_for_cards(cards: tuple[int, ...], tmp_path: Path) -> None:
-    """For one whose kernels follow pages; nightly for every card."""
+    """For one whose kernels follow pages and one where they gather; nightly for every card."""
     kernels = compiled("short", tmp_path, *map(str, cards))
     assert kernels_in(ROOT / "tangram/kernels") == KERNELS
     assert {kernel["kernel"] for kernel in kernels} == KERNELS

@@ -119,6 +119,8 @@ def test_an_engine_that_gives_up_ends_the_stream_with_an_error_event(
             {"input": [{"type": "function_call_output", "role": "user", "content": "a"}]},
             "input[0].type",
         ),
+        ({"input": [{"type": {}, "output": "a"}]}, "input[0].type"),
+        ({"input": [{"type": ["message"], "content": "a"}]}, "input[0].type"),
         ({"input": "x" * 3000}, "input"),
         ({"input": "\ud800"}, "input[0].content"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
