@@ -26,9 +26,9 @@ def main() -> None:
 
         command()
     except (KeyboardInterrupt, SystemExit) as end:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more Ctrl-C would disturb the end
         if isinstance(end, SystemExit) and end.code != _INTERRUPTED:
             raise
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would disturb the end
         print("interrupted", file=sys.stderr)
         sys.exit(_INTERRUPTED)
     except OSError as error:
