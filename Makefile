@@ -1,5 +1,5 @@
-# Everything sets itself up: `make demo`, `make serve`, `make test` each work on a fresh clone.
-# TORCH_INDEX=URL takes PyTorch from there; without it pip chooses, and what it chooses is printed first.
+# Each target installs what it needs: `make demo`, `make serve`, `make test` work on a fresh clone.
+# TORCH_INDEX=URL installs PyTorch from there; without it pip chooses a build, which is printed first.
 PYTHON ?= python3
 TORCH_INDEX ?=
 VENV := .venv
@@ -17,13 +17,13 @@ FROM := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 PINS := --constraint constraints.txt $(if $(TORCH_INDEX),,--constraint constraints-cuda.txt)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-# What PyTorch requires follows from the public index, with all the rest: another index may lack the pinned versions.
+# PyTorch's requirements come from the public index: another index may lack the pinned versions.
 define install_torch
 	$(1)/python tools/torch_build.py $(TORCH) $(FROM)
 	$(1)/pip install --quiet --no-deps $(FROM) $(TORCH)
 endef
 
-.PHONY: demo serve test quick nightly check bench eval-quick fuzz load overload soak clients site clean
+.PHONY: demo serve test quick nightly check bench eval-quick fuzz load overload soak clients pages site clean
 
 demo: $(READY)
 	$(BIN)/python -m bench.demo
@@ -33,18 +33,22 @@ serve: $(READY)
 
 # Two workers of one thread each; a file's tests stay together, so that they share what they start.
 WORKERS ?= 2
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
+# Ten minutes on two cores. What goes by the clock runs by itself.
 test: check
-	$(PYTEST)
+	$(PYTEST) $(PARALLEL) -m "not nightly and not serial"
+	$(PYTEST) -m "serial and not nightly" $$(grep -rl --include='*.py' 'mark\.serial' tests)
 
 # Less than a minute: the tests that need no torch.
 quick: $(DEV_READY)
-	$(PYTEST) tests/host
+	$(PYTEST) $(PARALLEL) tests/host
 
-# Hours: every kernel in every variant, compiled for every card (docs/hardware.md).
+# Hours: the long forms of tests, properties with all their examples, and every kernel in every
+# variant, compiled for every card (docs/hardware.md).
 nightly: $(DEV_READY)
-	$(BIN)/python -m pytest -m nightly
+	$(PYTEST) $(PARALLEL) --hypothesis-profile nightly -m "nightly or hypothesis"
 
 check: $(DEV_READY)
 	$(BIN)/ruff check --no-cache .
@@ -55,15 +59,21 @@ check: $(DEV_READY)
 bench: $(DEV_READY)
 	$(BIN)/python -m bench.cpu_decode
 
+# Pages and records that follow from the code.
+pages: $(DEV_READY)
+	$(BIN)/python -m tools.options_page
+	$(BIN)/python -m tools.vllm_page
+	$(BIN)/python -m tests.public_names
+
 # README, docs, CONTRIBUTING and CHANGELOG as pages: build/site/index.html.
 site: $(DEV_READY)
 	$(BIN)/mkdocs build --strict
 
-# A few minutes: what compression costs in answers, within bounds (docs/accuracy-method.md).
+# A few minutes: the cost of compression in answers, within bounds (docs/accuracy-method.md).
 eval-quick: $(DEV_READY)
 	$(BIN)/python -m bench.eval_quick
 
-# Stress for a server of the embedded model (docs/load.md). FUZZ_SECONDS=, LOAD_SECONDS= and SOAK_SECONDS= say how long.
+# Stress for a server of the embedded model (docs/load.md). FUZZ_SECONDS=, LOAD_SECONDS= and SOAK_SECONDS= set the duration.
 fuzz: $(DEV_READY)
 	$(BIN)/python -m bench.stress.fuzz
 
@@ -76,14 +86,14 @@ overload: $(DEV_READY)
 soak: $(DEV_READY)
 	$(BIN)/python -m bench.stress.soak
 
-# A load generator brings another project's dependencies: it has a place of its own.
+# The load generator has other dependencies, so it has its own environment.
 $(LOAD_READY): constraints.txt
 	$(PYTHON) -m venv build/load-venv
 	$(call install_torch,build/load-venv/bin)
 	build/load-venv/bin/pip install --quiet $(TORCH) guidellm==0.8.1
 	touch $(LOAD_READY)
 
-# Programs that talk to a server, each with its own dependencies: tests/wire/test_clients.py asks with them.
+# Client programs with their own dependencies, for tests/wire/test_clients.py.
 clients: $(CLIENTS_READY) $(if $(shell command -v npm),$(NODE_READY))
 
 $(CLIENTS_READY): tests/clients/requirements.txt
@@ -97,7 +107,7 @@ $(NODE_READY): tests/clients/package.json tests/clients/package-lock.json
 	npm ci --silent --no-audit --no-fund --prefix build/clients-node
 	touch $(NODE_READY)
 
-# The embedded model is one file of weights; the dependencies it names are another project's runtime.
+# The embedded model is one file of weights; its package's dependencies are not needed.
 $(READY): constraints.txt constraints-cuda.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info < (3, 14) else "Tangram needs Python 3.11, 3.12 or 3.13: make PYTHON=python3.13")'
 	$(PYTHON) -m venv $(VENV)
@@ -106,7 +116,7 @@ $(READY): constraints.txt constraints-cuda.txt pyproject.toml
 	$(BIN)/pip install --quiet $(PINS) --editable .
 	touch $(READY)
 
-# Of TRL only the chat templates of real models are read, by tests.
+# Tests only read the chat templates of TRL.
 $(DEV_READY): $(READY)
 	$(BIN)/pip install --quiet --no-deps "$$(grep '^trl==' constraints.txt)"
 	$(BIN)/pip install --quiet $(PINS) --editable '.[dev]'

@@ -1,11 +1,10 @@
-"""Speed beside a program that burns a core, and beside a second engine: `python -m bench.busy
-[decode|prefill]`.
+"""Speed beside a program that uses a whole core, and beside a second engine.
 
-Engines are processes of their own with one request at a time. "libgomp's own" is an engine whose
-threads wait as libgomp lets them by itself, as before `tangram/kernels/waiting.py`. Each
-measurement begins with some seconds that are not counted. A repeat measures all cases, one after
-the other. Prefill beside a burnt core is not measured with libgomp's own waiting: a chunk takes
-minutes there.
+Run it by `python -m bench.busy [decode|prefill]`. Engines are separate processes with one request
+at a time. "libgomp's own" is an engine whose threads wait in libgomp's default way, as before
+`tangram/kernels/waiting.py`. Each measurement begins with a few seconds that do not count. A repeat
+measures all cases, one after the other. Prefill beside a busy core is not measured with libgomp's
+own waiting: a chunk takes minutes there.
 """
 
 from __future__ import annotations
@@ -27,16 +26,17 @@ from rich.table import Table
 RESULTS = Path(__file__).parent / "results" / "busy_laptop.json"
 CONTEXT_TOKENS, ANSWER_TOKENS = 1000, 64
 SETTLE_S, MEASURED_S = 1.5, 2.0
-# What libgomp takes where nothing is set; set, it is the user's choice and stays.
+# libgomp's default; a value set by the user stays.
 SPINNING = {"GOMP_SPINCOUNT": "300000"}
 BURN = "while True: pass"
 
 
 def serve_measurements() -> None:
-    """The process of one engine: for each line on standard input, "decode" or "prefill", a line
-    with tokens/s.
+    """The process of one engine.
+
+    For each line on standard input, "decode" or "prefill", it prints a line with tokens/s.
     """
-    from tangram.calibrate.texts import pilot_texts
+    from tangram.calibrate.texts import make_texts
     from tangram.config import EngineConfig
     from tangram.engine.build import build_engine
     from tangram.engine.loop import Engine
@@ -67,7 +67,7 @@ def serve_measurements() -> None:
         return tokens / taken_s if taken_s else 0.0
 
     engine = build_engine(EngineConfig(kv_cache_gib=0.5))
-    text = pilot_texts(1, min_characters=8 * CONTEXT_TOKENS)[0]
+    text = make_texts(1, min_characters=8 * CONTEXT_TOKENS)[0]
     prompt = engine.codec.encode(text)[:CONTEXT_TOKENS]
     for what in ("prefill", "decode"):
         speed(engine, prompt, what, 0.1)
@@ -106,7 +106,7 @@ class EngineProcess:
 
 
 def measure_speeds(what: str, *engines: EngineProcess, burning: bool = False) -> list[float]:
-    """Tokens/s of each of `engines`, all at work at once, beside a burnt core if so."""
+    """Tokens/s of each of `engines`, all working at once, beside a busy core if `burning`."""
     with ExitStack() as stack:
         if burning:
             other = subprocess.Popen([sys.executable, "-S", "-c", BURN], start_new_session=True)

@@ -1,12 +1,9 @@
-"""Decode speed on the CPU: this engine against Transformers' own generate, same model, same
-prompts, one process.
+"""Decode speed on the CPU, compared with Transformers' own generate.
 
-    python -m bench.cpu_decode [--context 2000] [--tokens 32] [--repeats 5]
-
-Prefill is left out on both sides: the clock runs from the last first token to the end. The tokens
-at ρ = 1.0 must equal generate's in every repeat, or nothing is reported. N is chosen so that no
-chunk ends within it; the cost of sealing a chunk that decode completed is measured on its own and
-reported per token.
+Both have the same model and prompts, in one process. Prefill is left out on both sides: the time
+counts from the last first token to the end. The tokens at ρ = 1.0 must equal generate's in every
+repeat, or nothing is reported. N is chosen so that no chunk ends within it. Sealing a chunk that
+decode has filled is measured by itself and reported per token.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import StoppingCriteriaList
 
-from tangram.calibrate.texts import pilot_texts
+from tangram.calibrate.texts import make_texts
 from tangram.config import EngineConfig
 from tangram.engine.build import engine_of
 from tangram.engine.loop import Engine
@@ -39,9 +36,7 @@ RESULTS = Path(__file__).parent / "results"
 def generate_seconds(
     loaded: LoadedModel, prompts: list[list[int]], tokens: int
 ) -> tuple[float, list[list[int]]]:
-    """Seconds that Transformers' generate takes for `tokens` decode steps of the batch, and the
-    tokens it gives.
-    """
+    """Seconds of `tokens` decode steps of the batch in Transformers' generate, and the tokens."""
     ids = torch.tensor(prompts)
     times: list[float] = []
 
@@ -66,9 +61,7 @@ def generate_seconds(
 def engine_seconds(
     engine: Engine, prompts: list[list[int]], tokens: int
 ) -> tuple[float, list[list[int]]]:
-    """Seconds that `engine` takes for `tokens` decode steps of the batch, and the
-    tokens it gives.
-    """
+    """Seconds of `tokens` decode steps of the batch in `engine`, and the tokens."""
     answers: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
 
     def take(event: Event) -> None:
@@ -89,9 +82,7 @@ def engine_seconds(
 
 
 def seal_seconds(loaded: LoadedModel, config: EngineConfig, prompt: list[int]) -> float:
-    """Seconds that sealing takes for one chunk that decode has completed: the step after the
-    chunk's last token.
-    """
+    """Seconds to seal one chunk that decode has filled: the step after its last token."""
     engine = engine_of(config, loaded)
     length = len(prompt) // config.chunk_tokens * config.chunk_tokens - 1
     params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
@@ -102,7 +93,7 @@ def seal_seconds(loaded: LoadedModel, config: EngineConfig, prompt: list[int]) -
         begin = time.perf_counter()
         engine.step()
         if engine.stats().sealed_chunks > sealed:
-            # The last one counts: it is the decode-completed chunk
+            # The last chunk counts: decode has filled it
             slowest = time.perf_counter() - begin
     return slowest
 
@@ -118,7 +109,7 @@ def main() -> None:
     loaded = load_model("smollm2")
     prompts = [
         loaded.tokenizer.encode(text)[: options.context]
-        for text in pilot_texts(8, min_characters=16_000)
+        for text in make_texts(8, min_characters=16_000)
     ]
     shared = {"scorer": "keydiff", "kv_cache_gib": 2.0, "enable_prefix_caching": False}
     configs = {rho: EngineConfig(kv_retention=rho, **shared) for rho in (1.0, 0.5)}
@@ -134,7 +125,7 @@ def main() -> None:
         seconds: dict[str, list[float]] = {name: [] for name in contenders}
         for _ in range(
             options.repeats
-        ):  # in turns, so that a slow minute of the machine hits all alike
+        ):  # in turns, so that a slow minute of the machine affects all
             answers = {}
             for name, measure in contenders.items():
                 taken_s, answers[name] = measure()

@@ -1,6 +1,6 @@
 """Decode with and without intrinsics on this CPU: `python -m bench.cpu_portable`.
 
-Two processes take turns, one of which is told that it runs on arm64; each has a cache of its own.
+Two processes take turns. One of them acts as on arm64; each has its own cache.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KV_HEADS, GROUP, HEAD_DIM, PAGE = 3, 3, 64, 16
 
 
 def microseconds(rows: int, tokens: int) -> float:
-    """A layer's decode step, the median of STEPS."""
+    """The median of STEPS decode steps of a layer."""
     import numpy as np
     import torch
 
@@ -49,21 +49,21 @@ def microseconds(rows: int, tokens: int) -> float:
 
 
 def main() -> None:
-    """Print both, and how much longer the portable form takes."""
+    """Print both, and the ratio of the portable form's time."""
     with tempfile.TemporaryDirectory() as folder:
         found: dict[tuple[str, int], list[float]] = {}
         for _ in range(REPEATS):
             for machine in ("x86_64", "arm64"):
                 cache = str(Path(folder) / machine)
                 command = [sys.executable, "-m", "bench.cpu_portable", machine]
-                told = subprocess.run(
+                result = subprocess.run(
                     command,
                     env=os.environ | {"NUMBA_CACHE_DIR": cache},
                     stdout=subprocess.PIPE,
                     text=True,
                     check=True,
                 )
-                for (rows, _), line in zip(BATCHES, told.stdout.splitlines(), strict=True):
+                for (rows, _), line in zip(BATCHES, result.stdout.splitlines(), strict=True):
                     found.setdefault((machine, rows), []).append(float(line))
     for rows, tokens in BATCHES:
         own, portable = (sorted(found[machine, rows]) for machine in ("x86_64", "arm64"))

@@ -1,10 +1,11 @@
-"""Start-up and prefill on the CPU, beside what Transformers alone takes for the same: `python -m
-bench.cpu_serving`.
+"""Start-up and prefill on the CPU, compared with Transformers alone: `python -m bench.cpu_serving`.
 
 Start: from the launch of `tangram serve smollm2` to the first 200 of /health, and to the end of a
 first short answer. The other side is a process that imports Transformers, loads the same weights
-and generates the same number of tokens. Prefill: one prompt, from its submission to its first
-token, against one forward pass of the model with its own cache.
+and generates the same number of tokens.
+
+Prefill: one prompt, from its submission to its first token, against one forward pass of the model
+with its own cache.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import DynamicCache
 
-from tangram.calibrate.texts import pilot_texts
+from tangram.calibrate.texts import make_texts
 from tangram.config import EngineConfig
 from tangram.engine.build import engine_of
 from tangram.engine.loop import Engine
@@ -84,7 +85,7 @@ def _healthy(client: httpx.Client, server: subprocess.Popen[bytes]) -> float:
 
 
 def alone_seconds(loaded: LoadedModel) -> float:
-    """Seconds that a process with Transformers alone takes for the same answer."""
+    """Seconds of a process with Transformers alone for the same answer."""
     begin = time.perf_counter()
     subprocess.run(
         [sys.executable, "-c", ALONE, loaded.model.name_or_path], check=True, capture_output=True
@@ -124,7 +125,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     loaded = load_model("smollm2")
-    prompt = loaded.tokenizer.encode(pilot_texts(1, min_characters=8 * options.context)[0])[
+    prompt = loaded.tokenizer.encode(make_texts(1, min_characters=8 * options.context)[0])[
         : options.context
     ]
     shared = {"scorer": "keydiff", "kv_cache_gib": 1.0, "enable_prefix_caching": False}

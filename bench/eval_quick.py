@@ -1,10 +1,7 @@
-"""Does compression still cost what it did? A few minutes of `tangram eval` on the embedded model,
-with bounds.
+"""Checks the cost of compression by a short `tangram eval` on the embedded model, with bounds.
 
-    python -m bench.eval_quick        (make eval-quick)
-
-Prints the tables, and exits with 1 where a number is outside its bounds in eval_quick_bounds.json,
-or where budgets of a profile are no better than equal ones. Every run measures anew.
+Prints the tables. Exits with 1 if a number is outside its bounds in eval_quick_bounds.json, or if
+the budgets of a profile are no better than equal ones.
 """
 
 from __future__ import annotations
@@ -24,15 +21,14 @@ from tangram.lab.accuracy.results import AnyCell, FidelityCell
 from tangram.lab.accuracy.score_report import report
 
 BOUNDS = Path(__file__).with_name("eval_quick_bounds.json")
-# The default scorer of this model, with the method that its budgets stand in for; and that of all
-# other models.
+# The default scorer here, with the method that its budgets replace; and that of other models.
 ASKED = (
     (Grid(["full", "uniform", "static", "dynamic"], ["fastkvzip"], [0.5]), (NEEDLES, TEXT)),
     (Grid(["uniform", "static"], ["keydiff"], [0.5]), (NEEDLES,)),
 )
 _CALIBRATION_SAMPLES = 10  # they rank the heads as fifty do (docs/calibration.md)
 
-# By suite, method and number: the least, what was measured when these were written, the most.
+# By suite, method and number: the minimum, the measurement at the time of writing, the maximum.
 Bounds = Mapping[str, Mapping[str, Mapping[str, tuple[float, float, float]]]]
 
 
@@ -62,9 +58,7 @@ def name_method(method: Method) -> str:
 
 
 def numbers(cell: AnyCell) -> dict[str, float]:
-    """All that the report says of a cell, but differences, by name; without what could not be
-    otherwise.
-    """
+    """The figures of a cell in the report, without differences and constants, by name."""
     if isinstance(cell, FidelityCell):
         found = {"perplexity": cell.perplexity.mean}
         compressed = {"divergence": cell.divergence.mean, "agreement": cell.agreement.mean}
@@ -78,7 +72,7 @@ def numbers(cell: AnyCell) -> dict[str, float]:
 
 
 def outside(cells: Sequence[AnyCell], bounds: Bounds) -> list[str]:
-    """A line for each number that is out of bounds; `KeyError` for one that has none."""
+    """A line for each number out of bounds; `KeyError` for a number without bounds."""
     found = []
     for cell in cells:
         for name, value in numbers(cell).items():
@@ -92,9 +86,7 @@ def outside(cells: Sequence[AnyCell], bounds: Bounds) -> list[str]:
 
 
 def overtaken(cells: Sequence[AnyCell]) -> list[str]:
-    """A line for each suite and scorer with which equal budgets are no worse than those of a
-    profile.
-    """
+    """A line for each suite and scorer with which equal budgets are as good as a profile's."""
     lost = {
         (cell.setting.suite, cell.method.name, cell.method.scorer): cell.divergence.mean
         if isinstance(cell, FidelityCell)

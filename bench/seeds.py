@@ -1,4 +1,4 @@
-"""How many seeded answers differ between alone and eight at once: `python -m bench.seeds`."""
+"""Counts seeded answers that differ in batches of one and eight: `python -m bench.seeds`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TEMPERATURES, TOKENS, AT_ONCE, PROMPTS = (0.7, 1.0, 2.0), 64, 8, 16
 
 
 def count_different(llm: LLM, temperature: float) -> int:
-    """Of 16 prompts of 10 to 400 words, answers that are not the same in a batch of eight."""
+    """Of 16 prompts of 10 to 400 words, the number of answers that differ in a batch of eight."""
     prompts = [
         f"Story {number}. " + "Once there was a fox. " * (2 + 5 * number)
         for number in range(PROMPTS)

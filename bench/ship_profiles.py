@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tangram.calibrate.texts import pilot_texts
+from tangram.calibrate.texts import make_texts
 from tangram.compress.scorers import make_scorer
 from tangram.config import EngineConfig
 from tangram.engine.profiles import calibrate_model
@@ -35,7 +35,7 @@ def main() -> None:
         options.scope,
         config,
         retentions=RETENTIONS,
-        texts=pilot_texts(options.samples),
+        texts=make_texts(options.samples),
         source=f"built-in pilot texts, {options.samples} samples, seed 0",
     )
     for profile in profiles:

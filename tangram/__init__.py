@@ -35,9 +35,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`LLM` and its results bring torch along; whoever wants only the host side need not wait for
-    it.
-    """
+    """Import `LLM` and its results, and torch with them, at their first use."""
     if name in ("LLM", "CompletionOutput", "RequestOutput"):
         from tangram.engine import llm
 

@@ -1,6 +1,4 @@
-"""`python -m tangram` and the `tangram` command: how they begin without streams, and end with one
-line at Ctrl-C.
-"""
+"""`python -m tangram` and the `tangram` command: standard streams, and one line at Ctrl-C."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ import signal
 import sys
 
 _INTERRUPTED = 128 + signal.SIGINT
-# A disk, a quota or the largest file is full; a device gives up.
+# The disk, the quota or the largest file is full, or a device fails.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
@@ -21,30 +19,30 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(
             stream, io.TextIOWrapper
-        ):  # what its encoding lacks is written as \\x.., not as a traceback
+        ):  # characters that the encoding lacks are written as \\x.., instead of a traceback
             stream.reconfigure(errors="backslashreplace")
     try:
         from tangram.cli import main as command
 
         command()
     except (KeyboardInterrupt, SystemExit) as end:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more Ctrl-C would disturb the end
         if isinstance(end, SystemExit) and end.code != _INTERRUPTED:
             raise
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would disturb the end
         print("interrupted", file=sys.stderr)
         sys.exit(_INTERRUPTED)
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise
-        print(f"error: what was to be written has no room: {error.strerror}", file=sys.stderr)
-        _reopen(sys.stdout.fileno())  # what is left in its buffer would fail again
+        print(f"error: the output could not be written: {error.strerror}", file=sys.stderr)
+        _reopen(sys.stdout.fileno())  # the rest of its buffer would fail again
         sys.exit(1)
 
 
 def _open_streams() -> None:
-    """Make the standard streams that the process was started without go nowhere.
+    """Open the null device for each standard stream that the process was started without.
 
-    The next file that it opened would be one of them, and get what is meant for them.
+    Otherwise the next file that is opened gets that descriptor, and what is written to the stream.
     """
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:

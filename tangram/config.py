@@ -17,16 +17,16 @@ from tangram.errors import ConfigError
 from tangram.foreign_files import expand_home
 from tangram.limits import Bounds
 
-MOST_TOKENS = 2**24  # of anything: no model was made for so many
+MOST_TOKENS = 2**24  # of any option: no model takes as many
 _TOKENS, _COUNT, _GIB = Bounds(1, MOST_TOKENS), Bounds(1, 2**31 - 1), 2.0**20
-SERVED_SCORER = "fastkvzip where its gate is given or ships for these weights, else keydiff"
+SERVED_SCORER = "fastkvzip with a gate for these weights, given or shipped; else keydiff"
 
 
 def cache_folder() -> Path:
-    """Where converted weights and calibrated profiles are kept: $TANGRAM_CACHE, else the user's
-    cache folder.
+    """The folder of converted weights and calibrated profiles.
 
-    Raises `ConfigError` where nothing says where the user's home is.
+    It is $TANGRAM_CACHE if set, else `tangram` in the user's cache folder. Raises `ConfigError` if
+    no variable names the user's home.
     """
     if own := os.environ.get("TANGRAM_CACHE"):
         return expand_home(own)
@@ -40,7 +40,7 @@ def cache_folder() -> Path:
 
 
 class OptionGroup(StrEnum):
-    """What an option is about."""
+    """The subject of an option."""
 
     model = "Model"
     memory = "Memory"
@@ -51,10 +51,10 @@ class OptionGroup(StrEnum):
 
 @dataclass(frozen=True)
 class Option:
-    """What is said of a field of `EngineConfig`.
+    """The description of a field of `EngineConfig`.
 
-    `unset` says what holds where the value is None. A number that is given lies within `bounds`;
-    `hint` is what else an error says. Where it is `served_alone`, only a server has the option.
+    `unset` says what None means. A number lies within `bounds`; an error about it ends with `hint`.
+    Only a server has an option that is `served_alone`.
     """
 
     group: OptionGroup
@@ -91,7 +91,7 @@ def _option(group: OptionGroup, default: Any, text: str, **more: Any) -> Any:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What an engine is made of; `OPTIONS` says what each field means.
+    """All options of an engine; `OPTIONS` describes each field.
 
     The config of a running engine names its scorer and scope. Raises `ConfigError` naming the field
     that is out of range.
@@ -104,12 +104,12 @@ class EngineConfig:
         "auto", "dtype of weights and KV cache: auto, float32, bfloat16 or float16"
     )
     load_format: Literal["auto", "dummy"] = _model(
-        "auto", "dummy: random weights of the model's config.json, to measure with"
+        "auto", "dummy: random weights in the shapes of config.json, for benchmarks"
     )
-    device: str = _model("auto", "auto, cpu or cuda: the first GPU of CUDA_VISIBLE_DEVICES")
+    device: str = _model("auto", "auto, cpu, or cuda for the first GPU of CUDA_VISIBLE_DEVICES")
     max_model_len: int | None = _model(
         None,
-        "most tokens, prompt and answer, of one sequence",
+        "maximum tokens of one sequence, prompt and answer together",
         bounds=_TOKENS,
         unset="the model's own limit",
     )
@@ -118,21 +118,21 @@ class EngineConfig:
         None,
         "memory for KV pages in GiB",
         bounds=Bounds(0.0, _GIB, open_low=True),
-        unset="on a GPU what is left, else a share of the host's",
+        unset="on a GPU the rest of its share; on a CPU 4 GiB, at most a quarter of memory",
     )
     gpu_memory_utilization: float = _memory(
         0.9,
-        "share of a GPU's memory to fill where --kv-cache-gib is not given",
+        "share of a GPU's memory to use if --kv-cache-gib is not given",
         bounds=Bounds(0.0, 1.0, open_low=True),
     )
     kv_offload_gib: float = _memory(
         0.0,
-        "host memory for sealed chunks that KV pages are taken from, in GiB",
+        "host memory for sealed chunks that the KV cache evicts, in GiB",
         bounds=Bounds(0.0, _GIB),
         hint="0 means none",
     )
     kv_cache_dtype: Literal["auto", "fp8"] = _memory(
-        "auto", "dtype of the KV cache: that of the weights, or FP8 (E4M3)"
+        "auto", "dtype of the KV cache: auto for that of the weights, or fp8 (E4M3)"
     )
     enable_prefix_caching: bool = _memory(True, "reuse the KV state of prefixes seen before")
 
@@ -142,68 +142,70 @@ class EngineConfig:
         bounds=Bounds(0.0, 1.0, open_low=True),
         hint="1.0 keeps everything",
     )
-    profile: Sequence[str] = _compression((), "profile file; repeat for several kv-retentions")
+    profile: Sequence[str] = _compression(
+        (), "profile file; repeat the option to serve several retention ratios"
+    )
     scorer: str | None = _compression(
         None,
-        "what decides which entries stay (docs/scorers.md)",
-        unset=f"that of --profile, or {SERVED_SCORER}",
+        "method that decides which KV entries stay (docs/scorers.md)",
+        unset=f"the scorer of --profile, or {SERVED_SCORER}",
     )
     scope: Literal["layer", "model"] | None = _compression(
         None,
-        "heads compete within a layer or across the model",
-        unset="as --profile says, or model (tova: layer)",
+        "heads share one budget within a layer or across the model",
+        unset="the scope of --profile, or model (tova: layer)",
     )
     gate: str | None = _compression(
-        None, "gate file of the scorer fastkvzip", unset="the one that ships for these weights"
+        None, "gate file of the scorer fastkvzip", unset="the shipped gate for these weights"
     )
     chunk_tokens: int = _compression(
-        512, "tokens that are computed and sealed in one piece", bounds=_TOKENS
+        512, "tokens of a chunk, which is prefilled and compressed as a unit", bounds=_TOKENS
     )
 
-    max_num_seqs: int = _batching(32, "most sequences in one step", bounds=_TOKENS)
+    max_num_seqs: int = _batching(32, "maximum sequences in one step", bounds=_TOKENS)
     max_num_batched_tokens: int = _batching(
-        2048, "most tokens in one step", bounds=Bounds(1, 2 * MOST_TOKENS)
+        2048, "maximum tokens in one step", bounds=Bounds(1, 2 * MOST_TOKENS)
     )
     prompt_patience: int = _batching(
         16,
-        "a prompt lets others pass for that many times its own tokens; 0: none",
+        "shorter prompts may pass a prompt up to this many times its tokens; 0: none may",
         bounds=Bounds(0, 2**31 - 1),
         hint="0 is first come, first served",
     )
     scheduling: Literal["continuous", "static"] = _batching(
-        "continuous", "continuous batching, or static batches for comparison"
+        "continuous", "continuous batching, or static batches as a baseline"
     )
     max_queue: int | None = _batching(
         None,
-        "most completions that wait for a place; who comes then is told to come later",
+        "maximum completions in the queue; when it is full, requests get status 429",
         bounds=_COUNT,
-        hint="None lets everybody wait",
-        unset="everybody may wait; 1024 in `serve`",
+        hint="None sets no limit",
+        unset="no limit; 1024 in `serve`",
         served_alone=True,
     )
 
-    page_tokens: int = _expert(16, "tokens of a page", bounds=_TOKENS)
+    page_tokens: int = _expert(16, "tokens of a page, for each of its KV heads", bounds=_TOKENS)
     heads_per_page: int = _expert(4, "KV heads that share a page table", bounds=Bounds(1, 2**16))
     decode_policy: str | None = _expert(
         None,
-        "file of `tangram bench calibrate-policy`, for a GPU",
-        unset="the one kept for this GPU",
+        "file written by `tangram bench calibrate-policy`, for a GPU",
+        unset="the file in the cache folder for this GPU",
     )
-    enforce_eager: bool = _expert(False, "on a GPU, no compilation and no CUDA graphs")
+    enforce_eager: bool = _expert(False, "use no compilation and no CUDA graphs on a GPU")
     threads: int | None = _expert(
         None,
-        "threads that compute on the CPU",
+        "CPU threads for the model's computation",
         bounds=Bounds(1, 1024),
         hint="None takes as many as torch",
-        unset="one for each core",
+        unset="one per core",
     )
-    seed: int = _expert(0, "seed of requests that bring none", bounds=Bounds(-(2**63), 2**63 - 1))
+    seed: int = _expert(0, "seed of requests that have no seed", bounds=Bounds(-(2**63), 2**63 - 1))
     overflow_every: int | None = _expert(
         None,
-        "of so many sealed chunks, ask one whether its budget still fits",
+        "measure the overflow of budgets on one of this many sealed chunks",
         bounds=_COUNT,
         hint="None measures none",
-        unset="none is asked",
+        unset="not measured",
         served_alone=True,
     )
 
@@ -249,7 +251,7 @@ TYPES: Mapping[str, Any] = MappingProxyType(get_type_hints(EngineConfig))
 
 
 def _choices(kind: Any) -> tuple[str, ...]:
-    """The texts that a field of that type may hold; () if it may hold any."""
+    """The texts that a field of type `kind` may hold; () if it may hold any."""
     parts = get_args(kind)
     nested = [choice for part in parts for choice in _choices(part)]
     return tuple(nested) if nested else tuple(part for part in parts if isinstance(part, str))

@@ -1,5 +1,6 @@
-"""A model's config.json: from a preset, a folder, a file or the Hugging Face Hub, by the names that
-most models use.
+"""A model's config.json, from a preset, a folder, a file or the Hugging Face Hub.
+
+Fields have the names that most models use.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from tangram.errors import ConfigError
 from tangram.foreign_files import expand_home
 
-# The names that most families use, and what others call the same.
+# The names that most families use, and other names of the same fields.
 _ALIASES = {
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
     "num_attention_heads": ("n_head", "n_heads", "num_heads"),
@@ -24,7 +25,7 @@ _ALIASES = {
     "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size", "d_inner"),
     "max_position_embeddings": ("n_positions",),
 }
-# What published config.json files of these families leave to Transformers' defaults.
+# Fields that published config.json files of these families leave to Transformers' defaults.
 _FAMILY_DEFAULTS: dict[str, dict[str, int]] = {
     "gemma2": {"head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 2},
     "gemma3_text": {
@@ -35,7 +36,7 @@ _FAMILY_DEFAULTS: dict[str, dict[str, int]] = {
         "sliding_window_pattern": 6,
     },
 }
-# Where models that also see or hear keep what their language part is.
+# Where models for images or audio keep the config of their language part.
 _TEXT_PARTS = ("text_config", "llm_config", "language_config")
 _OUTSIDE = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -43,21 +44,20 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The language part of a config.json, and the folder that it lies in; None of a preset or of
-    mere content.
-    """
+    """The language part of a config.json, and its folder (None for presets and content)."""
 
     name: str
     content: Mapping[str, Any]
     folder: Path | None = None
 
     def is_given(self, field: str) -> bool:
-        """Whether the field says anything."""
+        """Whether the field has a value."""
         return self.content.get(field) is not None
 
     def count(self, field: str, what: str) -> int:
-        """A number of at least 1. Raises `ConfigError` for another or none; `what`
-        depends on it.
+        """A number of at least 1.
+
+        Raises `ConfigError` for another or none; `what` depends on it.
         """
         value = self.content.get(field)
         if value is None:
@@ -75,10 +75,10 @@ def presets() -> dict[str, str]:
 
 
 def read_config(model: str | Path | Mapping[str, Any]) -> ModelConfig:
-    """Of a preset's name, a folder, a config.json or its content, or a Hugging Face id, of which
-    only that is fetched.
+    """The config of a preset, a folder, a config.json, its content, or a Hugging Face id.
 
-    Raises `ConfigError` if there is no such thing, or if it holds something else.
+    Of a Hugging Face model only config.json is fetched. Raises `ConfigError` if nothing is found,
+    or if it is no config.
     """
     if isinstance(model, Mapping):
         return _of(
@@ -98,7 +98,7 @@ def read_config(model: str | Path | Mapping[str, Any]) -> ModelConfig:
 
 
 def _place(model: str | Path, known: Mapping[str, object]) -> tuple[Path, str]:
-    """Where the file lies, and what the model is called."""
+    """Where the file lies, and the model's name."""
     path = expand_home(model)
     path = path / "config.json" if path.is_dir() else path
     if path.is_file():
@@ -112,12 +112,12 @@ def _place(model: str | Path, known: Mapping[str, object]) -> tuple[Path, str]:
 
 
 def _fetch(model: str) -> Path:
-    """Its config.json alone; a copy that is here already serves, too."""
+    """Fetch config.json alone, or use a cached copy."""
     from huggingface_hub import hf_hub_download
 
     try:
         return Path(hf_hub_download(model, "config.json"))
-    except Exception as error:  # the network has many, and each of them ends here
+    except Exception as error:  # the network has many kinds of errors, and each ends here
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")
         raise ConfigError(
             f"model {model!r} cannot be fetched from Hugging Face ({reason}): give a folder with "
@@ -126,7 +126,7 @@ def _fetch(model: str) -> Path:
 
 
 def _of(name: str, content: Mapping[str, Any], folder: Path | None) -> ModelConfig:
-    """The language part, whose tied embeddings and dtype may be told of outside it."""
+    """The language part, whose tied embeddings and dtype may be given outside it."""
     part = next(
         (content[part] for part in _TEXT_PARTS if isinstance(content.get(part), Mapping)), None
     )
@@ -140,7 +140,7 @@ def _of(name: str, content: Mapping[str, Any], folder: Path | None) -> ModelConf
             found = next((text[alias] for alias in aliases if text.get(alias) is not None), None)
             text |= {} if found is None else {field: found}
     if text.get("multi_query") and not text.get("new_decoder_architecture"):
-        text["num_key_value_heads"] = 1  # Falcon 7B and GPT-BigCode, whatever else they say
+        text["num_key_value_heads"] = 1  # Falcon 7B and GPT-BigCode, whatever their other fields
     return ModelConfig(name, text, folder)
 
 

@@ -1,16 +1,22 @@
 """Every error Tangram raises on purpose.
 
-TangramError ├── ConfigError      an engine option is wrong: names the field, the value and the
-limit ├── RequestError     one request is wrong or can never fit (HTTP 400): the engine goes on ├──
-OverloadError    a queue is full (HTTP 429): says which, and when to come back ├── MachineError
-the machine had no room for what one request needs (HTTP 503): the engine goes on, try again ├──
-EngineError      the engine's thread has died: whoever runs it should start it again ├──
-ProfileError     a profile is damaged, stale or of another model: names the mismatch ├── ModelError
-the model cannot be loaded, or would be served silently wrong └── IntegrityError   the cache's books
-do not add up: a bug in Tangram, never the user's fault
+TangramError
+├── ConfigError      an engine option is wrong: names the field, the value and the limit
+├── RequestError     one request is wrong or can never fit (HTTP 400): the engine goes on
+├── OverloadError    a queue is full (HTTP 429): says which, and when to try again
+├── MachineError     the machine lacked memory or processes for one request (HTTP 503)
+├── EngineError      the engine's thread has died: start the process again
+├── ProfileError     a profile is damaged, stale or of another model: names the mismatch
+├── ModelError       the model cannot be loaded, or would be served with wrong results
+└── IntegrityError   the cache's accounts do not add up: a bug in Tangram
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+
+# The text of an error as a function of the name of the field to blame.
+Wording = Callable[[str], str]
 
 
 class TangramError(Exception):
@@ -24,17 +30,25 @@ class ConfigError(TangramError):
 class RequestError(TangramError):
     """One request cannot be served; nothing else is affected.
 
-    `field` is the request field to blame, as the client spelled it.
+    `field` is the request field to blame. A text that names the field is a function of that name,
+    so `rename` can give the field another one.
     """
 
-    def __init__(self, message: str, field: str) -> None:
-        super().__init__(message)
-        self.field = field
+    def __init__(self, text: str | Wording, field: str) -> None:
+        super().__init__(text if isinstance(text, str) else text(field))
+        self._text, self.field = text, field
+
+    def rename(self, field: str, spoken: str = "") -> RequestError:
+        """The same error about `field`, which the text calls `spoken` if that is given."""
+        if isinstance(self._text, str):
+            return RequestError(self._text, field)
+        return RequestError(self._text(spoken or field), field)
 
 
 class OverloadError(TangramError):
-    """One request too many waits; it may be sent again after `retry_after_s` seconds. `code` names
-    the queue.
+    """A queue is full. The request may be sent again after `retry_after_s` seconds.
+
+    `code` names the queue.
     """
 
     def __init__(self, message: str, retry_after_s: int, code: str = "queue_full") -> None:
@@ -43,9 +57,7 @@ class OverloadError(TangramError):
 
 
 class MachineError(TangramError):
-    """What one request needs besides the engine could not be had just now, whatever the request
-    says.
-    """
+    """The machine lacked memory or processes for one request, whatever the request says."""
 
 
 class EngineError(TangramError):
@@ -61,4 +73,4 @@ class ModelError(TangramError):
 
 
 class IntegrityError(TangramError):
-    """The cache's books do not add up."""
+    """The cache's accounts do not add up."""

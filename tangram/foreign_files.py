@@ -1,5 +1,7 @@
-"""Files of users without surprises: read if regular, UTF-8, JSON of bounded nesting; written whole
-or not at all.
+"""Files of users: safe reading and atomic writing.
+
+A file is read if it is regular, UTF-8, and JSON of bounded nesting. It is written whole or not at
+all.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from typing import Any
 def read_text(path: str | Path) -> str:
     """The UTF-8 text of a file, without its byte-order mark.
 
-    Raises `OSError` if it cannot be read or is no regular file: a pipe would let us wait for ever.
-    Raises `ValueError` if it is no UTF-8.
+    Raises `OSError` if it cannot be read or is no regular file: a pipe would block for ever. Raises
+    `ValueError` if it is no UTF-8.
     """
     if Path(path).exists() and not stat.S_ISREG(Path(path).stat().st_mode):
         raise OSError(0, "it is not a regular file")
@@ -27,17 +29,16 @@ def read_text(path: str | Path) -> str:
 
 @contextmanager
 def replace_file(path: str | Path) -> Iterator[Path]:
-    """A file to write that becomes `path` at the end, whole or not at all; a pipe or a device is
-    written itself.
+    """A file to write that becomes `path` at the end, whole or not at all.
+
+    A pipe or a device is written directly.
     """
     target = Path(path)
-    if (
-        target.exists() and not target.is_file()
-    ):  # in its place would be a file, for the whole machine
+    if target.exists() and not target.is_file():  # a file would replace it for the whole machine
         yield target
         return
-    target = Path(os.path.realpath(target))  # a link stays one
-    # Containers with one folder have the same numbers
+    target = Path(os.path.realpath(target))  # a link stays a link
+    # Process ids are not unique across containers that share a folder.
     partial = target.with_name(f".{uuid.uuid4().hex}.partial")
     try:
         yield partial
@@ -47,20 +48,22 @@ def replace_file(path: str | Path) -> Iterator[Path]:
 
 
 def expand_home(path: str | Path) -> Path:
-    """The path with the home folder for a leading `~`; as it is where there is no such user."""
+    """The path with the home folder for a leading `~`; unchanged if there is no such user."""
     return Path(os.path.expanduser(path))  # noqa: PTH111 - Path.expanduser raises RuntimeError there
 
 
 def is_text(value: str) -> bool:
-    """Whether it can be written as UTF-8; bytes of a command line that are none become halves of
-    characters.
+    """Whether it can be written as UTF-8.
+
+    Invalid bytes of a command line become halves of characters.
     """
     return value.encode(errors="ignore").decode() == value
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What `text` says. Raises `ValueError` if that is no JSON, nested too deeply for Python, or no
-    Unicode text.
+    """The value of `text`.
+
+    Raises `ValueError` if it is no JSON, too deeply nested, or no Unicode text.
     """
     try:
         found = json.loads(text)

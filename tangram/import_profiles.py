@@ -1,9 +1,9 @@
-"""Turn the budgets that Tangram's authors published into profiles of ours.
+"""Convert the budgets that Tangram's authors published into profiles.
 
 Their file (aiha-lab/tangram, Apache-2.0; arXiv 2606.06302) is an `.npz` of arrays
-`MODEL/SCORER/SCOPE/FIELD` with `mean` and `std` [L, H], the kept fraction of the entries that
-competed at ρ 0.3, and `layers` [L]. Only the ratios between heads carry over: counts are derived
-for the ρ that is asked for, as for any profile, at the α of the paper.
+`MODEL/SCORER/SCOPE/FIELD`. `mean` and `std` [L, H] are the kept fraction of the entries that
+competed at ρ 0.3; `layers` is [L]. Only the ratios between heads carry over. Counts are derived for
+the requested ρ, as for any profile, with the paper's α.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def import_published(
 ) -> Profile:
     """The profile of a published budget, for one of `MODELS` and `SCORERS` (our names).
 
-    `scorer` carries the parameters of the scorer that will run; the authors' own are not on record.
-    The weights' hash and the vocabulary are unknown, so it fits any model of that architecture and
-    shape. Raises `ProfileError` naming the file and what it lacks, `ConfigError` if ρ cannot be
+    `scorer` carries the parameters of the scorer that will run; those of the authors are unknown.
+    The weights' hash and the vocabulary are unknown too, so it fits any model of that architecture
+    and shape. Raises `ProfileError` naming the file and what it lacks, `ConfigError` if ρ cannot be
     met.
     """
     if model not in MODELS:
@@ -89,7 +89,7 @@ def import_published(
 
 def _arrays(path: str | Path, prefix: str) -> list[npt.NDArray[np.generic]]:
     try:
-        # Opened here, because np.load leaves a file that it cannot read open.
+        # Opened here, because np.load does not close a file that it cannot read.
         with Path(path).open("rb") as file, np.load(file, allow_pickle=False) as published:
             return [published[f"{prefix}/{name}"] for name in ("mean", "std", "layers")]
     except KeyError as error:

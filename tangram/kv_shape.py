@@ -13,8 +13,7 @@ from tangram.errors import ConfigError
 __all__ = ["KVShape", "presets", "read_shape"]
 _WHAT = "the size of the KV cache"
 
-# Fields of models whose layers do not all keep keys and values of their own: their size would come
-# out wrong.
+# Fields of models in which some layers share keys and values: their size would be wrong.
 _FOREIGN_FIELDS = (
     "num_kv_shared_layers",
     "layers_block_type",
@@ -55,7 +54,7 @@ class KVShape:
 
 
 def read_shape(model: str | Path | Mapping[str, Any] | ModelConfig) -> KVShape:
-    """What a model stores per token, of a `ModelConfig` or of whatever `read_config` takes."""
+    """What a model stores per token, from a `ModelConfig` or any argument of `read_config`."""
     config = model if isinstance(model, ModelConfig) else read_config(model)
     for field in _FOREIGN_FIELDS:
         if value := config.content.get(field):
@@ -88,9 +87,7 @@ def _latent_heads(config: ModelConfig) -> tuple[int, int]:
 
 
 def _window(config: ModelConfig, layer: int) -> int | None:
-    """The sliding window of one layer, by the several ways in which configs say it; None = full
-    attention.
-    """
+    """The sliding window of one layer, in the several forms of configs; None = full attention."""
     content = config.content
     kinds = content.get("layer_types")
     if kinds is not None:

@@ -1,6 +1,4 @@
-"""The ranges of request fields, in one place: Python API and server refuse the same values in the
-same words.
-"""
+"""The ranges of request fields: Python API and server refuse the same values with the same text."""
 
 from __future__ import annotations
 
@@ -20,10 +18,10 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256  # each new token is compared with every beginning of every stop string
 MAX_STOP_TOKEN_IDS = 1024
 MAX_BIASES = 1024
-MAX_SALT_CHARACTERS = 1024  # they are hashed with every try to find room
+MAX_SALT_CHARACTERS = 1024  # they are hashed at each attempt to admit a request
 
-# What Transformers and the server hand to a chat template, and what templates call: no request may
-# set these.
+# Names that Transformers and the server pass to a chat template, and functions that templates call:
+# no request may set these.
 TEMPLATE_NAMES = frozenset(
     {
         *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
@@ -60,9 +58,7 @@ TEMPLATE_NAMES = frozenset(
 
 @dataclass(frozen=True)
 class Bounds:
-    """Where a number must lie, both ends, which are finite, included; the low one not if it is
-    `open_low`.
-    """
+    """The range of a number. Both ends are finite and included; not the low one if `open_low`."""
 
     low: float
     high: float
@@ -72,14 +68,15 @@ class Bounds:
         """Raise `RequestError` if the `value` of `field` lies outside."""
         if not self._holds(value):
             bracket = "(" if self.open_low else "["
-            message = (
-                f"{field} is {shortened(value)}, it must lie in {bracket}{self.low}, {self.high}]"
+            limits = f"{bracket}{self.low}, {self.high}]"
+            raise RequestError(
+                lambda name: f"{name} is {shortened(value)}, it must lie in {limits}", field
             )
-            raise RequestError(message, field)
 
     def check_option(self, name: str, value: float, hint: str = "") -> None:
-        """Raise `ConfigError` if the `value` of option `name` lies outside; `hint` says what else
-        there is.
+        """Raise `ConfigError` if the `value` of option `name` lies outside.
+
+        `hint` names other values.
         """
         if self._holds(value):
             return
@@ -88,7 +85,7 @@ class Bounds:
         raise ConfigError(f"{name} is {shortened(value)}, it must be {limit}{hint and ': '}{hint}")
 
     def _holds(self, value: float) -> bool:
-        """Never NaN."""
+        """False for NaN."""
         return (self.low < value if self.open_low else self.low <= value) and value <= self.high
 
 
@@ -116,10 +113,9 @@ BIAS = Bounds(-100.0, 100.0)
 def check_size(
     texts: Iterable[str], field: str, max_model_len: int, longest_token_bytes: int
 ) -> None:
-    """Raise `RequestError` for texts of `field` that are too long for the model, however few tokens
-    they make.
+    """Raise `RequestError` for texts of `field` that do not fit the model in any tokenization.
 
-    Tokenizing takes seconds for texts that are megabytes long: not for one that could never fit.
+    Tokenizing megabytes takes seconds, so texts that could never fit are refused first.
     """
     size, most = sum(len(text.encode()) for text in texts), max_model_len * longest_token_bytes
     if size > most:

@@ -1,5 +1,6 @@
-"""What the engine counts. The server turns it into Prometheus series, the demo and the benchmarks
-read it as it is.
+"""The engine's statistics. The server makes Prometheus series of them.
+
+The demo and the benchmarks read them directly.
 """
 
 from __future__ import annotations
@@ -10,12 +11,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GroupOverflow:
-    """What the sampled chunks of one ρ wished of one head group: `chunks` were looked at since the
-    start.
+    """The entries that the sampled chunks of one ρ demanded of one head group.
 
-    `wished` entries is what their own scores would have kept of the group's heads, `lost` those of
-    them that the budgets had no room for, `exceeded` how often a head lacked some, of `chunks`
-    times the group's heads.
+    `chunks` were sampled since the start. Their own scores would have kept `wished` entries of the
+    group's heads. Of these, `lost` exceeded the budgets. `exceeded` counts the heads that lost
+    some, of `chunks` times the group's heads.
     """
 
     kv_retention: float
@@ -28,28 +28,37 @@ class GroupOverflow:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """One consistent reading of the engine's books, taken between two steps.
+    """One consistent reading of the engine's state, taken between two steps.
 
-    Gauges: `running` and `waiting` requests; pages of the one pool, where `pages_total` =
-    `pages_held` (by running requests) + `pages_cached` (kept for reuse, evictable) + `pages_free`,
-    and `pages_promised` of the cached and free ones are reserved for running requests;
-    `kv_bytes_held` is what the running requests' pages occupy, a page counted for each request that
-    holds it, and `kv_bytes_uncompressed` what the same tokens would occupy with nothing dropped;
-    `slots_held` are the entries that fit into those pages and `slots_used` those that are there;
-    `kv_token_bytes` is one uncompressed token over all layers, in `cache_dtype`, `page_bytes` a
-    page. `capacity_tokens` is the tokens the pool holds at the default retention ratio and
-    `capacity_uncompressed_tokens` what it would hold at 1.0; `host_pages_used` of
-    `host_pages_total` pages of host memory keep links of the prefix cache.
+    Gauges:
 
-    Counters since the start: the others. `prompt_tokens` and `cached_tokens`, those of them that
-    were served from the prefix cache, count when a request is admitted, `computed_prompt_tokens`
-    step by step, recomputed ones again; `restored_tokens` those of chunks that were copied back
-    from host memory. `host_bytes_out` and `host_bytes_in` were copied there and back.
-    `dropped_spans` are links (chunks, window parts) that host memory had to let go or found no room
-    for; without any, all that are evicted. `step_s` are the seconds of the engine's steps,
-    `device_s` those in which the host waited for the device (on a CPU: ran the model), `sealing_s`
-    the device's for scoring, selecting and storing chunks. `plans` counts decode plans by planner.
-    `overflow` has a line a head group where it is measured.
+    - `running` and `waiting` requests.
+    - Pages of the one pool: `pages_total` = `pages_held` (by running requests) + `pages_cached`
+      (kept for reuse, evictable) + `pages_free`. Of the cached and free ones, `pages_promised` are
+      reserved for running requests.
+    - `kv_bytes_held` is the size of the running requests' pages, where a page counts once for each
+      request that holds it. `kv_bytes_uncompressed` is the size of the same tokens with nothing
+      dropped.
+    - `slots_held` are the entries that fit into those pages, `slots_used` those that are there.
+    - `kv_token_bytes` is one uncompressed token over all layers, in `cache_dtype`, `page_bytes` a
+      page.
+    - `capacity_tokens` is the tokens that the pool holds at the default retention ratio,
+      `capacity_uncompressed_tokens` those at 1.0.
+    - `host_pages_used` of `host_pages_total` pages of host memory keep links of the prefix cache.
+
+    Counters since the start are the others:
+
+    - `prompt_tokens` count when a request is admitted. So do `cached_tokens`, those of them that
+      the prefix cache had. `computed_prompt_tokens` count at each step, recomputed ones again.
+      `restored_tokens` are those of chunks that were copied back from host memory.
+    - `host_bytes_out` and `host_bytes_in` were copied there and back.
+    - `dropped_spans` are links (chunks, window parts) that host memory evicted or that did not fit.
+      Without host memory they are all evicted links.
+    - `step_s` are the seconds of the engine's steps. `device_s` are those in which the host waited
+      for the device (on a CPU: ran the model). `sealing_s` are the device's for scoring, selecting
+      and storing chunks.
+    - `plans` counts decode plans by planner. `overflow` has a line a head group where it is
+      measured.
     """
 
     running: int
@@ -89,12 +98,12 @@ class EngineStats:
 
     @property
     def pool_bytes(self) -> int:
-        """The pool."""
+        """Bytes of the pool."""
         return self.pages_total * self.page_bytes
 
     @property
     def host_pool_bytes(self) -> int:
-        """The host memory behind it."""
+        """Bytes of the host memory behind it."""
         return self.host_pages_total * self.page_bytes
 
     @property
@@ -104,19 +113,20 @@ class EngineStats:
 
     @property
     def represented_tokens(self) -> float:
-        """The tokens those entries stand for: what an uncompressed cache would have to hold."""
+        """The tokens of those requests: an uncompressed cache would hold them all."""
         return self.kv_bytes_uncompressed / self.kv_token_bytes
 
     @property
     def bytes_saved(self) -> int:
-        """What compression saves the running requests; below 0 where ends of pages cost more than
-        it saves.
+        """Bytes that compression saves the running requests.
+
+        Negative if the unused ends of pages cost more than it saves.
         """
         return self.kv_bytes_uncompressed - self.kv_bytes_held
 
     @property
     def slots_empty(self) -> int:
-        """Fragmentation: the slots of the running requests' pages that hold nothing."""
+        """Fragmentation: the empty slots of the running requests' pages."""
         return self.slots_held - self.slots_used
 
     @property
@@ -126,7 +136,5 @@ class EngineStats:
 
     @property
     def host_share(self) -> float:
-        """The share of the engine's steps so far that was the host's own work; 0 before
-        the first.
-        """
+        """The host's own share of the time of the engine's steps; 0 before the first."""
         return 1 - self.device_s / self.step_s if self.step_s else 0.0

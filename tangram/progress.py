@@ -1,4 +1,4 @@
-"""Long work shows how far it is."""
+"""Progress bars for long work."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ Item = TypeVar("Item")
 
 
 def show_progress(items: Sequence[Item], description: str = "Calibrating") -> Iterable[Item]:
-    """`items` with a progress bar on standard error, or with none where that is no terminal."""
+    """`items` with a progress bar on standard error, or without one if that is no terminal."""
     console = Console(stderr=True)
     return track(items, description, console=console, disable=not console.is_terminal)

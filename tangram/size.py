@@ -1,10 +1,10 @@
-"""The exact size of a KV cache, for any model whose config.json can be had, what ρ, pages and FP8
-make of it, and how many such caches fit beside the weights.
+"""The exact size of a KV cache for any model with a config.json, and how many caches fit.
 
-A layer of grouped-query attention stores 2 · H · D elements a token (keys and values); a layer of
-multi-head latent attention stores one latent vector and one rotary key (DeepSeek-V2, section 2.1);
-a sliding-window layer holds at most its window. Compressed sizes are the promise of Tangram's
-profiles: at most ρ of every sealed chunk of the full-attention layers, the raw tail whole.
+It gives the size with ρ, pages and FP8, and the number of such caches beside the weights. A layer
+of grouped-query attention stores 2 · H · D elements a token (keys and values). A layer of
+multi-head latent attention stores one latent vector and one rotary key (DeepSeek-V2, section 2.1).
+A sliding-window layer holds at most its window. Compressed sizes are the promise of Tangram's
+profiles: at most ρ of every sealed chunk of the full-attention layers, and the raw tail whole.
 """
 
 from __future__ import annotations
@@ -45,9 +45,7 @@ class KVSize:
 
     @property
     def bytes_per_token(self) -> int:
-        """What one token adds to a context that no sliding window has filled yet,
-        nothing dropped.
-        """
+        """Bytes that one token adds with nothing dropped, while no sliding window is full."""
         return len(self.shape.windows) * self._layer_bytes
 
     @property
@@ -60,8 +58,9 @@ class KVSize:
 
     @property
     def compressed_bytes(self) -> int:
-        """At most this much stays at retention ρ: ρ of the sealed chunks, the raw tail and the
-        windows whole.
+        """At most this much stays at retention ρ.
+
+        It is ρ of the sealed chunks, and the raw tail and the windows whole.
         """
         return self._compressed_elements * ELEMENT_BYTES[self.dtype]
 
@@ -86,15 +85,14 @@ class KVSize:
 
     @property
     def most_pages(self) -> int | None:
-        """The most pages it is ever promised on its way there: a chunk is whole before it is
-        sealed. None for MLA.
+        """The most pages it is promised on its way there: a chunk is whole before it is sealed.
+
+        None for MLA.
         """
         return None if self._layout is None else self._layout.most_pages(self.context_tokens)
 
     def how_many_fit(self, memory_gib: float) -> int:
-        """How many such sequences, sharing nothing, `memory_gib` GiB of KV cache can take to their
-        end.
-        """
+        """How many such sequences, sharing nothing, fit to their end into `memory_gib` GiB."""
         if not (math.isfinite(memory_gib) and memory_gib > 0):
             raise ConfigError(f"memory_gib is {memory_gib}, it must be positive")
         memory_bytes = int(memory_gib * _GIB)
@@ -119,9 +117,7 @@ class KVSize:
 
     @cached_property
     def _layout(self) -> Layout | None:
-        """A layout that keeps ρ: which group gets how many pages is the profile's business, the sum
-        is the promise.
-        """
+        """A layout that keeps ρ in total. A profile decides how many pages each group gets."""
         if self.shape.latent:
             return None
         heads = self.shape.kv_heads
@@ -131,7 +127,7 @@ class KVSize:
         budget = max(len(groups), math.floor(self.retention * chunk_pages))
         windows = self.shape.windows
         return Layout.build(
-            # Neither the query heads nor the vocabulary plays a part in the cache.
+            # Neither the query heads nor the vocabulary affects the cache.
             Geometry(
                 len(windows), heads, heads, self.shape.head_dim, 1, self.context_tokens, windows
             ),
@@ -154,7 +150,7 @@ def kv_size(
     heads_per_page: int = 4,
     chunk_tokens: int = 512,
 ) -> KVSize:
-    """The size of one sequence. `model` is whatever `read_config` takes, or what that gives.
+    """The size of one sequence. `model` is any argument of `read_config`, or its result.
 
     Raises `ConfigError` for an unknown model, a missing config field, an option out of range, and ρ
     < 1 for MLA.
@@ -182,8 +178,9 @@ def kv_size(
 
 @dataclass(frozen=True)
 class Fit:
-    """How many sequences of one size find room in so much memory beside the weights; what steps
-    take is left out.
+    """How many sequences of one size fit into a memory beside the weights.
+
+    The memory of steps is not counted.
     """
 
     size: KVSize
@@ -192,12 +189,12 @@ class Fit:
 
     @property
     def cache_gib(self) -> float:
-        """What the weights leave; negative if they do not find room themselves."""
+        """What the weights leave; negative if they do not fit themselves."""
         return self.memory_gib - self.weights.bytes / _GIB
 
     @property
     def sequences(self) -> int:
-        """How many sequences, sharing nothing, the rest can take to their end."""
+        """How many sequences, sharing nothing, fit into the rest to their end."""
         return self.size.how_many_fit(self.cache_gib) if self.cache_gib > 0 else 0
 
     @property
@@ -207,15 +204,16 @@ class Fit:
 
 
 def fit(size: KVSize, weights: Weights, memory_gib: float) -> Fit:
-    """Raises `ConfigError` unless the memory is positive."""
+    """The `Fit` of a size. Raises `ConfigError` unless the memory is positive."""
     if not (math.isfinite(memory_gib) and memory_gib > 0):
         raise ConfigError(f"memory_gib is {memory_gib}, it must be positive")
     return Fit(size, weights, memory_gib)
 
 
 def render(size: KVSize, memory_gib: float | None = None, weights: Weights | None = None) -> Table:
-    """A table for the terminal; with `memory_gib` it also says how many such sequences fit,
-    `weights` taken off.
+    """A table for the terminal.
+
+    With `memory_gib` it also says how many such sequences fit, `weights` subtracted.
     """
     from rich.table import Table
 

@@ -1,8 +1,10 @@
-"""The nouns that cross rooms. No torch here.
+"""The types that packages share. No torch here.
 
-Shape letters used everywhere: `L` layers · `H` KV heads of a layer · `Q` query heads of a layer ·
-`G = Q/H` · `D` head dim · `P` tokens per page · `Hp` heads per page · `C` tokens per chunk ·
-`R` rows of a step · `T` tokens of a step.
+Shape letters used everywhere:
+
+    L  layers             H  KV heads of a layer   Q  query heads of a layer   G = Q/H
+    D  head dim           P  tokens per page       Hp heads per page           C  tokens per chunk
+    R  rows of a step     T  tokens of a step
 """
 
 from __future__ import annotations
@@ -105,10 +107,10 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Usage:
-    """What one finished (or running) completion has cost.
+    """The cost of one finished (or running) completion.
 
-    `kv_bytes` is what its KV pages hold, `kv_bytes_uncompressed` what the same tokens would hold
-    with nothing dropped.
+    `kv_bytes` is the size of its KV pages, `kv_bytes_uncompressed` that of the same tokens with
+    nothing dropped.
     """
 
     prompt_tokens: int
@@ -120,8 +122,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Event:
-    """News of one completion (`index` of `n`) of a request: new tokens, the text they add, and the
-    end if it came.
+    """New tokens of one completion (`index` of `n`), the text they add, and the end if it came.
 
     `admitted_s`, of the monotonic clock, is when it left the queue; None if it never did.
     """
@@ -137,39 +138,37 @@ class Event:
         None  # set with finish_reason ABORT when the engine, not the client, ended it
     )
     admitted_s: float | None = None
-    error_field: str | None = None  # the field to blame where the request is the reason
+    error_field: str | None = None  # the wrong field if the request is the reason
 
 
 class Matcher(Protocol):
-    """Where one completion is in its grammar. `error` says why it can go no further, None while it
-    can.
+    """The place of one completion in its grammar.
+
+    `error` says why it cannot continue; None while it can.
     """
 
     error: RequestError | None
 
     def mask_tokens(self) -> UInt8:
-        """[n], at least as many bits as tokens: bit i % 8 of byte i // 8 is set where token i may
-        come next.
+        """[n], at least as many bits as tokens: bit i % 8 of byte i // 8 allows token i.
 
-        Where the grammar is complete only the ends of text may; what it is after an error has no
-        meaning.
+        Where the grammar is complete only the ends of text are allowed. After an error the mask is
+        undefined.
         """
 
     def take(self, token: int) -> None:
-        """`token` has come."""
+        """Advance by `token`."""
 
 
 class Grammar(Protocol):
-    """What the answers of a request must be like, compiled; any number of completions may follow
-    it.
-    """
+    """The compiled grammar of a request's answers; any number of completions may follow it."""
 
     def begin(self) -> Matcher:
-        """A completion that has no token yet."""
+        """The state of a completion that has no token yet."""
 
 
 class CallStyle(StrEnum):
-    """How what stands between the marks of a call is written."""
+    """How a call is written between its marks."""
 
     OBJECT = "one JSON object of name and arguments"
     LIST = "a JSON list of such objects"
@@ -180,11 +179,11 @@ class CallStyle(StrEnum):
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a model writes the call of a tool: `begin`, the call in its `style`, `end`.
+    """How a model writes a tool call: `begin`, the call in its `style`, `end`.
 
-    `arguments` is what comes before the arguments: their name in an object, a mark in other styles.
-    Where `begin` is empty the answer is calls only; else text may come before it, and more calls
-    after it. Where `end` is empty a call ends where the next begins, or the answer ends.
+    `arguments` precedes the arguments: their name in an object, a mark in other styles. If `begin`
+    is empty the answer is calls only. Otherwise text may come before it, and more calls after it.
+    If `end` is empty a call ends where the next begins, or the answer ends.
     """
 
     begin: str
@@ -195,9 +194,10 @@ class ToolFormat:
 
 @dataclass(frozen=True)
 class ThinkingFormat:
-    """How a model marks what it thinks before it answers: `begin`, the thought, `end`.
+    """How a model marks its thoughts before it answers: `begin`, the thought, `end`.
 
-    With `channels` (Harmony) all it writes is messages, and those between these marks are thoughts.
+    With `channels` (Harmony) an answer is a list of messages, and those between these marks are
+    thoughts.
     """
 
     begin: str
@@ -209,8 +209,7 @@ class ThinkingFormat:
 class Marks:
     """Control tokens that stand in the text of an answer by their names: id to name.
 
-    What follows one of `heads`, up to the next of them all, is no text that is searched for stop
-    strings.
+    After one of `heads`, up to the next of them all, text is not searched for stop strings.
     """
 
     names: Mapping[int, str] = field(default_factory=dict)
@@ -219,11 +218,10 @@ class Marks:
 
 @dataclass(frozen=True)
 class Request:
-    """One request as the engine takes it: tokens in, events out through `on_event` (called on the
-    engine's thread).
+    """One request of the engine: tokens in, events out through `on_event`.
 
-    With a `grammar` its completions are what that allows, up to where a limit cuts them. Of control
-    tokens only `marks` are in their text.
+    `on_event` is called on the engine's thread. With a `grammar` the completions follow it, until a
+    limit cuts them. Of control tokens only `marks` are in their text.
     """
 
     request_id: str
@@ -238,10 +236,10 @@ class Request:
 
 @dataclass(frozen=True, eq=False)
 class PageMove:
-    """Whole pages between the pool and host memory: `pages` int32 [n] of the pool, `slots` int32
-    [n] of host memory.
+    """Copies of whole pages between the pool and host memory.
 
-    `inward` ones fill pages, the others leave them as they are.
+    `pages` int32 [n] are of the pool, `slots` int32 [n] of host memory. `inward` copies fill pages;
+    the others leave them unchanged.
     """
 
     pages: Int32

@@ -1,7 +1,8 @@
-"""What a model's weights take: as its safetensors files say, or reckoned from its config.json.
+"""The size of a model's weights, from its safetensors files or estimated from its config.json.
 
 A layer has the projections of attention (of latent attention as in DeepSeek-V2, section 2.1) and
-those of a feed-forward network, gated in nearly all families, or of several experts and a router.
+those of a feed-forward network. The network is gated in nearly all families, or consists of several
+experts and a router.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from tangram.config_json import ModelConfig
 from tangram.errors import ConfigError
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# Families whose feed-forward networks have two matrices, not three, four times the hidden size if
-# nothing is said.
+# Families whose feed-forward networks have two matrices, not three, of four times the hidden size
+# by default.
 _PLAIN = frozenset(
     {
         "gpt2",
@@ -55,9 +56,9 @@ class Weights:
 
 
 def weights_dtype(config: ModelConfig, dtype: str = "auto") -> str:
-    """`dtype`, or for auto the model's own, or bfloat16 where that is none to compute in.
+    """`dtype`; for auto the model's own, or bfloat16 if that is no dtype to compute in.
 
-    Raises `ConfigError` for one that is not known.
+    Raises `ConfigError` for an unknown one.
     """
     if dtype == "auto":
         own = str(config.content.get("dtype") or config.content.get("torch_dtype"))
@@ -68,7 +69,10 @@ def weights_dtype(config: ModelConfig, dtype: str = "auto") -> str:
 
 
 def read_weights(config: ModelConfig, dtype: str = "auto") -> Weights:
-    """Of a model, in the `weights_dtype`. Raises `ConfigError` naming a field that is missing."""
+    """The weights of a model in its `weights_dtype`.
+
+    Raises `ConfigError` naming a missing field.
+    """
     chosen = weights_dtype(config, dtype)
     # Quantised tensors hold several parameters an element.
     stored = (
@@ -82,9 +86,7 @@ def read_weights(config: ModelConfig, dtype: str = "auto") -> Weights:
 
 
 def _count_stored(folder: Path) -> int | None:
-    """The parameters that the headers of its safetensors files count; None where a file
-    is missing.
-    """
+    """The parameters in the headers of its safetensors files; None if a file is missing."""
     index = folder / "model.safetensors.index.json"
     try:
         if index.is_file():
@@ -183,9 +185,7 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def _is_dense(content: Mapping[str, Any], layer: int) -> bool:
-    """Whether a layer of a model with experts has none, by the several ways in which configs say
-    it.
-    """
+    """Whether a layer of a model with experts has none, in the several forms of configs."""
     step = content.get("decoder_sparse_step") or 1
     first = content.get("first_k_dense_replace") or 0
     return (

@@ -68,7 +68,7 @@ def drain(engine: Engine) -> None:
     """Step until nothing is left to do, checking the books each time."""
     while engine.busy:
         engine.step()
-        engine.check_books()
+        engine.check_accounting()
 
 
 def small_engine(

@@ -1,16 +1,21 @@
-"""Measures the sentences of README and docs: `python -m tools.prose` prints the long ones.
+"""Measures the sentences of README, docs and docstrings.
 
-Code, tables, headings and the parts that a command writes are left out.
+`python -m tools.prose` prints the mean of each file and the long sentences. Code, tables, headings
+and the parts that a command writes are left out; so are doctest lines and indented blocks of a
+docstring.
 """
 
 from __future__ import annotations
 
+import ast
 import re
+from inspect import cleandoc
 from pathlib import Path
 from statistics import fmean
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+MODULES = tuple(sorted((ROOT / "tangram").rglob("*.py")))
 LONG = 35
 
 _LEFT_OUT = re.compile(
@@ -20,6 +25,7 @@ _LEFT_OUT = re.compile(
 # A block is a paragraph or an item of a list.
 _BLOCK = re.compile(r"\n\s*\n|\n(?=\s*(?:[-*|#]|\d+\.)\s)")
 _NO_PROSE = ("|", "#", "![", "    ")
+_CODE_LINE = re.compile(r"^(?:    |>>> |\.\.\. ).*$", re.MULTILINE)
 _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 _MARKS = re.compile(r"\*\*|^(?:[-*]|\d+\.)\s+")
 _END = re.compile(r"(?<=[.!?])\s+(?=[A-Z0-9`\"(ρα])|(?<=[.!?]\))\s+(?=[A-Z`])")
@@ -34,9 +40,28 @@ def sentences(text: str) -> list[str]:
     return [one for one in found if len(one.split()) > 2]
 
 
-def lengths(pages: tuple[Path, ...] = PAGES) -> list[int]:
-    """Words of each sentence of `pages`."""
-    return [len(one.split()) for page in pages for one in sentences(page.read_text())]
+def docstrings(source: str) -> list[str]:
+    """The docstrings of a module, its classes and functions.
+
+    Doctest lines and indented blocks are left out.
+    """
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, documented)]
+    texts = [ast.get_docstring(node, clean=False) for node in nodes]
+    return [_CODE_LINE.sub("", cleandoc(text)) for text in texts if text]
+
+
+def sentences_of(path: Path) -> list[str]:
+    """The sentences of a page, or of the docstrings of a module."""
+    text = path.read_text()
+    if path.suffix != ".py":
+        return sentences(text)
+    return [one for docstring in docstrings(text) for one in sentences(docstring)]
+
+
+def lengths(paths: tuple[Path, ...] = PAGES) -> list[int]:
+    """Words of each sentence of `paths`, pages or modules."""
+    return [len(one.split()) for path in paths for one in sentences_of(path)]
 
 
 def share_of_long(words: list[int]) -> float:
@@ -48,15 +73,21 @@ def _summary(words: list[int]) -> str:
     return f"{fmean(words):.1f} words a sentence, {share_of_long(words):.1%} over {LONG}"
 
 
-def _main() -> None:
-    for page in PAGES:
-        words = lengths((page,))
-        print(f"{page.name}: {_summary(words)}")
-        for one in sentences(page.read_text()):
+def _report(kind: str, paths: tuple[Path, ...]) -> None:
+    for path in paths:
+        words = lengths((path,))
+        if not words:
+            continue
+        print(f"{path.relative_to(ROOT)}: {_summary(words)}")
+        for one in sentences_of(path):
             if len(one.split()) > LONG:
                 print(f"  {len(one.split())}: {one[:100]}")
-    words = lengths()
-    print(f"all: {_summary(words)}")
+    print(f"all {kind}: {_summary(lengths(paths))}")
+
+
+def _main() -> None:
+    _report("pages", PAGES)
+    _report("docstrings", MODULES)
 
 
 if __name__ == "__main__":

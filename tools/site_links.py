@@ -1,4 +1,4 @@
-"""What MkDocs calls while it builds the site: it adds pages from outside docs/, and their links."""
+"""Hooks of MkDocs: add pages from outside docs/ to the site, and adapt their links."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """`markdown` with links to pages of the site; a file that is none is named by its path."""
+    """`markdown` with links to pages of the site; other files are named by their paths."""
     folder = "" if page.file.src_uri in PAGES.values() else "docs"
     parts = _FENCE.split(markdown)
     parts[::2] = [_LINK.sub(_in_site(folder), text) for text in parts[::2]]
@@ -39,7 +39,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _in_site(folder: str) -> Callable[[re.Match[str]], str]:
-    """The link that stands on the site for one of a file in `folder`."""
+    """A function that adapts a link of a file in `folder` to the site."""
 
     def replace(link: re.Match[str]) -> str:
         text, target = link[1], link[2]
@@ -53,7 +53,7 @@ def _in_site(folder: str) -> Callable[[re.Match[str]], str]:
         if site is not None:
             return f"[{text}]({site}{anchor and '#' + anchor})"
         if not (ROOT / place).exists():
-            return link[0]  # MkDocs says that it leads nowhere
+            return link[0]  # MkDocs reports it as broken
         return text if text.strip("`") == place else f"{text}: `{place}`"
 
     return replace

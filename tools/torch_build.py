@@ -1,9 +1,8 @@
-"""Says which build of PyTorch pip is about to take, and how much room it needs, before anything of
-it is fetched.
+"""Prints which build of PyTorch pip will install, and its size, before the download.
 
-`python tools/torch_build.py REQUIREMENT [PIP OPTIONS]` asks pip itself, so it sees what pip sees:
-the public index, an index that is named, a wheel in a folder that pip's configuration names. It
-needs no package but pip.
+`python tools/torch_build.py REQUIREMENT [PIP OPTIONS]` asks pip itself, so it finds the same build
+in the public index, a named index, or a folder of wheels in pip's configuration. It needs no
+package but pip.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 def describe(wheel: dict[str, Any]) -> str:
-    """What there is to say of `wheel`, the entry of PyTorch in pip's report."""
+    """The message about `wheel`, the entry of PyTorch in pip's report."""
     required = wheel["metadata"].get("requires_dist", [])
     cuda = sys.platform == "linux" and any(name.startswith(("cuda", "nvidia")) for name in required)
     fetched, kept = _CUDA_GB if cuda else _CPU_GB
@@ -31,17 +30,17 @@ def describe(wheel: dict[str, Any]) -> str:
         f"PyTorch {wheel['metadata']['version']}, the {'CUDA' if cuda else 'CPU'} build, from "
         f"{place}"
     )
-    said = f"{build}: with what it requires {fetched} GB to fetch, {kept} GB on disk."
+    message = f"{build}: {fetched} GB to download with its requirements, {kept} GB on disk."
     if cuda:
-        said += (
-            f"\nWithout a GPU {_CPU_GB[0]} and {_CPU_GB[1]} GB will do: make "
+        message += (
+            f"\nThe build without GPU support takes {_CPU_GB[0]} and {_CPU_GB[1]} GB: make "
             f"TORCH_INDEX={_CPU_INDEX}"
         )
-    return said
+    return message
 
 
 def main() -> None:
-    """Ask pip, which fetches metadata alone."""
+    """Ask pip, which downloads metadata only."""
     asked = ["install", "--dry-run", "--no-deps", "--quiet", "--report", "-", *sys.argv[1:]]
     report = subprocess.run(
         [sys.executable, "-m", "pip", *asked], stdout=subprocess.PIPE, check=True

@@ -1,4 +1,4 @@
-"""Writes docs/from-vllm.md from what commands and metrics know: `python -m tools.vllm_page`."""
+"""Writes docs/from-vllm.md from the commands and metrics: `python -m tools.vllm_page`."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ SAME = (
 RATIOS = {"vllm:kv_cache_usage_perc": '`tangram_kv_pages{state="held"}` / `tangram_kv_pages_total`'}
 HEAD = """# Coming from vLLM
 
-This page says which option and which metric of vLLM stands for which of Tangram. It also covers the
-options of llama.cpp. `tangram serve` gives the same answers when it is started with such an option.
+This page lists options and metrics of vLLM and their counterparts in Tangram. It also covers the
+options of llama.cpp. `tangram serve` prints the same notes when it is started with such an option.
 This page is written by `python -m tools.vllm_page`.
 
 ## What is different
@@ -62,7 +62,7 @@ here, which may differ.
 
 ## Options with another name, or none
 
-Where the middle column is empty, Tangram has no such option, and the last column says what to do.
+If the middle column is empty, Tangram has no such option, and the last column says what to do.
 
 | vLLM, llama.cpp | Tangram | note |
 |---|---|---|
@@ -84,14 +84,14 @@ counterpart.
 
 
 def render() -> str:
-    """The page: every option that a command explains, every metric that an alias shows."""
+    """The page: every option that a command explains, and every metric that has an alias."""
     same = fill(", ".join(f"`{name}`" for name in SAME), 100, break_on_hyphens=False)
     metrics = "".join(_metric_rows())
     return f"{HEAD}{same}.\n{OPTIONS_HEAD}{''.join(_option_rows())}{METRICS_HEAD}{metrics}{FOOT}"
 
 
 def _option_rows() -> Iterator[str]:
-    """A row for each thing to say, with all the names that it is said of."""
+    """A row for each note, with all the names that it explains."""
     names: dict[Foreign, list[str]] = {}
     for name, foreign in FOREIGN.items():
         names.setdefault(foreign, []).append(f"`{name}`")
@@ -102,7 +102,7 @@ def _option_rows() -> Iterator[str]:
 
 
 def _metric_rows() -> Iterator[str]:
-    """A row for each alias; its own name is that of the metric with equal samples."""
+    """A row for each alias; Tangram's name is that of the metric with equal samples."""
     metrics = make_distinct_metrics()
     own = {
         _samples(family): f"`{_describe_family(family)}`" for family in metrics.registry.collect()
@@ -128,7 +128,7 @@ def make_distinct_metrics() -> ServerMetrics:
 
 
 def _samples(family: Metric) -> tuple[str, tuple[tuple[str, float], ...]]:
-    """What two names of one metric have in common; when each was created is left out."""
+    """The common samples of a metric's two names, without creation times."""
     suffixes: Iterable[tuple[str, float]] = (
         (one.name.removeprefix(family.name), one.value) for one in family.samples
     )

@@ -1,15 +1,9 @@
-"""Recall of evidence on LoCoMo, of every scorer: how much of the turns that answers follow from is
-kept.
+"""Recall of evidence on LoCoMo, of every scorer: the kept share of the turns with the answers.
 
-    python -m bench.accuracy.evidence --locomo PATH [--model smollm2] \
-        [--scorers keydiff,kvzip] [--retentions 0.5,0.3] \
-        [--context-tokens 4096] [--device cuda] -o bench/results/accuracy_evidence.json
-    python -m bench.render accuracy-tables
-
-Nothing is answered: of each scorer one pass over the contexts, in chunks of 512 tokens, serves the
-methods uniform, static and dynamic at every ρ. The prompts are those of `tangram eval --suites
-locomo`. The file is written anew after each scorer; the same command goes on where it was
-interrupted, and skips what is there.
+The model answers nothing. For each scorer one pass over the contexts, in chunks of 512 tokens,
+serves the methods uniform, static and dynamic at every ρ. The prompts are those of `tangram eval
+--suites locomo`. The file is rewritten after each scorer. The same command continues an interrupted
+run, and skips what the file has.
 """
 
 from __future__ import annotations
@@ -65,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace, command: str) -> RecallFile:
-    """What the file has, and what it lacks of the scorers and ratios asked for."""
+    """The figures of the file, and the scorers and ratios that it lacks."""
     scorers, retentions = (
         options.scorers.split(","),
         [float(word) for word in options.retentions.split(",")],
@@ -104,7 +98,7 @@ def bench_of(
 def measure_recall(
     bench: ModelBench, methods: Sequence[Method], prompts: SuitePrompts, scorer: str, command: str
 ) -> ScorerRecall:
-    """All `methods`, which share `scorer`; prints what it took."""
+    """Measure all `methods`, which share `scorer`, and print the time."""
     with Bar() as bar:
         bench.calibrate(methods, bar)
     begin, found = time.perf_counter(), list[MethodRecall]()
@@ -131,7 +125,7 @@ def measure_recall(
 def describe_run(
     options: argparse.Namespace, loaded: LoadedModel, prompts: SuitePrompts
 ) -> dict[str, Any]:
-    """What figures of one file have in common."""
+    """The options that all figures of one file share."""
     return {
         "model": options.model,
         "weights_sha256": loaded.fingerprint.weights_sha256,
@@ -146,8 +140,9 @@ def describe_run(
 
 
 def resume(path: Path, options: Mapping[str, Any], prompts: SuitePrompts) -> RecallFile:
-    """The file, or an empty one. Raises `TangramError` if it was measured with other options, or
-    has no folder.
+    """The file, or an empty one.
+
+    Raises `TangramError` if it was measured with other options, or has no folder.
     """
     if not path.parent.is_dir():
         raise TangramError(f"output is {path}, but there is no folder {path.parent}: make it first")

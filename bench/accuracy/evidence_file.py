@@ -15,9 +15,7 @@ METHODS = ("uniform", "static", "dynamic")
 
 
 class MethodRecall(BaseModel):
-    """Recall of evidence of one method at one ρ: the mean over contexts of the mean over their
-    questions.
-    """
+    """Recall of evidence of one method at one ρ: the mean over contexts of means of questions."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -27,7 +25,7 @@ class MethodRecall(BaseModel):
 
 
 class ScorerRecall(BaseModel):
-    """What one pass over the contexts gave. `seconds` is all it took, calibration set aside."""
+    """The figures of one pass over the contexts. `seconds` is its duration without calibration."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -39,7 +37,7 @@ class ScorerRecall(BaseModel):
 
 
 class RecallFile(BaseModel):
-    """All that was measured with equal `options`, in the order in which it was."""
+    """All measurements with equal `options`, in their order."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -49,7 +47,7 @@ class RecallFile(BaseModel):
     passes: list[ScorerRecall] = []
 
     def lacks(self, scorer: str, retentions: Sequence[float]) -> list[float]:
-        """Those of `retentions` at which `scorer` was not measured."""
+        """The `retentions` at which `scorer` was not measured."""
         known = {
             one.kv_retention for own in self.passes if own.scorer == scorer for one in own.recalls
         }
@@ -68,7 +66,7 @@ class RecallFile(BaseModel):
         )
 
     def recall(self, method: str, scorer: str) -> list[Score | None]:
-        """At every ρ; None where it was not measured."""
+        """The figure at every ρ; None where it was not measured."""
         passes = [own for own in self.passes if own.scorer == scorer]
         recalls = [one for own in passes for one in own.recalls if one.method == method]
         found = {one.kv_retention: one.recall for one in recalls}

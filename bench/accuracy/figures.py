@@ -1,4 +1,4 @@
-"""Cells found by method, and the means and paired differences over suites that are made of them."""
+"""Cells by method, and the means and paired differences of suites that the tables show."""
 
 from __future__ import annotations
 
@@ -22,40 +22,39 @@ from tangram.lab.accuracy.score_report import difference
 
 Scores = list[Score | None]  # None where one is missing
 AVERAGED = ("ruler", "multiturn")
-# Tasks that hide several needles and are asked on their own, by suite: in the same few lines
-# again and again, in prose.
+# Tasks with several needles, run by themselves: in a few repeated lines, and in prose.
 NEEDLES = {
     "multiturn": ("noise", {"needles"}),
     "ruler": ("prose", {"niah_multikey_1", "niah_multivalue", "niah_multiquery"}),
 }
-# The files beside each other in a folder of results.
+# The result files of one folder.
 KEPT, CONTROL, EVIDENCE = "accuracy.json", "accuracy_kvpress.json", "accuracy_evidence.json"
 
 
 def thin(results: Path) -> Thin:
-    """All that `tangram eval` measured. Raises `FileNotFoundError` if nothing is kept."""
+    """All results of `tangram eval`. Raises `FileNotFoundError` if there are none."""
     return Thin.load(results / KEPT)
 
 
 def control(results: Path) -> Control | None:
-    """The control that is kept beside it, if there is one."""
+    """The kept control, if there is one."""
     path = results / CONTROL
     return Control.load(path) if path.exists() else None
 
 
 def evidence(results: Path) -> RecallFile | None:
-    """Recall of evidence that is kept beside it, if it was measured."""
+    """The kept recall of evidence, if it was measured."""
     path = results / EVIDENCE
     return RecallFile.load(path) if path.exists() else None
 
 
 def whole_suites(cells: Iterable[AnyCell]) -> list[AnyCell]:
-    """Those that were asked all tasks of a suite."""
+    """The cells with all tasks of a suite."""
     return [cell for cell in cells if not _of_needles(cell)]
 
 
 def needles_alone(cells: Iterable[AnyCell]) -> list[AnyCell]:
-    """Those that were asked about several needles alone."""
+    """The cells with several needles only."""
     return [cell for cell in cells if _of_needles(cell)]
 
 
@@ -65,7 +64,7 @@ def _of_needles(cell: AnyCell) -> bool:
 
 
 def windows(cells: Iterable[AnyCell]) -> list[tuple[int | None, int | None]]:
-    """Several sinks and windows that static budgets were asked with; None is the default window."""
+    """The sinks and windows that static budgets were measured with; None is the default window."""
     methods = (cell.method for cell in cells if cell.method.name == "static")
     kept = {(method.sink_tokens, method.window_tokens) for method in methods}
     order = sorted(kept, key=lambda one: (-(one[0] or 0), -1 if one[1] is None else one[1]))
@@ -73,12 +72,12 @@ def windows(cells: Iterable[AnyCell]) -> list[tuple[int | None, int | None]]:
 
 
 def mean_score(cells: Sequence[Cell]) -> Score:
-    """The mean over suites, each counting the same."""
+    """The mean over suites with equal weights."""
     return _average([cell.score for cell in cells])
 
 
 def mean_difference(pairs: Sequence[tuple[AnyCell, AnyCell]]) -> Score:
-    """Of `pairs`, one a suite: the first less the second by samples, then the mean over suites."""
+    """The mean over suites of `pairs`, one pair a suite: the first less the second by samples."""
     return _average([difference(*pair) for pair in pairs])
 
 
@@ -93,7 +92,7 @@ def _average(scores: Sequence[Score]) -> Score:
 
 
 def _average_answerable(cell: Cell, *, adversarial: bool) -> Score:
-    """Over the samples that ask such questions, the means over those."""
+    """The mean over the samples with such questions, of their means."""
     kept = [
         [one.score for one in sample.answers if (one.category == CATEGORIES[5]) == adversarial]
         for sample in cell.samples
@@ -109,7 +108,7 @@ class Comparison:
     ) -> None:
         both = [cell for cell in cells if cell.setting.aligned == aligned]
         kept = [cell for cell in both if cell.setting.suite in suites]
-        # Most were asked with one-shot among them; others have prompts of their own.
+        # Most were run together with one-shot; others have different prompts.
         counts: dict[Setting, int] = {}
         for cell in kept:
             counts[cell.setting] = counts.get(cell.setting, 0) + 1
@@ -127,13 +126,13 @@ class Comparison:
 
     @property
     def context_tokens(self) -> int:
-        """Of the contexts; one-shot's chunk."""
+        """The length of contexts, which is one-shot's chunk."""
         return self.settings[0].context_tokens if self.settings else EngineConfig.chunk_tokens
 
     def method(
         self, name: MethodName, scorer: str = "", retention: float = 1.0, **changes: Any
     ) -> Method:
-        """The method with everything but `changes` at its default."""
+        """The method with defaults except `changes`."""
         if name == "full":
             return Method("full")
         chunk = self.context_tokens if name == "one-shot" else EngineConfig.chunk_tokens
@@ -162,7 +161,7 @@ class Comparison:
         return mean_difference(pairs) if pairs else None
 
     def at(self, *retentions: float) -> Comparison:
-        """The same cells, at these ρ alone."""
+        """The same cells, at these ρ only."""
         narrowed = copy(self)
         narrowed.retentions = list(retentions)
         return narrowed
@@ -174,18 +173,18 @@ class Comparison:
     def differences(
         self, name: MethodName, other: MethodName, scorer: str, **changes: Any
     ) -> Scores:
-        """At every ρ, the first, with `changes`, less the second."""
+        """At every ρ the first, with `changes`, less the second."""
         firsts = self._methods(name, scorer, **changes)
         pairs = zip(firsts, self._methods(other, scorer), strict=True)
         return [self.less(*pair) for pair in pairs]
 
     def figures(self, name: MethodName, scorer: str, figure: str) -> Scores:
-        """At every ρ, a figure of the first suite."""
+        """At every ρ a figure of the first suite."""
         found = [self.of(method) for method in self._methods(name, scorer)]
         return [getattr(own[0], figure) if own else None for own in found]
 
     def answers(self, name: MethodName, scorer: str, *, adversarial: bool) -> Scores:
-        """At every ρ, of LoCoMo: questions that the conversation answers, or that it does not."""
+        """At every ρ, for LoCoMo: questions that the conversation answers, or the others."""
         found = [self._answering(method) for method in self._methods(name, scorer)]
         return [
             _average_answerable(own[0], adversarial=adversarial) if own else None for own in found
@@ -198,7 +197,7 @@ class Comparison:
         return [fmean(own) if own else None for own in shares]
 
     def full_and_static(self, retention: float) -> list[Cell]:
-        """Of the first suite: full and every scorer's static budgets; none without full."""
+        """From the first suite: full and every scorer's static budgets; empty without full."""
         methods = [self.method("full")]
         methods += [self.method("static", scorer, retention) for scorer in self.scorers]
         found = [self._answering(method)[:1] for method in methods]

@@ -1,15 +1,12 @@
-"""Everything that docs/accuracy.md compares: a `tangram eval` for each part of the grid and scorer,
-several at once.
+"""The comparisons of docs/accuracy.md: a `tangram eval` for each part and scorer, in parallel.
 
-    python -m bench.accuracy.grid FOLDER --at-once 8 [--model MODEL] [--gate GATE] [--locomo PATH] \
-        [--parts base,dynamic] -- --device cuda --kv-cache-gib 4 --max-num-batched-tokens 16384
-    python -m bench.accuracy.keep FOLDER/*.json && python -m bench.render accuracy-tables
+Options after `--` go to every `tangram eval`. Parts come in the order given, in each the slowest
+scorer first. Results go to FOLDER/PART.SCORER.json, of slow scorers to one file for each ρ. A file
+is extended after every cell. The same command continues an interrupted run, and skips what the
+files have. Beside each file is a log of its output. Exits with 1 if a process failed.
 
-What follows `--` goes to every `tangram eval`. Parts come in the order given, in each the slowest
-scorer first. FOLDER/PART.SCORER.json, of slow scorers one for each ρ, is added to after every cell:
-the same command goes on where it was interrupted, and skips what is there. Beside it is a log of
-what was printed. Exits with 1 if one of them failed. Processes that share a GPU take turns on it
-unless NVIDIA's multi-process service runs (`nvidia-cuda-mps-control -d`).
+Processes that share a GPU take turns on it unless NVIDIA's multi-process service runs
+(`nvidia-cuda-mps-control -d`).
 """
 
 from __future__ import annotations
@@ -27,14 +24,13 @@ from pathlib import Path
 from tangram.compress.profile import default_scope
 
 EMBEDDED = "smollm2"
-SLOW = ("kvzip",)  # a second pass over every chunk: a process for each ρ and chunk size
+SLOW = ("kvzip",)  # a second pass over every chunk: one process for each ρ and chunk size
 SCORERS = ("kvzip", "keydiff", "fastkvzip", "expected_attention", "snapkv", "tova", "streaming_llm")
 ALL_RATIOS, TWO_RATIOS = "--kv-retention 0.7,0.5,0.3,0.25", "--kv-retention 0.5,0.3"
 CONTEXT = "--samples 52 --context-tokens 4096"
 # Every part has the same prompts, whose contexts end where one-shot's one chunk does.
 ASKED = f"--suites ruler,multiturn {CONTEXT} --align-tokens 4096"
-# Several needles among a few lines that come again and again, and in prose, which no scorer can
-# take for noise.
+# Several needles among a few repeated lines, and in prose, which no scorer can take for noise.
 HIDDEN = (
     "--suites multiturn/needles,ruler/niah_multikey_1,ruler/niah_multivalue,ruler/niah_multiquery "
     f"{CONTEXT} " + (f"--align-tokens 4096 {TWO_RATIOS}")
@@ -44,7 +40,7 @@ PARTS: Mapping[str, str] = {
     "base": f"{ASKED} {ALL_RATIOS} --methods static,uniform,one-shot",
     "full": f"{ASKED} --methods full",
     "needles": f"{HIDDEN} --scope model,layer --methods full,uniform,static,dynamic,one-shot",
-    # Equal shares of the whole context at once: what competing heads were published against.
+    # Equal shares of the whole context at once: the baseline of publications on competing heads.
     "needles-at-once": f"{HIDDEN} --methods uniform --chunk-tokens 4096",
     "alphas": f"{ASKED} {ALL_RATIOS} --methods static --alphas 1,2",
     "fidelity": f"--suites fidelity {CONTEXT} {TWO_RATIOS} --methods full,uniform,static,dynamic",
@@ -67,7 +63,7 @@ LOCOMO = (
 
 @dataclass(frozen=True)
 class GridRun:
-    """One `tangram eval`: its file's name and its options."""
+    """One `tangram eval`: the name of its file, and its options."""
 
     name: str
     options: tuple[str, ...]
@@ -76,7 +72,7 @@ class GridRun:
 def tasks(
     scorers: Sequence[str], parts: Sequence[str], gate: Path | None, locomo: Path | None
 ) -> Iterator[GridRun]:
-    """Part by part, in their order, and there by scorer; `full` has none."""
+    """The tasks by part, in their order, and then by scorer; `full` has none."""
     for part in parts:
         for scorer in scorers[:1] if part == "full" else scorers:
             options = [*shlex.split(PARTS[part]), *_scoring(part, scorer, gate)]
@@ -94,7 +90,7 @@ def tasks(
 
 
 def _apart(options: Sequence[str]) -> Iterator[GridRun]:
-    """A task for each combination of ρ and chunk size, named by it."""
+    """A task for each combination of ρ and chunk size, which is in its name."""
     places = [
         at + 1 for at, word in enumerate(options) if word in ("--kv-retention", "--chunk-tokens")
     ]
@@ -152,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--gate", type=Path, help=f"a gate file, for fastkvzip; one of {EMBEDDED} ships"
     )
-    parser.add_argument("--locomo", type=Path, help="LoCoMo's file or folder: asked too, if given")
+    parser.add_argument("--locomo", type=Path, help="file or folder of LoCoMo; adds its questions")
     parser.add_argument("--at-once", type=int, default=1, help="processes")
     given = list(sys.argv[1:] if arguments is None else arguments)
     cut = given.index("--") if "--" in given else len(given)

@@ -1,10 +1,7 @@
-"""Keeps result files of `tangram eval` thin, for the tables of docs/accuracy-tables.md.
+"""Keeps thin result files of `tangram eval`, for the tables of docs/accuracy-tables.md.
 
-    python -m bench.accuracy.keep FOLDER/*.json [--add] [--control CONTROL.json …]
-    python -m bench.render accuracy-tables
-
-With `--control`, files of kvpress_control.py, graded, are kept beside. What
-bench/accuracy/evidence.py writes is kept as it is.
+With `--control` it also keeps graded files of kvpress_control.py. Files of
+bench/accuracy/evidence.py are kept unchanged.
 """
 
 from __future__ import annotations

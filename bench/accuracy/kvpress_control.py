@@ -44,9 +44,9 @@ from kvpress import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-# By the name of the scorer that Tangram has of the same method. KVzip lets all heads of the model
-# compete, Ada-KV those of a layer. "full" keeps everything; Tangram's ε in Expected Attention is
-# 0.01, kvpress's 0.
+# Presses by the name of the scorer that Tangram has of the same method. KVzip lets all heads of the
+# model compete, Ada-KV those of a layer. "full" keeps everything; Tangram's ε in Expected Attention
+# is 0.01, kvpress's 0.
 PRESSES = {
     "full": lambda ratio: None,
     "snapkv": lambda ratio: AdaKVPress(SnapKVPress(compression_ratio=ratio)),
@@ -109,7 +109,7 @@ def main() -> None:
 
 
 def load_pipeline(asked: dict[str, Any], device: str) -> KVPressTextGenerationPipeline:
-    """The model that the prompts are for, in the dtypes in which Tangram loads the embedded one."""
+    """The model of the prompts, in the dtypes in which Tangram loads the embedded one."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     model = AutoModelForCausalLM.from_pretrained(
         asked["model"], dtype=dtype, attn_implementation="sdpa"

@@ -1,4 +1,4 @@
-"""Replies of the control, graded by the rules of Tangram's own."""
+"""Replies of the control, graded by Tangram's rules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ControlSample(BaseModel):
 
 
 class ControlCell(BaseModel):
-    """What one press was asked at one ρ."""
+    """The replies of one press at one ρ."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -59,7 +59,7 @@ class GradedCell(ControlCell):
 
 
 class Control(BaseModel):
-    """Files of presses that ran side by side, graded: replies go, every sample's score stays."""
+    """Graded replies of presses that ran side by side; only scores are kept."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -86,7 +86,7 @@ class Control(BaseModel):
         )
 
     def join(self, later: Control) -> Control:
-        """Both. Raises `ValueError` if they were not measured alike."""
+        """Raises `ValueError` if their settings differ."""
         if other := [
             name
             for name, value in self.environment.items()

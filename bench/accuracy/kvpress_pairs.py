@@ -1,4 +1,4 @@
-"""Scores of the control beside Tangram's own, of the same prompts, and their paired differences."""
+"""Paired differences between scores of the control and of Tangram, on the same prompts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from bench.accuracy.kvpress_file import Control, GradedCell
 from tangram.compress.profile import Scope
 from tangram.lab.accuracy.results import AnyCell, Cell, Score
 
-# Presses that are no Ada-KV of the scorer of their name: what to call them, the scorer, and our
-# scope that is theirs.
+# Presses that are not Ada-KV with the scorer of their name: their title, scorer, and scope here.
 _PRESSES: dict[str, tuple[str, str, Scope]] = {
     "kvzip": ("kvpress, KVzip", "kvzip", "model"),
     "expected_attention_epsilon": ("kvpress, Ada-KV, ε 0.01", "expected_attention", "layer"),
@@ -21,7 +20,7 @@ FULL = "full"  # the press that drops nothing
 
 @dataclass(frozen=True)
 class Press:
-    """A press and our one-shot in its scope, at each ρ of the control; `less` is ours less its."""
+    """A press and Tangram's one-shot in its scope, by ρ; `less` is Tangram less the press."""
 
     title: str
     scorer: str
@@ -33,7 +32,7 @@ class Press:
 
 @dataclass(frozen=True)
 class SuiteControl:
-    """The control of one suite, and ours at its ρ; `full` is its score with everything kept."""
+    """The control of one suite, and Tangram at its ρ; `full` is its score with everything kept."""
 
     suite: str
     full: Score | None
@@ -42,10 +41,10 @@ class SuiteControl:
 
 
 def beside(control: Control, cells: Sequence[AnyCell]) -> list[SuiteControl]:
-    """Each suite of `control`, with our `cells` of the same prompts.
+    """Each suite of `control`, with Tangram's `cells` of the same prompts.
 
-    Raises `ValueError` if prompts of the control were never asked here: the two would not be
-    comparable.
+    Raises `ValueError` if Tangram has no cells of the control's prompts, since scores of other
+    prompts cannot be compared.
     """
     found = []
     for digest in dict.fromkeys(cell.prompts_sha256 for cell in control.cells):

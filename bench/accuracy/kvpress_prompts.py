@@ -1,11 +1,6 @@
-"""Writes the prompts of `tangram eval` for another runtime: token ids, what answers are right, and
-the model's folder.
+"""Writes the prompts of `tangram eval` for another runtime: token ids, answers, the model's folder.
 
-    python -m bench.accuracy.kvpress_prompts smollm2 --suites ruler,multiturn --samples 52 \
-        --context-tokens 4096 \
-        --align-tokens 4096 -o prompts.json
-
-Equal options give the prompts, and the digests, of `tangram eval`; `--align-tokens` is the largest
+Equal options give the prompts, and the digests, of `tangram eval`. `--align-tokens` is the largest
 chunk of its grid (with one-shot, the context).
 """
 

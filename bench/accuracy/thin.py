@@ -1,6 +1,4 @@
-"""Result files of `tangram eval` made thin for docs/accuracy-tables.md: every sample's score stays,
-replies go.
-"""
+"""Thin result files of `tangram eval` for docs/accuracy-tables.md: all scores, no replies."""
 
 from __future__ import annotations
 
@@ -29,9 +27,9 @@ _DIGITS = 4
 class ThinCell(BaseModel):
     """A cell; `setting` and `environment` are places in the lists of the file.
 
-    `scores` are those of its samples, in the order of the setting's, or, where questions have
-    categories, `answers` those of each question of a sample; of fidelity, `passages` have four
-    figures each.
+    `scores` are those of its samples, in the order of the setting's. Where questions have
+    categories, `answers` are the scores of each question of a sample. In fidelity, `passages` have
+    four figures each.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -49,11 +47,10 @@ class ThinCell(BaseModel):
 
 
 class Thin(BaseModel):
-    """All cells of one or more result files, each once. `samples` has task and number of each
-    sample, by setting.
+    """All cells of one or more result files, each once.
 
-    `categories` has those of each question of a sample, by the place of a setting whose questions
-    have any.
+    `samples` has task and number of each sample, by setting. `categories` has those of each
+    question of a sample, by setting, where questions have them.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -67,9 +64,10 @@ class Thin(BaseModel):
 
     @classmethod
     def of(cls, files: Sequence[Results], beside: Thin | None = None) -> Thin:
-        """What `beside` has and `files` add. Of equal method, setting and basis the first counts.
+        """The cells of `beside` and those that `files` add.
 
-        Raises `ValueError` if two have other samples.
+        Of equal method, setting and basis the first counts. Raises `ValueError` if two have
+        different samples.
         """
         thin = (
             cls(commands=[], settings=[], samples=[], environments=[], cells=[])
@@ -128,13 +126,14 @@ class Thin(BaseModel):
         )
 
     def whole(self) -> list[AnyCell]:
-        """The cells as `tangram.lab.accuracy.score_report` reads them; one answer a sample where
-        there are no categories.
+        """The cells for `tangram.lab.accuracy.score_report`.
+
+        Without categories a sample has one answer.
         """
         return [self._whole(cell) for cell in self.cells]
 
     def _whole(self, cell: ThinCell) -> AnyCell:
-        told: dict[str, Any] = {
+        common: dict[str, Any] = {
             "method": cell.method,
             "setting": self.settings[cell.setting],
             "basis": cell.basis,
@@ -142,7 +141,7 @@ class Thin(BaseModel):
             "environment": self.environments[cell.environment],
         }
         if cell.passages:
-            return FidelityCell(passages=tuple(cell.passages), **told)
+            return FidelityCell(passages=tuple(cell.passages), **common)
         scores = cell.answers or [[score] for score in cell.scores]
         categories = self.categories.get(cell.setting) or [[None] for _ in scores]
         samples = tuple(
@@ -161,7 +160,7 @@ class Thin(BaseModel):
             footprint=cell.footprint,
             filler_tokens=cell.filler_tokens,
             samples=samples,
-            **told,
+            **common,
         )
 
     @classmethod
@@ -169,7 +168,7 @@ class Thin(BaseModel):
         return cls.model_validate_json(path.read_text(encoding="utf-8"))
 
     def save(self, path: Path) -> None:
-        """A line a cell, so that a change can be read."""
+        """One cell per line, so that changes are readable."""
         parts = [
             f'"{name}": {self._json(name)}'
             for name in ("commands", "settings", "samples", "categories", "environments")
@@ -190,7 +189,7 @@ def _answer(score: float, category: str | None) -> GradedAnswer:
 
 
 def _categories(cell: AnyCell) -> list[list[str | None]]:
-    """Those of each sample's questions; nothing where they have none."""
+    """The categories of each sample's questions; empty where they have none."""
     if not isinstance(cell, Cell):
         return []
     found = [[answer.category for answer in one.answers] for one in cell.samples]

@@ -1,8 +1,7 @@
-"""The same document and questions with the whole KV cache and with a quarter of it: `make demo`.
+"""The same document and questions with the full KV cache and with a quarter of it: `make demo`.
 
 It needs no network and no GPU: the model is the embedded one. The exit code is 0 only if every
-question was answered at both ratios, the document was reused, and the compressed cache was the
-smaller one.
+question was answered at both ratios, the document was reused, and the compressed cache was smaller.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ PARAGRAPH = "The large telescope has a name."
 
 @dataclass(frozen=True)
 class Findings:
-    """What the demo has seen: the engine and its document, all answers, and a painted paragraph."""
+    """The findings of the demo: engine and document, all answers, and a painted paragraph."""
 
     talk: DemoConversation
     pairs: list[Pair]
@@ -37,7 +36,7 @@ class Findings:
 
     @property
     def problems(self) -> list[str]:
-        """What did not go as promised, in words; empty when all is well."""
+        """The broken promises, in words; empty when all is well."""
         found = []
         for number, pair in enumerate(self.pairs, 1):
             whole, small = (answer.usage for answer in pair)
@@ -103,7 +102,7 @@ def run(console: Console, model: str = MODEL) -> Findings:
 
 
 def converse(talk: DemoConversation, console: Console) -> list[Pair]:
-    """Ask everything at both ratios; each pair of answers is shown when it is there."""
+    """Ask everything at both ratios, and show each pair of answers."""
     tokens, speed = len(talk.prompt(QUESTIONS[0])), talk.tokens_per_s()
     console.print(
         f"The document has {tokens:,} tokens. This machine computes {speed:.0f} a second, so "
@@ -119,7 +118,7 @@ def converse(talk: DemoConversation, console: Console) -> list[Pair]:
 
 
 def _read(talk: DemoConversation, tokens: int) -> Pair:
-    """The first question, which brings the document, under a progress bar if anybody looks."""
+    """The first question, which computes the document, with a progress bar in a terminal."""
     console = Console(stderr=True)
     sealed = tokens - tokens % talk.engine.layout.chunk_tokens
     with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:

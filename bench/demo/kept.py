@@ -1,4 +1,4 @@
-"""Which tokens each KV head kept, as the engine's kernels were told while they stored them."""
+"""The tokens that each KV head kept, recorded when the engine's kernels stored them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from tangram.types import Int32
 
 
 class KeptEntries:
-    """Looks on while an engine seals chunks; give `kernels` to `engine_of`.
+    """Records sealed chunks; give `kernels` to `engine_of`.
 
-    `places[layer, start]` are the positions in the sequence, int64 [kept] for each head, of the
-    chunk that was sealed last at position `start`.
+    `places[layer, start]` are positions in the sequence, int64 [kept] for each head, of the chunk
+    that was last sealed at position `start`.
     """
 
     def __init__(self) -> None:
         self.places: dict[tuple[int, int], list[Tensor]] = {}
 
     def kernels(self, pool: Tensor, group_size: int) -> PoolKernels:
-        """The kernels that serve a CPU, watched. What they compute does not change."""
+        """The CPU kernels with a recorder. Their results do not change."""
         return _WatchedKernels(pool, self)
 
     def shares(self, begin: int, end: int) -> list[float]:
@@ -54,7 +54,7 @@ class _WatchedKernels(TorchKernels):
 
 @dataclass(frozen=True, eq=False)
 class _NotedRanking(Ranking):
-    """`asked`, which tells `note` what it has answered."""
+    """A ranking that also passes its results to `note`."""
 
     asked: Ranking
     note: Callable[[int, list[Tensor]], None]

@@ -1,4 +1,4 @@
-"""A paragraph of the document, each word by the share of its KV entries that is still held."""
+"""A paragraph of the document, each word styled by the share of its KV entries that is kept."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.text import Text
 
 from bench.demo.kept import KeptEntries
 
-# From this share on a word has this style.
+# The smallest share of each style.
 STEPS = (
     (0.00, "bright_black"),
     (0.15, "#ffffff on #40351a"),
@@ -26,7 +26,7 @@ MARKED = STEPS[-1][0]
 
 @dataclass(frozen=True)
 class Word:
-    """A word of a prompt, its tokens [begin, end), and the share of their entries that is held."""
+    """A word of a prompt, its tokens [begin, end), and the kept share of their entries."""
 
     text: str
     begin: int

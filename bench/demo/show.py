@@ -1,4 +1,4 @@
-"""What the demo prints: answers side by side, figures, bars, painted words, what to try next."""
+"""The output of the demo: answers side by side, figures, bars, painted words, next commands."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def heading(title: str) -> Rule:
 def explanation(
     talk: DemoConversation, pairs: Sequence[Pair], words: Sequence[Word], colored: bool
 ) -> Group:
-    """All that follows on the answers."""
+    """All parts after the answers."""
     geometry, tokens = talk.engine.geometry, pairs[0][0].held_tokens
     heads = len(geometry.full_layers) * geometry.kv_heads
     parts = {
@@ -44,7 +44,7 @@ def explanation(
 
 
 def columns() -> Padding:
-    """What stands above the answers."""
+    """The part above the answers."""
     return _side_by_side(
         Text("question", "bold"),
         Text(f"ρ {FULL}: all KV entries", "bold"),
@@ -53,7 +53,7 @@ def columns() -> Padding:
 
 
 def answers(pair: Pair) -> Padding:
-    """One question, what a right answer says, and both answers."""
+    """One question, its right answer, and both answers."""
     question = pair[0].question
     asked = Group(question.text, Text(f"expected: {question.expected}", "dim"))
     return _side_by_side(asked, *map(_show_answer, pair))
@@ -86,7 +86,7 @@ def figures(talk: DemoConversation, pairs: Sequence[Pair]) -> Table:
 
 
 def _quality(pairs: Sequence[Pair]) -> list[tuple[str, ...]]:
-    """Rows of grades and times. The first question brings the document, the others find it."""
+    """Rows of grades and times. The first question computes the document, the others reuse it."""
     sides = list(zip(*pairs, strict=True))
     reused = min(answer.usage.cached_tokens for pair in pairs[1:] for answer in pair)
     later = [median(answer.first_token_s for answer in side[1:]) for side in sides]
@@ -105,7 +105,7 @@ def _tokens_per_s(answers: Sequence[DemoAnswer]) -> float:
 
 
 def _memory(talk: DemoConversation, pair: Pair) -> list[tuple[str, ...]]:
-    """Rows of what the first conversation held, in all and by its parts."""
+    """Rows of the memory of the first conversation, in all and by its parts."""
     page_bytes, chunk_tokens = talk.engine.stats().page_bytes, talk.engine.layout.chunk_tokens
     sealed, raw = divmod(pair[0].held_tokens, chunk_tokens)
     full = [talk.layout(rho).count_held_pages(sealed, 0) * page_bytes for rho in (FULL, SMALL)]
@@ -127,7 +127,7 @@ def _share(held: Sequence[int]) -> str:
 
 
 def conversations(talk: DemoConversation, tokens: int) -> dict[float, int]:
-    """How many conversations of `tokens` tokens, sharing nothing, the pool can run, by ρ."""
+    """How many conversations of `tokens` tokens without shared prefixes the pool can run, by ρ."""
     pages = talk.engine.stats().pages_total
     return {rho: pages // talk.layout(rho).most_pages(tokens) for rho in (FULL, SMALL)}
 
@@ -141,20 +141,20 @@ def bars(talk: DemoConversation, tokens: int) -> Group:
     table.add_column(justify="right", no_wrap=True)
     for (rho, count), color in zip(fit.items(), ("bright_black", "green"), strict=True):
         table.add_row(f"ρ {rho}", Bar(max(fit.values()), 0, count, color=color), f"{count}")
-    said = (
-        f"Conversations of {tokens:,} tokens, sharing nothing, in {pool_gib:.1f} GiB: so much "
-        "Tangram takes for the KV cache here unless --kv-cache-gib says otherwise."
+    text = (
+        f"Conversations of {tokens:,} tokens without a common prefix that fit into {pool_gib:.1f} "
+        "GiB. This is the default size of the KV cache here (--kv-cache-gib)."
     )
-    return Group(said, "", table)
+    return Group(text, "", table)
 
 
 def show_kept_words(words: Sequence[Word], heads: int, *, colored: bool) -> Group:
     """The painted paragraph and its legend."""
-    said = (
+    text = (
         f"A paragraph of the document at ρ {SMALL}. Each of the {heads} KV heads chooses its own "
         "tokens; a word is painted by the share of its entries that are still in the cache."
     )
-    return Group(said, "", paint(words, colored=colored), "", _legend(colored))
+    return Group(text, "", paint(words, colored=colored), "", _legend(colored))
 
 
 def _legend(colored: bool) -> Text:
@@ -167,7 +167,7 @@ def _legend(colored: bool) -> Text:
 
 
 def next_commands() -> list[tuple[str, str]]:
-    """What to type next, and what it does."""
+    """The next commands to type, and what each does."""
     tangram = program()
     return [
         (f"{tangram} chat {MODEL} --kv-retention {SMALL}", "talk to it in this terminal"),
@@ -177,7 +177,7 @@ def next_commands() -> list[tuple[str, str]]:
 
 
 def program() -> str:
-    """The `tangram` command that belongs to this Python, as it is typed here."""
+    """The `tangram` command of this Python, as it is typed here."""
     own, found = Path(sys.executable).with_name("tangram"), shutil.which("tangram")
     if not own.exists():
         return "python -m tangram"
@@ -197,5 +197,5 @@ def farewell() -> Group:
 
 
 def takes_colors(console: Console) -> bool:
-    """Whether colours reach whoever reads `console`."""
+    """Whether the output of `console` has colours."""
     return console.color_system is not None and not console.no_color

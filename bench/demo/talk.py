@@ -19,17 +19,17 @@ from tangram.types import Event, FinishReason, Request, SamplingParams, Usage
 MODEL = "smollm2"
 FULL, SMALL = 1.0, 0.25
 DOCUMENT = Path(__file__).parents[1] / "demo_document.md"
-# A model of 135 M parameters answers well in one sentence and loses itself in the second.
+# A model of 135 M parameters answers well in one sentence and badly in the second.
 ANSWER = SamplingParams(temperature=0.0, max_tokens=32, stop=(". ", "\n"))
 ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1)
 
-# Called after each step of the engine with the tokens of the chunks that were sealed in it.
+# Called after each step of the engine with the number of tokens sealed in it.
 Advance = Callable[[int], object]
 
 
 @dataclass(frozen=True)
 class DemoQuestion:
-    """What is asked; an answer that has the words `expected` is right."""
+    """A question; an answer that has the words `expected` is right."""
 
     text: str
     expected: str
@@ -48,7 +48,7 @@ QUESTIONS = (
 
 @dataclass(frozen=True)
 class DemoAnswer:
-    """An answer at ρ `kv_retention`, and what the engine said about it."""
+    """An answer at ρ `kv_retention`, and the engine's figures about it."""
 
     question: DemoQuestion
     kv_retention: float
@@ -59,12 +59,12 @@ class DemoAnswer:
 
     @property
     def right(self) -> bool:
-        """Whether it has the words that were expected."""
+        """Whether it has the expected words."""
         return self.question.expected.casefold() in self.text.casefold()
 
     @property
     def held_tokens(self) -> int:
-        """The tokens that the cache stood for at the end: the last one generated is not in it."""
+        """The tokens that the cache represented at the end, without the last one generated."""
         return self.usage.prompt_tokens + self.usage.completion_tokens - 1
 
 
@@ -76,9 +76,9 @@ def _nobody(tokens: int) -> None:
 
 
 class DemoConversation:
-    """One engine that serves both ratios with one set of weights, and the document asked about.
+    """One engine that serves both ratios with one set of weights, and the document.
 
-    Raises the errors of `tangram.errors` where the engine cannot be had.
+    Raises the errors of `tangram.errors` if the engine cannot be built.
     """
 
     def __init__(self, model: str = MODEL) -> None:
@@ -101,7 +101,7 @@ class DemoConversation:
         return self.engine.codec.chat_prompt([{"role": "user", "content": content}])
 
     def layout(self, kv_retention: float) -> Layout:
-        """Where the entries lie at one of the two ratios."""
+        """The layout of entries at one of the two ratios."""
         served, config = self.engine.layout, self.engine.config
         if kv_retention == config.kv_retention:
             return served
@@ -118,7 +118,7 @@ class DemoConversation:
         return [self.engine.codec.verbatim([token], "prompt") for token in self.prompt(question)]
 
     def tokens_per_s(self) -> float:
-        """How fast prompts are computed here, by a chunk of the document that nobody reuses."""
+        """The speed of prefill here, measured on a chunk of the document that is not reused."""
         prompt = self.prompt(QUESTIONS[0])[: self.engine.layout.chunk_tokens]
         for salt in ("warm-up", "trial"):
             events = self._run(prompt, ONE_TOKEN, SMALL, salt=salt)
@@ -128,7 +128,7 @@ class DemoConversation:
     def ask(
         self, question: DemoQuestion, kv_retention: float, advance: Advance = _nobody
     ) -> DemoAnswer:
-        """Ask `question` about the document; what is cached of the prompt is not computed."""
+        """Ask `question` about the document; the cached part of the prompt is not computed."""
         timed = self._run(self.prompt(question), ANSWER, kv_retention, advance=advance)
         (first_s, _), (last_s, last) = timed[0], timed[-1]
         text = "".join(event.text for _, event in timed).strip().removesuffix(".") + "."

@@ -1,11 +1,8 @@
-"""What the kernels lose without one of their parts: merging, tile classes, overlap, and the shape
-of pages.
+"""The cost of leaving out one part of the kernels: merging, tile classes, overlap, shape of pages.
 
-    python -m bench.kernels.ablations [--heads 32/8] [--dry-run]
-
-Trees of PAT and rows that share nothing, `packing:measured` throughout. Other ablations are columns
-of other families: packing rules in `pat`, split maps and re-planning in `ragged`, buckets in
-`persistent`, page groups in `fragmentation`.
+Cases are trees of PAT and rows that share nothing, with `packing:measured`. Other ablations are
+columns of other families: packing rules in `pat`, split maps and re-planning in `ragged`, buckets
+in `persistent`, page groups in `fragmentation`.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ VARIANTS = (WHOLE, *(f"{WHOLE}+{flag}" for flag in ("apart", "atomic", "onetile"
 TREES = ("1,16,32,64,128,1024_256,128,64,32,32,32", "1,256_256,32", "1,2,64_1024,256,256")
 ROWS = "8 × 8K"
 PAGE_TOKENS, HEADS_PER_PAGE = (16, 32, 64), (1, 2, 4, 8)
-PAGE = 32  # the page of the whole
+PAGE = 32  # the page of the full configuration
 
 
 def _makers() -> dict[str, Callable[[BatchGeometry, bool], Case]]:
@@ -56,7 +53,7 @@ def _entry(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the family; a page size leaves out trees whose nodes it does not divide."""
+    """Run the family; a page size leaves out trees whose nodes are not whole pages of it."""
     options_of = parser(__doc__, VARIANTS, (), page_tokens=PAGE)
     options_of.add_argument("--heads", default="32/8", help="query/KV heads")
     options = options_of.parse_args(arguments)

@@ -1,10 +1,8 @@
-"""Every family in one go, within a budget: what a rented machine is asked to run.
+"""Runs every family within a time budget, for a rented machine.
 
-    python -m bench.kernels.all --quick --budget-s 480 --out DIR [--families dense,pat]
-
-The families share the budget in the order given: each gets its part of what is left, so that a slow
-one cannot starve those after it. Each writes its results after every case. Options that are not
-known here go to every family.
+The families share the budget in the order given: each gets its part of the rest, so that a slow one
+leaves time for the others. Each writes its results after every case. Unknown options go to every
+family.
 """
 
 from __future__ import annotations
@@ -30,8 +28,9 @@ FAMILIES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the families; one that fails is reported and the next one runs. Exits with 1 if any
-    failed.
+    """Run the families; one that fails is reported and the next one runs.
+
+    Exits with 1 if any failed.
     """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

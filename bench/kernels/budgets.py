@@ -1,6 +1,4 @@
-"""Ragged caches as a profile leaves them: heads of many lengths, in pages that mix heads of any
-layer.
-"""
+"""Ragged caches of profiles: heads of many lengths, in pages that mix heads of any layer."""
 
 from __future__ import annotations
 
@@ -25,16 +23,15 @@ SHIPPED = (
     "qwen3-4b-instruct-2507.keydiff.layer.c2048.r0.25",
     "qwen3-4b-instruct-2507.expected_attention.model.c2048.r0.25",
 )
-PLAN_AGE = 256  # tokens that every row has decoded since it was planned for
+PLAN_AGE = 256  # tokens that every row has decoded since it was planned
 
 
 def load(
     name: str, published: Path | None, *, page_tokens: int | None, heads_per_page: int | None
 ) -> Profile:
-    """A profile by its file's stem, MODEL.SCORER.SCOPE.cC.rRHO: a shipped file, or made from
-    published budgets.
+    """A profile by its stem, MODEL.SCORER.SCOPE.cC.rRHO: shipped, or of published budgets.
 
-    Page shape None leaves the profile's own. Raises `ProfileError`, or `ConfigError` if ρ cannot be
+    Page shape None is the profile's own. Raises `ProfileError`, or `ConfigError` if ρ cannot be
     met.
     """
     profile = (
@@ -66,9 +63,7 @@ def _import_profile(name: str, published: Path) -> Profile:
 
 
 def choose_layers(profile: Profile, count: int) -> list[int]:
-    """`count` of the profile's layers, spread evenly: enough for a time per layer, at a part of the
-    memory.
-    """
+    """`count` of the profile's layers, spread evenly: enough for a mean time, with less memory."""
     index = (
         np.linspace(0, len(profile.layers) - 1, min(count, len(profile.layers))).round().astype(int)
     )
@@ -76,8 +71,9 @@ def choose_layers(profile: Profile, count: int) -> list[int]:
 
 
 def _states(profile: Profile, context_tokens: int, batch: int) -> tuple[Int64, Int64]:
-    """Sealed chunks and raw tokens of each row at about `context_tokens`; raw tails are spread
-    evenly over a chunk.
+    """Sealed chunks and raw tokens of each row at about `context_tokens`.
+
+    Raw tails are spread evenly over a chunk.
     """
     chunk = profile.chunk_tokens
     raw = (2 * np.arange(batch) + 1) * chunk // (2 * batch)
@@ -87,8 +83,9 @@ def _states(profile: Profile, context_tokens: int, batch: int) -> tuple[Int64, I
 def make_ragged_case(
     profile: Profile, context_tokens: int, batch: int, layers: Sequence[int], seed: int, name: str
 ) -> Case:
-    """The given layers of a batch; only groups with a head in them get pages, those heads' other
-    columns are unread.
+    """The given layers of a batch. Only groups with a head in them get pages.
+
+    The columns of other heads in these pages are not read.
     """
     wanted = {layer: index for index, layer in enumerate(layers)}
     groups = [
@@ -123,9 +120,7 @@ def make_ragged_case(
 
 
 def even_case(ragged: Case, seed: int, name: str) -> Case:
-    """The same entries in all, dealt out evenly over each row's heads and layers: what a perfect
-    balance would read.
-    """
+    """As many entries, spread evenly over each row's heads and layers: a perfect balance."""
     geometry, (batch, layers, heads) = ragged.geometry, ragged.shape
     runs = heads // geometry.heads_per_page
     mean = np.rint(ragged.cell_lengths.mean(axis=(1, 2))).astype(np.int64)
@@ -157,9 +152,7 @@ def _geometry(profile: Profile) -> BatchGeometry:
 
 
 def _tables(lengths: Int64, page_tokens: int, seed: int) -> tuple[np.ndarray, int, Int64]:
-    """Page ids for tables of the given lengths (any shape, in order), the pool's size, and each
-    table's offset.
-    """
+    """Page ids for tables of these lengths (any shape), the pool's size, each table's offset."""
     pages = -(-lengths.ravel() // page_tokens)
     ids, total = scatter_pages(int(pages.sum()), seed)
     return ids, total, (np.cumsum(pages) - pages).reshape(lengths.shape)

@@ -1,6 +1,4 @@
-"""Decode without sharing at known lengths: the floor that every other family builds on.
-
-    python -m bench.kernels.dense [--planners ...] [--peers ...] [--quick]
+"""Decode without sharing at known lengths: the baseline of all other families.
 
 Batch × context, 32/8 heads, D 128, pages of 16 tokens.
 """
@@ -32,7 +30,7 @@ TINY_DIVISOR = 256
 
 
 def make(name: str, lengths: Sequence[int], geometry: BatchGeometry, seed: int, tiny: bool) -> Case:
-    """The case of such lengths; tiny: a 256th of them and a few entries, at most 8 rows."""
+    """The case of these lengths; tiny: a 256th of them and a few entries, at most 8 rows."""
     if tiny:
         lengths = [length // TINY_DIVISOR + 5 * row + 1 for row, length in enumerate(lengths[:8])]
     return own_case(name, np.asarray(lengths).tolist(), geometry, seed)

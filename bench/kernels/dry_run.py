@@ -1,8 +1,8 @@
-"""Tiny versions of a family's cases on the CPU: what can be known without a device.
+"""Tiny versions of a family's cases on the CPU, without a GPU.
 
-Each planner's plan passes `check`, also after rows have grown; the torch reference executes it; and
-where Triton's interpreter is on (TRITON_INTERPRET=1) so do the kernels. All must give the answer
-that plain attention gives.
+Each planner's plan passes `check`, also after rows have grown. The torch reference executes it, as
+do the kernels if Triton's interpreter is on (TRITON_INTERPRET=1). All must give the answer of plain
+attention.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ MULTIPROCESSORS = 3
 
 
 def dry_run(name: str, options: argparse.Namespace, entries: Iterable[Entry]) -> None:
-    """Check every case with every planner asked for. Raises `WrongAnswer` or `IntegrityError` at
-    the first fault.
+    """Check every case with every requested planner.
+
+    Raises `WrongAnswer` or `IntegrityError` at the first fault.
     """
     cost = CostModel.load(options.cost) if options.cost else CostModel()
     interpreter = os.environ.get("TRITON_INTERPRET") == "1"

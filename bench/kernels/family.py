@@ -1,8 +1,7 @@
-"""What the benchmark families share: options, the loop over cases and contenders, and a time
-budget.
+"""The common part of the benchmark families: options, the loop over cases, and a time budget.
 
-Every case is built, checked and timed by itself; results are written after each, so that a run that
-is cut short keeps what it has.
+Every case is built, checked and timed by itself. Results are written after each, so that an
+interrupted run keeps them.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ NO_DEVICE = (
 
 @dataclass(frozen=True)
 class Entry:
-    """One case of a family: `make(tiny)` builds it, small enough for the CPU where `tiny`.
+    """One case of a family: `make(tiny)` builds it, small enough for the CPU if `tiny`.
 
     Geometric means are taken over the entries of a `group`. `only` replaces all contenders by these
-    variants of ours.
+    variants of Tangram.
     """
 
     name: str
@@ -49,7 +48,7 @@ class Entry:
 
 @dataclass
 class Run:
-    """One family's run: its options and, once started, what it has measured."""
+    """One family's run: its options and, once started, its measurements."""
 
     name: str
     options: argparse.Namespace
@@ -66,7 +65,7 @@ class Run:
 def parser(
     doc: str | None, planners: Sequence[str], peers: Sequence[str], *, page_tokens: int
 ) -> argparse.ArgumentParser:
-    """The options every family has."""
+    """The options of every family."""
     made = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -87,7 +86,7 @@ def parser(
         "--memory-gib", type=float, default=48.0, help="leave out cases whose pool is larger"
     )
     made.add_argument(
-        "--budget-s", type=float, default=480.0, help="start no case after so many seconds"
+        "--budget-s", type=float, default=480.0, help="start no case after this many seconds"
     )
     made.add_argument("--quick", action="store_true", help="a few cases of the family")
     made.add_argument(
@@ -131,7 +130,7 @@ def execute(
 
 
 def _measure_entry(run: Run, entry: Entry, device: torch.device, dtype: torch.dtype) -> None:
-    """Append the entry's row, or say why there is none."""
+    """Append the entry's row, or the reason why there is none."""
     from bench.kernels import kernel_report
     from tangram.lab.kernel_benchmarks.timing import ColdCache
     from tangram.lab.kernel_benchmarks.workloads import Workload, compute_expected
@@ -181,7 +180,7 @@ def _time(run: Run, build: Callable[[], Any], answer: Any, cold: Any) -> dict[st
 
 
 def _contenders(run: Run, entry: Entry, workload: Any) -> list[tuple[str, Callable[[], Any]]]:
-    """Ours by variant, then the peers asked for, each built when its turn comes."""
+    """Tangram by variant, then the requested peers, each built when its turn comes."""
     from bench.kernels.peers import peer
     from tangram.lab.kernel_benchmarks.contenders import Ours
     from tangram.lab.kernel_benchmarks.flashinfer import WORKSPACE_BYTES

@@ -1,13 +1,9 @@
-"""How much memory ragged pages give back, by heads per page and by how heads are grouped (Tangram,
-ragged paging).
+"""The memory that ragged pages free, by heads per page and grouping (Tangram, ragged paging).
 
-    python -m bench.kernels.fragmentation [--retention 0.3] [--profiles NAME ...] \
-        [--budgets FILE.npz]
-
-A group is as deep as its deepest head, so it wastes what its shallower heads do not use. Grouped:
-by budget across the model or within each layer, adjacent heads of a layer, or all heads of a layer
-in one page (monolithic). Pages of 16 tokens, chunks of the profile's size, before ρ is enforced:
-each head asks for its own budget, rounded up to pages. No device is needed.
+A group is as deep as its deepest head, so its shallower heads waste the rest. Groups are of heads
+with similar budgets across the model or within each layer, of adjacent heads of a layer, or of all
+heads of a layer (monolithic). Pages have 16 tokens, chunks the profile's size. Budgets are those
+before ρ is enforced: each head has its own, rounded up to pages.
 """
 
 from __future__ import annotations
@@ -49,7 +45,7 @@ def scale_budgets(mean: Float64, retention: float) -> Float64:
 def count_reclaimed(
     budgets: Float64, grouping: str, heads_per_page: int, chunk_tokens: int, page_tokens: int
 ) -> float:
-    """The share of an uncompressed chunk's entries that need no page; at most 1 - mean budget."""
+    """The share of an uncompressed chunk's entries without a page; at most 1 - mean budget."""
     layers = range(len(budgets))
     per_page = budgets.shape[1] if grouping == "monolithic" else heads_per_page
     across = "model" if grouping == "across layers" else "layer"

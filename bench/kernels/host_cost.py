@@ -1,13 +1,11 @@
-"""Host cost of planning when the decode membership changes, and of a step's attention with and
-without.
-
-    python -m bench.kernels.host_cost [--rows 64] [--tokens 65536] [--layers 36] [--heads 8] \
-        [--repeats 50]
+"""Host cost of planning when decoding rows change, and of a step's attention with and without.
 
 Heads keep uneven shares of the context (0.1 to 1.0 of it). Prefixes, for the packing planner, are
 of half the context, shared by all rows or by eight groups of rows. Each plan is checked entry by
-entry before it is timed. The process frees one 30 MB array first, as an engine has; with --fresh it
-does not, every plan then faults in its memory anew, and the figures are printed only.
+entry before it is timed.
+
+The process frees one 30 MB array first, as an engine has done. With --fresh it does not. Then every
+plan takes new memory from the system, and the figures are printed only.
 """
 
 from __future__ import annotations
@@ -51,9 +49,7 @@ PAGE, CHUNK, WORKERS, GROUP = 32, 2048, 264, 4
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """R rows of `chunks` sealed chunks and 100 raw tokens; per (row, chunk) the number of the span
-    that it holds.
-    """
+    """R rows of `chunks` sealed chunks and 100 raw tokens; the span of each (row, chunk)."""
 
     rows: DecodeRows
     lengths: Int32
@@ -108,8 +104,9 @@ class Batch:
 
 
 def measure_ms(call: Callable[[], object], repeats: int) -> list[float]:
-    """Wall time of each call, sorted; five more go before, and the collector of the last result is
-    inside.
+    """Wall time of each call, sorted, after five warm-up calls.
+
+    It includes freeing the previous result.
     """
     times = []
     for _ in range(repeats + 5):
@@ -179,11 +176,10 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def step_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """All that the host does for a decode step's attention, in an engine's own books: the same
-    batch, and a new one.
+    """The host's work for a decode step's attention, in an engine: the same batch, and a new one.
 
-    The new one is planned, packed for the kernels and uploaded; here an upload is a copy in host
-    memory.
+    The new one is planned, packed for the kernels and uploaded. An upload is a copy in host memory
+    here.
     """
     from tangram.kernels.triton_kernels import TritonKernels
 
@@ -193,30 +189,30 @@ def step_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
         page_tokens=PAGE,
         heads_per_page=None,
     )
-    books = CacheUnderTest(profile, options.rows, options.tokens)
-    books.fill(options.tokens)
-    cache = books.cache
+    subject = CacheUnderTest(profile, options.rows, options.tokens)
+    subject.fill(options.tokens)
+    cache = subject.cache
     pool = torch.empty(
         1, profile.heads_per_page, 2, PAGE, profile.model.head_dim, dtype=torch.float16
     )
     tables = DeviceTables(cache, pool.device)
     kernels = TritonKernels(pool, profile.model.query_heads // profile.model.kv_heads)
     batcher = Batcher(
-        [books.retention], None, kernels, cache, tables, None, Meters(Stopwatch(pool.device))
+        [subject.retention], None, kernels, cache, tables, None, Meters(Stopwatch(pool.device))
     )
     token = np.zeros(1, np.int64)
     rows = tuple(
         Row(
             str(seq.slot),
             seq.slot,
-            books.retention,
+            subject.retention,
             RowKind.DECODE,
             options.tokens,
             token,
             token[:0],
             True,
         )
-        for seq in books.sequences
+        for seq in subject.sequences
     )
     epochs = count()
     lines = []
@@ -250,8 +246,8 @@ def main() -> None:
     options = parser.parse_args()
     where = {**environment(), "numpy": version("numpy")}
     if not options.fresh:
-        # Once a process has freed a larger array, glibc keeps freed memory instead of faulting it
-        # in at every plan.
+        # Once a process has freed a larger array, glibc keeps freed memory, and plans take none
+        # anew.
         np.ones(30 << 20, np.uint8).sum()
     lines = step_rows(options) + measure(options)
     table = Table(

@@ -1,6 +1,4 @@
-"""What a run leaves behind: a line per case while it runs, a result file, and one short table at
-the end.
-"""
+"""The output of a run: a line per case, a result file, and a short table at the end."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ WIDTH = 170
 
 
 def case_row(entry: Entry, case: Case, ceilings: dict[str, float]) -> dict[str, Any]:
-    """What is known of a case before anything runs; times in microseconds."""
+    """The facts of a case before it runs; times in microseconds."""
     unique = case.unique_bytes
     byte_floor = unique / ceilings["copy_bytes_per_us"]
     arithmetic_floor = case.operations / ceilings["operations_per_us"]
@@ -43,7 +41,7 @@ def case_row(entry: Entry, case: Case, ceilings: dict[str, float]) -> dict[str, 
 
 
 def progress(row: dict[str, Any]) -> None:
-    """One line on standard error, so that a run that is cut short has shown something."""
+    """One line on standard error, so that an interrupted run has shown something."""
     times = ", ".join(f"{c['name']} {c['median_us']:.1f}" for c in row["contenders"])
     failed = "".join(f"; {name}: {why}" for name, why in _failures(row))
     print(f"{row['case']} ({row['seconds']:.1f} s): {times}{failed}", file=sys.stderr, flush=True)
@@ -81,7 +79,7 @@ def write(run: Run) -> None:
 
 
 def _arguments(options: dict[str, Any]) -> str:
-    """Options as they are typed, but for the time that was allowed."""
+    """The options as typed, without the time budget."""
     given = {name: value for name, value in options.items() if name != "budget_s" and value}
     return "".join(
         f" --{name.replace('_', '-')} {_check_type(name, value)}".rstrip()
@@ -97,9 +95,7 @@ def _check_type(name: str, value: Any) -> str:
 
 
 def show(run: Run) -> None:
-    """The table: microseconds of every contender and the floor; the first variant against it and
-    FlashInfer.
-    """
+    """The table: microseconds of contenders and the floor; the first variant against FlashInfer."""
     ours, peers = names(run.rows, ours=True), names(run.rows, ours=False)
     console = Console(width=WIDTH)
     table = Table(
@@ -117,7 +113,7 @@ def show(run: Run) -> None:
 
 
 def show_means(console: Console, run: Run) -> None:
-    """One line a group and variant: how many times faster than each peer, by geometric mean."""
+    """One line a group and variant: the speed-up over each peer, by geometric mean."""
     for group, rows in by_group(run.rows).items():
         for variant, against in means(rows).items():
             listed = ", ".join(
@@ -133,7 +129,7 @@ def show_means(console: Console, run: Run) -> None:
 
 
 def show_failures(console: Console, run: Run) -> None:
-    """What was left out, and who gave no time."""
+    """The cases that were left out, and the contenders without a time."""
     lines = [f"left out: {name}" for name in run.left_out]
     lines += [
         f"FAILED {row['case']}, {name}: {why}" for row in run.rows for name, why in _failures(row)

@@ -1,7 +1,6 @@
-"""Other libraries as contenders: FlashInfer's decode, BatchAttention and cascade, and torch's SDPA
-as control.
+"""Other libraries as contenders: FlashInfer's decode, BatchAttention and cascade, and torch's SDPA.
 
-Index arrays are made before the clock runs: FlashInfer's `plan()` times its own planning alone.
+Index arrays are made before the measurement: FlashInfer's `plan()` is timed alone.
 """
 
 from __future__ import annotations
@@ -21,8 +20,9 @@ PEERS = ("decode", "decode-static", "batch", "cascade", "cascade-fa3", "sdpa")
 
 
 class FlashInferBatch:
-    """BatchAttention: one persistent kernel, its own split and merge. One object a layer; each owns
-    384 MiB.
+    """BatchAttention: one persistent kernel with its own split and merge.
+
+    One object a layer; each owns 384 MiB.
     """
 
     each_step = True
@@ -84,11 +84,10 @@ class FlashInferBatch:
 
 
 class FlashInferCascade:
-    """What MultiLevelCascadeAttentionWrapper runs: paged prefill per level of the tree, and
-    in-place merges.
+    """The work of MultiLevelCascadeAttentionWrapper: paged prefill per level, and in-place merges.
 
-    Put together from the same parts so that outputs are given, which spares it a memset a level.
-    `backend` "auto", the wrapper's own choice, is "fa3" on Hopper.
+    It is built from the same parts with given outputs, which saves a memset a level. `backend`
+    "auto", the wrapper's own choice, is "fa3" on Hopper.
     """
 
     each_step = True
@@ -160,9 +159,7 @@ class FlashInferCascade:
 
 
 def _levels(workload: Workload) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Per level of the tree: qo_indptr, kv_indptr, kv_indices, last_page_len of its nodes, all on
-    the host.
-    """
+    """Per level: qo_indptr, kv_indptr, kv_indices and last_page_len of its nodes, on the host."""
     case, tree = workload.case, workload.case.tree
     if tree is None:
         return []

@@ -1,10 +1,6 @@
 """Decode over uneven lengths: PersistentKV's trace families on held-out seeds.
 
-    python -m bench.kernels.persistent [--seeds 0,1,2,3,4] [--heads 32/8] [--planners ...] \
-        [--peers ...] [--quick]
-
-Device time, and wall time of a step with host planning for whoever plans at every step. See
-tangram/tune/traces.py.
+Device time, and wall time of a step with host planning for contenders that plan at every step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Pictures of the results: bars of how many times faster than FlashInfer, per case, as PNG.
-
-python -m bench.kernels.plots [--results bench/results] [--pictures docs/pictures]
-"""
+"""Plots of the results: speed-ups over FlashInfer per case, as bars in PNG files."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ COLOURS = ("#2b6cb0", "#dd8d29", "#4a9c6d", "#a1a1a1", "#8e5ea2")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Draw what there are results of; says which files it wrote."""
+    """Plot the results that exist; prints the files."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -43,9 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def draw(result: dict[str, Any], family: str, target: Path) -> None:
-    """One picture of one family: a panel per group for PAT, one bar per trace family with its
-    spread, else per case.
-    """
+    """One plot of a family: a panel per group (PAT), a bar per trace family, or one per case."""
     rows = [row for row in result["rows"] if names([row], ours=True)]
     if family == "persistent":
         figure = _persistent(rows)

@@ -1,12 +1,8 @@
-"""Decode over ragged caches: the budgets of real profiles (Tangram), layer after layer in one
-graph.
+"""Decode over ragged caches: budgets of real profiles (Tangram), all layers in one graph.
 
-    python -m bench.kernels.ragged [--profiles NAME ...] [--contexts 8192,32768] [--batches 1,4] \
-        [--layers 8] [--quick]
-
-Each case has a twin of the same entries dealt out evenly: what a perfect balance would take.
-`--budgets FILE.npz` makes the profiles from published budgets instead of shipped files. Times are
-of all chosen layers together.
+Each case has a twin with the same entries spread evenly: the time of a perfect balance. `--budgets
+FILE.npz` makes the profiles from published budgets instead of shipped files. Times are of all
+chosen layers together.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""torch's attention over keys and values that lie in one piece: the control without pages."""
+"""torch's attention over contiguous keys and values: the control without pages."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ SDPA_LIMIT_BYTES = 12 << 30
 
 
 class TorchAttention:
-    """SDPA over keys and values already gathered into contiguous, padded tensors: the control
-    without pages.
+    """SDPA over keys and values that are gathered into contiguous, padded tensors before.
 
     The G query heads of a KV head are queries of one sequence, so that nothing is repeated.
-    Gathering is not timed.
     """
 
     each_step = False

@@ -1,13 +1,9 @@
-"""What sealing costs beside the prefill of the same chunk, in one layer of a model's geometry, on
-the GPU.
+"""The cost of sealing beside the prefill of the same chunk, in one layer, on the GPU.
 
-    python -m bench.kernels.sealing [--chunk-tokens 2048] [--past-tokens 0,8192,32768] \
-        [--retention 0.25]
-
-One layer of Llama-3.1-8B: attention of the chunk over its past (our kernel), the layer's matrix
-products (cuBLAS), and sealing: KeyDiff's scores in two launches, then selection, gathering and
-packing in one kernel. Sealing is right when the pool holds exactly what the torch specification
-keeps, and the scores are the scorer's, which is checked before the clock starts.
+The layer is of Llama-3.1-8B: attention of the chunk over its past (Tangram's kernel), the layer's
+matrix products (cuBLAS), and sealing. Sealing is KeyDiff's scores in two launches, then selection,
+gathering and packing in one kernel. It is checked before it is timed: the pool must hold exactly
+what the torch specification keeps, and the scores must be the scorer's.
 """
 
 from __future__ import annotations
@@ -57,7 +53,7 @@ def median_us(call: Callable[[], Any], cold: ColdCache) -> tuple[float, float, f
 
 
 class Layer:
-    """Random activations and weights of one layer, and a pool that its past lies in."""
+    """Random activations and weights of one layer, and a pool that holds its past."""
 
     def __init__(self, chunk: int, past: int, retention: float, device: torch.device) -> None:
         self.chunk, self.past = chunk, past

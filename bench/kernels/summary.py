@@ -1,4 +1,4 @@
-"""What the rows of a run say together: ratios and geometric means."""
+"""The summary of a run's rows: ratios and geometric means."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import statistics
 from typing import Any
 
 BEST = "best flashinfer"
-EVEN = " even"  # ends the name of a case's twin, whose entries are dealt out evenly
+EVEN = " even"  # ends the name of a case's twin, whose entries are spread evenly
 Row = dict[str, Any]
 
 
@@ -23,8 +23,9 @@ def device_us(row: Row) -> dict[str, float]:
 
 
 def wall_us(row: Row) -> dict[str, float]:
-    """Wall time of a decode step: with planning for whoever plans at every step. Empty if it was
-    not measured.
+    """Wall time of a decode step, with planning for contenders that plan at every step.
+
+    Empty if it was not measured.
     """
     steps = {
         c["name"]: c["wall_us"] if c["each_step"] else c["wall_kept_us"] for c in row["contenders"]
@@ -38,13 +39,13 @@ def _with_best(times: dict[str, float]) -> dict[str, float]:
 
 
 def ratios(rows: list[Row], variant: str, peer: str, *, wall: bool = False) -> list[float]:
-    """The peer's time over the variant's, for every row that has both: above 1, ours is faster."""
+    """The peer's time over the variant's, by row with both: above 1 the variant is faster."""
     times = [(wall_us if wall else device_us)(row) for row in rows]
     return [found[peer] / found[variant] for found in times if {peer, variant} <= found.keys()]
 
 
 def means(rows: list[Row], *, wall: bool = False) -> dict[str, dict[str, float]]:
-    """Per variant of ours, per peer: the geometric mean of `ratios`."""
+    """Per variant, per peer: the geometric mean of `ratios`."""
     found = {
         variant: {
             peer: ratios(rows, variant, peer, wall=wall)
@@ -76,23 +77,19 @@ def mean_us(rows: list[Row], name: str, *, wall: bool = False) -> float | None:
 
 
 def without_twins(rows: list[Row]) -> list[Row]:
-    """Rows of cases whose entries lie as the profile says."""
+    """Rows of cases whose entries lie as in the profile."""
     return [row for row in rows if not row["case"].endswith(EVEN)]
 
 
 def balance(rows: list[Row], among: list[Row]) -> list[float]:
-    """AOT's time over its time in the even twin, which is `among` others, for every row that has
-    one.
-    """
+    """AOT's time over its time in the even twin, `among` others, for every row with a twin."""
     aot = {row["case"]: device_us(row)["aot"] for row in among if "aot" in device_us(row)}
     twins = [(aot[row["case"]], aot.get(row["case"] + EVEN)) for row in rows]
     return [own / even for own, even in twins if even is not None]
 
 
 def over_chosen(cases: list[dict[str, Any]], name: str, clock: str) -> list[float]:
-    """A route's time over that of the schedule which the policy chose, for every case
-    that has it.
-    """
+    """A route's time over that of the policy's schedule, for every case that has it."""
     return [
         case[clock][name] / case[clock][case["chosen"]] for case in cases if name in case[clock]
     ]

@@ -1,11 +1,9 @@
-"""What the books cost on the host, by heads per page: pages taken, tables written, prefixes
-published (no device).
+"""The cost of page accounting on the host, by heads per page (no device).
 
-    python -m bench.kernels.tables [--profile NAME] [--rows 64] [--tokens 32768]
-
-A batch of rows as a server holds it, of one profile's heads: time to take in a sealed chunk, for a
-decode step of the whole batch within a page and into a new page, and to close a row. Fewer heads a
-page waste less memory and write more tables.
+It has page allocation, table writes and prefix publication, for a batch of rows as a server holds
+it, with one profile's heads. It is the time to seal a chunk, of a decode step of the whole batch
+within a page and into a new page, and to close a row. Fewer heads a page waste less memory and
+write more tables.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from rich.table import Table
 from bench.kernels.budgets import SHIPPED, load
 from bench.kernels.family import RESULTS
 from bench.kernels.fragmentation import HEADS_PER_PAGE
-from tangram.cache.books import check_books
+from tangram.cache.accounting import check_accounting
 from tangram.cache.keys import ChunkKeys
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
@@ -40,7 +38,7 @@ STEPS = 64
 
 
 class CacheUnderTest:
-    """`rows` sequences of `tokens` random tokens, no two alike, in a pool that holds them all."""
+    """`rows` different sequences of `tokens` random tokens, in a pool that holds them all."""
 
     def __init__(self, profile: Profile, rows: int, tokens: int) -> None:
         model, limit = profile.model, tokens + profile.chunk_tokens
@@ -73,7 +71,7 @@ class CacheUnderTest:
         return self.retention.layout
 
     def fill(self, tokens: int) -> list[float]:
-        """Take in every row's prompt; milliseconds of each sealed chunk."""
+        """Admit every row's prompt; milliseconds of each sealed chunk."""
         times = []
         for own in self.tokens:
             keys = ChunkKeys(self.retention, "")
@@ -107,21 +105,21 @@ def _ms(call: Callable[[], object]) -> float:
 
 
 def measure_row(profile: Profile, rows: int, tokens: int) -> dict[str, Any]:
-    """One line of the table; the books are checked page by page at the end."""
-    books = CacheUnderTest(profile, rows, tokens - tokens % profile.chunk_tokens)
-    seal = books.fill(tokens - tokens % profile.chunk_tokens)
-    steps = [_ms(books.decode) for _ in range(STEPS)]
+    """One line of the table; page counts are checked at the end."""
+    subject = CacheUnderTest(profile, rows, tokens - tokens % profile.chunk_tokens)
+    seal = subject.fill(tokens - tokens % profile.chunk_tokens)
+    steps = [_ms(subject.decode) for _ in range(STEPS)]
     within = [
         step
         for number, step in enumerate(steps)
         if number % PAGE_TOKENS not in (0, PAGE_TOKENS - 1)
     ]
-    check_books(books.cache)
-    close = [_ms(lambda seq=seq: books.cache.close(seq)) for seq in list(books.sequences)]
+    check_accounting(subject.cache)
+    close = [_ms(lambda seq=seq: subject.cache.close(seq)) for seq in list(subject.sequences)]
     return {
         "heads_per_page": profile.heads_per_page,
-        "groups": len(books.layout.groups),
-        "table_entries": int(books.layout.group_offset[-1]),
+        "groups": len(subject.layout.groups),
+        "table_entries": int(subject.layout.group_offset[-1]),
         "seal_ms": seal,
         "decode_within_page_ms": within,
         "decode_into_page_ms": steps[::PAGE_TOKENS],

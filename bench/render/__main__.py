@@ -17,13 +17,17 @@ from bench.render.page import DOCS, RESULTS, Page, page_names, stale, write_bloc
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Render the pages; says which blocks changed."""
+    """Render the pages; prints the blocks that changed."""
     known = page_names()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("pages", nargs="*", metavar="PAGE", help=f"all of: {', '.join(known)}")
-    parser.add_argument("--check", action="store_true", help="write nothing; 1 if a page is old")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="write nothing; exit with 1 if a page is not up to date",
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the raw figures")
     parser.add_argument("--docs", type=Path, default=DOCS, help="folder of the pages")
     options = parser.parse_args(arguments)

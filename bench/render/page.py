@@ -1,12 +1,12 @@
 """A page's template: blocks of Jinja between the same marks as on the page, and shared macros.
 
-A block stands between `<!-- NAME -->` and `<!-- end NAME -->`. What stands outside of all blocks
-of a template is shared by them. A template sees:
+A block stands between `<!-- NAME -->` and `<!-- end NAME -->`. All blocks share the text outside of
+them. A template can use:
 
-- `result(NAME)`: the figures of bench/results/NAME.json,
-- `results`: that folder,
-- the statistics of `SUBJECTS`, by subject,
-- the filters of bench/render/template_filters.py.
+- `result(NAME)`: the figures of bench/results/NAME.json.
+- `results`: that folder.
+- The statistics of `SUBJECTS`, by subject.
+- The filters of bench/render/template_filters.py.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Page:
         self._environment.globals |= {**SUBJECTS, "results": results, "result": cache(self._result)}
 
     def blocks(self) -> dict[str, str]:
-        """Every block whose result files there are, by name, in Markdown."""
+        """Every block whose result files exist, by name, in Markdown."""
         rendered = {}
         for name, text in read_blocks(self._source).items():
             try:
@@ -77,7 +77,7 @@ class Page:
 
     @cached_property
     def shared(self) -> Mapping[str, Any]:
-        """Macros and names that stand outside of the blocks."""
+        """Macros and names outside of the blocks."""
         module = self._environment.from_string(_BLOCK.sub("", self._source)).module
         return {name: value for name, value in vars(module).items() if not name.startswith("_")}
 
@@ -97,10 +97,7 @@ def read_blocks(text: str) -> dict[str, str]:
 
 
 def stale(text: str, blocks: Mapping[str, str]) -> list[str]:
-    """The names of `blocks` that read otherwise on the page.
-
-    Raises `ValueError` as `write_blocks` does.
-    """
+    """The names of `blocks` that differ on the page. Raises `ValueError` as `write_blocks`."""
     known = read_blocks(text)
     for name in blocks:
         if name not in known:
@@ -110,7 +107,7 @@ def stale(text: str, blocks: Mapping[str, str]) -> list[str]:
 
 
 def write_blocks(text: str, blocks: Mapping[str, str]) -> str:
-    """The page with `blocks` exchanged. Raises `ValueError` if it has no place for one."""
+    """The page with `blocks` replaced. Raises `ValueError` if it has no place for one."""
     if not stale(text, blocks):
         return text
 

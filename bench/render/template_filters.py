@@ -19,9 +19,9 @@ NONE = "–"
 def table(text: str, labels: int = 1, *, once: bool = False) -> str:
     """Markdown of rows `| a | b |`, the first the header: `labels` columns of text, then figures.
 
-    A line that is indented goes on with the row before it. Rows without a figure are left out,
-    and so is a table without rows; with `once`, so is a row that stands there already.
-    Raises `ValueError` for a row that is longer or shorter than the header.
+    An indented line continues the row before it. Rows without a figure are left out, and so is a
+    table without rows. With `once` a repeated row is left out, too. Raises `ValueError` for a row
+    that is longer or shorter than the header.
     """
     header, *rows = _rows(text)
     kept = [row for row in rows if any(cell not in ("", NONE) for cell in row[labels:])]
@@ -45,7 +45,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def number(value: float | None, form: str = "", before: str = "", missing: str = NONE) -> str:
-    """The value in Python's format `form`, with what stands before it."""
+    """The value in Python's format `form`, after the text `before`."""
     none = value is None or isinstance(value, Undefined)
     return missing if none else before + format(value, form)
 
@@ -56,7 +56,7 @@ def cells(values: Iterable[Any], form: str, *options: Any, **named: Any) -> str:
 
 
 def short(value: float) -> str:
-    """Three digits, or all of them and no more: "0.0123", "9.87", "98.7", "987.6", "9,876"."""
+    """Three digits, or all of a larger number: "0.0123", "9.87", "98.7", "987.6", "9,876"."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}" if value < 10 else f"{value:.1f}"
 
 
@@ -77,7 +77,7 @@ def join_with_slashes(values: Mapping[str, float], form: str, *names: str, scale
 
 
 def versions(environment: Mapping[str, Any], *packages: str) -> str:
-    """The packages that it names, with their versions."""
+    """The named packages with their versions."""
     return ", ".join(f"{name} {environment[name]}" for name in packages if name in environment)
 
 

@@ -1,14 +1,7 @@
-"""One engine under the loads of docs/serving.md; run it once for each engine, in one go on one
-machine.
+"""One engine under the loads of docs/serving.md.
 
-    python -m bench.serving.compare vllm -o bench/results
-    python -m bench.serving.compare tangram --kv-retention 0.25 -o bench/results \
-        [--cases prefill,sessions-96]
-    python -m bench.serving.compare vllm --cases trace --trace mooncake.jsonl --speeds 0.3,0.4 \
-        --max-model-len 131072 …
-
-Writes serving_NAME.json and trace_NAME.json after every case: what was measured is kept whatever
-comes after it.
+Run it once for each engine, without a break, on one machine. It writes serving_NAME.json and
+trace_NAME.json after every case, so that later failures lose nothing.
 """
 
 from __future__ import annotations
@@ -35,14 +28,14 @@ from tangram.lab.load.clock import (
     TimedAnswer,
 )
 
-# A case gives its parts one by one, as they are measured.
+# A case yields its parts one by one, as they are measured.
 Case = Callable[[ServingEngine], Iterator[tuple[str, list[TimedAnswer]]]]
 
 
 def requests(
     count: int, input_tokens: int, output_tokens: int, shared_tokens: int = 0, repeats: int = 1
 ) -> Case:
-    """`count` requests at once, as often as it says, each time with an empty cache."""
+    """`count` requests at once, `repeats` times, each time with an empty cache."""
 
     def run(engine: ServingEngine) -> Iterator[tuple[str, list[TimedAnswer]]]:
         asks = alike(
@@ -62,7 +55,7 @@ def sessions(
     user_tokens: int = 128,
     output_tokens: int = 128,
 ) -> Case:
-    """`count` conversations; all take their turns together, each with its whole history."""
+    """`count` conversations; each turn runs in all at once, with its whole history."""
 
     def run(engine: ServingEngine) -> Iterator[tuple[str, list[TimedAnswer]]]:
         engine.clear_cache()
@@ -89,9 +82,7 @@ def short_turns(
     user_tokens: int = 128,
     output_tokens: int = 128,
 ) -> Case:
-    """`count` conversations, whose turns arrive at random, `rate` a second, while others are
-    answered.
-    """
+    """`count` conversations, whose turns arrive at random, `rate` a second on average."""
 
     def run(engine: ServingEngine) -> Iterator[tuple[str, list[TimedAnswer]]]:
         engine.clear_cache()
@@ -112,9 +103,7 @@ def short_turns(
 
 
 def make_replay(options: argparse.Namespace) -> Case:
-    """The first minutes of a recorded trace, at each speed; ends with the first that is
-    too fast.
-    """
+    """The first minutes of a recorded trace, at each speed; stops at the first that is too fast."""
 
     def run(engine: ServingEngine) -> Iterator[tuple[str, list[TimedAnswer]]]:
         for speed in map(float, options.speeds.split(",")):
@@ -159,8 +148,9 @@ def measure_cases(
     keep: Callable[[dict[str, Any]], None],
     limits: LatencyLimits = NO_LIMITS,
 ) -> None:
-    """Run `cases`; `keep` is given all results so far after every part. `limits` say what of a
-    trace is goodput.
+    """Run `cases`; `keep` takes all results so far after every part.
+
+    `limits` define the goodput of a trace.
     """
     results: dict[str, Any] = {}
     for name, case in cases.items():
@@ -178,7 +168,7 @@ def measure_cases(
 
 
 def warm(engine: ServingEngine) -> None:
-    """What is compiled at its first use is compiled then."""
+    """Run requests that compile everything the engine compiles at first use."""
     for asks in (
         alike(2, 4104, 4, shared_tokens=0, vocab_size=vocab_size()),
         alike(64, 40, 8, shared_tokens=2100, vocab_size=vocab_size()),
@@ -197,41 +187,12 @@ def _line(summary: Summary) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Start the engine, run the cases, keep the file."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("engine", choices=("tangram", "vllm"))
-    parser.add_argument("--kv-retention", type=float, help="of tangram; 0.25")
-    parser.add_argument("--chunk-tokens", type=int, help="of tangram; 512")
-    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), help="of tangram; auto")
-    parser.add_argument("--cases", default=",".join(CASES))
-    parser.add_argument("-o", "--output", type=Path, required=True)
-    parser.add_argument(
-        "--series", default="serving", help="files' name; what one lease measured has one"
-    )
-    parser.add_argument(
-        "--trace", type=Path, help="a Mooncake trace (JSON lines), for the case trace"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=600.0, help="how much of the trace, by its own clock"
-    )
-    parser.add_argument("--speeds", default="1", help="times as fast as recorded, slowest first")
-    parser.add_argument(
-        "--hold-ttft-s", type=float, default=5.0, help="too fast: a tenth waits longer than that"
-    )
-    parser.add_argument("--max-model-len", type=int, default=40960)
-    parser.add_argument(
-        "--offload-gib",
-        type=float,
-        default=0.0,
-        help="host memory behind the KV pool, of either engine",
-    )
+    parser = _parser()
     options = parser.parse_args(arguments)
     own = (options.kv_retention, options.chunk_tokens, options.kv_cache_dtype)
     if options.engine == "vllm" and own != (None, None, None):
         parser.error(
-            "vLLM is asked as it comes, without kv-retention, chunk-tokens and kv-cache-dtype: "
-            "leave them out"
+            "vllm runs with its defaults: leave kv-retention, chunk-tokens and kv-cache-dtype out"
         )
     known = CASES | ({"trace": make_replay(options)} if options.trace else {})
     if unknown := set(options.cases.split(",")) - set(known):
@@ -239,19 +200,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"cases {', '.join(sorted(unknown))} are not known, there are {', '.join(known)}; "
             "trace has --trace"
         )
-    engine: ServingEngine
-    kv_retention = 0.25 if options.kv_retention is None else options.kv_retention
-    chunk_tokens = 512 if options.chunk_tokens is None else options.chunk_tokens
-    name = "vllm" if options.engine == "vllm" else f"tangram-{kv_retention:g}"
-    if options.kv_cache_dtype == "fp8":
-        name += "-fp8"
-    if options.engine == "vllm":
-        engine = Vllm(options.max_model_len, options.offload_gib)
-    else:
-        cache_dtype = options.kv_cache_dtype or "auto"
-        engine = Tangram(
-            kv_retention, chunk_tokens, options.max_model_len, options.offload_gib, cache_dtype
-        )
+    engine = _start(options)
+    name = _name(options)
     written = {
         "command": shlex.join(["python", "-m", "bench.serving.compare", *sys.argv[1:]]),
         "environment": environment(),
@@ -264,6 +214,68 @@ def main(arguments: Sequence[str] | None = None) -> None:
     measure_cases(
         engine, cases, partial(_keep, options.output, options.series, name, written), limits
     )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("engine", choices=("tangram", "vllm"))
+    parser.add_argument("--kv-retention", type=float, help="of tangram; 0.25")
+    parser.add_argument("--chunk-tokens", type=int, help="of tangram; 512")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), help="of tangram; auto")
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument(
+        "--series", default="serving", help="name of the result files; one for each lease"
+    )
+    parser.add_argument(
+        "--trace", type=Path, help="a Mooncake trace (JSON lines), for the case trace"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=600.0, help="length of the trace to replay"
+    )
+    parser.add_argument(
+        "--speeds", default="1", help="speeds relative to the recording, slowest first"
+    )
+    parser.add_argument(
+        "--hold-ttft-s",
+        type=float,
+        default=5.0,
+        help="stop when a tenth waits longer for a first token",
+    )
+    parser.add_argument("--max-model-len", type=int, default=40960)
+    parser.add_argument(
+        "--offload-gib",
+        type=float,
+        default=0.0,
+        help="host memory behind the KV pool, of either engine",
+    )
+    return parser
+
+
+def _start(options: argparse.Namespace) -> ServingEngine:
+    if options.engine == "vllm":
+        return Vllm(options.max_model_len, options.offload_gib)
+    return Tangram(
+        _retention(options),
+        512 if options.chunk_tokens is None else options.chunk_tokens,
+        options.max_model_len,
+        options.offload_gib,
+        options.kv_cache_dtype or "auto",
+    )
+
+
+def _retention(options: argparse.Namespace) -> float:
+    return 0.25 if options.kv_retention is None else options.kv_retention
+
+
+def _name(options: argparse.Namespace) -> str:
+    """The engine's name in files of results."""
+    if options.engine == "vllm":
+        return "vllm"
+    suffix = "-fp8" if options.kv_cache_dtype == "fp8" else ""
+    return f"tangram-{_retention(options):g}{suffix}"
 
 
 def _keep(

@@ -1,5 +1,6 @@
-"""The engines that `bench.serving.compare` asks, each in a process of its own, on random
-weights of one config.json.
+"""The engines that `bench.serving.compare` measures, on random weights of one config.json.
+
+Each runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -30,14 +31,12 @@ class ServingEngine(Protocol):
     def answer_all(
         self, asks: Sequence[Ask], patience: Patience | None = None
     ) -> list[TimedAnswer]:
-        """As `tangram.lab.load.clock.answer_all`: all of `asks`, each at its time, greedily and to
-        the last token.
-        """
+        """See `tangram.lab.load.clock.answer_all`."""
         ...
 
 
 class Tangram:
-    """This engine at one retention ratio, with the budgets that ship for the model."""
+    """Tangram at one retention ratio, with the budgets that ship for the model."""
 
     def __init__(
         self,
@@ -86,7 +85,7 @@ class Tangram:
 
 
 class Vllm:
-    """vLLM's offline engine as it comes, stepped here; everything else it decides by itself."""
+    """vLLM's offline engine with its defaults, stepped here."""
 
     def __init__(self, most_tokens: int, offload_gib: float = 0.0) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -164,5 +163,5 @@ class Vllm:
 
 
 def vocab_size() -> int:
-    """Of the model that all engines serve."""
+    """The vocabulary of the model that all engines serve."""
     return int(json.loads((MODEL / "config.json").read_text())["vocab_size"])

@@ -1,4 +1,4 @@
-"""Figures of `bench.serving.compare`, by series, and which series shows a case."""
+"""Figures of `bench.serving.compare` by series, and the series that a table shows for a case."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ PEER, PLAIN, FP8 = "vllm", "tangram-0.25", "tangram-0.25-fp8"
 COMPARED = (PEER, "tangram-1", PLAIN)
 Result = dict[str, Any]
 Found = dict[str, Result]  # by engine
-Row = Mapping[str, Any]  # of a table: `case`, `parts` of it, and a `figure` of their summaries
+Row = Mapping[str, Any]  # a row of a table: `case`, `parts` of it, and a `figure` of them
 
 
 def series(results: Path, kind: str = "serving") -> list[Found]:
-    """What engines measured in each series of a kind: `KIND_ENGINE.json`, `KIND-2_ENGINE.json`, …
+    """The results in each series of a kind, by engine: `KIND_ENGINE.json`, `KIND-2_ENGINE.json`, …
 
     Raises `FileNotFoundError` if there are none.
     """
@@ -34,7 +34,7 @@ def _series(results: Path, name: str) -> Found:
 
 
 def figures(result: Result | None, row: Row) -> list[float]:
-    """The row's figure, perhaps one of its percentiles, of every part that it is made of."""
+    """The row's figure, or a percentile of it, for every part of the row."""
     parts = result["cases"].get(row["case"], {}) if result else {}
     measured = [part for name, part in parts.items() if name.startswith(tuple(row["parts"]))]
     if row["figure"] == "prompt_tokens_per_s":
@@ -44,7 +44,7 @@ def figures(result: Result | None, row: Row) -> list[float]:
 
 
 def speed(values: Sequence[float], row: Row) -> float:
-    """Their median, as more being better; nothing where there are none."""
+    """Their median, with more being better; 0 if there are none."""
     if not values:
         return 0.0
     middle = statistics.median(values)
@@ -52,10 +52,10 @@ def speed(values: Sequence[float], row: Row) -> float:
 
 
 def find_series(row: Row, among: Sequence[Found]) -> int | None:
-    """Which series shows a row: the one in which the peer did best; None if none has its case.
+    """The series that shows a row: that of the peer's best result; None if none has its case.
 
-    Engines are compared within one lease. (vLLM with host memory behind its pool is slower in
-    some cases than without.)
+    Engines are compared within one lease. (vLLM with host memory behind its pool is slower in some
+    cases than without.)
     """
     having = [place for place, results in enumerate(among) if row["case"] in _cases(results)]
 
@@ -66,7 +66,7 @@ def find_series(row: Row, among: Sequence[Found]) -> int | None:
 
 
 def _cases(results: Found) -> set[str]:
-    """Those of the peer, whom the others are compared with; without one, anybody's."""
+    """The figures of the peer, which others are compared with; without a peer, of any engine."""
     asked = [results[PEER]] if PEER in results else results.values()
     return {case for result in asked for case in result["cases"]}
 
@@ -81,6 +81,6 @@ def by_series(rows: Sequence[Row], among: Sequence[Found]) -> dict[int, list[Row
 
 
 def first_of_each(among: Sequence[Found]) -> Found:
-    """The first result of every engine that is compared, in their order."""
+    """The first result of every compared engine, in their order."""
     every = {name: [results[name] for results in among if name in results] for name in COMPARED}
     return {name: found[0] for name, found in every.items() if found}

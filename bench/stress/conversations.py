@@ -1,6 +1,4 @@
-"""What people ask in the soak: conversations of a few turns, some cut by their askers, and what
-came of each turn.
-"""
+"""The conversations of the soak: a few turns each, some cut off by their client."""
 
 from __future__ import annotations
 
@@ -32,9 +30,7 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class UserTurn:
-    """One question. An impatient asker hangs up after `patience_s`, if the answer has not ended by
-    then.
-    """
+    """A client that disconnects after `patience_s` if the answer has not ended by then."""
 
     text: str
     answer_tokens: int
@@ -43,7 +39,7 @@ class UserTurn:
 
 
 def conversation(random: Random) -> list[UserTurn]:
-    """A conversation of 1 to `MOST_TURNS` turns; who hangs up says no more."""
+    """A conversation of 1 to `MOST_TURNS` turns; a client that disconnects ends it."""
     turns = []
     for number in range(random.randint(1, MOST_TURNS)):
         start, length = random.randrange(len(WORDS)), random.randint(*TURN_WORDS)
@@ -61,22 +57,21 @@ def conversation(random: Random) -> list[UserTurn]:
 
 
 def mean_turns() -> float:
-    """Turns of a conversation, on average over many."""
+    """The mean number of turns of a conversation."""
     random = Random(0)
     return sum(len(conversation(random)) for _ in range(MANY)) / MANY
 
 
 class WrongAnswerError(Exception):
-    """An answer that is not whole or does not add up; the message says why."""
+    """An answer that is incomplete or inconsistent; the message says why."""
 
 
 @dataclass
 class Outcome:
-    """What came of one turn, at seconds of a monotonic clock: `answered`, `hung up` by ourselves,
-    or `lost`.
+    """The outcome of one turn: `answered`, `hung up` by the client, or `lost`.
 
-    `token_s` is when each piece of a streamed answer came, `retry_after_s` what a server said that
-    took no request.
+    Times are seconds of a monotonic clock. `token_s` are the times of the pieces of a streamed
+    answer. `retry_after_s` is what a server said that refused the request.
     """
 
     asked_s: float
@@ -94,7 +89,7 @@ class Outcome:
 
     @property
     def ttft_s(self) -> float | None:
-        """From the question to the first token; only a stream shows it."""
+        """From the question to the first token, for streams."""
         return self.token_s[0] - self.asked_s if self.token_s else None
 
     @property
@@ -104,8 +99,9 @@ class Outcome:
 
 
 async def hold(client: httpx.AsyncClient, turns: list[UserTurn]) -> AsyncIterator[Outcome]:
-    """A conversation, turn by turn, each with all that was said before; it ends with the first that
-    is not answered.
+    """A conversation, turn by turn, each with the whole history.
+
+    It ends with the first turn that is not answered.
     """
     history: list[Message] = []
     for turn in turns:
@@ -118,7 +114,7 @@ async def hold(client: httpx.AsyncClient, turns: list[UserTurn]) -> AsyncIterato
 
 
 async def ask(client: httpx.AsyncClient, messages: list[Message], turn: UserTurn) -> Outcome:
-    """Ask one turn, and say what came of it."""
+    """Send one turn, and return its outcome."""
     outcome = Outcome(
         time.monotonic(), turn.stream, messages=messages, answer_tokens=turn.answer_tokens
     )
@@ -137,7 +133,7 @@ async def ask(client: httpx.AsyncClient, messages: list[Message], turn: UserTurn
     except TimeoutError:
         outcome.kind = "hung up"
     except (httpx.HTTPError, WrongAnswerError, ValueError, KeyError) as error:
-        # A client that gives up may see its own closing as an error of the connection.
+        # A client that disconnects may get an error of its own connection.
         outcome.kind = "hung up" if patience.expired() else "lost"
         outcome.reason = f"{type(error).__name__}: {error}"
     outcome.ended_s = time.monotonic()
@@ -190,7 +186,7 @@ def _check_status(response: httpx.Response, text: str, outcome: Outcome) -> None
 
 
 def _check(outcome: Outcome, reasons: list[str], usage: dict[str, Any] | None) -> None:
-    """An answer that only its length may end has that length, and its account adds up."""
+    """An answer that only its length may end has that length, and its usage adds up."""
     if reasons != ["length"]:
         raise WrongAnswerError(f"it ended by {reasons}, not once by its length")
     if usage is None:

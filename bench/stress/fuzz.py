@@ -1,11 +1,12 @@
-"""Requests made up from the server's own OpenAPI document, by Schemathesis: `make fuzz`, `python -m
-bench.stress.fuzz`.
+"""Requests that Schemathesis generates from the server's own OpenAPI document.
 
-Three quarters of the time go to a server that everybody may ask, the rest to one that asks for a
-key. Every answer must be one that the document names, of the form that it names; what breaks the
-document must be refused, what follows it answered, and nothing may be a server error. Afterwards
-the server is healthy, no page is held and its log has no exception; and the second half of the time
-has left no more of the heap in use than the first, but for what caches take.
+Run it by `make fuzz` or `python -m bench.stress.fuzz`. Three quarters of the time go to a server
+without a key, the rest to one with a key.
+
+Every answer must be one that the document names, with the status and form that it names. Requests
+that break the document must be refused, others answered, and no answer may be a server error.
+Afterwards the server is healthy, no page is held and its log has no exception. In the second half
+of the time the heap in use may not grow by more than what caches take.
 """
 
 from __future__ import annotations
@@ -38,20 +39,20 @@ WORKERS = 4
 REQUEST_TIMEOUT_S = 120  # a busy machine is slow, which is no failure
 KEY = "sesame"
 MOST_GROWTH_MB = 16.0
-# Prompts that fill the pool: tokens of each, the most of them, and from which of the vocabulary.
+# Prompts that fill the pool: tokens of each, their maximum number, and the range of their
+# token ids.
 FILLING, MOST_FILLING, FILLING_TOKENS = 900, 32, (1_000, 40_000)
 
 
 class FuzzError(Exception):
-    """Schemathesis found something; the message is its report."""
+    """Schemathesis found an error; the message is its report."""
 
 
 def fuzz(url: str, seconds: int, headers: dict[str, str], phases: str = "coverage,fuzzing") -> str:
-    """Let Schemathesis at the server for about so long; its report. Raises `FuzzError` if it found
-    anything.
+    """Run Schemathesis against the server for about this time; returns its report.
 
-    Its `phases` go through every bound and every field by itself (coverage), and then at random
-    (fuzzing).
+    Of its `phases`, coverage tries every bound and every field by itself, and fuzzing random
+    requests. Raises `FuzzError` if it found an error.
     """
     command = [
         sys.executable,
@@ -86,10 +87,9 @@ def fuzz(url: str, seconds: int, headers: dict[str, str], phases: str = "coverag
 
 
 def fill(server: ServerProcess) -> None:
-    """Ask until every page has been used: one that nobody has used yet is memory that would come
-    later.
+    """Send prompts until every page has been used, since the first use of a page takes memory.
 
-    Raises `ServerError` if so many prompts do not fill the pool.
+    Raises `ServerError` if this many prompts do not fill the pool.
     """
     prompts = (
         Random(number).choices(range(*FILLING_TOKENS), k=FILLING) for number in range(MOST_FILLING)
@@ -99,18 +99,17 @@ def fill(server: ServerProcess) -> None:
         httpx.post(
             f"{server.url}/v1/completions", json=body, headers=server.headers, timeout=60
         ).raise_for_status()
-        books = server.books()
-        if books.free * 50 < books.total:
+        gauges = server.read_gauges()
+        if gauges.free * 50 < gauges.total:
             return
     raise ServerError(
-        f"{MOST_FILLING} prompts of {FILLING} tokens leave {books.free} of {books.total} pages free"
+        f"{MOST_FILLING} prompts of {FILLING} tokens leave {gauges.free} of {gauges.total} "
+        "pages free"
     )
 
 
 def statuses(server: ServerProcess) -> Counter[str]:
-    """How many answers of each status the server counts; raises `FuzzError` if one is a server
-    error.
-    """
+    """The server's count of answers by status; raises `FuzzError` if one is a server error."""
     text = (
         httpx.get(f"{server.url}/metrics", headers=server.headers, timeout=30)
         .raise_for_status()
@@ -128,9 +127,7 @@ def statuses(server: ServerProcess) -> Counter[str]:
 
 
 def check_afterwards(server: ServerProcess) -> None:
-    """Raises `ServerError` unless the server is healthy and nothing of all the requests stays
-    behind.
-    """
+    """Raises `ServerError` unless the server is healthy and holds nothing of any request."""
     server.check_health()
     server.wait_until_settled(SETTLED_WITHIN_S)
 
@@ -146,10 +143,10 @@ def check_log(log: IO[bytes]) -> None:
 
 
 def trial(seconds: int, api_key: str | None) -> tuple[dict[str, int], list[float]]:
-    """A server, requests for so long, and what must hold afterwards.
+    """Start a server, send requests for this time, and check the laws afterwards.
 
-    How many answers there were, by status, and the MB of the heap in use after half of the time and
-    at the end.
+    Returns the number of answers by status, and the MB of the heap in use after half of the time
+    and at the end.
     """
     memory = list[float]()
     with tempfile.TemporaryFile() as log:
@@ -164,7 +161,8 @@ def trial(seconds: int, api_key: str | None) -> tuple[dict[str, int], list[float
         check_log(log)
     if (grown := memory[1] - memory[0]) > MOST_GROWTH_MB:
         raise FuzzError(
-            f"memory grew by {grown:.1f} MB in the second half, at most {MOST_GROWTH_MB:g} may be"
+            f"memory grew by {grown:.1f} MB in the second half, at most {MOST_GROWTH_MB:g} is "
+            "allowed"
         )
     return dict(sorted(counts.items())), memory
 

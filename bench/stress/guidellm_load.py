@@ -1,9 +1,9 @@
-"""GuideLLM at a server of the embedded model, without a network: `make load`, `python -m
-bench.stress.guidellm_load`.
+"""GuideLLM against a server of the embedded model, without a network.
 
-Conversations of made-up text, streamed, so many at once. No request may fail, and afterwards no
-page may be held, though GuideLLM hangs up on those that run when its time is over. It lives in
-build/load-venv, which `make load` makes.
+Run it by `make load` or `python -m bench.stress.guidellm_load`. A fixed number of conversations of
+generated text run at once, streamed. No request may fail, and afterwards no page may be held,
+although GuideLLM disconnects running requests at the end. It is installed in build/load-venv, by
+`make load`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ SETTLED_WITHIN_S = 30.0
 
 
 class LoadError(Exception):
-    """The generator could not run, or a request of it failed; the message says which."""
+    """The generator could not run, or one of its requests failed; the message says which."""
 
 
 def guidellm(url: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Run it; its report. Raises `LoadError` if it does not end well."""
+    """Raises `LoadError` if it does not end well."""
     if not GUIDELLM.exists():
         raise LoadError(f"there is no {GUIDELLM}: `make load` puts it there")
     load_model(MODEL).tokenizer.save_pretrained(folder / "tokenizer")
@@ -65,8 +65,9 @@ def guidellm(url: str, folder: Path, options: argparse.Namespace) -> dict[str, A
 
 
 def summary(report: dict[str, Any]) -> dict[str, Any]:
-    """What is kept of a report; times in ms. Raises `LoadError` if a request failed or none was
-    answered.
+    """The published part of a report; times in ms.
+
+    Raises `LoadError` if a request failed or none was answered.
     """
     (benchmark,) = report["benchmarks"]
     metrics = benchmark["metrics"]
@@ -115,7 +116,7 @@ def main() -> None:
                 report = guidellm(server.url, Path(folder), options)
                 found = summary(report)
                 server.check_health()
-                books = server.wait_until_settled(SETTLED_WITHIN_S)
+                gauges = server.wait_until_settled(SETTLED_WITHIN_S)
         except (LoadError, ServerError) as error:
             sys.exit(f"the load failed: {error}")
     content = {
@@ -124,10 +125,10 @@ def main() -> None:
         "environment": where | {"guidellm": report["metadata"]["guidellm_version"]},
         "figures": found,
         "pages_afterwards": {
-            "held": books.held,
-            "cached": books.cached,
-            "free": books.free,
-            "total": books.total,
+            "held": gauges.held,
+            "cached": gauges.cached,
+            "free": gauges.free,
+            "total": gauges.total,
         },
     }
     print(json.dumps(content, indent=1))

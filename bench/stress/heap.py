@@ -1,9 +1,8 @@
-"""`tangram` with a count of its heap: `python -m bench.stress.heap COUNT serve MODEL …` writes to
-the file COUNT.
+"""`tangram` with a count of its heap: `python -m bench.stress.heap COUNT serve MODEL …`.
 
-Resident memory says what the allocator holds, which grows as its gaps do and tells nothing of what
-is in use. glibc counts that itself (`mallinfo2`); with `EVERY_BYTE` Python's own objects are in its
-count, too.
+It writes to the file COUNT. Resident memory includes the allocator's gaps, which grow, so it does
+not show what is in use. glibc counts that itself (`mallinfo2`). With `EVERY_BYTE` its count
+includes Python's own objects.
 """
 
 from __future__ import annotations
@@ -18,13 +17,14 @@ from pathlib import Path
 
 EVERY_BYTE = {"PYTHONMALLOC": "malloc"}
 COUNT_EVERY_S = 0.5
-# One write of one length, so that who reads never sees half a count.
+# One write of a fixed length, so that readers never see half a count.
 DIGITS = 20
 
 
 class Mallinfo(ctypes.Structure):
-    """`struct mallinfo2` of malloc.h: in use are `uordblks` bytes in arenas and `hblkhd` in blocks
-    of their own.
+    """`struct mallinfo2` of malloc.h.
+
+    In use are `uordblks` bytes in arenas and `hblkhd` in blocks of their own.
     """
 
     _fields_ = [
@@ -37,16 +37,14 @@ class Mallinfo(ctypes.Structure):
 
 
 def counter() -> Callable[[], Mallinfo]:
-    """glibc's count. Raises `OSError` or `AttributeError` where the C library is another, or older
-    than 2.33.
-    """
+    """Raises `OSError` or `AttributeError` with another C library, or one older than 2.33."""
     count = ctypes.CDLL("libc.so.6").mallinfo2
     count.restype = Mallinfo
     return count
 
 
 def watch(count: Callable[[], Mallinfo], target: Path) -> None:
-    """Write the bytes in use to `target`, again and again, for as long as the process lives."""
+    """Write the bytes in use to `target` repeatedly, as long as the process lives."""
     file = os.open(target, os.O_WRONLY | os.O_CREAT)
     while True:
         now = count()
@@ -55,12 +53,12 @@ def watch(count: Callable[[], Mallinfo], target: Path) -> None:
 
 
 def in_use_mb(target: Path) -> float:
-    """The last count of the process that watches itself into `target`."""
+    """The last count of the process that writes to `target`."""
     return int(target.read_text()) / 1e6
 
 
 def main() -> None:
-    from tangram.cli import main as tangram  # who reads a count needs no engine
+    from tangram.cli import main as tangram  # readers of a count need no engine
 
     target, *sys.argv[1:] = sys.argv[1:]
     threading.Thread(target=watch, args=(counter(), Path(target)), daemon=True).start()

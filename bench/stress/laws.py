@@ -1,6 +1,4 @@
-"""What must hold after a soak, reckoned from what was seen: nothing lost, pages conserved, memory
-flat.
-"""
+"""The laws of a soak, checked on its samples: nothing lost, pages conserved, memory flat."""
 
 from __future__ import annotations
 
@@ -16,14 +14,13 @@ from scipy.stats import linregress
 from bench.stress.conversations import Outcome
 from bench.stress.server import GaugeReading
 
-# The least of the heap in use may be so much more in the last stretch of the time looked at than in
-# its first third.
+# Allowed growth of the minimum heap in use, from the first third of the time to the last stretch.
 MOST_GROWTH_MB = 8.0
-# So much of the run is for caches to fill before memory is looked at.
+# The share of the run in which caches fill; memory is checked after it.
 SETTLING_SHARE = 0.2
-# The rest is cut into so many stretches, of which each counts with its least: what a long prompt
-# takes for a while is no growth, and samples a second apart are no independent ones. A leak is in
-# every one of them, a step in the last.
+# The rest is cut into this many stretches, and each counts with its minimum. Long prompts take
+# memory for a while, which is no growth, and samples a second apart are not independent. A leak is
+# in every stretch, a step in the last.
 STRETCHES = 9
 
 
@@ -34,18 +31,20 @@ class ServerSample:
     at_s: float
     rss_mb: float
     heap_mb: float
-    books: GaugeReading
+    gauges: GaugeReading
 
     def row(self) -> dict[str, float]:
-        """As it is written down."""
+        """The sample as it is written to a file."""
         memory = {"rss_mb": round(self.rss_mb, 2), "heap_mb": round(self.heap_mb, 2)}
-        return {"at_s": round(self.at_s, 1), **memory, **asdict(self.books)}
+        return {"at_s": round(self.at_s, 1), **memory, **asdict(self.gauges)}
 
 
 @dataclass(frozen=True)
 class Growth:
-    """Of the least memory of each of `STRETCHES`: the line through them, by least squares over
-    `over_s` seconds, and the least of all in the first third of the time and in the last stretch.
+    """The minimum memory of each of `STRETCHES`.
+
+    It has the line through them, by least squares over `over_s` seconds, and the minima of the
+    first third of the time and of the last stretch.
     """
 
     mb_per_hour: float
@@ -56,7 +55,7 @@ class Growth:
 
 
 def growth(samples: Sequence[ServerSample], memory: Literal["rss_mb", "heap_mb"]) -> Growth:
-    """Of one kind of `memory`, in all but the first `SETTLING_SHARE` of `samples`.
+    """The trend of one kind of `memory` after the first `SETTLING_SHARE` of `samples`.
 
     Raises `ValueError` if fewer than `STRETCHES` are left.
     """
@@ -71,7 +70,7 @@ def growth(samples: Sequence[ServerSample], memory: Literal["rss_mb", "heap_mb"]
 
 
 def latencies(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Percentiles of the time to the first token, in seconds, over streams that were answered."""
+    """Percentiles of the time to the first token, in seconds, over answered streams."""
     seen = [
         outcome.ttft_s
         for outcome in outcomes
@@ -85,7 +84,7 @@ def latencies(outcomes: Sequence[Outcome]) -> dict[str, float]:
 
 
 def counts(outcomes: Sequence[Outcome]) -> dict[str, int]:
-    """How many turns were answered, hung up on and lost, streamed or whole."""
+    """The numbers of turns that were answered, hung up and lost, streamed or whole."""
     found = Counter(f"{one.kind}, {'streamed' if one.stream else 'whole'}" for one in outcomes)
     return dict(sorted(found.items()))
 
@@ -97,10 +96,10 @@ def find_broken_laws(
     completions: dict[str, int],
     changed: int,
 ) -> list[str]:
-    """Every law that does not hold, in words. `completions` is the server's own count, by how they
-    ended.
+    """Every broken law, in words.
 
-    `changed` answers were another text when they were asked for again, alone.
+    `completions` is the server's own count, by how they ended. `changed` answers were another text
+    when they were requested again, alone.
     """
     found = []
     lost = [outcome for outcome in outcomes if outcome.kind == "lost"]
@@ -109,21 +108,21 @@ def find_broken_laws(
             f"{len(lost)} of {len(outcomes)} turns were lost, the first by {lost[0].reason}"
         )
     if changed:
-        found.append(f"{changed} answers were other texts when asked for again")
+        found.append(f"{changed} answers differed when requested again")
     for sample in samples:
         found += [
-            f"at {sample.at_s:.0f} s: {problem}" for problem in sample.books.problems(idle=False)
+            f"at {sample.at_s:.0f} s: {problem}" for problem in sample.gauges.problems(idle=False)
         ]
     if (grown := heap.last_mb - heap.first_mb) > MOST_GROWTH_MB:
         found.append(
             f"the heap grew by {grown:.1f} MB from the first third to the end, at most "
-            f"{MOST_GROWTH_MB} may be"
+            f"{MOST_GROWTH_MB} is allowed"
         )
     return found + _find_miscounts(outcomes, completions)
 
 
 def _find_miscounts(outcomes: Sequence[Outcome], completions: dict[str, int]) -> list[str]:
-    """Where the server counts other ends than its clients saw."""
+    """The differences between the ends that the server counts and those that its clients saw."""
     answered = sum(outcome.kind == "answered" for outcome in outcomes)
     whole, given_up = completions.get("length", 0), completions.get("abort", 0)
     found = []
@@ -131,22 +130,22 @@ def _find_miscounts(outcomes: Sequence[Outcome], completions: dict[str, int]) ->
         found.append(f"{answered} answers arrived, but the server counts {whole}")
     if whole + given_up > len(outcomes):
         found.append(
-            f"{len(outcomes)} turns were asked, but the server counts {whole} whole and {given_up} "
+            f"{len(outcomes)} turns were sent, but the server counts {whole} whole and {given_up} "
             "given up"
         )
     return found
 
 
 def summary(outcomes: Sequence[Outcome], samples: Sequence[ServerSample]) -> dict[str, Any]:
-    """The figures of a soak, as they are published."""
+    """The published figures of a soak."""
     return {
         "turns": len(outcomes),
         "outcomes": counts(outcomes),
         "ttft_s": latencies(outcomes),
         "rss_mb": asdict(growth(samples, "rss_mb")),
         "heap_mb": asdict(growth(samples, "heap_mb")),
-        "most_running": max(sample.books.running for sample in samples),
-        "most_waiting": max(sample.books.waiting for sample in samples),
-        "most_pages_held": max(sample.books.held for sample in samples),
+        "most_running": max(sample.gauges.running for sample in samples),
+        "most_waiting": max(sample.gauges.waiting for sample in samples),
+        "most_pages_held": max(sample.gauges.held for sample in samples),
         "samples": [sample.row() for sample in samples],
     }

@@ -1,11 +1,10 @@
-"""Ten times as many askers as a server has places: `make overload`, `python -m
-bench.stress.overload`.
+"""Ten times as many clients as a server can run requests.
 
-First as many people as there are places ask without a pause, then ten times as many; all answers
-are streams. Those for whom even the queue has no room are told when to come back (429,
-Retry-After), and do. Who is being answered must not notice: the time from one piece of an answer to
-the next, as the client sees it, may not grow beyond `MOST_SLOWER`. The exit code is 1 if it does,
-or if an answer is lost.
+Run it by `make overload` or `python -m bench.stress.overload`. First as many clients as the server
+can run send requests without a pause, then ten times as many. All answers are streams. When the
+queue is full, the others get a 429 with Retry-After, and return after that time. Running answers
+must not slow down: the time between two pieces, as the client sees it, may not grow beyond
+`MOST_SLOWER`. The exit code is 1 if it does, or if an answer is lost.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from bench.stress.server import ServerError, ServerProcess, start_server, surrou
 
 RESULT = Path(__file__).parents[1] / "results" / "http_overload.json"
 PLACES, TIMES, QUEUE = 4, 10, 16
-ANSWER_TOKENS = (32, 96)  # of equal length they would all end and begin together
+ANSWER_TOKENS = (32, 96)  # with equal lengths all would end and begin together
 SERVER_OPTIONS = (
     "--kv-retention",
     "0.5",
@@ -47,13 +46,13 @@ MOST_SLOWER = 1.5
 SETTLED_WITHIN_S = 60.0
 
 
-async def crowd(client: httpx.AsyncClient, people: int, seconds: float, seed: int) -> list[Outcome]:
-    """What came of all requests of so many people, each of whom asks anew until the
-    time is over.
-    """
+async def run_clients(
+    client: httpx.AsyncClient, count: int, seconds: float, seed: int
+) -> list[Outcome]:
+    """The outcomes of this many clients, each of which sends requests until the time is over."""
     outcomes, until_s = list[Outcome](), time.monotonic() + seconds
 
-    async def person(random: Random) -> None:
+    async def client_loop(random: Random) -> None:
         while time.monotonic() < until_s:
             start, length = random.randrange(len(WORDS)), random.randint(*TURN_WORDS)
             text = " ".join(WORDS[(start + at) % len(WORDS)] for at in range(length))
@@ -63,19 +62,17 @@ async def crowd(client: httpx.AsyncClient, people: int, seconds: float, seed: in
             if outcome.retry_after_s is not None:
                 await asyncio.sleep(outcome.retry_after_s)
 
-    await asyncio.gather(*(person(Random(seed + number)) for number in range(people)))
+    await asyncio.gather(*(client_loop(Random(seed + number)) for number in range(count)))
     return outcomes
 
 
 def is_refusal(outcome: Outcome) -> bool:
-    """Whether the server said that too many wait, and when to come back."""
+    """Whether the server refused the request because the queue is full, with a time to return."""
     return outcome.status == 429 and outcome.retry_after_s is not None
 
 
 def figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """What is published of one crowd; gaps are from one piece of an answer to the next, over all
-    answers.
-    """
+    """The published figures of one load; gaps are between the pieces of all answers."""
     gaps_s = [gap for outcome in outcomes if outcome.kind == "answered" for gap in outcome.gaps_s]
     refused_s = [outcome.ended_s - outcome.asked_s for outcome in outcomes if is_refusal(outcome)]
     return {
@@ -92,9 +89,7 @@ def figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def find_broken_laws(few: Sequence[Outcome], many: Sequence[Outcome]) -> list[str]:
-    """Every law that does not hold, in words: `few` are as many as there are places, `many` ten
-    times as many.
-    """
+    """Every broken law, in words: `few` clients all run at once, `many` are ten times as many."""
     found = []
     lost = [
         outcome for outcome in (*few, *many) if outcome.kind == "lost" and not is_refusal(outcome)
@@ -102,26 +97,26 @@ def find_broken_laws(few: Sequence[Outcome], many: Sequence[Outcome]) -> list[st
     if lost:
         found.append(f"{len(lost)} requests were lost, the first by {lost[0].reason}")
     if not any(is_refusal(outcome) for outcome in many):
-        found.append("nobody was refused, so it was no overload")
-    alone, crowded = figures(few)["gap_s"], figures(many)["gap_s"]
-    if not alone or not crowded:
-        return [*found, "one of the crowds was not answered at all"]
-    for share, gap_s in crowded.items():
+        found.append("no request was refused, so it was no overload")
+    alone, overloaded = figures(few)["gap_s"], figures(many)["gap_s"]
+    if not alone or not overloaded:
+        return [*found, "one of the loads got no answer"]
+    for share, gap_s in overloaded.items():
         if gap_s > MOST_SLOWER * alone[share]:
             found.append(
-                f"{share} of the time between pieces was {gap_s:.3f} s in a crowd and "
-                f"{alone[share]:.3f} s without, at most {MOST_SLOWER} times as much may be"
+                f"{share} of the time between pieces was {gap_s:.3f} s under overload and "
+                f"{alone[share]:.3f} s without, at most {MOST_SLOWER} times as much is allowed"
             )
     return found
 
 
-async def measure_crowds(server: ServerProcess, options: argparse.Namespace) -> dict[str, Any]:
-    """Both crowds, one after the other."""
+async def measure_loads(server: ServerProcess, options: argparse.Namespace) -> dict[str, Any]:
+    """Both loads, one after the other."""
     async with httpx.AsyncClient(
         base_url=server.url, timeout=600, limits=httpx.Limits(max_connections=None)
     ) as client:
-        few = await crowd(client, PLACES, options.seconds, options.seed)
-        many = await crowd(client, TIMES * PLACES, options.seconds, options.seed + PLACES)
+        few = await run_clients(client, PLACES, options.seconds, options.seed)
+        many = await run_clients(client, TIMES * PLACES, options.seconds, options.seed + PLACES)
     return {"few": figures(few), "many": figures(many), "broken": find_broken_laws(few, many)}
 
 
@@ -139,9 +134,9 @@ def main() -> None:
     with tempfile.TemporaryFile() as log:
         try:
             with start_server(SERVER_OPTIONS, log) as server:
-                found = asyncio.run(measure_crowds(server, options))
+                found = asyncio.run(measure_loads(server, options))
                 server.check_health()
-                books = asdict(server.wait_until_settled(SETTLED_WITHIN_S))
+                gauges = asdict(server.wait_until_settled(SETTLED_WITHIN_S))
         except ServerError as error:
             sys.exit(f"the overload failed: {error}")
     content = {
@@ -155,7 +150,7 @@ def main() -> None:
             "answer_tokens": ANSWER_TOKENS,
         },
         "environment": where,
-        "afterwards": books,
+        "afterwards": gauges,
     } | found
     print(json.dumps(content, indent=1))
     options.output.write_text(json.dumps(content, indent=1) + "\n")

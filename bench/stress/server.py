@@ -1,4 +1,4 @@
-"""A server process of one's own, and what its /metrics say."""
+"""A server process for a test, and the readings of its /metrics."""
 
 from __future__ import annotations
 
@@ -28,17 +28,16 @@ LOOK_AROUND_S = 3.0
 
 
 def surroundings() -> dict[str, Any]:
-    """The environment of a measurement that is about to begin, and how busy others keep the machine
-    (percent).
-    """
+    """The environment of a measurement that begins now, and the machine's other load (percent)."""
     return environment() | {
         "busy_before_percent": float(psutil.cpu_percent(interval=LOOK_AROUND_S))
     }
 
 
 class ServerError(Exception):
-    """The server did not start, does not answer, or did not come back to its baseline; the message
-    says which.
+    """The server did not start, does not answer, or did not return to its baseline.
+
+    The message says which.
     """
 
 
@@ -54,9 +53,7 @@ class GaugeReading:
     total: int
 
     def problems(self, *, idle: bool) -> list[str]:
-        """What is wrong with them, in words; at the baseline (`idle`) nobody runs, waits or holds a
-        page.
-        """
+        """The inconsistencies in words; if `idle`, no request may run, wait or hold a page."""
         found = []
         if self.held + self.cached + self.free != self.total:
             found.append(
@@ -73,16 +70,14 @@ class GaugeReading:
 
 @dataclass(frozen=True)
 class ServerProcess:
-    """A running server: its address, its process, the headers that open it, and the file with a
-    count of its heap.
-    """
+    """A running server: address, process, authorization headers, and the file of its heap."""
 
     url: str
     process: subprocess.Popen[bytes]
     headers: dict[str, str]
     count: Path | None
 
-    def books(self) -> GaugeReading:
+    def read_gauges(self) -> GaugeReading:
         """Read /metrics."""
         text = (
             httpx.get(f"{self.url}/metrics", headers=self.headers, timeout=30)
@@ -92,20 +87,21 @@ class ServerProcess:
         return books_of(text)
 
     def wait_until_settled(self, within_s: float) -> GaugeReading:
-        """The books once the server is back at its baseline. Raises `ServerError` if it is not
-        after `within_s`.
+        """The readings once the server is back at its baseline.
+
+        Raises `ServerError` if it is not within `within_s`.
         """
         deadline_s = time.monotonic() + within_s
         while (
-            problems := (books := self.books()).problems(idle=True)
+            problems := (gauges := self.read_gauges()).problems(idle=True)
         ) and time.monotonic() < deadline_s:
             time.sleep(0.1)
         if problems:
             raise ServerError(f"after {within_s:.0f} s: {'; '.join(problems)}")
-        return books
+        return gauges
 
     def rss_mb(self) -> float:
-        """Resident memory of the process and all that it has started."""
+        """Resident memory of the process and its children."""
         process = psutil.Process(self.process.pid)
         return (
             float(
@@ -115,9 +111,7 @@ class ServerProcess:
         )
 
     def heap_mb(self) -> float:
-        """How much of its heap is in use, by its last count. Raises `ServerError` if it
-        keeps none.
-        """
+        """The bytes of its heap in use, by the last count. Raises `ServerError` if it has none."""
         if self.count is None:
             raise ServerError("the server does not count its heap: start it with counted=True")
         return in_use_mb(self.count)
@@ -132,7 +126,7 @@ class ServerProcess:
 
 
 def books_of(text: str) -> GaugeReading:
-    """The books in the Prometheus text of /metrics."""
+    """The readings from the Prometheus text of /metrics."""
     samples = {
         (sample.name, *sample.labels.values()): int(sample.value)
         for family in text_string_to_metric_families(text)
@@ -149,9 +143,7 @@ def books_of(text: str) -> GaugeReading:
 
 
 def serve_command(port: int, options: Sequence[str], count: Path | None = None) -> list[str]:
-    """The command of a server for the embedded model, which keeps a count of its heap in the file
-    `count` if given.
-    """
+    """The command of a server for the embedded model, with a count of its heap in `count`."""
     module = ["tangram"] if count is None else ["bench.stress.heap", str(count)]
     command = [
         sys.executable,
@@ -171,10 +163,10 @@ def serve_command(port: int, options: Sequence[str], count: Path | None = None) 
 def start_server(
     options: Sequence[str], log: IO[bytes], api_key: str | None = None, *, counted: bool = False
 ) -> Iterator[ServerProcess]:
-    """A healthy server on a free port with `options`, which counts its heap if `counted`; ended
-    whatever happens.
+    """A healthy server on a free port with `options`; it is ended in any case.
 
-    Raises `ServerError` if it does not start, or if it has ended by itself.
+    It counts its heap if `counted`. Raises `ServerError` if it does not start, or if it ends by
+    itself.
     """
     with tempfile.NamedTemporaryFile() as kept:
         yield from _start_server(options, log, api_key, Path(kept.name) if counted else None)

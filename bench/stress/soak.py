@@ -1,11 +1,12 @@
-"""Conversations at a server of the embedded model for a long while: `make soak`, `python -m
-bench.stress.soak`.
+"""Conversations with a server of the embedded model for a long time.
 
-First a closed loop says how many turns a second the server can answer; then conversations arrive at
-random (Poisson), at 0.9 of that, whatever has become of those before. Some askers hang up,
-streaming or not. Laws (`laws.py`): every turn is answered whole or was hung up on by its asker;
-pages add up in every sample, and none is held at the end; the heap in use is flat; some answers
-asked for again, alone, are the same texts. The exit code is 1 if one is broken.
+Run it by `make soak` or `python -m bench.stress.soak`. First a closed loop measures the turns per
+second that the server can answer. Then conversations arrive at random (Poisson) at 0.9 of that
+rate. Some clients disconnect, streaming or not.
+
+Laws (`laws.py`): every turn is answered whole, unless its client disconnected. Pages add up in
+every sample, and none is held at the end. The heap in use is flat. Some answers, requested again
+alone, are the same texts. The exit code is 1 if a law is broken.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from bench.stress.laws import ServerSample, find_broken_laws, growth, summary
 from bench.stress.server import ServerError, ServerProcess, books_of, start_server, surroundings
 
 RESULT = Path(__file__).parents[1] / "results" / "http_soak.json"
-# A pool that is full soon: pages are then taken from the prefix cache, and memory has no more room
-# to be touched first.
+# A small pool is full soon. Pages are then taken from the prefix cache, and no memory is used
+# first.
 SERVER_OPTIONS = ("--kv-retention", "0.5", "--max-model-len", "2048", "--kv-cache-gib", "0.25")
 LOAD = 0.9
 SAMPLE_EVERY_S = 1.0
@@ -41,8 +42,8 @@ MOST_ASKED_AGAIN = 20
 NO_BOUND = httpx.Limits(max_connections=None)
 
 
-class Crowd:
-    """Those who ask; `outcomes` is what came of their turns, in the order in which they ended."""
+class Clients:
+    """The clients; `outcomes` are those of their turns, in the order in which they ended."""
 
     def __init__(self, client: httpx.AsyncClient, seed: int) -> None:
         self._client, self._random = client, Random(seed)
@@ -53,42 +54,36 @@ class Crowd:
         async for outcome in hold(self._client, conversation(self._random)):
             self.outcomes.append(outcome)
 
-    async def closed_loop(self, people: int, until_s: float) -> None:
-        """So many people, each of whom begins anew when they are through, until a time of the
-        monotonic clock.
-        """
+    async def closed_loop(self, count: int, until_s: float) -> None:
+        """This many clients, each with one conversation after the other, until a monotonic time."""
 
-        async def person() -> None:
+        async def client_loop() -> None:
             while time.monotonic() < until_s:
                 await self.converse()
 
-        await asyncio.gather(*(person() for _ in range(people)))
+        await asyncio.gather(*(client_loop() for _ in range(count)))
 
     async def arrivals(self, conversations_per_s: float, until_s: float) -> None:
-        """People who come at random at a mean rate until a time; returns when the last of them is
-        through.
-        """
-        async with asyncio.TaskGroup() as people:
+        """Conversations that begin at random at a mean rate until a time; waits for their ends."""
+        async with asyncio.TaskGroup() as tasks:
             next_s = time.monotonic()
             while next_s < until_s:
                 await asyncio.sleep(max(0.0, next_s - time.monotonic()))
-                people.create_task(self.converse())
+                tasks.create_task(self.converse())
                 next_s += self._random.expovariate(conversations_per_s)
 
 
-async def capacity(crowd: Crowd, people: int, seconds: float) -> float:
-    """Turns that end per second while `people` ask without a pause, after a third of the time.
+async def capacity(clients: Clients, count: int, seconds: float) -> float:
+    """Turns per second of `count` clients without pauses, after a third of the time.
 
-    First turns are short and find an empty pool: what is answered in the beginning says too much.
+    First turns are short and find an empty pool, so the rate at the beginning is too high.
     """
     begin_s = time.monotonic()
-    await crowd.closed_loop(people, begin_s + seconds)
+    await clients.closed_loop(count, begin_s + seconds)
     from_s, to_s = begin_s + seconds / 3, begin_s + seconds
-    counted = [one for one in crowd.outcomes if from_s <= one.ended_s < to_s]
+    counted = [one for one in clients.outcomes if from_s <= one.ended_s < to_s]
     if not counted:
-        raise ServerError(
-            f"no turn ended in {seconds:.0f} s: let the capacity be measured for longer"
-        )
+        raise ServerError(f"no turn ended in {seconds:.0f} s: measure the capacity for longer")
     return len(counted) / (to_s - from_s)
 
 
@@ -109,9 +104,7 @@ async def watch(
 async def ask_again(
     client: httpx.AsyncClient, outcomes: Sequence[Outcome], random: Random
 ) -> tuple[int, int]:
-    """How many answers were asked for again, one at a time, and how many of them are another text
-    then.
-    """
+    """The number of answers requested again, one at a time, and how many of them differ."""
     answered = [one for one in outcomes if one.kind == "answered"]
     chosen, changed = random.sample(answered, min(MOST_ASKED_AGAIN, len(answered))), 0
     for before in chosen:
@@ -122,7 +115,7 @@ async def ask_again(
 
 
 async def completions(client: httpx.AsyncClient) -> dict[str, int]:
-    """How many completions the server has ended, by how."""
+    """The server's count of completions, by how they ended."""
     text = (await client.get("/metrics")).raise_for_status().text
     return {
         sample.labels["finish_reason"]: int(sample.value)
@@ -133,35 +126,35 @@ async def completions(client: httpx.AsyncClient) -> dict[str, int]:
 
 
 async def soak(server: ServerProcess, options: argparse.Namespace) -> dict[str, Any]:
-    """The whole of it; the figures, and under `broken` the laws that do not hold."""
+    """The whole soak; returns its figures, with the broken laws under `broken`."""
     async with (
         httpx.AsyncClient(base_url=server.url, timeout=600, limits=NO_BOUND) as client,
         httpx.AsyncClient(base_url=server.url, timeout=60) as watcher,
     ):
-        first = Crowd(client, options.seed)
+        first = Clients(client, options.seed)
         turns_per_s = await capacity(first, options.people, options.capacity_seconds)
         print(f"capacity: {turns_per_s:.2f} turns/s", flush=True)
-        crowd, samples, begin_s = (
-            Crowd(client, options.seed + 1),
+        clients, samples, begin_s = (
+            Clients(client, options.seed + 1),
             list[ServerSample](),
             time.monotonic(),
         )
         watching = asyncio.create_task(watch(watcher, server, begin_s, samples))
-        await crowd.arrivals(LOAD * turns_per_s / mean_turns(), begin_s + options.seconds)
+        await clients.arrivals(LOAD * turns_per_s / mean_turns(), begin_s + options.seconds)
         took_s = time.monotonic() - begin_s
         watching.cancel()
         ends = await completions(client)
-        again, changed = await ask_again(client, crowd.outcomes, Random(options.seed))
-    everything, heap = [*first.outcomes, *crowd.outcomes], growth(samples, "heap_mb")
+        again, changed = await ask_again(client, clients.outcomes, Random(options.seed))
+    everything, heap = [*first.outcomes, *clients.outcomes], growth(samples, "heap_mb")
     return {
         "capacity_turns_per_s": turns_per_s,
         "offered_turns_per_s": LOAD * turns_per_s,
-        "answered_turns_per_s": len(crowd.outcomes) / took_s,
+        "answered_turns_per_s": len(clients.outcomes) / took_s,
         "lost_while_measuring_capacity": sum(one.kind == "lost" for one in first.outcomes),
-        **summary(crowd.outcomes, samples),
+        **summary(clients.outcomes, samples),
         "ttfts": [
             [round(one.asked_s - begin_s, 1), round(one.ttft_s, 3)]
-            for one in crowd.outcomes
+            for one in clients.outcomes
             if one.ttft_s is not None
         ],
         "asked_again": again,
@@ -172,12 +165,12 @@ async def soak(server: ServerProcess, options: argparse.Namespace) -> dict[str, 
 
 
 def afterwards(server: ServerProcess) -> tuple[dict[str, int], list[str]]:
-    """The books when nobody asks any more, and what is wrong with the server then."""
+    """The readings when no client is left, and the inconsistencies of the server then."""
     try:
         server.check_health()
         return asdict(server.wait_until_settled(SETTLED_WITHIN_S)), []
     except ServerError as error:
-        return asdict(server.books()), [str(error)]
+        return asdict(server.read_gauges()), [str(error)]
 
 
 def main() -> None:
@@ -189,7 +182,7 @@ def main() -> None:
     )
     parser.add_argument("--capacity-seconds", type=float, default=180.0)
     parser.add_argument(
-        "--people", type=int, default=16, help="who ask at a time while the capacity is measured"
+        "--people", type=int, default=16, help="clients while the capacity is measured"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-o", "--output", type=Path, default=RESULT)

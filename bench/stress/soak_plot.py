@@ -1,8 +1,4 @@
-"""The soak as a picture: heap in use, resident memory, time to first token, pages and requests over
-time.
-
-python -m bench.stress.soak_plot
-"""
+"""The plot of a soak: heap in use, resident memory, time to first token, pages, requests."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -16,9 +17,11 @@ from matplotlib.patches import Rectangle
 from sheet import INK, PAPER, SOFT, canvas
 from walk import draw_walk
 
-from tangram.cache.books import check_books
+from tangram.cache.accounting import check_accounting
+from tangram.cache.keys import ChunkKeys
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
+from tangram.cache.retention import Retention
 from tangram.types import Geometry
 
 HEADS = ("#3b74b8", "#7fb0e6", "#c8771c", "#f0b56d")
@@ -39,20 +42,19 @@ def example() -> tuple[CacheManager, Layout, int]:
         groups=[[(0, 0), (1, 1)], [(1, 0), (0, 1)]],
         sealed_pages=[3, 1],
     )
-    cache = CacheManager(
-        [("example", layout)], total_pages=24, max_sequences=4, prefix_caching=False
-    )
+    retention = Retention(0.5, layout, "example")
+    cache = CacheManager([retention], total_pages=24, max_sequences=4, prefix_caching=False)
     cache.ledger.take(24)
     cache.ledger.release(np.random.default_rng(3).permutation(24).astype(np.int32))
     tokens = np.arange(CHUNKS * layout.chunk_tokens + TAIL_TOKENS)
-    sequence = cache.admit(0, "", tokens, len(tokens))
+    sequence = cache.admit(ChunkKeys(retention, ""), tokens, len(tokens))
     if sequence is None:
         raise RuntimeError("the example does not fit")
     for _ in range(CHUNKS):
         cache.seal(sequence)
         cache.commit(sequence, tokens)
     cache.grow(sequence, TAIL_TOKENS)
-    check_books(cache)
+    check_accounting(cache)
     return cache, layout, sequence.slot
 
 
@@ -70,56 +72,31 @@ def head_name(head: tuple[int, int]) -> str:
     return f"layer {head[0]} · head {head[1]}"
 
 
+def draw_heading(ax: Axes, x: float, y: float, title: str, below: str) -> None:
+    """A heading at `y`, and a line in grey below it."""
+    ax.text(x, y, title, size=12, weight="bold", color=INK, va="center")
+    ax.text(x, y - 0.3, below, size=9, color=SOFT, va="center")
+
+
 def draw_kept(ax: Axes, layout: Layout) -> None:
     """Left: one bar a head, as long as what it keeps."""
-    ax.text(
+    draw_heading(
+        ax,
         0.15,
         6.1,
         "1 · each head keeps what it needs",
-        size=12,
-        weight="bold",
-        color=INK,
-        va="center",
-    )
-    ax.text(
-        0.15,
-        5.8,
         f"a sequence of {CHUNKS} × {layout.chunk_tokens} + {TAIL_TOKENS} tokens; what is dropped "
         "is grey",
-        size=9,
-        color=SOFT,
-        va="center",
     )
     scale, left = 2.55 / (CHUNKS * layout.chunk_tokens + TAIL_TOKENS), 1.5
     y = 5.3
     for group, members in enumerate(layout.groups):
+        kept = int(layout.sealed_pages[group]) * layout.page_tokens
         for column, head in enumerate(members):
-            colour = HEADS[2 * group + column]
             ax.text(
                 left - 0.1, y + 0.13, head_name(head), size=9, ha="right", va="center", color=INK
             )
-            for chunk in range(CHUNKS):
-                x = left + chunk * layout.chunk_tokens * scale
-                kept = int(layout.sealed_pages[group]) * layout.page_tokens
-                ax.add_patch(
-                    Rectangle(
-                        (x, y), layout.chunk_tokens * scale, 0.26, fc="#e6e9ec", ec=PAPER, lw=1.5
-                    )
-                )
-                ax.add_patch(Rectangle((x, y), kept * scale, 0.26, fc=colour, ec=PAPER, lw=1.5))
-            x = left + CHUNKS * layout.chunk_tokens * scale
-            ax.add_patch(
-                Rectangle(
-                    (x, y),
-                    TAIL_TOKENS * scale,
-                    0.26,
-                    fc=colour,
-                    ec=PAPER,
-                    lw=1.5,
-                    hatch="////",
-                    alpha=0.75,
-                )
-            )
+            draw_bar(ax, left, y, scale, kept, layout.chunk_tokens, HEADS[2 * group + column])
             y -= 0.38
         y -= 0.12
     for x, label in ((0.5, "chunk 0"), (1.5, "chunk 1")):
@@ -136,67 +113,36 @@ def draw_kept(ax: Axes, layout: Layout) -> None:
     )
 
 
+def draw_bar(
+    ax: Axes, left: float, y: float, scale: float, kept: int, chunk_tokens: int, colour: str
+) -> None:
+    """One head's chunks, of each of which it keeps `kept` tokens, and its tail."""
+    edge: dict[str, Any] = {"ec": PAPER, "lw": 1.5}
+    for chunk in range(CHUNKS):
+        x = left + chunk * chunk_tokens * scale
+        ax.add_patch(Rectangle((x, y), chunk_tokens * scale, 0.26, fc="#e6e9ec", **edge))
+        ax.add_patch(Rectangle((x, y), kept * scale, 0.26, fc=colour, **edge))
+    x = left + CHUNKS * chunk_tokens * scale
+    ax.add_patch(
+        Rectangle((x, y), TAIL_TOKENS * scale, 0.26, fc=colour, hatch="////", alpha=0.75, **edge)
+    )
+
+
 def draw_tables(
     ax: Axes, cache: CacheManager, layout: Layout, slot: int
 ) -> dict[int, tuple[int, bool, int]]:
     """Right: the groups' block tables. Returns page → (group, is raw, entries used)."""
-    left, size = 5.0, 0.36
-    ax.text(
+    left = 5.0
+    draw_heading(
+        ax,
         left,
         6.1,
         "2 · heads of similar need share a page table",
-        size=12,
-        weight="bold",
-        color=INK,
-        va="center",
-    )
-    ax.text(
-        left,
-        5.8,
         "sealed chunk after sealed chunk, then the raw tail",
-        size=9,
-        color=SOFT,
-        va="center",
     )
     used: dict[int, tuple[int, bool, int]] = {}
-    for group, members in enumerate(layout.groups):
-        y = 4.98 - group * 0.92
-        ax.text(
-            left,
-            y + size + 0.14,
-            "group " + str(group) + ":  " + " and ".join(map(head_name, members)),
-            size=9,
-            color=INK,
-        )
-        begin, length = int(layout.group_offset[group]), int(cache.lengths[slot, group])
-        sealed = CHUNKS * int(layout.sealed_pages[group])
-        pages = -(-length // layout.page_tokens)
-        for index in range(pages):
-            page = int(cache.tables[slot, begin + index])
-            raw = index >= sealed
-            used[page] = (group, raw, min(layout.page_tokens, length - index * layout.page_tokens))
-            x = (
-                left
-                + index * (size + 0.05)
-                + (0.12 if index >= layout.sealed_pages[group] else 0)
-                + (0.12 if raw else 0)
-            )
-            ax.add_patch(
-                Rectangle(
-                    (x, y),
-                    size,
-                    size,
-                    fc=PAPER,
-                    ec=HEADS[2 * group],
-                    lw=1.4,
-                    linestyle="--" if raw else "-",
-                )
-            )
-            ax.text(
-                x + size / 2, y + size / 2, str(page), size=10, ha="center", va="center", color=INK
-            )
-        x = left + pages * (size + 0.05) + 0.42
-        ax.text(x, y + size / 2, f"length {length}", size=9, va="center", color=SOFT)
+    for group in range(len(layout.groups)):
+        used |= draw_table(ax, cache, layout, slot, group, left)
     whole = layout.max_raw_pages * CHUNKS + len(layout.groups) * -(
         -TAIL_TOKENS // layout.page_tokens
     )
@@ -211,20 +157,42 @@ def draw_tables(
     return used
 
 
+def draw_table(
+    ax: Axes, cache: CacheManager, layout: Layout, slot: int, group: int, left: float
+) -> dict[int, tuple[int, bool, int]]:
+    """One group's block table. Returns its pages as `draw_tables` does."""
+    size, y = 0.36, 4.98 - group * 0.92
+    names = " and ".join(map(head_name, layout.groups[group]))
+    ax.text(left, y + size + 0.14, f"group {group}:  {names}", size=9, color=INK)
+    begin, length = int(layout.group_offset[group]), int(cache.lengths[slot, group])
+    sealed = CHUNKS * int(layout.sealed_pages[group])
+    pages = -(-length // layout.page_tokens)
+    used: dict[int, tuple[int, bool, int]] = {}
+    for index in range(pages):
+        page = int(cache.tables[slot, begin + index])
+        raw = index >= sealed
+        used[page] = (group, raw, min(layout.page_tokens, length - index * layout.page_tokens))
+        # A gap after each chunk
+        gap = (0.12 if index >= layout.sealed_pages[group] else 0) + (0.12 if raw else 0)
+        x = left + index * (size + 0.05) + gap
+        style: dict[str, Any] = {"lw": 1.4, "linestyle": "--" if raw else "-"}
+        ax.add_patch(Rectangle((x, y), size, size, fc=PAPER, ec=HEADS[2 * group], **style))
+        ax.text(x + size / 2, y + size / 2, str(page), size=10, ha="center", va="center", color=INK)
+    x = left + pages * (size + 0.05) + 0.42
+    ax.text(x, y + size / 2, f"length {length}", size=9, va="center", color=SOFT)
+    return used
+
+
 def draw_pool(ax: Axes, total: int, used: dict[int, tuple[int, bool, int]], layout: Layout) -> None:
     """Below: the one pool; every page has Hp columns of P entries."""
-    ax.text(
-        0.15, 3.02, "3 · one pool for all layers", size=12, weight="bold", color=INK, va="center"
-    )
-    ax.text(
+    draw_heading(
+        ax,
         0.15,
-        2.72,
+        3.02,
+        "3 · one pool for all layers",
         "a page = Hp columns (here 2), each a contiguous block of P keys and P values (here 16) "
         "of one head;"
         " any free page serves any group",
-        size=9,
-        color=SOFT,
-        va="center",
     )
     columns, width, height, left, top = 12, 0.78, 0.86, 0.15, 1.58
     for page in range(total):

@@ -1,7 +1,7 @@
-"""Host memory behind the pool: links that fell out of the device, by prefix key. Integers only.
+"""Host memory behind the pool: links that the device evicted, by prefix key. Integers only.
 
-The tier is inclusive: what comes back keeps its copy, so that the device can let it go again for
-nothing. What is to be copied is noted as `PageMove`s, in the order in which it must happen; the
+The tier is inclusive: a link that is restored keeps its host copy, so that the device can evict it
+again without copying. Copies are noted as `PageMove`s in the order in which they must happen. The
 device makes them before the next step.
 """
 
@@ -18,11 +18,11 @@ from tangram.types import Int32, PageMove
 
 
 class HostTier:
-    """Links over `total` host pages, least recently used first out; with 0 pages it keeps nothing.
+    """Links over `total` host pages, evicted least recently used first. With 0 pages it is empty.
 
-    `arriving` bool [device pages] marks what moves that nobody has taken yet will fill. Counters
-    since the start: `dropped` links that had to leave or found no room, `pages_out` and `pages_in`
-    moved, and `restored_tokens`, which the owner counts.
+    `arriving` bool [device pages] marks the pages that moves will fill which nobody has taken yet.
+    Counters since the start: `dropped` links that were evicted or did not fit, `pages_out` and
+    `pages_in` moved, and `restored_tokens`, which the owner counts.
     """
 
     def __init__(self, total: int, device_pages: int) -> None:
@@ -46,8 +46,9 @@ class HostTier:
 
     @contextmanager
     def holding(self, chain: Sequence[bytes]) -> Iterator[None]:
-        """Those of `chain` that are here are in use now, parents after children, and none of them
-        is let go within.
+        """Protect the links of `chain` that are here from eviction, and mark them as used.
+
+        Parents are marked after their children.
         """
         for key in reversed(chain):
             if key in self.links:
@@ -59,14 +60,15 @@ class HostTier:
             self._held = frozenset()
 
     def offer(self, key: bytes, pages: Int32, parent: bytes | None = None) -> None:
-        """The device lets go of link `key` below `parent`: copy its `pages` unless there is a copy
-        or no room.
+        """The device evicts link `key` below `parent`: copy its `pages` to the host.
+
+        Nothing is copied if the host has the link already, or if its pages do not fit.
         """
         if key in self.links:
             self.links.move_to_end(key)
-        elif self.arriving[pages].any() or not self._make_room(
+        elif self.arriving[pages].any() or not self._evict_for(
             len(pages)
-        ):  # what is still to come cannot leave yet
+        ):  # what has not arrived yet cannot leave
             self.dropped += 1
         else:
             self.links[key] = self.ledger.take(len(pages))
@@ -82,8 +84,9 @@ class HostTier:
         self.pages_in += len(pages)
 
     def take_moves(self) -> tuple[PageMove, ...]:
-        """What was noted since the last call. The next step but one, at the latest, must find it
-        done.
+        """The moves noted since the last call.
+
+        They must be done before the next step but one begins.
         """
         moves, self._moves = tuple(self._moves), []
         for move in moves:
@@ -91,16 +94,15 @@ class HostTier:
         return moves
 
     def clear(self) -> None:
-        """Forget every link. Moves that were noted are still made: sequences stand on what they
-        bring.
+        """Forget every link.
+
+        Moves already noted are still made, because sequences use their pages.
         """
         for key in list(self.links):
             self._drop(key)
 
     def forget(self, keys: set[bytes]) -> None:
-        """Forget the links of `keys`, and those that descend from them; as in `clear`, moves are
-        still made.
-        """
+        """Forget the links of `keys` and their descendants. As in `clear`, moves are still made."""
         lost = set(keys)
         while found := [key for key in self.links if key in lost or self._parents.get(key) in lost]:
             lost.update(found)
@@ -122,7 +124,7 @@ class HostTier:
         if len(move.pages):
             self._moves.append(move)
 
-    def _make_room(self, count: int) -> bool:
+    def _evict_for(self, count: int) -> bool:
         if count > self.total or not self.total:
             return False
         while self.ledger.free < count:

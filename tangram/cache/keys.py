@@ -1,7 +1,8 @@
-"""Prefix keys: what names the KV state of a token prefix.
+"""Prefix keys: each names the KV state of a token prefix.
 
-A chain of keys starts from (profile fingerprint, salt). Each is SHA-256 over its parent's key and
-its own tokens. By the purity law equal keys mean equal contents, whoever computed them.
+A chain of keys starts from (profile fingerprint, salt). Each key is SHA-256 over its parent's key
+and its own tokens. By the purity law equal keys mean equal contents, whichever sequence computed
+them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ def chunk_key(parent: bytes, tokens: Int64) -> bytes:
 
 
 def raw_key(parent: bytes, tokens: Int64) -> bytes:
-    """The key of the raw page of `tokens` (int64) after `parent`; also with C = P no chunk's."""
+    """The key of the raw page of `tokens` (int64) after `parent`. Never equal to a chunk's key.
+
+    This also holds with C = P.
+    """
     return hashlib.sha256(parent + tokens.tobytes() + b"raw").digest()
 
 
@@ -37,17 +41,16 @@ def window_key(chunk: bytes) -> bytes:
 
 @dataclass(eq=False)
 class ChunkKeys:
-    """The keys of one sequence's chunks, each computed once, when it is first asked for."""
+    """The keys of one sequence's chunks. Each is computed once, when it is first needed."""
 
     retention: Retention
     salt: str
     _keys: list[bytes] = field(default_factory=list)
 
     def after(self, chunks: int, tokens: Int64) -> bytes:
-        """The key of the chain of the first `chunks` chunks of the sequence, which begins with
-        `tokens`.
+        """The key of the chain of the first `chunks` chunks of the sequence.
 
-        Raises `ValueError` if `tokens` are fewer than that.
+        The sequence begins with `tokens`. Raises `ValueError` if these do not fill the chunks.
         """
         size = self.retention.layout.chunk_tokens
         if chunks * size > len(tokens):

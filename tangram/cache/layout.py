@@ -1,14 +1,14 @@
 """Where every head's KV entries lie: head groups, columns and slot arithmetic. Integers only.
 
-A *head group* is up to `Hp` (layer, head) pairs that share one page table; a page of the one pool
-holds `Hp` *columns*, each a contiguous single-head block of `P` keys and `P` values. A sequence's
-table for group g reads
+A *head group* is up to `Hp` (layer, head) pairs that share one page table. A page of the one pool
+holds `Hp` *columns*. Each column is a contiguous single-head block of `P` keys and `P` values. A
+sequence's table for group g reads
 
     [ chunk 0: sealed_pages[g] ] [ chunk 1: sealed_pages[g] ] … [ raw tail: up to C / P pages ]
 
 so a head's length after s sealed chunks and r raw tokens is  s · sealed_pages[g] · P + r  (Tangram,
-ragged paging). Groups of sliding-window layers come last, keep every entry of a chunk and only the
-newest `window_chunks` chunks; an entry's index in their tables equals its position.
+ragged paging). Groups of sliding-window layers come last. They keep every entry of a chunk and only
+the newest `window_chunks` chunks; an entry's index in their tables equals its position.
 """
 
 from __future__ import annotations
@@ -57,11 +57,10 @@ class Layout:
         groups: Sequence[Sequence[Head]],
         sealed_pages: Sequence[int],
     ) -> Layout:
-        """A layout from the groups of the full-attention layers and their page counts; window
-        layers are added whole.
+        """A layout from the groups of the full-attention layers and their page counts.
 
-        Raises `ConfigError` unless the groups cover each full-attention head exactly once and
-        counts are in range.
+        Window layers are added and keep all entries of a chunk. Raises `ConfigError` unless the
+        groups cover each full-attention head exactly once and counts are in range.
         """
         chunk_pages = chunk_tokens // page_tokens
         members = sorted(head for group in groups for head in group)
@@ -113,9 +112,7 @@ class Layout:
         heads_per_page: int,
         max_tokens: int,
     ) -> Layout:
-        """The layout of ρ = 1.0: adjacent heads share pages and every chunk keeps all of its
-        tokens.
-        """
+        """The layout of ρ = 1.0: adjacent heads share pages, and every chunk keeps all tokens."""
         groups = adjacent_groups(geometry.full_layers, geometry.kv_heads, heads_per_page)
         return cls.build(
             geometry,
@@ -161,8 +158,9 @@ class Layout:
 
     @cached_property
     def group_offset(self) -> Int64:
-        """[groups + 1]: where each group's entries begin in a row of the block tables; the last is
-        the row's width.
+        """[groups + 1]: where each group's entries begin in a row of the block tables.
+
+        The last value is the row's width.
         """
         chunks = -(-self.max_tokens // self.chunk_tokens)
         return np.concatenate(
@@ -171,9 +169,7 @@ class Layout:
 
     @cached_property
     def span_group(self) -> Int32:
-        """[pages of a sealed chunk]: the group of each page, in the order a span lists
-        its pages.
-        """
+        """[pages of a sealed chunk]: the group of each page, in the order of a span's pages."""
         return np.repeat(np.arange(len(self.groups), dtype=np.int32), self.sealed_pages)
 
     @cached_property
@@ -192,38 +188,38 @@ class Layout:
         return self.chunk_pages * len(self.groups)
 
     def span_entries(self, chunk: int | Int64) -> Int64:
-        """[…, span pages]: offsets, within a row of the block tables, of a sealed chunk's pages in
-        span order.
+        """[…, span pages]: offsets of a sealed chunk's pages in a row of the block tables.
+
+        They are in span order.
         """
         first, step = self._span_first
         return first + np.asarray(chunk, np.int64)[..., None] * step
 
     @cached_property
     def _span_first(self) -> tuple[Int64, Int64]:
-        """Where the pages of chunk 0 lie, and how far those of the next are from there."""
+        """Offsets of the pages of chunk 0, and their distance to those of the next chunk."""
         step = self.sealed_pages[self.span_group].astype(np.int64)
         return self.group_offset[self.span_group] + self._span_rank, step
 
     def raw_entries(self, sealed_chunks: int, page: int | Int64) -> Int64:
-        """[…, groups]: offsets, within a row of the block tables, of a raw tail page of every
-        group.
-        """
+        """[…, groups]: offsets of a raw tail page of every group in a row of the block tables."""
         first = self.group_offset[:-1] + sealed_chunks * self.sealed_pages.astype(np.int64)
         return np.asarray(first + np.asarray(page, np.int64)[..., None], np.int64)
 
     def lengths(self, sealed_chunks: int | Int64, raw_tokens: int | Int64) -> Int32:
-        """[…, groups]: entries each member head of a group can address (a window group counts its
-        dropped ones too).
+        """[…, groups]: entries that each member head of a group can address.
 
-        Counts of one row, or arrays of them.
+        A window group counts its dropped entries too. Takes the counts of one row, or arrays of
+        them.
         """
         sealed, raw = np.asarray(sealed_chunks)[..., None], np.asarray(raw_tokens)[..., None]
         return np.asarray(sealed * self.sealed_pages * self.page_tokens + raw, np.int32)
 
     @cached_property
     def full_span_pages(self) -> int:
-        """Pages of one sealed chunk over the groups that see the whole context; a span lists them
-        first.
+        """Pages of one sealed chunk over the groups that see the whole context.
+
+        A span lists them first.
         """
         return int(self.sealed_pages[: self.full_groups].sum())
 
@@ -237,16 +233,18 @@ class Layout:
         return pages * self.chunk_tokens // self.span_pages
 
     def count_held_pages(self, sealed_chunks: int, raw_tokens: int) -> int:
-        """Pages held with `sealed_chunks` sealed chunks and `raw_tokens` raw tokens: the footprint
-        formula.
+        """Pages held with `sealed_chunks` sealed chunks and `raw_tokens` raw tokens.
+
+        This is the footprint formula.
         """
         windowed = min(sealed_chunks, self.window_chunks) * self.window_span_pages
         raw = -(-raw_tokens // self.page_tokens) * len(self.groups)
         return sealed_chunks * self.full_span_pages + windowed + raw
 
     def count_held_entries(self, sealed_chunks: int, raw_tokens: int) -> int:
-        """KV entries in the pages of `count_held_pages`, over all heads; other slots are unused
-        columns and raw ends.
+        """KV entries in the pages of `count_held_pages`, over all heads.
+
+        The other slots of these pages are unused columns and the unused ends of raw pages.
         """
         windowed = min(sealed_chunks, self.window_chunks)
         full, window, heads = self._chunk_entries
@@ -254,9 +252,7 @@ class Layout:
 
     @cached_property
     def _chunk_entries(self) -> tuple[int, int, int]:
-        """Entries of a sealed chunk in the groups that see everything, in those with a window, and
-        the heads of all.
-        """
+        """Entries of a sealed chunk in full and in window groups; the number of all heads."""
         members = np.asarray([len(group) for group in self.groups], np.int64)
         kept = members * self.sealed_pages * self.page_tokens
         return (
@@ -277,15 +273,16 @@ class Layout:
         return max(before_last_seal, self.count_held_pages(full, rest))
 
     def count_promised_pages(self, tokens: int, limit: int) -> int:
-        """What a sequence of `tokens` tokens may need until its current chunk, or the sequence at
-        `limit`, ends.
+        """Pages that a sequence of `tokens` tokens may need until its current chunk ends.
+
+        The chunk ends earlier if the sequence reaches `limit` tokens.
         """
         sealed = tokens // self.chunk_tokens
         growing = self.count_held_pages(
             sealed, min(self.chunk_tokens, limit - sealed * self.chunk_tokens)
         )
-        # While a chunk is sealed its queries still read the window part that goes when the step is
-        # done.
+        # While a chunk is sealed its queries still read the oldest window part, which is dropped
+        # after the step.
         overdue = self.window_span_pages if sealed > self.window_chunks else 0
         return max(growing, self.count_held_pages(sealed, 0) + overdue)
 
@@ -294,9 +291,7 @@ class Layout:
         return max(self.peak_pages(tokens), self.count_promised_pages(tokens, tokens))
 
     def count_uncompressed_entries(self, tokens: int) -> int:
-        """KV entries, over all heads, that `tokens` tokens have with nothing dropped but what slid
-        out of a window.
-        """
+        """KV entries over all heads for `tokens` tokens if only what left a window is dropped."""
         seen = sum(
             count * (tokens if window is None else min(tokens, window))
             for window, count in self._windows
@@ -316,8 +311,9 @@ class Layout:
 def adjacent_groups(
     layers: Sequence[int], kv_heads: int, heads_per_page: int
 ) -> list[tuple[Head, ...]]:
-    """Cut the heads of `layers`, in their natural order, into runs of `heads_per_page`; the last
-    may be short.
+    """Cut the heads of `layers`, in their natural order, into runs of `heads_per_page`.
+
+    The last run may be short.
     """
     heads = [(layer, head) for layer in layers for head in range(kv_heads)]
     return [

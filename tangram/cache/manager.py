@@ -1,9 +1,8 @@
-"""Pages for sequences: admit, grow, seal, commit, close. Host integers only; positions never come
-here.
+"""Pages for sequences: admit, grow, seal, commit, close. Host integers only, no positions.
 
-Admission promises a sequence every page it will need until its chunk ends (Tangram, budget
-reservation): the counts are a formula of its length, so the promise is exact and nothing is
-reclaimed. The books always satisfy
+Admission promises a sequence every page that it will need until its chunk ends (Tangram, budget
+reservation). The counts are a formula of its length, so the promise is exact and nothing is
+reclaimed. This always holds:
 
     Σ (promised − held)  +  crowded transient pages   ≤   free + idle cached pages
 """
@@ -26,11 +25,11 @@ from tangram.types import Int32, Int64, PageMove
 
 
 class CacheManager:
-    """The one owner of the pool's pages and, if there are any, of the `host_pages` behind them.
+    """The one owner of the pool's pages and of the `host_pages` behind them, if there are any.
 
     `tables` is int32 [max_sequences, width]: row `slot` holds the page ids of every group at
-    `Layout.group_offset`; `follower`, if set, hears where in a row is written. `lengths` is int32
-    [max_sequences, groups]: entries by group.
+    `Layout.group_offset`. `follower`, if set, is called with the places that are written in a row.
+    `lengths` is int32 [max_sequences, groups]: entries by group.
     """
 
     def __init__(
@@ -55,17 +54,18 @@ class CacheManager:
         self._slots = list(range(max_sequences - 1, -1, -1))
         self.sequences: dict[int, SequenceCache] = {}
 
-    # -- room --------------------------------------------------------------------------------------
+    # -- capacity ----------------------------------------------------------------------------------
 
     @property
     def spare_pages(self) -> int:
-        """Pages that nobody holds and nobody was promised."""
+        """Pages that are neither held nor promised."""
         owed = sum(seq.promised_pages - seq.booked_pages for seq in self.sequences.values())
         return self.ledger.free + self.prefix.idle_pages - self.prefix.crowded_pages - owed
 
     def extend(self, seq: SequenceCache, limit: int) -> bool:
-        """Promise `seq` what it needs until its current chunk ends; False if there is
-        no room now.
+        """Promise `seq` the pages that it needs until its current chunk ends.
+
+        Returns False if there are not enough pages now.
         """
         wanted = seq.layout.count_promised_pages(seq.sealed_chunks * seq.layout.chunk_tokens, limit)
         if (more := wanted - seq.promised_pages) > 0 and more > self.spare_pages:
@@ -74,22 +74,20 @@ class CacheManager:
         return True
 
     def new_tokens(self, keys: ChunkKeys, tokens: Int64) -> int:
-        """How many of a sequence's `tokens` are not in cached chunks now, so that they would have
-        to be computed.
-        """
+        """How many of `tokens` are not in cached chunks now and would have to be computed."""
         return (
             len(tokens) - len(self._chain(keys, tokens).chunks) * keys.retention.layout.chunk_tokens
         )
 
-    # -- a sequence's life -------------------------------------------------------------------------
+    # -- a sequence's states -----------------------------------------------------------------------
 
     def admit(self, keys: ChunkKeys, tokens: Int64, limit: int) -> SequenceCache | None:
-        """Take in the sequence of `keys`, which knows `tokens` and may grow to `limit` tokens; None
-        if no room now.
+        """Admit the sequence of `keys`, which has `tokens` and may grow to `limit` tokens.
 
-        What the prefix cache has of it, on the device or in host memory, is attached:
-        `cached_tokens` says how much. At least one token is always left to compute, and a chunk
-        that the tokens fill is either wholly cached or wholly computed.
+        Returns None if there are not enough pages now. Links that the prefix cache has, on the
+        device or in host memory, are attached; `cached_tokens` counts their tokens. At least one
+        token is always left to compute. A chunk that the tokens fill is either wholly cached or
+        wholly computed.
         """
         if not self._slots:
             return None
@@ -97,8 +95,7 @@ class CacheManager:
         here = [node for key in chain.keys if (node := self.prefix.find(key)) is not None]
         for node in here:
             self.prefix.acquire(node)
-        # Pages that are brought back or found raw come out of the promise, so they change nothing
-        # here.
+        # Pages that are restored or found raw come out of the promise, so they change nothing here.
         promise = self._promise(layout, len(tokens), limit)
         if promise - sum(len(node.pages) for node in here) > self.spare_pages:
             for node in reversed(here):
@@ -117,10 +114,10 @@ class CacheManager:
         return seq
 
     def take_moves(self, slots: Iterable[int]) -> tuple[tuple[PageMove, ...], bool]:
-        """What the device must copy before the next step, in order, and whether a row of `slots`
-        touches what it fills.
+        """The copies that the device must make before the next step, in order.
 
-        The steps after that one find everything in its place.
+        The second value is true if a row of `slots` touches a page that they fill. Later steps find
+        everything in place.
         """
         awaited = any(self.sequences[slot].arriving for slot in slots)
         for seq in self.sequences.values():
@@ -128,7 +125,7 @@ class CacheManager:
         return self.host.take_moves(), awaited
 
     def grow(self, seq: SequenceCache, tokens: int) -> None:
-        """Make room for `tokens` more raw tokens of the current chunk, out of the promise."""
+        """Take pages for `tokens` more raw tokens of the current chunk, out of the promise."""
         layout = seq.layout
         wanted = -(-(seq.raw_tokens + tokens) // layout.page_tokens)
         if seq.raw_tokens + tokens > layout.chunk_tokens:
@@ -143,8 +140,9 @@ class CacheManager:
         self.lengths[seq.slot, : len(layout.groups)] += tokens
 
     def seal(self, seq: SequenceCache) -> None:
-        """Let the raw tail go and take the final pages of the current chunk; the step that follows
-        fills them whole.
+        """Release the raw tail and take the final pages of the current chunk.
+
+        The step that follows fills them whole.
         """
         self._drop_raw(seq)
         layout, chunk = seq.layout, seq.sealed_chunks
@@ -156,11 +154,10 @@ class CacheManager:
         self._write_lengths(seq)
 
     def commit(self, seq: SequenceCache, tokens: Int64) -> None:
-        """After the step: let go what slid out of the window, and offer to others the newest chunk
-        or full raw pages.
+        """After the step: release what left the window, and publish the newest chunk or raw pages.
 
-        `tokens` are all tokens of the sequence. Where the cache already has the link, its pages
-        replace the copies.
+        Only full raw pages are published. `tokens` are all tokens of the sequence. Where the cache
+        already has the link, its pages replace the sequence's copies.
         """
         layout = seq.layout
         if len(seq.window_spans) > layout.window_chunks:
@@ -173,7 +170,7 @@ class CacheManager:
             self._publish_raw(seq, tokens, page)
 
     def close(self, seq: SequenceCache) -> None:
-        """Give back everything `seq` holds; what it published stays cached until evicted."""
+        """Release everything that `seq` holds. What it published stays cached until evicted."""
         self._drop_raw(seq)
         while seq.window_spans:
             self._drop_oldest_window(seq)
@@ -185,15 +182,16 @@ class CacheManager:
         self._slots.append(seq.slot)
 
     def next_key(self, seq: SequenceCache, tokens: Int64) -> bytes | None:
-        """The prefix key of the chunk of `tokens` that `seq` seals next; None if not full or for
-        nobody else.
+        """The prefix key of the chunk of `tokens` that `seq` seals next.
+
+        None if the chunk is not full or prefix caching is off.
         """
         filled = seq.sealed_chunks + 1
         if not self.prefix_caching or len(tokens) < filled * seq.layout.chunk_tokens:
             return None
         return seq.keys.after(filled, tokens)
 
-    # -- inside ------------------------------------------------------------------------------------
+    # -- internals ---------------------------------------------------------------------------------
 
     def _chain(self, keys: ChunkKeys, tokens: Int64) -> Chain:
         return self.prefix.longest(keys, tokens if self.prefix_caching else tokens[:0])
@@ -238,13 +236,14 @@ class CacheManager:
 
     def _drop_oldest_window(self, seq: SequenceCache) -> None:
         self.ledger.release(seq.window_spans.pop(0))
-        # The newest part may not be published yet, the oldest is unless caching is off.
+        # The newest part may be unpublished; the oldest is published unless caching is off.
         if seq.window_nodes:
             self.prefix.release(seq.window_nodes.pop(0))
 
     def _attach(self, seq: SequenceCache, chain: Chain) -> None:
-        """Stand `seq` on `chain`, whose links on the device it has acquired; the others are brought
-        back.
+        """Attach `chain` to `seq`.
+
+        Its links on the device are acquired; the others are restored.
         """
         layout, full = seq.layout, seq.layout.full_span_pages
         windows = list(enumerate(chain.windows, len(chain.chunks) - len(chain.windows)))
@@ -274,9 +273,7 @@ class CacheManager:
         )
 
     def _reach(self, key: bytes, parent: Node | None, link: Link, pages: int) -> Node:
-        """The link for `key`, acquired and shared already, or brought back from host memory into
-        new pages.
-        """
+        """The link for `key`: acquired and shared already, or restored from host memory."""
         node = self.prefix.find(key)
         if node is not None:
             return node
@@ -342,8 +339,9 @@ class CacheManager:
         pages: Int32,
         link: Link,
     ) -> Node:
-        """The link for `key`, made of `pages` if new; if not, its pages take the place of `pages`
-        at `entries`.
+        """The link for `key`, made of `pages` if it is new.
+
+        If it exists, its pages replace `pages` at `entries`.
         """
         node = self.prefix.find(key)
         if node is None:

@@ -1,6 +1,4 @@
-"""The ledger: which pages of the one pool are free, and how often each of the others is
-referenced.
-"""
+"""The ledger: free pages of the pool, and the reference count of every other page."""
 
 from __future__ import annotations
 
@@ -11,8 +9,9 @@ from tangram.types import Int32
 
 
 class Ledger:
-    """Reference counts for `total` pages. Vectorised; a page returns to the free stack when its
-    count reaches 0.
+    """Reference counts for `total` pages, vectorised.
+
+    A page returns to the free stack when its count reaches 0.
     """
 
     def __init__(self, total: int) -> None:
@@ -22,8 +21,9 @@ class Ledger:
         self.free = total
 
     def take(self, count: int) -> Int32:
-        """`count` free pages, each with one reference. Raises `IntegrityError` if there are not so
-        many.
+        """`count` free pages, each with one reference.
+
+        Raises `IntegrityError` if fewer are free.
         """
         if count > self.free:
             raise IntegrityError(
@@ -46,15 +46,16 @@ class Ledger:
         self.free += len(freed)
 
     def check(self, expected: Int32) -> None:
-        """Raise `IntegrityError` unless the counts equal `expected` [total] and the free stack
-        holds the rest once.
+        """Raise `IntegrityError` unless the counts equal `expected` [total].
+
+        The free stack must hold each other page exactly once.
         """
         wrong = np.flatnonzero(self.references != expected)
         if len(wrong):
             page = int(wrong[0])
             raise IntegrityError(
                 f"{len(wrong)} pages are miscounted: page {page} has {self.references[page]} "
-                f"references, {expected[page]} holders are known"
+                f"references, {expected[page]} were expected"
             )
         free = np.sort(self._stack[: self.free])
         if not np.array_equal(free, np.flatnonzero(expected == 0)):

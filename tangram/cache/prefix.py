@@ -1,8 +1,8 @@
 """The prefix cache: tokens → pages that already hold their KV entries.
 
 Links have the keys of `keys.py`. They are sealed chunks (`C` tokens) and, below the last sealed
-chunk, raw pages (`P` tokens). The pages of sliding-window groups of a chunk hang below it as a leaf
-of their own, so that they can go while the chunk stays. What nobody uses is evicted least recently
+chunk, raw pages (`P` tokens). The pages of a chunk's sliding-window groups are a leaf of their own
+below it, so that they can be evicted while the chunk stays. Unused links are evicted least recently
 used first, leaves before parents. Sealed chunks go to host memory, if there is some.
 """
 
@@ -19,9 +19,7 @@ from tangram.types import Int32, Int64
 
 
 class Link(Enum):
-    """What a link holds: a sealed chunk of the full-attention groups, its sliding-window part, or a
-    raw page.
-    """
+    """What a link holds: a sealed chunk (full-attention groups), its window part, or a raw page."""
 
     CHUNK = "chunk"
     WINDOW = "window"
@@ -30,9 +28,7 @@ class Link(Enum):
 
 @dataclass(eq=False)
 class Node:
-    """One link: the cache holds one reference to each of `pages`. `users` counts the sequences that
-    stand on it.
-    """
+    """One link. The cache holds one reference to each of `pages`; `users` counts its sequences."""
 
     key: bytes
     parent: Node | None
@@ -44,7 +40,7 @@ class Node:
 
     @property
     def transient(self) -> bool:
-        """Whether a sequence that goes on living may let it go."""
+        """Whether a running sequence may release it before it ends."""
         return self.link is not Link.CHUNK
 
 
@@ -63,9 +59,10 @@ class Chain:
 
 @dataclass
 class PrefixCache:
-    """Links by key over a ledger, with host memory behind it. `idle_pages` could be evicted now;
-    `crowded_pages` counts the transient pages that more than one sequence stands on, once for each
-    further sequence: each of them may need a page of its own later.
+    """Links by key over a ledger, with host memory behind it.
+
+    `idle_pages` could be evicted now. `crowded_pages` counts the transient pages that more than one
+    sequence uses, once for each further sequence: each may need a page of its own later.
     """
 
     ledger: Ledger
@@ -81,11 +78,10 @@ class PrefixCache:
         return self.nodes.get(key)
 
     def longest(self, keys: ChunkKeys, tokens: Int64) -> Chain:
-        """What the device or host memory has of `tokens`, a sequence's, of which it leaves one to
-        compute.
+        """The longest chain of `tokens` on the device or in host memory.
 
-        The next query must find in its windows what it sees, so chunks without these parts are left
-        out.
+        One token is left to compute. The next query must find what it sees in its windows, so
+        chunks without these parts are left out.
         """
         layout, chunks = keys.retention.layout, list[bytes]()
         for number in range(1, (len(tokens) - 1) // layout.chunk_tokens + 1):
@@ -116,7 +112,7 @@ class PrefixCache:
         return node
 
     def acquire(self, node: Node) -> None:
-        """One more sequence stands on `node`: it cannot be evicted."""
+        """One more sequence uses `node`: it cannot be evicted."""
         if node.users == 0:
             self.idle_pages -= len(node.pages)
         elif node.transient:
@@ -124,7 +120,7 @@ class PrefixCache:
         node.users += 1
 
     def release(self, node: Node) -> None:
-        """One sequence fewer stands on `node`."""
+        """One sequence fewer uses `node`."""
         node.users -= 1
         if node.users == 0:
             self.idle_pages += len(node.pages)
@@ -135,8 +131,9 @@ class PrefixCache:
             self.crowded_pages -= len(node.pages)
 
     def evict(self, pages: int, *, keep: bool = True) -> None:
-        """Free at least `pages` pages of links that nobody uses, or all there are. `keep` offers
-        them to the host.
+        """Free at least `pages` pages of unused links, or all there are.
+
+        `keep` offers the links to the host tier.
         """
         target = self.ledger.free + pages
         while self.ledger.free < target and self._heap:
@@ -148,15 +145,15 @@ class PrefixCache:
                 self.remove(node)
 
     def clear(self) -> None:
-        """Evict everything that nobody uses, from host memory too."""
+        """Evict every unused link, from host memory too."""
         self.evict(self.ledger.total, keep=False)
         self.host.clear()
 
     def _offer(self, node: Node) -> None:
         if _evictable(node):
             heapq.heappush(self._heap, (node.last_used, node.key))
-        # Links in steady use leave a stale entry each time: without evictions nobody else would
-        # clear them away.
+        # Links in steady use leave a stale entry each time. Without evictions nothing else removes
+        # them.
         if len(self._heap) > 2 * len(self.nodes) + 64:
             self._heap = [
                 (link.last_used, link.key) for link in self.nodes.values() if _evictable(link)
@@ -164,7 +161,7 @@ class PrefixCache:
             heapq.heapify(self._heap)
 
     def remove(self, node: Node) -> None:
-        """Forget a link that nobody uses and that has no children."""
+        """Forget a link that has no users and no children."""
         del self.nodes[node.key]
         self.idle_pages -= len(node.pages)
         self.ledger.release(node.pages)

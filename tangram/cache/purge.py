@@ -1,11 +1,11 @@
-"""Forgetting what may not be sound: a sequence whose logits are NaN has unsound state somewhere,
-nobody knows where.
+"""Forget links that may be unsound after a sequence had NaN logits.
 
-So its whole chain goes, from its first link on: what it computed, and what it found there, of which
-one link may have been broken by whoever came before and never looked at a logit. With it goes
-whatever descends from those links, in host memory too, because it was computed over them. Nothing
-else can be touched, since state depends on the own chain alone. The price of going too far is to
-compute a prefix once more.
+Such a sequence has unsound KV state, but which link holds it is unknown. So its whole chain is
+forgotten, from the first link on: the links that it computed and the links that it found cached. A
+cached link may have been broken by a sequence whose logits nobody sampled. Links that descend from
+these are forgotten too, in host memory as well, because they were computed over them. Nothing else
+can be affected, since state depends on the own chain alone. A sound prefix that is forgotten is
+computed once more.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from tangram.types import Int32, Int64
 
 @dataclass(frozen=True)
 class Suspects:
-    """Keys of links that may be unsound, those of them that are on the device, and the slots that
-    stand on these.
+    """Links that may be unsound, and the sequences that use them.
+
+    `keys` are the keys of the links, `nodes` those that are on the device, and `slots` the
+    sequences that use these nodes.
     """
 
     keys: set[bytes]
@@ -31,9 +33,7 @@ class Suspects:
     slots: list[int]
 
     def pages(self, cache: CacheManager) -> Int32:
-        """[n] all pages that the links and the sequences hold, those that were never
-        published too.
-        """
+        """[n]: all pages that the links and the sequences hold, unpublished ones included."""
         held = [node.pages for node in self.nodes]
         for seq in map(cache.sequences.__getitem__, self.slots):
             held += [*seq.spans, *seq.window_spans, *seq.raw_pages]
@@ -41,8 +41,9 @@ class Suspects:
 
 
 def suspects(cache: CacheManager, keys: ChunkKeys, tokens: Int64) -> Suspects:
-    """All that begins as the sequence of `keys` and `tokens` does and may have come of
-    its state.
+    """All links and sequences that may depend on the sequence of `keys` and `tokens`.
+
+    These are the ones that begin with the same tokens.
     """
     layout = keys.retention.layout
     found = {raw_key(keys.after(0, tokens), tokens[: layout.page_tokens])}
@@ -62,9 +63,7 @@ def suspects(cache: CacheManager, keys: ChunkKeys, tokens: Int64) -> Suspects:
 
 
 def purge(cache: CacheManager, found: Suspects) -> None:
-    """Forget the links, on the device and in host memory. No sequence may stand on them
-    any more.
-    """
+    """Forget the links, on the device and in host memory. No sequence may still use them."""
     for node in reversed(found.nodes):
         cache.prefix.remove(node)
     cache.host.forget(found.keys)

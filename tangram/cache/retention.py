@@ -11,10 +11,10 @@ from tangram.cache.layout import Layout
 class Retention:
     """One way to keep KV entries: the retention ratio ρ, and where the entries lie.
 
-    A sequence and the rows of its steps carry one. It is compared by identity. Prefix keys begin
-    with `fingerprint`. Chunks that are `scored` when they are sealed keep the first `sink_tokens`
-    of the sequence and the last `window_tokens` of the chunk whatever their scores. A step
-    takes no more than one chunk of a sequence if `one_chunk_a_step`.
+    Each sequence, and each row of its steps, carries one. It is compared by identity. Prefix keys
+    begin with `fingerprint`. Chunks that are `scored` when they are sealed keep the first
+    `sink_tokens` of the sequence and the last `window_tokens` of the chunk whatever their scores.
+    With `one_chunk_a_step` a step takes at most one chunk of a sequence.
     """
 
     kv_retention: float

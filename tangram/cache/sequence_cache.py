@@ -1,6 +1,4 @@
-"""What one sequence holds in the pool: its state is (sealed chunks, raw tokens) and
-nothing else.
-"""
+"""The pages of one sequence in the pool. Its state is (sealed chunks, raw tokens) alone."""
 
 from __future__ import annotations
 
@@ -14,13 +12,13 @@ from tangram.types import Int32
 
 @dataclass(eq=False)
 class SequenceCache:
-    """The pages of one sequence and its place in the block tables (`slot`).
+    """The pages of one sequence and its row in the block tables (`slot`).
 
-    `spans[c]` are the pages of sealed chunk c over the full-attention groups, `window_spans` those
-    of the newest chunks over the sliding-window groups (oldest first), `raw_pages` the tail. `keys`
-    are those of the sequence. The node lists name the prefix-cache links it stands on.
-    `promised_pages` is what it may grow to without asking. `arriving` says that its tables name
-    pages which the moves before the next step fill.
+    `spans[c]` are the pages of sealed chunk c over the full-attention groups. `window_spans` are
+    those of the newest chunks over the sliding-window groups, oldest first. `raw_pages` are the
+    tail. `keys` are those of the sequence. The node lists name the prefix-cache links that it uses.
+    It may grow to `promised_pages` without a new promise. `arriving` is true if the moves before
+    the next step fill pages in its tables.
     """
 
     slot: int
@@ -62,13 +60,11 @@ class SequenceCache:
 
     @property
     def formula_pages(self) -> int:
-        """What the footprint formula says it holds between two steps."""
+        """The pages held between two steps according to the footprint formula."""
         return self.layout.count_held_pages(self.sealed_chunks, self.raw_tokens)
 
     @property
     def booked_pages(self) -> int:
-        """`count_held_pages` without counting: the formula, and a window part that the running
-        step still reads.
-        """
+        """`held_pages` without counting: the formula, and a window part still being read."""
         overdue = len(self.window_spans) > self.layout.window_chunks
         return self.formula_pages + (self.layout.window_span_pages if overdue else 0)

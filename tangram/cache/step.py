@@ -1,4 +1,4 @@
-"""What one forward pass computes: rows of sequences, and the pages that are moved before it."""
+"""What one forward pass computes: rows of sequences, and the page moves before it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from tangram.types import Int64, PageMove
 class RowKind(Enum):
     """What one row of a step does.
 
-    DECODE one token against the row's cache · TAIL the rest of a prompt that does not fill its
-    chunk, kept raw · SEAL one whole chunk, computed in one piece and packed into its final pages.
+    DECODE computes one token against the row's cache. TAIL computes the end of a prompt that does
+    not fill its chunk, and keeps it raw. SEAL computes one whole chunk in one piece and packs it
+    into its final pages.
     """
 
     DECODE = "decode"
@@ -25,8 +26,8 @@ class RowKind(Enum):
 class Row:
     """One request's share of a step. `start` is the position of `tokens[0]`; `tokens` is int64 [n].
 
-    `preceding` are the few tokens before them, for scorers that name the place. `slot` is the row
-    of the block tables. With `pending` the last of `tokens` is what the step before samples, and
+    `preceding` are the few tokens before them, for scorers whose prompt quotes them. `slot` is the
+    row of the block tables. With `pending` the last of `tokens` is sampled by the step before, so
     only the device knows it yet.
     """
 
@@ -43,13 +44,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Step:
-    """One forward pass: DECODE rows first, then SEAL and TAIL rows. `epoch` changes when the DECODE
-    membership does.
+    """One forward pass: DECODE rows first, then SEAL and TAIL rows.
 
-    A sequence may have several SEAL rows and a TAIL row, in the order of its tokens; each attends
-    to what those before it have left. `moves` are made before it, in their order; unless they are
-    `awaited`, no row touches a page that they fill, so the step may run beside them. Later steps
-    find them done.
+    `epoch` changes when the DECODE membership changes. A sequence may have several SEAL rows and a
+    TAIL row, in the order of its tokens. Each attends to the entries that the rows before it
+    stored. `moves` are made before the pass, in their order. Unless they are `awaited`, no row
+    touches a page that they fill, so the pass may run beside them. Later steps find them done.
     """
 
     rows: tuple[Row, ...]

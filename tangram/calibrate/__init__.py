@@ -1,1 +1,1 @@
-"""How profiles are made: texts, the scores of their chunks, and what each head needs of them."""
+"""Make profiles: calibration texts, the scores of their chunks, and the entries each head needs."""

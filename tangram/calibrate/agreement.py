@@ -1,6 +1,4 @@
-"""How far samples, and kinds of text, agree on which heads need most: Spearman's rank
-correlation.
-"""
+"""Spearman's rank correlation between samples, and kinds of text, of which heads need most."""
 
 from __future__ import annotations
 
@@ -14,10 +12,10 @@ from tangram.types import Float64
 
 
 def rank_correlations(rows: npt.ArrayLike) -> Float64 | None:
-    """Spearman's correlation of each row with each, float64 [n, n], for rows [n, …] of one value a
-    head.
+    """Spearman's correlation of each row with each, float64 [n, n].
 
-    None when there is nothing to rank: a row that gives every head the same.
+    `rows` is [n, …] with one value a head. None if a row gives every head the same, so that there
+    is nothing to rank.
     """
     from scipy.stats import rankdata  # 0.4 s that a server start would pay
 
@@ -25,16 +23,15 @@ def rank_correlations(rows: npt.ArrayLike) -> Float64 | None:
     ranks = np.asarray(rankdata(table.reshape(len(table), -1), axis=1), np.float64)
     if (np.ptp(ranks, axis=1) == 0).any():
         return None
-    # Rounding may pass 1 by a bit.
+    # Rounding may exceed 1 slightly.
     return np.clip(np.atleast_2d(np.corrcoef(ranks)), -1.0, 1.0)
 
 
 def rank_stability(fractions: Float64) -> RankStability | None:
-    """Spearman's correlation of the heads' ranking over all pairs of samples; `fractions` is
-    [samples, L, H].
+    """Spearman's correlation of the heads' ranking over all pairs of samples.
 
-    None when there is nothing to compare: fewer than two samples, or a sample that gives every head
-    the same.
+    `fractions` is [samples, L, H]. None when there is nothing to compare: fewer than two samples,
+    or a sample that gives every head the same.
     """
     correlations = rank_correlations(fractions)
     if correlations is None or len(correlations) < 2:
@@ -43,10 +40,10 @@ def rank_stability(fractions: Float64) -> RankStability | None:
 
 
 def agreement(fractions: Float64, kinds: Sequence[str]) -> dict[str, RankStability]:
-    """`rank_stability` over pairs of one kind ("same kind") and of two ("other kind"); `kinds`
-    names each sample's.
+    """`rank_stability` over pairs of one kind ("same kind") and of two ("other kind").
 
-    What has no pairs is left out, and so is all where a sample gives every head the same.
+    `kinds` names each sample's kind. An entry without pairs is left out. The result is empty if a
+    sample gives every head the same.
     """
     correlations = rank_correlations(fractions)
     if correlations is None:
@@ -58,8 +55,9 @@ def agreement(fractions: Float64, kinds: Sequence[str]) -> dict[str, RankStabili
 
 
 def kind_correlations(fractions: Float64, kinds: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Spearman's correlation of the mean shares of each kind with those of each; empty if a kind
-    cannot be ranked.
+    """Spearman's correlation of the mean fractions of each kind with those of each other kind.
+
+    Empty if a kind cannot be ranked.
     """
     named = list(dict.fromkeys(kinds))
     members = np.asarray(kinds)

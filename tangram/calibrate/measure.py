@@ -1,10 +1,10 @@
-"""Measure how many entries each head needs, and write it down as profiles (Tangram, calibration).
+"""Measure how many entries each head needs, and make profiles of it (Tangram, calibration).
 
-For each sample and each full chunk of it, the scoring method's own dynamic selection is run: the
-scores of all heads of a layer (scope "layer") or of the model (scope "model") compete and the best
-ρ stay. What each head got, averaged over a sample's chunks, is that sample's kept fraction; μ and σ
-are taken over samples. One pass over the scores serves every ρ. The caller's `score_source` runs
-the model.
+Each full chunk of each sample goes through the scoring method's own dynamic selection. The scores
+of all heads of a layer (scope "layer") or of the model (scope "model") compete, and the best ρ
+stay. A sample's kept fractions are the means over its chunks of what each head got; μ and σ are
+taken over samples. One pass over the scores serves every ρ. The caller's `score_source` runs the
+model.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from tangram.errors import ConfigError, ProfileError
 from tangram.types import Float64, Geometry
 
 Scores = npt.NDArray[np.float32]
-# One sample's token ids in; the scores [L, H, C] of each of its full chunks out, chunk 0 first,
-# higher = keep.
+# One sample's token ids in; the scores [L, H, C] of each of its full chunks out, in order, higher =
+# keep.
 ScoreSource = Callable[[Sequence[int]], Iterator[Scores]]
-# Each sample's shares in turn, float64 [ρ, chunks, L, H], fractions of C.
+# Each sample's kept fractions in turn, float64 [ρ, chunks, L, H].
 Observer = Callable[[Float64], None]
 Tracker = Callable[[Sequence[Sequence[int]]], Iterable[Sequence[int]]]
 
@@ -55,20 +55,17 @@ def calibrate(
 ) -> list[Profile]:
     """One profile for each ρ of `retentions`, from the scores of `samples` (token ids).
 
-    Of each sample the full chunks within the model's context are used. L counts the model's
-    full-attention layers, the only ones that are compressed. `source` says in words where the
-    samples are from. `track` wraps the samples to report progress (`tangram.progress`). `observe`
-    is handed what each sample gave the heads, as soon as it is known.
-
-    Raises `ConfigError`, before any scoring, if a sample is shorter than a chunk or a ρ cannot be
-    met; `ProfileError` if the scores have the wrong shape or hold NaN.
+    Only full chunks within the model's context are used. L counts the model's full-attention
+    layers, the only ones that are compressed. `source` says in words where the samples are from.
+    `track` wraps the samples to report progress (`tangram.progress`). `observe` gets each sample's
+    kept fractions. Raises `ConfigError`, before any scoring, if a sample is shorter than a chunk or
+    a ρ cannot be met, and `ProfileError` if the scores have the wrong shape or hold NaN.
     """
     window = chunk_tokens // 64 if window_tokens is None else window_tokens
-    layers, heads = geometry.full_layers, geometry.kv_heads
     derive = partial(
         Profile.from_statistics,
         model=fingerprint,
-        layers=layers,
+        layers=geometry.full_layers,
         scorer=scorer,
         scope=scope,
         chunk_tokens=chunk_tokens,
@@ -79,49 +76,22 @@ def calibrate(
         sink_tokens=sink_tokens,
         window_tokens=window,
     )
-    nothing = np.zeros((len(layers), heads))
-    for retention in retentions:  # scoring takes minutes: refuse now what could not be derived then
+    nothing = np.zeros((len(geometry.full_layers), geometry.kv_heads))
+    for retention in retentions:  # scoring takes minutes: check first that each ρ can be met
         derive(nothing, nothing, kv_retention=retention, calibration=Calibration(1, source))
     samples = [sample[: geometry.max_positions] for sample in samples]
     check_lengths(samples, chunk_tokens)
-
-    def fractions(number: int, sample: Sequence[int]) -> Float64:
-        chunks = [
-            _chunk_fractions(
-                scores,
-                f"sample {number}, chunk {chunk}",
-                chunk,
-                (len(layers), heads, chunk_tokens),
-                retentions,
-                scope,
-                sink_tokens,
-                window,
-            )
-            for chunk, scores in enumerate(score_source(sample))
-        ]
-        if len(chunks) != len(sample) // chunk_tokens:
-            raise ProfileError(
-                f"sample {number} has {len(sample) // chunk_tokens} full chunks, the scores of "
-                f"{len(chunks)} came: the score source must yield one array for each full chunk"
-            )
-        if observe is not None:
-            observe(np.stack(chunks, axis=1))
-        return np.asarray(np.mean(chunks, axis=0), np.float64)
-
-    # [ρ, n, L, H]
-    by_retention = np.stack(
-        [fractions(n, sample) for n, sample in enumerate(track(samples))], axis=1
+    measure = partial(
+        _chunk_fractions,
+        shape=(*nothing.shape, chunk_tokens),
+        retentions=retentions,
+        scope=scope,
+        sink_tokens=sink_tokens,
+        window_tokens=window,
     )
+    kept = _measure_samples(score_source, track(samples), chunk_tokens, measure, observe)
     tokens = sum(len(sample) // chunk_tokens * chunk_tokens for sample in samples)
-    return [
-        derive(
-            kept.mean(axis=0),
-            kept.std(axis=0),
-            kv_retention=retention,
-            calibration=Calibration(len(samples), source, tokens, rank_stability(kept)),
-        )
-        for retention, kept in zip(retentions, by_retention, strict=True)
-    ]
+    return _derive_profiles(derive, retentions, kept, source, tokens)
 
 
 def measure_kept_fractions(
@@ -132,10 +102,10 @@ def measure_kept_fractions(
     sink_tokens: int,
     window_tokens: int,
 ) -> Float64:
-    """What dynamic selection gives each head: float64 [len(retentions), L, H], fractions of C, for
-    scores [L, H, C].
+    """The fractions that dynamic selection keeps of each head: float64 [len(retentions), L, H].
 
-    `compress/select.py` says how, for the first chunk of a sequence if there are `sink_tokens`.
+    `scores` is [L, H, C]. See `compress/select.py`; with `sink_tokens` the chunk is the first of
+    its sequence.
     """
     every = torch.from_numpy(np.ascontiguousarray(scores))
     found = [
@@ -146,9 +116,7 @@ def measure_kept_fractions(
 
 
 def check_lengths(samples: Sequence[Sequence[int]], chunk_tokens: int) -> None:
-    """Raise `ConfigError` if there are no `samples` (token ids), or one of them does not fill a
-    chunk.
-    """
+    """Raise `ConfigError` if there are no `samples` (token ids), or one does not fill a chunk."""
     if not samples:
         raise ConfigError("there are no samples, calibration needs at least one")
     for number, sample in enumerate(samples):
@@ -159,10 +127,44 @@ def check_lengths(samples: Sequence[Sequence[int]], chunk_tokens: int) -> None:
             )
 
 
+def _measure_samples(
+    score_source: ScoreSource,
+    samples: Iterable[Sequence[int]],
+    chunk_tokens: int,
+    measure: Callable[..., Float64],
+    observe: Observer | None,
+) -> Float64:
+    """The kept fractions [ρ, samples, L, H], each the mean over the sample's full chunks."""
+    kept = []
+    for number, sample in enumerate(samples):
+        scores, full = score_source(sample), len(sample) // chunk_tokens
+        chunks = _sample_fractions(number, scores, full, measure)
+        if observe is not None:
+            observe(np.stack(chunks, axis=1))
+        kept.append(np.mean(chunks, axis=0))
+    return np.stack(kept, axis=1)
+
+
+def _sample_fractions(
+    number: int, scores: Iterator[Scores], chunks: int, measure: Callable[..., Float64]
+) -> list[Float64]:
+    """The kept fractions [ρ, L, H] of each of a sample's full `chunks`."""
+    found = [
+        measure(one, f"sample {number}, chunk {chunk}", chunk) for chunk, one in enumerate(scores)
+    ]
+    if len(found) != chunks:
+        raise ProfileError(
+            f"sample {number} has {chunks} full chunks, the scores of {len(found)} came: the score "
+            "source must yield one array for each full chunk"
+        )
+    return found
+
+
 def _chunk_fractions(
     scores: Scores,
     place: str,
     chunk: int,
+    *,
     shape: tuple[int, int, int],
     retentions: Sequence[float],
     scope: Scope,
@@ -183,3 +185,22 @@ def _chunk_fractions(
     return measure_kept_fractions(
         scores, retentions, scope, sink_tokens=sinks, window_tokens=window_tokens
     )
+
+
+def _derive_profiles(
+    derive: Callable[..., Profile],
+    retentions: Sequence[float],
+    kept: Float64,
+    source: str,
+    tokens: int,
+) -> list[Profile]:
+    """A profile for each ρ from the kept fractions [ρ, samples, L, H]."""
+    return [
+        derive(
+            of_samples.mean(axis=0),
+            of_samples.std(axis=0),
+            kv_retention=retention,
+            calibration=Calibration(len(of_samples), source, tokens, rank_stability(of_samples)),
+        )
+        for retention, of_samples in zip(retentions, kept, strict=True)
+    ]

@@ -1,4 +1,4 @@
-"""What calibration saw, kept sample by sample: the ground that a report and a picture stand on."""
+"""The measurements of a calibration, sample by sample, for reports and pictures."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from tangram.types import Float64
 
 @dataclass(frozen=True)
 class Observations:
-    """One ρ of one calibration: the profile, and what dynamic selection gave each head of each
-    sample.
+    """One ρ of one calibration: the profile, and what dynamic selection gave each head.
 
     `wishes[n]` is float64 [chunks, L, H], fractions of C, of sample n; `kinds[n]` names the kind of
     its text.
@@ -37,9 +36,7 @@ class Observations:
     def gather(
         cls, profiles: Sequence[Profile], shares: Sequence[Float64], kinds: Sequence[str]
     ) -> list[Observations]:
-        """One for each of the profiles of `calibrate`, from the shares [ρ, chunks, L, H] that it
-        let observe.
-        """
+        """One for each profile of `calibrate`, from its observed shares [ρ, chunks, L, H]."""
         return [
             cls(profile, tuple(sample[number] for sample in shares), tuple(kinds))
             for number, profile in enumerate(profiles)
@@ -73,8 +70,9 @@ def reserved_fractions(profile: Profile) -> Float64:
 
 
 def share_of_heads(profile: Profile, pages: Sequence[int]) -> Float64:
-    """[L, H] float64: the fraction of a chunk's entries that each head has with so many pages for
-    each group.
+    """[L, H] float64: the fraction of a chunk's entries that each head has.
+
+    `pages` gives the number of pages of each group.
     """
     row = {layer: index for index, layer in enumerate(profile.layers)}
     share = np.zeros((len(profile.layers), profile.model.kv_heads))

@@ -1,4 +1,4 @@
-"""The texts of a calibration file."""
+"""Read calibration files."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from tangram.foreign_files import parse_json, read_text
 
 
 def read_texts(path: str | Path) -> list[str]:
-    """The texts of a calibration file: `.jsonl` holds one object a line, any other file is one
-    text.
+    """The texts of a calibration file: one object a line in `.jsonl`, one text in any other file.
 
     A line has "text", "prompt" or "messages" (chat messages, joined as `role: content`). Blank
     lines are skipped. Raises `ConfigError` naming the file and the line.
@@ -20,8 +19,9 @@ def read_texts(path: str | Path) -> list[str]:
 
 
 def read_kinds(path: str | Path) -> list[str]:
-    """The kind of each of the texts of `read_texts`: "kind" of its line, or the file's name without
-    its ending.
+    """The kind of each text of `read_texts`: "kind" of its line, or the file's name.
+
+    The file's name is without its ending.
     """
     return [kind for _, kind in _read(path)]
 

@@ -1,8 +1,7 @@
-"""Pilot texts for calibration, from what every machine has: made-up retrieval tasks and Python's
-own sources and docs.
+"""Calibration texts that every machine can make: retrieval tasks, and Python's sources and docs.
 
-Head budgets come out nearly the same for any text of one kind and less so across kinds, so the
-kinds are mixed evenly and every run of `len(KINDS)` texts holds each kind once.
+Head budgets come out nearly the same for any text of one kind and less so across kinds. So the
+kinds are mixed evenly, and every run of `len(KINDS)` texts holds each kind once.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from pathlib import Path
 
 from tangram.errors import ConfigError
 
-# Takes a random generator and a length in characters; writes up to _LONGEST_LINE characters less,
-# never more.
+# Takes a random generator and a length in characters; writes at most that, and at most
+# _LONGEST_LINE less.
 Writer = Callable[[random.Random, int], str]
 
 _SHORTEST = 1_000
@@ -155,7 +154,7 @@ QUICK_SAMPLES = (
 )
 
 
-def pilot_texts(count: int = 50, seed: int = 0, *, min_characters: int = 8_000) -> list[str]:
+def make_texts(count: int = 50, seed: int = 0, *, min_characters: int = 8_000) -> list[str]:
     """`count` texts of mixed kinds, each `min_characters` to about 1.5 times that long.
 
     The same Python version, seed and count give the same texts. Plain English has 4 to 5 characters
@@ -168,12 +167,12 @@ def pilot_texts(count: int = 50, seed: int = 0, *, min_characters: int = 8_000) 
         raise ConfigError(f"min_characters is {min_characters}, it must be at least {_SHORTEST}")
     return [
         _one(kind, KINDS[kind], f"{seed}/{index}", min_characters)
-        for index, kind in enumerate(pilot_kinds(count))
+        for index, kind in enumerate(list_kinds(count))
     ]
 
 
-def pilot_kinds(count: int) -> list[str]:
-    """The kind, a key of `KINDS`, of each of `count` pilot texts."""
+def list_kinds(count: int) -> list[str]:
+    """The kind, a key of `KINDS`, of each of `count` calibration texts."""
     return list(itertools.islice(itertools.cycle(KINDS), count))
 
 
@@ -183,8 +182,9 @@ def _one(kind: str, write: Writer, seed: str, min_characters: int) -> str:
 
 
 def _fill(pieces: Iterator[str], characters: int, separator: str) -> str:
-    """Pieces joined until they reach `characters`, then cut back to a line end (or a word's, in
-    prose).
+    """Pieces joined until they reach `characters`, then cut back to a line end.
+
+    In prose the cut is at a word end.
     """
     text = next(pieces)
     while len(text) < characters:
@@ -194,7 +194,7 @@ def _fill(pieces: Iterator[str], characters: int, separator: str) -> str:
 
 
 def sentence(rng: random.Random) -> str:
-    """One of ten patterns of made-up English, filled in at random, of some 100 characters."""
+    """One of ten patterns of artificial English, filled in at random, of some 100 characters."""
     return rng.choice(_SENTENCES).format(
         time=rng.choice(_TIMES),
         person=rng.choice(_PEOPLE),
@@ -221,8 +221,8 @@ def _code(rng: random.Random) -> str:
 
 def _hide_facts(rng: random.Random, characters: int, facts: list[str], questions: list[str]) -> str:
     """Filler prose with the facts at random places and the questions at the end."""
-    room = characters - sum(len(text) + 2 for text in facts + questions)
-    paragraphs = _fill(_paragraphs(rng), room, "\n\n").split("\n\n")
+    capacity = characters - sum(len(text) + 2 for text in facts + questions)
+    paragraphs = _fill(_paragraphs(rng), capacity, "\n\n").split("\n\n")
     for fact in facts:
         paragraphs.insert(rng.randrange(len(paragraphs)), fact)
     return "\n\n".join([*paragraphs, *questions])
@@ -315,9 +315,7 @@ def _log(rng: random.Random, characters: int) -> str:
 
 
 def _source(rng: random.Random, characters: int) -> str:
-    """Modules of the standard library, one after another; its documentation where the sources are
-    not installed.
-    """
+    """Modules of the standard library; its documentation where the sources are not installed."""
     paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     rng.shuffle(paths)
     modules = (path.read_text(encoding="utf-8", errors="replace") for path in paths)

@@ -1,5 +1,6 @@
-"""Tangram serves language models with a KV cache compressed head by head and reused
-between turns.
+"""Tangram serves language models with a KV cache that each attention head compresses.
+
+Requests share the cached KV state of common prefixes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ app = typer.Typer(
     cls=CommandGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},  # of the commands below, too
+    context_settings={"help_option_names": ["-h", "--help"]},  # also for all commands
 )
 ablation_settings = rename_options(batch="batch-requests")
 serving.commands.command(cls=Command, context_settings=ablation_settings)(ablation.ablation)
@@ -47,9 +48,9 @@ def options(
         ),
     ] = False,
 ) -> None:
-    """What `tangram` knows before a command; the callback has answered by then."""
+    """The options of `tangram` without a command. Their callbacks have run by now."""
 
 
 def main() -> None:
-    """The commands; `tangram.__main__` adds how they end at Ctrl-C."""
+    """Run the command line; `tangram.__main__` handles streams and Ctrl-C."""
     app()

@@ -1,9 +1,9 @@
-"""`tangram bench serving ablation`: what each part of the system is worth."""
+"""`tangram bench serving ablation`: what each part of the system contributes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +19,8 @@ from tangram.limits import Bounds
 if TYPE_CHECKING:
     from tangram.engine.loop import Engine
     from tangram.lab.load.ablation import Rung
+    from tangram.lab.load.asks import Ask
+    from tangram.lab.load.clock import LatencyLimits
 
 Figures = Mapping[str, dict[str, Any]]  # by rung
 _ALL = "full-kv, reservation, ragged-paging, clustering, aot, served, dynamic"
@@ -29,7 +31,8 @@ def ablation(
     config: EngineConfig,
     rungs: Annotated[str, typer.Option(help="engines to compare, comma-separated")] = _ALL,
     batch_requests: Annotated[
-        int, number(Bounds(1, 10**6), "requests, all at once, whose prefill and decode are split")
+        int,
+        number(Bounds(1, 10**6), "requests, all at once, of the breakdown of prefill and decode"),
     ] = 8,
     requests: Annotated[int, number(Bounds(1, 10**6), "requests at each rate")] = 32,
     input_tokens: Annotated[
@@ -37,68 +40,104 @@ def ablation(
     ] = 4096,
     output_tokens: Annotated[int, number(Bounds(2, MOST_TOKENS), "tokens of each answer")] = 128,
     rates: Annotated[
-        str, typer.Option(help="requests a second, comma-separated; they arrive at random")
+        str, typer.Option(help="mean requests per second, comma-separated; arrivals are random")
     ] = "0.5,1,2,4",
     ttft_limit_s: TtftLimit = None,
     tpot_limit_ms: TpotLimit = None,
     output: Output = None,
-    plot: Annotated[Path | None, typer.Option(help="draw TTFT against the rate here (PNG)")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="plot TTFT against the rate to this file (PNG)")
+    ] = None,
 ) -> None:
-    """What each part is worth: full KV, + reservation, + ragged paging, + clustering, + AOT;
-    dynamic reclamation.
+    """The contribution of each part: full KV, + reservation, + ragged paging, + clustering, + AOT.
 
-    Decode seals a chunk only where --output-tokens fill one.
+    Dynamic reclamation is compared, too. Decode seals a chunk only if --output-tokens fill one.
     """
     from tangram.lab.accuracy.plot import check_plot
-    from tangram.lab.load.ablation import at_rate, breakdowns, choose_rungs, describe, for_each
-    from tangram.lab.load.asks import alike, check_lengths
+    from tangram.lab.load.ablation import choose_rungs
     from tangram.lab.load.clock import LatencyLimits
 
-    chosen, per_second = choose_rungs(rungs), [positive("rates", text) for text in rates.split(",")]
-    limits, figures = LatencyLimits(ttft_limit_s, tpot_limit_ms), dict[str, dict[str, Any]]()
     if plot is not None:
         check_plot(plot)
-    load = (
+    per_second = [positive("rates", text) for text in rates.split(",")]
+    load = _Load(batch_requests, requests, input_tokens, output_tokens, per_second)
+    title = (
         f"{input_tokens} in, {output_tokens} out; batch of {batch_requests}; {requests} at {rates} "
         "requests/s"
     )
-
-    def measure(rung: Rung, engine: Engine) -> None:
-        count, vocabulary = max(batch_requests, requests), engine.geometry.vocab_size
-        check_lengths("input_tokens", count, input_tokens, output_tokens, engine.max_model_len)
-        asks = alike(count, input_tokens, output_tokens, shared_tokens=0, vocab_size=vocabulary)
-        progress.update(task, description=f"{rung.title}: prefill and decode")
-        found = figures[rung.name] = describe(rung, engine) | {"rates": {}}
-        found["breakdown"] = {
-            phase: asdict(split)
-            for phase, split in breakdowns(engine, asks[:batch_requests]).items()
-        }
-        progress.advance(task)
-        for rate in per_second:
-            progress.update(task, description=f"{rung.title}: {rate:g} requests/s")
-            found["rates"][f"{rate:g}"] = at_rate(engine, asks[:requests], rate, limits)
-            progress.advance(task)
-        # What comes later may fail or be cut short.
-        keep(
-            output,
-            load,
-            replace(config, scorer=engine.config.scorer, scope=engine.config.scope),
-            {"rungs": figures},
-        )
-
-    with console.progress(counted=False) as progress:
-        task = progress.add_task("loading", total=len(chosen) * (1 + len(per_second)))
-        for_each(config, chosen, measure)
-    console.output().print(f"{load}; kv_retention {config.kv_retention}")
+    figures = _measure(
+        config,
+        choose_rungs(rungs),
+        load,
+        LatencyLimits(ttft_limit_s, tpot_limit_ms),
+        lambda named, found: keep(output, title, named, {"rungs": found}),
+    )
+    console.output().print(f"{title}; kv_retention {config.kv_retention}")
     for phase, unit in (("prefill", "1,000 prompt tokens"), ("decode", "step")):
         _show_split(figures, phase, f"{phase}: ms of {unit}")
     _show_rates(figures)
     if plot is not None:
-        _draw(figures, load, plot)
+        _draw(figures, title, plot)
+
+
+@dataclass(frozen=True)
+class _Load:
+    """The requests of every rung; `rates` in requests per second."""
+
+    batch_requests: int
+    requests: int
+    input_tokens: int
+    output_tokens: int
+    rates: Sequence[float]
+
+    def asks(self, engine: Engine) -> list[Ask]:
+        """Requests that share no prefix. Raises `ConfigError` if `engine` cannot take them."""
+        from tangram.lab.load.asks import alike, check_lengths
+
+        count = max(self.batch_requests, self.requests)
+        check_lengths(
+            "input_tokens", count, self.input_tokens, self.output_tokens, engine.max_model_len
+        )
+        vocabulary = engine.geometry.vocab_size
+        return alike(
+            count, self.input_tokens, self.output_tokens, shared_tokens=0, vocab_size=vocabulary
+        )
+
+
+def _measure(
+    config: EngineConfig,
+    rungs: Sequence[Rung],
+    load: _Load,
+    limits: LatencyLimits,
+    save: Callable[[EngineConfig, Figures], None],
+) -> Figures:
+    """The figures of `rungs`. `save` takes them after each rung, since a later one may fail."""
+    from tangram.lab.load.ablation import at_rate, breakdowns, describe, for_each
+
+    figures: dict[str, dict[str, Any]] = {}
+
+    def measure(rung: Rung, engine: Engine) -> None:
+        asks = load.asks(engine)
+        progress.update(task, description=f"{rung.title}: prefill and decode")
+        found = figures[rung.name] = describe(rung, engine) | {"rates": {}}
+        splits = breakdowns(engine, asks[: load.batch_requests])
+        found["breakdown"] = {phase: asdict(split) for phase, split in splits.items()}
+        progress.advance(task)
+        for rate in load.rates:
+            progress.update(task, description=f"{rung.title}: {rate:g} requests/s")
+            found["rates"][f"{rate:g}"] = at_rate(engine, asks[: load.requests], rate, limits)
+            progress.advance(task)
+        named = engine.config
+        save(replace(config, scorer=named.scorer, scope=named.scope), figures)
+
+    with console.progress(counted=False) as progress:
+        task = progress.add_task("loading", total=len(rungs) * (1 + len(load.rates)))
+        for_each(config, rungs, measure)
+    return figures
 
 
 def _show_split(figures: Figures, phase: str, title: str) -> None:
-    """A line a part, a column a rung."""
+    """Print a row for each part and a column for each rung."""
     table = Table("", title=title)
     for found in figures.values():
         table.add_column(found["title"], justify="right")
@@ -124,7 +163,7 @@ def _show_split(figures: Figures, phase: str, title: str) -> None:
 
 
 def _show_rates(figures: Figures) -> None:
-    """A line a rung and rate."""
+    """Print a row for each rung and rate."""
     columns = (
         "requests/s",
         "served/s",
@@ -152,7 +191,7 @@ def _show_rates(figures: Figures) -> None:
 
 
 def _draw(figures: Figures, title: str, path: Path) -> None:
-    """TTFT p50 and p90 against the rate, a line a rung."""
+    """Plot TTFT p50 and p90 against the rate, a line for each rung."""
     from matplotlib.figure import Figure
 
     picture = Figure(figsize=(11, 4.5), layout="constrained")

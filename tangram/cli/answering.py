@@ -1,6 +1,4 @@
-"""One answer, step by step on the caller's thread: its text as it comes, its end when asked for,
-what it took.
-"""
+"""One answer, generated on the caller's thread: its text, how it ends, and what it took."""
 
 from __future__ import annotations
 
@@ -19,20 +17,19 @@ from tangram.types import Event, FinishReason, Request, SamplingParams, Usage
 if TYPE_CHECKING:
     from tangram.engine.loop import Engine
 
-# What would move the cursor or change colours: all control characters but tabs and line breaks.
+# Control characters except tabs and line breaks: they could move the cursor or change colours.
 _CONTROL = dict.fromkeys(code for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n")
 
 
 def escape_controls(text: str) -> str:
-    """`text` as a terminal may be given it."""
+    """`text` with control characters escaped, safe to print to a terminal."""
     return text.translate(_CONTROL)
 
 
 class Interrupts:
-    """A context in which the first Ctrl-C is only noted; the second raises `KeyboardInterrupt`.
+    """A context that notes the first Ctrl-C; the second raises `KeyboardInterrupt`.
 
-    A step of the engine that is broken off leaves nothing cached, so an answer is ended between two
-    steps.
+    An interrupted engine step caches nothing. Answers are therefore stopped between two steps.
     """
 
     def __init__(self) -> None:
@@ -54,7 +51,7 @@ class Interrupts:
 
 @dataclass
 class TerminalAnswer:
-    """What has come of one request so far. Moments are of the clock of `time.perf_counter`."""
+    """The state of one request so far. Times are values of `time.perf_counter`."""
 
     begin_s: float = field(default_factory=time.perf_counter)
     text: str = ""
@@ -64,7 +61,7 @@ class TerminalAnswer:
     last_s: float = 0.0
 
     def take(self, event: Event) -> None:
-        """Enter an event. Raises `TangramError` if the engine gave the request up."""
+        """Raises `TangramError` if the engine gave the request up."""
         if event.error is not None:
             raise TangramError(f"the engine has given up this answer: {event.error}")
         self.text += event.text
@@ -75,7 +72,7 @@ class TerminalAnswer:
 
     @property
     def speed(self) -> str:
-        """How long the first token took, and how fast the others came."""
+        """The time to the first token, and the rate of the other tokens."""
         if self.first_s is None or self.usage is None:
             return "no token"
         first = f"first token after {self.first_s - self.begin_s:.1f} s"
@@ -92,8 +89,8 @@ def answer_prompt(
     kv_retention: float | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> TerminalAnswer:
-    """The answer to `prompt`, whose text is handed to `write` as it comes; it ends early once
-    `stopped` says so.
+    """Answer `prompt`, and pass each piece of text to `write`. The answer ends early if `stopped`
+    is true.
 
     Raises `RequestError` if the request can never be served, `TangramError` if the engine gives it
     up.
@@ -115,12 +112,11 @@ def answer_prompt(
     return answer
 
 
-def memory_told(usage: Usage, kv_retention: float, chunk_tokens: int) -> str:
-    """What an answer's pages hold, beside what nothing dropped would take, and why that is not the
-    retention ratio.
+def describe_memory(usage: Usage, kv_retention: float, chunk_tokens: int) -> str:
+    """The memory that an answer's pages take, compared with full KV.
 
-    Pages hold entries of several heads and tokens, and the last of them are not full: below one
-    chunk, where nothing is dropped yet, they take more than their entries would.
+    The quotient may exceed the retention ratio. Pages hold entries of several heads and tokens, and
+    the last pages are not full. Below one chunk nothing is dropped yet.
     """
     held = f"KV {usage.kv_bytes / 2**20:.1f} MiB"
     if kv_retention == 1.0:
@@ -129,7 +125,7 @@ def memory_told(usage: Usage, kv_retention: float, chunk_tokens: int) -> str:
     chunks, whole = divmod(computed, chunk_tokens)
     if (
         chunks and not whole and usage.completion_tokens > 1
-    ):  # decode has just filled it: it is sealed in the next step
+    ):  # decode has just filled the chunk: the next step seals it
         chunks, whole = chunks - 1, chunk_tokens
     if not chunks:
         return f"{held}, nothing to compress yet (below one chunk of {chunk_tokens} tokens)"

@@ -1,4 +1,4 @@
-"""`tangram generate --batch`: a file of requests, with a bar that shows how far it is."""
+"""`tangram generate --batch`: answers to a file of requests, with a progress bar."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from tangram.errors import ConfigError
 def answer_batch(
     config: EngineConfig, source: Path, target: Path | None, others: Mapping[str, object]
 ) -> None:
-    """Answer the requests of `source` into `target`; exit code 1 if a line got an error.
+    """Answer the requests of `source` into `target`; exit with 1 if a line got an error.
 
     Raises `ConfigError` if one of the `others` is set too.
     """
     for name, value in others.items():
         if value is not None:
             raise ConfigError(
-                f"{name} is {value!r}, with --batch each line says it by itself: leave it out"
+                f"{name} is {value!r}, with --batch each line has its own: leave it out"
             )
     if target is None:
-        raise ConfigError("output is not set: --batch wants -o OUT.jsonl for the answers")
+        raise ConfigError("output is not set: --batch needs -o OUT.jsonl for the answers")
     check_regular("output", target)
     if not source.is_file():
         raise ConfigError(f"batch is {str(source)!r}, there is no such file")
@@ -40,11 +40,11 @@ def answer_batch(
         service = Service(build_engine(config), name_served_model(config))
         with progress() as bar:
             task = bar.add_task("Answering", total=files.total, completed=files.skipped)
-            # Twice as many as run at once, so that there is always one that waits.
+            # Twice as many as can run at once, so that one always waits.
             failed = answer_all(
                 service, files, at_once=2 * config.max_num_seqs, on_line=lambda: bar.advance(task)
             )
     answered = files.total - files.skipped - failed
-    tell(f"{target}: {answered} answered, {failed} with errors, {files.skipped} were there already")
+    tell(f"{target}: {answered} answered, {failed} with errors, {files.skipped} skipped")
     if failed:
         raise typer.Exit(1)

@@ -41,10 +41,13 @@ def calibrate_policy(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", help="where the policy goes (JSON)", show_default="kept for this GPU"
+            "--output",
+            "-o",
+            help="write the policy to this file (JSON)",
+            show_default="the cache folder, for this GPU",
         ),
     ] = None,
-    heads: Annotated[str, typer.Option(help="query/KV heads of a layer")] = "32/8",
+    heads: Annotated[str, typer.Option(help="query heads / KV heads of a layer")] = "32/8",
     head_dim: Annotated[int, number(Bounds(1, 2**16), "size of a head")] = 128,
     page_tokens: Annotated[int, engine_option("page_tokens")] = 16,
     heads_per_page: Annotated[
@@ -52,8 +55,9 @@ def calibrate_policy(
     ] = None,
     dtype: Annotated[HalfType, typer.Option(help="dtype of the KV cache")] = HalfType.bfloat16,
 ) -> None:
-    """Time every decode schedule on this GPU and write down which suits which step. Takes a few
-    minutes.
+    """Time every decode schedule on this GPU, and write a policy that chooses one per step.
+
+    This takes a few minutes.
     """
     import torch
 
@@ -83,14 +87,15 @@ def calibrate_policy(
 @commands.command("check-policy", cls=Command)
 def check_policy(
     policy_file: Annotated[
-        Path, typer.Argument(metavar="POLICY", help="what calibrate-policy wrote")
+        Path, typer.Argument(metavar="POLICY", help="file written by calibrate-policy")
     ],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="keep every time here (JSON)")
+        Path | None, typer.Option("--output", "-o", help="write all times to this file (JSON)")
     ] = None,
 ) -> None:
-    """Time the policy's choices on held-out traces, beside every single schedule and FlashInfer
-    where installed.
+    """Time the policy's choices on held-out traces.
+
+    They are compared with each single schedule, and with FlashInfer if it is installed.
     """
     import torch
 
@@ -146,9 +151,7 @@ def _make_table(cases: Sequence[NamedCase], title: str) -> Any:
 
 
 def _show(verdicts: Sequence[Verdict], single: str) -> None:
-    """A line per family: how many times faster than the best single schedule and than
-    FlashInfer.
-    """
+    """Print a row per family: the speed-up over the best single schedule and over FlashInfer."""
     from tangram.lab.kernel_benchmarks.policy_calibration import regret
 
     table = Table(title="the policy on held-out traces: geometric means")
@@ -166,7 +169,7 @@ def _show(verdicts: Sequence[Verdict], single: str) -> None:
 
 
 def _against(members: Sequence[Verdict], clock: str) -> str:
-    """FlashInfer's time over the choice's, mean ± standard deviation."""
+    """FlashInfer's time divided by the choice's, mean ± standard deviation."""
     times = [getattr(verdict, clock) for verdict in members]
     ratios = [
         found[FLASHINFER] / found[verdict.chosen]

@@ -1,4 +1,4 @@
-"""`tangram calibrate`: a profile of a model's heads, or a gate of its own."""
+"""`tangram calibrate`: makes a profile of a model's heads, or trains a gate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tangram.cli.console import tell
 from tangram.cli.gate import refuse_with_gate, train_and_report
 from tangram.cli.options import (
     CALIBRATION_PARAMETERS,
-    PilotSamples,
+    CalibrationTexts,
     calibration_config,
     find_changed,
     take_options,
@@ -28,26 +28,26 @@ from tangram.errors import ConfigError
 def calibrate(
     config: EngineConfig,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="where the profile goes")
+        Path | None, typer.Option("--output", "-o", help="write the profile to this file")
     ] = None,
-    calibration_samples: PilotSamples = None,
+    calibration_samples: CalibrationTexts = None,
     data: Annotated[
-        Path | None, typer.Option(help="calibrate on these texts instead (.jsonl, or plain text)")
+        Path | None, typer.Option(help="file of texts to calibrate on (.jsonl, or plain text)")
     ] = None,
     import_from: Annotated[
-        Path | None, typer.Option("--import", help="published budgets (.npz) to convert")
+        Path | None, typer.Option("--import", help="convert published budgets (.npz) to a profile")
     ] = None,
     train_gate: Annotated[
         Path | None,
         typer.Option(
-            help="instead of a profile, train a gate for the scorer fastkvzip, and write it here"
+            help="train a gate for the scorer fastkvzip instead, and write it to this file"
         ),
     ] = None,
     plot: calibration.Plot = None,
     report: calibration.ReportFile = None,
     also_at: calibration.AlsoAt = None,
 ) -> None:
-    """Measure how much each head of MODEL needs, and write the profile; or train a gate."""
+    """Measure how much each head of MODEL needs and write a profile, or train a gate."""
     _refuse_ignored(config, calibration_samples, data, import_from, train_gate)
     if import_from is None:
         check_start(config)
@@ -94,17 +94,15 @@ def _refuse_ignored(
     import_from: Path | None,
     train_gate: Path | None,
 ) -> None:
-    """Raise `ConfigError` for what would not be looked at beside other options; `refuse_with_gate`
-    knows more.
-    """
+    """Raise `ConfigError` for options that others make useless, as `refuse_with_gate` does."""
     if samples is not None and data is not None:
         raise ConfigError(
-            f"calibration_samples is {samples} and data {str(data)!r}: give one of them, the first "
-            "counts the built-in pilot texts"
+            f"calibration_samples is {samples} and data is {str(data)!r}: give one of them; "
+            "calibration_samples is for the built-in texts"
         )
     if data is not None and train_gate is None and config.seed != EngineConfig.seed:
         raise ConfigError(
-            f"seed is {config.seed}, with --data there are no pilot texts to draw: leave it out"
+            f"seed is {config.seed}, but --data replaces the texts that it draws: leave it out"
         )
     if import_from is not None and train_gate is None:
         texts = {
@@ -116,8 +114,7 @@ def _refuse_ignored(
             texts | find_changed(config, "dtype", "load_format", "device", "threads", "seed")
         ).items():
             raise ConfigError(
-                f"{name} is {value}, with --import no text is read and no model loaded: leave it "
-                "out"
+                f"{name} is {value}, but --import reads no text and loads no model: leave it out"
             )
 
 
@@ -144,7 +141,7 @@ def _measure(
     config: EngineConfig, samples: int, data: Path | None, study: calibration.Study
 ) -> Profile:
     from tangram.calibrate.text_files import read_kinds
-    from tangram.calibrate.texts import pilot_kinds
+    from tangram.calibrate.texts import list_kinds
     from tangram.engine.profiles import Compression, calibrate_model, check_chunk
     from tangram.model.load import load_model
 
@@ -166,22 +163,24 @@ def _measure(
         source=source,
         observe=study.observe,
     )
-    study.publish(profiles, read_kinds(data) if data else pilot_kinds(samples), source, config)
+    study.publish(profiles, read_kinds(data) if data else list_kinds(samples), source, config)
     return profiles[0]
 
 
 def _texts(config: EngineConfig, samples: int, data: Path | None) -> Callable[[], list[str]]:
-    """Those of a file are read now. Those made up can be long: once the model says that chunks can
-    be.
+    """The function that returns the texts.
+
+    Texts of a file are read now. Built-in texts can be long, so they are generated only when the
+    model accepts the chunk size.
     """
     from tangram.calibrate.text_files import read_texts
-    from tangram.calibrate.texts import pilot_texts
+    from tangram.calibrate.texts import make_texts
 
     if data:
         found = read_texts(data)
         return lambda: found
     characters = max(8_000, 6 * config.chunk_tokens)
-    return lambda: pilot_texts(samples, config.seed, min_characters=characters)
+    return lambda: make_texts(samples, config.seed, min_characters=characters)
 
 
 def _source(config: EngineConfig, data: Path | None) -> str:

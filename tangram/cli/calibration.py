@@ -1,6 +1,4 @@
-"""What `tangram calibrate` shows besides the profile: `--plot` and `--report`, from the same pass
-over the scores.
-"""
+"""`--plot` and `--report` of `tangram calibrate`, from the same pass over the scores."""
 
 from __future__ import annotations
 
@@ -26,52 +24,53 @@ if TYPE_CHECKING:
     from tangram.calibrate.observations import Observations
 
 Plot = Annotated[
-    Path | None, typer.Option(help="draw each head's shares and its budget here (PNG)")
+    Path | None, typer.Option(help="plot each head's shares and its budget to this file (PNG)")
 ]
 ReportFile = Annotated[
-    Path | None, typer.Option(help="write here what this calibration is worth (.json or .md)")
+    Path | None,
+    typer.Option(help="write the quality of this calibration to this file (.json or .md)"),
 ]
 AlsoAt = Annotated[
-    str | None, typer.Option(help="more kv-retentions, comma-separated, for --plot and --report")
+    str | None, typer.Option(help="more retention ratios for --plot and --report, comma-separated")
 ]
 
 
-# Above the first, kinds of text that were measured lose under a point more by each other's budgets
-# (docs/calibration.md); below the second, a mean ranks the heads of few texts.
+# Above _ALIKE, a kind of text loses under a point with the budgets of another
+# (docs/calibration.md). Below _MIXED, a mean suits the heads of few texts.
 _ALIKE, _MIXED = 0.8, 0.5
 
 
 def meaning(profile: Profile) -> list[str]:
-    """What a profile's figures say, a sentence each."""
+    """The meaning of a profile's figures, one sentence each."""
     from tangram.calibrate.observations import reserved_fractions
 
     shares, stability = reserved_fractions(profile), profile.calibration.rank_stability
-    said = [
-        f"A sealed chunk keeps at most {profile.realised_retention:.1%} of its entries, the head "
-        f"that needs least {shares.min():.0%}, the one that needs most {shares.max():.0%}."
+    sentences = [
+        f"A sealed chunk keeps at most {profile.realised_retention:.1%} of its entries. The shares "
+        f"of the heads range from {shares.min():.0%} to {shares.max():.0%}."
     ]
     if stability is None:
-        return [*said, "Whether texts agree on that is not known: it takes two that were measured."]
+        return [*sentences, "The agreement of texts is not known: it needs two samples."]
     ranked = (
-        f"Texts rank the heads alike by {stability.mean:.2f} of 1, the least alike two by "
+        f"The rank correlation of heads between texts is {stability.mean:.2f}, at least "
         f"{stability.min:.2f}: "
     )
     if stability.mean >= _ALIKE:
-        return [*said, ranked + "the budgets serve texts that were not measured, too."]
+        return [*sentences, ranked + "the budgets also suit other texts."]
     if stability.mean >= _MIXED:
         return [
-            *said,
+            *sentences,
             ranked + "the budgets are a compromise. Calibrate on texts like yours (--data).",
         ]
     return [
-        *said,
+        *sentences,
         ranked
         + "the budgets suit few of them. Calibrate on texts like yours (--data), and on more.",
     ]
 
 
 def serve_line(config: EngineConfig, profile: Path) -> str:
-    """The command that serves with what was calibrated."""
+    """The command that serves the model with the new profile."""
     words = [
         "tangram",
         "serve",
@@ -97,7 +96,7 @@ def serve_line(config: EngineConfig, profile: Path) -> str:
 
 @dataclass(frozen=True)
 class Study:
-    """What is to be shown of a calibration, and what it has let `observe` so far."""
+    """The requested plot and report, and the shares that `observe` has collected so far."""
 
     plot: Path | None
     report: Path | None
@@ -108,7 +107,7 @@ class Study:
     def from_options(
         cls, plot: Path | None, report: Path | None, also_at: str | None, import_from: Path | None
     ) -> Study:
-        """Raises `ConfigError` before any work for what could not be done after it."""
+        """Raises `ConfigError` before any work if the plot or report could not be written."""
         if plot is not None and find_spec("matplotlib") is None:
             raise ConfigError(f"plot is {plot}, drawing needs matplotlib: pip install matplotlib")
         if plot is not None and plot.suffix != ".png":
@@ -137,11 +136,11 @@ class Study:
         return cls(plot, report, tuple(ratios))
 
     def retentions(self, first: float) -> list[float]:
-        """Every ρ to measure, `first` before the others."""
+        """All retention ratios to measure, `first` first."""
         return list(dict.fromkeys((first, *self.also_at)))
 
     def check(self, texts: int) -> None:
-        """Raise `ConfigError` if a report is asked of so few texts that none could be left out."""
+        """Raise `ConfigError` if there are too few texts for a report, which leaves some out."""
         if self.report is not None and texts < 2:
             raise ConfigError(
                 f"report is {self.report}, it leaves samples out in turn: take at least 2 (samples "
@@ -149,13 +148,13 @@ class Study:
             )
 
     def observe(self, shares: Float64) -> None:
-        """Take in one sample's shares [ρ, chunks, L, H]."""
+        """Add the shares of one sample, [ρ, chunks, L, H]."""
         self._shares.append(shares)
 
     def publish(
         self, profiles: Sequence[Profile], kinds: Sequence[str], source: str, config: EngineConfig
     ) -> None:
-        """Draw and write what was asked for."""
+        """Write the plot and the report, if they were requested."""
         from tangram.calibrate.observations import Observations
 
         if self.plot is None and self.report is None:
@@ -179,7 +178,7 @@ class Study:
         from tangram.lab.calibration.calibration_report import markdown, report
         from tangram.lab.environment import environment
 
-        with waiting(f"Reckoning what is worth how much, for {path}"):  # half a minute for each ρ
+        with waiting(f"Computing the report {path}"):  # half a minute for each ρ
             found = report(evidence)
         if path.suffix == ".json":
             keep(path, title, config, found)
@@ -190,5 +189,5 @@ class Study:
             f"# {title}\n\n{markdown(found)}\n`{command}` · {where['date']}, commit "
             f"{where['commit']}\n"
         )
-        # Whatever the locale is; names of files may hold bytes that are no text.
+        # UTF-8 in any locale; names of files may hold bytes that are no text.
         path.write_text(text, encoding="utf-8", errors="backslashreplace")

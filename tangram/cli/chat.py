@@ -10,8 +10,8 @@ from tangram.cli.answering import (
     Interrupts,
     TerminalAnswer,
     answer_prompt,
+    describe_memory,
     escape_controls,
-    memory_told,
 )
 from tangram.cli.chat_history import ChatHistory
 from tangram.cli.console import messages, tell, tell_error, waiting
@@ -32,9 +32,9 @@ _PROMPT = "you  "
 @with_config
 def chat(
     config: EngineConfig,
-    max_tokens: Annotated[int, number(BOUNDS["max_tokens"], "most tokens of an answer")] = 512,
+    max_tokens: Annotated[int, number(BOUNDS["max_tokens"], "maximum tokens of an answer")] = 512,
     temperature: Annotated[
-        float, number(BOUNDS["temperature"], "0 takes the likeliest token")
+        float, number(BOUNDS["temperature"], "temperature of sampling; 0 takes the likeliest token")
     ] = 0.0,
 ) -> None:
     """Talk to MODEL in the terminal. /help lists commands, Ctrl-C stops an answer, Ctrl-D ends."""
@@ -49,7 +49,7 @@ def chat(
 
 
 class ChatSession:
-    """Questions typed, answers shown, one after the other."""
+    """A chat in the terminal: questions typed, answers shown."""
 
     def __init__(self, engine: Engine, sampling: SamplingParams) -> None:
         self._engine, self._sampling = engine, sampling
@@ -63,7 +63,7 @@ class ChatSession:
         )
 
     def run(self) -> None:
-        """Until the input ends, or Ctrl-C comes twice with nothing typed between."""
+        """Run until the input ends, or until two Ctrl-C in a row."""
         with suppress(KeyboardInterrupt):  # the second one may come before the prompt is back
             self._take_turns()
         _grey("")
@@ -90,11 +90,11 @@ class ChatSession:
                 return
 
     def _turn(self, line: str) -> bool:
-        """Do what an entry says. True if Ctrl-C stopped its answer."""
+        """Run one entry. Returns True if Ctrl-C stopped its answer."""
         try:
-            told = self._conversation.command(line)
-            if told is not None:
-                _grey(told)
+            message = self._conversation.command(line)
+            if message is not None:
+                _grey(message)
             elif line:
                 return self._answer(line)
             else:
@@ -153,7 +153,7 @@ class ChatSession:
             *([ends[answer.reason]] if answer.reason in ends else []),
             f"reused {answer.usage.cached_tokens:,} of {answer.usage.prompt_tokens:,} tokens",
             answer.speed,
-            memory_told(
+            describe_memory(
                 answer.usage, self._conversation.retention, self._engine.config.chunk_tokens
             ),
         ]

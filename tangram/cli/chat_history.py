@@ -1,6 +1,4 @@
-"""What has been said in `tangram chat`, and the commands that change it. Knows nothing of
-terminals.
-"""
+"""The messages of `tangram chat`, and the commands that change them."""
 
 from __future__ import annotations
 
@@ -17,27 +15,27 @@ Message = dict[str, str]
 COMMANDS = {
     "/help": "these lines",
     "/clear": "forget the conversation; the system text stays",
-    "/system TEXT": "tell the model how to answer; without TEXT take that back",
+    "/system TEXT": "set the system text; without TEXT remove it",
     "/file PATH": "put a text file before your next question",
     "/retention RATIO": (
-        "keep this fraction of KV entries from now on, 1.0 drops nothing; without RATIO say which"
+        "keep this fraction of KV entries from now on (1.0 keeps all); without RATIO print it"
     ),
     "/exit": "end, as Ctrl-D does",
 }
 KEYS = (
-    'A line that ends in \\ goes on in the next; """ begins and ends a text of several lines.',
-    "Ctrl-C stops an answer, what has come of it stays; Ctrl-C twice ends.",
+    'A \\ at the end of a line continues it; """ begins and ends a text of several lines.',
+    "Ctrl-C stops an answer and keeps its beginning; Ctrl-C twice ends.",
 )
 _COMMAND = re.compile(r"(/[a-z]+)(?:\s+(.*))?", re.DOTALL)
 
 
 @dataclass
 class ChatHistory:
-    """Messages so far, a system text, and documents that wait for the next question.
+    """The messages so far, a system text, and documents that wait for the next question.
 
-    `count` says how many tokens a text has, `most_tokens` how many fit and `most_bytes` how long a
-    file may be that has so few; `check` raises `RequestError` for a retention ratio that is not
-    served. `kv_retention` None is the default.
+    `count` returns the number of tokens of a text. At most `most_tokens` fit; a file has at most
+    `most_bytes`. `check` raises `RequestError` for a retention ratio that is not served.
+    `kv_retention` None means the default.
     """
 
     count: Callable[[str], int]
@@ -52,19 +50,17 @@ class ChatHistory:
 
     @property
     def retention(self) -> float:
-        """The ratio that the next answer is asked for."""
+        """The retention ratio of the next answer."""
         return self.default_retention if self.kv_retention is None else self.kv_retention
 
     def add_question(self, question: str) -> list[Message]:
-        """All messages up to `question`, with the documents that wait before it. Nothing is
-        changed.
-        """
+        """All messages including `question`, preceded by the waiting documents."""
         head = [{"role": "system", "content": self.system}] if self.system else []
         content = "\n\n".join([*self.documents, question])
         return [*head, *self.turns, {"role": "user", "content": content}]
 
     def enter(self, question: str, answer: str) -> None:
-        """Keep a question and its answer, or what there is of it."""
+        """Append a question and its answer, which may be incomplete."""
         self.turns = [
             *self.add_question(question)[bool(self.system) :],
             {"role": "assistant", "content": answer},
@@ -72,10 +68,9 @@ class ChatHistory:
         self.documents = []
 
     def command(self, line: str) -> str | None:
-        """Do what a line like "/clear" says and return what to tell of it; None if it is no
-        command.
+        """Run a line such as "/clear" and return the message about it; None if it is no command.
 
-        Raises `RequestError` if it cannot be done; then nothing has changed.
+        Raises `RequestError` if it fails; then nothing has changed.
         """
         found = _COMMAND.fullmatch(line.strip())
         if found is None:
@@ -83,11 +78,11 @@ class ChatHistory:
         name, argument = found[1], (found[2] or "").strip()
         known = {usage.split()[0]: usage for usage in COMMANDS}
         if name not in known:
-            raise RequestError(f"there is no {name}: /help lists what there is", "command")
+            raise RequestError(f"there is no {name}: /help lists the commands", "command")
         if argument and " " not in known[name]:
             raise RequestError(f"{name} takes nothing behind it", "command")
-        told: str = getattr(self, f"_{name[1:]}")(argument)
-        return told
+        message: str = getattr(self, f"_{name[1:]}")(argument)
+        return message
 
     def _help(self, _: str) -> str:
         width = max(map(len, COMMANDS))
@@ -102,7 +97,7 @@ class ChatHistory:
 
     def _system(self, text: str) -> str:
         self.system = text
-        return "the system text is set" if text else "there is no system text any more"
+        return "the system text is set" if text else "the system text is removed"
 
     def _retention(self, ratio: str) -> str:
         if ratio:
@@ -122,7 +117,7 @@ class ChatHistory:
         if tokens >= self.most_tokens:
             raise _unusable(
                 source,
-                f"has {tokens:,} tokens, fewer than {self.most_tokens:,} must be left for all",
+                f"has {tokens:,} tokens, a conversation must have fewer than {self.most_tokens:,}",
             )
         self.documents.append(f"[{source.name}]\n{text.strip()}")
         return f"{source.name}, {tokens:,} tokens, goes before your next question"

@@ -1,4 +1,4 @@
-"""What a command can see without torch, whose import takes seconds: said before them, in a line."""
+"""Checks that a command makes before it imports torch, which takes seconds."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tangram.limits import Bounds
 from tangram.model.source import check_source
 
 OUTPUTS = ("output", "report", "plot", "train_gate")  # the options that name a file to write
-_NAMES = ("model", "profile", "gate", "decode_policy")  # files, but not always: they are texts
+_NAMES = ("model", "profile", "gate", "decode_policy")  # options of type text that may name a file
 
 
 def within(bounds: Bounds, hint: str = "") -> Callable[[typer.CallbackParam, Any], Any]:
-    """A callback of an option: its number must lie there. Raises `ConfigError`."""
+    """A callback of an option that raises `ConfigError` if the number is not within `bounds`."""
 
     def check(parameter: typer.CallbackParam, value: float | None) -> float | None:
         if value is not None:
@@ -32,20 +32,23 @@ def within(bounds: Bounds, hint: str = "") -> Callable[[typer.CallbackParam, Any
 
 
 def as_texts(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same options, whose texts are UTF-8 whatever the locale took their bytes for.
+    """The same options with all texts decoded as UTF-8, whatever the locale is.
 
-    Raises `ConfigError` for a text that is none. Paths stay as they are.
+    Raises `ConfigError` for bytes that are not UTF-8. Paths are returned unchanged.
     """
     return {
         name: [as_text(name, part) for part in value]
-        if isinstance(value, list | tuple)  # of an option that may be given again
+        if isinstance(value, list | tuple)  # an option that may be repeated
         else as_text(name, value)
         for name, value in values.items()
     }
 
 
 def as_text(name: str, value: Any) -> Any:
-    """A text as UTF-8, anything else as it is. Raises `ConfigError` for bytes that are no UTF-8."""
+    """A text decoded as UTF-8, or any other value unchanged.
+
+    Raises `ConfigError` for bytes that are not UTF-8.
+    """
     if not isinstance(value, str) or is_text(value):
         return value
     try:
@@ -57,9 +60,7 @@ def as_text(name: str, value: Any) -> Any:
 
 
 def check_outputs(values: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if one of the files to write could not be written, or is named twice or
-    also read.
-    """
+    """Raise `ConfigError` if an output file cannot be written, is named twice or is an input."""
     for name in (name for name in OUTPUTS if values.get(name) is not None):
         path = values[name]
         check_output(name, path)
@@ -77,7 +78,7 @@ def check_outputs(values: Mapping[str, Any]) -> None:
 
 
 def check_output(name: str, path: Path) -> None:
-    """Raise `ConfigError` if no file could be written at `path`, the value of option `name`."""
+    """Raise `ConfigError` if no file can be written at `path`, the value of option `name`."""
     try:
         if path.is_dir():
             raise ConfigError(f"{name} is {path}, this is a folder: give the path of a file")
@@ -93,29 +94,30 @@ def check_output(name: str, path: Path) -> None:
 
 
 def check_regular(name: str, path: Path) -> None:
-    """Raise `ConfigError` for a device or a pipe, where a whole file replaces what is there or goes
-    on with it.
+    """Raise `ConfigError` for a device or a pipe.
+
+    A command that replaces or extends a file needs a regular one.
     """
     if path.exists() and not path.is_file():
         raise ConfigError(f"{name} is {path}, it is not a regular file: name another")
 
 
 def _paths(name: str, value: Any) -> Iterable[Path]:
-    """The files that option `name` means."""
+    """The files that option `name` names."""
     if name in _NAMES and value is not None:
         return [Path(each) for each in (value if isinstance(value, list | tuple) else [value])]
     return [value] if isinstance(value, Path) else []
 
 
 def check_start(config: EngineConfig) -> None:
-    """Raise `ModelError` where the model is not there, `ConfigError` where the current folder is
-    gone.
+    """Check what can be checked without torch.
 
-    Print a line where the cache cannot be read.
+    Raises `ModelError` if the model does not exist, `ConfigError` if the current folder does not.
+    Prints a warning if the cache cannot be read.
     """
     try:
         Path.cwd()
-    except OSError as error:  # libraries would say that they cannot be loaded
+    except OSError as error:  # otherwise libraries report that they cannot be loaded
         raise ConfigError(
             f"the current folder cannot be used ({error.strerror}): change to another"
         ) from error
@@ -124,7 +126,7 @@ def check_start(config: EngineConfig) -> None:
 
 
 def _check_cache_folder() -> None:
-    """It costs time at each start and nothing else, so nothing is refused."""
+    """A cache that cannot be read only costs time at each start, so this is a warning."""
     for name in ("models", "profiles"):
         folder = cache_folder() / name
         try:
@@ -133,8 +135,8 @@ def _check_cache_folder() -> None:
             continue
         except OSError as error:
             tell_error(
-                f"cache folder {folder} cannot be read ({error.strerror}): what it is for is made "
-                "anew at each start; set TANGRAM_CACHE to another folder",
+                f"cache folder {folder} cannot be read ({error.strerror}): its contents are made "
+                "again at each start; set TANGRAM_CACHE to another folder",
                 "warning",
                 "yellow",
             )

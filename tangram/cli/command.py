@@ -1,6 +1,6 @@
-"""The kind of command and group that all of `tangram` is made of.
+"""The classes of all commands and groups of `tangram`.
 
-It knows options by other names, checks what is given before any work, and tells errors in a line.
+They accept former names of options, check values before any work, and print errors in one line.
 """
 
 from __future__ import annotations
@@ -22,14 +22,10 @@ from tangram.errors import EngineError, TangramError
 
 
 class Command(TyperCommand):
-    """Takes `--x` where a flag is called `--no-x`, and says of other engines' options what is here
-    instead.
-    """
+    """A command that accepts `--x` for `--no-x`, and explains options of other engines."""
 
     def make_parser(self, ctx: Context) -> Any:
-        """Click's, with the positive names of flags that have only the negative one: for what is on
-        by itself.
-        """
+        """Click's parser, plus the positive names of flags that have only a negative one."""
         parser = super().make_parser(ctx)
         for param in (param for param in self.params if isinstance(param, TyperOption)):
             for name in _positive(param):
@@ -37,52 +33,48 @@ class Command(TyperCommand):
         return parser
 
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
-        """Click's, but for what is said of an option that is known elsewhere; values
-        are checked.
-        """
+        """Click's parsing, plus a check of values and an explanation of other engines' options."""
         with _report_errors(), _explain_foreign_options(args, self.params):
             rest = super().parse_args(ctx, args)
-            if not ctx.resilient_parsing:  # of a shell that completes
+            if not ctx.resilient_parsing:  # for shell completion
                 ctx.params = as_texts(ctx.params)
                 check_outputs(ctx.params)
             return rest
 
     def invoke(self, ctx: Context) -> Any:
-        """Click's; errors become a line and an exit code."""
+        """Click's invocation; errors become a line and an exit code."""
         with _report_errors():
             return super().invoke(ctx)
 
 
 class CommandGroup(TyperGroup):
-    """Says the same of options that stand before a command."""
+    """A group that explains options of other engines before a command."""
 
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
-        """Click's, but for what is said of an option that is known elsewhere."""
+        """Click's parsing, plus the explanation of other engines' options."""
         with _report_errors(), _explain_foreign_options(args, self.params):
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Context) -> Any:
-        """Click's; a command that is not there is told in a line."""
+        """Click's invocation; an unknown command becomes one line."""
         with _report_errors():
             return super().invoke(ctx)
 
 
 def exit_code(error: TangramError) -> int:
-    """1 where starting again may help, 2 where it does not."""
+    """1 if another start may succeed, else 2."""
     return 1 if isinstance(error, EngineError) else 2
 
 
 def rename_options(**names: str) -> dict[str, Any]:
-    """Context settings under which options also go by names they once had:
-    `old_name="new-name"`.
-    """
+    """Context settings that accept former names of options: `old_name="new-name"`."""
     new = {old.replace("_", "-"): name for old, name in names.items()}
     return {"token_normalize_func": lambda name: new.get(name, name)}
 
 
 @contextmanager
 def _report_errors() -> Iterator[None]:
-    """Errors inside become a line on standard error and an exit code; bugs stay tracebacks."""
+    """Turn errors inside into a line on standard error and an exit code; bugs remain tracebacks."""
     try:
         yield
     except TangramError as error:
@@ -102,17 +94,15 @@ def _report_errors() -> Iterator[None]:
 
 @contextmanager
 def _explain_foreign_options(args: list[str], params: Iterable[Any]) -> Iterator[None]:
-    """Errors inside say of vLLM's and llama.cpp's options what is here instead; others stay as they
-    are.
-    """
+    """Add the explanation to errors about options of vLLM and llama.cpp; leave others unchanged."""
     given = [arg.partition("=")[0] for arg in args]  # click empties the list
     try:
         yield
     except NoSuchOption as error:
         names = [name for param in params for name in _names(param)]
         meant = (arg for arg in given if arg in FOREIGN and _is_meant(arg, error.option_name))
-        if (said := explain(next(meant, ""), names)) is not None:
-            error.message, error.possibilities = said, None
+        if (message := explain(next(meant, ""), names)) is not None:
+            error.message, error.possibilities = message, None
         raise
 
 
@@ -125,7 +115,5 @@ def _positive(param: Any) -> list[str]:
 
 
 def _is_meant(arg: str, option_name: str) -> bool:
-    """Whether click complains of `arg`: of `-ngl` it names the first letter that it
-    does not know.
-    """
+    """Whether click's error is about `arg`. For `-ngl` click names the first unknown letter."""
     return arg == option_name or (arg[:1] == "-" != arg[1:2] and option_name[1:] in arg[1:])

@@ -1,6 +1,4 @@
-"""What commands write to the terminal: paths, names and errors are shown as they are, none is read
-as markup.
-"""
+"""Output of commands. Paths, names and errors are printed literally, never as markup."""
 
 from __future__ import annotations
 
@@ -37,17 +35,17 @@ def tell(text: str, style: str = "") -> None:
 
 
 def tell_error(error: object, kind: str = "error", colour: str = "red") -> None:
-    """Write what is wrong behind a coloured word, in one line."""
+    """Write an error in one line, after a coloured word."""
     _print(Text.assemble((f"{kind}:", colour), f" {' '.join(str(error).splitlines())}"))
 
 
 def waiting(text: str) -> AbstractContextManager[object]:
-    """While inside, a terminal shows that something takes time."""
+    """Show a spinner in a terminal while inside."""
     return messages().status(Text(text))
 
 
 def progress(*, counted: bool = True) -> Progress:
-    """A bar in a terminal, `counted` with how many of how many are done."""
+    """A progress bar in a terminal; if `counted`, it shows the number done and the total."""
     columns: list[ProgressColumn] = [
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -59,7 +57,7 @@ def progress(*, counted: bool = True) -> Progress:
 
 
 def is_wrapped() -> bool:
-    """Whether somebody looks at lines of a width: a terminal has one, COLUMNS says one."""
+    """Whether output has a width: a terminal has one, and COLUMNS sets one."""
     return sys.stderr.isatty() or "COLUMNS" in os.environ
 
 

@@ -1,4 +1,4 @@
-"""`tangram eval`: how accurate the ways of keeping KV entries are, on one model, in one table."""
+"""`tangram eval`: the accuracy of several KV compression methods on one model."""
 
 from __future__ import annotations
 
@@ -15,61 +15,31 @@ from tangram.cli.checks import check_start
 from tangram.cli.command import rename_options
 from tangram.cli.console import output as standard_output
 from tangram.cli.console import progress, tell
-from tangram.cli.evaluate_options import (
-    Align,
-    AlignTokens,
-    Alphas,
-    CalibrationSamples,
-    Chunks,
-    Context,
-    Locomo,
-    Methods,
-    MostQuestions,
-    Plot,
-    Quick,
-    ReportFile,
-    ResultFile,
-    Retentions,
-    Samples,
-    Scopes,
-    Scorers,
-    Seed,
-    Sinks,
-    Suites,
-    Text,
-    Window,
-)
-from tangram.cli.options import (
-    CacheDtype,
-    CacheGib,
-    Device,
-    Dtype,
-    Eager,
-    Gate,
-    Heads,
-    MaxBatched,
-    MaxSeqs,
-    Model,
-    Page,
-    Threads,
-    Utilization,
-    Weights,
-)
-from tangram.compress.profile import ALPHA, SINK_TOKENS
+from tangram.cli.evaluate_options import EvalOptions
+from tangram.cli.options import take_fields
+from tangram.compress.profile import SINK_TOKENS
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
 
 if TYPE_CHECKING:
     from tangram.lab.accuracy.engines import ModelBench
+    from tangram.lab.accuracy.methods import Grid
     from tangram.lab.accuracy.passages import RealText
     from tangram.lab.accuracy.prompts import Questions
     from tangram.lab.accuracy.results import AnyCell
     from tangram.lab.accuracy.run import PlannedCell
 
+    Asked = Questions | RealText
+
 Number = TypeVar("Number", int, float)
 
 RENAMED = rename_options(scorers="scorer", retentions="kv-retention", scopes="scope")
-# What --quick settles by itself.
+_OF_ENGINE = (
+    *("model", "page_tokens", "heads_per_page", "gate", "kv_cache_gib", "gpu_memory_utilization"),
+    *("max_num_seqs", "max_num_batched_tokens", "dtype", "kv_cache_dtype", "load_format"),
+    *("enforce_eager", "device", "threads"),
+)
+# Options that --quick fixes.
 _SETTLED = (
     "suites",
     "methods",
@@ -90,119 +60,89 @@ _SETTLED = (
 )
 
 
-def evaluate(
-    context: typer.Context,
-    model: Model = "smollm2",
-    quick: Quick = False,
-    suites: Suites = "ruler, multiturn",
-    methods: Methods = "full, uniform, dynamic, static",
-    samples: Samples = None,
-    context_tokens: Context = 4096,
-    max_questions: MostQuestions = None,
-    locomo: Locomo = None,
-    text: Text = None,
-    calibration_samples: CalibrationSamples = 50,
-    output: ResultFile = Path("results.json"),
-    report: ReportFile = None,
-    plot: Plot = None,
-    dtype: Dtype = "auto",
-    load_format: Weights = "auto",
-    device: Device = "auto",
-    kv_cache_gib: CacheGib = None,
-    gpu_memory_utilization: Utilization = 0.9,
-    kv_cache_dtype: CacheDtype = "auto",
-    scorer: Scorers = None,
-    kv_retention: Retentions = None,
-    chunk_tokens: Chunks = "512",
-    alphas: Alphas = f"{ALPHA:g}",
-    scope: Scopes = None,
-    sink_tokens: Sinks = None,
-    window_tokens: Window = None,
-    gate: Gate = None,
-    max_num_seqs: MaxSeqs = 32,
-    max_num_batched_tokens: MaxBatched = 2048,
-    align: Align = True,
-    align_tokens: AlignTokens = None,
-    page_tokens: Page = 16,
-    heads_per_page: Heads = 4,
-    enforce_eager: Eager = False,
-    threads: Threads = None,
-    seed: Seed = 0,
-) -> None:
-    """Ask MODEL the questions of suites under each way of keeping KV entries, and grade its
-    replies.
-    """
-    from tangram.lab.accuracy.methods import Grid
+@take_fields(EvalOptions)
+def evaluate(context: typer.Context, options: EvalOptions) -> None:
+    """Ask MODEL the questions of suites with each compression method, and grade its replies."""
     from tangram.lab.accuracy.plot import check_plot
-    from tangram.lab.accuracy.quick import NEEDLES, RETENTIONS, TEXT
 
-    scorers = None if scorer is None else _words(scorer)
-    retentions = None if kv_retention is None else _numbers("retentions", kv_retention, float)
-    asked: list[Questions | RealText]
-    if quick:
+    if options.quick:
         _refuse_settled(context)
-        grid, asked = (
-            Grid(["full", "static"], scorers, RETENTIONS if retentions is None else retentions),
-            [NEEDLES, TEXT],
-        )
-    else:
-        grid = Grid(
-            cast(Any, _words(methods)),
-            scorers,
-            (0.7, 0.5, 0.3) if retentions is None else retentions,
-            _numbers("chunk_tokens", chunk_tokens, int),
-            _numbers("alphas", alphas, float),
-            cast(Any, _words(scope)) if scope is not None else None,
-            SINK_TOKENS if sink_tokens is None else sink_tokens,
-            window_tokens,
-        )
-        asked = _choose_suites(
-            suites, samples, context_tokens, seed, max_questions, {"locomo": locomo, "text": text}
-        )
-    base = EngineConfig(
-        model=model,
-        page_tokens=page_tokens,
-        heads_per_page=heads_per_page,
-        gate=gate,
-        kv_cache_gib=kv_cache_gib,
-        gpu_memory_utilization=gpu_memory_utilization,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        dtype=dtype,
-        kv_cache_dtype=kv_cache_dtype,
-        load_format=load_format,
-        enforce_eager=enforce_eager,
-        device=device,
-        threads=threads,
-    )
-    if plot is not None:
-        check_plot(plot)
+    grid, asked = _quick(options) if options.quick else _chosen(options)
+    base = _engine_config(options)
+    if options.plot is not None:
+        check_plot(options.plot)
     check_start(base)
     from tangram.lab.accuracy.evaluation import compare
 
     command = shlex.join(["tangram", *sys.argv[1:]])
-    if quick:
+    if options.quick:
         tell(_QUICK.format(kept=", ".join(f"{value:g}" for value in grid.retentions)))
     with Bar() as bar:
         cells = compare(
             base,
             grid,
             asked,
-            align=align,
-            calibration_samples=None if quick else calibration_samples,
-            output=output,
+            align=options.align,
+            calibration_samples=None if options.quick else options.calibration_samples,
+            output=options.output,
             command=command,
             watch=bar,
-            align_tokens=align_tokens,
-            before=_say_how_long if quick else None,
+            align_tokens=options.align_tokens,
+            before=_say_how_long if options.quick else None,
         )
-    _publish(cells, report, plot)
+    _publish(cells, options.report, options.plot)
+
+
+def _quick(options: EvalOptions) -> tuple[Grid, list[Asked]]:
+    """The grid and the suites of --quick."""
+    from tangram.lab.accuracy.methods import Grid
+    from tangram.lab.accuracy.quick import NEEDLES, RETENTIONS, TEXT
+
+    retentions = _retentions(options)
+    grid = Grid(
+        ["full", "static"], _scorers(options), RETENTIONS if retentions is None else retentions
+    )
+    return grid, [NEEDLES, TEXT]
+
+
+def _chosen(options: EvalOptions) -> tuple[Grid, list[Asked]]:
+    """The grid and the suites that `options` name. Raises `ConfigError` naming one not known."""
+    from tangram.lab.accuracy.methods import Grid
+
+    scorers, retentions = _scorers(options), _retentions(options)
+    grid = Grid(
+        cast(Any, _words(options.methods)),
+        scorers,
+        (0.7, 0.5, 0.3) if retentions is None else retentions,
+        _numbers("chunk_tokens", options.chunk_tokens, int),
+        _numbers("alphas", options.alphas, float),
+        cast(Any, _words(options.scope)) if options.scope is not None else None,
+        SINK_TOKENS if options.sink_tokens is None else options.sink_tokens,
+        options.window_tokens,
+    )
+    return grid, _choose_suites(options)
+
+
+def _scorers(options: EvalOptions) -> list[str] | None:
+    return None if options.scorer is None else _words(options.scorer)
+
+
+def _retentions(options: EvalOptions) -> list[float] | None:
+    if options.kv_retention is None:
+        return None
+    return _numbers("retentions", options.kv_retention, float)
+
+
+def _engine_config(options: EvalOptions) -> EngineConfig:
+    """The options that all engines share; a method adds its own."""
+    given = {name: getattr(options, name) for name in _OF_ENGINE}
+    return EngineConfig(**given)
 
 
 _QUICK = (
-    "12 questions about 8 contexts and 5 passages of real text, with everything kept and as served "
-    "at ρ {kept}. With 135 M parameters on two CPU cores that takes less than six minutes; how "
-    "long here is said when MODEL is loaded."
+    "12 questions on 8 contexts and 5 passages of real text, with full KV and with the served "
+    "setting at ρ {kept}. A model of 135 M parameters takes less than six minutes on two CPU "
+    "cores; an estimate for this machine follows once MODEL is loaded."
 )
 
 
@@ -210,63 +150,57 @@ def _say_how_long(bench: ModelBench, plans: Sequence[PlannedCell]) -> None:
     from tangram.lab.accuracy.pace import minutes
 
     if plans:
-        tell(f"About {minutes(bench, plans):.1f} minutes from here.")
+        tell(f"About {minutes(bench, plans):.1f} minutes to go.")
 
 
 def _refuse_settled(context: typer.Context) -> None:
-    """Raise `ConfigError` for an option that --quick would not look at."""
+    """Raise `ConfigError` for an option that --quick would ignore."""
     for name in _SETTLED:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             raise ConfigError(
-                f"{name} is {context.params[name]}, with --quick that is settled: leave one of "
-                "them out"
+                f"{name} is {context.params[name]}, but --quick fixes it: leave one of them out"
             )
 
 
-def _choose_suites(
-    suites: str,
-    samples: int | None,
-    context_tokens: int,
-    seed: int,
-    max_questions: int | None,
-    files: dict[str, Path | None],
-) -> list[Questions | RealText]:
-    """By suite. Raises `ConfigError` for one that is not known, and for what none of
-    them looks at.
+def _choose_suites(options: EvalOptions) -> list[Asked]:
+    """The suites in their order.
+
+    Raises `ConfigError` for an unknown suite, and for options that no suite uses.
     """
     from tangram.lab.accuracy.passages import SUITE, RealText
     from tangram.lab.accuracy.prompts import Questions, parse_suites
 
-    found = parse_suites(suites, undivided=(SUITE,))
+    found = parse_suites(options.suites, undivided=(SUITE,))
     for option, suite in (("locomo", "locomo"), ("text", SUITE)):
-        if files[option] is not None and suite not in found:
+        path = getattr(options, option)
+        if path is not None and suite not in found:
             raise ConfigError(
-                f"{option} is {files[option]}, but suites is {suites}: add {suite} there, or leave "
+                f"{option} is {path}, but suites is {options.suites}: add {suite} there, or leave "
                 "the path out"
             )
-    if max_questions is not None and list(found) == [SUITE]:
-        raise ConfigError(f"max_questions is {max_questions}, but {SUITE} asks none: leave it out")
+    if options.max_questions is not None and list(found) == [SUITE]:
+        raise ConfigError(
+            f"max_questions is {options.max_questions}, but {SUITE} asks none: leave it out"
+        )
     return [
-        RealText(samples, context_tokens, seed, files["text"])
+        RealText(options.samples, options.context_tokens, options.seed, options.text)
         if suite == SUITE
         else Questions(
             suite,
             tasks,
-            samples,
-            context_tokens,
-            seed,
-            max_questions,
-            files["locomo"] if suite == "locomo" else None,
+            options.samples,
+            options.context_tokens,
+            options.seed,
+            options.max_questions,
+            options.locomo if suite == "locomo" else None,
         )
         for suite, tasks in found.items()
     ]
 
 
 class Bar:
-    """A `tangram.lab.accuracy.run.Watch` in the terminal; where standard error is none, a line for
-    each thing done.
-    """
+    """A `tangram.lab.accuracy.run.Watch` in the terminal; elsewhere a line for each part."""
 
     def __init__(self) -> None:
         self._progress = progress()
@@ -295,7 +229,7 @@ class Bar:
 
 
 def _publish(cells: Sequence[AnyCell], report: Path | None, plot: Path | None) -> None:
-    """The tables in the terminal, and in the files that were asked for."""
+    """Print the tables, and write the requested files."""
     from tangram.lab.accuracy.plot import draw
     from tangram.lab.accuracy.score_report import report as tables
     from tangram.lab.accuracy.verdict import verdict

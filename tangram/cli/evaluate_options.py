@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from tangram.cli.checks import within
-from tangram.cli.options import PILOT_SAMPLES, Panel, engine_option, number, option
+from tangram.cli.options import (
+    SAMPLES,
+    CacheDtype,
+    CacheGib,
+    Device,
+    Dtype,
+    Eager,
+    Gate,
+    Heads,
+    MaxBatched,
+    MaxSeqs,
+    Model,
+    Page,
+    Panel,
+    Threads,
+    Utilization,
+    Weights,
+    engine_option,
+    number,
+    option,
+)
+from tangram.compress.profile import ALPHA
 from tangram.config import MOST_TOKENS, OPTIONS, SERVED_SCORER
 from tangram.limits import Bounds
 
@@ -17,8 +39,7 @@ _COMPRESSION = Panel.compression
 Quick = Annotated[
     bool,
     typer.Option(
-        "--quick",
-        help="a few minutes: few questions and texts, everything kept against what is served",
+        "--quick", help="compare full KV with the served setting on few questions, in a few minutes"
     ),
 ]
 Suites = Annotated[
@@ -45,44 +66,42 @@ Retentions = Annotated[
     ),
 ]
 Chunks = Annotated[
-    str,
-    option(
-        _COMPRESSION, "tokens that are computed and sealed in one piece; several, comma-separated"
-    ),
+    str, option(_COMPRESSION, f"{OPTIONS['chunk_tokens'].text}; several, comma-separated")
 ]
 Alphas = Annotated[
-    str, option(_COMPRESSION, "α of static: budgets are mean + α · std; comma-separated")
+    str,
+    option(
+        _COMPRESSION, "α of static budgets (mean + α · std of a head's shares), comma-separated"
+    ),
 ]
 Scopes = Annotated[
     str | None,
     option(
         _COMPRESSION,
         f"{OPTIONS['scope'].text}; both, comma-separated",
-        default="as each scorer is served",
+        default="the scope that is served with each scorer",
     ),
 ]
 Samples = Annotated[
     int | None,
     typer.Option(
         callback=within(Bounds(1, 100_000)),
-        help="contexts of each suite, shared out among its tasks",
-        show_default="52, or what files given hold",
+        help="contexts of each suite, divided among its tasks",
+        show_default="52, or all that a given file holds",
     ),
 ]
 Context = Annotated[
-    int, number(Bounds(1, MOST_TOKENS), "tokens of a context, chat template included")
+    int, number(Bounds(1, MOST_TOKENS), "tokens of a context, including the chat template")
 ]
 MostQuestions = Annotated[
-    int | None, number(Bounds(1, 2**31 - 1), "most questions about a context", show_default="all")
+    int | None, number(Bounds(1, 2**31 - 1), "maximum questions on a context", show_default="all")
 ]
 Locomo = Annotated[
-    Path | None, typer.Option(help="LoCoMo's file, or a folder of such, for suite locomo")
+    Path | None, typer.Option(help="file of LoCoMo, or a folder of them, for the suite locomo")
 ]
 Text = Annotated[
     Path | None,
-    typer.Option(
-        help="a text file for suite fidelity", show_default="sources that come with Python"
-    ),
+    typer.Option(help="text file for the suite fidelity", show_default="source files of Python"),
 ]
 Sinks = Annotated[
     int | None,
@@ -103,23 +122,64 @@ Window = Annotated[
     ),
 ]
 Align = Annotated[
-    bool,
-    option(Panel.expert, "fill up contexts to whole chunks; without it the rest of each stays raw"),
+    bool, option(Panel.expert, "pad contexts to whole chunks; otherwise the end of each stays raw")
 ]
 AlignTokens = Annotated[
     int | None,
     option(
         Panel.expert,
-        "fill up contexts to a multiple of this: so other grids ask the same",
+        "pad contexts to a multiple of this, so that runs can be compared",
         default="the largest chunk",
         callback=within(Bounds(1, MOST_TOKENS)),
     ),
 ]
-CalibrationSamples = Annotated[int, number(PILOT_SAMPLES, "built-in pilot texts to calibrate on")]
+CalibrationSamples = Annotated[int, number(SAMPLES, "built-in texts to calibrate on")]
 ResultFile = Annotated[
     Path,
-    typer.Option("--output", "-o", help="keep every reply here; what is there is not repeated"),
+    typer.Option("--output", "-o", help="file of all replies; those in it are not asked again"),
 ]
-ReportFile = Annotated[Path | None, typer.Option(help="write the tables here (Markdown)")]
-Plot = Annotated[Path | None, typer.Option(help="draw scores against ρ here (PNG)")]
+ReportFile = Annotated[Path | None, typer.Option(help="write the tables to this file (Markdown)")]
+Plot = Annotated[Path | None, typer.Option(help="plot scores against ρ to this file (PNG)")]
 Seed = Annotated[int, engine_option("seed", "seed of the samples")]
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """The options of `tangram eval`, in the order of its help."""
+
+    model: Model = "smollm2"
+    quick: Quick = False
+    suites: Suites = "ruler, multiturn"
+    methods: Methods = "full, uniform, dynamic, static"
+    samples: Samples = None
+    context_tokens: Context = 4096
+    max_questions: MostQuestions = None
+    locomo: Locomo = None
+    text: Text = None
+    calibration_samples: CalibrationSamples = 50
+    output: ResultFile = Path("results.json")
+    report: ReportFile = None
+    plot: Plot = None
+    dtype: Dtype = "auto"
+    load_format: Weights = "auto"
+    device: Device = "auto"
+    kv_cache_gib: CacheGib = None
+    gpu_memory_utilization: Utilization = 0.9
+    kv_cache_dtype: CacheDtype = "auto"
+    scorer: Scorers = None
+    kv_retention: Retentions = None
+    chunk_tokens: Chunks = "512"
+    alphas: Alphas = f"{ALPHA:g}"
+    scope: Scopes = None
+    sink_tokens: Sinks = None
+    window_tokens: Window = None
+    gate: Gate = None
+    max_num_seqs: MaxSeqs = 32
+    max_num_batched_tokens: MaxBatched = 2048
+    align: Align = True
+    align_tokens: AlignTokens = None
+    page_tokens: Page = 16
+    heads_per_page: Heads = 4
+    enforce_eager: Eager = False
+    threads: Threads = None
+    seed: Seed = 0

@@ -1,6 +1,4 @@
-"""Options of vLLM and llama.cpp by the names used there, and what stands for each here, or that
-nothing does.
-"""
+"""Options of vLLM and llama.cpp, and the option of Tangram that replaces each, if there is one."""
 
 from __future__ import annotations
 
@@ -10,20 +8,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Foreign:
-    """What is here instead: an option, or none where `ours` is None; `note` says what one must know
-    of it.
+    """The option that replaces another engine's: `ours`, or None if there is none.
+
+    `note` explains it.
     """
 
     ours: str | None
     note: str
 
 
-# Our option, what to know of it, their names for it.
+# Tangram's option, a note, the other engines' names.
 _INSTEAD = (
     ("--max-model-len", "", "-c --ctx-size"),
     ("--max-num-seqs", "", "-np --parallel"),
     ("--max-num-batched-tokens", "", "-b --batch-size -ub --ubatch-size"),
-    ("--max-tokens", "a request to a server brings its own max_tokens", "-n --predict --n-predict"),
+    ("--max-tokens", "a request to a server has its own max_tokens", "-n --predict --n-predict"),
     ("--page-tokens", "", "--block-size"),
     ("--chunk-tokens", "", "--long-prefill-token-threshold"),
     ("--prompt-patience", "0 is first come, first served", "--scheduling-policy"),
@@ -31,15 +30,15 @@ _INSTEAD = (
     ("--kv-offload-gib", "", "--swap-space --kv-offloading-size -cram --cache-ram"),
     (
         "--kv-cache-dtype",
-        "keys and values have one dtype",
+        "keys and values have the same dtype",
         "-ctk --cache-type-k -ctv --cache-type-v",
     ),
     (
         "--scheduling",
-        "continuous is the default, static the other",
+        "continuous is the default; static turns it off",
         "-cb --cont-batching -nocb --no-cont-batching",
     ),
-    ("--enable-prefix-caching", "it is on", "--cache-prompt"),
+    ("--enable-prefix-caching", "it is on by default", "--cache-prompt"),
     ("--no-enable-prefix-caching", "", "--no-cache-prompt"),
     ("--device", "choose a GPU with CUDA_VISIBLE_DEVICES", "-dev -mg --main-gpu"),
     ("--seed", "", "-s"),
@@ -49,7 +48,7 @@ _INSTEAD = (
     ("--otlp-endpoint", "", "--otlp-traces-endpoint"),
     (
         "--log-format",
-        "json logs a line for each request",
+        "with json the log has a line for each request",
         "--enable-log-requests --log-jsonl --log-config-file",
     ),
     ("--api-key", "or set TANGRAM_API_KEY", "--api-key-file"),
@@ -58,67 +57,68 @@ _INSTEAD = (
     ("--output", "", "--output-file"),
 )
 
-# Why there is none, their names.
+# Why there is no such option, the other engines' names.
 _NONE = (
     (
-        "The model is the argument without a name: tangram serve MODEL, an id, a folder or a GGUF "
-        "file",
+        "The model is the argument without a name: tangram serve MODEL, where MODEL is an id, a "
+        "folder or a GGUF file",
         "-m --model -mu --model-url -hf --hf-repo -hff --hf-file",
     ),
-    ("There is none: what is downloaded lies where HF_HOME says", "--download-dir"),
+    ("There is none: HF_HOME names the folder for downloads", "--download-dir"),
     ("There is none: set HF_TOKEN", "-hft --hf-token"),
     ("There is none: set HF_HUB_OFFLINE=1", "--offline"),
     ("There is none: give a folder that holds the revision you want", "--revision --code-revision"),
     (
-        "There is none: the tokenizer is the one that comes with the model",
+        "There is none: the model's own tokenizer is used",
         "--tokenizer --tokenizer-mode --tokenizer-revision --skip-tokenizer-init",
     ),
-    ("There is none: code that comes with a model is never run", "--trust-remote-code"),
+    ("There is none: code in a model's folder is never run", "--trust-remote-code"),
     (
-        "There is none: the model's config.json is taken as it is, so change it there",
+        "There is none: edit the model's config.json instead",
         "--hf-overrides --config-format --override-kv --rope-scaling --rope-theta --rope-scale "
         "--rope-freq-base --rope-freq-scale --yarn-orig-ctx --yarn-ext-factor --yarn-attn-factor "
         "--yarn-beta-slow --yarn-beta-fast",
     ),
     (
-        "There is none yet: a server uses one device; start one for each, with "
+        "There is none yet: a server uses one device; start one server per GPU, with "
         "CUDA_VISIBLE_DEVICES",
         "-tp --tensor-parallel-size -pp --pipeline-parallel-size -dp --data-parallel-size "
         "--enable-expert-parallel --distributed-executor-backend --disable-custom-all-reduce -sm "
         "--split-mode -ts --tensor-split --rpc",
     ),
     (
-        "There is none: the whole model lies on --device",
+        "There is none: the whole model is on --device",
         "-ngl --gpu-layers --n-gpu-layers --cpu-offload-gb -ot --override-tensor -cmoe --cpu-moe "
         "-ncmoe --n-cpu-moe",
     ),
     (
-        "There is none: KV pages lie on --device, what they have no room for in --kv-offload-gib",
+        "There is none: KV pages are on --device, and --kv-offload-gib adds host memory for "
+        "evicted chunks",
         "-kvo --kv-offload -nkvo --no-kv-offload",
     ),
     (
-        "There is none: weights run in --dtype, a GGUF file's are expanded; --kv-cache-dtype fp8 "
-        "halves the cache",
+        "There is none: weights are computed in --dtype, and quantized weights of a GGUF file are "
+        "expanded to it; --kv-cache-dtype fp8 halves the KV cache",
         "-q --quantization",
     ),
     (
-        "There is none: prompts are always computed in chunks, of --chunk-tokens",
+        "There is none: prompts are always computed in chunks of --chunk-tokens",
         "--enable-chunked-prefill --no-enable-chunked-prefill --max-num-partial-prefills",
     ),
     (
-        "There is none: attention runs in kernels of its own, which need no choice",
+        "There is none: Tangram has its own attention kernels",
         "-fa --flash-attn --attention-backend --disable-sliding-window --swa-full",
     ),
     (
-        "There is none: --enforce-eager switches compilation and CUDA graphs off",
+        "There is none: --enforce-eager turns compilation and CUDA graphs off",
         "-O --compilation-config --cudagraph-capture-sizes --max-seq-len-to-capture",
     ),
     (
-        "There is none: the scheduler decides each step anew",
+        "There is none: the scheduler decides again at each step",
         "--async-scheduling --num-scheduler-steps --scheduler-delay-factor --preemption-mode",
     ),
     (
-        "There is none: the operating system decides where weights lie",
+        "There is none: the operating system places the weights",
         "--mlock --mmap --no-mmap --numa -lm",
     ),
     (
@@ -136,35 +136,34 @@ _NONE = (
         "--mmproj-url",
     ),
     (
-        "There is none: Tangram generates text, and has no embeddings",
+        "There is none: Tangram generates text only",
         "--task --runner --embedding --embeddings --pooling --rerank --reranking",
     ),
     (
-        "There is none: the template is the one that comes with the model",
+        "There is none: the model's own chat template is used",
         "--chat-template --chat-template-file --jinja --no-jinja --chat-template-content-format",
     ),
     (
-        "There is none: the model's own form of calls and thoughts is read, there is no parser to "
-        "choose",
+        "There is none: the parser of tool calls and reasoning follows from the model",
         "--tool-call-parser --enable-auto-tool-choice --reasoning-parser --enable-reasoning "
         "--reasoning-format",
     ),
     (
-        "There is none: each request says it, as response_format",
+        "There is none: each request has its own response_format",
         "--guided-decoding-backend --structured-outputs-config --grammar --grammar-file -j "
         "--json-schema",
     ),
     (
-        "There is none: each request to a server says it, under the same name",
+        "There is none: each request to a server has a field of the same name",
         "--top-k --top-p --min-p --presence-penalty --frequency-penalty --logit-bias --ignore-eos",
     ),
-    ("There is none: each request to a server says it, as repetition_penalty", "--repeat-penalty"),
+    ("There is none: each request to a server has repetition_penalty", "--repeat-penalty"),
     (
-        "There is none: temperature, top_k, top_p and min_p are what there is",
+        "There is none: sampling has temperature, top_k, top_p and min_p",
         "--mirostat --typical --dry-multiplier --xtc-probability --samplers",
     ),
     (
-        "There is none: what a request does not say is as docs/http.md tells",
+        "There is none: request fields have the defaults that docs/http.md lists",
         "--generation-config --override-generation-config --max-logprobs",
     ),
     (
@@ -173,27 +172,24 @@ _NONE = (
         "--api-prefix --uds",
     ),
     (
-        "There is none: requests are in the metrics, and in the log with --log-format json",
+        "There is none: the metrics count requests, and --log-format json logs them",
         "--disable-log-requests --disable-log-stats --max-log-len --uvicorn-log-level "
         "--log-disable --log-file -v --verbose",
     ),
-    ("There is none: /metrics is always there", "--metrics --slots --props"),
+    ("There is none: the server always has /metrics", "--metrics --slots --props"),
     (
-        "There is none: a conversation ends at --max-model-len, nothing of it is shifted out",
+        "There is none: a conversation ends at --max-model-len, and no token is shifted out",
         "--context-shift --no-context-shift --keep --cache-reuse",
     ),
     (
-        "There is none: pages are shared within one server, and lie in no file",
+        "There is none: one server shares its KV pages between requests, and saves none to files",
         "--kv-transfer-config --slot-save-path --prompt-cache",
     ),
     (
-        "There is none: chat and generate are commands",
+        "There is none: use the commands chat and generate",
         "-cnv --conversation --interactive -sys --system-prompt",
     ),
-    (
-        "There is none: the server answers programs, `tangram chat` people",
-        "--webui --no-webui --ui --no-ui",
-    ),
+    ("There is none: use `tangram chat` in a terminal", "--webui --no-webui --ui --no-ui"),
 )
 
 
@@ -208,8 +204,9 @@ FOREIGN = dict(_table())
 
 
 def explain(name: str, options: list[str]) -> str | None:
-    """What to say of `name`, which none of a command's `options` is called; None of a name that is
-    known nowhere.
+    """The message about the unknown option `name` of a command with these `options`.
+
+    None if no other engine has an option of that name.
     """
     found = FOREIGN.get(name)
     if found is None:

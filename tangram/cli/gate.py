@@ -1,4 +1,4 @@
-"""`tangram calibrate --train-gate`: a gate of one's own for the scorer fastkvzip."""
+"""`tangram calibrate --train-gate`: trains a gate for the scorer fastkvzip."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tangram.errors import ConfigError
 
 
 def refuse_with_gate(config: EngineConfig, options: Mapping[str, Path | str | None]) -> None:
-    """Raise `ConfigError` for what a profile needs and the training of a gate would not look at."""
+    """Raise `ConfigError` for options of a profile, which the training of a gate would ignore."""
     given = [f"{name} {value}" for name, value in options.items() if value is not None]
     others = find_changed(
         config, "kv_retention", "scorer", "scope", "page_tokens", "heads_per_page", "gate"
@@ -23,17 +23,18 @@ def refuse_with_gate(config: EngineConfig, options: Mapping[str, Path | str | No
     given += [f"--{name.replace('_', '-')} {value}" for name, value in others.items()]
     if given:
         raise ConfigError(
-            f"--train-gate was given together with {', '.join(given)}: leave that out, a gate "
-            "learns from KVzip; when it is there, make a profile with -o PROFILE --scorer "
-            "fastkvzip --gate GATE"
+            f"--train-gate was given together with {', '.join(given)}: leave that out, since a "
+            "gate learns from KVzip; then make a profile with -o PROFILE --scorer fastkvzip "
+            "--gate GATE"
         )
 
 
 def train_and_report(
     config: EngineConfig, path: Path, texts: Callable[[], Sequence[str]], source: str
 ) -> None:
-    """Train a gate on `texts`, write it to `path`, and print how far it agrees with KVzip on texts
-    it has not seen.
+    """Train a gate on `texts` and write it to `path`.
+
+    Then print how far it agrees with KVzip on texts that were not used for training.
     """
     from tangram.compress.scorers.gate import check_path, save_gate
     from tangram.engine.profiles import check_chunk

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tangram.cli.answering import answer_prompt, escape_controls, memory_told
+from tangram.cli.answering import answer_prompt, describe_memory, escape_controls
 from tangram.cli.batch import answer_batch
 from tangram.cli.console import tell
 from tangram.cli.options import number, with_config
@@ -19,7 +19,7 @@ from tangram.limits import BOUNDS, check_size
 from tangram.types import SamplingParams
 
 _STANDARD_INPUT = "-"
-_MOST_PIPED_BYTES = 256 * 2**20  # more than any model takes; a pipe may have no end
+_MOST_PIPED_BYTES = 256 * 2**20  # more than any model takes; a pipe may never end
 
 
 @with_config
@@ -30,32 +30,33 @@ def generate(
         typer.Option(
             "--prompt",
             "-p",
-            help="the text to complete; - reads standard input, as does no text in a pipe",
+            help="the text to complete; - reads standard input, as does a pipe without --prompt",
         ),
     ] = None,
     max_tokens: Annotated[
-        int | None, number(BOUNDS["max_tokens"], "most tokens to generate; 128 if not given")
+        int | None, number(BOUNDS["max_tokens"], "maximum tokens to generate; 128 if not given")
     ] = None,
     temperature: Annotated[
         float | None,
         number(
-            BOUNDS["temperature"], "0 takes the likeliest token, which is what happens if not given"
+            BOUNDS["temperature"],
+            "temperature of sampling; 0, the default, takes the likeliest token",
         ),
     ] = None,
     batch: Annotated[
         Path | None,
         typer.Option(
-            help="instead of a prompt, a file of requests in OpenAI's batch format (.jsonl)"
+            help="file of requests in OpenAI's batch format (.jsonl), instead of a prompt"
         ),
     ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", help="where the answers to --batch go; what is there is skipped"
+            "--output", "-o", help="file of the answers to --batch; requests in it are skipped"
         ),
     ] = None,
 ) -> None:
-    """Complete one text and say what the KV cache held; or answer a file of requests."""
+    """Complete one text and report what the KV cache held, or answer a file of requests."""
     if batch is not None:
         answer_batch(
             config,
@@ -69,16 +70,7 @@ def generate(
             "prompt is not set or output is without batch: give -p TEXT, or --batch IN.jsonl -o "
             "OUT.jsonl"
         )
-    text = (
-        _read_pipe()
-        if prompt == _STANDARD_INPUT or (prompt is None and not sys.stdin.isatty())
-        else prompt
-    )
-    if text is None:
-        raise ConfigError(
-            "prompt is not set: give -p TEXT, a text on standard input, or --batch IN.jsonl -o "
-            "OUT.jsonl"
-        )
+    text = _find_text(prompt)
     sampling = SamplingParams(
         max_tokens=128 if max_tokens is None else max_tokens, temperature=temperature or 0.0
     )
@@ -86,9 +78,22 @@ def generate(
         _complete(config, text, sampling)
 
 
+def _find_text(prompt: str | None) -> str:
+    """The text to complete: `prompt`, or standard input. Raises `ConfigError` if there is none."""
+    if prompt == _STANDARD_INPUT or (prompt is None and not sys.stdin.isatty()):
+        return _read_pipe()
+    if prompt is None:
+        raise ConfigError(
+            "prompt is not set: give -p TEXT, a text on standard input, or --batch IN.jsonl -o "
+            "OUT.jsonl"
+        )
+    return prompt
+
+
 def _read_pipe() -> str:
-    """Standard input without its last line break, which `echo` adds. Raises `ConfigError` if that
-    is no text.
+    """Standard input without its last line break, which `echo` adds.
+
+    Raises `ConfigError` if it is not text.
     """
     data = sys.stdin.buffer.read(_MOST_PIPED_BYTES + 1)
     if len(data) > _MOST_PIPED_BYTES:
@@ -108,9 +113,7 @@ def _read_pipe() -> str:
 
 
 def _complete(config: EngineConfig, text: str, sampling: SamplingParams) -> None:
-    """Write the completion of `text` to standard output as it comes, and what it took to standard
-    error.
-    """
+    """Stream the completion of `text` to standard output; print its figures to standard error."""
     from tangram.engine.build import build_engine
 
     engine = build_engine(config)
@@ -125,6 +128,6 @@ def _complete(config: EngineConfig, text: str, sampling: SamplingParams) -> None
     write("\n")
     if answer.usage is not None:
         default = 1.0 if engine.layout.keeps_everything else config.kv_retention
-        told = memory_told(answer.usage, default, config.chunk_tokens)
-        line = f"{answer.usage.prompt_tokens} prompt tokens · {answer.speed} · {told}"
+        memory = describe_memory(answer.usage, default, config.chunk_tokens)
+        line = f"{answer.usage.prompt_tokens} prompt tokens · {answer.speed} · {memory}"
         tell(line, "dim")

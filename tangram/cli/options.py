@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import typer
 
@@ -16,7 +16,7 @@ from tangram.limits import Bounds
 
 
 class SizeType(StrEnum):
-    """The dtype that `size` reckons with."""
+    """A dtype of the sizes that `size` prints."""
 
     fp32 = "fp32"
     bf16 = "bf16"
@@ -25,7 +25,7 @@ class SizeType(StrEnum):
 
 
 class Panel(StrEnum):
-    """The parts of a command's help; what a command alone has stands before them, under Options."""
+    """The panels of a command's help. Options of one command alone stand before them."""
 
     model = "Model"
     memory = "Memory"
@@ -38,9 +38,7 @@ class Panel(StrEnum):
 def option(
     panel: Panel, help_text: str, *names: str, default: str | None = None, **more: Any
 ) -> Any:
-    """A `typer.Option` in a panel; `default` says what holds where nothing is given and no value
-    stands for it.
-    """
+    """A `typer.Option` in a panel. Help shows `default` for an option whose default is None."""
     shown: bool | str = True if default is None else default
     return typer.Option(
         *names, help=help_text, rich_help_panel=panel.value, show_default=shown, **more
@@ -48,15 +46,16 @@ def option(
 
 
 def number(bounds: Bounds, help_text: str, **more: Any) -> Any:
-    """A `typer.Option` of a number that must lie there."""
+    """A `typer.Option` of a number that must lie within `bounds`."""
     return typer.Option(help=help_text, callback=within(bounds), **more)
 
 
 def engine_option(
     name: str, text: str | None = None, *, unset: str | None = None, panel: Panel | None = None
 ) -> Any:
-    """The `typer.Option` of a field of `EngineConfig`; `text` and `unset` say it otherwise for one
-    command.
+    """The `typer.Option` of a field of `EngineConfig`.
+
+    `text` and `unset` replace what `OPTIONS` says, for one command.
     """
     about = OPTIONS[name]
     more: dict[str, Any] = {}
@@ -95,15 +94,16 @@ Eager = Annotated[bool, engine_option("enforce_eager")]
 Device = Annotated[str, engine_option("device")]
 Threads = Annotated[int | None, engine_option("threads")]
 
-PILOT_SAMPLES = Bounds(1, 10_000)
-PilotSamples = Annotated[
-    int | None, number(PILOT_SAMPLES, "built-in pilot texts to calibrate on", show_default="50")
+SAMPLES = Bounds(1, 10_000)
+CalibrationTexts = Annotated[
+    int | None, number(SAMPLES, "built-in texts to calibrate on", show_default="50")
 ]
 
 
 def _parameter(name: str, info: Any = None) -> inspect.Parameter:
-    """The parameter of a command for the field `name`; a flag that is on by itself has its negative
-    name.
+    """The parameter of a command for the field `name`.
+
+    A flag that is on by default has its negative name.
     """
     kind, value = TYPES[name], getattr(EngineConfig, name)
     if name == "model":
@@ -130,7 +130,7 @@ ENGINE_PARAMETERS = tuple(
 _CALIBRATED = {
     "scorer": engine_option("scorer", unset=SERVED_SCORER),
     "scope": engine_option("scope", unset="model (tova: layer)"),
-    "seed": engine_option("seed", "seed of the pilot texts, and of a gate's training"),
+    "seed": engine_option("seed", "seed of the built-in texts, and of a gate's training"),
 }
 CALIBRATION_PARAMETERS = tuple(
     _parameter(name, _CALIBRATED.get(name))
@@ -142,8 +142,8 @@ CALIBRATION_PARAMETERS = tuple(
 
 
 def calibration_config(**options: Any) -> EngineConfig:
-    """What a calibration looks at; no engine is built, so the rest is as by default."""
-    # A config must have room for a chunk in one step, whether or not there are any steps.
+    """The config of a calibration. No engine is built, so all other fields have their defaults."""
+    # A config must allow a whole chunk in one step, even if no step is run.
     least = options["chunk_tokens"] + EngineConfig.max_num_seqs
     return _config(
         **options, max_num_batched_tokens=max(EngineConfig.max_num_batched_tokens, least)
@@ -151,7 +151,7 @@ def calibration_config(**options: Any) -> EngineConfig:
 
 
 def find_changed(config: EngineConfig, *names: str) -> dict[str, object]:
-    """Of the fields called `names`, those that are not as by default."""
+    """The values of the fields called `names` that differ from their defaults."""
     return {
         name: value
         for name in names
@@ -160,10 +160,9 @@ def find_changed(config: EngineConfig, *names: str) -> dict[str, object]:
 
 
 def name_served_model(config: EngineConfig) -> str:
-    """The model's name in the API: what was given, but of a local folder its last part, of a file
-    that without suffix.
+    """The model's name in the API: the model as given, of a path its last part without suffix.
 
-    Whoever asks is told it in every answer, and where a model lies is not theirs to know.
+    Every answer contains it, and clients must not learn where a model is stored.
     """
     path = expand_home(config.model)
     if not path.exists():
@@ -181,10 +180,10 @@ def take_options(
     make: Callable[..., EngineConfig],
     check: Callable[[EngineConfig], None] | None = None,
 ) -> Callable[[Command], Command]:
-    """A decorator: the command takes the `shared` options, whose `EngineConfig` becomes its first
-    argument.
+    """A decorator: the command takes the `shared` options.
 
-    `check` raises what stands in the way of the command, whatever its own options are.
+    `make` builds the `EngineConfig` that becomes its first argument. `check` raises for a config
+    that the command cannot use.
     """
 
     def decorate(command: Command) -> Command:
@@ -204,8 +203,36 @@ def take_options(
     return decorate
 
 
+Options = TypeVar("Options")
+
+
+def take_fields(
+    kind: type[Options],
+) -> Callable[[Callable[[typer.Context, Options], None]], Command]:
+    """A decorator: the command takes the fields of the dataclass `kind` as options, in their order.
+
+    The command is called with its context and one object of that class.
+    """
+    hints = get_type_hints(kind, include_extras=True)
+    entries = [
+        inspect.Parameter(name, _KEYWORD, default=getattr(kind, name), annotation=hint)
+        for name, hint in hints.items()
+    ]
+    context = inspect.Parameter("context", _KEYWORD, annotation=typer.Context)
+
+    def decorate(command: Callable[[typer.Context, Options], None]) -> Command:
+        def run(context: typer.Context, **given: Any) -> None:
+            command(context, kind(**given))
+
+        run.__signature__ = inspect.Signature([context, *entries])  # type: ignore[attr-defined]
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        return run
+
+    return decorate
+
+
 def _place(parameter: inspect.Parameter) -> int:
-    """Where help shows a parameter: what is in no panel first, then panel by panel."""
+    """The place of a parameter in help: options without a panel first, then panel by panel."""
     (info, *_) = parameter.annotation.__metadata__
     return -1 if info.rich_help_panel is None else list(Panel).index(Panel(info.rich_help_panel))
 

@@ -1,6 +1,4 @@
-"""The picture of a calibration: what each head kept over samples, and what is reserved for it
-(Tangram, figure 5).
-"""
+"""The plot of a calibration: the share each head kept and its budget (Tangram, figure 5)."""
 
 from __future__ import annotations
 
@@ -15,16 +13,15 @@ from tangram.calibrate.observations import Observations, reserved_fractions
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_ROW_HEADS = 96  # more boxes side by side could not be told apart on a page
+_ROW_HEADS = 96  # more boxes side by side are not readable on a page
 _ROW_INCHES = 3.4
 
 
 def draw(evidence: Sequence[Observations], title: str) -> Figure:
-    """One box a head and ρ, the head with the most pages first, as many rows of heads as stay
-    readable.
+    """Draw a box for each head and ρ, heads with the most pages first, in as many rows as needed.
 
-    A box spans the quartiles of a head's shares over samples, its whiskers all of them; dots are
-    the means of each kind of text, the line is what `sealed_pages` reserves.
+    A box spans the quartiles of a head's shares over samples, its whiskers the range. Dots are the
+    means of each kind of text. The line is what `sealed_pages` reserves.
     """
     from matplotlib.figure import Figure
 
@@ -46,9 +43,7 @@ def draw(evidence: Sequence[Observations], title: str) -> Figure:
 
 
 def _rows(entry: Observations) -> list[npt.NDArray[np.intp]]:
-    """Flat numbers of the heads, by what is reserved, then by what they keep, cut into rows of one
-    length.
-    """
+    """Flat numbers of the heads in rows of one length, by reserved and then by kept share."""
     order = np.lexsort(
         (-entry.fractions.mean(axis=0).ravel(), -reserved_fractions(entry.profile).ravel())
     )

@@ -8,14 +8,26 @@ import logging
 import os
 import shlex
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
-from enum import StrEnum
-from typing import Annotated
 
 from tangram.cli import console
-from tangram.cli.checks import within
-from tangram.cli.options import Panel, engine_option, name_served_model, option, with_config
+from tangram.cli.options import name_served_model, with_config
+from tangram.cli.serve_options import (
+    KEY_VARIABLE,
+    AllowedOrigins,
+    ApiKeys,
+    Host,
+    MaxBodyMb,
+    MaxQueue,
+    OnUnknownFields,
+    Port,
+    RequestTimeout,
+    ServedModelName,
+    ShutdownGrace,
+    UnknownFields,
+)
 from tangram.cli.telemetry import (
     LogForm,
     LogFormat,
@@ -26,82 +38,25 @@ from tangram.cli.telemetry import (
 )
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
-from tangram.limits import Bounds
 from tangram.serve.guard import Protection, check_served_name
 from tangram.serve.listening import Listener
 
-KEY_VARIABLE = "TANGRAM_API_KEY"
 _log = logging.getLogger(__name__)
-
-
-class UnknownFields(StrEnum):
-    """What becomes of a request with fields that are not served."""
-
-    refuse = "refuse"
-    warn = "warn"
 
 
 @with_config
 def serve(
     config: EngineConfig,
-    host: Annotated[str, option(Panel.server, "address to listen on")] = "127.0.0.1",
-    port: Annotated[
-        int, option(Panel.server, "port to listen on", callback=within(Bounds(0, 65535)))
-    ] = 8000,
-    served_model_name: Annotated[
-        str | None,
-        option(
-            Panel.server, "name of the model in the API", default="MODEL, of a path its last part"
-        ),
-    ] = None,
-    api_key: Annotated[
-        list[str] | None,
-        option(
-            Panel.server,
-            "a key that requests may carry, again for more; in the variable with spaces between",
-            envvar=KEY_VARIABLE,
-        ),
-    ] = None,
-    allowed_origins: Annotated[
-        list[str] | None,
-        option(
-            Panel.server,
-            "web pages of this origin (https://HOST) may ask from a browser, again for more; * is "
-            "all",
-        ),
-    ] = None,
-    unknown_fields: Annotated[
-        UnknownFields,
-        option(
-            Panel.server,
-            "refuse requests with fields that are not served; warn logs and counts them",
-        ),
-    ] = UnknownFields.refuse,
-    max_body_mb: Annotated[
-        float,
-        option(
-            Panel.server,
-            "most megabytes of a request's body",
-            callback=within(Bounds(0.0, 1024.0, open_low=True)),
-        ),
-    ] = 16.0,
-    max_queue: Annotated[int, engine_option("max_queue", unset="1024", panel=Panel.server)] = 1024,
-    request_timeout_s: Annotated[
-        float,
-        option(
-            Panel.server,
-            "most seconds from a request to the end of its answer",
-            callback=within(Bounds(0.0, 1e9, open_low=True)),
-        ),
-    ] = 3600,
-    shutdown_grace_s: Annotated[
-        float,
-        option(
-            Panel.server,
-            "seconds that running answers get to end at SIGTERM",
-            callback=within(Bounds(0.0, 1e6)),
-        ),
-    ] = 20,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    served_model_name: ServedModelName = None,
+    api_key: ApiKeys = None,
+    allowed_origins: AllowedOrigins = None,
+    unknown_fields: OnUnknownFields = UnknownFields.refuse,
+    max_body_mb: MaxBodyMb = 16.0,
+    max_queue: MaxQueue = 1024,
+    request_timeout_s: RequestTimeout = 3600,
+    shutdown_grace_s: ShutdownGrace = 20,
     log_format: LogFormat = LogForm.text,
     metrics_aliases: MetricsAliases = None,
     otlp_endpoint: OtlpEndpoint = None,
@@ -109,21 +64,14 @@ def serve(
 ) -> None:
     """Serve MODEL over an OpenAI-compatible HTTP API."""
     begin_s = time.monotonic()
-    if not api_key and KEY_VARIABLE in os.environ:
-        raise ConfigError(
-            f"{KEY_VARIABLE} is set and holds no key: unset it to serve everybody, or put a key in "
-            "it"
-        )
+    _check_keys(api_key)
     name = name_served_model(config) if served_model_name is None else served_model_name
     check_served_name(name)
     with closing(Listener.at(host, port)) as listener, logging_as(log_format):
         protection = Protection(tuple(api_key or ()), max_body_mb, tuple(allowed_origins or ()))
         where = f"{listener.url}{', on all interfaces' if listener.is_open_to_all else ''}"
         _log.info("listening at %s; loading PyTorch, then %s", where, config.model)
-        # Imports and weights live as long as the process: to collect among them costs half a
-        # second.
-        gc.disable()
-        try:
+        with _without_collection():
             from tangram.engine.build import build_engine
             from tangram.serve.bridge import Limits
             from tangram.serve.http import Telemetry, build_app, serve_on
@@ -142,11 +90,8 @@ def serve(
                 telemetry=telemetry,
                 let_unknown_by=unknown_fields is UnknownFields.warn,
             )
-            gc.freeze()
-        finally:
-            gc.enable()
 
-        def tell() -> None:
+        def report_ready() -> None:
             seconds, url = time.monotonic() - begin_s, f"{listener.url}/v1"
             _log.info("ready after %.1f s: %s", seconds, url, extra={"fields": {"url": url}})
             if log_format is LogForm.text:
@@ -154,10 +99,35 @@ def serve(
                 console.tell(first_request(url, name, chats=chats, locked=bool(api_key)))
 
         try:
-            serve_on(listener, engine, app, shutdown_grace_s=shutdown_grace_s, on_ready=tell)
+            serve_on(
+                listener, engine, app, shutdown_grace_s=shutdown_grace_s, on_ready=report_ready
+            )
         finally:
-            # What is frozen is not freed at the end, and Triton's bindings report it as leaked
+            # Frozen objects are not freed at exit, and Triton's bindings report them as leaks
             gc.unfreeze()
+
+
+def _check_keys(api_key: list[str] | None) -> None:
+    """Raise `ConfigError` if the variable for keys is set and holds none."""
+    if not api_key and KEY_VARIABLE in os.environ:
+        raise ConfigError(
+            f"{KEY_VARIABLE} is set and holds no key: unset it to serve everybody, or put a key in "
+            "it"
+        )
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Collect no garbage inside, and freeze what was made there.
+
+    Modules and weights live as long as the process. Collecting among them takes half a second.
+    """
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        gc.enable()
 
 
 def first_request(url: str, model: str, *, chats: bool, locked: bool) -> str:

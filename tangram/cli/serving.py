@@ -33,14 +33,16 @@ commands = typer.Typer(
 _TOKENS, _NUMBER, _MORE = Bounds(1, MOST_TOKENS), Bounds(1, 10**6), Bounds(0, MOST_TOKENS)
 _SECONDS = Bounds(0.0, 1e9, open_low=True)
 
-Output = Annotated[Path | None, typer.Option("--output", "-o", help="keep the figures here (JSON)")]
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", help="write the figures to this file (JSON)")
+]
 TtftLimit = Annotated[
-    float | None, number(_SECONDS, "goodput counts requests whose first token came by then")
+    float | None, number(_SECONDS, "maximum time to first token of a request in the goodput")
 ]
 TpotLimit = Annotated[
-    float | None, number(_SECONDS, "goodput counts requests whose tokens came as fast on average")
+    float | None, number(_SECONDS, "maximum mean time per token of a request in the goodput")
 ]
-Repeats = Annotated[int, number(Bounds(1, 1000), "times to measure, each with an empty cache")]
+Repeats = Annotated[int, number(Bounds(1, 1000), "number of runs, each with an empty cache")]
 
 
 @commands.command(cls=Command)
@@ -48,13 +50,13 @@ Repeats = Annotated[int, number(Bounds(1, 1000), "times to measure, each with an
 def throughput(
     config: EngineConfig,
     requests: Annotated[int, number(_NUMBER, "requests, all at once")] = 64,
-    input_tokens: Annotated[int, number(_TOKENS, "prompt tokens of each request's own")] = 1024,
+    input_tokens: Annotated[int, number(_TOKENS, "unshared prompt tokens of each request")] = 1024,
     output_tokens: Annotated[int, number(_TOKENS, "tokens of each answer")] = 128,
-    shared_tokens: Annotated[int, number(_MORE, "tokens that all prompts begin with")] = 0,
+    shared_tokens: Annotated[int, number(_MORE, "tokens of a prefix that all prompts share")] = 0,
     repeats: Repeats = 1,
     output: Output = None,
 ) -> None:
-    """Equal requests, all at once."""
+    """Requests of equal lengths, all at once."""
     from tangram.lab.load.asks import alike, check_lengths
 
     engine = _engine(config)
@@ -80,14 +82,14 @@ def throughput(
 @with_config
 def multi_turn(
     config: EngineConfig,
-    sessions: Annotated[int, number(_NUMBER, "conversations; all take their turns together")] = 16,
+    sessions: Annotated[int, number(_NUMBER, "conversations; each turn runs in all at once")] = 16,
     history_tokens: Annotated[int, number(_MORE, "tokens before the first turn")] = 4096,
     turns: Annotated[int, number(Bounds(1, 10_000), "turns of each conversation")] = 3,
     user_tokens: Annotated[int, number(_TOKENS, "new tokens of each turn")] = 128,
     output_tokens: Annotated[int, number(_TOKENS, "tokens of each answer")] = 128,
     output: Output = None,
 ) -> None:
-    """Conversations that go on: every turn brings the whole history again, and few new tokens."""
+    """Conversations: each turn sends the whole history again and a few new tokens."""
     from tangram.lab.load.asks import check_lengths, draw_tokens, next_turn
 
     engine, parts = _engine(config), []
@@ -114,19 +116,19 @@ def multi_turn(
 def trace(
     config: EngineConfig,
     file: Annotated[Path, typer.Option(help="a Mooncake trace (JSON lines)")],
-    seconds: Annotated[float, number(_SECONDS, "how much of the trace, by its own clock")] = 600.0,
+    seconds: Annotated[float, number(_SECONDS, "length of the trace to replay")] = 600.0,
     speed: Annotated[
-        str, typer.Option(help="times as fast as recorded; several, comma-separated, run in turn")
+        str, typer.Option(help="speed relative to the recording; several, comma-separated")
     ] = "1",
     hold_ttft_s: Annotated[
         float | None,
-        number(_SECONDS, "end when a tenth of the requests waits longer for a first token"),
+        number(_SECONDS, "stop when a tenth of the requests waits longer for a first token"),
     ] = None,
     ttft_limit_s: TtftLimit = None,
     tpot_limit_ms: TpotLimit = None,
     output: Output = None,
 ) -> None:
-    """Requests as they once came: lengths, times and shared prefixes of a recorded trace."""
+    """Replay of a recorded trace: its lengths, times and shared prefixes."""
     from tangram.lab.load.asks import read_trace
     from tangram.lab.load.clock import GivenUpError, LatencyLimits, Patience
 
@@ -150,9 +152,7 @@ def trace(
 
 
 def positive(name: str, text: str) -> float:
-    """The number that `text` is. Raises `ConfigError` naming the option unless it is greater than
-    0.
-    """
+    """`text` as a number. Raises `ConfigError` naming the option unless it is greater than 0."""
     try:
         value = float(text)
     except ValueError:
@@ -163,7 +163,7 @@ def positive(name: str, text: str) -> float:
 
 
 def _engine(config: EngineConfig) -> Engine:
-    """An engine that has answered once: kernels are compiled."""
+    """An engine after a warm-up, which compiles its kernels."""
     from tangram.engine.build import build_engine
     from tangram.lab.load.asks import alike
     from tangram.lab.load.clock import answer_all
@@ -203,9 +203,9 @@ def _report(
     parts: Sequence[tuple[str, list[TimedAnswer]]],
     output: Path | None,
     limits: LatencyLimits | None = None,
-    told: Mapping[str, str] = MappingProxyType({}),
+    more: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """A line a part, and the JSON, in which `told` stands too."""
+    """Print a row for each part, and write the JSON, which also contains `more`."""
     from tangram.lab.load.clock import NO_LIMITS, Summary
 
     summaries = {name: Summary.of(answers, limits or NO_LIMITS) for name, answers in parts}
@@ -222,11 +222,11 @@ def _report(
         f"{stats['preemptions']} preemptions"
     )
     kept = {name: asdict(summary) for name, summary in summaries.items()}
-    keep(output, title, engine.config, {"stats": stats, "parts": kept, **told})
+    keep(output, title, engine.config, {"stats": stats, "parts": kept, **more})
 
 
 def keep(output: Path | None, load: str, config: EngineConfig, figures: dict[str, Any]) -> None:
-    """Write `figures`, and what they were measured with, as JSON; nothing without an `output`."""
+    """Write `figures` and the setting of their measurement as JSON, if `output` is given."""
     from tangram.lab.environment import environment
 
     if output is not None:
@@ -241,7 +241,7 @@ def keep(output: Path | None, load: str, config: EngineConfig, figures: dict[str
 
 
 def percentiles(values: dict[str, float], digits: int) -> str:
-    """p50 / p90 / p99."""
+    """The values as text: p50 / p90 / p99."""
     return " / ".join(f"{value:.{digits}f}" for value in values.values())
 
 

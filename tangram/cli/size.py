@@ -1,4 +1,4 @@
-"""`tangram size`: what the weights and the KV cache of any model take."""
+"""`tangram size`: the memory that the weights and the KV cache of a model take."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ from tangram.limits import Bounds
 from tangram.size import as_json, kv_size, render
 from tangram.weights import Weights, read_weights, weights_dtype
 
-# By the dtypes of `serve`, and by the short names that this command alone had before, when fp8 was
-# one of them.
+# The dtypes of `serve`, and the short names that this command took before.
 _SHORT: dict[str, Any] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _LONG = {short: long for long, short in _SHORT.items()}
 
 Named = Annotated[
     str,
     typer.Argument(
-        help="a preset such as llama-3.1-8b, a Hugging Face id, a folder with config.json, or such "
-        "a file"
+        help="a preset such as llama-3.1-8b, a Hugging Face id, a config.json, or its folder"
     ),
 ]
 Dtype = Annotated[
@@ -39,8 +37,7 @@ MemoryGib = Annotated[
     float | None,
     number(
         Bounds(0.0, 2.0**40, open_low=True),
-        "also say how many such sequences, and tokens, fit into this much memory beside the "
-        "weights",
+        "print how many such sequences and tokens fit into this memory beside the weights",
     ),
 ]
 
@@ -49,7 +46,9 @@ def size(
     model: Named,
     context_tokens: Annotated[int, number(Bounds(1, 10**12), "tokens of a context")] = 32_000,
     memory_gib: MemoryGib = None,
-    as_object: Annotated[bool, typer.Option("--json", help="print an object, in bytes")] = False,
+    as_object: Annotated[
+        bool, typer.Option("--json", help="print a JSON object, in bytes")
+    ] = False,
     dtype: Dtype = "auto",
     kv_cache_dtype: CacheDtype = "auto",
     kv_retention: Retention = 1.0,
@@ -57,9 +56,7 @@ def size(
     page_tokens: Page = 16,
     heads_per_page: Heads = 4,
 ) -> None:
-    """Print what the weights and a KV cache take, and how many caches fit (GQA, MHA and MLA
-    models).
-    """
+    """Print the size of weights and KV cache, and how many sequences fit (GQA, MHA, MLA)."""
     config = read_config(model)
     computed = weights_dtype(config, "auto" if dtype == "fp8" else _LONG.get(dtype, dtype))
     weights, missing = _weights(config, computed)
@@ -73,17 +70,19 @@ def size(
         chunk_tokens=chunk_tokens,
     )
     if weights is None and memory_gib is not None:
-        raise ConfigError(f"memory_gib is {memory_gib}, but the weights count, too: {missing}")
+        raise ConfigError(
+            f"memory_gib is {memory_gib}, but the size of the weights is not known: {missing}"
+        )
     if as_object:
         typer.echo(json.dumps(as_json(found, weights, memory_gib), indent=1))
         return
     output().print(render(found, memory_gib, weights))
     if weights is None:
-        tell(f"Of the weights nothing is known: {missing}")
+        tell(f"The size of the weights is not known: {missing}")
 
 
 def _weights(config: ModelConfig, dtype: str) -> tuple[Weights | None, str]:
-    """Its weights, or why they are not known."""
+    """The model's weights, or why their size is not known."""
     try:
         return read_weights(config, dtype), ""
     except ConfigError as error:

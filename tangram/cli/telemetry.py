@@ -1,6 +1,4 @@
-"""What `tangram serve` tells of itself: how it logs, and under which names and where else it is
-watched.
-"""
+"""Logging, metrics and tracing of the commands."""
 
 from __future__ import annotations
 
@@ -18,33 +16,32 @@ from tangram.cli.console import messages
 from tangram.cli.options import Panel, engine_option, option
 from tangram.errors import TangramError
 
-# Conversion and weight loading have progress bars of their own; requests are in the metrics, and in
-# the log as JSON.
+# Conversion and loading show progress bars. Requests are in the metrics and in the JSON log.
 _QUIET = ("httpx", "transformers", "uvicorn.access")
 _PLAIN = "%(asctime)s %(levelname)s %(message)s"
 _log = logging.getLogger("tangram")
 
 
 class LogForm(StrEnum):
-    """How the log is written."""
+    """The format of the log."""
 
     text = "text"
     json = "json"
 
 
 class OtherNames(StrEnum):
-    """Whose names metrics have besides their own."""
+    """An engine under whose names metrics are shown, too."""
 
     vllm = "vllm"
 
 
 LogFormat = Annotated[
     LogForm,
-    option(Panel.server, "json: an object a line on standard output, and one for each request"),
+    option(Panel.server, "json writes an object per line to standard output, also for requests"),
 ]
 MetricsAliases = Annotated[
     OtherNames | None,
-    option(Panel.server, "show metrics under vLLM's names, too", default="only their own"),
+    option(Panel.server, "show metrics under vLLM's names, too", default="Tangram's names only"),
 ]
 OtlpEndpoint = Annotated[
     str | None,
@@ -58,7 +55,7 @@ OverflowEvery = Annotated[int | None, engine_option("overflow_every")]
 
 
 def _text_handler() -> logging.Handler:
-    """Writes to standard error: in columns in a terminal, else a line each."""
+    """A handler that writes to standard error, in columns if that is a terminal."""
     console = messages()
     if console.is_terminal:
         handler: logging.Handler = RichHandler(console=console, show_path=False)
@@ -71,7 +68,7 @@ def _text_handler() -> logging.Handler:
 
 @contextmanager
 def warnings_as_text() -> Iterator[None]:
-    """Inside, what is logged from WARNING on goes to standard error."""
+    """Write log messages from WARNING on to standard error while inside."""
     handler = _text_handler()
     logging.getLogger().addHandler(handler)
     try:
@@ -82,8 +79,9 @@ def warnings_as_text() -> Iterator[None]:
 
 @contextmanager
 def logging_as(form: LogForm) -> Iterator[None]:
-    """Log in this form while inside. An error that ends the command is a line of the log where that
-    is JSON.
+    """Log in this form while inside.
+
+    A JSON log also contains the error that ends the command.
     """
     quiet = (*_QUIET, "tangram.requests") if form is LogForm.text else _QUIET
     with _quieten(quiet):
@@ -97,9 +95,7 @@ def logging_as(form: LogForm) -> Iterator[None]:
 
 @contextmanager
 def _quieten(names: Iterable[str]) -> Iterator[None]:
-    """Of these loggers only warnings and worse while inside; afterwards all of logging is as
-    before.
-    """
+    """Limit these loggers to warnings and worse while inside; then restore all of logging."""
     root, loggers = logging.getLogger(), [logging.getLogger(name) for name in names]
     handlers, levels = root.handlers[:], [logger.level for logger in (root, *loggers)]
     for logger in loggers:

@@ -1,4 +1,4 @@
-"""Lines from whoever types, with their history; several lines make one entry."""
+"""Lines typed in a terminal, with a history. Several lines can form one entry."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ _QUOTES = '"""'
 
 
 def history_file() -> Path:
-    """Where lines are kept: in the user's folder of state."""
+    """The history file, in the user's state folder."""
     home = os.environ.get("XDG_STATE_HOME") or expand_home("~/.local/state")
     return Path(home) / "tangram" / "chat_history"
 
 
 @contextlib.contextmanager
 def history() -> Iterator[None]:
-    """Inside, arrow keys bring back the lines of this conversation and of those before, where
-    somebody types.
+    """Offer the lines of this and former conversations to arrow keys while inside.
 
-    The file is for its owner alone. Where it cannot be read or written, or nobody has a home, there
-    is none.
+    This needs a terminal. Only its owner can read the file. There is no history if the file cannot
+    be read or written, or if the user has no home.
     """
     path = history_file()
     if not sys.stdin.isatty() or find_spec("readline") is None or not path.is_absolute():
@@ -52,16 +51,16 @@ def history() -> Iterator[None]:
 
 
 def read_typed_line(prompt: str) -> str:
-    r"""One line from standard input. `prompt` is shown to who types, in bold. Raises `EOFError` at
-    the end, `ConfigError` for a line that is no UTF-8.
+    """One line from standard input. A terminal shows `prompt` in bold.
 
-    \001 and \002 tell readline which characters take no room.
+    Raises `EOFError` at the end, `ConfigError` for a line that is not UTF-8.
     """
     if not sys.stdin.isatty():
         return _read_piped_line()
     if not sys.stdout.isatty():
         prompt = ""
     elif "NO_COLOR" not in os.environ:
+        # \001 and \002 tell readline that what they enclose has no width
         prompt = f"\001\033[1m\002{prompt}\001\033[0m\002"
     try:
         line: str = as_text("line", input(prompt))
@@ -71,8 +70,9 @@ def read_typed_line(prompt: str) -> str:
 
 
 def _read_piped_line() -> str:
-    """The next line of a pipe or file, of which one bad line spoils no other. Raises `OSError` for
-    one without end.
+    """The next line of a pipe or file; a bad line does not affect others.
+
+    Raises `OSError` for a line without end.
     """
     line = sys.stdin.buffer.readline(_MOST_LINE_BYTES)
     if len(line) == _MOST_LINE_BYTES:
@@ -92,10 +92,10 @@ def _no_text(error: UnicodeDecodeError) -> ConfigError:
 
 
 def entry(read: Callable[[str], str], prompt: str) -> str:
-    r'''One entry: a line, lines that end in \ with the next one, or all between two """.
+    r"""One entry: a line, lines that end in \ with the next one, or lines in triple quotes.
 
-    What the end of the input cuts off is an entry too; `EOFError` if there is nothing at all.
-    '''
+    The end of the input also ends an entry. Raises `EOFError` if there is nothing at all.
+    """
     lines = [read(prompt)]
     goes_on = _prompt_below(prompt)
     with contextlib.suppress(EOFError):

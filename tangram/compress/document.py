@@ -1,6 +1,4 @@
-"""A JSON object on disk that says its version and carries its own digest: the file form of a
-profile.
-"""
+"""The file form of a profile: a JSON object on disk with its format version and its own digest."""
 
 from __future__ import annotations
 
@@ -28,10 +26,10 @@ def digest(value: object) -> str:
 
 
 def read_object(path: str | Path, version: int) -> dict[str, Any]:
-    """The file's JSON object; its `format_version` is checked first, so that a newer file is not
-    called damaged.
+    """The JSON object in the file.
 
-    Raises `ProfileError` naming the file and what is wrong with it.
+    Its `format_version` is checked first, so that a newer file is not reported as damaged. Raises
+    `ProfileError` naming the file and what is wrong with it.
     """
     try:
         content = parse_json(read_text(path))
@@ -57,7 +55,7 @@ def read_object(path: str | Path, version: int) -> dict[str, Any]:
 
 
 def _numbers(value: object, place: str) -> Iterator[tuple[str, float]]:
-    """Every number with a fraction inside `value`, with the way there: `mean.0.3`."""
+    """Every number with a fraction inside `value`, with its path: `mean.0.3`."""
     if isinstance(value, float):
         yield place, value
     elif isinstance(value, dict | list):

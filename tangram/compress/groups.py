@@ -1,12 +1,10 @@
-"""Which heads share pages, and how many pages each group keeps of a sealed chunk (Tangram, ragged
-paging).
+"""Which heads share pages, and how many pages each group keeps of a sealed chunk.
 
-Two pure steps, both on the host and both done once a profile is made:
+Tangram, ragged paging. Two pure steps on the host, both done once when a profile is made:
 
-1. `cluster` sorts heads by budget and cuts the order into runs of `Hp` (budget-aware clustering),
-   because a group is as deep as its deepest member: neighbours in the order waste least.
-2. `allot_pages` gives whole pages to groups so that what a sealed chunk really occupies is at most
-   ρ of the chunk.
+1. `cluster` sorts heads by budget and cuts the order into runs of `Hp` (budget-aware clustering). A
+   group is as deep as its deepest member, so neighbours in the order waste least.
+2. `allot_pages` gives whole pages to groups so that a sealed chunk occupies at most ρ of the chunk.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from tangram.types import Float64
 Head = tuple[int, int]  # (layer, KV head)
 Grouping = Literal["model", "layer"]
 
-# A head that never won an entry still takes its turn once the others are full.
+# A head that never won an entry still gets pages once the others are full.
 _SMALLEST_BUDGET = 1e-12
 
 
@@ -39,15 +37,15 @@ def cluster(
 ) -> list[tuple[Head, ...]]:
     """Cut the heads into groups of `Hp` with similar budgets; the last group of a run may be short.
 
-    Args:
-        budgets: float [L, H], the fraction of its entries each head should keep.
-        layers: the model's own index of each of the L rows.
-        heads_per_page: Hp.
-        across: "model" lets a group mix layers, "layer" does not.
-        ordered: False keeps the heads' natural order (adjacent grouping, the ablation).
+        Args:
+            budgets: float [L, H], the fraction of its entries each head should keep.
+            layers: the model's own index of each of the L rows.
+            heads_per_page: Hp.
+            across: "model" lets a group mix layers, "layer" does not.
+            ordered: False keeps the heads' natural order (adjacent grouping, the ablation).
 
-    Returns (layer, head) pairs by group, every head exactly once, deepest group first within a run.
-    Raises `ConfigError` if a shape or an option is out of range.
+    Returns (layer, head) pairs by group. Every head occurs exactly once, and a run begins with its
+    deepest group. Raises `ConfigError` if a shape or an option is out of range.
     """
     table = _check_budgets(budgets, len(layers))
     if heads_per_page < 1:
@@ -67,8 +65,9 @@ def cluster(
 def group_budgets(
     budgets: npt.ArrayLike, layers: Sequence[int], groups: Sequence[Sequence[Head]]
 ) -> Float64:
-    """[groups]: the largest budget of each group's members; float64. `budgets` is [L, H] as for
-    `cluster`.
+    """[groups] float64: the largest budget of each group's members.
+
+    `budgets` is [L, H] as for `cluster`.
     """
     table = _check_budgets(budgets, len(layers))
     row = {layer: index for index, layer in enumerate(layers)}
@@ -87,25 +86,24 @@ def allot_pages(
     retention: float,
     min_pages: int,
 ) -> list[int]:
-    """Pages each group keeps of a sealed chunk, so that the realised footprint is at most ρ of the
-    chunk.
+    """Pages that each group keeps of a sealed chunk; their footprint is at most ρ of the chunk.
 
-    Every page costs `Hp · P` entries, a short group's empty columns included, and a chunk has
-    `heads · C` entries, so ρ buys a fixed number of pages. Each group first gets `min_pages`; the
-    rest go one at a time to the group with the smallest (n − ½) / budget for its n-th page
-    (Sainte-Laguë), up to C / P. So counts follow budgets, ties go to the earlier group, nothing is
-    left while a group could take another page, and a larger ρ never takes a page away.
+    Every page costs `Hp · P` entries, a short group's empty columns included. A chunk has `heads ·
+    C` entries, so ρ gives a fixed number of pages. Each group first gets `min_pages`. The rest go
+    one at a time to the group with the smallest (n − ½) / budget for its n-th page (Sainte-Laguë),
+    up to C / P. So counts follow budgets, and ties go to the earlier group. No page is left while a
+    group could take another one, and a larger ρ never takes a page away.
 
     Example: ρ 0.5, C 64, P 16, Hp 1, budgets 0.9 and 0.3: 4 pages; (0.9: 3, 0.3: 1).
 
-    Args:
-        budgets: [groups], each group's largest member budget; only their ratios matter.
-        group_sizes: [groups], heads in each group, 1..Hp.
-        retention: ρ in (0, 1).
-        min_pages: pages that the always-kept positions need.
+        Args:
+            budgets: [groups], each group's largest member budget; only their ratios matter.
+            group_sizes: [groups], heads in each group, 1..Hp.
+            retention: ρ in (0, 1).
+            min_pages: pages that the always-kept positions need.
 
-    Raises `ConfigError` for an option out of range, or naming the smallest ρ if `min_pages`
-    everywhere exceeds ρ.
+    Raises `ConfigError` for an option out of range. If `min_pages` everywhere exceeds ρ, the error
+    names the smallest possible ρ.
     """
     wanted = np.asarray(budgets, np.float64)
     chunk_pages = _check_shape(
@@ -116,33 +114,27 @@ def allot_pages(
     )
     spare = affordable - min_pages * wanted.size
     if spare < 0:
-        smallest = (
-            min_pages
-            * wanted.size
-            * heads_per_page
-            * page_tokens
-            / (sum(group_sizes) * chunk_tokens)
-        )
-        if smallest >= 1:
-            raise ConfigError(
-                f"heads_per_page is {heads_per_page} and page_tokens {page_tokens}: {min_pages} "
-                f"page(s) for each of {wanted.size} groups hold more entries than chunks of "
-                f"{chunk_tokens} tokens have, so nothing could be dropped; raise chunk_tokens, or "
-                "lower page_tokens or heads_per_page"
-            )
+        entries = min_pages * wanted.size * heads_per_page * page_tokens
+        smallest = entries / (sum(group_sizes) * chunk_tokens)
         raise ConfigError(
             f"kv_retention is {retention}, the smallest possible is "
             f"{math.ceil(smallest * 1e4) / 1e4}: each of {wanted.size} groups needs {min_pages} "
             f"page(s) of {heads_per_page} x {page_tokens} entries for the always-kept positions of "
             f"a {chunk_tokens}-token chunk; raise kv_retention or chunk_tokens, or lower "
             "page_tokens or heads_per_page"
+            if smallest < 1
+            else f"heads_per_page is {heads_per_page} and page_tokens {page_tokens}: {min_pages} "
+            f"page(s) for each of {wanted.size} groups hold more entries than chunks of "
+            f"{chunk_tokens} tokens have, so nothing could be dropped; raise chunk_tokens, or "
+            "lower page_tokens or heads_per_page"
         )
     return _next_pages(wanted, min_pages, chunk_pages, spare)
 
 
 def _next_pages(budgets: Float64, min_pages: int, chunk_pages: int, spare: int) -> list[int]:
-    """Give `spare` pages by ascending (n − ½) / budget; equal turns go to the larger budget, then
-    the earlier group.
+    """Give `spare` pages by ascending (n − ½) / budget.
+
+    Ties go to the larger budget, then to the earlier group.
     """
     numbers = np.arange(min_pages + 1, chunk_pages + 1)
     group = np.repeat(np.arange(budgets.size), numbers.size)
@@ -155,12 +147,11 @@ def _next_pages(budgets: Float64, min_pages: int, chunk_pages: int, spare: int) 
 def adjacent(
     groups: Sequence[Sequence[Head]], sealed_pages: Sequence[int], heads_per_page: int
 ) -> tuple[list[tuple[Head, ...]], list[int]]:
-    """The heads of `groups` in their natural order, cut into runs of `heads_per_page`, each as deep
-    as its deepest.
+    """The heads of `groups` in their natural order, cut into runs of `heads_per_page`.
 
-    Nobody keeps fewer pages than `sealed_pages` gave its old group; together they occupy what that
-    grouping costs. With H heads a page a run is a layer. Returns the groups and their pages, as
-    `cluster` and `allot_pages` do.
+    Each run is as deep as its deepest head: no head keeps fewer pages than `sealed_pages` gave its
+    old group. Together the runs occupy what that grouping costs. With H heads a page a run is a
+    layer. Returns the groups and their pages, as `cluster` and `allot_pages` do.
     """
     kept = {
         head: pages for group, pages in zip(groups, sealed_pages, strict=True) for head in group
@@ -177,8 +168,9 @@ def compute_realised_retention(
     page_tokens: int,
     heads_per_page: int,
 ) -> float:
-    """The share of a chunk's `heads · C` entries that its sealed pages occupy, empty columns
-    included.
+    """The share of a chunk's `heads · C` entries that its sealed pages occupy.
+
+    Empty columns are included.
     """
     return sum(sealed_pages) * heads_per_page * page_tokens / (heads * chunk_tokens)
 
@@ -191,7 +183,7 @@ def _affordable_pages(
             f"kv_retention is {retention}, a profile needs it in (0, 1): 1.0 keeps all and needs "
             "none"
         )
-    # Exact, so that 0.3 of 10 pages is 3 whichever way the binary fraction errs.
+    # Exact, so that 0.3 of 10 pages is 3 despite binary rounding.
     return int(
         Fraction(str(float(retention))) * heads * chunk_tokens // (page_tokens * heads_per_page)
     )

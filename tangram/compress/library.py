@@ -1,4 +1,4 @@
-"""Finding the profile that fits a model and its options among folders of profile files."""
+"""Find the profile that fits a model and its options in folders of profile files."""
 
 from __future__ import annotations
 
@@ -36,12 +36,11 @@ def find_profile(
     chunk_tokens: int,
     parameters: Mapping[str, Parameter] | None = None,
 ) -> Profile | None:
-    """The first `*.json` that fits, in the order of the directories and of the names in each; None
-    if none does.
+    """The first `*.json` that fits, or None. Directories are read in order, and files by name.
 
-    A profile of exactly these weights goes before one that names no weights. A file that is no
-    whole profile is passed over with a logged warning that says what is wrong with it; folders that
-    do not exist are empty. `parameters` are those of the scorer that will run; None leaves them
+    A profile of exactly these weights precedes one that names no weights. A file that is no valid
+    profile is skipped with a logged warning that says what is wrong with it. Folders that do not
+    exist count as empty. `parameters` are those of the scorer that will run; None leaves them
     unchecked.
     """
     options: _Options = {

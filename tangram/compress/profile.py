@@ -1,10 +1,9 @@
-"""HOW MANY entries each head keeps: one calibrated blueprint of one model, as one JSON file
-(Tangram, offline profile).
+"""HOW MANY entries each head keeps: a calibrated profile of one model, as one JSON file.
 
-A profile holds what calibration measured (the mean and the spread of each head's kept fraction) and
-what follows from it for one page shape: head groups and the pages each keeps of a sealed chunk.
-Which entries stay is decided on the device; how many, and so every length and every footprint, is
-fixed here, before any request is seen.
+Tangram, offline profile. A profile holds what calibration measured: the mean and the spread of each
+head's kept fraction. It also holds what follows for one page shape: head groups, and the pages that
+each keeps of a sealed chunk. The device decides which entries stay. How many stay is fixed here
+before any request is seen, and so is every length and every footprint.
 """
 
 from __future__ import annotations
@@ -53,11 +52,11 @@ __all__ = [
 
 FORMAT_VERSION = 1
 SINK_TOKENS = 4
-# At a fixed ρ, room for heads that vary is taken from others, which costs answers
-# (docs/accuracy.md)
+# At a fixed ρ, a reserve for heads that vary is taken from others, which costs answers
+# (docs/accuracy.md).
 ALPHA = 0.0
-PAPER_ALPHA = 2.0  # of Tangram's own budgets, published ones among them
-_DIGITS = 5  # of the statistics: finer than any two calibrations agree, and it keeps files small
+PAPER_ALPHA = 2.0  # of Tangram's own budgets and of published ones
+_DIGITS = 5  # of the statistics: finer than calibrations agree, and files stay small
 _OPTIONS = (
     "model",
     "layers",
@@ -75,14 +74,14 @@ _OPTIONS = (
 )
 
 Scope = Literal["layer", "model"]
-# They rank the tokens of a layer once for all of its heads: scores of different layers say nothing
-# about each other.
+# These rank the tokens of a layer once for all its heads: scores of different layers are not
+# comparable.
 _WITHIN_LAYERS = frozenset({"tova"})
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 def default_scope(scorer: str) -> Scope:
-    """Which heads compete by the scores of `scorer` where nobody says it."""
+    """Which heads compete by the scores of `scorer` by default."""
     return "layer" if scorer in _WITHIN_LAYERS else "model"
 
 
@@ -90,10 +89,11 @@ class Profile(BaseModel):
     """One calibrated profile; immutable. Build it with `from_statistics` or `load`.
 
     `mean` (μ) and `std` (σ) are [L][H] over the compressed `layers`, fractions of a chunk's
-    entries. `groups[g]` lists (layer, head) by column, layers by the model's own index;
+    entries. `groups[g]` lists (layer, head) by column, layers by the model's own index.
     `sealed_pages[g]` is what each member keeps of a sealed chunk of `chunk_tokens`, in pages of
-    `page_tokens`. `realised_retention` is what those pages occupy, at most `kv_retention`. The
-    first `sink_tokens` of a sequence and the last `window_tokens` of each chunk are always kept.
+    `page_tokens`. `realised_retention` is the share that those pages occupy, at most
+    `kv_retention`. The first `sink_tokens` of a sequence and the last `window_tokens` of each chunk
+    are always kept.
     """
 
     model_config = STRICT
@@ -138,36 +138,23 @@ class Profile(BaseModel):
         sink_tokens: int = SINK_TOKENS,
         window_tokens: int | None = None,
     ) -> Profile:
-        """The profile of measured kept fractions μ = `mean` and σ = `std`, float [L, H] (Tangram: B
-        = min(1, μ + α·σ)).
+        """The profile of measured kept fractions μ = `mean` and σ = `std`, float [L, H].
 
-        `window_tokens` None means C / 64. Statistics are rounded to 5 digits first, so that a saved
-        profile derives the same counts. Raises `ConfigError` if ρ cannot be met or an option is out
-        of range.
+        Budgets are B = min(1, μ + α·σ) (Tangram). `window_tokens` None means C / 64. Statistics are
+        first rounded to 5 digits, so that a saved profile derives the same counts. Raises
+        `ConfigError` if ρ cannot be met or an option is out of range.
         """
-        mu, sigma = _round(mean), _round(std)
+        mu, sigma = _round_statistics(mean, std)
         window = chunk_tokens // 64 if window_tokens is None else window_tokens
-        if mu.shape != sigma.shape:
-            raise ConfigError(
-                f"mean has shape {mu.shape} and std {sigma.shape}, both must be [L, H]"
-            )
-        budgets = _budgets(mu, sigma, alpha)
-        groups = cluster(budgets, layers, heads_per_page, grouping)
-        pages = allot_pages(
-            group_budgets(budgets, layers, groups),
-            [len(group) for group in groups],
+        groups, pages, realised = _share_pages(
+            _budgets(mu, sigma, alpha),
+            layers,
+            grouping,
             chunk_tokens=chunk_tokens,
             page_tokens=page_tokens,
             heads_per_page=heads_per_page,
             retention=kv_retention,
             min_pages=fewest_pages(sink_tokens, window, page_tokens),
-        )
-        realised = compute_realised_retention(
-            pages,
-            mu.size,
-            chunk_tokens=chunk_tokens,
-            page_tokens=page_tokens,
-            heads_per_page=heads_per_page,
         )
         try:
             return cls(
@@ -194,27 +181,26 @@ class Profile(BaseModel):
             raise ConfigError(_explain(error)) from error
 
     def with_pages(self, page_tokens: int, heads_per_page: int) -> Profile:
-        """The same statistics, grouped for another page shape. Raises `ConfigError` if ρ cannot be
-        met.
+        """The same statistics, grouped for another page shape.
+
+        Raises `ConfigError` if ρ cannot be met.
         """
         return self._derive(
             self.mean, self.std, page_tokens=page_tokens, heads_per_page=heads_per_page
         )
 
     def with_statistics(self, mean: npt.ArrayLike, std: npt.ArrayLike, *, alpha: float) -> Profile:
-        """The same options over other statistics, float [L, H]; `calibration` stays that of this
-        profile.
-        """
+        """The same options and `calibration` with other statistics, float [L, H]."""
         return self._derive(mean, std, alpha=alpha)
 
     def _derive(self, mean: npt.ArrayLike, std: npt.ArrayLike, **changes: float) -> Profile:
-        """Groups and counts anew from the options of this profile, but for `changes`."""
+        """Groups and counts from the options of this profile, with `changes`."""
         options: dict[str, Any] = {name: getattr(self, name) for name in _OPTIONS}
         return Profile.from_statistics(mean, std, **(options | changes))
 
     @property
     def budgets(self) -> Float64:
-        """[L, H] float64: B = min(1, μ + α·σ), the wish that `sealed_pages` answers."""
+        """[L, H] float64: B = min(1, μ + α·σ), from which `sealed_pages` follow."""
         return _budgets(
             np.asarray(self.mean, np.float64), np.asarray(self.std, np.float64), self.alpha
         )
@@ -228,8 +214,9 @@ class Profile(BaseModel):
         )
 
     def fingerprint(self) -> str:
-        """SHA-256 (hex) over exactly the fields that determine a sequence's KV state, for
-        prefix-cache keys.
+        """SHA-256 (hex) over exactly the fields that determine a sequence's KV state.
+
+        Prefix-cache keys begin with it.
         """
         state = self.model_dump(
             mode="json",
@@ -280,7 +267,7 @@ class Profile(BaseModel):
         }
         _refuse(
             [
-                f"{name} is {mine!r} in the profile, {asked!r} was asked"
+                f"{name} is {mine!r} in the profile, {asked!r} was requested"
                 for name, (mine, asked) in pairs.items()
                 if mine != asked
             ],
@@ -299,9 +286,7 @@ class Profile(BaseModel):
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        """Read a profile. Raises `ProfileError` naming the file, the field and what is wrong with
-        it.
-        """
+        """Read a profile. Raises `ProfileError` naming the file, the field and the fault."""
         content = read_object(path, FORMAT_VERSION)
         checksum = content.pop("checksum", None)
         try:
@@ -372,8 +357,46 @@ class Profile(BaseModel):
             )
 
 
-def _round(values: npt.ArrayLike) -> Float64:
-    return np.asarray(np.round(np.asarray(values, np.float64), _DIGITS), np.float64)
+def _round_statistics(mean: npt.ArrayLike, std: npt.ArrayLike) -> tuple[Float64, Float64]:
+    mu, sigma = (np.round(np.asarray(values, np.float64), _DIGITS) for values in (mean, std))
+    if mu.shape != sigma.shape:
+        raise ConfigError(f"mean has shape {mu.shape} and std {sigma.shape}, both must be [L, H]")
+    return np.asarray(mu, np.float64), np.asarray(sigma, np.float64)
+
+
+def _share_pages(
+    budgets: Float64,
+    layers: Sequence[int],
+    grouping: Grouping,
+    *,
+    chunk_tokens: int,
+    page_tokens: int,
+    heads_per_page: int,
+    retention: float,
+    min_pages: int,
+) -> tuple[list[tuple[Head, ...]], list[int], float]:
+    """Group the heads of `budgets` [L, H] and allot pages: groups, their pages, realised retention.
+
+    See `cluster`, `allot_pages` and `compute_realised_retention`.
+    """
+    groups = cluster(budgets, layers, heads_per_page, grouping)
+    pages = allot_pages(
+        group_budgets(budgets, layers, groups),
+        [len(group) for group in groups],
+        chunk_tokens=chunk_tokens,
+        page_tokens=page_tokens,
+        heads_per_page=heads_per_page,
+        retention=retention,
+        min_pages=min_pages,
+    )
+    realised = compute_realised_retention(
+        pages,
+        budgets.size,
+        chunk_tokens=chunk_tokens,
+        page_tokens=page_tokens,
+        heads_per_page=heads_per_page,
+    )
+    return groups, pages, realised
 
 
 def _budgets(mean: Float64, std: Float64, alpha: float) -> Float64:
@@ -390,7 +413,7 @@ def _rows(table: Float64) -> tuple[tuple[float, ...], ...]:
 
 
 def _explain(error: ValidationError) -> str:
-    """The first thing pydantic found, as `field: what is wrong`."""
+    """The first error that pydantic found, as `field: what is wrong`."""
     first = error.errors(include_url=False, include_context=False)[0]
     place = ".".join(str(part) for part in first["loc"])
     return f"{place}: {first['msg']}" if place else first["msg"].removeprefix("Value error, ")
@@ -399,5 +422,5 @@ def _explain(error: ValidationError) -> str:
 def _refuse(mismatches: Sequence[str], remedy: str) -> None:
     if mismatches:
         raise ProfileError(
-            f"the profile does not fit: {'; '.join(mismatches)}. To mend it, {remedy}"
+            f"the profile does not fit: {'; '.join(mismatches)}. To fix it, {remedy}"
         )

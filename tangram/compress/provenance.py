@@ -1,4 +1,4 @@
-"""Of which model, by which method and from which samples a profile or a gate was made."""
+"""How a profile or a gate was made: its model, its method and its samples."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Parameter = bool | int | float | str | None
 
 @dataclass(frozen=True)
 class ModelFingerprint:
-    """Which model a profile was made for. `architecture` is the Transformers `model_type`, such as
-    "llama".
+    """Which model a profile was made for.
 
-    `weights_sha256` and `vocab_size` are None where unknown (published profiles); None matches any
-    value. `name` is for people: the same weights may lie under many names, so it is never compared.
+    `architecture` is the Transformers `model_type`, such as "llama". `weights_sha256` and
+    `vocab_size` are None where unknown (published profiles); None matches any value. `name` is for
+    people: the same weights may have many names, so it is never compared.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -38,8 +38,9 @@ class ModelFingerprint:
     weights_sha256: str | None = None
 
     def mismatches(self, other: ModelFingerprint, holder: str = "the profile") -> list[str]:
-        """One phrase for each field that differs, with this fingerprint's value, in `holder`, and
-        the other's.
+        """One phrase for each field that differs, with this fingerprint's value and the other's.
+
+        `holder` names what holds this fingerprint.
         """
         pairs = {
             entry.name: (getattr(self, entry.name), getattr(other, entry.name))
@@ -55,8 +56,9 @@ class ModelFingerprint:
 
 @dataclass(frozen=True)
 class ScorerSpec:
-    """A scoring method by name, with every parameter that changes its scores
-    (`Scorer.parameters()`).
+    """A scoring method by name, with every parameter that changes its scores.
+
+    See `Scorer.parameters()`.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -77,8 +79,9 @@ class RankStability:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Where the statistics come from. `tokens` (all samples together) and `rank_stability` are None
-    if unknown.
+    """Where the statistics come from.
+
+    `tokens` (all samples together) and `rank_stability` are None if unknown.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -91,11 +94,10 @@ class Calibration:
 
 @dataclass(frozen=True)
 class GateTraining:
-    """What a gate was trained from: the scores of `teacher` over `tokens` tokens of `samples` texts
-    of `source`.
+    """How a gate was trained: on the scores of `teacher` over `tokens` tokens of `samples` texts.
 
-    The texts went through `model` in chunks of `chunk_tokens`. `seed` drew texts, tokens and the
-    first weights.
+    The texts come from `source` and went through `model` in chunks of `chunk_tokens`. `seed` drew
+    texts, tokens and the first weights.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT

@@ -1,9 +1,8 @@
-"""WHICH tokens stay: scores and counts in, kept positions out. Runs on the scores' device without
-waiting for it.
+"""WHICH tokens stay: scores and counts in, kept positions out.
 
-The order is the same everywhere: higher scores first, equal scores by lower index, NaN last. So the
-same scores give the same positions on any machine. Shape letters: `L` layers · `H` KV heads · `C`
-tokens of the chunk.
+Runs on the scores' device without waiting for it. The order is the same everywhere: higher scores
+first, equal scores by lower index, NaN last. So the same scores give the same positions on any
+machine. Shape letters: `L` layers · `H` KV heads · `C` tokens of the chunk.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from tangram.types import Int32
 def protect(scores: Tensor, start: int, sinks: int, window: int) -> Tensor:
     """A copy of `scores` [..., C] with +inf where a token is always kept.
 
-    That is the first `sinks` tokens of the sequence (so only where `start` is 0) and the last
-    `window` of the chunk.
+    These are the first `sinks` tokens of the sequence, so only where `start` is 0, and the last
+    `window` tokens of the chunk.
     """
     forced = scores.clone()
     forced[..., : sinks if start == 0 else 0] = math.inf
@@ -34,8 +33,8 @@ def protect(scores: Tensor, start: int, sinks: int, window: int) -> Tensor:
 def keep(scores: Tensor, counts: Sequence[int] | Int32) -> list[Tensor]:
     """The `counts[h]` best positions of each head: int64 [counts[h]], ascending.
 
-    `scores` is [H, C], already protected. Selection is one batch over the heads; the result is
-    views of one tensor. `IntegrityError` unless there is one count of 0 to C for each head.
+    `scores` is [H, C], already protected. Selection is one batch over the heads; the results are
+    views of one tensor. Raises `IntegrityError` unless there is one count of 0 to C for each head.
     """
     heads, tokens = scores.shape
     limits = [int(count) for count in counts]
@@ -58,7 +57,7 @@ def choose_entries(scores: Tensor, counts: Tensor) -> Tensor:
 def dynamic_fractions(
     scores: Tensor, retention: float, scope: Scope, sinks: int, window: int, start: int
 ) -> Tensor:
-    """[L, H] float64: the fraction of its tokens each head gets by `dynamic_choice`."""
+    """[L, H] float64: the fraction of its tokens that each head gets by `dynamic_choice`."""
     return (
         dynamic_choice(scores, retention, scope, sinks, window, start)
         .to(torch.float64)
@@ -69,13 +68,13 @@ def dynamic_fractions(
 def dynamic_choice(
     scores: Tensor, retention: float, scope: Scope, sinks: int, window: int, start: int
 ) -> Tensor:
-    """[L, H, C] bool: what stays when the best `retention` of all entries are kept together.
+    """[L, H, C] bool: the entries that stay when the best `retention` of all entries are kept.
 
     `scores` is [L, H, C] float32. In scope "layer" the heads of a layer compete (Ada-KV, arXiv
-    2407.11550, without its floor), in scope "model" those of all layers, by their raw scores
+    2407.11550, without its floor). In scope "model" those of all layers compete by their raw scores
     (KVzip). Protected tokens are kept first and count towards the total; if they alone exceed it,
     they alone are kept. Equal scores go to the lower position, then to the lower head, so that no
-    head wins by its number.
+    head is preferred by its number.
     """
     tokens = scores.shape[-1]
     forced = protect(scores, start, sinks, window)
@@ -83,15 +82,14 @@ def dynamic_choice(
     heads = pools.shape[1]
     protected_tokens = min(tokens, (sinks if start == 0 else 0) + window)
     total = max(round(retention * (heads * tokens)), heads * protected_tokens)
-    # Position before head: ties are then shared out among the heads.
+    # Position before head, so that ties are shared out among the heads.
     kept = _ranks(pools.transpose(1, 2).flatten(1)) < total
     return kept.reshape(-1, tokens, heads).transpose(1, 2).reshape(scores.shape)
 
 
 def _ranks(scores: Tensor) -> Tensor:
     """The place of each entry along the last dimension, int64, 0 = best."""
-    # Ascending order of the negated scores: torch sorts NaN above everything, so here it comes
-    # last.
+    # Ascending order of the negated scores: torch sorts NaN last.
     order = torch.argsort(scores.neg(), dim=-1, stable=True)
     places = torch.arange(scores.shape[-1], device=scores.device).expand_as(order)
     return torch.empty_like(order).scatter_(-1, order, places)

@@ -1,6 +1,4 @@
-"""What the pool can take: the checks a request must pass before it is queued, and the accounts in
-bytes.
-"""
+"""Check requests before they are queued, and report the KV cache's use in bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from reprlib import repr as shortened
 
-from tangram.cache.books import PageStates
+from tangram.cache.accounting import PageStates
 from tangram.cache.layout import Layout
 from tangram.cache.retention import Retention
 from tangram.engine.meters import Meters
@@ -21,11 +19,10 @@ from tangram.types import Request, Usage
 
 @dataclass(frozen=True)
 class Admission:
-    """The ways to keep KV entries that are served (the first is the default) over a pool of
-    `total_pages` pages.
+    """The served ways to keep KV entries, and the pool of `total_pages` pages.
 
-    `cache_dtype` is the name of the KV cache's dtype, `element_bytes` the size of one of its
-    elements.
+    The first of `retentions` is the default. `cache_dtype` is the name of the KV cache's dtype,
+    `element_bytes` the size of one of its elements.
     """
 
     retentions: Sequence[Retention]
@@ -35,7 +32,10 @@ class Admission:
     max_model_len: int
 
     def retention_for(self, request: Request) -> Retention:
-        """What serves `request`. Raises `RequestError` if its ρ has no profile here."""
+        """The retention that serves `request`.
+
+        Raises `RequestError` if its ρ has no profile here.
+        """
         if request.kv_retention is None:
             return self.retentions[0]
         for retention in self.retentions:
@@ -44,55 +44,64 @@ class Admission:
         served = sorted({retention.kv_retention for retention in self.retentions})
         raise RequestError(
             f"kv_retention is {request.kv_retention}, this server has profiles for "
-            f"{', '.join(map(str, served))}: choose one, or have it started with another",
+            f"{', '.join(map(str, served))}: choose one, or start the server with another",
             "kv_retention",
         )
 
     def max_tokens_for(self, request: Request, retention: Retention) -> int:
-        """How many tokens `request` may generate. Raises `RequestError` if it is malformed or can
-        never fit.
+        """How many tokens `request` may generate.
+
+        Raises `RequestError` if it is malformed or can never fit.
         """
         prompt = request.prompt_token_ids
         if not prompt:
-            raise RequestError("prompt is empty, it must have at least one token", "prompt")
+            raise RequestError(
+                lambda field: f"{field} is empty, it must have at least one token", "prompt"
+            )
         geometry = self.retentions[0].layout.geometry
-        for token in (min(prompt), max(prompt)):
-            if not 0 <= token < geometry.vocab_size:
-                message = (
-                    f"prompt has token {shortened(token)}, it must lie in [0, "
-                    f"{geometry.vocab_size - 1}]"
-                )
-                raise RequestError(message, "prompt")
+        highest, lowest = max(prompt), min(prompt)
+        if lowest < 0 or highest >= geometry.vocab_size:
+            wrong = shortened(lowest if lowest < 0 else highest)
+            raise RequestError(
+                lambda field: (
+                    f"{field} has token {wrong}, it must lie in [0, {geometry.vocab_size - 1}]"
+                ),
+                "prompt",
+            )
         room = self.max_model_len - len(prompt)
         if room < 1:
             raise RequestError(
-                f"prompt has {len(prompt)} tokens, at most {self.max_model_len - 1} and one "
-                f"generated fit here (max_model_len {self.max_model_len}): shorten the prompt",
+                lambda field: (
+                    f"{field} has {len(prompt)} tokens, at most {self.max_model_len - 1} and one "
+                    f"generated fit here (max_model_len {self.max_model_len}): shorten it"
+                ),
                 "prompt",
             )
         wanted = request.sampling.max_tokens
         if wanted is not None and wanted > room:
             raise RequestError(
-                f"max_tokens is {wanted}, but after {len(prompt)} prompt tokens {room} of "
-                f"max_model_len {self.max_model_len} are left: lower max_tokens or shorten the "
-                "prompt",
+                lambda field: (
+                    f"{field} is {wanted}, but after {len(prompt)} prompt tokens {room} of "
+                    f"max_model_len {self.max_model_len} are left: lower {field} or shorten the "
+                    "prompt"
+                ),
                 "max_tokens",
             )
         granted = room if wanted is None else wanted
         needed = retention.layout.most_pages(len(prompt) + granted - 1)
         if needed > self.total_pages:
             raise RequestError(
-                f"the request needs up to {needed} KV pages at kv_retention "
-                f"{retention.kv_retention}, the pool has {self.total_pages}: shorten the prompt, "
-                "lower max_tokens, or raise kv_cache_gib",
+                lambda field: (
+                    f"the request needs up to {needed} KV pages at kv_retention "
+                    f"{retention.kv_retention}, the pool has {self.total_pages}: shorten the "
+                    f"prompt, lower {field}, or raise kv_cache_gib"
+                ),
                 "max_tokens",
             )
         return granted
 
     def usage(self, sequence: TokenSequence, completion_tokens: int) -> Usage:
-        """The accounts of one sequence now; of one that was preempted, what it held when it was
-        last computed.
-        """
+        """The KV use of one sequence now. For a preempted one, as it was when last computed."""
         cache, layout = sequence.cache, sequence.retention.layout
         if cache is not None:
             held, computed = cache.held_pages, cache.computed_tokens
@@ -116,7 +125,7 @@ class Admission:
         return next(entry.layout for entry in self.retentions if entry.layout.keeps_everything)
 
     def stats(self, scheduler: Scheduler, meters: Meters) -> EngineStats:
-        """One reading of the scheduler's books, and of what was measured."""
+        """One reading of the scheduler's state and of the meters."""
         cache, counters = scheduler.cache, scheduler.counters
         usages = [self.usage(sequence, 0) for sequence in scheduler.running]
         layout, pages = self.retentions[0].layout, PageStates.of(cache)

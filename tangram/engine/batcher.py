@@ -1,6 +1,4 @@
-"""From a step's rows to what the attention of its forward pass needs: addresses, lengths and the
-decode plan.
-"""
+"""Build the attention of a forward pass from a step's rows: addresses, lengths, decode plan."""
 
 from __future__ import annotations
 
@@ -20,30 +18,29 @@ from tangram.cache.step import Row, RowKind, Step
 from tangram.compress.scorers import Scorer
 from tangram.engine.meters import Meters
 from tangram.errors import IntegrityError
-from tangram.kernels.interface import PoolKernels, PrefillRows, Room
+from tangram.kernels.interface import PaddedShape, PoolKernels, PrefillRows
 from tangram.kernels.transfer import place
 from tangram.model.attention import RepeatAttention, StepAttention
 from tangram.model.rotary import Rotary
-from tangram.model.sealing import ChunkSealer, FusedSealer, ScoreObserver, Wishes
+from tangram.model.sealing import ChunkSealer, FusedSealer, ScoreObserver, ScoreReceiver
 from tangram.plan.forest import Forest, build_forest, units_of
 from tangram.plan.form import DecodeRows
 from tangram.plan.schedule import Decoding
 from tangram.types import Int32, Int64
 
-WHOLE_ROW = 16  # a block table of which this part was written is copied as a whole
-GROWTH_TOKENS = (
-    128  # what a row grows by in the first half of a plan's life, as far as planning knows
-)
-# Prefill rows that are passes of their own, and their tokens. Graphs launch those faster than a
-# host launches all in one pass; more rows keep the device busy for so long that it does not matter
+WHOLE_ROW = 16  # a block table with at least this part written is copied as a whole
+GROWTH_TOKENS = 128  # assumed growth of a row in the first half of a plan's life
+# Prefill rows that get a pass of their own, and their tokens. Graphs launch such passes faster than
+# the host launches one for all. With more rows the device is busy so long that it does not matter
 # (H200).
 MOST_APART, MOST_TOKENS_APART = 4, 2048
 LEAST_ROOM = 64
 
 
 class DeviceTables:
-    """Block tables where the pool is: a copy of those of `cache` that follows every write; in host
-    memory, those.
+    """Block tables on the pool's device: a copy of those of `cache` that follows every write.
+
+    In host memory they are the same tables.
     """
 
     def __init__(self, cache: CacheManager, device: torch.device) -> None:
@@ -55,7 +52,7 @@ class DeviceTables:
             )
 
     def flat(self) -> Tensor:
-        """int32: the block tables of all sequences, end to end, as they are now."""
+        """int32: the current block tables of all sequences, end to end."""
         if self._written:
             width, places, rows = self._host.shape[1], [], []
             for slot, parts in self._written.items():
@@ -69,13 +66,13 @@ class DeviceTables:
         return self._device.view(-1)
 
     def _copy_places(self, places: list[Int64]) -> None:
-        """A place that was written twice is copied twice, as it is now."""
+        """A place that was written twice is copied twice, with its current value."""
         if places:
             where = np.concatenate(places)
             target, pages = place(
                 np.stack([where, self._host.ravel().take(where)]), self._device.device
             )
-            # Their low halves: without a conversion, which is a launch at every step.
+            # Their low halves: a conversion would be a launch at every step.
             self._device.view(-1).index_copy_(0, target, pages.view(torch.int32)[::2])
 
     def _copy_rows(self, slots: list[int]) -> None:
@@ -89,7 +86,7 @@ class Batcher:
     """Builds the attention of each step for the kernels of one pool.
 
     `scorer` scores the chunks of the retentions that are `scored`. The decode plan is made when the
-    decode membership changes (`Step.epoch`) and survives growing lengths.
+    decode membership changes (`Step.epoch`), and stays valid while lengths grow.
     """
 
     retentions: Sequence[Retention]
@@ -111,8 +108,8 @@ class Batcher:
     def passes(self, step: Step, graphs: bool) -> list[tuple[tuple[Row, ...], bool]]:
         """The rows of each forward pass of `step`, and whether a graph may replay it.
 
-        All go in one pass, unless there are `graphs` and few prefill rows: then the decode rows go
-        in one, and each prefill row in a pass of its own.
+        All rows go in one pass, unless there are `graphs` and few prefill rows. Then the decode
+        rows go in one, and each prefill row in a pass of its own.
         """
         decode, rest = step.rows[: step.decode_rows], step.rows[step.decode_rows :]
         if not graphs or not self.apart(rest):
@@ -120,11 +117,10 @@ class Batcher:
         return [(rows, True) for rows in (decode, *((row,) for row in rest)) if rows]
 
     def attention(self, rows: Sequence[Row], epoch: int, *, padded: bool = False) -> StepAttention:
-        """The attention of a pass of `rows`, whose pages the scheduler has taken; DECODE rows come
-        first.
+        """The attention of a pass of `rows`, whose pages the scheduler has taken.
 
-        `epoch` names those of them that decode. A `padded` pass of one prefill row has room, if the
-        kernels can.
+        DECODE rows come first; `epoch` identifies the set of them. A `padded` pass of one prefill
+        row has a `PaddedShape`, if the kernels can.
         """
         decode = [row for row in rows if row.kind is RowKind.DECODE]
         rest = rows[len(decode) :]
@@ -133,8 +129,8 @@ class Batcher:
             self._epoch = epoch
         width = self._width if decode else 0
         prefill = self._prefill_rows(rest, width)
-        room = self._room(rest[0]) if padded and not decode else None
-        has_room = self._begin(width, prefill, room)
+        shape = self._padded_shape(rest[0]) if padded and not decode else None
+        is_padded = self._begin(width, prefill, shape)
         sealers = list(self._sealers(rest))
         return StepAttention(
             self.kernels,
@@ -143,7 +139,7 @@ class Batcher:
             prefill,
             sealers,
             self.meters.sealing,
-            room.tokens if room is not None and has_room else None,
+            shape.tokens if shape is not None and is_padded else None,
         )
 
     def _plan(self, decode: Sequence[Row]) -> None:
@@ -151,21 +147,17 @@ class Batcher:
         batch = self._decoding(decode, self.cache.tables, self.cache.lengths)
         self.meters.plans[self.kernels.load(batch, self._width)] += 1
 
-    def _room(self, row: Row) -> Room:
-        """What passes of one prefill row like this share: tokens, in powers of two, and the longest
-        past.
-        """
+    def _padded_shape(self, row: Row) -> PaddedShape:
+        """The shape of a padded prefill row: tokens rounded to a power of two, the longest past."""
         layout = row.retention.layout
         tokens = len(row.tokens)
         if row.kind is RowKind.TAIL:
             tokens = max(LEAST_ROOM, 1 << (tokens - 1).bit_length())
         past = int(layout.lengths(*divmod(layout.max_tokens - 1, layout.chunk_tokens)).max())
-        return Room(tokens, past, (row.retention, row.kind))
+        return PaddedShape(tokens, past, (row.retention, row.kind))
 
     def apart(self, rows: Sequence[Row]) -> bool:
-        """Whether each of the prefill `rows` of a step is a pass of its own, as a graph can replay
-        it.
-        """
+        """Whether each prefill row of `rows` is a pass of its own, which a graph can replay."""
         if not rows:
             return True
         few = len(rows) <= MOST_APART and sum(len(row.tokens) for row in rows) <= MOST_TOKENS_APART
@@ -174,8 +166,9 @@ class Batcher:
         return all(isinstance(sealer, FusedSealer) for sealer in self._sealers(rows))
 
     def typical(self) -> Iterator[Row]:
-        """Prefill rows, made up, of the default ρ and of every size of room, if they are `apart`: a
-        chunk, tails.
+        """Artificial prefill rows of the default ρ for every `PaddedShape`: a chunk and tails.
+
+        Empty if these are not `apart`.
         """
         chunk, nothing = self.retentions[0].layout.chunk_tokens, np.zeros(0, np.int64)
         sizes = [
@@ -189,9 +182,7 @@ class Batcher:
                 yield row
 
     def rehearse(self, rows: int) -> StepAttention:
-        """The attention of `rows` decoding rows that hold nothing, planned as if they were long and
-        shared nothing.
-        """
+        """The attention of `rows` empty decoding rows, planned as long rows that share nothing."""
         most = self.retentions[0].layout.max_tokens
         self.kernels.load(
             self._make_rows(np.linspace(most - 1, most // 8, rows, dtype=np.int64)), self._width
@@ -199,19 +190,17 @@ class Batcher:
         return self._rehearse()
 
     def rehearsals(self, rows: int) -> Iterator[StepAttention]:
-        """The attention of `rows` decoding rows that hold nothing, under plans that launch every
-        kernel there is.
-        """
+        """The attention of `rows` empty decoding rows, under plans that launch every kernel."""
         for _ in self.kernels.rehearsals(
             self._make_rows(np.zeros(rows, np.int64)), self.kernels.width(rows)
         ):
             yield self._rehearse()
 
     def _make_rows(self, positions: Int64) -> Decoding:
-        """Rows at `positions` that share nothing; sets the width of the passes that decode them."""
+        """Rows at `positions` that share nothing; sets the width of their decode passes."""
         default, nothing, rows = self.retentions[0], np.zeros(0, np.int64), len(positions)
         layout = default.layout
-        made_up = [
+        rehearsed = [
             Row("", slot, default, RowKind.DECODE, int(position), nothing, nothing, sample=True)
             for slot, position in enumerate(positions)
         ]
@@ -221,7 +210,7 @@ class Batcher:
         )
         apart = np.arange(self.cache.tables.size, dtype=np.int32).reshape(self.cache.tables.shape)
         self._width, self._epoch = self.kernels.width(rows), None
-        return self._decoding(made_up, apart, lengths)
+        return self._decoding(rehearsed, apart, lengths)
 
     def _rehearse(self) -> StepAttention:
         prefill = self._prefill_rows((), self._width)
@@ -233,16 +222,19 @@ class Batcher:
     def repetition(
         self, attention: StepAttention, sealer: ChunkSealer, tokens: int
     ) -> RepeatAttention:
-        """The attention of a second pass of `tokens` tokens for a chunk that waits since the step
-        of `attention`.
+        """The attention of a second pass of `tokens` tokens for a chunk that waits.
+
+        The chunk belongs to the step of `attention`.
         """
         self._begin(0, attention.prefill.repeat_row(sealer.number, tokens))
         return RepeatAttention(self.kernels, self.windows, sealer, self.meters.sealing)
 
-    def _begin(self, decode_rows: int, prefill: PrefillRows, room: Room | None = None) -> bool:
-        """Whether the pass has such room."""
+    def _begin(
+        self, decode_rows: int, prefill: PrefillRows, shape: PaddedShape | None = None
+    ) -> bool:
+        """Begin a pass; returns whether it is padded to `shape`."""
         tables = self.tables.flat()
-        if room is not None and self.kernels.begin_row(tables, prefill, room):
+        if shape is not None and self.kernels.begin_row(tables, prefill, shape):
             return True
         self.kernels.begin(tables, self.cache.lengths, decode_rows, prefill)
         return False
@@ -254,7 +246,7 @@ class Batcher:
         return np.stack([table, layout.head_column], axis=-1)
 
     def _decoding(self, rows: Sequence[Row], tables: Int32, lengths: Int32) -> Decoding:
-        """`rows` over block `tables` and `lengths`, one line of each a slot."""
+        """`rows` over block `tables` and `lengths`, which have one line for each slot."""
         layouts = [row.retention.layout for row in rows]
         kept = np.stack([layout.head_kept_tokens for layout in layouts]).astype(np.int64)
         group = layouts[0].geometry.group_size
@@ -281,7 +273,7 @@ class Batcher:
         return DecodeRows(table, column, index, budget, self.windows, first.page_tokens)
 
     def _prefill_rows(self, rows: Sequence[Row], first: int) -> PrefillRows:
-        """`rows` lie end to end in the flattened batch, from token `first` on."""
+        """The prefill rows `rows`, end to end in the flattened batch from token `first` on."""
         geometry = self.retentions[0].layout.geometry
         address = np.empty((geometry.layers, len(rows), geometry.kv_heads, 3), np.int32)
         spans, kept = np.empty((len(rows), 5), np.int32), np.empty(address.shape[:3], np.int32)
@@ -302,13 +294,13 @@ class Batcher:
         return PrefillRows(address, spans, kept, slice(0, len(rows)))
 
     def _count_stored_tokens(self, row: Row) -> Int32 | int:
-        """How many entries of a prefill row the pass stores: [L, H], or the same of every head."""
+        """Entries that the pass stores of a prefill row: [L, H], or one number for every head."""
         return (
             row.retention.layout.head_kept_tokens if row.kind is RowKind.SEAL else len(row.tokens)
         )
 
     def _sealers(self, rows: Sequence[Row]) -> Iterator[ChunkSealer | FusedSealer]:
-        """Who seals `rows`; those that follow on each other together, where the kernels can."""
+        """The sealers of `rows`; consecutive ones share a sealer where the kernels can."""
         for (retention, kind), group in groupby(
             range(len(rows)), lambda at: (rows[at].retention, rows[at].kind)
         ):
@@ -318,31 +310,31 @@ class Batcher:
     def _sealers_of(
         self, retention: Retention, rows: Sequence[Row], numbers: Sequence[int]
     ) -> Iterator[ChunkSealer | FusedSealer]:
-        """Who seals the chunks `numbers` of `rows`, which lie end to end and keep entries alike."""
+        """The sealers of the chunks `numbers` of `rows`, consecutive and of one retention."""
         scorer = self._scorer
         fused = self.kernels.fused_scores.get(scorer.name)
         apart = self.observer is not None or retention.layout.keeps_everything
-        wishes = {at: self._wishes(rows[at]) for at in numbers}
+        receivers = {at: self._receiver(rows[at]) for at in numbers}
         if fused is None or apart:
             for at in numbers:
-                yield self._chunk_sealer(scorer, rows[at], at, wishes[at])
+                yield self._chunk_sealer(scorer, rows[at], at, receivers[at])
             return
-        asked = {at - numbers[0]: wish for at, wish in wishes.items() if wish is not None}
+        asked = {at - numbers[0]: one for at, one in receivers.items() if one is not None}
         span = slice(numbers[0], numbers[-1] + 1)
         yield FusedSealer(retention, self.kernels, fused, span, asked)
 
     @property
     def _scorer(self) -> Scorer:
         if self.scorer is None:
-            raise IntegrityError("a chunk is to be scored, and there is no scorer")
+            raise IntegrityError("a chunk must be scored, but there is no scorer")
         return self.scorer
 
     def _chunk_sealer(
-        self, scorer: Scorer, row: Row, number: int, wishes: Wishes | None
+        self, scorer: Scorer, row: Row, number: int, receiver: ScoreReceiver | None
     ) -> ChunkSealer:
-        return ChunkSealer(scorer, self.kernels, row, number, self.rotary, self.observer, wishes)
+        return ChunkSealer(scorer, self.kernels, row, number, self.rotary, self.observer, receiver)
 
-    def _wishes(self, row: Row) -> Wishes | None:
+    def _receiver(self, row: Row) -> ScoreReceiver | None:
         overflow = self.meters.overflow
         return None if overflow is None else overflow.sample(row.retention, row.start)
 
@@ -350,8 +342,9 @@ class Batcher:
 def _prefixes(
     rows: Sequence[Row], layouts: Sequence[Layout], table: Int64, tables: Int32
 ) -> Forest:
-    """Who shares what, as one head of `table` [R, L, H] shows: sealed chunks, and the full pages of
-    raw tails.
+    """The prefix forest as one head of `table` [R, L, H] shows it.
+
+    It consists of sealed chunks and the full pages of raw tails.
     """
     full = layouts[0].geometry.full_layers
     starts = [
@@ -368,8 +361,9 @@ def _prefixes(
 
 
 def _estimate_entries(layout: Layout, positions: Int64) -> Int32:
-    """[R, groups]: entries of rows at `positions` [R] in mid-life of a plan; who seals a chunk is
-    planned anew.
+    """[R, groups]: entries of rows at `positions` [R] in the middle of a plan's life.
+
+    Sealing a chunk makes a new plan.
     """
     sealed, raw = np.divmod(positions, layout.chunk_tokens)
     return layout.lengths(sealed, np.minimum(raw + GROWTH_TOKENS, layout.chunk_tokens))

@@ -1,4 +1,4 @@
-"""From an `EngineConfig` to a running engine: model, layouts, pool, scheduler, runner."""
+"""Build a running engine from an `EngineConfig`: model, layouts, pool, scheduler, runner."""
 
 from __future__ import annotations
 
@@ -46,8 +46,9 @@ _log = logging.getLogger("tangram")
 
 
 def build_engine(config: EngineConfig) -> Engine:
-    """Everything `config` asks for, ready to `submit` to. Raises the errors of `tangram.errors`
-    with what to change.
+    """An engine of `config`, ready for `submit`.
+
+    Raises the errors of `tangram.errors`, which say what to change.
     """
     with explain_exhaustion(config):
         loaded = load_model(
@@ -59,16 +60,14 @@ def build_engine(config: EngineConfig) -> Engine:
 def engine_of(
     config: EngineConfig, loaded: LoadedModel, kernels: KernelChoice | None = None
 ) -> Engine:
-    """`build_engine` for a model that is loaded already; `kernels`, if given, chooses what serves
-    its pool.
-    """
+    """`build_engine` for a loaded model. `kernels`, if given, chooses the kernels of its pool."""
     return EngineBuilder(config, loaded, kernels).engine()
 
 
 class EngineBuilder:
     """Builds the parts of an engine of `config`, each in a method of its own.
 
-    The config it goes by names scorer and scope. Raises as `build_engine`.
+    Its own config names scorer and scope. Raises the errors of `build_engine`.
     """
 
     def __init__(
@@ -92,9 +91,9 @@ class EngineBuilder:
         return Engine(self.config, self.loaded, *self.parts())
 
     def parts(self) -> Parts:
-        """Who may come in, who runs next, and what computes it."""
+        """Admission, scheduler and runner."""
         config, loaded = self.config, self.loaded
-        # Before a calibration, which takes a minute
+        # Before a calibration, which takes a minute.
         kernels = self._given_kernels or self.kernels()
         scorer, retentions = self.retentions()
         default, layouts = retentions[0], [retention.layout for retention in retentions]
@@ -114,10 +113,9 @@ class EngineBuilder:
         return admission, Scheduler(config, cache), runner
 
     def retentions(self) -> tuple[Scorer | None, list[Retention]]:
-        """The scorer, if one is needed; the default ρ first, then 1.0, then those of other
-        profiles.
+        """The scorer, if one is needed, and the retentions: default ρ, 1.0, then other profiles.
 
-        All are in pages of one shape.
+        All have pages of one shape.
         """
         config = self.config
         full = Retention(1.0, self.lay_out_uncompressed(), self._full_fingerprint())
@@ -136,13 +134,11 @@ class EngineBuilder:
         return scorer, [default, *(entry for entry in (full, *found) if entry is not default)]
 
     def _full_fingerprint(self) -> str:
-        """ρ = 1.0 depends on the model alone: its weights stand in for the profile's
-        fingerprint.
-        """
+        """ρ = 1.0 depends on the model alone: its weights replace the profile's fingerprint."""
         return f"full:{self.loaded.fingerprint.weights_sha256}:{self.config.chunk_tokens}"
 
     def lay_out_uncompressed(self) -> Layout:
-        """Where entries lie if none is dropped."""
+        """The layout if no entry is dropped."""
         return Layout.lay_out_uncompressed(
             self.loaded.geometry,
             chunk_tokens=self.config.chunk_tokens,
@@ -152,7 +148,7 @@ class EngineBuilder:
         )
 
     def retention(self, profile: Profile, scorer: Scorer) -> Retention:
-        """How `profile` keeps KV entries."""
+        """The retention of `profile`."""
         return self.make_retention(
             profile, scorer, profile.groups, profile.sealed_pages, profile.fingerprint()
         )
@@ -165,7 +161,7 @@ class EngineBuilder:
         sealed_pages: Sequence[int],
         fingerprint: str,
     ) -> Retention:
-        """What `profile` keeps, with the heads of each of `groups` in one page table."""
+        """The retention of `profile`, with the heads of each of `groups` in one page table."""
         layout = Layout.build(
             self.loaded.geometry,
             chunk_tokens=profile.chunk_tokens,
@@ -190,9 +186,14 @@ class EngineBuilder:
         """Hp, the KV heads that share a page."""
         return self.config.heads_per_page
 
+    @property
+    def cache_type(self) -> type[CacheManager]:
+        """The class of the cache manager."""
+        return CacheManager
+
     def cache(self, retentions: Sequence[Retention], pages: int, host_pages: int) -> CacheManager:
-        """The owner of `pages` pages and of `host_pages` behind them."""
-        return CacheManager(
+        """The cache manager of `pages` pages and of `host_pages` behind them."""
+        return self.cache_type(
             retentions,
             total_pages=pages,
             max_sequences=self.config.max_num_seqs,
@@ -208,11 +209,11 @@ class EngineBuilder:
         cache: CacheManager,
         **options: Any,
     ) -> Runner:
-        """What computes steps; `options` are those of `Runner`."""
+        """The runner, which computes steps; `options` are those of `Runner`."""
         return Runner(self.loaded, retentions, scorer, cache=cache, **options)
 
     def kernels(self) -> KernelChoice:
-        """What the device has, told how to decode."""
+        """The kernels of the device, with the decode policy."""
         return partial(pool_kernels, policy=self._decode_policy())
 
     def _ready_runner(
@@ -223,7 +224,7 @@ class EngineBuilder:
         cache: CacheManager,
         **options: Any,
     ) -> Runner:
-        """A runner whose kernels are compiled and whose graphs are captured."""
+        """A runner with compiled kernels and captured graphs."""
         config, loaded = self.config, self.loaded
         fast = loaded.device.type == "cuda" and not config.enforce_eager
         if fast:
@@ -242,7 +243,7 @@ class EngineBuilder:
         return runner
 
     def _decode_policy(self) -> Policy | None:
-        """The policy asked for, or the one that was kept for this GPU and geometry."""
+        """The configured policy, or the one that was kept for this GPU and geometry."""
         config, loaded, shape = self.config, self.loaded, self.loaded.geometry
         fits: dict[str, Any] = {
             "kv_heads": shape.kv_heads,
@@ -268,9 +269,7 @@ class EngineBuilder:
 
 
 def _fit_model_len(config: EngineConfig, default: Retention, pages: int, wanted: int) -> int:
-    """`wanted`, or as many tokens as the pool can hold in one sequence if nobody
-    insists on more.
-    """
+    """`wanted`, or if no limit is configured, the most tokens of one sequence in the pool."""
     layout = default.layout
     if layout.most_pages(wanted) <= pages:
         return wanted

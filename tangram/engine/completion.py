@@ -1,6 +1,4 @@
-"""One completion while it is being written: its sequence, its sampler, its text; and all of them by
-request.
-"""
+"""One completion in progress (its sequence, sampler and text), and all completions by request."""
 
 from __future__ import annotations
 
@@ -27,9 +25,9 @@ _log = logging.getLogger("tangram")
 class Completion:
     """Number `index` of the `n` completions of `request`.
 
-    `begin` makes its sampler and its text, for the first token that is sampled: who waits for that
-    holds neither. `error` says why nothing more can be written, and which field of the request is
-    to blame, if one is.
+    `begin` makes its sampler and its text when the first token is sampled; a waiting completion
+    holds neither. `error` says why nothing more can be written, and `error_field` names the field
+    of the request that caused it, if one did.
     """
 
     request: Request
@@ -43,8 +41,9 @@ class Completion:
 
     @cached_property
     def sampler(self) -> SampleRow:
-        """How its tokens are chosen. Where it cannot be made there is an `error`, and the first
-        token means nothing.
+        """How its tokens are chosen. If it cannot be made, `error` is set.
+
+        The first token is then invalid.
         """
         try:
             sampler, self.text = self.begin()
@@ -64,12 +63,11 @@ class Completion:
 
     @property
     def constrained(self) -> bool:
-        """Whether which tokens may come next depends on those before."""
+        """Whether the next token depends on the value of the one before."""
         return self.sampler.matcher is not None
 
     def take(self, token: TokenLogprob) -> tuple[str, FinishReason | None]:
-        """Enter the token that was expected: the text that is certain now, and the reason to end if
-        there is one.
+        """Add the expected token. Returns the text that is certain now, and a finish reason if any.
 
         After an `error` there is neither.
         """
@@ -98,7 +96,7 @@ class Completion:
         error: str | None = None,
         error_field: str | None = None,
     ) -> Event:
-        """The news for the client."""
+        """An event for the client."""
         wants_logprobs = self.request.sampling.logprobs is not None
         return Event(
             request_id=self.request.request_id,
@@ -116,22 +114,20 @@ class Completion:
 
 @dataclass(frozen=True, eq=False)
 class Flight:
-    """What a step was launched for: a token of each of `completions`."""
+    """A launched step and its `completions`, each of which gets a token."""
 
     completions: list[Completion]
     choice: SampledTokens
 
 
 def refuse(request: Request, index: int, error: str) -> Event:
-    """The news that the engine could not take in completion `index` of `request`."""
+    """The event that completion `index` of `request` could not be started."""
     usage = Usage(len(request.prompt_token_ids), 0, 0, 0, 0)
     return Event(request.request_id, index, (), "", (), usage, FinishReason.ABORT, error)
 
 
 class Answers:
-    """All completions that are being written, by request. `seed` seeds the requests that bring no
-    seed.
-    """
+    """All completions in progress, by request. `seed` seeds the requests without a seed."""
 
     def __init__(
         self, codec: TextCodec, *, vocab_size: int, device: torch.device, seed: int
@@ -151,8 +147,9 @@ class Answers:
         return list(dict.fromkeys(request_id for request_id, _ in self._all))
 
     def begin(self, request: Request, retention: Retention, max_tokens: int) -> Completion:
-        """The first completion of a new request; `siblings` has the others. Where it fails nothing
-        is entered.
+        """The first completion of a new request; `siblings` has the others.
+
+        If this fails, nothing is added.
         """
         sampling, request_id = request.sampling, request.request_id
         seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
@@ -180,11 +177,11 @@ class Answers:
 
     @property
     def held_back(self) -> int:
-        """How many completions wait for the first of theirs to compute the prompt."""
+        """How many completions wait until the first of their request has computed the prompt."""
         return sum(map(len, self._siblings.values()))
 
     def siblings(self, request_id: str) -> list[Completion]:
-        """The other completions of a request, to those who ask first."""
+        """The other completions of a request, at the first call only."""
         return self._siblings.pop(request_id, [])
 
     def of(self, step: Step) -> list[Completion]:

@@ -1,11 +1,10 @@
-"""Which token a random row gets: an exponential race among the tokens, run with numbers of their
-own.
+"""Draw a token for each random row: an exponential race among the tokens.
 
-Token i gets a number e[i] from the exponential distribution, hashed from the row's key and i alone,
-and the token with the largest weight[i] / e[i] wins: with probability weight[i] / sum (the
-Gumbel-max trick; Maddison et al. 2014, arXiv 1411.0030, section 2). A last bit of a logit moves the
-result only if the two best are that near to each other. Inverting the cumulative sum instead moves
-every later token's range with each weight.
+Token i gets a number e[i] from the exponential distribution, hashed from the row's key and i alone.
+The token with the largest weight[i] / e[i] wins, with probability weight[i] / sum (the Gumbel-max
+trick; Maddison et al. 2014, arXiv 1411.0030, section 2). The last bit of a logit changes the result
+only if the two best are that close. Inverting the cumulative sum instead would move every later
+token's range with each weight.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from tangram.engine.filters import on_device
 
-# Of rows x vocabulary on a GPU, 64 MiB a tensor; a CPU keeps one row in its cache
+# Of rows x vocabulary on a GPU, 64 MiB a tensor; a CPU keeps one row in its cache.
 _ENTRIES_AT_ONCE = 2**24
 _INCREMENT = -0x61C88647  # 2**32 / the golden ratio, as int32
 # Xor-shift and product, each twice (lowbias32 of C. Wellons' hash-prospector): shift right, then
@@ -28,16 +27,16 @@ _ROUND = ((16, 0x7FEB352D), (15, -0x7B935975))
 
 
 def row_key(seed: int, sample_index: int, step: int) -> int:
-    """What a row draws with: an int64 that depends on the arguments alone."""
+    """The key of a row: an int64 that depends on the arguments alone."""
     digest = hashlib.blake2b(struct.pack("<3q", seed, sample_index, step), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
 def draw(weights: Tensor, keys: Sequence[int]) -> Tensor:
-    """[R] int64: of each row of `weights` [R, V] (int64) token i with probability weights[i] / sum.
+    """[R] int64: for each row of `weights` [R, V] token i with probability weights[i] / sum.
 
-    `keys` are those of the rows. A token of weight 0 is never drawn while another weighs more; one
-    of less than 2**-32 of the sum hardly ever is.
+    `weights` are int64. `keys` are those of the rows. A token of weight 0 is never drawn while
+    another weighs more. A token of less than 2**-32 of the sum is almost never drawn.
     """
     places = on_device(weights.device, keys)
     rows = max(1, _ENTRIES_AT_ONCE // weights.shape[1]) if weights.is_cuda else 1
@@ -57,7 +56,7 @@ def exponentials(keys: Tensor, count: int) -> Tensor:
     shifted = torch.empty_like(numbers)
     _mix(numbers, shifted)
     _mix(numbers.add_(halves[:, 1:]), shifted)
-    # 31 bits and a half: uniform in (0, 1), exact where it is small, since the smallest number
+    # 31 bits and a half: uniform in (0, 1), exact for small numbers, since the smallest number
     # wins.
     return _shift(numbers, 1, shifted).float().add_(0.5).mul_(-(2.0**-31)).log1p_().neg_()
 
@@ -69,6 +68,6 @@ def _mix(numbers: Tensor, shifted: Tensor) -> None:
 
 
 def _shift(numbers: Tensor, count: int, out: Tensor) -> Tensor:
-    """To the right, filled with zeros: torch has no unsigned shift."""
+    """Shift right, filled with zeros: torch has no unsigned shift."""
     torch.bitwise_right_shift(numbers, count, out=out)
     return out.bitwise_and_((1 << (32 - count)) - 1)

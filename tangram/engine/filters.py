@@ -1,8 +1,8 @@
-"""Which tokens a random row draws from: integer weights after temperature, min-p, top-k and top-p,
-in vLLM's order.
+"""The tokens that a random row draws from: integer weights after the filters, in vLLM's order.
 
-A weight is `floor(exp((x - max) / temperature) · 2**40)`. Integer sums do not depend on their
-order, so a row's weights are the same alone or in any batch, and a filtered token has weight 0.
+These are temperature, min-p, top-k and top-p. A weight is `floor(exp((x - max) / temperature) ·
+2**40)`. Integer sums do not depend on their order, so a row's weights are the same alone or in any
+batch. A filtered token has weight 0.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from torch import Tensor
 from tangram.kernels.transfer import place
 from tangram.types import SamplingParams
 
-ONE = 2**40  # the weight of the likeliest token: 2**22 of them still fit in an int64
-# Top-p looks at that many of the likeliest tokens before it sorts the vocabulary
+ONE = 2**40  # weight of the likeliest token: 2**22 of them still fit in an int64
+# Top-p looks at this many of the likeliest tokens before it sorts the vocabulary.
 _NUCLEUS_WIDTHS = (128, 2048)
 
 
 def weights_of(logits: Tensor, rows: Sequence[SamplingParams]) -> Tensor:
-    """[R, V] int64 weights after temperature, min-p, top-k and top-p; ties with the last token kept
-    stay.
+    """[R, V] int64 weights after temperature, min-p, top-k and top-p.
+
+    Tokens that tie with the last token kept stay.
     """
     temperature = on_device(logits.device, [row.temperature for row in rows]).float()[:, None]
     weights = (logits - logits.amax(dim=-1, keepdim=True)).div_(temperature).exp_().mul_(ONE).long()
@@ -59,9 +60,7 @@ def _keep(
     values: Sequence[float | None],
     floor: Callable[[Tensor, Sequence[float]], Tensor],
 ) -> None:
-    """Zero, in place, the weights below their row's floor; rows whose value is None are
-    left alone.
-    """
+    """Zero, in place, the weights below their row's floor; None leaves a row unchanged."""
     rows = [index for index, value in enumerate(values) if value is not None]
     if not rows:
         return
@@ -81,8 +80,9 @@ def _top_k_floor(weights: Tensor, top_k: Sequence[float]) -> Tensor:
 
 
 def _top_p_floor(weights: Tensor, top_p: Sequence[float]) -> Tensor:
-    """[R]: the smallest weight in the nucleus, the fewest tokens that reach top-p (Holtzman et al.
-    2020, section 3).
+    """[R]: the smallest weight in the nucleus, the fewest tokens that reach top-p.
+
+    Holtzman et al. 2020, section 3.
     """
     needed = (weights.sum(dim=-1) * on_device(weights.device, top_p)).ceil().long().clamp_(min=1)
     return (
@@ -93,8 +93,9 @@ def _top_p_floor(weights: Tensor, top_p: Sequence[float]) -> Tensor:
 
 
 def find_threshold_by_halving(weights: Tensor, needed: Tensor) -> Tensor:
-    """[R]: the largest weight such that it and all larger ones reach `needed`, by halving: nothing
-    waits for a GPU.
+    """[R]: the largest weight such that it and all larger ones reach `needed`.
+
+    By halving, so that the host does not wait for a GPU.
     """
     low, high = torch.zeros_like(needed), torch.full_like(needed, ONE)
     for _ in range(ONE.bit_length()):
@@ -105,7 +106,7 @@ def find_threshold_by_halving(weights: Tensor, needed: Tensor) -> Tensor:
 
 
 def find_threshold_by_sorting(weights: Tensor, needed: Tensor) -> Tensor:
-    """The same from the likeliest tokens on, which are few where a nucleus is small."""
+    """The same, from the likeliest tokens on, which are few where a nucleus is small."""
     floors = torch.zeros_like(needed)
     open_rows = torch.arange(len(needed), device=weights.device)
     for width in [*(w for w in _NUCLEUS_WIDTHS if w < weights.shape[1]), weights.shape[1]]:

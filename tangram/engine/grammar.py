@@ -1,9 +1,8 @@
-"""Grammars that answers must follow, by llguidance: an Earley parser over the tokens' bytes, its
-lexer made on the go.
+"""Grammars that answers must follow, by llguidance.
 
-A grammar is text in llguidance's Lark dialect, with JSON schemas as `%json {...}`. It is compiled
-off the engine's thread; what remains for each token is to look up which tokens may follow, some
-tens of microseconds.
+It is an Earley parser over the tokens' bytes with a lexer built lazily. A grammar is text in
+llguidance's Lark dialect, with JSON schemas as `%json {...}`. It is compiled outside the engine's
+thread. For each token only the allowed tokens are looked up, in some tens of microseconds.
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ if TYPE_CHECKING:
 _MOST_REASON_CHARACTERS = 300
 _KEPT_GRAMMARS = 32
 _KEPT_REFUSALS = 128
-# Signals of whoever ends the server and all that it has begun: they say nothing about a grammar.
+# Signals that end the server and its child processes; they say nothing about a grammar.
 _ENDED_FROM_OUTSIDE = (-signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP)
-# Where llguidance has no more to say than the name of a state.
+# Errors for which llguidance gives only the name of a state.
 _IN_WORDS = dict.fromkeys(("NoExtension", "NoExtensionBias"), "no text satisfies it")
 _log = logging.getLogger("tangram")
 T = TypeVar("T")
 
 
 class _Recent(OrderedDict[tuple[str, str], T]):
-    """The `most` that were asked for last, by source and field."""
+    """The `most` entries that were used last, by source and field."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -61,25 +60,24 @@ class _Recent(OrderedDict[tuple[str, str], T]):
 
 
 class GrammarCompiler:
-    """Makes grammars for one model's tokens; `end_token_ids` end its texts. Safe to share between
-    threads.
+    """Compiles grammars for one model's tokens; `end_token_ids` end its texts.
+
+    Safe to share between threads.
     """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, end_token_ids: Iterable[int]
     ) -> None:
         self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, sorted(end_token_ids)
-        # Conversations bring the same tools with every turn. Refusals are kept apart: many push no
-        # grammar out.
+        # Conversations repeat their tools with every turn. Refusals are kept apart, so that they
+        # evict no grammar.
         self._compiled = _Recent[CompiledGrammar](_KEPT_GRAMMARS)
         self._refused = _Recent[str](_KEPT_REFUSALS)
         self._keeping = threading.Lock()
 
     @cached_property
     def _tokens(self) -> LLTokenizer | None:
-        """None if this tokenizer's tokens are no bytes. Made once, which keeps the interpreter busy
-        for that long.
-        """
+        """None if this tokenizer's tokens are no bytes. Made once, which blocks the interpreter."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         try:
             return (
@@ -91,14 +89,13 @@ class GrammarCompiler:
             return None
 
     def warm(self) -> None:
-        """Do now what the first grammar would wait for."""
+        """Prepare the work that the first grammar would wait for."""
         _ = self._tokens
 
     def look_up(self, source: str, field: str) -> CompiledGrammar | None:
-        """The grammar `source` as `compile` has made it before, at once; None if that has not seen
-        it of late.
+        """The grammar `source` if `compile` has made it recently; None if it has not.
 
-        Raises the `RequestError` (`field`) that `compile` has raised.
+        Never waits. Raises the `RequestError` (`field`) that `compile` has raised.
         """
         with self._keeping:
             reason = self._refused.find((source, field))
@@ -107,11 +104,10 @@ class GrammarCompiler:
             return self._compiled.find((source, field))
 
     def compile(self, source: str, field: str) -> CompiledGrammar:
-        """The grammar `source`; its first mask is computed too. What comes of it is kept for those
-        who ask again.
+        """The grammar `source`, with its first mask. Results are kept for later calls.
 
-        Raises `RequestError` (`field`) with what is wrong, `MachineError` if it could not be found
-        out.
+        Raises `RequestError` (`field`) with the fault, or `MachineError` if the check could not
+        run.
         """
         grammar = self.look_up(source, field)
         if grammar is not None:
@@ -129,8 +125,8 @@ class GrammarCompiler:
     def _compile(self, source: str, field: str) -> CompiledGrammar:
         if self._tokens is None:
             message = (
-                f"{field}: this model's tokens cannot be held to a grammar, its tokenizer says too "
-                "little of them"
+                f"{field}: this model does not support grammars, its tokenizer does not tell the "
+                "bytes of its tokens"
             )
             raise RequestError(f"{message}: leave the field out", field)
         _try(source, field)
@@ -140,15 +136,14 @@ class GrammarCompiler:
         if not matcher.is_error():
             matcher.compute_bitmask()
         if matcher.is_error():
-            raise RequestError(f"{field} makes no grammar: {_reason(matcher)}", field)
+            raise RequestError(f"{field} is no valid grammar: {_reason(matcher)}", field)
         return CompiledGrammar(matcher, field)
 
 
 def _try(source: str, field: str) -> None:
-    """Raise `RequestError` (`field`) if no grammar can be made of `source` within bounds of time
-    and memory.
+    """Raise `RequestError` (`field`) if compiling `source` exceeds the limits of time and memory.
 
-    Raises `MachineError` if the trial could not be held, for which the log has the reason.
+    Raises `MachineError` if the trial could not run; the log has the reason.
     """
     command = [sys.executable, "-P", str(Path(grammar_trial.__file__))]
     try:
@@ -164,7 +159,7 @@ def _try(source: str, field: str) -> None:
     if code == 0:
         return
     if not begun or code in _ENDED_FROM_OUTSIDE:
-        _log.error("a grammar could not be tried in a process of its own: %s", reason)
+        _log.error("the trial process of a grammar could not run: %s", reason)
         raise MachineError(
             f"{field}: the server could not try the grammar just now: send the request again in a "
             "while"
@@ -183,7 +178,7 @@ class CompiledGrammar:
         self._matcher, self._field = matcher, field
 
     def begin(self) -> GrammarMatcher:
-        """A completion that has no token yet."""
+        """The state of a completion that has no token yet."""
         return GrammarMatcher(self._matcher.deep_copy(), self._field)
 
 
@@ -195,23 +190,21 @@ class GrammarMatcher:
         self.error: RequestError | None = None
 
     def mask_tokens(self) -> UInt8:
-        """As `types.Matcher` says; a grammar that is too much work for one token becomes an error
-        with the next one.
-        """
+        """See `types.Matcher`. Too much work for one token is an error at the next token."""
         return np.frombuffer(bytearray(self._matcher.compute_bitmask()), np.uint8)
 
     def take(self, token: int) -> None:
-        """As `types.Matcher` says."""
+        """See `types.Matcher`."""
         if self._matcher.is_error() or not self._matcher.consume_token(token):
             message = (
-                f"{self._field} makes a grammar that cannot be followed any further: "
+                f"{self._field}: the grammar cannot be followed any further: "
                 f"{_reason(self._matcher)}"
             )
             self.error = RequestError(f"{message}: make it simpler", self._field)
 
 
 def _reason(matcher: LLMatcher) -> str:
-    """llguidance's words in one line."""
+    """llguidance's message in one line."""
     text = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
     text = _IN_WORDS.get(text, text)
     return text if len(text) <= _MOST_REASON_CHARACTERS else f"{text[:_MOST_REASON_CHARACTERS]}…"

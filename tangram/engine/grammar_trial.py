@@ -1,14 +1,13 @@
-"""Tries in a process of its own whether a grammar can be made: one that has little memory, and can
-be ended.
+"""Try in a separate process whether a grammar can be compiled within limits.
 
-llguidance bounds its work but for one part: whether what several expressions ask for together can
-be met at all. That multiplies out, in time and memory, and nobody can stop a thread that is at it.
+llguidance limits its work except for one part: the intersection of several expressions. That can
+grow exponentially in time and memory, and a thread cannot be stopped. The process has little memory
+and can be killed.
 
     python -P grammar_trial.py < SOURCE     # code 0: it ends, well or with a reason
 
-It writes `BEGUN` when nothing but the grammar is left to blame for how it ends.
-
-Nothing of Tangram is imported here, so that it starts in a tenth of a second.
+It writes `BEGUN` when only the grammar can cause a failure. It imports nothing of Tangram, so that
+it starts in a tenth of a second.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ MOST_S = 5
 MOST_BYTES = 1 << 30
 BEGUN = b"begun\n"
 
-# Bounds on work, in llguidance's units: about 20 ms of making a lexer, 7 ms for a token.
+# Limits of work in llguidance's units: about 20 ms to build a lexer, 7 ms for a token.
 LIMITS = LLParserLimits(
     max_items_in_row=5_000,
     initial_lexer_fuel=1_000_000,
@@ -36,9 +35,11 @@ LIMITS = LLParserLimits(
 
 
 def main() -> None:
-    """Make the grammar on standard input, of bytes in place of tokens."""
+    """Compile the grammar on standard input, with bytes as tokens."""
     resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
-    resource.setrlimit(resource.RLIMIT_CPU, (MOST_S, MOST_S))  # whoever began it may be gone
+    resource.setrlimit(
+        resource.RLIMIT_CPU, (MOST_S, MOST_S)
+    )  # the process that started it may be gone
     source = sys.stdin.buffer.read().decode()
     tokens = LLTokenizer("byte")
     os.write(sys.stdout.fileno(), BEGUN)

@@ -1,5 +1,7 @@
-"""Passes as CUDA graphs: of decode, captured once a batch width and replayed under plans that
-change, and of single prefill rows, captured once a room.
+"""Forward passes as CUDA graphs.
+
+Decode passes are captured once for each batch width and replayed under changing plans. Passes of
+single prefill rows are captured once for each `PaddedShape`.
 """
 
 from __future__ import annotations
@@ -22,19 +24,16 @@ from tangram.types import Int64
 
 _log = logging.getLogger("tangram")
 
-# Enters into tokens [T] those that only the device knows.
+# Writes tokens that only the device knows into tokens [T].
 Carry = Callable[[Tensor], object]
 
-# The attention of a pass, tokens [T], positions [T] and the places [n] of those wanted → their
-# logits [n, V].
+# The attention of a pass, tokens [T], positions [T] and wanted places [n] → their logits [n, V].
 Forward = Callable[[AttentionContext, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
 class _CapturedPass:
-    """`inputs` int64 is read by every replay of `graph`, which writes `logits` and
-    times `blocks`.
-    """
+    """Every replay of `graph` reads `inputs` int64, writes `logits` and times `blocks`."""
 
     graph: Any
     inputs: Tensor
@@ -43,10 +42,9 @@ class _CapturedPass:
 
 
 class PassGraphs:
-    """Runs passes of one model by `forward`. What a model does that no graph can hold is run as it
-    is.
+    """Runs passes of one model by `forward`. Passes that no graph can hold run without one.
 
-    A graph is kept as long as what the kernels say it was captured with.
+    A graph is kept as long as the kernels' object that it was captured with.
     """
 
     def __init__(self, forward: Forward, device: torch.device) -> None:
@@ -55,9 +53,9 @@ class PassGraphs:
             object, _CapturedPass | None
         ]()  # None: there was no memory for it
         self._memory: Any = None
-        # The device may still be at them when their buffers are let go
+        # The device may still use them when their buffers are released.
         self._recent = deque[_CapturedPass](maxlen=16)
-        self._refused = set[bool]()  # whether such passes have a room
+        self._refused = set[bool]()  # by whether such passes are padded
 
     def logits(
         self,
@@ -67,11 +65,10 @@ class PassGraphs:
         attention: StepAttention,
         carried: Carry,
     ) -> Tensor:
-        """Logits [wanted, V] of a pass that only decodes, or of a single row with room; they hold
-        until the next one.
+        """Logits [wanted, V] of a pass that only decodes, or of a single padded row.
 
-        `tokens` and `positions` are padded to the width or the room, `wanted` are as many as any
-        such pass wants.
+        They are valid until the next pass. `tokens` and `positions` are padded to the width or the
+        `PaddedShape`. `wanted` has as many places as any such pass wants.
         """
         sizes = [len(tokens), len(positions), len(wanted)]
         inputs = place(np.concatenate([tokens, positions, wanted]), self._device)
@@ -89,7 +86,7 @@ class PassGraphs:
         self, inputs: Tensor, sizes: list[int], attention: StepAttention
     ) -> _CapturedPass | None:
         state = attention.kernels.captured
-        if state is None or (attention.room is not None) in self._refused:
+        if state is None or (attention.padded_tokens is not None) in self._refused:
             return None
         if state not in self._captured:
             self._captured[state] = self._capture(inputs.clone(), sizes, attention)
@@ -98,8 +95,9 @@ class PassGraphs:
     def _capture(
         self, inputs: Tensor, sizes: list[int], attention: StepAttention
     ) -> _CapturedPass | None:
-        """Entries written twice are the same entries, so the pass that is captured may be run to
-        warm up.
+        """Capture a pass.
+
+        The pass may also run to warm up, since it writes the same entries again.
         """
         parts = torch.split(inputs, sizes)
         stream: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -109,8 +107,8 @@ class PassGraphs:
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         try:
-            # Other threads may ask the device for something meanwhile: only this one is held to
-            # what a graph can hold.
+            # Other threads may use the device meanwhile: only this one is restricted during a
+            # capture.
             with torch.cuda.graph(
                 graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"
             ):
@@ -121,8 +119,8 @@ class PassGraphs:
             )
             return None
         except RuntimeError as error:
-            self._refused.add(attention.room is not None)
-            which = "decode runs" if attention.room is None else "prefill rows run"
+            self._refused.add(attention.padded_tokens is not None)
+            which = "decode runs" if attention.padded_tokens is None else "prefill rows run"
             _log.warning("%s without CUDA graphs: %s", which, str(error).splitlines()[0])
             return None
         finally:

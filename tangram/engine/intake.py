@@ -1,4 +1,4 @@
-"""The bound of the queue, and how long those should stay away whom it refuses."""
+"""The bound of the queue, and how long a refused client should wait."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ _MOST_WAIT_S = 60
 
 
 class Intake:
-    """Whoever comes while fewer than `most_waiting` completions wait is taken in whole; None takes
-    in everybody. Who wants more completions than that and the `places` there are to run never is.
-    One thread at a time. `entering` are those that were taken in and are still on their way to the
-    queue.
+    """Limits the queue to `most_waiting` completions; None is no limit. One thread at a time.
 
-    Where they leave the queue at `r` a second, `w` of them are gone in `w / r` seconds: that is
-    what a refused one is told, at least 1 s and, because by then others may have given up, at most
-    a minute.
+    While fewer wait, a request is accepted with all its completions. A request with more
+    completions than `most_waiting` and the `places` of the batch together is always refused.
+    `entering` counts the accepted completions that are not yet in the queue.
+
+    If `r` completions leave the queue a second and `w` wait, the queue is empty in `w / r` seconds.
+    A refused client gets this time, at least 1 s. It is at most a minute, because others may have
+    given up by then.
     """
 
     def __init__(
@@ -40,24 +41,29 @@ class Intake:
 
         Raises `RequestError` (`field`) if they never may, `OverloadError` if as many wait as may.
         """
-        if self._most_waiting is not None:
-            self._check(self._most_waiting, waiting, coming, field)
-        self.entering += coming
-
-    def _check(self, most_waiting: int, waiting: int, coming: int, field: str) -> None:
-        if coming > self._places + most_waiting:
+        self.check_queue(waiting, coming)
+        if not self._may_ever_enter(coming):
             raise RequestError(
                 f"{field} asks for {coming} completions at once, {self._places} may run and "
-                f"{most_waiting} wait (max_num_seqs, max_queue): send fewer at a time, or have the "
-                "server started with a longer queue",
+                f"{self._most_waiting} wait (max_num_seqs, max_queue): send fewer at a time, or "
+                "have the server started with a longer queue",
                 field,
             )
-        if waiting >= most_waiting:
+        self.entering += coming
+
+    def check_queue(self, waiting: int, coming: int) -> None:
+        """Raise `OverloadError` if as many wait as may, unless `coming` completions never may."""
+        most_waiting = self._most_waiting
+        is_full = most_waiting is not None and waiting >= most_waiting
+        if is_full and self._may_ever_enter(coming):
             raise OverloadError(
                 f"{waiting} completions wait, max_queue is {most_waiting}: try again later, or "
                 "have the server started with a longer queue",
                 self._retry_after_s(waiting),
             )
+
+    def _may_ever_enter(self, coming: int) -> bool:
+        return self._most_waiting is None or coming <= self._places + self._most_waiting
 
     def _retry_after_s(self, waiting: int) -> int:
         if not self._starts_s:

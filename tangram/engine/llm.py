@@ -1,4 +1,4 @@
-"""`LLM`: the engine in your own process, with the surface that vLLM users know."""
+"""`LLM`: the engine in the caller's process, with an interface like vLLM's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Options = ParamSpec("Options")
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One of the `n` answers to a prompt. `logprobs` is None unless they were asked for."""
+    """One of the `n` answers to a prompt. `logprobs` is None unless requested."""
 
     index: int
     text: str
@@ -34,8 +34,9 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """Everything about one finished request. `kv_bytes` is what its pages held at the end, over all
-    its completions.
+    """The result of one finished request.
+
+    `kv_bytes` is the size of its pages at the end, over all its completions.
     """
 
     request_id: str
@@ -49,7 +50,7 @@ class RequestOutput:
 def _with_options_of(
     make: Callable[Options, EngineConfig],
 ) -> Callable[[Callable[[LLM, EngineConfig], None]], Callable[Concatenate[LLM, Options], None]]:
-    """A decorator: `__init__` takes what `make` takes, and is handed the config."""
+    """A decorator: `__init__` takes the arguments of `make` and gets the config it returns."""
 
     def decorate(
         init: Callable[[LLM, EngineConfig], None],
@@ -79,7 +80,7 @@ class LLM:
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> LLM:
-        """An `LLM` of a config that is already made."""
+        """An `LLM` of an existing config."""
         llm = cls.__new__(cls)
         llm._open(config)
         return llm
@@ -96,11 +97,10 @@ class LLM:
         kv_retention: float | None = None,
         cache_salt: str = "",
     ) -> list[RequestOutput]:
-        """Complete prompts, texts or `{"prompt_token_ids": [...]}`, together; results in the order
-        of the prompts.
+        """Complete prompts together; results in the order of the prompts.
 
-        Raises `RequestError` naming the field if a request is malformed or can never fit; then none
-        of them is run.
+        A prompt is a text or `{"prompt_token_ids": [...]}`. Raises `RequestError` naming the field
+        if a request is malformed or can never fit; then none of them runs.
         """
         listed = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
         tokens = [self._tokens(prompt) for prompt in listed]
@@ -114,9 +114,7 @@ class LLM:
         kv_retention: float | None = None,
         cache_salt: str = "",
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of messages) or several, through the model's chat
-        template.
-        """
+        """Answer one conversation (a list of messages) or several, by the model's chat template."""
         several = bool(messages) and not isinstance(messages[0], Mapping)
         tokens = [self.engine.codec.chat_prompt(m) for m in (messages if several else [messages])]  # type: ignore[arg-type]
         return self._complete(tokens, sampling_params, kv_retention, cache_salt)

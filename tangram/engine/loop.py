@@ -1,10 +1,9 @@
-"""The engine's loop: schedule, plan, run, commit, emit. The only room that knows both the scheduler
-and the runner.
+"""The engine's loop: schedule, plan, run, commit, emit.
 
-Where the model runs beside the host, on a GPU, a step is launched before the tokens of the one
-before are read: the device takes them from where it left them. Only counts are needed to schedule,
-and they are known. What is noticed when tokens are read, an end token or a stop string, ends a
-completion whose next token is under way: that token is dropped.
+This is the only module that knows both the scheduler and the runner. On a GPU a step is launched
+before the tokens of the step before are read: the device takes them from its own memory. Scheduling
+needs only counts, which are known. When tokens are read, an end token or a stop string may end a
+completion whose next token is already being computed. That token is dropped.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from functools import partial
 
 import torch
 
-from tangram.cache.books import check_books
+from tangram.cache.accounting import check_accounting
 from tangram.cache.layout import Layout
 from tangram.cache.retention import Retention
 from tangram.config import EngineConfig
@@ -43,10 +42,10 @@ _log = logging.getLogger("tangram")
 class Engine:
     """Serves requests one step at a time: call `step` yourself, or `start` a thread that does.
 
-    `submit`, `abort`, `stats` and `waiting` may be called from any thread, and wait for no step:
-    they leave jobs for whoever steps, and read what that one has published. Build it with
-    `tangram.engine.build.build_engine`. With `ahead` a step is launched before the tokens of the
-    one before are read.
+    `submit`, `abort`, `stats` and `waiting` may be called from any thread and do not wait for a
+    step. They leave jobs for the stepping thread and read what it has published. Build an engine
+    with `tangram.engine.build.build_engine`. With `ahead` a step is launched before the tokens of
+    the one before are read.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class Engine:
 
     @property
     def layout(self) -> Layout:
-        """Where the entries of requests lie that ask for no ρ of their own."""
+        """The layout of requests that name no ρ."""
         return self._admission.retentions[0].layout
 
     @property
@@ -105,18 +104,23 @@ class Engine:
     def submit(self, *requests: Request) -> None:
         """Queue `requests`, all or none; their events come through `on_event` of each.
 
-        Raises `RequestError` at once if one is malformed or can never fit, or they are more
-        completions than may ever run and wait; `OverloadError` if `max_queue` completions wait.
-        Then nothing is queued. Raises `EngineError` once the engine's thread has ended.
+        Raises `RequestError` at once if one is malformed or can never fit, or if they have more
+        completions than may ever run and wait. Raises `OverloadError` if `max_queue` completions
+        wait. Then nothing is queued. Raises `EngineError` once the engine's thread has ended.
         """
         jobs: list[Job] = [partial(self._accept, entry, *self.check(entry)) for entry in requests]
         coming = sum(request.sampling.n for request in requests)
         self._mail.submit(jobs, coming, "n" if len(requests) == 1 else "prompt")
 
-    def check(self, request: Request) -> tuple[Retention, int]:
-        """What `submit` checks: how `request` would keep KV entries, and the tokens it may
-        generate.
+    def check_queue(self, coming: int) -> None:
+        """Raise `OverloadError` if `submit` would for `coming` completions.
+
+        It waits for nothing, so a server asks before it prepares a request.
         """
+        self._mail.check_queue(coming)
+
+    def check(self, request: Request) -> tuple[Retention, int]:
+        """The checks of `submit`: the retention of `request`, and the tokens it may generate."""
         retention = self._admission.retention_for(request)
         check_tokens(request.sampling, self.geometry.vocab_size)
         return retention, self._admission.max_tokens_for(request, retention)
@@ -127,13 +131,14 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """How many completions there is no place for in the batch now."""
+        """How many completions have no place in the batch now."""
         return self._mail.waiting
 
     def stats(self) -> EngineStats:
-        """One reading of the books: while a thread steps, the last that it published.
+        """One reading of the engine's state. While a thread steps, the last one that it published.
 
-        That is no older than the last end of an answer, and than `STATS_EVERY_S` and a step.
+        That is no older than the last end of an answer, and no older than `STATS_EVERY_S` and a
+        step.
         """
         if self._thread is None:
             self._publish_stats()
@@ -145,7 +150,7 @@ class Engine:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after its current step; what is in flight is aborted."""
+        """End the thread after its current step. Requests in flight are aborted."""
         self._mail.stop()
         if self._thread is not None:
             self._thread.join()
@@ -158,10 +163,10 @@ class Engine:
         return bool(self._mail or self._answers)
 
     def step(self) -> bool:
-        """One step: schedule, plan, run, commit, emit. False if there was nothing to do.
+        """One step: schedule, plan, run, commit, emit. Returns False if there was nothing to do.
 
-        Where it fails, all requests are ended and nothing stays cached: what it has written is not
-        known.
+        If it fails, all requests end and nothing stays cached, because what it has written is
+        unknown.
         """
         try:
             return self._runner.meters.time(self._step)
@@ -187,8 +192,8 @@ class Engine:
             [entry.sampler for entry in sampled],
             any(entry.constrained for entry in sampled),
         )
-        # What a grammar allows next depends on the token before, which is read while the device
-        # computes this step.
+        # The tokens that a grammar allows depend on the token before, which is read while the
+        # device computes this step.
         choice = self._runner.run(step, samplers, self._land if constrained else lambda: None)
         self._land()
         self._runner.meters.collect()
@@ -201,7 +206,10 @@ class Engine:
         return True
 
     def _land(self) -> bool:
-        """Read the tokens that are on their way and tell the clients. False if there are none."""
+        """Read the tokens of the step in flight and send events.
+
+        Returns False if there are none.
+        """
         flight, self._flight = self._flight, None
         if flight is None:
             return False
@@ -218,7 +226,7 @@ class Engine:
         return True
 
     def _do_jobs(self) -> bool:
-        """What other threads have asked for; False if nothing."""
+        """Do the jobs of other threads. Returns False if there are none."""
         found = bool(self._mail)
         while (job := self._mail.take()) is not None:
             job()
@@ -232,9 +240,7 @@ class Engine:
         self._stats_s = time.monotonic()
 
     def _fail(self, completion: Completion) -> None:
-        """End a request whose logits say that its state is not sound, and leave none of that state
-        to others.
-        """
+        """End a request whose logits show unsound state, and forget that state."""
         request_id = completion.request.request_id
         _log.error(
             "request %s is ended: its logits %s",
@@ -252,21 +258,19 @@ class Engine:
             try:
                 self._drop(request_id, error)
             except Exception:
-                _log.exception("request %s could not be told that %s", request_id, error)
+                _log.exception("request %s could not be notified that %s", request_id, error)
         self._scheduler.cache.prefix.clear()
 
     def clear_cache(self) -> None:
-        """Forget every cached prefix that nobody uses."""
+        """Forget every unused cached prefix."""
         self._between_steps(self._scheduler.cache.prefix.clear)
 
-    def check_books(self) -> None:
-        """Raise `IntegrityError` unless every page is accounted for and every footprint is what the
-        formula says.
-        """
-        self._between_steps(partial(check_books, self._scheduler.cache))
+    def check_accounting(self) -> None:
+        """Raise `IntegrityError` unless every page is accounted for and footprints are right."""
+        self._between_steps(partial(check_accounting, self._scheduler.cache))
 
     def _between_steps(self, work: Callable[[], None]) -> None:
-        """Do `work`, where a thread steps between two of its steps; raises what it raises."""
+        """Do `work`, between two steps if a thread steps; raises what `work` raises."""
         if self._thread in (None, threading.current_thread()):
             work()
             return
@@ -289,11 +293,11 @@ class Engine:
                 worked = self.step()
                 if self._mail.stopping or not (worked or self._mail.wait()):
                     break
-        except BaseException:  # whatever it was, nobody serves any more
+        except BaseException:  # whatever it was, the engine has stopped
             self.healthy = False
             _log.exception("the engine has stopped")
         self._mail.close()
-        self._do_jobs()  # who has just come is told, too
+        self._do_jobs()  # requests that have just come get an event, too
         for request_id in self._answers.request_ids:
             self._drop(request_id, "the engine has stopped")
         self._publish_queue()
@@ -320,8 +324,9 @@ class Engine:
                     request.on_event(refuse(request, index, error))
 
     def _start_siblings(self, completion: Completion) -> None:
-        """It has its first token: the others of its request, of which the first computes the
-        prompt, may go on.
+        """Start the other completions of a request once the first has its first token.
+
+        The first one computes the prompt of all.
         """
         self._mail.start()
         for sibling in self._answers.siblings(completion.request.request_id):
@@ -333,7 +338,7 @@ class Engine:
             self._answers.remove(completion)
             usage = self._usage(completion)
             self._end(completion)
-            self._publish_stats()  # who is told that it has ended finds no trace of it
+            self._publish_stats()  # before the last event: they must not contain the request
             completion.request.on_event(
                 completion.event(usage, None, "", FinishReason.ABORT, error, field)
             )
@@ -363,8 +368,8 @@ class Engine:
         return self._admission.usage(completion.sequence, completion.sequence.read_tokens)
 
     def _check_once(self) -> None:
-        """With nothing to do, go over the books; a mistake shows here and not under load."""
+        """Check the page accounting when idle, so that a mistake shows before the next load."""
         if not self._checked:
-            check_books(self._scheduler.cache)
+            check_accounting(self._scheduler.cache)
             self._checked = True
             self._publish_stats()

@@ -1,6 +1,4 @@
-"""What other threads leave for whoever steps an engine, and the length of the queue that they are
-told.
-"""
+"""Jobs of other threads for the engine's thread, and the published length of the queue."""
 
 from __future__ import annotations
 
@@ -15,17 +13,16 @@ Job = Callable[[], None]
 
 
 class Mailbox:
-    """Jobs for the engine's thread, and the bound of its queue. Any thread may call; nobody waits
-    long.
+    """Jobs for the engine's thread, and the bound of its queue. Any thread may call it.
 
-    The lock is held for as long as it takes to enter or to take out jobs, never while one is done.
-    `places` are those of a batch, of which at first none is taken.
+    The lock is held only while jobs are added or taken, never while one runs. `places` are those of
+    a batch, all free at first.
     """
 
     def __init__(self, intake: Intake, places: int) -> None:
         self._intake, self._excess = intake, -places
         self._jobs = deque[Job]()
-        self._arrived = 0  # of `Intake.entering`, those that are in the queue by now
+        self._arrived = 0  # of `Intake.entering`, those that are already in the queue
         self._changed = threading.Condition()
         self._stopping = False
         self.closed = False
@@ -35,11 +32,16 @@ class Mailbox:
 
     @property
     def waiting(self) -> int:
-        """How many completions there is no place for in the batch."""
+        """How many completions have no place in the batch."""
         return max(0, self._excess + self._intake.entering)
 
+    def check_queue(self, coming: int) -> None:
+        """Raise `OverloadError` if `submit` would for `coming` completions."""
+        with self._changed:
+            self._intake.check_queue(self.waiting, coming)
+
     def submit(self, jobs: list[Job], coming: int, field: str) -> None:
-        """Leave `jobs` that bring `coming` completions.
+        """Add `jobs` that bring `coming` completions.
 
         Raises as `Intake.take` does, and `EngineError` once the engine has stopped.
         """
@@ -50,35 +52,38 @@ class Mailbox:
             self._leave(jobs)
 
     def post(self, job: Job) -> bool:
-        """Leave a job; False once nobody takes any out."""
+        """Add a job. Returns False if the mailbox is closed."""
         with self._changed:
             if not self.closed:
                 self._leave([job])
             return not self.closed
 
     def take(self) -> Job | None:
-        """The job that came first, None if there is none; one that fails leaves the others here."""
+        """The oldest job, None if there is none. If it fails, the other jobs stay here."""
         with self._changed:
             return self._jobs.popleft() if self._jobs else None
 
     def arrive(self, completions: int) -> None:
-        """So many of those that were coming are in the queue, which `publish` tells next."""
+        """Report that `completions` of the accepted ones are in the queue;
+
+        `publish` uses it next.
+        """
         self._arrived += completions
 
     def start(self) -> None:
-        """A completion has left the queue."""
+        """Report that a completion has left the queue."""
         with self._changed:
             self._intake.count_start()
 
     def publish(self, excess: int) -> None:
-        """Tell the queue's length: `excess` completions over the places there are."""
+        """Publish the queue's length: `excess` completions over the places there are."""
         with self._changed:
             self._excess = excess
             self._intake.entering -= self._arrived
             self._arrived = 0
 
     def wait(self) -> bool:
-        """Until there is a job; False if the engine is to stop."""
+        """Wait for a job. Returns False if the engine must stop."""
         with self._changed:
             while not self._jobs and not self._stopping:
                 self._changed.wait()
@@ -86,17 +91,17 @@ class Mailbox:
 
     @property
     def stopping(self) -> bool:
-        """Whether the engine is to stop."""
+        """Whether the engine must stop."""
         return self._stopping
 
     def stop(self) -> None:
-        """Have the engine stop after its current step."""
+        """Stop the engine after its current step."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
 
     def close(self) -> None:
-        """Take in nothing any more; what was left before can still be taken out."""
+        """Accept no more jobs; those left before can still be taken."""
         with self._changed:
             self.closed = True
 

@@ -1,6 +1,4 @@
-"""How much memory KV pages may take: a run of the largest step says what the model needs besides
-them.
-"""
+"""The memory for KV pages: a run of the largest step measures what the model needs besides."""
 
 from __future__ import annotations
 
@@ -29,10 +27,10 @@ _GRAPH_BYTES = GIB  # captured graphs, plans, sampling and what the allocator ca
 
 
 class _NoAttention:
-    """Stands in for a step's attention."""
+    """Replaces a step's attention."""
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """The queries themselves: as large as what attention gives."""
+        """Return the queries, which are as large as the output of attention."""
         return q
 
 
@@ -42,8 +40,9 @@ def cache_dtype(config: EngineConfig, loaded: LoadedModel) -> torch.dtype:
 
 
 def table_bytes(config: EngineConfig, layouts: Sequence[Layout]) -> int:
-    """What block tables take where the pool is. Raises `ConfigError` if they have more entries than
-    kernels address.
+    """Bytes of the block tables on the pool's device.
+
+    Raises `ConfigError` if they have more entries than kernels can address.
     """
     entries = config.max_num_seqs * max(int(layout.group_offset[-1]) for layout in layouts)
     if entries > _MOST_ENTRIES:
@@ -56,20 +55,18 @@ def table_bytes(config: EngineConfig, layouts: Sequence[Layout]) -> int:
 
 
 def kv_bytes(config: EngineConfig, loaded: LoadedModel, beside: int = 0) -> int:
-    """Bytes for KV pages: as told, a share of the GPU's memory, or 4 GiB and at most a quarter of
-    the host's.
+    """Bytes for KV pages: the configured size, or a share of the GPU's or of the host's memory.
 
-    A GPU's share also holds `beside`: bytes of what is kept there besides the model, its steps and
-    the pages.
-
-    Raises `ConfigError` if the share leaves nothing for pages, or if a host has not so much.
+    The default on a host is 4 GiB and at most a quarter of its memory. A GPU's share also holds
+    `beside` bytes, besides the model, its steps and the pages. Raises `ConfigError` if the share
+    leaves nothing for pages, or if a host has less memory.
     """
     if config.kv_cache_gib is not None:
         wanted, host = int(config.kv_cache_gib * GIB), _host_bytes()
         if loaded.device.type != "cuda" and wanted > host:
             raise ConfigError(
-                f"kv_cache_gib is {config.kv_cache_gib}, this machine lets the process have "
-                f"{host / GIB:.1f} GiB in all: lower kv_cache_gib"
+                f"kv_cache_gib is {config.kv_cache_gib}, this machine allows the process "
+                f"{host / GIB:.1f} GiB: lower kv_cache_gib"
             )
         return wanted
     if loaded.device.type != "cuda":
@@ -83,19 +80,19 @@ def kv_bytes(config: EngineConfig, loaded: LoadedModel, beside: int = 0) -> int:
     needed += STAGING_BYTES if config.kv_offload_gib else 0
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(loaded.device)
-    room = int(total * config.gpu_memory_utilization) - (total - free) - needed
-    if room <= 0:
+    left = int(total * config.gpu_memory_utilization) - (total - free) - needed
+    if left <= 0:
         raise ConfigError(
             f"gpu_memory_utilization is {config.gpu_memory_utilization} of {total / GIB:.1f} GiB; "
             f"weights and others take {(total - free) / GIB:.1f} GiB, a step of "
             f"{config.max_num_batched_tokens} tokens and graphs {needed / GIB:.1f} GiB, which "
             "leaves nothing for KV pages: raise it, or lower max_num_batched_tokens"
         )
-    return room
+    return left
 
 
 def offload_bytes(config: EngineConfig, chunk_bytes: int) -> int:
-    """Bytes of host memory for what the pool lets go, where a chunk takes `chunk_bytes`.
+    """Bytes of host memory for links that the pool evicts; a chunk takes `chunk_bytes`.
 
     Raises `ConfigError` if that is less than a chunk or more than the machine has.
     """
@@ -111,7 +108,7 @@ def offload_bytes(config: EngineConfig, chunk_bytes: int) -> int:
 
 @contextmanager
 def explain_exhaustion(config: EngineConfig) -> Iterator[None]:
-    """Where memory runs out within, raises a `ConfigError` that says what to lower."""
+    """If memory runs out inside, raise a `ConfigError` that says what to lower."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -127,15 +124,16 @@ def explain_exhaustion(config: EngineConfig) -> Iterator[None]:
 
 
 def _host_bytes() -> int:
-    """The machine's memory, or what a container is allowed of it."""
+    """The machine's memory, or a container's limit."""
     limit = _CGROUP_LIMIT.read_text().strip() if _CGROUP_LIMIT.is_file() else "max"
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(physical, int(limit)) if limit.isdigit() else physical
 
 
 def _count_gathered_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
-    """What prefill copies out of pages at a time: at least the keys and values of one layer of the
-    longest sequence.
+    """Bytes that prefill copies out of pages at a time.
+
+    At least the keys and values of one layer of the longest sequence.
     """
     shape = loaded.geometry
     longest = config.max_model_len or shape.max_positions
@@ -143,7 +141,7 @@ def _count_gathered_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
 
 
 def _activation_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
-    """The most that a forward pass over the largest step takes."""
+    """The largest memory use of a forward pass over the largest step."""
     tokens = torch.zeros(1, config.max_num_batched_tokens, dtype=torch.int64, device=loaded.device)
     positions = (
         torch.arange(tokens.shape[1], device=loaded.device)[None] % loaded.geometry.max_positions

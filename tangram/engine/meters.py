@@ -1,6 +1,4 @@
-"""What an engine measures about itself while it serves: clocks, plans, and how well its budgets
-fit.
-"""
+"""Measurements of a serving engine: clocks, plans, and how well its budgets fit."""
 
 from __future__ import annotations
 
@@ -16,12 +14,12 @@ from tangram.model.overflow import Overflow
 
 @dataclass
 class Meters:
-    """Since the start. `sealing` times scoring, selection and storing of chunks on the device;
-    `overflow` is None unless somebody asked for it.
+    """Measurements since the start.
 
-    `step_s` are the seconds of the engine's steps, and `device_s` those of them in which the host
-    waits for the device, or, on a CPU, is the device: runs the model's forward passes. The rest is
-    the host's own work. `plans` counts decode plans by the kind of planner.
+    `sealing` times scoring, selection and storing of chunks on the device. `overflow` is None
+    unless configured. `step_s` are the seconds of the engine's steps. `device_s` are those in which
+    the host waits for the device; on a CPU, those of the model's forward passes. The rest is the
+    host's own work. `plans` counts decode plans by the kind of planner.
     """
 
     sealing: Stopwatch
@@ -32,30 +30,30 @@ class Meters:
     _waited_s: float = 0.0
 
     def time(self, step: Callable[[], bool]) -> bool:
-        """What `step` returns, which counts if that is true: it had something to do."""
+        """The result of `step`. Its time counts if that is true, so that it had something to do."""
         begin_s = time.perf_counter()
         worked = step()
         waited_s, self._waited_s = self._waited_s, 0.0
-        if worked:  # both at once: whoever reads finds no more waiting than steps
+        if worked:  # both at once: a reader finds no more waiting than steps
             self.step_s += time.perf_counter() - begin_s
             self.device_s += waited_s
         return worked
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """What is inside is the device's time."""
+        """Count the time inside as the device's."""
         begin_s = time.perf_counter()
         yield
         self._waited_s += time.perf_counter() - begin_s
 
     def collect(self) -> None:
-        """Enter what the device has finished by now; it is not waited for."""
+        """Count what the device has finished by now, without waiting for it."""
         self.sealing.collect()
         if self.overflow is not None:
             self.overflow.collect()
 
     def clear(self) -> None:
-        """Forget what was measured before anybody was served."""
+        """Forget what was measured before serving began."""
         self.sealing.clear()
         if self.overflow is not None:
             self.overflow.clear()

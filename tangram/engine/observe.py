@@ -1,6 +1,4 @@
-"""Real text, chunk by chunk, through the engine's own prefill: what calibration and the training of
-gates listen to.
-"""
+"""Run text, chunk by chunk, through the engine's own prefill, for calibration and gate training."""
 
 from __future__ import annotations
 
@@ -28,11 +26,10 @@ Scores = npt.NDArray[np.float32]
 def score_source(
     loaded: LoadedModel, scorer: Scorer, *, chunk_tokens: int
 ) -> Callable[[Sequence[int]], Iterator[Scores]]:
-    """A function from one sample's token ids to the scores float32 [L, H, C] of its full chunks,
-    first chunk first.
+    """A function from one sample's token ids to the scores float32 [L, H, C] of its full chunks.
 
-    L counts the full-attention layers. Every chunk sees its past uncompressed, as the methods were
-    published.
+    Chunks come in order. L counts the full-attention layers. Every chunk sees its past
+    uncompressed, as the methods were published.
     """
     seen: dict[int, Scores] = {}
 
@@ -51,11 +48,10 @@ def score_source(
 def chunk_source(
     loaded: LoadedModel, scorer: Scorer, observer: ScoreObserver, *, chunk_tokens: int
 ) -> Callable[[Sequence[int]], Iterator[int]]:
-    """A function from one sample's token ids to the positions of its full chunks, each when it has
-    been scored.
+    """A function from one sample's token ids to the positions of its full chunks.
 
-    By then `observer` has seen it and its scores in every full-attention layer. Every chunk sees
-    its past uncompressed.
+    A position comes when the chunk has been scored. By then `observer` was called with the chunk
+    and its scores in every full-attention layer. Every chunk sees its past uncompressed.
     """
     geometry = loaded.geometry
     layout = Layout.lay_out_uncompressed(

@@ -1,6 +1,4 @@
-"""Which profile an engine serves with: those named, one that ships or is kept, or a calibration
-now.
-"""
+"""Find the profiles of an engine: configured, shipped, kept, or calibrated now."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tangram.calibrate.measure import Observer, calibrate
-from tangram.calibrate.texts import QUICK_SAMPLES, pilot_texts
+from tangram.calibrate.texts import QUICK_SAMPLES, make_texts
 from tangram.compress.library import find_profile, find_shipped_profiles
 from tangram.compress.profile import Profile, Scope
 from tangram.compress.provenance import ModelFingerprint, ScorerSpec
@@ -28,9 +26,9 @@ _log = logging.getLogger("tangram")
 
 @dataclass(frozen=True)
 class Compression:
-    """What `config` asks for, with each file read once: scorer and scope by name, and its profiles.
+    """The scorer, scope and profiles of `config`, with each file read once.
 
-    `config` names the scorer and the scope.
+    Its `config` names the scorer and the scope.
     """
 
     config: EngineConfig
@@ -39,9 +37,7 @@ class Compression:
 
     @classmethod
     def of(cls, config: EngineConfig, model: ModelFingerprint) -> Compression:
-        """Raises `ProfileError` or `ConfigError` for profiles that cannot be read or do
-        not agree.
-        """
+        """Raises `ProfileError` or `ConfigError` if profiles are unreadable or do not agree."""
         profiles = read_profiles(config)
         choice = choose(config, model, profiles)
         return cls(replace(config, **choice._asdict()), choice, list(profiles.values()))
@@ -57,8 +53,8 @@ class Compression:
     def find_served_profiles(self, loaded: LoadedModel, scorer: Scorer) -> list[Profile]:
         """The profiles that are served beside ρ = 1.0, cut to pages.
 
-        Where none is named and ρ is less, one is found or made. Raises `ProfileError` if those
-        named have no such ρ.
+        If none is configured and ρ is less, one is found or made. Raises `ProfileError` if the
+        configured ones have no such ρ.
         """
         config = self.config
         profiles = [self._check(profile, loaded, scorer) for profile in self.named]
@@ -112,7 +108,7 @@ def find_or_make_profile(
         QUICK_SAMPLES,
     )
     check_chunk(config, loaded)
-    texts = pilot_texts(QUICK_SAMPLES, min_characters=max(8_000, 6 * config.chunk_tokens))
+    texts = make_texts(QUICK_SAMPLES, min_characters=max(8_000, 6 * config.chunk_tokens))
     profile = calibrate_model(
         loaded,
         scorer,
@@ -120,7 +116,7 @@ def find_or_make_profile(
         config,
         retentions=[config.kv_retention],
         texts=texts,
-        source="built-in pilot texts, quick",
+        source="built-in calibration texts, quick",
         foretell=True,
     )[0]
     path = kept / f"{loaded.fingerprint.weights_sha256}-{profile.file_name}"
@@ -134,9 +130,7 @@ def find_or_make_profile(
 
 
 def check_chunk(config: EngineConfig, loaded: LoadedModel) -> None:
-    """Raise `ConfigError` for chunks that no sequence of the model fills: texts of that length come
-    next.
-    """
+    """Raise `ConfigError` for chunks that no sequence of the model fills."""
     if config.chunk_tokens > loaded.geometry.max_positions:
         raise ConfigError(
             f"chunk_tokens is {config.chunk_tokens}, the model was made for at most "
@@ -145,7 +139,7 @@ def check_chunk(config: EngineConfig, loaded: LoadedModel) -> None:
 
 
 def scorer_spec(scorer: Scorer) -> ScorerSpec:
-    """How a profile names `scorer`."""
+    """The `ScorerSpec` of `scorer` in a profile."""
     return ScorerSpec(scorer.name, scorer.parameters())
 
 
@@ -161,11 +155,10 @@ def calibrate_model(
     observe: Observer | None = None,
     foretell: bool = False,
 ) -> list[Profile]:
-    """One profile of `loaded` for each ρ, from the scores of `texts`; draws a progress bar in a
-    terminal.
+    """One profile of `loaded` for each ρ, from the scores of `texts`.
 
-    `observe` is handed each text's shares, as in `tangram.calibrate.calibrate`. With `foretell` the
-    log says first how long it takes.
+    Draws a progress bar in a terminal. `observe` is called with each text's shares, as in
+    `tangram.calibrate.calibrate`. With `foretell` the log first estimates the duration.
     """
     use_threads(config.threads)
     scorer.check_model(loaded.fingerprint)

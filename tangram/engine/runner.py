@@ -1,4 +1,4 @@
-"""A step in, sampled tokens out: the only room that calls the model."""
+"""Compute a step and sample its tokens. This is the only module that calls the model."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from tangram.types import Int32, Int64
 
 
 class Runner:
-    """Runs steps of one model over one pool, [pages, Hp, 2, P, D] of `cache_dtype`, whose pages
-    `cache` manages, and over what host memory it has.
+    """Runs steps of one model over one pool, [pages, Hp, 2, P, D] of `cache_dtype`.
 
-    `scorer` scores what retentions want scored. `graphs` runs passes that only decode, and those of
-    few prefill rows, as CUDA graphs. `cache_dtype` None is the model's own. `meters` measure; with
-    `overflow`, that too.
+    `cache` manages the pool's pages and its host memory. `scorer` scores the chunks of `scored`
+    retentions. `graphs` runs passes that only decode, and those of few prefill rows, as CUDA
+    graphs. `cache_dtype` None is the model's own. `meters` measure, including `overflow` if it is
+    set.
     """
 
     batcher_type: type[Batcher] = Batcher
@@ -80,11 +80,11 @@ class Runner:
         sample_rows: Sequence[SampleRow],
         before_choosing: Callable[[], object] = lambda: None,
     ) -> SampledTokens | None:
-        """Compute `step` and choose a token for each of its rows with `sample`; `sample_rows` are
-        theirs, in order.
+        """Compute `step` and choose a token for each of its rows with `sample`.
 
-        A GPU goes on with it while the host does something else. What is `pending` in a row comes
-        from the last step. `before_choosing` is called when all but the choice is launched.
+        `sample_rows` are theirs, in order. A GPU continues while the host does something else.
+        Tokens that are `pending` in a row come from the last step. `before_choosing` is called when
+        all but the choice is launched.
         """
         self._host.move(step.moves, awaited=step.awaited)
         passes = self._batcher.passes(step, graphs=self._graphs is not None)
@@ -100,14 +100,12 @@ class Runner:
         return choice
 
     def _pass(self, rows: Sequence[Row], epoch: int, replayed: bool) -> Tensor:
-        """Logits [rows that sample, V] of one pass; if it may be `replayed`, by a graph that fits
-        it.
-        """
+        """Logits [rows that sample, V] of one pass; if `replayed`, by a graph that fits it."""
         attention = self._batcher.attention(rows, epoch, padded=replayed)
         tokens, positions, ends = _flatten(rows, attention)
         sampled, carried = ends[[row.sample for row in rows]], self._carry(rows, ends)
-        if replayed and self._graphs is not None and (attention.width or attention.room):
-            # A graph wants the same of every pass, and its next pass writes over its logits.
+        if replayed and self._graphs is not None and (attention.width or attention.padded_tokens):
+            # A graph needs the same places in every pass, and its next pass overwrites its logits.
             wanted = np.arange(attention.width) if attention.width else ends
             logits = self._graphs.logits(tokens, positions, wanted, attention, carried)
             logits = logits[: len(sampled)] if attention.width else logits[: len(sampled)].clone()
@@ -120,7 +118,7 @@ class Runner:
 
     @torch.inference_mode()
     def clear(self, pages: Int32) -> None:
-        """Fill `pages` [n] of the pool with zeros, after what the device still has to do."""
+        """Fill `pages` [n] of the pool with zeros, after the device's queued work."""
         if len(pages):
             self.pool.view(torch.uint8).index_fill_(
                 0, place(pages.astype(np.int64), self.pool.device), 0
@@ -128,8 +126,9 @@ class Runner:
 
     @torch.inference_mode()
     def tail_logits(self, step: Step) -> Tensor:
-        """Compute `step`; logits [n, V] of all tokens of its TAIL rows, in their order. Nothing may
-        be pending.
+        """Compute `step`; logits [n, V] of all tokens of its TAIL rows, in their order.
+
+        Nothing may be pending.
         """
         self._host.move(step.moves, awaited=step.awaited)
         attention = self._batcher.attention(step.rows, step.epoch)
@@ -144,13 +143,12 @@ class Runner:
         return logits
 
     def _finish(self, attention: StepAttention) -> None:
-        """What is left to do for sealed chunks when the model is through."""
+        """Complete the sealed chunks when the model has run."""
         self._reconstruct(attention)
 
     @torch.inference_mode()
     def rehearse(self, decode_rows: int, tokens: int) -> None:
-        """Launch whatever steps of up to `tokens` tokens and `decode_rows` rows launch, before
-        anything is served.
+        """Run all kernels of steps of up to `tokens` tokens and `decode_rows` rows, before serving.
 
         The longest first: Inductor sizes the blocks of a kernel by the first tensors that it sees.
         """
@@ -167,10 +165,9 @@ class Runner:
 
     @torch.inference_mode()
     def capture(self, rows: int, track: Callable[[Sequence[int]], Iterable[int]]) -> None:
-        """Capture the graphs of decode steps of up to `rows` rows, before anything is served;
-        `track` sees widths.
+        """Capture the graphs of decode steps of up to `rows` rows, before serving.
 
-        And those of single prefill rows, as requests have them that ask for no ρ of their own.
+        `track` wraps the widths. Graphs of single prefill rows of the default ρ are captured, too.
         """
         if self._graphs is None:
             return
@@ -188,7 +185,7 @@ class Runner:
             )
 
     def _carry(self, rows: Sequence[Row], ends: Int64) -> Carry:
-        """What enters the tokens that the last step chose into those of a pass of `rows`."""
+        """Returns a function that writes the last step's tokens into those of a pass of `rows`."""
         pending = [number for number, row in enumerate(rows) if row.pending]
         if not pending:
             return lambda tokens: None
@@ -203,8 +200,8 @@ class Runner:
     def _forward(
         self, attention: AttentionContext, tokens: Tensor, positions: Tensor, wanted: Tensor
     ) -> Tensor:
-        """Logits [len(wanted), V] of the flattened batch's tokens `wanted`."""
-        # A GPU is only told what to do here; a CPU does it.
+        """Logits [len(wanted), V] of the tokens `wanted` of the flattened batch."""
+        # A GPU only queues the work here; a CPU does it.
         with self.meters.waiting() if tokens.is_cpu else nullcontext():
             output = self._loaded.model(
                 input_ids=tokens[None],
@@ -217,7 +214,7 @@ class Runner:
         return logits
 
     def _reconstruct(self, attention: StepAttention) -> None:
-        """The second pass of scorers that ask the model to repeat a chunk (KVzip, section 3)."""
+        """The second pass of scorers that make the model repeat a chunk (KVzip, section 3)."""
         for sealer in attention.sealers:
             if isinstance(sealer, ChunkSealer) and sealer.pending:
                 row, tokens = sealer.row, self._repetition(sealer.row)
@@ -234,9 +231,7 @@ class Runner:
 
 
 def _runs_of_chunks(retention: Retention, tokens: int) -> Iterator[tuple[Row, ...]]:
-    """All chunks of a step and one alone, one behind another; what a prompt may begin with where
-    nothing is dropped.
-    """
+    """All chunks of a step in sequence, and one alone, as prompts may begin uncompressed."""
     layout = retention.layout
     chunk, most = layout.chunk_tokens, layout.max_tokens // layout.chunk_tokens
     rows = tuple(_make_row(RowKind.SEAL, retention, at * chunk, chunk) for at in range(most))
@@ -257,7 +252,7 @@ def _make_row(kind: RowKind, retention: Retention, start: int, tokens: int) -> R
 def _flatten(rows: Sequence[Row], attention: StepAttention) -> tuple[Int64, Int64, Int64]:
     """Tokens and positions of `rows`, and where each of them ends.
 
-    Decode rows are filled up to the width of `attention`, a row with room to its tokens.
+    Decode rows are padded to the width of `attention`, a row with a `PaddedShape` to its tokens.
     """
     decode_rows = sum(row.kind is RowKind.DECODE for row in rows)
     fill = np.zeros(attention.width - decode_rows, np.int64)
@@ -265,7 +260,9 @@ def _flatten(rows: Sequence[Row], attention: StepAttention) -> tuple[Int64, Int6
     positions = [np.arange(row.start, row.start + len(row.tokens)) for row in rows]
     ends = np.cumsum([len(own) for own in tokens]) - 1
     ends[decode_rows:] += len(fill)
-    beyond = np.zeros(0 if attention.room is None else attention.room - ends[-1] - 1, np.int64)
+    beyond = np.zeros(
+        0 if attention.padded_tokens is None else attention.padded_tokens - ends[-1] - 1, np.int64
+    )
     for parts in (tokens, positions):
         parts.insert(decode_rows, fill)
         parts.append(beyond)

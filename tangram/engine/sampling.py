@@ -1,14 +1,20 @@
-"""From logits to tokens: penalties, temperature, filters, one reproducible draw, log-probabilities.
+"""From logits to tokens: penalties, temperature, filters, a reproducible draw, log-probabilities.
 
-Meaning and order are vLLM's (V1 sampler): grammar mask → logit bias → ends masked before
-`min_tokens` → repetition, frequency and presence penalties → greedy choice, or temperature → min-p
-→ top-k → top-p (`filters.py`) → draw. Log-probabilities are those of the model's own logits, over
-the tokens that the row's grammar allows, before the rest.
+Meaning and order are vLLM's (V1 sampler):
 
-Random rows go through integer weights, whose sums do not depend on their order, and a filtered
-token (weight 0) can never be drawn. Each token draws with a number of its own, hashed from (seed,
-sample index, step, token) (`draw.py`). So a row's token depends on its logits alone, and on their
-last bits only where two tokens are that near to each other.
+1. grammar mask
+2. logit bias
+3. ends masked before `min_tokens`
+4. repetition, frequency and presence penalties
+5. greedy choice, or temperature → min-p → top-k → top-p (`filters.py`) → draw
+
+Log-probabilities are those of the model's own logits over the tokens that the row's grammar allows,
+before the other steps.
+
+Random rows use integer weights, whose sums do not depend on their order. A filtered token (weight
+0) can never be drawn. Each token draws with a number of its own, hashed from (seed, sample index,
+step, token) (`draw.py`). So a row's token depends on its logits alone, and on their last bits only
+where two tokens are that close.
 """
 
 from __future__ import annotations
@@ -33,14 +39,13 @@ _GREEDY_BELOW = 1e-5  # vLLM's limit: a lower temperature means greedy
 
 
 class SampleRow:
-    """What sampling knows of one completion; lives as long as the completion does. Call `append`
-    with each token.
+    """The sampling state of one completion. Call `append` with each token.
 
-    `seed` is the request's own or, where it has none, one that the engine picked. `sample_index`
-    counts the `n` completions of a request. `step` is the number of tokens generated so far.
-    `device` is where the logits will be. `matcher` says which tokens may come next; None, any.
-    `end_token_ids` end the completion, so none of them comes before `min_tokens`. Raises
-    `RequestError` if `params` name a token outside the vocabulary.
+    `seed` is the request's own or, without one, chosen by the engine. `sample_index` counts the `n`
+    completions of a request. `step` is the number of tokens generated so far. `device` is that of
+    the logits. `matcher` says which tokens may come next; None allows any. `end_token_ids` end the
+    completion, so none of them comes before `min_tokens`. Raises `RequestError` if `params` name a
+    token outside the vocabulary.
     """
 
     def __init__(
@@ -87,15 +92,13 @@ class SampleRow:
         return self._ends is not None and self.step < self.params.min_tokens
 
     def append(self, token: Tensor) -> None:
-        """Count a token, int64 [1] where the logits are, that becomes part of the completion."""
+        """Add a token, int64 [1] on the logits' device, to the completion."""
         self.step += 1
         if self._history is not None:
             self._history.output_counts.index_add_(0, token, self._history.one)
 
     def change_logits(self, logits: Tensor) -> None:
-        """Add the bias and the penalties to `logits` [V] (float32), in place; take ends out that
-        come too early.
-        """
+        """Add the bias and the penalties to `logits` [V] (float32), in place; mask early ends."""
         if self._bias is not None:
             logits.index_add_(0, *self._bias)
         if self._ends is not None and self._must_go_on:
@@ -118,7 +121,9 @@ class _History:
         self.one = torch.ones(1, device=device)
 
     def penalise(self, logits: Tensor, params: SamplingParams) -> None:
-        """Repetition over prompt and output (CTRL, section 4.1); frequency and presence over the
+        """Apply the penalties in place.
+
+        Repetition over prompt and output (CTRL, section 4.1); frequency and presence over the
         output (OpenAI).
         """
         output_seen = self.output_counts > 0
@@ -133,10 +138,10 @@ class _History:
 
 @dataclass(frozen=True, eq=False)
 class SampledTokens:
-    """What was chosen: `tokens` int64 [R] on the device. The rest is on its way to the host.
+    """The chosen tokens: `tokens` int64 [R] on the device. The rest is being copied to the host.
 
-    `figures` are the tokens, their log-probabilities and the logsumexp of their rows, `best` the
-    most likely tokens and their log-probabilities, each [n, k], of the rows listed with them.
+    `figures` are the tokens, their log-probabilities and the logsumexp of their rows. `best` are
+    the most likely tokens and their log-probabilities, each [n, k], of the rows listed with them.
     """
 
     tokens: Tensor
@@ -144,8 +149,9 @@ class SampledTokens:
     best: Sequence[tuple[Sequence[int], HostCopies]]
 
     def tokens_on_host(self) -> list[TokenLogprob | None]:
-        """Waits for the device. None for a row that has no token: its logits hold NaN or +∞, or are
-        all −∞.
+        """The tokens; waits for the device. None for a row without one.
+
+        The logits of such a row hold NaN or +∞, or are all −∞.
         """
         token_ids, logprobs, sums = (part.tolist() for part in self.figures.get())
         top: dict[int, tuple[tuple[int, float], ...]] = {}
@@ -160,7 +166,7 @@ class SampledTokens:
 
 
 def _possible(token_ids: Sequence[int], logprobs: Sequence[float]) -> tuple[tuple[int, float], ...]:
-    """Fewer tokens than were asked for may be possible at all."""
+    """The possible tokens, which may be fewer than requested."""
     return tuple(pair for pair in zip(token_ids, logprobs, strict=True) if pair[1] > -math.inf)
 
 
@@ -175,8 +181,7 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[TokenLogprob]:
 
 
 def choose(logits: Tensor, rows: Sequence[SampleRow]) -> SampledTokens:
-    """Choose one token per row. `logits` [R, V], any float dtype, left unchanged; `rows` are not
-    advanced.
+    """Choose one token per row. `logits` [R, V], any float dtype, left unchanged; `rows`, too.
 
     Greedy rows take the first of equal maxima.
     """
@@ -196,8 +201,9 @@ def choose(logits: Tensor, rows: Sequence[SampleRow]) -> SampledTokens:
 
 
 def probabilities(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """[R, V] float64: the distribution that `sample` draws from (a single 1 in greedy rows), for
-    rejection sampling.
+    """[R, V] float64: the distribution that `sample` draws from, for rejection sampling.
+
+    A greedy row has a single 1.
     """
     changed = _change(_mask_forbidden(logits.float(), rows), rows)
     result = torch.zeros(changed.shape, dtype=torch.float64, device=changed.device)
@@ -210,9 +216,7 @@ def probabilities(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
 
 
 def check_tokens(params: SamplingParams, vocab_size: int) -> None:
-    """Raise `RequestError` if `logit_bias` or `stop_token_ids` names a token outside the
-    vocabulary.
-    """
+    """Raise `RequestError` if `logit_bias` or `stop_token_ids` names an unknown token."""
     for field, tokens in (
         ("logit_bias", params.logit_bias),
         ("stop_token_ids", params.stop_token_ids),
@@ -244,9 +248,7 @@ def _bias(params: SamplingParams, device: torch.device | str) -> tuple[Tensor, T
 
 
 def _mask_forbidden(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """`raw` with −∞ for the tokens that a row's grammar does not allow: itself if no row has a
-    grammar.
-    """
+    """`raw` with −∞ for the tokens that a row's grammar forbids; itself if no row has a grammar."""
     bound = [(index, row.matcher) for index, row in enumerate(rows) if row.matcher is not None]
     if not bound:
         return raw
@@ -262,7 +264,7 @@ def _mask_forbidden(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
 
 
 def _change(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """`raw` with biases and penalties: itself if no row has any, else a copy."""
+    """`raw` with biases and penalties: itself if no row has any, otherwise a copy."""
     touched = [index for index, row in enumerate(rows) if row.changes_logits]
     if not touched:
         return raw
@@ -275,7 +277,7 @@ def _change(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
 def _best(
     raw: Tensor, normaliser: Tensor, rows: Sequence[SampleRow]
 ) -> list[tuple[Sequence[int], HostCopies]]:
-    """The best alternatives of the rows that ask for some, best first; see `SampledTokens.best`."""
+    """The best alternatives of the rows that request some, best first; see `SampledTokens.best`."""
     wanted: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
         if row.params.logprobs:

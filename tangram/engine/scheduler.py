@@ -1,20 +1,20 @@
-"""Who runs in the next step. Integers only: counts are known before the step (Tangram, budget
-reservation).
+"""The scheduler: chooses the rows of the next step. Integers only.
 
-Sequences are served in the order of when they are due: the tokens computed when they came, plus
-`prompt_patience` times the new tokens they came with. Short prompts pass long ones, and after so
-many tokens nobody passes any more.
+Counts are known before the step (Tangram, budget reservation). Sequences are served in the order of
+their due numbers: the tokens computed when a sequence came, plus `prompt_patience` times its new
+tokens. Short prompts overtake long ones, but only until that many tokens are computed.
 
-A step is a budget of tokens. Decoding sequences take one each; what is left goes to whole chunks
-and prompt tails of one sequence after the other, running or waiting. A chunk is never split. A
-sequence is admitted when its footprint up to the end of its current chunk can be promised, and asks
-again only when a chunk ends; if there is no room then, the last is preempted and later computed
-anew to the same state. The first goes on. Whoever would begin with a chunk that another seals in
-the same step waits for the next one, and finds it in the cache. Whose chunks come back from host
-memory joins one step later, while others run: the step runs beside the copies.
+A step is a budget of tokens. Decoding sequences take one each. The rest goes to whole chunks and
+prompt tails of one sequence after the other, running or waiting. A chunk is never split. A sequence
+is admitted when its footprint up to the end of its current chunk can be promised. A new promise is
+needed only when a chunk ends. If there are not enough pages then, the last sequence is preempted
+and later recomputed to the same state. The first one continues. If another sequence seals the same
+first chunk in this step, a sequence waits for the next step and finds the chunk in the cache. A
+sequence whose chunks come back from host memory joins one step later if others run: the step runs
+beside the copies.
 
-A step may be scheduled while the tokens of the one before are still on the device: only how many
-there are matters.
+A step may be scheduled while the tokens of the one before are still on the device: only their
+number matters.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PRECEDING_TOKENS = 16
 
 @dataclass
 class SchedulerCounters:
-    """What happened since the start."""
+    """Counts since the start."""
 
     steps: int = 0
     computed_tokens: int = 0
@@ -64,10 +64,9 @@ class Scheduler:
     _epoch: int = 0
 
     def excess(self, entering: int) -> int:
-        """Sequences that never ran yet, `entering` more with them, less the free places of the
-        batch.
+        """Sequences that never ran, with `entering` more, minus the free places of the batch.
 
-        Above 0 so many wait; below 0 so many may come.
+        A positive number waits; a negative one is free places.
         """
         fresh = sum(sequence.cached_tokens is None for sequence in self.waiting)
         return fresh + entering - (self.config.max_num_seqs - len(self.running))
@@ -75,7 +74,9 @@ class Scheduler:
     def add(self, sequence: TokenSequence) -> None:
         """Queue a sequence; its most pages (`Layout.most_pages`) must not exceed the pool."""
         new_tokens = self.cache.new_tokens(sequence.keys, sequence.known_tokens)
-        sequence.due = self.counters.computed_tokens + self.config.prompt_patience * new_tokens
+        sequence.due_tokens = (
+            self.counters.computed_tokens + self.config.prompt_patience * new_tokens
+        )
         self._queue(sequence)
 
     def remove(self, sequence: TokenSequence) -> None:
@@ -89,12 +90,11 @@ class Scheduler:
             sequence.cache = None
 
     def quarantine(self, sequence: TokenSequence) -> Int32:
-        """Forget a sequence whose state is not sound, and every cached link that may share in that
-        (`cache/purge.py`).
+        """Forget a sequence with unsound state, and every cached link that may share it.
 
-        Whoever stands on these gives its pages back and is computed anew from its tokens. Returns
-        the pages [n], which nobody holds any more, that must be cleared: a kernel may read a page
-        beyond its entries with weight zero, and zero times NaN is NaN.
+        See `cache/purge.py`. Other sequences that use these links give their pages back and are
+        recomputed from their tokens. Returns the pages [n], now unused, that must be cleared: a
+        kernel may read a page beyond its entries with weight zero, and zero times NaN is NaN.
         """
         found = suspects(self.cache, sequence.keys, sequence.settled_tokens)
         if sequence.cache is not None and sequence.cache.slot not in found.slots:
@@ -107,8 +107,9 @@ class Scheduler:
         return pages
 
     def schedule(self) -> Step | None:
-        """The next step, or None if nothing can run. Pages of its rows are taken and their tables
-        written.
+        """The next step, or None if nothing can run.
+
+        The pages of its rows are taken and their tables written.
         """
         budget = self.config.max_num_batched_tokens
         self._sealing.clear()
@@ -131,17 +132,17 @@ class Scheduler:
         if not decode and not prefill:
             return None
         self.counters.steps += 1
-        # Whole chunks lie end to end: they are sealed together
+        # Whole chunks lie end to end, because they are sealed together.
         prefill.sort(key=lambda row: row.kind is RowKind.TAIL)
         rows = tuple(decode + prefill)
         self.counters.computed_tokens += sum(len(row.tokens) for row in rows)
         return Step(rows, self._epoch_of(decode), *self.cache.take_moves(row.slot for row in rows))
 
     def commit(self, step: Step) -> None:
-        """Enter in the books what `step` computes; call it when nothing is pending and before its
-        tokens are expected.
+        """Record what `step` computes.
 
-        What was removed since it was scheduled has no books any more.
+        Call it when nothing is pending, before its tokens are expected. Sequences that were removed
+        since it was scheduled are skipped.
         """
         by_slot = {
             sequence.cache.slot: sequence for sequence in self.running if sequence.cache is not None
@@ -152,12 +153,10 @@ class Scheduler:
             if sequence is not None and sequence.cache is not None:
                 self.cache.commit(sequence.cache, sequence.known_tokens)
 
-    # -- inside ------------------------------------------------------------------------------------
+    # -- internals ---------------------------------------------------------------------------------
 
     def _secure_promises(self) -> None:
-        """Before a sequence enters a new chunk it must be promised that chunk's pages; the first is
-        served first.
-        """
+        """Promise each sequence that enters a new chunk that chunk's pages, in order."""
         for sequence in list(self.running):
             while (
                 sequence.cache is not None and not sequence.complete and _at_chunk_start(sequence)
@@ -178,8 +177,9 @@ class Scheduler:
     def _in_turn(
         self, unfinished: Iterable[TokenSequence], admissions: Iterator[TokenSequence]
     ) -> Iterator[TokenSequence]:
-        """Both by rank; who waits is admitted when its turn comes, and those that run go on if it
-        cannot be.
+        """Running and waiting sequences by rank. A waiting one is admitted in its turn.
+
+        If it cannot be admitted, the running ones continue.
         """
         for sequence in unfinished:
             while self.waiting and self.waiting[0].rank < sequence.rank:
@@ -191,15 +191,16 @@ class Scheduler:
         yield from admissions
 
     def _admissions(self, fresh_batch: bool) -> Iterator[TokenSequence]:
-        """Waiting sequences as they are admitted; static batching admits a whole batch at once,
-        when none runs.
+        """Waiting sequences as they are admitted.
+
+        Static batching admits a whole batch at once, when none runs.
         """
         if self.config.scheduling == "continuous":
             return self._admit_in_order()
         return iter(list(self._admit_in_order()) if fresh_batch else ())
 
     def _admit_in_order(self) -> Iterator[TokenSequence]:
-        """Stops at the first that does not fit: nobody of a later rank overtakes it."""
+        """Stops at the first that does not fit: no sequence of a later rank overtakes it."""
         while (
             self.waiting
             and len(self.running) < self.config.max_num_seqs
@@ -208,7 +209,7 @@ class Scheduler:
             sequence = self.waiting.pop(0)
             insort(self.running, sequence, key=lambda entry: entry.rank)
             yield sequence
-            # About a step's budget of tokens may be on its way from host memory.
+            # About a step's budget of tokens may be copied from host memory at a time.
             arriving = (
                 _require_cache(entry).cached_tokens
                 for entry in self.running
@@ -218,7 +219,7 @@ class Scheduler:
                 return
 
     def _admit(self, sequence: TokenSequence) -> bool:
-        if sequence.pending:  # preempted a moment ago; its tokens name what the cache may have
+        if sequence.pending:  # just preempted; its tokens identify what the cache may have
             return False
         sequence.cache = self.cache.admit(sequence.keys, sequence.known_tokens, sequence.limit)
         if sequence.cache is None:
@@ -243,9 +244,7 @@ class Scheduler:
         return self._row(sequence, RowKind.DECODE, start, start + 1, sample=True)
 
     def _prefill(self, candidates: Iterable[TokenSequence], budget: int) -> list[Row]:
-        """All rows that the first may have, then those of the second, …, until the next one does
-        not fit.
-        """
+        """All rows that the first sequence may have, then those of the second, while they fit."""
         rows: list[Row] = []
         for sequence in candidates:
             goes_on = True
@@ -259,8 +258,9 @@ class Scheduler:
         return rows
 
     def _goes_on(self, sequence: TokenSequence, row: Row) -> bool:
-        """Whether the step that seals a chunk may compute more of the sequence; a single token is
-        left to decode.
+        """Whether the step that seals a chunk may compute more of the sequence.
+
+        A single token is left to decode.
         """
         if row.kind is not RowKind.SEAL or sequence.retention.one_chunk_a_step:
             return False
@@ -279,8 +279,8 @@ class Scheduler:
             start, kind, end = begin, RowKind.SEAL, begin + chunk_tokens
         if end - start > budget:
             return None
-        # A chunk that decode completed has given its sample already, one that ends the known tokens
-        # has not.
+        # A chunk that decode completed has been sampled already; one that ends the known tokens has
+        # not.
         sample = end == sequence.known and cache.raw_tokens < chunk_tokens
         if kind is RowKind.SEAL:
             key = self.cache.next_key(cache, sequence.settled_tokens)
@@ -327,7 +327,7 @@ def _require_cache(sequence: TokenSequence) -> SequenceCache:
 
 
 def _decodes(sequence: TokenSequence) -> bool:
-    """True when exactly its newest token is to be computed, within the current chunk."""
+    """True if only its newest token must be computed, within the current chunk."""
     cache = _require_cache(sequence)
     return (
         sequence.known - cache.computed_tokens == 1 and cache.raw_tokens < cache.layout.chunk_tokens
@@ -337,5 +337,5 @@ def _decodes(sequence: TokenSequence) -> bool:
 def _at_chunk_start(sequence: TokenSequence) -> bool:
     cache = _require_cache(sequence)
     rest = sequence.known - cache.computed_tokens
-    # With chunks of one token the newest token fills its chunk and is decoded all the same.
+    # With chunks of one token the newest token fills its chunk but is still decoded.
     return cache.raw_tokens == 0 and (rest < cache.layout.chunk_tokens or _decodes(sequence))

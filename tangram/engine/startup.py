@@ -1,4 +1,4 @@
-"""What the log says at a start: how long a calibration takes and why, and how many tokens fit."""
+"""Log messages at a start: how long a calibration takes and why, and how many tokens fit."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ _log = logging.getLogger("tangram")
 def foretell_calibration(
     source: ScoreSource, samples: Sequence[Sequence[int]], chunk_tokens: int
 ) -> None:
-    """Say how long it takes to score `samples` (token ids), from a chunk that `source` scores for
-    that.
+    """Log how long it takes to score `samples` (token ids), from the time of one chunk.
 
-    Raises `ConfigError` if a sample is shorter than a chunk.
+    `source` scores the chunk. Raises `ConfigError` if a sample is shorter than a chunk.
     """
     check_lengths(samples, chunk_tokens)
     chunks = sum(len(sample) // chunk_tokens for sample in samples)
@@ -39,7 +38,7 @@ def foretell_calibration(
 
 
 def in_words(seconds: float) -> str:
-    """A duration that is known roughly: "5 s", "40 s", "12 minutes"."""
+    """A rough duration: "5 s", "40 s", "12 minutes"."""
     return (
         f"{max(5, 5 * round(seconds / 5))} s" if seconds < 90 else f"{round(seconds / 60)} minutes"
     )
@@ -48,8 +47,9 @@ def in_words(seconds: float) -> str:
 def announce(
     config: EngineConfig, loaded: LoadedModel, admission: Admission, host_pages: int
 ) -> None:
-    """Say how many tokens fit, and how many would without compression. `config` names scorer and
-    scope.
+    """Log how many tokens fit, and how many would without compression.
+
+    `config` names scorer and scope.
     """
     default = admission.retentions[0]
     compressed = default.layout.tokens_in(admission.total_pages)

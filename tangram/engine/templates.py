@@ -1,4 +1,4 @@
-"""What a chat template can be told besides the conversation: `enable_thinking` of Qwen3, say."""
+"""Options of a chat template besides the conversation, such as `enable_thinking` of Qwen3."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 
 class _Generation(Extension):
-    """The tag with which some templates mark answers for training: what is inside
-    counts as usual.
-    """
+    """The tag with which some templates mark answers for training; its content is rendered."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's own form)
 
@@ -33,9 +31,7 @@ _ASKS = ("defined", "undefined", "default", "d")
 
 
 def template_options(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
-    """The variables that every chat template of `tokenizer` reads and that are for a request to
-    set.
-    """
+    """The variables that every chat template of `tokenizer` reads and that a request may set."""
     found = tokenizer.chat_template or {}
     read = [_read(template) for template in ([found] if isinstance(found, str) else found.values())]
     own = TEMPLATE_NAMES.union(tokenizer.special_tokens_map)
@@ -47,10 +43,10 @@ def _read(template: str) -> frozenset[str]:
     try:
         tree = environment.parse(template)
         read = find_undeclared_variables(tree)
-    except TemplateError:  # a conversation will say so
+    except TemplateError:  # rendering a conversation reports it
         return frozenset()
-    # Jinja counts what is set in one branch only; a default for what may be missing is another
-    # thing.
+    # Jinja counts variables that are set in one branch only; a default for a missing variable is
+    # different.
     written = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "store"}
     asked = {
         each.node.name

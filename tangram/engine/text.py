@@ -1,9 +1,10 @@
 """Text to tokens and back: the chat template, detokenisation token by token, stop strings.
 
-A stream decodes a short window of tokens again at each step: the last group that gave text and what
-followed it, for only in context are the spaces right and characters whole that span tokens (as in
-text-generation-inference). `tokenizers.decoders.DecodeStream` works alike, but it raises on invalid
-UTF-8 from byte-fallback vocabularies and cannot give up what it holds when a completion ends.
+A stream decodes a short window of tokens again at each step: the last group that gave text and the
+tokens after it. Only in context are the spaces right and the characters whole that span tokens (as
+in text-generation-inference). `tokenizers.decoders.DecodeStream` works alike. But it raises on
+invalid UTF-8 from byte-fallback vocabularies, and cannot return its remaining text when a
+completion ends.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tangram.types import Marks, ThinkingFormat, ToolFormat
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_REPLACEMENT = "\ufffd"  # what decoders put in place of bytes that are not (yet) a character
+_REPLACEMENT = "\ufffd"  # decoders' replacement for bytes that are not (yet) a character
 _MAX_PENDING = 3  # a character has at most 4 bytes, so at most 3 replacements may still become one
 _PROMPT_TAIL_TOKENS = (
     8  # enough of the prompt to decide on the first space and to finish a character
@@ -37,8 +38,9 @@ _NONE = Marks()
 
 @dataclass(frozen=True)
 class TokenText:
-    """One token as `logprobs` reports it. `raw` is its exact bytes where `text` has replacement
-    characters.
+    """One token as `logprobs` reports it.
+
+    `raw` is its exact bytes where `text` has replacement characters.
     """
 
     text: str
@@ -48,8 +50,8 @@ class TokenText:
 class TextCodec:
     """A Transformers tokenizer as the engine uses it. Safe to share between threads.
 
-    `eos_token_ids` are the ends of text that the model's generation config names, besides the
-    tokenizer's own.
+    `eos_token_ids` are the end tokens of the model's generation config, besides the tokenizer's
+    own.
     """
 
     def __init__(
@@ -68,21 +70,19 @@ class TextCodec:
             if TOOL_MARK.fullmatch(text)
         }
         controls = sorted({*tokenizer.all_special_tokens, *added.values(), *marks})
-        # Where one begins, also inside another, and its first character.
+        # Where a control token's name begins, also inside another, and its first character.
         self._control = re.compile(
             f"(?=(?:{'|'.join(map(re.escape, controls))}))(.)" if controls else "(?!)()", re.DOTALL
         )
         self._anchor: list[int] = tokenizer.encode("a", add_special_tokens=False)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """The tokens of a raw prompt, with the special tokens the model expects around it (a BOS
-        token, say).
-        """
+        """The tokens of a raw prompt, with the model's special tokens around it (such as BOS)."""
         return tuple(self.tokenizer.encode(text))
 
     @cached_property
     def longest_token_bytes(self) -> int:
-        """No token is made of more bytes of text, so n tokens hold at most n times as many."""
+        """The most bytes of text in a token: n tokens hold at most n times as many."""
         longest = max(len(piece.encode()) for piece in self.tokenizer.get_vocab())
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         return (
@@ -93,19 +93,17 @@ class TextCodec:
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:
-        """How the model writes calls of tools; None if its template shows none, or writes calls in
-        an unknown way.
-        """
+        """How the model writes tool calls; None if its template has none, or an unknown format."""
         return None if self.tokenizer.chat_template is None else tool_format(self.tokenizer)
 
     @cached_property
     def thinking_format(self) -> ThinkingFormat | None:
-        """How the model marks what it thinks; None if its template shows no such marks."""
+        """How the model marks its thoughts; None if its template shows no such marks."""
         return None if self.tokenizer.chat_template is None else thinking_format(self.tokenizer)
 
     @cached_property
     def marks(self) -> Marks:
-        """The control tokens that calls and thoughts are told by."""
+        """The control tokens that delimit calls and thoughts."""
         return marks(self.tokenizer, self.tool_format, self.thinking_format)
 
     @cached_property
@@ -124,19 +122,24 @@ class TextCodec:
         tools: Sequence[Mapping[str, Any]] = (),
         options: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]:
-        """The tokens of a conversation up to the start of the assistant's answer; `tools` are those
-        of the OpenAI API, `options` are among `template_options`.
+        """The tokens of a conversation up to the start of the assistant's answer.
 
-        Only the template writes control tokens and marks of tool calls: their names inside
-        messages, tools and options become the tokens of ordinary text. Raises `RequestError` (field
-        `messages`) if the model has no chat template or its template rejects the messages.
+        `tools` are those of the OpenAI API, `options` are among `template_options`. Only the
+        template writes control tokens and marks of tool calls: their names inside messages, tools
+        and options become the tokens of ordinary text. Raises `RequestError` (field `messages`) if
+        the model has no chat template or its template rejects the messages.
         """
         if self.tokenizer.chat_template is None:
             raise RequestError(
-                "messages: this model has no chat template, send a plain prompt instead", "messages"
+                lambda field: (
+                    f"{field}: this model has no chat template, send a plain prompt instead"
+                ),
+                "messages",
             )
         if not messages:
-            raise RequestError("messages is empty, it must hold at least one message", "messages")
+            raise RequestError(
+                lambda field: f"{field} is empty, it must hold at least one message", "messages"
+            )
         mark = token_hex(16)  # nobody can guess it, so that no message has it
         marked = [self._mark(value, mark) for value in (list(messages), list(tools), options or {})]
         rendered = self._render(*marked)
@@ -146,7 +149,7 @@ class TextCodec:
         return tuple(token for piece in pieces for token in piece)
 
     def _mark(self, value: Any, mark: str) -> Any:
-        """`value` with `mark` inside every name of a control token: cut there, no piece has one."""
+        """`value` with `mark` inside every name of a control token, to hide these names."""
         if isinstance(value, str):
             return self._control.sub(rf"\g<1>{mark}", value)
         if isinstance(value, Mapping):
@@ -173,9 +176,7 @@ class TextCodec:
                 )
             )
         except TemplateError as error:
-            raise RequestError(
-                f"messages: the model's chat template rejects them: {error}", "messages"
-            ) from error
+            raise _explain_rejection(f": {error}") from error
         # A template is a program of the model's makers: what it does with messages that they did
         # not think of is open.
         except (
@@ -186,17 +187,16 @@ class TextCodec:
             TypeError,
             ValueError,
         ) as error:
-            raise RequestError(
-                "messages: the model's chat template rejects them", "messages"
-            ) from error
+            raise _explain_rejection() from error
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`, special tokens left out."""
         return self._decode(list(token_ids), skip_special_tokens=True)
 
     def verbatim(self, token_ids: Sequence[int], field: str) -> str:
-        """The text of `token_ids`, special tokens by name. Raises `RequestError` (`field`) if one
-        is unknown.
+        """The text of `token_ids`, special tokens by name.
+
+        Raises `RequestError` (`field`) if one is unknown.
         """
         for token in token_ids:
             if not 0 <= token < len(self.tokenizer):
@@ -224,8 +224,9 @@ class TextCodec:
         )
 
     def _piece_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token that is not whole characters: `<0xE2>` (SentencePiece) or GPT-2's
-        byte alphabet.
+        """The bytes of a token that is not whole characters.
+
+        It is `<0xE2>` (SentencePiece) or in GPT-2's byte alphabet.
         """
         piece = str(self.tokenizer.convert_ids_to_tokens(token_id))
         if match := _BYTE_TOKEN.fullmatch(piece):
@@ -234,14 +235,20 @@ class TextCodec:
         return b"".join(alphabet.get(character, character.encode()) for character in piece)
 
 
-class TextStream:
-    """The text of one completion as its tokens arrive: whole characters only, cut before the first
-    stop string.
+def _explain_rejection(reason: str = "") -> RequestError:
+    return RequestError(
+        lambda field: f"{field}: the model's chat template rejects them{reason}", "messages"
+    )
 
-    The deltas and `finish` add up to `codec.decode` of the tokens as it reads after
-    `prompt_token_ids` (a leading space stays). Known difference: where a byte-fallback vocabulary
-    yields invalid UTF-8, characters sent before stay. Of special tokens only `marks` add text,
-    their names; no stop string is looked for across one. Each token costs a bounded amount of work.
+
+class TextStream:
+    """The text of one completion as its tokens arrive, cut before the first stop string.
+
+    It contains whole characters only. The deltas and `finish` add up to `codec.decode` of the
+    tokens as it reads after `prompt_token_ids` (a leading space stays). Known difference: where a
+    byte-fallback vocabulary yields invalid UTF-8, characters sent before stay. Of special tokens
+    only `marks` add text, their names; stop strings are not searched across one. Each token costs a
+    bounded amount of work.
     """
 
     def __init__(
@@ -258,8 +265,9 @@ class TextStream:
         self._stopped = False
 
     def push(self, token_id: int) -> tuple[str, bool]:
-        """The text that is now certain, and whether a stop string ended the completion (push
-        nothing more then).
+        """The text that is now certain, and whether a stop string ended the completion.
+
+        Push nothing more then.
         """
         mark = self._marks.names.get(token_id)
         text, self._stopped = self._search(
@@ -274,9 +282,7 @@ class TextStream:
         return (text, False) if self._in_head else self._stop.push(text)
 
     def finish(self) -> str:
-        """What was still held back, when the completion ends for another reason than a
-        stop string.
-        """
+        """The text still held back, if the completion ends for another reason than a stop."""
         if self._stopped:
             return ""
         text, self._stopped = self._search(self._detokenizer.flush())
@@ -284,8 +290,9 @@ class TextStream:
 
 
 class _Detokenizer:
-    """`_ids` is the window; `_sent` of its text's characters are out; `_group` is where its newest
-    tokens begin.
+    """`_ids` is the window, of whose text `_sent` characters are sent.
+
+    `_group` is where its newest tokens begin.
     """
 
     def __init__(self, codec: TextCodec, context: Sequence[int]) -> None:
@@ -316,7 +323,10 @@ class _Detokenizer:
         return delta
 
     def _slide(self, tokens: int) -> None:
-        """Forget the oldest tokens of the window; as many characters as before stay unsent."""
+        """Forget the oldest tokens of the window.
+
+        The number of unsent characters does not change.
+        """
         unsent = max(0, len(self._text) - self._sent)
         self._ids = self._ids[tokens:]
         self._group = len(self._ids)
@@ -347,7 +357,7 @@ class _StopStrings:
         return held
 
     def _measure_undecided(self, text: str) -> int:
-        """The length of the longest end of `text` with which a stop string begins."""
+        """The length of the longest end of `text` that begins a stop string."""
         lengths = range(min(self._longest - 1, len(text)), 0, -1)
         return next(
             (n for n in lengths if any(stop.startswith(text[-n:]) for stop in self._stop)), 0
@@ -355,15 +365,16 @@ class _StopStrings:
 
 
 def _certain(text: str) -> int:
-    """The length of `text` without the replacement characters at its end: the next tokens may make
-    others of them.
+    """The length of `text` without the replacement characters at its end.
+
+    The next tokens may change these.
     """
     return len(text.rstrip(_REPLACEMENT))
 
 
 @cache
 def _byte_alphabet() -> dict[str, bytes]:
-    """GPT-2's printable stand-in for each byte (Radford et al. 2019, section 2.2)."""
+    """GPT-2's printable character for each byte (Radford et al. 2019, section 2.2)."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     return {character: bytes([byte]) for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]

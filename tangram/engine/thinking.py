@@ -1,6 +1,4 @@
-"""How a model marks what it thinks, learnt from what its chat template makes of a
-made-up thought.
-"""
+"""How a model marks its thoughts, found by rendering an example with its chat template."""
 
 from __future__ import annotations
 
@@ -27,10 +25,9 @@ _OPENED = re.compile(rf"<({_TAG})>\s*")
 
 
 def thinking_format(tokenizer: PreTrainedTokenizerBase) -> ThinkingFormat | None:
-    """The marks around thoughts: those that the chat template writes, opens in the prompt, or cuts
-    out of the past.
+    """The marks around thoughts that the chat template writes, opens in the prompt, or removes.
 
-    None if it does none of this: then what looks like a mark is text.
+    None if it does none of this: then text that looks like a mark is ordinary text.
     """
     reply = _REPLY | {"reasoning_content": _THOUGHT}
     written = _render(tokenizer, [_QUESTION, reply])

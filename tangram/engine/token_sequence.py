@@ -1,4 +1,4 @@
-"""What the scheduler orders: one completion on its way."""
+"""A completion in progress, as the scheduler orders it."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from tangram.types import Int64
 
 @dataclass(eq=False)
 class TokenSequence:
-    """One completion on its way: `tokens[: known]` are its prompt and what was sampled so far.
+    """One completion in progress: `tokens[: known]` are its prompt and its sampled tokens.
 
     With `pending` the last of them is still on the device: it counts, but its value is not here.
-    Room for the sampled ones is made with the first: those of one request share its prompt until
-    then. `keys` name its chunks in the prefix cache. `limit` is the most tokens whose KV state it
-    may ever need. `arrival` is never reused; `due`, in computed tokens, is set when the sequence is
-    queued first, `admitted_s`, of the monotonic clock, when it first leaves the queue.
+    Space for sampled tokens is allocated with the first one: until then the completions of one
+    request share its prompt. `keys` name its chunks in the prefix cache. `limit` is the most tokens
+    whose KV state it may ever need. `arrival_index` is never reused. `due_tokens`, in computed
+    tokens, is set when the sequence is first queued; `admitted_s`, of the monotonic clock, when it
+    first leaves the queue.
     """
 
     request_id: str
-    arrival: int
+    arrival_index: int
     keys: ChunkKeys
     tokens: Int64
     known: int
     prompt_tokens: int
     limit: int
-    due: int = 0
+    due_tokens: int = 0
     cache: SequenceCache | None = None
     cached_tokens: int | None = None
     admitted_s: float | None = None
@@ -49,8 +50,8 @@ class TokenSequence:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Whoever is due earlier goes first, then whoever came first."""
-        return self.due, self.arrival
+        """The earlier due goes first, then the earlier arrival."""
+        return self.due_tokens, self.arrival_index
 
     @property
     def read_tokens(self) -> int:
@@ -64,11 +65,11 @@ class TokenSequence:
 
     @property
     def settled_tokens(self) -> Int64:
-        """int64 [n]: those of the known tokens whose values are on the host."""
+        """int64 [n]: the known tokens whose values are on the host."""
         return self.tokens[: self.known - self.pending]
 
     def expect(self) -> None:
-        """One more token is sampled."""
+        """Count one more token, which is being sampled."""
         if self.known == len(self.tokens):
             prompt, self.tokens = self.tokens, np.zeros(self.limit + 1, np.int64)
             self.tokens[: self.known] = prompt
@@ -76,7 +77,7 @@ class TokenSequence:
         self.pending = True
 
     def settle(self, token: int) -> None:
-        """The token that was expected is here."""
+        """Store the value of the expected token."""
         self.tokens[self.known - 1] = token
         self.pending = False
 
@@ -89,7 +90,7 @@ def sequence_of(
     prompt: tuple[int, ...] | Int64,
     limit: int,
 ) -> TokenSequence:
-    """A fresh sequence that knows `prompt`; an array is not copied."""
+    """A new sequence with the tokens of `prompt`; an array is not copied."""
     tokens = np.asarray(prompt, np.int64)
     keys = ChunkKeys(retention, salt)
     return TokenSequence(request_id, arrival, keys, tokens, len(prompt), len(prompt), limit)

@@ -1,4 +1,4 @@
-"""How a model is shown tools and writes calls, learnt from its chat template and a made-up tool."""
+"""How a model reads tools and writes calls, found by rendering its chat template."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tangram.types import CallStyle, Marks, ThinkingFormat, ToolFormat
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Text that no conversation should be able to write where the template does, also if its tokens are
-# not called special.
+# Text that no conversation may write where the template does, even if its tokens are not marked
+# special.
 TOOL_MARK = re.compile(r"</?tool_\w+>")
 _NAME = "tangram_probe"
 _TOOL = {
@@ -59,8 +59,7 @@ _CALL_MARKS = {CallStyle.NAMED: ("[CALL_ID]",), CallStyle.CHANNEL: _CHANNEL_MARK
 
 
 def tool_format(tokenizer: PreTrainedTokenizerBase) -> ToolFormat | None:
-    """How calls are written, in the forms of Hermes (Qwen too), Llama 3.1, Qwen3-Coder, Mistral's
-    two, and GPT-OSS.
+    """How calls are written: Hermes (Qwen too), Llama 3.1, Qwen3-Coder, Mistral's two, GPT-OSS.
 
     None if the chat template does not show tools, or writes calls in another way.
     """
@@ -81,7 +80,7 @@ def tool_format(tokenizer: PreTrainedTokenizerBase) -> ToolFormat | None:
 def marks(
     tokenizer: PreTrainedTokenizerBase, tools: ToolFormat | None, thinking: ThinkingFormat | None
 ) -> Marks:
-    """The control tokens that `tools` and `thinking` are told by."""
+    """The control tokens that delimit the calls of `tools` and the thoughts of `thinking`."""
     texts: list[str] = []
     if tools is not None:
         texts += [tools.begin, tools.end, tools.arguments, *_CALL_MARKS.get(tools.style, ())]

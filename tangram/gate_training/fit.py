@@ -1,9 +1,8 @@
-"""Train a gate that predicts a slow scorer's scores from hidden states (Fast KVzip, Kim et al.,
-arXiv 2601.17668).
+"""Train a gate that predicts a slow scorer's scores from hidden states.
 
-Layers are trained one after the other, each by itself: what the gate of a layer predicts depends on
-that layer's input alone. The caller runs the model and hands over what it sees
-(`engine/teacher.py`).
+Fast KVzip (Kim et al., arXiv 2601.17668). Layers are trained one after the other, independently: a
+layer's gate depends on that layer's input alone. The caller (`gate_training/teacher.py`) runs the
+model.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from tangram.errors import ConfigError
 from tangram.types import Geometry
 
 LOSS = "smooth L1 of log scores"
-# Of attention below this nothing can be learned, and it would outweigh all the rest.
+# Attention below this teaches nothing, and would outweigh all other scores.
 LEAST_SCORE = 1e-4
 LEAST_PREDICTION = 1e-6
 
@@ -32,12 +31,11 @@ Tracker = Callable[[Sequence[int], str], Iterable[int]]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a gate is made. `most_tokens` bounds memory: 2 bytes · layers · hidden size for each
-    token that is kept.
+    """How a gate is trained.
 
-    AdamW runs over `epochs` of batches of `batch_tokens`, its rate falls from `learning_rate` to 0
-    along a cosine. `head_dim` and `sinks` are d and S of the gate. `seed` draws everything that is
-    drawn.
+    `most_tokens` bounds memory: 2 bytes · layers · hidden size for each token that is kept. AdamW
+    runs over `epochs` of batches of `batch_tokens`. Its rate falls from `learning_rate` to 0 along
+    a cosine. `head_dim` and `sinks` are d and S of the gate. `seed` seeds every random draw.
     """
 
     epochs: int = 6
@@ -52,12 +50,11 @@ class Recipe:
 
 @dataclass
 class Examples:
-    """What a gate is trained on: hidden states and scores of tokens drawn evenly from `chunks`
-    chunks of C tokens.
+    """Training data of a gate: hidden states and scores of tokens from `chunks` chunks of C tokens.
 
-    After every chunk has been taken, `hidden[l]` is [N, hidden] in bfloat16 and `scores[l]` is [H,
-    N] in float32, for every layer l that was seen. Both are in host memory. `ConfigError` if N
-    tokens do not fill a batch of the recipe.
+    The tokens are drawn evenly from the chunks. After every chunk has been taken, `hidden[l]` is
+    [N, hidden] in bfloat16 and `scores[l]` is [H, N] in float32, for every layer l that was seen.
+    Both are in host memory. Raises `ConfigError` if N tokens do not fill a batch of the recipe.
     """
 
     chunks: int
@@ -89,13 +86,10 @@ class Examples:
         return self.chunks * self.tokens_per_chunk
 
     def take(self, number: int, chunk: ChunkView, scores: Tensor, teacher: Scorer) -> None:
-        """Keep tokens of chunk `number`, in one layer, whose scores by `teacher` are `scores` [H,
-        C].
-        """
+        """Keep tokens of chunk `number`, in one layer, with their `scores` [H, C] by `teacher`."""
         hidden = require(chunk.hidden, "hidden", teacher)
         if chunk.layer not in self.hidden:
-            # The model runs in inference mode, and nothing that is allocated there can be trained
-            # on.
+            # The model runs in inference mode; tensors allocated there cannot be trained on.
             with torch.inference_mode(False):
                 self.hidden[chunk.layer] = torch.empty(
                     self.tokens, hidden.shape[1], dtype=torch.bfloat16
@@ -113,10 +107,10 @@ def train_gate(
     device: torch.device,
     track: Tracker = lambda layers, _: layers,
 ) -> Gate:
-    """A gate for every layer that `examples` has; layers without (sliding windows) get one that was
-    not trained.
+    """A gate for every layer that `examples` has.
 
-    The same examples and recipe give the same gate on the same device.
+    Other layers (sliding windows) get an untrained gate. The same examples and recipe give the same
+    gate on the same device.
     """
     recipe = examples.recipe
     hidden = next(iter(examples.hidden.values())).shape[1]
@@ -138,7 +132,7 @@ def train_gate(
             _train_layer(
                 weights, shape, examples.hidden[layer], examples.scores[layer], recipe, generator
             )
-        # As the file will hold them: what is measured now is what will be served.
+        # Rounded as in the file, so that the gate measured now is the one served later.
         layers.append(
             {name: tensor.detach().cpu().half().float() for name, tensor in weights.items()}
         )
@@ -146,8 +140,9 @@ def train_gate(
 
 
 def new_weights(shape: GateShape, generator: torch.Generator) -> dict[str, Tensor]:
-    """The first weights of a layer's gate. Sinks that start alike would stay alike, so they are
-    drawn too.
+    """The first weights of a layer's gate.
+
+    Sinks that start equal would stay equal, so they are drawn too.
     """
     shapes = shape.tensor_shapes()
     drawn = {
@@ -190,8 +185,9 @@ def _train_layer(
 
 
 def _batches(tokens: int, recipe: Recipe, generator: torch.Generator) -> Iterator[Tensor]:
-    """Which tokens come together, int64 [batch_tokens] each; what does not fill a batch waits for
-    the next epoch.
+    """Which tokens form a batch, int64 [batch_tokens] each.
+
+    Tokens that do not fill a batch are left out of this epoch.
     """
     for _ in range(recipe.epochs):
         order = torch.randperm(tokens, generator=generator)
@@ -199,10 +195,9 @@ def _batches(tokens: int, recipe: Recipe, generator: torch.Generator) -> Iterato
 
 
 def overlap(ours: Tensor, theirs: Tensor, retention: float, scope: Scope | None) -> float:
-    """The share of the entries that `theirs` would keep that `ours` keeps too; both are scores [L,
-    H, C] of a chunk.
+    """The share of the entries kept by `theirs` that `ours` keeps too; scores [L, H, C] of a chunk.
 
-    The best `retention` stay of all entries of the model or of each layer, or of each head alone
+    The best `retention` of all entries stay: of the model, of each layer, or of each head alone
     (`scope` None).
     """
     pools = {"model": 0, "layer": 1, None: 2}[scope]

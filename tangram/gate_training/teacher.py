@@ -1,6 +1,4 @@
-"""A gate for one model: KVzip scores text in the engine's own prefill, a gate learns to, and both
-are compared.
-"""
+"""A gate for one model: trained on KVzip's scores in the engine's own prefill, then compared."""
 
 from __future__ import annotations
 
@@ -26,16 +24,15 @@ from tangram.model.load import LoadedModel
 from tangram.progress import show_progress
 
 RETENTIONS = (0.3, 0.5)
-HELD_OUT = 8  # one text of so many, and at least one
+HELD_OUT = 8  # one text in so many, and at least one
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """The share of what KVzip would keep at ρ = `retention` that the gate keeps too, and that
-    KeyDiff does.
+    """The share of the entries that KVzip would keep at ρ = `retention` that the gate keeps too.
 
-    What competes are the entries of the model, or of each head alone (`scope` None). Means over
-    chunks.
+    KeyDiff's share stands beside it. Entries of the whole model compete, or those of each head
+    alone (`scope` None). Means over chunks.
     """
 
     retention: float
@@ -47,13 +44,12 @@ class Agreement:
 def distil_gate(
     loaded: LoadedModel, texts: Sequence[str], *, chunk_tokens: int, source: str, recipe: Recipe
 ) -> tuple[Gate, list[list[int]]]:
-    """A gate that was trained on KVzip's scores of `texts`, and the samples (token ids) that it has
-    not seen.
+    """A gate trained on KVzip's scores of `texts`, and the samples (token ids) that are held out.
 
-    One text of eight is held out. `source` says in words where they are from. Draws progress bars
-    in a terminal. Raises `ConfigError`, before the model runs, if nothing in `loaded` is
-    compressed, if there are fewer than two texts, if one does not fill a chunk, or if all of them
-    do not fill a batch.
+    One text in eight is held out. `source` says in words where the texts are from. Draws progress
+    bars in a terminal. Raises `ConfigError` before the model runs if nothing in `loaded` is
+    compressed, or if there are fewer than two texts. It also does so if a text does not fill a
+    chunk, or all of them do not fill a batch.
     """
     if not loaded.geometry.full_layers:
         raise ConfigError(
@@ -88,9 +84,7 @@ def distil_gate(
 def _gather(
     loaded: LoadedModel, samples: Sequence[Sequence[int]], chunk_tokens: int, recipe: Recipe
 ) -> Examples:
-    """Hidden states and KVzip's scores of `samples`, which are as they are served:
-    chunk by chunk.
-    """
+    """Hidden states and KVzip's scores of `samples`, prefilled chunk by chunk as in serving."""
     teacher = KVzip()
     examples = Examples(
         sum(len(sample) // chunk_tokens for sample in samples), chunk_tokens, recipe
@@ -110,9 +104,7 @@ def _gather(
 def agreements(
     loaded: LoadedModel, gate: Gate, samples: Sequence[Sequence[int]], *, chunk_tokens: int
 ) -> list[Agreement]:
-    """How far `gate`, and KeyDiff beside it, keeps what KVzip would keep of `samples`, for ρ 0.3
-    and 0.5.
-    """
+    """How far `gate` and KeyDiff keep what KVzip would keep of `samples`, for ρ 0.3 and 0.5."""
     teacher, baseline, gate = KVzip(), KeyDiff(), gate.to(loaded.device)
     seen: list[tuple[Tensor, Tensor, Tensor]] = []
 

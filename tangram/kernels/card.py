@@ -1,6 +1,6 @@
-"""The GPU that kernels run on: what it can do, and how much of it there is.
+"""The GPU that kernels run on: its features and its sizes.
 
-Torch is asked here alone.
+This is the only module that queries torch for them.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 HOPPER = (9, 0)
-LEAST = (8, 0)  # Ampere: older cards multiply no bfloat16
+LEAST = (8, 0)  # Ampere: older cards cannot multiply bfloat16
 
 
 @dataclass(frozen=True)
 class Card:
-    """`capability` is CUDA's compute capability, (9, 0) for an H100.
+    """A GPU. `capability` is CUDA's compute capability, (9, 0) for an H100.
 
     `shared_bytes` is the shared memory that one block may take, `processors` counts
-    multiprocessors, `l2_bytes` is the second-level cache.
+    multiprocessors, and `l2_bytes` is the second-level cache.
     """
 
     capability: tuple[int, int]
@@ -35,7 +35,7 @@ class Card:
 
     @property
     def copies_tiles(self) -> bool:
-        """Whether whole tiles are loaded by one instruction (tensor memory access)."""
+        """Whether one instruction loads a whole tile (tensor memory access)."""
         return self.capability >= HOPPER
 
     @property
@@ -50,7 +50,7 @@ class Card:
 
     @classmethod
     def of(cls, device: torch.device) -> Card:
-        """The card that is `device`; for host memory, where Triton interprets, `INTERPRETED`."""
+        """The card of `device`; `INTERPRETED` for host memory, where Triton's interpreter runs."""
         return _ask_driver(device) if device.type == "cuda" else INTERPRETED
 
 
@@ -72,7 +72,7 @@ def _ask_driver(device: torch.device) -> Card:
 def explain_unserved(device: torch.device | None = None) -> str | None:
     """Why the kernels do not run on the accelerator that torch sees; None if they do."""
     if torch.version.hip is not None:
-        return f"this is an AMD GPU (ROCm {torch.version.hip}), and the kernels are for NVIDIA's"
+        return f"this is an AMD GPU (ROCm {torch.version.hip}), and the kernels are for NVIDIA GPUs"
     card = Card.of(device or torch.device("cuda"))
     if card.capability >= LEAST:
         return None

@@ -1,11 +1,10 @@
-"""Decode attention on the CPU: append, run the layer's tasks and merge, in one compiled call
-(float32 pools).
+"""Decode attention on the CPU: append, tasks and merge in one compiled call (float32 pools).
 
-Threads take tasks from an atomic counter, in the plan's order (longest first), so that uneven heads
-balance themselves; each task and each merge is computed alone and in fixed order, so timing never
-changes a bit of the result.
+Threads take tasks from an atomic counter in the plan's order (longest first), so that uneven heads
+balance. Each task and each merge is computed alone and in fixed order, so timing never changes a
+bit of the result.
 
-Numba's threads and torch's must come from one OpenMP pool: idle OpenMP threads spin for a while,
+Numba's threads and torch's must come from one OpenMP pool. Idle OpenMP threads spin for a while,
 and two pools that spin on the same cores slow a layer from microseconds to milliseconds.
 """
 
@@ -15,6 +14,7 @@ import ctypes
 import os
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,9 @@ from tangram.types import Int64
 
 
 def _share_torch_openmp() -> None:
-    """Let Numba's OpenMP layer, which is loaded at its first parallel call, bind to the library
-    that torch runs on.
+    """Let Numba's OpenMP layer bind to the library that torch runs on.
+
+    Numba loads this layer at its first parallel call.
     """
     for library in (Path(torch.__file__).parent / "lib").glob("libgomp*.so*"):
         with suppress(OSError):  # this torch runs on another library: nothing to share
@@ -92,11 +93,10 @@ def runs_compiled(pool: Tensor) -> bool:
 
 
 def warm_up() -> None:
-    """Compile the kernels, or load them from Numba's cache, before the first request waits for it
-    (~15 s, then ~0.5 s).
+    """Compile the kernels (~15 s), or load them from Numba's cache (~0.5 s), before serving.
 
-    Starting Numba's threads sets the size of the OpenMP pool that torch uses too; torch gets its
-    own back.
+    Starting Numba's threads also sets the size of torch's OpenMP pool, so torch's own size is
+    restored.
     """
     threads = torch.get_num_threads()
     one = np.zeros((1, 1, 1), np.int64)
@@ -123,24 +123,15 @@ def decode_step(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """`reference.append` of k, v [R, H, D] and then `reference.decode` of q [R, Q, D] → [R, Q, D],
-    for one layer.
+    """`reference.append`, then `reference.decode`, for one layer: q [R, Q, D] → [R, Q, D].
 
-    Computed in float32 by compiled code; pools of other dtypes go to the reference.
+    k, v are [R, H, D]. Compiled code computes in float32; pools of other dtypes go to the
+    reference.
     """
     if not runs_compiled(pool):
         reference.append(k, v, pool, tables, lengths, *np.moveaxis(plan.address[layer], -1, 0))
-        return reference.decode(
-            q,
-            pool,
-            tables,
-            lengths,
-            plan.plan,
-            layer,
-            scaling=scaling,
-            softcap=softcap,
-            sinks=sinks,
-        )
+        decode = partial(reference.decode, scaling=scaling, softcap=softcap, sinks=sinks)
+        return decode(q, pool, tables, lengths, plan.plan, layer)
     if numba.get_num_threads() != plan.threads:
         numba.set_num_threads(plan.threads)
     out = torch.empty(q.shape, dtype=torch.float32)

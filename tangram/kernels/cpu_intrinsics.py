@@ -1,6 +1,6 @@
 """Three instructions that Numba does not offer on the CPU: atomic add, bit cast and prefetch.
 
-`cpu_portable.py` does without them.
+`cpu_portable.py` replaces them in plain Numba.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from numba.extending import intrinsic
 
 @intrinsic
 def next_task(typingctx: Any, counters: Any, worker: Any, workers: Any) -> Any:
-    """Whoever comes first: atomically add 1 to counters[0] (int64, contiguous) and return the value
-    before.
-    """
+    """Atomically add 1 to counters[0] (int64, contiguous) and return the value before."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         array = context.make_array(signature.args[0])(context, builder, args[0])
@@ -40,7 +38,7 @@ def power_of_two(typingctx: Any, n: Any) -> Any:
 
 @intrinsic
 def prefetch(typingctx: Any, array: Any, offset: Any) -> Any:
-    """Ask for the cache line of element `offset` of a contiguous array; never faults."""
+    """Prefetch the cache line of element `offset` of a contiguous array; never faults."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, args[0]).data

@@ -1,4 +1,4 @@
-"""What `cpu_intrinsics.py` offers, in plain Numba: for arm64."""
+"""The functions of `cpu_intrinsics.py` in plain Numba, for arm64."""
 
 from __future__ import annotations
 
@@ -25,4 +25,4 @@ def power_of_two(n: Any) -> Any:
 
 @compile_kept(inline="always")
 def prefetch(array: Any, offset: int) -> None:
-    """Nothing: memory is asked for what it is needed for."""
+    """Does nothing: there is no portable prefetch."""

@@ -1,10 +1,10 @@
-"""Numba code of the CPU decode kernel, driven by `cpu.py`.
+"""Numba code of the CPU decode kernel, called by `cpu.py`.
 
-All of it is in one file because Numba's cache of a function notices changes in that function's file
-only.
+All of it is in one file, because Numba's cache of a function detects changes in that function's
+file only.
 
-A task walks its range in stretches of `STRETCH` entries: scores for all query heads, online
-softmax, then values (running maximum and sum, FlashAttention), so that each key and value leaves
+A task processes its range in blocks of `STRETCH` entries: scores for all query heads, online
+softmax, then values (running maximum and sum, FlashAttention). So each key and value is read from
 memory once for its G query heads.
 """
 
@@ -34,15 +34,16 @@ KIND_ABS, KIND_OPEN, KIND_FRAC = 0, 1, 2
 
 @compile_kept()
 def prefetch_block(block):  # type: ignore[no-untyped-def]
-    """Ask for every cache line of a contiguous float32 block [P, D]."""
+    """Prefetch every cache line of a contiguous float32 block [P, D]."""
     for offset in range(0, block.size, 16):
         prefetch(block, offset)  # type: ignore[call-arg]
 
 
 @compile_kept(inline="always")
 def exp_negative(x: Any) -> Any:
-    """exp(x) for x ≤ 0 in float32, to 2 units in the last place, in a form that vectorises; 0 below
-    −87 (so for −∞).
+    """exp(x) for x ≤ 0 in float32, to 2 units in the last place, vectorisable.
+
+    0 below −87, so also for −∞.
     """
     y = max(x, np.float32(-87.0))
     n = np.floor(y * np.float32(1.44269504) + np.float32(0.5))
@@ -73,8 +74,9 @@ def resolve_one(kind: int, a: int, b: int, length: int, tile: int) -> tuple[int,
 
 @compile_kept()
 def useful_threads(tasks, first, last, lengths, tile, head_dim, threads):  # type: ignore[no-untyped-def]
-    """`threads`, or 1 where tasks [first, last) (rows as in `CpuPlan.tasks`) read too little to
-    share.
+    """`threads`, or 1 where tasks [first, last) read too little to share.
+
+    `tasks` has the rows of `CpuPlan.tasks`.
     """
     tokens = 0
     for task in range(first, last):
@@ -87,8 +89,9 @@ def useful_threads(tasks, first, last, lengths, tile, head_dim, threads):  # typ
 
 @compile_kept()
 def append_rows(k, v, blocks, heads_per_page, tables, lengths, address):  # type: ignore[no-untyped-def]
-    """Write k, v [R, H, D] at index length − 1; address [R, H, 3] holds table offset, column and
-    length index.
+    """Write k, v [R, H, D] at index length − 1.
+
+    `address` [R, H, 3] holds table offset, column and length index.
     """
     page_tokens = blocks.shape[2]
     for row in range(k.shape[0]):
@@ -129,8 +132,9 @@ def dot_keys(query, keys, begin, end, scores, at):  # type: ignore[no-untyped-de
 
 @compile_kept(fastmath=FAST)
 def add_values(weights, at, values, begin, end, out):  # type: ignore[no-untyped-def]
-    """out[m] += Σ weights[m, at + i] · values[begin + i]; four values share each load and store of
-    the output.
+    """out[m] += Σ weights[m, at + i] · values[begin + i].
+
+    Four values share each load and store of the output.
     """
     head_dim = out.shape[1]
     for m in range(out.shape[0]):
@@ -161,8 +165,9 @@ def largest(scores, count):  # type: ignore[no-untyped-def]
 
 @compile_kept(fastmath=FAST)
 def online_softmax(scores, count, maximum, total, out, softcap):  # type: ignore[no-untyped-def]
-    """Turn scores[m, :count] into weights; carry the running maximum and sum, and rescale `out`
-    where it rises.
+    """Turn scores[m, :count] into weights.
+
+    Updates the running maximum and sum, and rescales `out` where the maximum rises.
     """
     for m in range(out.shape[0]):
         s = scores[m]
@@ -185,8 +190,9 @@ def online_softmax(scores, count, maximum, total, out, softcap):  # type: ignore
 
 @compile_kept()
 def attend(query, blocks, heads_per_page, tables, table, column, begin, end, softcap, out, lse):  # type: ignore[no-untyped-def]
-    """Attention of query [M, D] (already scaled) over entries [begin, end) of one head: out [M, D],
-    lse [M].
+    """Attention of query [M, D] (already scaled) over entries [begin, end) of one head.
+
+    Writes out [M, D] and lse [M].
     """
     page_tokens = blocks.shape[2]
     scores = np.empty((query.shape[0], STRETCH), np.float32)
@@ -226,9 +232,7 @@ def attend(query, blocks, heads_per_page, tables, table, column, begin, end, sof
 
 @compile_kept()
 def finish(part, lse, sinks, out):  # type: ignore[no-untyped-def]
-    """Write part [G, D] with log-sum-exp lse [G] to out [G, D], with the weight that the sinks [G]
-    leave to it.
-    """
+    """Write part [G, D] with log-sum-exp lse [G] to out [G, D], weighted for the sinks [G]."""
     for g in range(part.shape[0]):
         if lse[g] == -np.inf:
             out[g, :] = 0
@@ -238,8 +242,9 @@ def finish(part, lse, sinks, out):  # type: ignore[no-untyped-def]
 
 @compile_kept()
 def merge(parts, partial_out, partial_lse, sinks, out):  # type: ignore[no-untyped-def]
-    """Merge slots `parts` of partial_out [slots, G, D] and partial_lse [slots, G], in that order,
-    into out [G, D].
+    """Merge `parts` in that order into out [G, D].
+
+    They are slots of partial_out [slots, G, D] and partial_lse [slots, G].
     """
     for g in range(out.shape[0]):
         top = -np.inf
@@ -278,7 +283,7 @@ def _work(  # type: ignore[no-untyped-def]
     worker,
     workers,
 ):
-    """One thread's share: take the next task until none is left."""
+    """The loop of one thread: take the next task until none is left."""
     group, head_dim = queries.shape[2], queries.shape[3]
     while True:
         task = next_task(counters, worker, workers)  # type: ignore[call-arg,var-annotated]
@@ -326,8 +331,9 @@ def step(  # type: ignore[no-untyped-def]
     out,
     workers,
 ):
-    """One layer: append k, v, run tasks [task_begin, task_end), merge segments [segment_begin,
-    segment_end).
+    """One layer: append k, v, run tasks [task_begin, task_end), then merge the segments.
+
+    These are [segment_begin, segment_end).
     """
     rows, query_heads, head_dim = q.shape
     heads, heads_per_page = k.shape[1], pool.shape[1]

@@ -1,12 +1,11 @@
-"""Decode attention over ragged pages on the GPU: one task of a work plan per program, in tiles
-(Triton).
+"""Decode attention over ragged pages on the GPU (Triton): one task of a work plan per program.
 
 A task reads its range of one KV head's entries once for all the query rows it serves (PAT, forward;
-PersistentKV, work queue). Its M = rows x G queries form one tile of 16, 32, 64 or 128; tasks of one
-size are launched together. Queries are taken and outputs written by index, so that the rows of a
+PersistentKV, work queue). Its M = rows x G queries form one tile of 16, 32, 64 or 128. Tasks of one
+size are launched together. Queries are read and outputs written by index, so that the rows of a
 task need not be neighbours. A row's only part is final; other parts go to slots. A row's short
-tail, launched last, waits for its other parts and finishes the row (`finish`); what has no such
-tail is merged in the plan's order (`merge.py`, or here by whoever comes last).
+tail, launched last, waits for its other parts and finishes the row (`finish`). Rows without such a
+tail are merged in the plan's order, by `merge.py` or here by the last task.
 
 Sums are in float32, exponentials base 2. The grid is fixed and the number of tasks is read from
 memory, so that a captured graph replays with any plan.
@@ -52,13 +51,14 @@ def _take(
     MASKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """Take the entries `n`, on pages `page`, into the online softmax; where MASKED, those from
-    `stop` on not.
+    """Add the entries `n`, on pages `page`, to the online softmax.
+
+    Where MASKED, entries from `stop` on are left out.
     """
     d = tl.arange(0, BLOCK_D)
     entry = (page.to(tl.int64) * HP + column) * (2 * P * D) + (n % P) * D
     place = pool + entry[:, None] + d[None, :]
-    # What only a few rows read must not push shared entries and partial results out of L2.
+    # Entries read by few rows must not evict shared entries and partial results from L2.
     keep: tl.constexpr = "evict_first" if q.shape[0] <= 16 else "evict_last"
     if MASKED:
         seen = (n < stop)[:, None] & (d < D)[None, :]
@@ -79,7 +79,7 @@ def _take(
         scores = tl.where((n < stop)[None, :], scores, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(scores, 1))
     safe = new_peak
-    if MASKED:  # an EMPTY range shows nothing
+    if MASKED:  # an EMPTY range has no entries
         safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     weights = tl.exp2(scores - safe[:, None])
     shrink = tl.exp2(peak - safe)
@@ -111,8 +111,9 @@ def _tiles(
     MASKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """Online softmax of `q` over entries [begin, end) by tiles; where MASKED, entries from `stop`
-    on are hidden.
+    """Online softmax of `q` over entries [begin, end) by tiles.
+
+    Where MASKED, entries from `stop` on are hidden.
     """
     for first in range(begin, end, BLOCK_N):
         n = first + tl.arange(0, BLOCK_N)
@@ -157,14 +158,15 @@ def _finish(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Take the `before` parts in front of `slot`, each query row its own, into the online softmax
-    of the last part.
+    """Add the `before` parts in front of `slot` to the online softmax of the last part.
+
+    Each query row has its own number of parts.
     """
     d = tl.arange(0, BLOCK_D)
     for back in range(tl.max(before, 0), 0, -1):
         here = back <= before
         at = slot - back * G
-        # Other multiprocessors wrote these: do not look into this one's own cache.
+        # Other multiprocessors wrote these: bypass this one's own cache.
         lse = tl.load(part_lse + at, mask=here, other=float("-inf"), cache_modifier=".cg")
         value = tl.load(
             part_out + at[:, None] * D + d[None, :],
@@ -195,10 +197,11 @@ def _finish_last(
     BLOCK_D: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """Merge the rows of which this task wrote the last missing part, in the plan's order, and reset
-    their counters.
+    """Merge the rows whose last missing part this task wrote, in the plan's order.
+
+    Resets their counters.
     """
-    # Every thread's partial results must be written before any counter tells of them.
+    # Every thread's partial results must be written before a counter is increased.
     tl.debug_barrier()
     first = tl.load(part_indptr + segment, mask=waits, other=0)
     parts = tl.load(part_indptr + segment + 1, mask=waits, other=0) - first
@@ -213,7 +216,7 @@ def _finish_last(
         for part in range(most):
             here = last & (part < parts)
             slot = (first + part - base).to(tl.int64) * G + group
-            # Other multiprocessors wrote these: do not look into this one's own cache.
+            # Other multiprocessors wrote these: bypass this one's own cache.
             lse = tl.load(part_lse + slot, mask=here, other=float("-inf"), cache_modifier=".cg")
             value = tl.load(
                 part_out + slot[:, None] * D + d[None, :],
@@ -290,16 +293,16 @@ def decode_tasks(
     """Run the tasks of one layer and one tile size.
 
     q [R, H*G, D] with any strides of rows and heads, out [R, H*G, D]; pool, tables, lengths as in
-    `kernels/reference.py`; `task_indptr` [L, KINDS + 1] bounds the tasks [N, 13] of each layer and
-    kind; `entries` [M, 5]: row, direct, slot, segment, parts to finish; `scales` [L, H, 2] multiply
-    keys and values of an FP8 pool; part_out [slots, G, D] in any floating dtype, part_lse [slots,
-    G] float32 (base 2).
+    `kernels/reference.py`. `task_indptr` [L, KINDS + 1] bounds the tasks [N, 13] of each layer and
+    kind. `entries` [M, 5]: row, direct, slot, segment, parts to finish. `scales` [L, H, 2] multiply
+    keys and values of an FP8 pool. part_out [slots, G, D] is in any floating dtype, part_lse
+    [slots, G] in float32 (base 2).
     """
-    # Waiting for nobody and letting nobody start cost nothing: one kernel serves as first, last and
-    # in between.
+    # Waiting and releasing cost nothing where no launch depends on this one, so one kernel serves
+    # as first, last and in between.
     if CHAINED:
         if leads:
-            wait_for_tasks()  # whoever starts next reads what was written before this chain
+            wait_for_tasks()  # the next launches read what was written before this chain
         let_next_start()
     begin_task = tl.load(task_indptr + layer * (KINDS + 1) + KIND)
     end_task = tl.load(task_indptr + layer * (KINDS + 1) + KIND + 1)
@@ -313,8 +316,8 @@ def decode_tasks(
         d = tl.arange(0, BLOCK_D)
         group = m % G
         if SHORT:
-            # One row, named in the record itself: fewer loads wait for each other, which is what
-            # short tasks take.
+            # One row, named in the record itself: fewer dependent loads, which dominate short
+            # tasks.
             serves = m < G
             row = tl.load(record + 9).to(tl.int64) + tl.zeros([BLOCK_M], tl.int64)
             final = (tl.load(record + 10) + tl.zeros([BLOCK_M], tl.int32)) == 1
@@ -337,8 +340,7 @@ def decode_tasks(
         peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         if SHORT:
-            # The first pages do not wait for the length: of whatever the table holds, only entries
-            # below it are read.
+            # The first pages do not wait for the length: only entries below it are used.
             begin = tl.load(record + 5)
             n = begin + tl.arange(0, BLOCK_N)
             page = tl.load(tables + tl.minimum(table + n // P, table_entries - 1))
@@ -473,5 +475,5 @@ def decode_tasks(
                 SINKS,
             )
     if CHAINED:
-        # Whoever waits for this launch waits for those before it too.
+        # A launch that waits for this one also waits for those before it.
         wait_for_tasks()

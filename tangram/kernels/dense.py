@@ -1,10 +1,9 @@
-"""Chunks of one prompt from its first token on, of which nothing is dropped: torch's fused causal
-attention.
+"""Torch's fused causal attention for the first chunks of a prompt, if nothing is dropped.
 
-Without compression and without a past, a run of chunks is an ordinary causal prompt, and cuDNN is
-the fastest attention that torch has for one on Hopper. What comes later in a prompt stands on pages
-(`gathered.py`): cuDNN plans anew for every pair of lengths, and of the first chunks there are only
-as many lengths as chunks fit a step.
+Without compression and without a past, a run of chunks is an ordinary causal prompt. cuDNN is the
+fastest attention that torch has for it on Hopper. Later chunks attend to pages (`gathered.py`),
+because cuDNN makes a new plan for every pair of lengths. First chunks have only as many lengths as
+chunks fit into a step.
 """
 
 from __future__ import annotations
@@ -26,17 +25,16 @@ DTYPES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class DenseRun:
-    """Prefill `rows` that follow on each other, whose `tokens` lie end to end in the flattened
-    batch.
-    """
+    """Consecutive prefill `rows` whose `tokens` lie end to end in the flattened batch."""
 
     rows: slice
     tokens: slice
 
 
 def runs(rows: PrefillRows) -> list[DenseRun]:
-    """The runs of at least `LEAST_TOKENS` among whole rows of `rows`, each from its sequence's
-    first token on.
+    """The runs of at least `LEAST_TOKENS` among whole rows of `rows`.
+
+    Each begins with its sequence's first token.
     """
     whole = rows.whole.all(axis=0) & (rows.spans[:, :2] == rows.spans[:, 2:4]).all(axis=1)
     found = list[DenseRun]()
@@ -61,14 +59,12 @@ def _follows(rows: PrefillRows, run: DenseRun, number: int) -> bool:
         and position == begin - run.tokens.start
     )
     one_sequence = np.ptp(rows.address[0, [run.rows.start, number], 0, 0]) == 0
-    # No tails: of these there are many
+    # No tails: they have too many lengths.
     return bool(together and one_sequence and end - begin == first[1] - first[0])
 
 
 def serves(pool: Tensor, card: Card) -> bool:
-    """Whether there is such attention for entries of this pool, and it is known to be
-    the fastest.
-    """
+    """Whether torch has such attention for this pool, and it is known to be the fastest."""
     return (
         pool.is_cuda
         and card.capability >= HOPPER
@@ -78,9 +74,7 @@ def serves(pool: Tensor, card: Card) -> bool:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor, run: DenseRun, *, scaling: float) -> None:
-    """The run's tokens of q [T, Q, D] against those of k, v [T, H, D], causally → its tokens of out
-    [T, Q, D].
-    """
+    """Causal attention of the run's tokens: q [T, Q, D], k, v [T, H, D] → out [T, Q, D]."""
     query, key, value = (x[run.tokens].transpose(0, 1)[None] for x in (q, k, v))
     with sdpa_kernel(
         [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True

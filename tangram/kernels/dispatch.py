@@ -1,4 +1,4 @@
-"""Which kernels serve a pool, and what lies behind it: by where it is, decided once."""
+"""Choose the kernels and the host memory of a pool by its device, once."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ def pool_kernels(
 ) -> PoolKernels:
     """The fastest kernels for `pool` [N_pages, Hp, 2, P, D] and G = `group` query heads a KV head.
 
-    `policy` says how to decode on a GPU; it is for no other device. `schedule` is that of every
-    batch, whatever the policy. Compiles what they will need, where that is known before the first
-    step.
+    `policy` says how to decode on a GPU, and applies to no other device. `schedule` is that of
+    every batch, whatever the policy. Compiles the kernels that are known before the first step.
     """
     if pool.is_cuda:
-        # Triton comes with torch where there is a GPU
+        # Triton comes with torch where there is a GPU.
         from tangram.kernels.triton_kernels import TritonKernels
 
         return TritonKernels(pool, group, policy, schedule)
@@ -29,7 +28,7 @@ def pool_kernels(
 
 
 def host_memory(pool: Tensor, pages: int) -> HostMemory:
-    """`pages` host pages behind `pool` [N_pages, Hp, 2, P, D]; 0 take no memory."""
+    """`pages` host pages behind `pool` [N_pages, Hp, 2, P, D]; 0 pages take no memory."""
     if pool.is_cuda and pages:
         from tangram.kernels.gpu_offload import GpuHostMemory
 

@@ -11,7 +11,7 @@ from tangram.kernels.card import Card
 
 
 def address(pool: Tensor, card: Card) -> Tensor:
-    """`pool` as the kernels read it on `card`: bytes, where the card cannot convert FP8."""
+    """`pool` as the kernels read it on `card`: bytes if the card cannot convert FP8."""
     if pool.dtype == torch.float8_e4m3fn and not card.converts_fp8:
         return pool.view(torch.uint8)
     return pool
@@ -29,7 +29,7 @@ def widen(x, dtype: tl.constexpr):
 def from_e4m3(code):
     """The float16 whose E4M3 is `code` uint8; NaN stays NaN."""
     magnitude = (code & 0x7F).to(tl.int16)
-    # Exponents are counted from 15 instead of 7; eighths of the smallest one have none.
+    # Exponents are biased by 15 instead of 7; subnormals are eighths of the smallest one.
     large = ((magnitude << 7) + 0x2000).to(tl.float16, bitcast=True)
     small = magnitude.to(tl.float16) * 0.001953125
     value = tl.where(magnitude < 8, small, large)

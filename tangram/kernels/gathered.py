@@ -1,9 +1,9 @@
-"""Prefill attention over gathered entries: pasts are copied out of their pages, new chunks laid
-behind them (Triton).
+"""Prefill attention over gathered entries (Triton): pasts are copied out of their pages.
 
-What lies end to end is loaded by tensor memory access, tile by tile, without following pages in the
-loop that multiplies; heads of any lengths stay as they are. The copy is read as often as there are
-tiles of queries, and rows of one sequence read one copy of its past, each as far as its own goes.
+New chunks follow them in the copy. Contiguous entries are loaded by tensor memory access, tile by
+tile, without page lookups in the loop that multiplies. Heads may have any lengths. The copy is read
+once for each tile of queries. Rows of one sequence read one copy of its past, each up to its own
+length.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tangram.kernels.tiles import LOG2E, multiply
 from tangram.kernels.tiling import Operands, Tile, fit_tile
 from tangram.types import Int32, Int64
 
-LEAST_TOKENS = 256  # of a row; what is read a few times only is not worth a copy
+LEAST_TOKENS = 256  # of a row; entries that are read only a few times are not worth a copy
 DTYPES = (torch.float16, torch.bfloat16)
 TILE = 64  # entries, and queries; segments of the copy begin at multiples of it
 _TILE = Tile(TILE, TILE, stages=3)
@@ -35,7 +35,8 @@ class Part:
     """Cells (row · H + head) that are computed together: the places `cells` of each layer's order.
 
     `sources` are the places of those cells whose pasts are copied. `queries` and `keys` are the
-    most of a row, `longest` [L] the entries of the longest past, `total` [L] those of all segments.
+    most of a row. `longest` [L] counts the entries of the longest past, `total` [L] those of all
+    segments.
     """
 
     cells: slice
@@ -48,12 +49,12 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class PrefillOrder:
-    """In which order a step's cells are computed, and where their entries are gathered.
+    """The order in which a step's cells are computed, and where their entries are gathered.
 
-    `order` int32 [L, cells]: first the cells of each of the parts `gathered`, then those `paged`
-    that follow pages, last those of rows that something else attends to. `offsets` int32 [L, N · H,
-    2]: by cell, where its past and its own entries begin in the copy. `sources` int32: cells of the
-    last gathered row of each sequence, whose past holds those of the others.
+    `order` int32 [L, cells]: first the cells of each of the parts `gathered`, then the `paged` ones
+    that read pages, last those of rows that another kernel computes. `offsets` int32 [L, N · H, 2]:
+    by cell, where its past and its own entries begin in the copy. `sources` int32: cells of the
+    last gathered row of each sequence, whose past contains those of its other rows.
     """
 
     order: Int32
@@ -66,8 +67,9 @@ class PrefillOrder:
     def of(
         cls, rows: PrefillRows, entry_bytes: int, gathers: bool, apart: Sequence[slice] = ()
     ) -> PrefillOrder:
-        """Those that read most come first; a row, unless `apart`, is gathered for its own length
-        alone, if at all.
+        """Cells that read most come first.
+
+        A row is gathered or not by its own length alone, and never if it is in `apart`.
         """
         heads, everyone = rows.address.shape[2], np.arange(rows.asking.start, rows.asking.stop)
         others = np.array([row for own in apart for row in range(own.start, own.stop)], np.int64)
@@ -97,8 +99,9 @@ class PrefillOrder:
 
 @dataclass(frozen=True, eq=False)
 class _Lot:
-    """`rows` that are gathered together: `lasts` are the last of each sequence, `sequence` [rows]
-    points into them.
+    """`rows` that are gathered together.
+
+    `lasts` are the last rows of each sequence, `sequence` [rows] points into them.
     """
 
     rows: Int64
@@ -107,14 +110,14 @@ class _Lot:
 
     @classmethod
     def of(cls, rows: PrefillRows, members: Int64) -> _Lot:
-        # Where the first head's table begins tells sequences apart.
+        # The offset of the first head's table identifies a sequence.
         _, index, inverse = np.unique(
             rows.address[0, members[::-1], 0, 0], return_index=True, return_inverse=True
         )
         return cls(members, members[::-1][index], inverse[::-1])
 
     def part(self, rows: PrefillRows, offsets: Int32, cells: slice, sources: slice) -> Part:
-        """Lays pasts and own entries end to end and enters in `offsets` where they begin."""
+        """Lay pasts and own entries end to end and write into `offsets` where they begin."""
         layers, _, heads, _ = rows.address.shape
         pasts, keys = _pasts(rows, self.lasts), _keys(rows)[self.rows]
         own = np.broadcast_to(_tile(keys)[:, None], (layers, len(keys), heads))
@@ -149,7 +152,7 @@ def _lots(rows: PrefillRows, members: Int64, most: int) -> Iterator[_Lot]:
 
 
 def _order(rows: PrefillRows, members: Int64) -> Int64:
-    """[L, cells of `members`]: those that read most come first."""
+    """[L, cells of `members`]: cells that read most come first."""
     reads = _pasts(rows, members) + _keys(rows)[members, None]
     places = np.argsort(-reads.reshape(len(reads), -1), axis=1, kind="stable")
     return _cells(members, rows.address.shape[2])[places]
@@ -173,7 +176,7 @@ def _tile(entries: Int64) -> Int64:
 
 
 def serves(pool: Tensor, card: Card) -> bool:
-    """Whether entries of this pool are gathered: for that the card needs tensor memory access."""
+    """Whether entries of this pool are gathered: the card needs tensor memory access."""
     return card.copies_tiles and pool.dtype in DTYPES and pool.shape[-1] in (64, 128)
 
 
@@ -191,8 +194,9 @@ def gather_pasts(
     P: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Copy the past of each source cell to its segment, zeros behind it; grid (tiles of the longest
-    past, sources).
+    """Copy the past of each source cell to its segment, followed by zeros.
+
+    Grid (tiles of the longest past, sources).
     """
     cell = tl.load(sources + tl.program_id(1))
     past = tl.load(address + cell * 3 + 2)
@@ -227,8 +231,9 @@ def gather_chunks(
     D: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Copy the new entries of each cell to their segment, zeros behind them; grid (tiles of the
-    longest row, cells).
+    """Copy the new entries of each cell to their segment, followed by zeros.
+
+    Grid (tiles of the longest row, cells).
     """
     cell = tl.load(order + tl.program_id(1))
     row = cell // H
@@ -266,8 +271,9 @@ def _absorb(
     MASKED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The tile of entries at `place`; `last` [M] is the last of the entries `n` that each query
-    sees.
+    """Add the tile of entries at `place` to the online softmax.
+
+    `last` [M] is the last of the entries `n` that each query sees.
     """
     k = keys.load([place, 0])
     scores = multiply(query, tl.trans(k), tl.zeros([query.shape[0], TILE], tl.float32))
@@ -299,14 +305,15 @@ def attend_segments(
     D: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Each tile of queries against its past and, causally, its row; grid (tiles of the longest row,
-    cells · G).
+    """Attention of each tile of queries to its past and, causally, to its row.
+
+    Grid (tiles of the longest row, cells · G).
     """
     cell = tl.load(order + tl.program_id(1) // G)
     row = cell // H
     q_begin = tl.load(spans + row * 5)
     queries = tl.load(spans + row * 5 + 1) - q_begin
-    # The last tiles see the most entries: they start first.
+    # The last tiles see the most entries, so they start first.
     tile = tl.cdiv(queries, TILE) - 1 - tl.program_id(0)
     if tile >= 0:
         query_head = (cell % H) * G + tl.program_id(1) % G
@@ -369,11 +376,11 @@ def attend_segments(
 
 
 def tile_of(dim: int, element_bytes: int, card: Card) -> Tile:
-    """What a program computes at a time on `card`: as many entries as segments are multiples of."""
+    """The tile of a program on `card`; segments are aligned to its number of entries."""
     return fit_tile(_TILE, Operands(dim, element_bytes, hops=1), card, TILE)
 
 
-def room(part: Part, layer: int, dim: int) -> int:
+def count_elements(part: Part, layer: int, dim: int) -> int:
     """Elements that the gathered keys, or values, of one layer take."""
     return int(part.total[layer]) * dim
 
@@ -397,44 +404,18 @@ def attend(
     scaling: float,
     card: Card | None = None,
 ) -> None:
-    """Attention of the cells `order` of a part: q [T, Q, D], k, v [T', H, D] → out [T, Q, D], those
-    rows of it.
+    """Attention of the cells `order` of a part: q [T, Q, D], k, v [T', H, D] → its rows of out.
 
-    `address` int32 [N, H, 3], `spans` int32 [N, 5] and `offsets` int32 [N · H, 2] are a step's,
-    `sources` int32 the part's. `gathered` are two tensors with `room`, which are overwritten.
-    Otherwise the contract of `prefill.prefill`.
+    out is [T, Q, D]. `address` int32 [N, H, 3], `spans` int32 [N, 5] and `offsets` int32 [N · H, 2]
+    are a step's, `sources` int32 the part's. `gathered` are two tensors of at least
+    `count_elements` elements, which are overwritten. Otherwise the contract of `prefill.prefill`.
     """
     dim, heads, group = q.shape[2], k.shape[1], q.shape[1] // k.shape[1]
-    total, past_tiles = int(part.total[layer]), triton.cdiv(int(part.longest[layer]), TILE)
+    total = int(part.total[layer])
     buffers = [buffer[: total * dim].view(total, dim) for buffer in gathered]
-    if past_tiles:
-        gather_pasts[(past_tiles, len(sources))](
-            pool,
-            tables,
-            address,
-            sources,
-            offsets,
-            *buffers,
-            D=dim,
-            HP=pool.shape[1],
-            P=pool.shape[3],
-            TILE=TILE,
-            num_warps=4,
-        )
-    gather_chunks[(triton.cdiv(part.keys, TILE), len(order))](
-        k,
-        v,
-        spans,
-        order,
-        offsets,
-        *buffers,
-        *k.stride()[:2],
-        *v.stride()[:2],
-        H=heads,
-        D=dim,
-        TILE=TILE,
-        num_warps=4,
-    )
+    if part.longest[layer]:
+        _gather_pasts(part, layer, pool, tables, address, sources, offsets, buffers)
+    _gather_chunks(part, k, v, spans, order, offsets, buffers)
     keys, values = (
         TensorDescriptor(buffer, [total, dim], [dim, 1], [TILE, dim]) for buffer in buffers
     )
@@ -456,4 +437,55 @@ def attend(
         TILE=TILE,
         num_warps=tile.warps,
         num_stages=tile.stages,
+    )
+
+
+def _gather_pasts(
+    part: Part,
+    layer: int,
+    pool: Tensor,
+    tables: Tensor,
+    address: Tensor,
+    sources: Tensor,
+    offsets: Tensor,
+    buffers: Sequence[Tensor],
+) -> None:
+    past_tiles = triton.cdiv(int(part.longest[layer]), TILE)
+    gather_pasts[(past_tiles, len(sources))](
+        pool,
+        tables,
+        address,
+        sources,
+        offsets,
+        *buffers,
+        D=pool.shape[4],
+        HP=pool.shape[1],
+        P=pool.shape[3],
+        TILE=TILE,
+        num_warps=4,
+    )
+
+
+def _gather_chunks(
+    part: Part,
+    k: Tensor,
+    v: Tensor,
+    spans: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+    buffers: Sequence[Tensor],
+) -> None:
+    gather_chunks[(triton.cdiv(part.keys, TILE), len(order))](
+        k,
+        v,
+        spans,
+        order,
+        offsets,
+        *buffers,
+        *k.stride()[:2],
+        *v.stride()[:2],
+        H=k.shape[1],
+        D=k.shape[2],
+        TILE=TILE,
+        num_warps=4,
     )

@@ -1,11 +1,10 @@
-"""Decode plans on the GPU: static buffers, one upload per plan, launches that a captured graph can
-replay.
+"""Decode plans on the GPU: static buffers, one upload per plan, and launches for captured graphs.
 
-A plan is packed into one int32 buffer and copied in one go. Everything that a launch fixes (grids,
-tile sizes, buffer addresses, who merges) depends on the capacity alone, so a graph captured under
-one plan replays under any other that fits. All launches go to one stream, largest tiles first; each
-lets the next one start before it ends (programmatic dependent launch) and waits for the one before
-it only where it needs its results, or at once if it is the first.
+A plan is packed into one int32 buffer and copied at once. Grids, tile sizes, buffer addresses and
+the merging kernel depend on the capacity alone. So a graph captured under one plan replays under
+any other that fits. All launches go to one stream, largest tiles first. Each lets the next one
+start before it ends (programmatic dependent launch). It waits for the one before it only where it
+needs its results, or at once if it is the first.
 """
 
 from __future__ import annotations
@@ -27,17 +26,16 @@ from tangram.kernels.tiling import Operands, Tile, fit_tile
 from tangram.plan.form import WorkPlan
 from tangram.types import Int32
 
-FEW_PARTS, MANY_PARTS = (4, 8), 64  # how many a merge takes at a time: a kernel each
+FEW_PARTS, MANY_PARTS = (4, 8), 64  # parts that a merge takes at a time: a kernel each
 
 
 class GpuDecode:
-    """Executes decode plans of one pool: `load` a plan, then `attend` layer by layer, eagerly or in
-    a graph.
+    """Executes decode plans of one pool: `load` a plan, then `attend` layer by layer.
 
-    `plans`, at the flat host `lengths`, size the buffers, together with `room`, up to the next
-    powers of two where there is to be `slack`. `group` is G. An FP8 pool needs `scales`, float32
-    [L, H, 2]: what stored keys and values are multiplied with. `card` None is the one that the pool
-    lies on. Raises `ConfigError` if a plan does not fit.
+    This works eagerly or in a graph. `plans`, at the flat host `lengths`, and `least` size the
+    buffers; with `slack` the sizes are rounded up to powers of two. `group` is G. An FP8 pool needs
+    `scales`, float32 [L, H, 2], the factors of stored keys and values. `card` None is the pool's
+    own. Raises `ConfigError` if a plan does not fit.
     """
 
     def __init__(
@@ -50,7 +48,7 @@ class GpuDecode:
         lengths: Int32 | None = None,
         options: DecodeOptions | None = None,
         scales: Tensor | None = None,
-        room: Capacity | None = None,
+        least: Capacity | None = None,
         slack: bool = False,
         card: Card | None = None,
     ) -> None:
@@ -59,14 +57,16 @@ class GpuDecode:
         self._pool = address(pool, self._card)
         self._kv_heads, self._tile_tokens = plans[0].kv_heads, plans[0].tile_tokens
         packed = [pack(plan, group, self._options, lengths) for plan in plans]
-        size = Capacity.of(plans, packed) if room is None else Capacity.of(plans, packed).join(room)
+        size = (
+            Capacity.of(plans, packed) if least is None else Capacity.of(plans, packed).join(least)
+        )
         self.capacity = size = size.rounded if slack else size
         device, total = pool.device, sum(size.sizes.values())
         self._device_plan = torch.empty(total, dtype=torch.int32, device=device)
         self._plan = self._views(self._device_plan)
         rows = max(1, size.slots) * group
-        # A part is a mean of values, so where these are float16 it fits, and is rounded no more
-        # than the output is.
+        # A part is a mean of values: float16 holds it if it holds these, and rounds it no more than
+        # the output.
         part = torch.float16 if pool.dtype == torch.float16 else torch.float32
         self._part_out = torch.empty(rows, head_dim, dtype=part, device=device)
         self._part_lse = torch.empty(rows, dtype=torch.float32, device=device)
@@ -85,8 +85,7 @@ class GpuDecode:
         return dict(zip(sizes, torch.split(whole, list(sizes.values())), strict=True))
 
     def load(self, plan: WorkPlan, lengths: Int32 | None = None) -> None:
-        """Upload `plan`; what follows on the current stream, replays of captured graphs included,
-        executes it.
+        """Upload `plan`. Later work on the current stream executes it, graph replays included.
 
         `lengths`, flat on the host, sort tasks by length; lengths may grow afterwards.
         """
@@ -99,7 +98,7 @@ class GpuDecode:
             raise ConfigError(misfit)
 
     def takes(self, plan: WorkPlan, lengths: Int32 | None = None) -> bool:
-        """`load`, if the plan fits."""
+        """`load` the plan if it fits; returns whether it did."""
         return plan.tile_tokens == self._tile_tokens and self._load(plan, lengths) is None
 
     def _load(self, plan: WorkPlan, lengths: Int32 | None) -> str | None:
@@ -110,7 +109,7 @@ class GpuDecode:
         return misfit
 
     def _upload(self, packed: PackedPlan) -> None:
-        # Megabytes: written where the device reads them from, not copied there.
+        # Megabytes: written directly to memory that the device reads.
         whole = torch.empty(
             len(self._device_plan), dtype=torch.int32, pin_memory=self._pool.is_cuda
         )
@@ -131,8 +130,9 @@ class GpuDecode:
         sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """One layer of the loaded plan: q [R, Q, D] → [R, Q, D], contiguous; the contract of
-        `reference.decode`.
+        """One layer of the loaded plan: q [R, Q, D] → [R, Q, D], contiguous.
+
+        The contract of `reference.decode`.
         """
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
         for number, kind in enumerate(self._kinds):
@@ -203,7 +203,7 @@ class GpuDecode:
         )
 
     def _tiles_for(self, q: Tensor) -> list[Tile]:
-        """How tasks of each kind run on this card, found out once."""
+        """The tile of each kind of task on this card, computed once."""
         if q.dtype not in self._tiles:
             operands = Operands(triton.next_power_of_2(self._head_dim), q.element_size(), hops=2)
             self._tiles[q.dtype] = [
@@ -212,7 +212,10 @@ class GpuDecode:
         return self._tiles[q.dtype]
 
     def _launch_merge(self, layer: int, out: Tensor, sinks: Tensor | None) -> None:
-        """Few parts: one program a segment. Many: one a query head, all of its parts at once."""
+        """Few parts: one program a segment.
+
+        Many: one program a query head, with all of its parts.
+        """
         group, parts = (
             self._group,
             next((few for few in FEW_PARTS if self.capacity.segment_parts <= few), MANY_PARTS),

@@ -1,4 +1,4 @@
-"""Host memory behind a pool on a GPU: pinned, and copied to and from beside the forward passes."""
+"""Host memory behind a pool on a GPU: pinned, and copied beside the forward passes."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from tangram.kernels.transfer import upload
 from tangram.types import PageMove
 
 _PARTS = 4  # of the staging memory: one is filled while others empty
-# Programs: all of the device for a moment, or few while a forward pass runs
+# Programs: all of the device for a moment, or few while a forward pass runs.
 _GATHERING, _TRAVELLING = (2048, 32)
 _log = logging.getLogger("tangram")
 
 
 class GpuHostMemory:
-    """`HostMemory` of `pages` pages, at least one, for a pool on a GPU. The host waits for nothing.
+    """`HostMemory` of `pages` pages, at least one, for a pool on a GPU. The host never waits.
 
-    What goes out is gathered in device memory on the main stream, so that the pages may be written
-    at once. All else happens on a side stream, in order: host pages may be reused without further
-    ado. What comes in waits for all that the main stream was asked before, since a step in flight
-    may still read those pages.
+    Outgoing pages are gathered in device memory on the main stream, so that they may be overwritten
+    at once. All else happens on a side stream, in order, so that host pages may be reused
+    immediately. Incoming copies wait for all earlier work of the main stream, since a step in
+    flight may still read those pages.
     """
 
     def __init__(self, pool: Tensor, pages: int) -> None:
@@ -43,7 +43,7 @@ class GpuHostMemory:
         self._arrived: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._turn, self._coming = 0, False
         first = np.zeros(1, np.int32)
-        # Compiles
+        # Compile the kernels.
         self.move([PageMove(first, first, inward) for inward in (False, True)], awaited=True)
 
     def move(self, moves: Sequence[PageMove], *, awaited: bool) -> None:
@@ -73,8 +73,9 @@ class GpuHostMemory:
                 main.wait_event(self._arrived)
 
     def _send(self, main: Any, pages: Tensor, slots: Tensor) -> None:
-        """Up to a part of the staging memory; a part that is still on its way is waited for by the
-        main stream.
+        """Copy pages to the host, up to a part of the staging memory.
+
+        The main stream waits for a part that is still being copied.
         """
         staging, emptied = self._staging[self._turn], self._emptied[self._turn]
         self._turn = (self._turn + 1) % _PARTS
@@ -88,14 +89,14 @@ class GpuHostMemory:
 
 
 def _pin(pages: int, size: int) -> Tensor:
-    """int32 [pages, size] that a GPU can read and write. Raises `ConfigError` if the driver does
-    not give it.
+    """int32 [pages, size] that a GPU can read and write.
 
-    Registered, not allocated, by CUDA: torch would round up to a power of two.
+    Raises `ConfigError` if the driver refuses. The memory is registered with CUDA, not allocated by
+    torch, which would round up to a power of two.
     """
     memory = torch.empty(pages, size, dtype=torch.int32)
     _log.info("pinning %.1f GiB of host memory", memory.nbytes / 2**30)
-    memory.zero_()  # on all cores, which the driver would not do
+    memory.zero_()  # on all cores, unlike the driver
     driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     error = int(driver.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
     if error:

@@ -1,4 +1,4 @@
-"""What a step asks of the kernels that serve its pool."""
+"""The interface between a step and the kernels of its pool."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class PrefillRows:
 
     `address` int32 [L, N, H, 3]: each head's table offset, column and past length. `spans` int32
     [N, 5]: the row's queries [begin, end) and keys [begin, end) in the flattened batch, and the
-    position of its first key; the queries belong to its last keys. `kept` int32 [L, N, H]: how many
-    of its entries each head keeps. A row may follow on one before it: what that one leaves is part
-    of its past. `asking` are the rows that attend.
+    position of its first key. The queries belong to its last keys. `kept` int32 [L, N, H]: how many
+    of its entries each head keeps. A row may follow another row of its sequence, whose entries are
+    then part of its past. `asking` are the rows that attend.
     """
 
     address: Int32
@@ -46,8 +46,9 @@ class PrefillRows:
         return int((self.spans[:, 1] - self.spans[:, 0])[self.asking].max(initial=0))
 
     def repeat_row(self, row: int, tokens: int) -> PrefillRows:
-        """`row` asks alone, with the queries of `tokens` tokens behind its own (KVzip's second
-        pass).
+        """`row` alone, with queries for `tokens` repeated tokens after its own.
+
+        This is KVzip's second pass.
         """
         _, _, begin, end, position = self.spans[row]
         spans = self.spans.copy()
@@ -56,11 +57,11 @@ class PrefillRows:
 
 
 @dataclass(frozen=True)
-class Room:
-    """For one prefill row whose pass is padded: `tokens` of them, and pasts of up to `past` entries
-    a head.
+class PaddedShape:
+    """The shape of a padded pass of one prefill row.
 
-    Rows of one `kind`, how their entries are kept and what is done with the row, launch the same.
+    The pass has `tokens` tokens and pasts of up to `past` entries a head. Rows of one `kind` launch
+    the same kernels: `kind` says how entries are kept and what is done with the row.
     """
 
     tokens: int
@@ -70,10 +71,10 @@ class Room:
 
 @dataclass(frozen=True, eq=False)
 class Ranking(ABC):
-    """In which order the entries of N chunks stay: by `scores` float32 [N, H, C], protected tokens
-    before all others.
+    """The order in which the entries of N chunks are kept, by `scores` float32 [N, H, C].
 
-    Protected are the first `sinks` tokens of a sequence and the last `window` of a chunk.
+    Protected tokens precede all others: the first `sinks` tokens of a sequence and the last
+    `window` of a chunk.
     """
 
     scores: Tensor
@@ -82,63 +83,64 @@ class Ranking(ABC):
 
     @abstractmethod
     def best(self, chunk: int, start: int, counts: Sequence[int] | Int32) -> list[Tensor]:
-        """The `counts[h]` best places of each head in a chunk that begins at `start`: int64
-        [counts[h]], ascending.
+        """The `counts[h]` best places of each head: int64 [counts[h]], ascending.
+
+        The chunk begins at position `start`.
         """
 
 
 class PoolKernels(Protocol):
-    """All that attention does with one pool [N_pages, Hp, 2, P, D], in its dtype.
+    """All attention kernels of one pool [N_pages, Hp, 2, P, D], in its dtype.
 
-    `load` the decoding rows when they change, `begin` each forward pass, then in every layer
-    `decode`, `seal` and `prefill`. Results of a row depend on its own tokens and past alone, but
-    for the rounding of decode, which follows the plan.
+    Call `load` when the decoding rows change, `begin` before each forward pass, then `decode`,
+    `seal` and `prefill` in every layer. Results of a row depend on its own tokens and past alone.
+    An exception is the rounding of decode, which depends on the plan.
     """
 
     @property
     def fused_scores(self) -> Mapping[str, Callable[[Tensor], Tensor]]:
-        """Faster ways to a scorer's scores, by its name: keys [N, H, C, D] of N chunks → float32
-        [N, H, C].
+        """Faster implementations of scorers, by name, for N chunks at a time.
+
+        keys [N, H, C, D] → float32 [N, H, C].
         """
         ...
 
     def width(self, rows: int) -> int:
-        """The decode rows that a forward pass has which decodes `rows`; those beyond them mean
-        nothing.
-        """
+        """The number of decode rows of a pass that decodes `rows`; the excess rows are padding."""
         ...
 
     def load(self, batch: Decoding, width: int) -> str:
-        """Plan for the rows of `batch` and decode them from now on; their lengths may grow. Who
-        planned: a planner.
+        """Plan for the rows of `batch` and decode them from now on; their lengths may grow.
+
+        Returns the name of the planner.
         """
         ...
 
     def rehearsals(self, batch: Decoding, width: int) -> Iterator[None]:
-        """Load plans for `batch`, one after the other, which between them launch whatever any plan
-        may need.
-        """
+        """Load plans for `batch`, one after the other, that together launch all decode kernels."""
         ...
 
     @property
     def captured(self) -> object | None:
-        """What a graph of the pass that has begun, if that decodes alone or is `begin_row`'s, needs
-        to stay as it is to be replayed. None: nothing can be captured.
+        """The object that a graph of the begun pass needs unchanged for its replay.
+
+        The pass decodes alone, or is that of `begin_row`. None if nothing can be captured.
         """
         ...
 
     def begin(self, tables: Tensor, lengths: Int32, decode_rows: int, prefill: PrefillRows) -> None:
-        """Get ready for a forward pass: `decode_rows` is 0 or the width of the loaded plan.
+        """Prepare a forward pass: `decode_rows` is 0 or the width of the loaded plan.
 
         `tables` are the flat block tables, int32 on the pool's device; `lengths`, of any shape, are
         read flat.
         """
         ...
 
-    def begin_row(self, tables: Tensor, row: PrefillRows, room: Room) -> bool:
-        """`begin` for one row alone, whose launches are then those of any row with such room; what
-        lies in the room behind the row's tokens means nothing. False: it is not done, `begin` has
-        to be asked.
+    def begin_row(self, tables: Tensor, row: PrefillRows, shape: PaddedShape) -> bool:
+        """`begin` for one row alone, with the launches of any row that fits into `shape`.
+
+        The contents after the row's tokens are padding. Returns False if it did nothing, so that
+        `begin` must be called.
         """
         ...
 
@@ -154,8 +156,9 @@ class PoolKernels(Protocol):
         softcap: float | None,
         sinks: Tensor | None,
     ) -> None:
-        """Append the first `decode_rows` of k and v [T, H, D], then attend by the plan: q → out,
-        both [T, Q, D].
+        """Append the first `decode_rows` of k and v [T, H, D], then attend by the plan.
+
+        q → out, both [T, Q, D].
         """
         ...
 
@@ -172,18 +175,16 @@ class PoolKernels(Protocol):
         softcap: float | None,
         sinks: Tensor | None,
     ) -> None:
-        """Store the whole rows behind their pasts; then each row attends to its past and, causally,
-        to itself.
+        """Store the whole rows after their pasts; then attend to the past and, causally, the row.
 
         q [T, Q, D], k and v [T', H, D] → out [T, Q, D].
         """
         ...
 
     def seal(self, layer: int, rows: slice, ranking: Ranking, k: Tensor, v: Tensor) -> None:
-        """Store behind the past of each of N prefill rows the `kept` best of its entries, in their
-        order.
+        """Store the `kept` best entries of each of N prefill rows after its past, in their order.
 
-        `rows` are of one length C and lie end to end: k, v [N · C, H, D].
+        `rows` have one length C and lie end to end: k, v [N · C, H, D].
         """
         ...
 
@@ -192,5 +193,5 @@ class PoolKernels(Protocol):
         ...
 
 
-# What serves a pool, given it and G, the query heads of a KV head.
+# Chooses the kernels of a pool, given it and G, the query heads of a KV head.
 KernelChoice = Callable[[Tensor, int], PoolKernels]

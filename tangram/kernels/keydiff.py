@@ -1,5 +1,6 @@
-"""KeyDiff's scores on the GPU, in two launches; `compress/scorers/keydiff.py` is the specification
-(Triton).
+"""KeyDiff's scores on the GPU in two launches (Triton).
+
+`compress/scorers/keydiff.py` is the specification.
 """
 
 from __future__ import annotations
@@ -77,9 +78,7 @@ def compare_keys(
     BLOCK_D: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Scores [N · H, C] from the sums of `blocks` blocks, taken in their order; grid (N · H,
-    blocks).
-    """
+    """Scores [N · H, C] from the sums of `blocks` blocks, added in order; grid (N · H, blocks)."""
     d = tl.arange(0, BLOCK_D)
     total = tl.zeros([BLOCK_D], tl.float32)
     for first in range(0, blocks, PARTS):
@@ -97,11 +96,10 @@ def compare_keys(
 
 
 def score(keys: Tensor) -> Tensor:
-    """Minus the cosine between each key and its chunk's mean direction: keys [N, H, C, D] → float32
-    [N, H, C].
+    """Minus the cosine between each key and its chunk's mean direction.
 
-    Any strides of chunks, heads and tokens. Sums are taken in float32 and in an order that follows
-    from C alone.
+    keys [N, H, C, D], with any strides of chunks, heads and tokens → float32 [N, H, C]. Sums are in
+    float32, in an order that depends on C alone.
     """
     chunks, heads, tokens, dim = keys.shape
     grid = chunks * heads, triton.cdiv(tokens, _BLOCK)

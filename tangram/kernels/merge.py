@@ -1,5 +1,6 @@
-"""The segmented merge: the parts of each (row, KV head) to its output, in the plan's order (PAT,
-merge; Triton).
+"""The segmented merge: combines the parts of each (row, KV head), in the plan's order.
+
+PAT, merge; Triton.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ def merge_segments(
     SINKS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """Merge the segments [S, 4] (row, head, slots from, to) of one layer by online softmax,
-    BLOCK_PARTS at a time.
+    """Merge the segments [S, 4] of one layer by online softmax, BLOCK_PARTS at a time.
 
-    `merge_indptr` [L + 1] bounds a layer's segments; slots count from the layer's first.
-    The grid is (segments, ceil(G / BLOCK_G)). CHAINED: this launch overlaps the end of the tasks'.
+    A segment is (row, head, slots from, to). `merge_indptr` [L + 1] bounds a layer's segments;
+    slots count from the layer's first. The grid is (segments, ceil(G / BLOCK_G)). CHAINED: this
+    launch overlaps the end of the tasks' launch.
     """
     begin = tl.load(merge_indptr + layer)
     end = tl.load(merge_indptr + layer + 1)

@@ -1,4 +1,4 @@
-"""Compiles Python for the CPU, with a copy on disk for the next process where one can be kept."""
+"""Compile Python for the CPU, with a copy on disk for the next process where possible."""
 
 from __future__ import annotations
 
@@ -17,18 +17,16 @@ _log = logging.getLogger(__name__)
 def compile_kept(
     *, notice: str | None = None, **options: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Compile the function below by `numba.njit(**options)`, and keep the code where Numba looks
-    for it.
+    """Compile the decorated function by `numba.njit(**options)`, with Numba's cache on disk.
 
-    `notice` is logged as a warning before it is compiled, which says why a start takes long. No
-    folder to write to, a full disk or a damaged file cost a warning and the time to compile again,
-    nothing else.
+    `notice` is logged as a warning before compilation, to explain a slow start. A folder that is
+    not writable, a full disk or a damaged file cause only a warning and a new compilation.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         dispatcher: Any = njit(**options)(function)
         try:
-            # What `cache=True` does, but for what becomes of an error.
+            # The same as `cache=True`, except for errors.
             dispatcher._cache = _ForgivingCache(function, notice)
         except RuntimeError:
             _warn("there is no folder to write it to, set NUMBA_CACHE_DIR to one")
@@ -38,14 +36,14 @@ def compile_kept(
 
 
 class _ForgivingCache(FunctionCache):
-    """Numba's cache of one function, whose errors are those of a file and not of the function."""
+    """Numba's cache of one function. Its file errors do not reach the function's callers."""
 
     def __init__(self, function: Callable[..., Any], notice: str | None) -> None:
         super().__init__(function)  # type: ignore[no-untyped-call]
         self._notice = notice
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """The code for arguments of types `sig`; None where there is none that can be read."""
+        """The code for arguments of types `sig`; None if there is none that can be read."""
         kept = None
         try:
             kept = super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
@@ -63,7 +61,7 @@ class _ForgivingCache(FunctionCache):
             self._warn(error)
 
     def _warn(self, error: Exception) -> None:
-        # The path in an error's text is another one for each function.
+        # The path in an error's text differs for each function.
         _warn(
             f"{error.strerror if isinstance(error, OSError) else 'a damaged file'} in "
             f"{self.cache_path}"
@@ -72,5 +70,5 @@ class _ForgivingCache(FunctionCache):
 
 @functools.cache
 def _warn(why: str) -> None:
-    """Once for each `why`: a start compiles many functions."""
+    """Log each `why` once: a start compiles many functions."""
     _log.warning("compiled code could not be kept for the next start: %s", why)

@@ -1,4 +1,4 @@
-"""Host memory behind a pool: whole pages go out and come back."""
+"""Host memory behind a pool: whole pages are copied out and back."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 
 from tangram.types import PageMove
 
-STAGING_BYTES = 256 << 20  # what may be on its way out of a GPU, in device memory
+STAGING_BYTES = 256 << 20  # the most that is being copied out of a GPU, in device memory
 
 
 class HostMemory(Protocol):
-    """Host pages as large as those of one pool [N, Hp, 2, P, D], which `PageMove.slots` numbers."""
+    """Host pages as large as those of one pool [N, Hp, 2, P, D]; `PageMove.slots` numbers them."""
 
     def move(self, moves: Sequence[PageMove], *, awaited: bool) -> None:
-        """Copy in order, before whatever is asked of the pool's device from now on.
+        """Copy in order, before any later work on the pool's device.
 
-        No page comes in and goes out again by the same call. Unless they are `awaited`, pages that
-        come in may only be there from the next call on.
+        No page is copied in and out again by the same call. Unless they are `awaited`, pages that
+        are copied in may be missing until the next call.
         """
         ...
 
@@ -35,7 +35,7 @@ class PlainHostMemory:
         )
 
     def move(self, moves: Sequence[PageMove], *, awaited: bool) -> None:
-        """See `HostMemory`; everything is there at once."""
+        """See `HostMemory`; every copy is complete at once."""
         for move in moves:
             pages, slots = torch.from_numpy(move.pages), torch.from_numpy(move.slots)
             if move.inward:
@@ -45,9 +45,7 @@ class PlainHostMemory:
 
 
 def words(pool: Tensor) -> Tensor:
-    """`pool` [N, Hp, 2, P, D] as int32 [N, words of a page]: what is copied does not depend on the
-    dtype.
-    """
+    """`pool` [N, Hp, 2, P, D] as int32 [N, words of a page]: copies do not depend on the dtype."""
     return pool.view(len(pool), -1).view(torch.int32)
 
 

@@ -1,5 +1,6 @@
-"""A work plan as the GPU reads it: int32 arrays, tasks sorted by tile, static capacities (host
-side).
+"""A work plan as the GPU reads it (host side).
+
+int32 arrays, tasks sorted by tile, static capacities.
 """
 
 from __future__ import annotations
@@ -17,17 +18,16 @@ from tangram.plan.form import Bool, RangeKind, WorkPlan
 from tangram.plan.schedule import TILE_NUMBERS, Schedule
 from tangram.types import Int32, Int64
 
-# Table, length_index, column, head, kind, a, b, row_begin, row_end; those of the first entry
+# Table, length_index, column, head, kind, a, b, row_begin, row_end; then those of the first entry.
 TASK_FIELDS = 13
-# Row, direct, slot, segment, parts to finish; the tasks' last four are these without the segment
+# Row, direct, slot, segment, parts to finish; the tasks' last four are these without the segment.
 ENTRY_FIELDS = 5
 
 
 MergeBy = Literal["tails", "kernel", "atomic"]
 
 
-# Chosen by trial on an H100: a tile of 8 rows takes half the registers of one of 16. Queries are
-# rows x G.
+# Fastest on an H100: a tile of 8 rows takes half the registers of one of 16. Queries are rows x G.
 TILES = (
     Tile(8),
     Tile(16, warps=2),
@@ -42,15 +42,17 @@ FINISHING = 2  # the smallest kinds, whose tasks may finish rows
 
 @dataclass(frozen=True)
 class DecodeOptions:
-    """What may be chosen without changing a result but in the last place.
+    """Options that change a result in its last place at most.
 
-    A task takes the first of `tiles` that holds its rows; a short one (at most 64 tokens) that
-    serves one row takes `short`, which wants many small programs on a multiprocessor rather than a
-    deep pipeline in each. A layer of at most `one_tile_tasks` tasks runs them all with its largest
-    tile, in one launch. `merge` says who merges parts: "tails" a row's last part if it alone runs
-    with the smallest tile, which is launched last, and a kernel of its own what has no such part;
-    "kernel" that kernel alone; "atomic" whichever task comes last. `chained` lets each launch start
-    while the one before it ends. `programs` bounds the grid of each launch.
+    A task takes the first of `tiles` that holds its rows. A short one (at most 64 tokens) that
+    serves one row takes `short`, which runs many small programs on a multiprocessor instead of deep
+    pipelines. A layer of at most `one_tile_tasks` tasks runs them all with its largest tile, in one
+    launch.
+
+    `merge` says what merges parts. "tails": a row's last part does if it alone runs with the
+    smallest tile, which is launched last; a separate kernel merges the other rows. "kernel": that
+    kernel alone. "atomic": the task that comes last. With `chained` each launch may start while the
+    one before it ends. `programs` bounds the grid of each launch.
     """
 
     tiles: tuple[Tile, ...] = TILES
@@ -68,7 +70,7 @@ class DecodeOptions:
 
     @classmethod
     def of(cls, schedule: Schedule) -> DecodeOptions:
-        """What a schedule asks of the kernels; its tile numbers apply to every tile but `short`."""
+        """The options of a schedule; its tile numbers apply to every tile but `short`."""
         changed = {name: value for name, value in schedule.numbers.items() if name in TILE_NUMBERS}
         tiles = tuple(replace(tile, **changed) for tile in TILES)
         one = 1 << 30 if "onetile" in schedule.flags else cls.one_tile_tasks
@@ -101,8 +103,9 @@ def segment_of(plan: WorkPlan) -> Int64:
 
 @dataclass(frozen=True, eq=False)
 class PackedPlan:
-    """A plan's arrays, and per layer and kind, [L, kinds], how many tasks there are and how many
-    finish a row.
+    """A plan's arrays, and counts per layer and kind, [L, kinds].
+
+    `counts` are the tasks, `finishes` the entries that finish a row.
     """
 
     arrays: dict[str, Int32 | Int64]
@@ -117,33 +120,17 @@ def pack(
     lengths: Int32 | None,
     finishing: Bool | None = None,
 ) -> PackedPlan:
-    """Sort each layer's tasks by kind, keeping their order, and lay out what the kernels read.
+    """Sort each layer's tasks by kind, keeping their order, and build the arrays for the kernels.
 
-    `finishing` [kinds] says whose tasks may finish rows, where `options` lets any (default: the two
+    `finishing` [kinds] says whose tasks may finish rows, if `options` allow it (default: the two
     smallest kinds). Raises `ConfigError` if a task serves more queries than the largest tile holds.
     """
     kind, kinds = _kinds(plan, group, options, lengths), len(options.kinds)
     order, counts = np.empty(len(kind), np.int64), np.zeros((plan.layers, kinds), np.int64)
     task_indptr = np.empty((plan.layers, kinds + 1), np.int32)
     sort_by_kind(kind, plan.layer_indptr, order, task_indptr, counts)
-    before, left = np.zeros(len(plan.rows), np.int32), np.ones(len(plan.merge_row), np.bool_)
-    finishes = np.zeros((plan.layers, kinds), np.int64)
     may = np.arange(kinds) < FINISHING if finishing is None else finishing
-    if options.merge == "tails" and len(left):
-        find_finishers(
-            kind,
-            may,
-            plan.layer_indptr,
-            plan.row_begin,
-            plan.row_end,
-            plan.direct,
-            plan.slot,
-            plan.merge_indptr,
-            plan.part_indptr,
-            before,
-            left,
-            finishes,
-        )
+    before, left, finishes = _finishers(plan, kind, may, options)
     tasks, entries = (
         np.empty((len(order), TASK_FIELDS), np.int32),
         np.empty((len(plan.rows), ENTRY_FIELDS), np.int32),
@@ -182,6 +169,34 @@ def pack(
     return PackedPlan(arrays, counts, finishes)
 
 
+def _finishers(
+    plan: WorkPlan, kind: Int64, may: Bool, options: DecodeOptions
+) -> tuple[Int32, Bool, Int64]:
+    """The parts that each entry's task merges, the segments left, and the tasks that finish rows.
+
+    Shapes: [M], [S] and [L, kinds]. `kind` [N] is the kind of each task; `may` [kinds] says which
+    kinds may finish rows.
+    """
+    before, left = np.zeros(len(plan.rows), np.int32), np.ones(len(plan.merge_row), np.bool_)
+    finishes = np.zeros((plan.layers, len(may)), np.int64)
+    if options.merge == "tails" and len(left):
+        find_finishers(
+            kind,
+            may,
+            plan.layer_indptr,
+            plan.row_begin,
+            plan.row_end,
+            plan.direct,
+            plan.slot,
+            plan.merge_indptr,
+            plan.part_indptr,
+            before,
+            left,
+            finishes,
+        )
+    return before, left, finishes
+
+
 def _kinds(plan: WorkPlan, group: int, options: DecodeOptions, lengths: Int32 | None) -> Int64:
     """[N]: the kind of each task."""
     queries = (plan.row_end - plan.row_begin) * group
@@ -207,10 +222,10 @@ def _kinds(plan: WorkPlan, group: int, options: DecodeOptions, lengths: Int32 | 
 
 @dataclass(frozen=True)
 class Capacity:
-    """The largest plan that buffers hold: sizes of its arrays, and what one layer launches at most.
+    """The largest plan that buffers hold: sizes of its arrays, and the largest launches of a layer.
 
     `tasks` [kinds] and `segments` bound one layer's launches, `segment_parts` the parts of a
-    segment; `finishes` [kinds] says which launches finish rows.
+    segment. `finishes` [kinds] says which launches finish rows.
     """
 
     sizes: dict[str, int]
@@ -222,9 +237,7 @@ class Capacity:
 
     @property
     def rounded(self) -> Capacity:
-        """What is larger than nothing at the next power of two: plans that follow one another
-        differ a little.
-        """
+        """Positive sizes rounded up to powers of two, because consecutive plans differ a little."""
         return Capacity(
             {name: _round_up(size) for name, size in self.sizes.items()},
             _round_up(self.slots),
@@ -235,8 +248,9 @@ class Capacity:
         )
 
     def launching_all(self, options: DecodeOptions, parts: int) -> Capacity:
-        """The same for a plan that has tasks of every kind, whose smallest finish rows, and merges
-        of `parts` parts.
+        """The same for a plan that has tasks of every kind and merges of `parts` parts.
+
+        Its smallest kinds finish rows.
         """
         kinds = range(len(options.kinds))
         finishes = tuple(options.merge == "tails" and kind < FINISHING for kind in kinds)
@@ -245,7 +259,7 @@ class Capacity:
         )
 
     def join(self, other: Capacity) -> Capacity:
-        """The smallest that holds what either holds."""
+        """The smallest capacity that holds both."""
         return Capacity(
             {name: max(size, other.sizes[name]) for name, size in self.sizes.items()},
             max(self.slots, other.slots),
@@ -256,7 +270,7 @@ class Capacity:
         )
 
     def misfit(self, plan: WorkPlan, packed: PackedPlan) -> str | None:
-        """What of the plan is too large, with the limit; None if it fits."""
+        """Which part of the plan is too large, with the limit; None if it fits."""
         for name, size in self.sizes.items():
             if packed.arrays[name].size > size:
                 return (
@@ -292,5 +306,5 @@ class Capacity:
 
 
 def _round_up(value: int) -> int:
-    """The power of two at or above `value`; nothing stays nothing."""
+    """The power of two at or above `value`; 0 stays 0."""
     return 1 << (value - 1).bit_length() if value else 0

@@ -1,9 +1,8 @@
-"""One prefill row in a room: buffers that stay, and launches that follow from the room alone, as a
-graph needs them.
+"""One padded prefill row: static buffers, and launches that depend on its shape alone, for graphs.
 
-What a launch fixes (grids, buffers, which kernels) is that of the longest row that the room holds;
-the kernels read how long the row really is, and its past, from the buffers. A row that shares no
-launch with others is computed as it is in any step: its path depends on its own length.
+Grids, buffers and the choice of kernels are those of the longest row that fits the shape. The
+kernels read the row's true length, and its past, from the buffers. The path of a row depends on its
+own length, so a row alone is computed as in any other step.
 """
 
 from __future__ import annotations
@@ -15,19 +14,18 @@ import torch
 from torch import Tensor
 
 from tangram.kernels.gathered import PrefillOrder
-from tangram.kernels.interface import PrefillRows, Room
+from tangram.kernels.interface import PaddedShape, PrefillRows
 from tangram.kernels.transfer import stage, views
 from tangram.types import Int32
 
 
 @dataclass(eq=False)
 class RowBuffers:
-    """Where the kernels find the one row of a pass; launches go by `rows` and `cells`, the longest
-    that there may be.
+    """The buffers of the one row of a pass, sized for the longest row, as are `rows` and `cells`.
 
-    `views` of `whole` are the row's address, spans, kept counts, order, offsets and sources, as
-    `load` left them. `copies` are what its past is gathered into, which has to stay as long as a
-    graph.
+    Launches depend on `rows` and `cells` alone. `views` of `whole` are the row's address, spans,
+    kept counts, order, offsets and sources, as `load` wrote them. The row's past is gathered into
+    `copies`, which must exist as long as a graph.
     """
 
     rows: PrefillRows
@@ -38,12 +36,15 @@ class RowBuffers:
 
     @classmethod
     def of(
-        cls, row: PrefillRows, cells: PrefillOrder, room: Room, entries: int, device: torch.device
+        cls,
+        row: PrefillRows,
+        cells: PrefillOrder,
+        shape: PaddedShape,
+        entries: int,
+        device: torch.device,
     ) -> RowBuffers:
-        """For rows like `row`, whose gathered pasts and own entries are at most `entries` in a
-        layer.
-        """
-        tokens, layers = room.tokens, len(row.address)
+        """Buffers for rows like `row`, with at most `entries` gathered entries in a layer."""
+        tokens, layers = shape.tokens, len(row.address)
         spans = np.array([[0, tokens, 0, tokens, 0]], np.int32)
         kept = np.where(row.whole[:, :, None], np.int32(tokens), row.kept)
         most = [
@@ -51,7 +52,7 @@ class RowBuffers:
                 part,
                 queries=tokens,
                 keys=tokens,
-                longest=np.full(layers, room.past),
+                longest=np.full(layers, shape.past),
                 total=np.full(layers, entries),
             )
             for part in cells.gathered
@@ -66,7 +67,7 @@ class RowBuffers:
         )
 
     def load(self, row: PrefillRows, cells: PrefillOrder) -> None:
-        """What follows on the current stream computes `row`, which is like the first."""
+        """Later work on the current stream computes `row`, which must be like the first one."""
         whole = np.concatenate([array.ravel() for array in _arrays(row, cells)])
         self.whole.copy_(stage(whole, self.whole.device), non_blocking=True)
 

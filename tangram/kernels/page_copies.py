@@ -1,4 +1,4 @@
-"""Whole pages from one place to another, by index (Triton)."""
+"""Copy whole pages by index (Triton)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ _BLOCK = 4096
 def copy_pages(
     source, source_pages, target, target_pages, count, WORDS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """target[target_pages[i]] = source[source_pages[i]] for i < count, pages of WORDS int32; grid
-    (programs,).
+    """target[target_pages[i]] = source[source_pages[i]] for i < count, pages of WORDS int32.
+
+    Grid (programs,).
     """
     for i in range(tl.program_id(0), count, tl.num_programs(0)):
         read = source + tl.load(source_pages + i).to(tl.int64) * WORDS
@@ -29,10 +30,10 @@ def copy_pages(
 def copy(
     source: Tensor, source_pages: Tensor, target: Tensor, target_pages: Tensor, *, programs: int
 ) -> None:
-    """Copy pages `source_pages` int32 [n] of `source` to `target_pages` of `target`, both int32
-    [pages, words].
+    """Copy pages `source_pages` int32 [n] of `source` to `target_pages` of `target`.
 
-    Either may be pinned host memory. `programs` bounds how much of the device takes part.
+    Both are int32 [pages, words]; either may be pinned host memory. `programs` bounds the share of
+    the device that copies.
     """
     count, size = len(source_pages), source.shape[1]
     copy_pages[(min(programs, count),)](

@@ -1,13 +1,12 @@
-"""Prefill attention on the GPU: a chunk against its sequence's pages, then causally against itself
-(Triton).
+"""Prefill attention on the GPU: a chunk attends to its sequence's pages, then causally to itself.
 
-Several requests' chunks go in one launch. Every program serves one tile of new tokens of one query
-head, tiled with online softmax in float32; its result depends on its own request alone.
+One Triton launch computes the chunks of several requests. Every program serves one tile of new
+tokens of one query head, with online softmax in float32. Its result depends on its own request
+alone.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,7 +16,7 @@ from tangram.kernels.e4m3 import widen
 from tangram.kernels.tiles import LOG2E, multiply, soft_cap
 from tangram.kernels.tiling import Operands, Tile, fit_tile
 
-# Chosen by trial on Hopper; wide are heads of more than 128
+# Fastest on Hopper; the wide tile is for heads of more than 128 dimensions.
 TILE, WIDE_TILE = (Tile(64), Tile(64, entries=32))
 
 
@@ -35,7 +34,7 @@ def _absorb(
     MASKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """One tile of keys and values [N, D]; `hidden` [M, N] where MASKED."""
+    """Add one tile of keys and values [N, D]; `hidden` [M, N] where MASKED."""
     scores = multiply(query, tl.trans(k), tl.zeros([query.shape[0], k.shape[0]], tl.float32))
     grow = scaling * LOG2E
     if SOFTCAP:
@@ -44,7 +43,7 @@ def _absorb(
     if MASKED:
         scores = tl.where(hidden, float("-inf"), scores)
     new_peak = tl.maximum(peak, tl.max(scores, 1) * grow)
-    # A tile may be hidden from a query as a whole.
+    # A whole tile may be hidden from a query.
     safe = tl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED else new_peak
     weights = tl.exp2(scores * grow - safe[:, None])
     shrink = tl.exp2(peak - safe)
@@ -54,7 +53,7 @@ def _absorb(
 
 @triton.jit
 def _load_dimensions(place, d, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[N, BLOCK_D] from `place`, zero where a head has no such dimension."""
+    """[N, BLOCK_D] from `place`, zero beyond the head's dimensions."""
     if BLOCK_D == D:
         return tl.load(place)
     return tl.load(place, mask=(d < D)[None, :], other=0.0)
@@ -103,8 +102,8 @@ def prefill_tiles(
 
     `spans` [rows, 5]: queries [begin, end) and keys [begin, end) in the flattened batch, and the
     position of the first key. The queries belong to a row's last keys. `address` [rows, H, 3]:
-    table offset, column, past length. `order` [rows · H] says which (row, head) comes when: who has
-    most to read starts first.
+    table offset, column, past length. `order` [rows · H] lists the (row, head) cells; those that
+    read most start first.
     """
     cell = tl.load(order + tl.program_id(1) // G)
     part = cell // H
@@ -114,7 +113,7 @@ def prefill_tiles(
     k_begin = tl.load(spans + part * 5 + 2)
     k_end = tl.load(spans + part * 5 + 3)
     start = tl.load(spans + part * 5 + 4)
-    # The last tiles see the most keys: they start first.
+    # The last tiles see the most keys, so they start first.
     tile = tl.cdiv(q_end - q_begin, BLOCK_M) - 1 - tl.program_id(0)
     if tile >= 0:
         query_head = head * G + tl.program_id(1) % G
@@ -143,10 +142,10 @@ def prefill_tiles(
         total = tl.zeros([BLOCK_M], tl.float32)
         begin = 0
         if WINDOW:
-            # Pages that no query of the tile sees may have been given away: they are not even read.
+            # Pages that no query of the tile sees may have been released: they are not read at all.
             begin = tl.maximum(0, start + lead + first - window + 1)
         else:
-            # Whole tiles that every query sees need no mask; what is left of the past does.
+            # Whole tiles that every query sees need no mask; the rest of the past does.
             begin = past // BLOCK_N * BLOCK_N
             for at in range(0, begin, BLOCK_N):
                 n = at + tl.arange(0, BLOCK_N)
@@ -213,7 +212,7 @@ def prefill_tiles(
 
 
 def tile_of(operands: Operands, card: Card) -> Tile:
-    """What a program computes at a time on `card`."""
+    """The tile of a program on `card`."""
     return fit_tile(TILE if operands.head_dim <= 128 else WIDE_TILE, operands, card)
 
 
@@ -237,47 +236,29 @@ def prefill(
     out: Tensor | None = None,
     card: Card | None = None,
 ) -> Tensor:
-    """Attention of the new tokens of several requests: q [T, Q, D], k, v [T', H, D] → [T, Q, D], in
-    q's dtype.
+    """Attention of the new tokens of several requests: q [T, Q, D] → [T, Q, D], in q's dtype.
 
-    `spans` int32 [rows, 5]: the requests' queries [begin, end) in q, keys [begin, end) in k, and
-    the position of their first key; `address` int32 [rows, H, 3]: each head's table offset, column
-    and past length in the pool. `longest` is the most queries of a row, `order` int32 [cells] those
-    cells row · H + head that are computed, as they start. Otherwise the contract of
-    `reference.prefill`; what no span or cell covers stays in `out`. `card` None is the one that the
-    pool lies on.
+    k, v are [T', H, D]. `spans` int32 [rows, 5]: the requests' queries [begin, end) in q, keys
+    [begin, end) in k, and the position of their first key. `address` int32 [rows, H, 3]: each
+    head's table offset, column and past length in the pool. `longest` is the most queries of a row.
+    `order` int32 [cells] lists the cells row · H + head that are computed, in their order.
+    Otherwise the contract of `reference.prefill`. Parts of `out` without span or cell are
+    unchanged. `card` None is the pool's own.
     """
-    tokens, query_heads, dim = q.shape
+    query_heads, dim = q.shape[1:]
     heads = k.shape[1]
-    out = (
-        torch.empty(tokens, query_heads, dim, dtype=q.dtype, device=q.device)
-        if out is None
-        else out
-    )
+    out = q.new_empty(q.shape) if out is None else out
     block_dim = triton.next_power_of_2(dim)
-    # By head dim and card alone, so that a row is computed alike in any batch.
+    # Depends on head dim and card alone, so that a row is computed alike in any batch.
     operands = Operands(block_dim, q.element_size(), hops=1, widens=scales is not None)
     tile = tile_of(operands, card or Card.of(pool.device))
     grid = (triton.cdiv(longest, tile.queries), query_heads // heads * len(order))
+    tensors = (q, k, v, pool, tables, address, spans, order)
+    scale, sink = (scales if scales is not None else k), (sinks if sinks is not None else q)
+    numbers = (layer, scaling, softcap or 1.0, window or 0)
     prefill_tiles[grid](
-        q,
-        k,
-        v,
-        pool,
-        tables,
-        address,
-        spans,
-        order,
-        scales if scales is not None else k,
-        sinks if sinks is not None else q,
-        out,
-        layer,
-        scaling,
-        softcap or 1.0,
-        window or 0,
-        *q.stride()[:2],
-        *k.stride()[:2],
-        *v.stride()[:2],
+        *(*tensors, scale, sink, out, *numbers),
+        *(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2]),
         H=heads,
         G=query_heads // heads,
         D=dim,

@@ -1,10 +1,10 @@
 """The specification of every kernel, in plain torch: any dtype, any device, sums in float32.
 
-The pool is a tensor [N_pages, Hp, 2, P, D], keys at [:, :, 0] and values at [:, :, 1], so that
-(page, column) is a contiguous single-head block; `page * Hp + column` numbers these *virtual
-blocks*. `tables` is the flat int32 array of page ids, `lengths` the flat int32 array of entries per
-head. A head is found by `table_off`, the offset of its first page in `tables`, and its `column`;
-addresses are integer arrays, NumPy or torch.
+The pool is a tensor [N_pages, Hp, 2, P, D], keys at [:, :, 0] and values at [:, :, 1]. So (page,
+column) is a contiguous single-head block; `page * Hp + column` numbers these *virtual blocks*.
+`tables` is the flat int32 array of page ids, `lengths` the flat int32 array of entries per head. A
+head is addressed by `table_off`, the offset of its first page in `tables`, and its `column`.
+Addresses are integer arrays, NumPy or torch.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ def blocks(pool: Tensor) -> Tensor:
 def gather(
     pool: Tensor, tables: Tensor, table: int, column: int, begin: int, end: int
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values [end - begin, D] of one head's entries [begin, end); touches only the pages
-    that hold them.
+    """Keys and values [end - begin, D] of one head's entries [begin, end).
+
+    Only the pages that hold them are read.
     """
     heads_per_page, page_tokens, head_dim = pool.shape[1], pool.shape[3], pool.shape[4]
     first, last = begin // page_tokens, -(-end // page_tokens)
@@ -58,11 +59,10 @@ def first_keys(
 def softmax_part(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scaling: float, softcap: float | None
 ) -> Part:
-    """Attention of q [..., n, D] over k, v [..., m, D] as a mergeable part: out [..., n, D],
-    log-sum-exp [..., n].
+    """Attention of q [..., n, D] over k, v [..., m, D] as a mergeable part.
 
-    `bias` [n, m] is added to the scores (-inf hides an entry). Where nothing is visible, out is 0
-    and the log-sum-exp -inf.
+    Returns out [..., n, D] and log-sum-exp [..., n]. `bias` [n, m] is added to the scores (-inf
+    hides an entry). Where nothing is visible, out is 0 and the log-sum-exp -inf.
     """
     scores = q.float() @ k.float().transpose(-1, -2) * scaling
     if softcap is not None:
@@ -79,10 +79,10 @@ def softmax_part(
 
 
 def merge_parts(parts: Sequence[Part]) -> Part:
-    """Merge parts (out [..., D], log-sum-exp [...]) of the same queries by online softmax, in the
-    order given.
+    """Merge parts (out [..., D], log-sum-exp [...]) of the same queries by online softmax.
 
-    EMPTY parts (log-sum-exp −inf) weigh nothing, also when all parts are empty.
+    They are merged in order. EMPTY parts (log-sum-exp −inf) have weight 0, also when all parts are
+    empty.
     """
     lse = torch.stack([part[1] for part in parts])
     total = torch.logsumexp(lse, 0)
@@ -91,8 +91,9 @@ def merge_parts(parts: Sequence[Part]) -> Part:
 
 
 def apply_sinks(part: Part, sinks: Tensor | None) -> Tensor:
-    """The output of a part; `sinks`, shaped like the log-sum-exp, are extra logits that carry no
-    value (GPT-OSS).
+    """The output of a part.
+
+    `sinks`, shaped like the log-sum-exp, are extra logits that carry no value (GPT-OSS).
     """
     out, lse = part
     return out if sinks is None else out * torch.sigmoid(lse - sinks.float())[..., None]
@@ -139,8 +140,9 @@ def _run_tasks(
     scaling: float,
     softcap: float | None,
 ) -> tuple[dict[tuple[int, int], Part], dict[int, Part]]:
-    """Run a layer's tasks on queries [R, H, G, D]: whole results by (row, head), and partial
-    results by slot.
+    """Run a layer's tasks on queries [R, H, G, D].
+
+    Returns whole results by (row, head), and partial results by slot.
     """
     final: dict[tuple[int, int], Part] = {}
     parts: dict[int, Part] = {}
@@ -169,8 +171,9 @@ def append(
     column: Indices,
     length_index: Indices,
 ) -> None:
-    """Write one new entry for each (row, head), at index length − 1 of its head: k, v [R, H, D],
-    addresses [R, H].
+    """Write one new entry for each (row, head), at index length − 1 of its head.
+
+    k, v are [R, H, D], addresses [R, H].
     """
     offset, col, index = (
         torch.as_tensor(x, device=pool.device).long() for x in (table_off, column, length_index)
@@ -187,7 +190,7 @@ def store(
     column: Indices,
     first_index: Indices,
 ) -> None:
-    """Write n_h entries of each head h at indices first_index[h] and on; addresses are [H].
+    """Write n_h entries of each head h from index first_index[h] on; addresses are [H].
 
     k, v: [H, n, D], or H tensors [n_h, D] where heads differ in count (sealing).
     """
@@ -209,7 +212,7 @@ def _write(
     """Scatter entries k, v [..., D] to `index` [...] of the heads at (table, column) [...]."""
     heads_per_page, page_tokens = pool.shape[1], pool.shape[3]
     block = tables[table + index // page_tokens].long() * heads_per_page + column
-    if pool.dtype.itemsize == 1:  # torch turns what an FP8 dtype cannot hold into NaN
+    if pool.dtype.itemsize == 1:  # torch turns values beyond the range of an FP8 dtype into NaN
         k, v = (x.float().clamp(-FP8_MAX, FP8_MAX) for x in (k, v))
     blocks(pool)[block, 0, index % page_tokens] = k.to(pool.dtype)
     blocks(pool)[block, 1, index % page_tokens] = v.to(pool.dtype)
@@ -231,16 +234,15 @@ def prefill(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of n new tokens: q [n, Q, D], k, v [m, H, D] (not yet in the pool) → [n, Q, D] in
-    q's dtype.
+    """Attention of n new tokens: q [n, Q, D], k, v [m, H, D] → [n, Q, D] in q's dtype.
 
-    The queries belong to the last n of the m ≥ n new tokens. `table_off`, `column` and
-    `past_lengths` [H] find each head's past entries, `past_tokens` is the position of the first of
-    the m. Past entries of a full layer are all visible (compression keeps a subset of earlier
-    positions). In a window layer entry i holds position i, the query at position p sees positions
-    (p - W, p], and pages that the first query no longer sees are not read. The result depends on
-    this request alone. Raises `IntegrityError` if the past lengths of a window layer differ from
-    `past_tokens`.
+    k and v are not yet in the pool. The queries belong to the last n of the m ≥ n new tokens.
+    `table_off`, `column` and `past_lengths` [H] locate each head's past entries. `past_tokens` is
+    the position of the first of the m. Past entries of a full layer are all visible (compression
+    keeps a subset of earlier positions). In a window layer entry i holds position i. The query at
+    position p sees positions (p - W, p], and pages that the first query no longer sees are not
+    read. The result depends on this request alone. Raises `IntegrityError` if the past lengths of a
+    window layer differ from `past_tokens`.
     """
     heads = k.shape[1]
     queries = q.reshape(len(q), heads, -1, q.shape[-1]).permute(1, 2, 0, 3)  # [H, G, n, D]
@@ -269,12 +271,9 @@ def prefill(
                 queries[head], (past_k, past_v), own, window or 0, scaling=scaling, softcap=softcap
             )
         else:
-            part = _part(queries[head], *own, None, scaling=scaling, softcap=softcap, causal=True)
-            if len(past_k):
-                part = _merge_two(
-                    _part(queries[head], past_k, past_v, None, scaling=scaling, softcap=softcap),
-                    part,
-                )
+            part = _attend_all(
+                queries[head], (past_k, past_v), own, scaling=scaling, softcap=softcap
+            )
         by_head[head] = apply_sinks(part, None if sinks is None else sinks.view(heads, -1, 1)[head])
     return out
 
@@ -283,6 +282,21 @@ def _merge_two(one: Part, other: Part) -> Part:
     """`merge_parts` of two parts that are not EMPTY, in one pass."""
     weight = torch.sigmoid(one[1] - other[1])[..., None]
     return torch.lerp(other[0], one[0], weight), torch.logaddexp(one[1], other[1])
+
+
+def _attend_all(
+    q: Tensor,
+    past: tuple[Tensor, Tensor],
+    own: tuple[Tensor, Tensor],
+    *,
+    scaling: float,
+    softcap: float | None,
+) -> Part:
+    """Attention of q [G, n, D] over all past [m, D] and, causally, own [n, D] entries."""
+    part = _part(q, *own, None, scaling=scaling, softcap=softcap, causal=True)
+    if not len(past[0]):
+        return part
+    return _merge_two(_part(q, *past, None, scaling=scaling, softcap=softcap), part)
 
 
 def _attend_window(
@@ -294,8 +308,9 @@ def _attend_window(
     scaling: float,
     softcap: float | None,
 ) -> Part:
-    """Attention of q [G, n, D] over past [m, D] and own [n, D] entries, each query to its newest
-    `window` ones.
+    """Attention of q [G, n, D] over past [m, D] and own [n, D] entries.
+
+    Each query sees its newest `window` ones.
     """
     n, m = q.shape[1], len(past[0])
     distance = torch.arange(n, device=q.device)[:, None] + m - torch.arange(m + n, device=q.device)
@@ -314,8 +329,9 @@ def _part(
     softcap: float | None,
     causal: bool = False,
 ) -> Part:
-    """`softmax_part` of q [G, n, D] over k, v [m, D], by torch's flash kernel where it can (CPU, no
-    softcap).
+    """`softmax_part` of q [G, n, D] over k, v [m, D].
+
+    Uses torch's flash kernel where possible (CPU, no softcap).
     """
     if q.device.type == "cpu" and softcap is None:
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -1,7 +1,7 @@
-"""Numba code of `packed.py`: a plan's tasks in the order and the words in which the GPU reads them.
+"""Numba code of `packed.py`: writes a plan's tasks in the order and format that the GPU reads.
 
 Planning is host work between two steps, and with hundreds of rows NumPy's passes over a plan took
-longer than a step. All of it is in one file because Numba's cache of a function notices changes in
+longer than a step. All of it is in one file, because Numba's cache of a function detects changes in
 that function's file only.
 """
 
@@ -16,7 +16,7 @@ from tangram.kernels.numba_cache import compile_kept
 
 @compile_kept()
 def sort_by_kind(kind, layer_indptr, order, task_indptr, counts):  # type: ignore[no-untyped-def]
-    """Each layer's tasks by `kind` [N], in their own order within one.
+    """Sort each layer's tasks by `kind` [N], keeping their order within a kind.
 
     Writes `order` [N], `counts` [L, kinds] (zeros before) and `task_indptr` [L, kinds + 1].
     """
@@ -51,12 +51,11 @@ def find_finishers(  # type: ignore[no-untyped-def]
     left,
     finishes,
 ):
-    """Which entries' tasks finish their row, having taken in `before` [M] other parts, and which
-    segments are `left`.
+    """Find the entries whose tasks finish their row, and the segments that are `left`.
 
     A row's last part finishes it if its kind `may` [kinds] and comes after those of all its other
-    parts. `before` is 0 and `left` [S] is true beforehand, as `finishes` [L, kinds], which counts
-    such entries, is 0.
+    parts. It then merges `before` [M] other parts. Initially `before` is 0 and `left` [S] is true.
+    `finishes` [L, kinds], initially 0, counts such entries.
     """
     parts = part_indptr[-1]
     entry, of_part = np.empty(parts, np.int64), np.empty(parts, kind.dtype)
@@ -96,7 +95,7 @@ def write_tasks(  # type: ignore[no-untyped-def]
     before,
     tasks,
 ):
-    """`tasks` [N, 13] in `order`; see `packed.TASK_FIELDS`. `kind` is that of ranges."""
+    """Write `tasks` [N, 13] in `order`; see `packed.TASK_FIELDS`. `kind` is the kind of range."""
     for place in range(len(order)):
         task = order[place]
         first, words = row_begin[task], tasks[place]
@@ -125,8 +124,9 @@ def write_tasks(  # type: ignore[no-untyped-def]
 def write_entries(
     rows: Any, direct: Any, slot: Any, segment: Any, before: Any, entries: Any
 ) -> None:
-    """`entries` [M, 5]; see `packed.ENTRY_FIELDS`. `segment` [M], or [0] where nobody
-    asks for it.
+    """Write `entries` [M, 5]; see `packed.ENTRY_FIELDS`.
+
+    `segment` is [M], or [0] if unused.
     """
     for number in range(len(rows)):
         words = entries[number]

@@ -1,4 +1,4 @@
-"""How long the device works on something, without ever waiting for it."""
+"""Measures the device time of blocks of work without waiting for the device."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class GraphBlocks:
 
     @property
     def seconds(self) -> float:
-        """What they took in the last replay, which the device has to be through with."""
+        """Their time in the last replay, which the device must have finished."""
         return float(sum(begin.elapsed_time(end) for begin, end in self.events)) / 1e3
 
 
 class Stopwatch:
     """Adds up the seconds that blocks take on `device`.
 
-    On a CPU that is the clock. On a GPU an event is put on the stream before and after a block:
-    what lies between them is the time from one to the other, read by a later `collect` once both
-    have passed. Blocks do not nest. A graph that is captured around blocks takes their events with
-    it (`GraphBlocks`): whoever replays it says so.
+    On a CPU it reads the clock. On a GPU it puts an event on the stream before and after a block. A
+    later `collect` reads the time between them once both have passed. Blocks do not nest. A graph
+    that is captured around blocks includes their events (`GraphBlocks`): call `count_replay` for
+    each replay.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -43,7 +43,7 @@ class Stopwatch:
 
     @contextmanager
     def timing(self) -> Iterator[None]:
-        """Time what is asked of the device inside."""
+        """Time the device work that is queued inside."""
         if not self._on_gpu:
             begin_s = time.perf_counter()
             yield
@@ -67,26 +67,25 @@ class Stopwatch:
         return found
 
     def count_replay(self, blocks: GraphBlocks) -> None:
-        """The graph that took `blocks` with it has just been launched once more."""
+        """Report that the graph with `blocks` has just been launched once more."""
         if blocks.events:
             passed = _event(external=False)
             passed.record(torch.cuda.current_stream(self._device))
             self._replayed[blocks] = self._replayed.get(blocks, (0, None))[0] + 1, passed
 
     def collect(self) -> None:
-        """Enter the blocks that the device is through with; it is not waited for."""
+        """Add the blocks that the device has finished, without waiting for it."""
         while self._running and self._running[0][1].query():
             begin, end = pair = self._running.popleft()
             self.seconds += begin.elapsed_time(end) / 1e3
             self._spare.append(pair)
-        # A replay writes over the times of the one before: what has not been read counts as the
-        # last one.
+        # A replay overwrites the times of the one before: an unread replay counts as the last one.
         for blocks in [one for one, (_, passed) in self._replayed.items() if passed.query()]:
             times, _ = self._replayed.pop(blocks)
             self.seconds += times * blocks.seconds
 
     def clear(self) -> None:
-        """Forget what was timed so far."""
+        """Forget all times."""
         self._running.clear()
         self._replayed.clear()
         self.seconds = 0.0

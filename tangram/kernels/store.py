@@ -1,5 +1,6 @@
-"""Writing into pages on the GPU: a row's newest entry, all of its new ones, or a chunk's kept ones
-(Triton).
+"""Writes into pages on the GPU: a row's newest entry, all new ones, or a chunk's kept ones.
+
+Triton.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from tangram.kernels.reference import FP8_MAX
 
 @triton.jit
 def _convert(x, scale, dtype: tl.constexpr, LIMIT: tl.constexpr, SCALED: tl.constexpr):
-    """`x` as a pool of `dtype` stores it: over its scale and within what the pool can hold."""
+    """`x` as a pool of `dtype` stores it: divided by its scale and clamped to the pool's range."""
     if SCALED:
         x = tl.minimum(tl.maximum(x.to(tl.float32) / scale, -LIMIT), LIMIT)
         if dtype == tl.uint8:
@@ -46,8 +47,9 @@ def append_entries(
     LIMIT: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """Write k, v [R, H, D] at index length - 1, where there is one; `address` [L, R, H, 3]; grid
-    (R, H).
+    """Write k, v [R, H, D] at index length - 1, if that is not negative.
+
+    `address` is [L, R, H, 3]; grid (R, H).
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -97,10 +99,10 @@ def store_rows(
     LIMIT: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """Write rows of k, v [T, H, D] behind their past, where a head keeps all; grid (tiles of the
-    longest row, H, rows).
+    """Write rows of k, v [T, H, D] after their past, where a head keeps all.
 
-    `spans` [rows, 5] and `address` [rows, H, 3] as in `prefill.py`, `kept` [rows, H].
+    `spans` [rows, 5] and `address` [rows, H, 3] as in `prefill.py`, `kept` [rows, H]. Grid (tiles
+    of the longest row, H, rows).
     """
     row = tl.program_id(2)
     place = row * H + tl.program_id(1)
@@ -139,8 +141,9 @@ def store_rows(
 
 @triton.jit
 def _order_scores(scores, valid):
-    """Scores as int32 that compare like them: NaN below all, -0.0 equal to 0.0, places that are no
-    tokens lowest.
+    """Scores as int32 in the same order.
+
+    NaN is below all scores, -0.0 equals 0.0, and places that are no tokens are lowest.
     """
     x = tl.where(scores == 0.0, 0.0, scores)
     bits = x.to(tl.int32, bitcast=True)
@@ -151,7 +154,7 @@ def _order_scores(scores, valid):
 
 @triton.jit
 def _load_keys(scores, c, C: tl.constexpr, sinks, window):
-    """Ordered keys of tokens `c`, the first `sinks` and the last `window` above all others."""
+    """Ordered keys of tokens `c`; the first `sinks` and the last `window` are above all others."""
     valid = c < C
     x = tl.load(scores + c, mask=valid, other=0.0)
     forced = valid & ((c < sinks) | (c >= C - window))
@@ -190,13 +193,13 @@ def seal_chunk(
     LIMIT: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """Select, gather and pack chunks of one layer: kept entries go, in their order, to the head's
-    next pages.
+    """Select, gather and pack chunks of one layer.
 
-    scores float32 [N, H, C]; k, v [N · C, H, D]; `address` [N, H, 3]: table offset, column, first
-    index; `spans` [N, 5] as in `prefill.py`; kept [N, H]: how many. The best stay: higher first,
-    equal ones by lower index, NaN last, as `select.keep`. The grid is (N · H, ceil(C / BLOCK)):
-    each program finds its head's threshold by itself, then moves its own tokens.
+    Kept entries go, in their order, to the head's next pages. The best stay as in `select.keep`:
+    higher first, equal ones by lower index, NaN last. Shapes: `scores` float32 [N, H, C]; k, v [N ·
+    C, H, D]; `address` [N, H, 3], which is table offset, column, first index; `spans` [N, 5] as in
+    `prefill.py`. `kept` [N, H] is how many stay. The grid is (N · H, ceil(C / BLOCK)): each program
+    finds its head's threshold by itself, then moves its own tokens.
     """
     place = tl.program_id(0)
     chunk = place // H
@@ -259,8 +262,9 @@ def append(
     layer: int,
     scales: Tensor | None = None,
 ) -> None:
-    """`reference.append` for one layer: k, v [R, H, D]; `address` int32 [L, R, H, 3]: table,
-    column, length index.
+    """`reference.append` for one layer: k, v [R, H, D].
+
+    `address` int32 [L, R, H, 3]: table, column, length index.
     """
     rows, heads, dim = k.shape
     append_entries[(rows, heads)](
@@ -298,11 +302,10 @@ def store(
     longest: int,
     scales: Tensor | None = None,
 ) -> None:
-    """`reference.store` for several rows of k, v [T, H, D], each head's entries where it keeps all
-    of its row's.
+    """`reference.store` for several rows of k, v [T, H, D], for heads that keep all of a row.
 
-    `address` int32 [rows, H, 3]: table offset, column and first index; `spans` int32 [rows, 5]: [2]
-    and [3] bound the row in k and v; `kept` int32 [rows, H]; `longest` is the most entries of a
+    `address` int32 [rows, H, 3]: table offset, column and first index. `spans` int32 [rows, 5]: [2]
+    and [3] bound the row in k and v. `kept` is int32 [rows, H], and `longest` the most entries of a
     row.
     """
     rows, heads = kept.shape
@@ -345,13 +348,12 @@ def seal(
     window: int,
     scales: Tensor | None = None,
 ) -> None:
-    """Of each of N chunks of C entries keep the `kept` [N, H] best and write them to each head's
-    next pages.
+    """Write the `kept` [N, H] best of the C entries of each of N chunks to each head's next pages.
 
-    scores float32 [N, H, C], unprotected: the first `sinks` tokens of a sequence and the last
-    `window` of a chunk stay whatever their scores. k, v [N · C, H, D]; `address` int32 [N, H, 3]:
-    table offset, column and first index; `spans` int32 [N, 5]: [4] is the position that the chunk
-    begins at.
+    `scores` is float32 [N, H, C], unprotected: the first `sinks` tokens of a sequence and the last
+    `window` of a chunk stay whatever their scores. k, v are [N · C, H, D]. `address` int32 [N, H,
+    3] is table offset, column and first index. In `spans` int32 [N, 5], [4] is the position of the
+    chunk's first token.
     """
     (chunks, heads, tokens), dim = scores.shape, k.shape[2]
     block = min(64, triton.next_power_of_2(tokens))

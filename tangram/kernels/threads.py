@@ -1,4 +1,4 @@
-"""How many threads compute on the CPU: torch and the compiled kernels share one pool."""
+"""The number of CPU threads: torch and the compiled kernels share one pool."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import torch
 
 
 def use_threads(count: int | None) -> None:
-    """Let torch, and the kernels of `cpu.py` with it, compute on `count` threads of this process
-    from now on.
+    """Let torch and the kernels of `cpu.py` compute on `count` threads of this process from now on.
 
-    None leaves what torch has, to begin with the cores that this process may run on.
+    None keeps torch's number, initially the cores that this process may run on.
     """
     if count is not None:
         torch.set_num_threads(count)

@@ -1,4 +1,4 @@
-"""What the tiled kernels share: products, ranges of tasks, soft-capped scores (Triton)."""
+"""Shared by the tiled kernels: products, ranges of tasks, soft-capped scores (Triton)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ABS = tl.constexpr(int(RangeKind.ABS))
 OPEN = tl.constexpr(int(RangeKind.OPEN))
 _FRAC = tl.constexpr(int(RangeKind.FRAC))
 _WINDOW = tl.constexpr(int(RangeKind.WINDOW))
-# Triton's interpreter takes the bits of a bfloat16 for an integer when it multiplies.
+# Triton's interpreter multiplies the bits of a bfloat16 as an integer.
 _WIDEN = tl.constexpr(bool(triton.knobs.runtime.interpret))
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -27,14 +27,14 @@ def multiply(a, b, acc):
 
 @triton.jit
 def let_next_start():
-    """Programmatic dependent launch: the next launch may begin as soon as there is room."""
+    """Programmatic dependent launch: the next launch may begin once the device has capacity."""
     if not _WIDEN:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_tasks():
-    """Until every launch before this one has written its results."""
+    """Wait until every launch before this one has written its results."""
     if not _WIDEN:
         tl.extra.cuda.gdc_wait()
 
@@ -59,8 +59,9 @@ def resolve_range(kind, a, b, length_place, TILE: tl.constexpr):
 
 @triton.jit
 def take_part(acc, peak, total, lse, value):
-    """A part more, value [M, D] and log-sum-exp [M] (base 2), into the online softmax; an EMPTY one
-    weighs nothing.
+    """Add a part, value [M, D] and log-sum-exp [M] (base 2), to the online softmax.
+
+    An EMPTY part has weight 0.
     """
     new_peak = tl.maximum(peak, lse)
     safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
@@ -75,8 +76,9 @@ def take_part(acc, peak, total, lse, value):
 
 @triton.jit
 def soft_cap(scores, scaling, softcap):
-    """c * tanh(s / c) of the scaled scores, times log2(e); an overflowing exponential gives the
-    limits, -1 and 1.
+    """c * tanh(s / c) of the scaled scores, times log2(e).
+
+    An overflowing exponential gives the limits, -1 and 1.
     """
     grown = tl.exp2(scores * (scaling / softcap * 2.0 * LOG2E))
     return (1.0 - 2.0 / (1.0 + grown)) * (softcap * LOG2E)

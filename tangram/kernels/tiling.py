@@ -1,4 +1,4 @@
-"""How much of a product one program computes at a time, as the card's shared memory allows."""
+"""The tile that one program computes at a time, as the card's shared memory allows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cache
 from tangram.errors import ConfigError
 from tangram.kernels.card import Card
 
-LEAST_ENTRIES = 16  # of a tile: what the instructions that multiply take
+LEAST_ENTRIES = 16  # of a tile: the least that matrix instructions take
 _BESIDE = 1 << 10  # barriers, and sums between warps
 
 
@@ -25,10 +25,10 @@ class Tile:
 
 @dataclass(frozen=True)
 class Operands:
-    """What a program multiplies: `head_dim` rounded up as it is loaded, `element_bytes` of queries.
+    """The operands of a program: `head_dim` rounded up as loaded, `element_bytes` of queries.
 
-    `hops` are the loads that wait for one another before a product: 2 where the loop looks up the
-    place of entries. `widens`: entries are stored in FP8 and scaled before they are multiplied.
+    `hops` are the dependent loads before a product: 2 where the loop looks up the place of entries.
+    `widens`: entries are stored in FP8 and scaled before they are multiplied.
     """
 
     head_dim: int
@@ -38,10 +38,10 @@ class Operands:
 
 
 def count_shared_bytes(tile: Tile, operands: Operands, card: Card) -> int:
-    """The shared memory that Triton takes for a program, or a little more
-    (`tests/gpu/test_cards.py`).
+    """The shared memory that Triton takes for a program, or a little more.
 
-    Queries, weights, and keys and values as often as the pipeline runs ahead.
+    See `tests/gpu/test_cards.py`. It holds queries, weights, and the keys and values of each
+    pipeline stage that runs ahead.
     """
     size, dim = operands.element_bytes, operands.head_dim
     ahead = max(1, tile.stages - operands.hops) + (card.multiplies_shared and tile.queries >= 64)
@@ -66,7 +66,7 @@ def fit_tile(tile: Tile, operands: Operands, card: Card, least: int = LEAST_ENTR
     raise ConfigError(
         f"heads of {operands.head_dim} dimensions in {8 * operands.element_bytes} bits do not fit "
         f"into the {card.shared_bytes >> 10} KiB of shared memory that a block of this GPU has: "
-        "take --dtype bfloat16"
+        "use --dtype bfloat16"
     )
 
 

@@ -1,5 +1,6 @@
-"""Attention without Triton: compiled decode for float32 pools in host memory, the torch
-specification for the rest.
+"""Attention without Triton.
+
+Compiled decode for float32 pools in host memory, the torch specification otherwise.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from tangram.errors import ConfigError
 from tangram.kernels import cpu, reference
-from tangram.kernels.interface import PrefillRows, Ranking, Room
+from tangram.kernels.interface import PaddedShape, PrefillRows, Ranking
 from tangram.kernels.waiting import WaitPolicy
 from tangram.plan.cost import CostModel
 from tangram.plan.schedule import Decoding, Schedule
@@ -23,10 +24,10 @@ NOTHING_FUSED: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({})
 
 
 class TorchKernels:
-    """`PoolKernels` for any device and dtype. Every batch is decoded by `schedule`; None splits by
-    budgets.
+    """`PoolKernels` for any device and dtype.
 
-    Raises `ConfigError` if the schedule asks for what only the GPU's kernels can.
+    Every batch is decoded by `schedule`; None splits by budgets. Raises `ConfigError` if the
+    schedule has options that only the GPU's kernels support.
     """
 
     fused_scores = NOTHING_FUSED
@@ -39,17 +40,17 @@ class TorchKernels:
     def __init__(self, pool: Tensor, schedule: Schedule | None = None) -> None:
         self._pool, self._decode_rows, self._waiting = pool, 0, WaitPolicy()
         self._schedule = Schedule.parse(BY_BUDGETS) if schedule is None else schedule
-        told = {*self._schedule.flags, *self._schedule.numbers}
-        if foreign := sorted(told - {*self._schedule.planner.numbers}):
+        given = {*self._schedule.flags, *self._schedule.numbers}
+        if foreign := sorted(given - {*self._schedule.planner.numbers}):
             raise ConfigError(
-                f"decode_schedule is {self._schedule.text!r}: +{foreign[0]} tells the GPU's "
-                f"kernels how to run, leave it out on {pool.device.type}"
+                f"decode_schedule is {self._schedule.text!r}: +{foreign[0]} is an option of "
+                f"the GPU's kernels, leave it out on {pool.device.type}"
             )
         if cpu.runs_compiled(pool):
             cpu.warm_up()
 
     def width(self, rows: int) -> int:
-        """See `PoolKernels`: as many as there are."""
+        """See `PoolKernels`: always `rows`."""
         return rows
 
     def load(self, batch: Decoding, width: int) -> str:
@@ -68,7 +69,7 @@ class TorchKernels:
         self._tables, self._decode_rows, self._rows = tables, decode_rows, prefill
         self._lengths = torch.from_numpy(lengths.reshape(-1)).to(self._pool.device)
 
-    def begin_row(self, tables: Tensor, row: PrefillRows, room: Room) -> bool:
+    def begin_row(self, tables: Tensor, row: PrefillRows, shape: PaddedShape) -> bool:
         """See `PoolKernels`: nothing is launched."""
         return False
 

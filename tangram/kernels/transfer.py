@@ -1,4 +1,4 @@
-"""Between host and device, without waiting for the device."""
+"""Copies between host and device without waiting for the device."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from tangram.types import Int32
 
 
 def stage(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """`array` as a host tensor from which a `non_blocking` copy to `device` does not make the host
-    wait.
-    """
+    """`array` as a host tensor whose `non_blocking` copy to `device` does not block the host."""
     host = torch.from_numpy(array)
     return host.pin_memory() if device.type == "cuda" else host
 
@@ -32,14 +30,15 @@ def upload(arrays: Sequence[Int32], device: torch.device) -> list[Tensor]:
 
 
 def views(whole: Tensor, arrays: Sequence[Int32]) -> list[Tensor]:
-    """Of a flat tensor, the parts in which `arrays` lie end to end, in their shapes."""
+    """The consecutive parts of a flat tensor, in the shapes of `arrays`."""
     parts = torch.split(whole, [array.size for array in arrays])
     return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
 class HostCopies:
-    """Copies of `tensors` on their way to the host; work that is given to the device later does not
-    delay them.
+    """Copies of `tensors` on their way to the host.
+
+    Later work of the device does not delay them.
     """
 
     def __init__(self, *tensors: Tensor) -> None:

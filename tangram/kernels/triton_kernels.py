@@ -1,5 +1,6 @@
-"""Attention by the Triton kernels, for pools on the GPU (and, in Triton's interpreter, in host
-memory).
+"""Attention by the Triton kernels, for pools on the GPU.
+
+In Triton's interpreter pools are in host memory.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from tangram.kernels import dense, gathered, keydiff, prefill, reference, store
 from tangram.kernels.card import Card
 from tangram.kernels.e4m3 import address
 from tangram.kernels.gpu import FEW_PARTS, MANY_PARTS, GpuDecode
-from tangram.kernels.interface import MOST_BYTES, PrefillRows, Ranking, Room
+from tangram.kernels.interface import MOST_BYTES, PaddedShape, PrefillRows, Ranking
 from tangram.kernels.packed import Capacity, DecodeOptions, pack
 from tangram.kernels.padded import RowBuffers
 from tangram.kernels.transfer import stage, upload
@@ -29,20 +30,18 @@ from tangram.types import Int32
 FUSED_SCORES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {"keydiff": keydiff.score}
 )
-# Up to so many rows, in steps of
+# (most rows, step): the batch width is rounded up to a multiple of the step.
 WIDTHS = ((2, 1), (4, 2), (8, 4), (64, 8), (256, 16), (1 << 30, 64))
-# Without a policy: a work queue that reads shared prefixes once, where that tells
+# Without a policy: a work queue that reads shared prefixes once where that saves enough.
 UNMEASURED = "packing:thrifty"
 
 
 class TritonKernels:
-    """`PoolKernels` of float32, bfloat16, float16 and FP8 pools for models of G = `group` query
-    heads a KV head.
+    """`PoolKernels` of float32, bfloat16, float16 and FP8 pools; `group` is G.
 
-    `schedule` is that of every batch; without one `policy` chooses, and without that all have the
-    same too. What a step's kernels read is uploaded by `begin`, once; layers only launch. An FP8
-    pool's scales are all 1, as in vLLM without calibration. `card` None is the one that the pool
-    lies on.
+    `schedule` is that of every batch. Without one `policy` chooses; without that all batches have
+    one default. `begin` uploads the kernels' inputs once; layers only launch. An FP8 pool's scales
+    are all 1, as in vLLM without calibration. `card` None is the pool's own.
     """
 
     fused_scores = FUSED_SCORES
@@ -70,7 +69,7 @@ class TritonKernels:
         self._cost = CostModel() if policy is None else policy.cost
         self._decoders: dict[tuple[int, DecodeOptions], GpuDecode] = {}
         self._addresses: dict[int, Tensor] = {}
-        self._rooms: dict[Hashable, RowBuffers] = {}
+        self._padded: dict[Hashable, RowBuffers] = {}
         self._scales: Tensor | None = None
         self._gathers, self._fuses = (
             gathered.serves(pool, self._card),
@@ -89,7 +88,7 @@ class TritonKernels:
         return self._begun if self._pool.is_cuda else None
 
     def load(self, batch: Decoding, width: int) -> str:
-        """See `PoolKernels`. The plan goes where the last one of this width lay, if it fits."""
+        """See `PoolKernels`. The plan replaces the last one of this width, if it fits."""
         self._scale(*batch.rows.table.shape[1:])
         schedule = self._schedule(batch)
         plan, options = (
@@ -98,8 +97,8 @@ class TritonKernels:
         )
         known = self._decoders.get((width, options))
         if known is None or not known.takes(plan, batch.lengths):
-            room = None if known is None else known.capacity
-            known = self._decoders[width, options] = self._executing(plan, batch, options, room)
+            least = None if known is None else known.capacity
+            known = self._decoders[width, options] = self._executing(plan, batch, options, least)
         self._decoder, self._decode_address = (
             known,
             self._pack_addresses(batch.rows, len(batch.lengths), width),
@@ -125,7 +124,7 @@ class TritonKernels:
             yield
 
     def _executing(
-        self, plan: WorkPlan, batch: Decoding, options: DecodeOptions, room: Capacity | None
+        self, plan: WorkPlan, batch: Decoding, options: DecodeOptions, least: Capacity | None
     ) -> GpuDecode:
         return GpuDecode(
             [plan],
@@ -135,14 +134,15 @@ class TritonKernels:
             lengths=batch.lengths,
             options=options,
             scales=self._scales,
-            room=room,
+            least=least,
             slack=True,
             card=self._card,
         )
 
     def _pack_addresses(self, rows: DecodeRows, nowhere: int, width: int) -> Tensor:
-        """[L, width, H, 3]: table offset, column and length of each head; rows beyond the batch
-        have length 0.
+        """[L, width, H, 3]: table offset, column and length of each head.
+
+        Rows beyond the batch have length 0.
         """
         count, layers, heads = rows.table.shape
         address = np.zeros((layers, width, heads, 3), np.int32)
@@ -161,8 +161,7 @@ class TritonKernels:
     def _schedule(self, batch: Decoding) -> Schedule:
         if self._fixed is not None or self._policy is None:
             return Schedule.parse(UNMEASURED) if self._fixed is None else self._fixed
-        # FlashInfer would plan every layer on the host at every step: it is not a route for an
-        # engine.
+        # FlashInfer would plan every layer on the host at every step, too slow for an engine.
         return Schedule.parse(self._policy.choose(StepLoad.of(batch), library=False))
 
     def begin(self, tables: Tensor, lengths: Int32, decode_rows: int, prefill: PrefillRows) -> None:
@@ -185,7 +184,7 @@ class TritonKernels:
         self._address, self._spans, self._kept, self._order, self._offsets, self._sources = upload(
             arrays, self._pool.device
         )
-        # Graphs know the address.
+        # Graphs contain the address.
         if not hasattr(self, "_lengths"):
             self._lengths = torch.empty(
                 lengths.size + 1, dtype=torch.int32, device=self._pool.device
@@ -193,10 +192,8 @@ class TritonKernels:
         new_lengths = stage(np.append(lengths.reshape(-1), np.int32(0)), self._pool.device)
         self._lengths.copy_(new_lengths, non_blocking=True)
 
-    def begin_row(self, tables: Tensor, row: PrefillRows, room: Room) -> bool:
-        """See `PoolKernels`. A row that would be attended to by another kernel, or in parts, is not
-        padded.
-        """
+    def begin_row(self, tables: Tensor, row: PrefillRows, shape: PaddedShape) -> bool:
+        """See `PoolKernels`. A row that another kernel computes, or in parts, is not padded."""
         self._scale(row.address.shape[0], row.address.shape[2])
         entry_bytes = 2 * self._pool.shape[-1] * self._pool.dtype.itemsize
         cells = gathered.PrefillOrder.of(row, entry_bytes, self._gathers)
@@ -206,13 +203,13 @@ class TritonKernels:
         )
         if (self._fuses and dense.runs(row)) or copied > entries:
             return False
-        key = room, row.whole.tobytes(), bool(cells.gathered)
-        if key not in self._rooms:
-            self._rooms[key] = RowBuffers.of(row, cells, room, entries, self._pool.device)
-        known = self._begun = self._rooms[key]
+        key = shape, row.whole.tobytes(), bool(cells.gathered)
+        if key not in self._padded:
+            self._padded[key] = RowBuffers.of(row, cells, shape, entries, self._pool.device)
+        known = self._begun = self._padded[key]
         known.load(row, cells)
         for part in known.cells.gathered:
-            known.copies = self._room(part, 0)
+            known.copies = self._gather_buffers(part, 0)
         self._tables, self._decode_rows, self._rows, self._cells, self._runs = (
             tables,
             0,
@@ -294,24 +291,7 @@ class TritonKernels:
         for run in self._runs if plain else ():
             dense.attend(q, k, v, out, run, scaling=scaling)
         for part in self._cells.gathered if plain else ():
-            gathered.attend(
-                q,
-                k,
-                v,
-                self._pool,
-                self._tables,
-                address,
-                spans,
-                self._order[layer, part.cells],
-                self._offsets[layer],
-                self._sources[part.sources],
-                self._room(part, layer),
-                part,
-                out,
-                layer=layer,
-                scaling=scaling,
-                card=self._card,
-            )
+            self._attend_gathered(part, layer, q, k, v, out, scaling)
         paged = self._cells.paged if plain else slice(0, self._order.shape[1])
         if paged.stop > paged.start:
             prefill.prefill(
@@ -334,12 +314,39 @@ class TritonKernels:
                 card=self._card,
             )
 
-    def _room(self, part: gathered.Part, layer: int) -> list[Tensor]:
-        """For the keys and values of a part: as much as any part takes, or as one row needs that
-        takes more.
-        """
+    def _attend_gathered(
+        self,
+        part: gathered.Part,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        scaling: float,
+    ) -> None:
+        gathered.attend(
+            q,
+            k,
+            v,
+            self._pool,
+            self._tables,
+            self._address[layer],
+            self._spans,
+            self._order[layer, part.cells],
+            self._offsets[layer],
+            self._sources[part.sources],
+            self._gather_buffers(part, layer),
+            part,
+            out,
+            layer=layer,
+            scaling=scaling,
+            card=self._card,
+        )
+
+    def _gather_buffers(self, part: gathered.Part, layer: int) -> list[Tensor]:
+        """Buffers for the keys and values of a part; larger than usual for one long row."""
         dim = self._pool.shape[-1]
-        size = gathered.room(part, layer, dim)
+        size = gathered.count_elements(part, layer, dim)
         if len(self._copies[0]) < size:
             most = max(size, MOST_BYTES // (2 * self._pool.dtype.itemsize))
             self._copies = [

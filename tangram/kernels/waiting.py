@@ -1,14 +1,12 @@
-"""How long idle OpenMP threads spin for the next piece of work: long on idle cores, briefly where
-others want them.
+"""How long idle OpenMP threads spin: long on idle cores, briefly on busy ones.
 
-A layer is some ten parallel regions of microseconds. To sleep and wake costs more than the wait, so
-libgomp spins, for milliseconds. Beside another program that is the worst: threads that spin use up
-their share of the core. The one with work to do then waits for the other program, in each region
-anew.
+A layer has some ten parallel regions of microseconds. Sleeping and waking costs more than the wait,
+so libgomp spins for milliseconds. Beside another program this is harmful: threads that spin use up
+their share of the core. The thread with work then waits for the other program in each region.
 
 libgomp spins 300 times more briefly while a process has more OpenMP threads than cores
-(GOMP_SPINCOUNT in its manual). That is the only switch that works at run time and leaves the number
-of threads alone, and with it each bit of a result.
+(GOMP_SPINCOUNT in its manual). No other switch works at run time without changing the number of
+threads, and with it the bits of a result.
 """
 
 from __future__ import annotations
@@ -25,21 +23,20 @@ import torch
 
 TASKS = Path("/proc/self/task")
 WINDOW_S = 0.25
-# Threads that waited for a core, in seconds for each second: above the first others want it, below
-# the second nobody.
+# Seconds that threads waited for a core, per second: above the first other programs want it, below
+# the second none do.
 CROWDED, FREE = 0.10, 0.03
-FREE_S = 1.0  # so long must nobody want the cores
+FREE_S = 1.0  # the cores must be free for so long
 _OWN_CHOICE = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 # Elements of which torch gives each thread a share.
 _SHARED_ELEMENTS = 1 << 20
 
 
 class WaitPolicy:
-    """Lets threads wait briefly while the machine is crowded; does nothing where the user has
-    chosen a policy.
+    """Lets threads wait briefly while the machine is busy.
 
-    Call `adjust` between steps. `tasks` is where Linux tells of this process's threads; elsewhere
-    nobody knows.
+    Does nothing if the user has chosen a policy. Call `adjust` between steps. `tasks` is the folder
+    where Linux describes this process's threads; elsewhere it is missing.
     """
 
     def __init__(
@@ -60,9 +57,7 @@ class WaitPolicy:
         return self._release is not None
 
     def adjust(self) -> None:
-        """Look at the time since the last look, if it was long enough, and change how
-        threads wait.
-        """
+        """Update how threads wait, if the last update is long enough ago."""
         seconds = self._clock_s() - self._since_s
         if self._chosen or seconds < WINDOW_S:
             return
@@ -79,9 +74,7 @@ class WaitPolicy:
 
 
 def _read_waits_s(tasks: Path) -> dict[str, float]:
-    """Seconds that each thread has waited for a core since it began; nothing where that is not
-    known.
-    """
+    """Seconds that each thread has waited for a core since it began; empty if unknown."""
     waited = {}
     with suppress(OSError):
         for task in tasks.iterdir():
@@ -91,8 +84,9 @@ def _read_waits_s(tasks: Path) -> dict[str, float]:
 
 
 def _more_threads_than_cores() -> Callable[[], None]:
-    """Begin OpenMP teams that sleep, so that libgomp counts more threads than cores; returns what
-    ends them.
+    """Begin OpenMP teams that sleep, so that libgomp counts more threads than cores.
+
+    Returns a function that ends them.
     """
     threads, cores, done = torch.get_num_threads(), len(os.sched_getaffinity(0)), threading.Event()
     teams = max(1, -(-(cores - threads + 1) // (threads - 1))) if threads > 1 else 0

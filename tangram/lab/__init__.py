@@ -1,1 +1,1 @@
-"""What measures the engine or compares it with others. Nothing that serves imports this package."""
+"""Measurements of the engine and comparisons with others. No serving package imports this one."""

@@ -1,4 +1,4 @@
-"""What every published number carries: hardware, versions, commit."""
+"""The environment of every published number: hardware, versions, commit."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ PACKAGES = ("torch", "transformers", "numba", "triton", "flashinfer-python", "vl
 
 @cache
 def environment() -> dict[str, Any]:
-    """The machine, the versions and the commit a measurement was made with; a GPU and a package
-    only where there.
-    """
+    """The machine, versions and commit of a measurement; a GPU and packages only if present."""
     model = next(
         (line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")),
         "unknown",
@@ -38,8 +36,9 @@ def environment() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """With "+" if files other than results differ from it. $GIT_COMMIT says it where sources travel
-    without git.
+    """The commit, with "+" if files other than results differ from it.
+
+    $GIT_COMMIT replaces it where sources are deployed without git.
     """
     if "GIT_COMMIT" in os.environ:
         return os.environ["GIT_COMMIT"]
@@ -61,9 +60,7 @@ def _versions() -> dict[str, str]:
 
 
 def _gpu() -> dict[str, Any]:
-    """Name, multiprocessors, L2 and memory as torch reports them, and the driver as nvidia-smi
-    does.
-    """
+    """Name, multiprocessors, L2 and memory from torch, and the driver from nvidia-smi."""
     if not torch.cuda.is_available():
         return {}
     properties = torch.cuda.get_device_properties(0)
@@ -91,10 +88,10 @@ def _git(*arguments: str) -> str:
 
 
 def _output(program: str, *arguments: str) -> str:
-    """What a program prints; nothing where it is not installed."""
+    """The output of a program; empty where it is not installed."""
     if shutil.which(program) is None:
         return ""
-    folder = Path(__file__).parent  # the commit of this code, wherever it is run from
+    folder = Path(__file__).parent  # the commit of this code, whatever the current folder is
     return subprocess.run(
         [program, *arguments], cwd=folder, capture_output=True, text=True, check=False
     ).stdout.strip()

@@ -1,4 +1,4 @@
-"""The one attention function that every model calls, and what it does for one step.
+"""The one attention function that every model calls, and its work in one step.
 
 Transformers passes the step through as the keyword argument `tangram`, so there is no global state.
 Queries, keys and values arrive as [1, heads, T, D] for the flattened batch: DECODE rows first, one
@@ -23,7 +23,7 @@ IMPLEMENTATION = "tangram"
 
 
 class AttentionContext(Protocol):
-    """Whoever computes attention for a forward pass."""
+    """Computes attention for one forward pass."""
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """q [T, Q, D], k and v [T, H, D] of one layer → [T, Q, D]."""
@@ -40,9 +40,7 @@ def attention(
     tangram: AttentionContext,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """What Transformers calls in every layer: query, key and value [1, heads, T, D] →
-    [1, T, Q, D].
-    """
+    """Transformers calls this in every layer: query, key, value [1, heads, T, D] → [1, T, Q, D]."""
     if attention_mask is not None:
         raise ValueError("the model built an attention mask of its own")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -53,9 +51,7 @@ AttentionInterface.register(IMPLEMENTATION, attention)
 
 
 def keep_hidden(module: nn.Module, args: Any, kwargs: Any) -> None:
-    """A forward pre-hook for attention modules: lets the step have the block's input, for gates
-    that score by it.
-    """
+    """A forward pre-hook for attention modules: keep the block's input for gates that score it."""
     context = kwargs.get("tangram")
     if isinstance(context, StepAttention):
         context.hidden = kwargs["hidden_states"][0]
@@ -63,11 +59,10 @@ def keep_hidden(module: nn.Module, args: Any, kwargs: Any) -> None:
 
 @dataclass
 class StepAttention:
-    """Attention of one pass, which `kernels` have begun with `width` decode rows and the rows
-    `prefill`.
+    """Attention of one pass, begun by `kernels` with `width` decode rows and the rows `prefill`.
 
-    `sealers` seal those of them that have scores, and `sealing` times them. A pass with a `room` is
-    padded to as many tokens, and like any other of such room.
+    `sealers` seal the rows that have scores, and `sealing` times them. A pass with `padded_tokens`
+    is padded to this number, and launches the same as any other pass of its `PaddedShape`.
     """
 
     kernels: PoolKernels
@@ -76,7 +71,7 @@ class StepAttention:
     prefill: PrefillRows
     sealers: Sequence[ChunkSealer | FusedSealer]
     sealing: Stopwatch
-    room: int | None = None
+    padded_tokens: int | None = None
     hidden: Tensor | None = None
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -84,8 +79,8 @@ class StepAttention:
         layer = int(module.layer_idx)  # type: ignore[arg-type]
         out, known = torch.empty(q.shape, dtype=q.dtype, device=q.device), _translate(options)
         self.kernels.decode(layer, q, k, v, out, **known)
-        # No score looks at what attention gives: with all chunks sealed, rows of one sequence
-        # attend side by side.
+        # No score depends on the output of attention: with all chunks sealed, rows of one sequence
+        # attend in parallel.
         if self.sealers:
             with self.sealing.timing():
                 for sealer in self.sealers:
@@ -112,10 +107,10 @@ class StepAttention:
 
 @dataclass
 class RepeatAttention:
-    """KVzip's second pass over one chunk: its repetition attends to the past, to the chunk and to
-    itself.
+    """KVzip's second pass over one chunk.
 
-    Nothing of the repetition is stored; layer by layer the sealer gets what it waits for.
+    The repetition attends to the past, to the chunk and to itself. Nothing of it is stored. The
+    sealer gets it layer by layer.
     """
 
     kernels: PoolKernels
@@ -140,7 +135,7 @@ class RepeatAttention:
 
 
 def _translate(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What Transformers says of a layer's attention, in the kernels' words."""
+    """Transformers' options of a layer's attention, by the kernels' names."""
     return {
         "scaling": options["scaling"],
         "softcap": options.get("softcap"),

@@ -1,8 +1,7 @@
-"""Transformers' layers through torch.compile: norms, rotations and gates become few kernels (torch,
-Inductor).
+"""Transformers' layers through torch.compile.
 
-Attention stays outside: a step's attention is an object that changes, and its kernels are launched
-as they are.
+Norms, rotations and gates become few kernels (torch, Inductor). Attention stays outside: a step's
+attention is an object that changes, and its kernels are launched as they are.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from tangram.model.attention import IMPLEMENTATION, attention
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """Compile every layer at its first call, once for all layers of a kind and for any number of
-    tokens.
+    """Compile every layer at its first call, once for each kind of layer and any number of tokens.
 
-    What is compiled already stays as it is: several engines may use one model, one after the other.
+    A layer that is compiled already stays so: several engines may use one model one after the
+    other.
     """
     AttentionInterface.register(IMPLEMENTATION, torch.compiler.disable(attention))  # type: ignore[no-untyped-call]
     for module in model.modules():

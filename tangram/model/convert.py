@@ -1,6 +1,4 @@
-"""GGUF files as safetensors, made once and kept; tensors that are missing or left over
-are refused.
-"""
+"""GGUF files converted to safetensors once and kept. Missing or surplus tensors are refused."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ from tangram.config import cache_folder
 from tangram.errors import ModelError
 from tangram.model.weight_files import check_gguf, check_safetensors, gguf_tensor_names
 
-# What Transformers raises for configs, weights and tokenizers that are not what they should be.
+# What Transformers raises for unreadable configs, weights and tokenizers.
 UNREADABLE = (
     ArithmeticError,
     LookupError,
@@ -48,16 +46,16 @@ UNREADABLE = (
     StrictDataclassError,
 )
 _WORK, _LOCK = "converting-", "lock"
-_STALE_S = 3600  # a folder of work without a lock is that of a process that died before it took one
+_STALE_S = 3600  # a work folder without a lock belongs to a process that died before it took one
 _log = logging.getLogger("tangram")
 
 
 def convert_gguf(gguf: Path) -> Path:
-    """The folder of safetensors that holds what `gguf` does, made on first use.
+    """The folder of safetensors with the tensors of `gguf`, made on first use.
 
     Transformers reads GGUF files too, but takes some 17 s each time. A kept folder that is damaged
-    is set aside and made anew. Where the cache folder cannot be written, the result lives as long
-    as the process. Raises `ModelError` if the file cannot be converted.
+    is renamed, and the file is converted again. Where the cache folder cannot be written, the
+    result exists as long as the process. Raises `ModelError` if the file cannot be converted.
     """
     status = gguf.stat()
     identity = sha256(f"{gguf.name}:{status.st_size}".encode())
@@ -69,23 +67,22 @@ def convert_gguf(gguf: Path) -> Path:
             _convert(gguf, target)
         return target
     except OSError as error:
-        _log.warning("what %s is converted to cannot be kept: %s", gguf.name, error)
+        _log.warning("the conversion of %s cannot be kept: %s", gguf.name, error)
     folder = tempfile.mkdtemp(prefix="tangram-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     try:
         _convert(gguf, Path(folder) / target.name)
     except OSError as error:
         raise ModelError(
-            f"{gguf} cannot be converted, set TANGRAM_CACHE to a folder with room: {error}"
+            f"{gguf} cannot be converted, set TANGRAM_CACHE to a folder with free space: {error}"
         ) from error
     return Path(folder) / target.name
 
 
 def refuse_difference(source: str, missing: Collection[str], surplus: Collection[str]) -> None:
-    """Raise `ModelError` unless the tensors of `source` are exactly those that its config
-    describes.
+    """Raise `ModelError` unless `source` has exactly the tensors that its config describes.
 
-    Transformers would make up what is missing and leave out what is too much.
+    Transformers would fill in missing tensors and leave out surplus ones.
     """
     if missing:
         raise ModelError(
@@ -100,10 +97,13 @@ def refuse_difference(source: str, missing: Collection[str], surplus: Collection
 
 
 def read_tokenizer(source: str | Path, **options: Any) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub id. Raises `ValueError` if its files do not make one."""
+    """The tokenizer of a folder or hub id.
+
+    Raises `ValueError` if its files are no valid tokenizer.
+    """
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **options)
-    except Exception as error:  # the Rust library behind it raises bare ones
+    except Exception as error:  # the Rust library behind it raises bare `Exception`s
         if type(error) is not Exception:
             raise
         raise ValueError(str(error)) from error
@@ -111,7 +111,7 @@ def read_tokenizer(source: str | Path, **options: Any) -> PreTrainedTokenizerBas
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether a kept conversion can be used; one that is damaged is renamed and reported."""
+    """Whether a kept conversion can be used. A damaged one is renamed and reported."""
     if not folder.exists():
         return False
     try:
@@ -132,8 +132,9 @@ def _is_whole(folder: Path) -> bool:
 
 @contextmanager
 def _work_folder(parent: Path) -> Iterator[Path]:
-    """A folder beside the target, removed at the end; those of processes that were
-    killed go too.
+    """A folder beside the target, removed at the end.
+
+    Folders of killed processes are removed too.
     """
     for old in parent.glob(f"{_WORK}*"):
         if _is_abandoned(old):
@@ -141,7 +142,7 @@ def _work_folder(parent: Path) -> Iterator[Path]:
     work = Path(tempfile.mkdtemp(prefix=_WORK, dir=parent))
     try:
         with (work / _LOCK).open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # the system lets go of it however the process ends
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the system releases it however the process ends
             yield work
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -175,23 +176,22 @@ def _convert(gguf: Path, target: Path) -> None:
             tokenizer = read_tokenizer(gguf.parent, **options)
         except UNREADABLE as error:
             raise ModelError(f"{gguf} cannot be converted: {error}") from error
-        # The weights are plain floats now; Transformers refuses to save what it takes for
-        # quantised.
+        # The weights are plain floats now; Transformers refuses to save models marked as quantised.
         vars(model).update(hf_quantizer=None, is_quantized=False)
         del model.config.quantization_config
         made = work / target.name
         try:
             model.save_pretrained(made)
             tokenizer.save_pretrained(made)
-        except SafetensorError as error:  # that of a full disk
+        except SafetensorError as error:  # raised when the disk is full
             raise OSError(str(error)) from error
-        # A rename is atomic: whoever comes second finds the folder whole and drops its own.
+        # A rename is atomic: a second process finds the folder whole and drops its own.
         if not target.exists():
             made.rename(target)
 
 
 def _unread(gguf: Path, model: PreTrainedModel) -> set[str]:
-    """The tensors of the file that Transformers has no place for and leaves out without a word."""
+    """The tensors of the file that Transformers has no place for and silently leaves out."""
     config = model.config
     kind = str(config.model_type).replace("_", "")
     processor: Any = TENSOR_PROCESSORS.get(

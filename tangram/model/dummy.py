@@ -24,8 +24,9 @@ SEED = 0
 def random_model(
     config: PretrainedConfig, *, dtype: torch.dtype, device: torch.device, attention: str
 ) -> PreTrainedModel:
-    """Weights as training would begin with them, made on the device; the same at every call on the
-    same device.
+    """Random weights as before training, made on the device.
+
+    Every call there gives the same ones.
     """
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(SEED)
@@ -36,7 +37,7 @@ def random_model(
 
 
 def tokenizer_or_numbers(source: str, vocab_size: int) -> PreTrainedTokenizerBase:
-    """The tokenizer that lies beside the config; without one, token 17 reads "17"."""
+    """The tokenizer beside the config. Without one, token 17 reads "17"."""
     if any(Path(source).glob("*token*")):
         return read_tokenizer(source)
     numbers = Tokenizer(

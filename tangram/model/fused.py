@@ -1,7 +1,7 @@
 """Projections of one input as one matrix product: queries, keys and values; gate and up.
 
-A few rows leave a GPU idle in a narrow product, and each product has a launch: over the joined
-weights it is one.
+With few rows a narrow product leaves most of a GPU idle, and each product has a launch. The joined
+weights need one.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-# What Transformers' decoders call the linear maps that read the same tensor.
+# Transformers' names of the linear maps that read the same tensor.
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class _JoinedWeights(nn.Module):
-    """The weights of several linear maps, end to end; the product of an input is kept until each
-    has had its part.
+    """The weights of several linear maps, end to end.
+
+    The product of an input is kept until each map has taken its part.
     """
 
     def __init__(self, maps: list[nn.Linear]) -> None:
@@ -28,7 +29,7 @@ class _JoinedWeights(nn.Module):
         self.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
         self._input: Tensor | None = None
         self._parts: dict[int, Tensor] = {}
-        self._apart = False  # a model whose maps turn out to read different tensors
+        self._apart = False  # true for a model whose maps turn out to read different tensors
 
     def part(self, number: int, x: Tensor) -> Tensor:
         """The output of map `number` for `x`."""
@@ -57,8 +58,9 @@ class _Part(nn.Module):
 
 
 def join_projections(model: nn.Module) -> None:
-    """Join, in place, what reads the same tensor in every layer of `model`; outputs stay what they
-    were.
+    """Join, in place, the maps that read the same tensor in every layer of `model`.
+
+    Outputs do not change.
     """
     for module in list(model.modules()):
         for names in TOGETHER:

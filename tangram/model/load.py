@@ -1,5 +1,6 @@
-"""Weights, tokenizer and geometry of a model, through Transformers; models we would serve wrongly
-are refused here.
+"""Weights, tokenizer and geometry of a model, through Transformers.
+
+Models that the engine would serve wrongly are refused here.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to serve. `eos_token_ids` end an answer; `model` is in eval mode on
-    its device.
+    """A model ready to serve.
+
+    `eos_token_ids` end an answer; `model` is in eval mode on its device.
     """
 
     name: str
@@ -54,8 +56,9 @@ class LoadedModel:
 
 
 def memory_ran_out(error: Exception) -> bool:
-    """Whether there was too little memory; torch has a type of its own for a GPU, on a CPU there
-    are only its words.
+    """Whether `error` says that memory ran out.
+
+    torch has an exception type for a GPU; on a CPU only the message tells.
     """
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(
         error
@@ -68,9 +71,9 @@ def load_model(
     """Load `name` (`smollm2`, a Hugging Face id, a folder of safetensors or a GGUF file).
 
     `dtype` auto is float32 on a CPU and the checkpoint's own elsewhere, bfloat16 for a GGUF file's
-    quantised weights. `load_format` dummy takes the config alone and makes weights up; where there
-    is no tokenizer either, tokens read as numbers. Raises `ModelError` with the reason if the model
-    cannot be loaded or its attention is of a kind that this engine would compute wrongly.
+    quantised weights. `load_format` dummy reads the config alone and makes random weights; without
+    a tokenizer, tokens read as numbers. Raises `ModelError` with the reason if the model cannot be
+    loaded, or if this engine would compute its kind of attention wrongly.
     """
     source = _resolve(name)
     place = find_device(device)
@@ -108,7 +111,7 @@ def _weights(source: str, dtype: torch.dtype, place: torch.device) -> PreTrained
         dtype=dtype,
         attn_implementation=IMPLEMENTATION,
         output_loading_info=True,
-        use_safetensors=True,  # other formats are pickles, which can run anything
+        use_safetensors=True,  # other formats are pickles, which can run code
         device_map=None if place.type == "cpu" else place,  # straight to the device
     )
     model: PreTrainedModel
@@ -118,8 +121,7 @@ def _weights(source: str, dtype: torch.dtype, place: torch.device) -> PreTrained
 
 
 def adopt(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> LoadedModel:
-    """Take in a model that is already in memory, made with `attn_implementation="tangram"`, under
-    `name`.
+    """Use a model that is already in memory, made with `attn_implementation="tangram"`, as `name`.
 
     Raises `ModelError` if it would be served wrongly.
     """
@@ -145,10 +147,9 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def fingerprint(model: PreTrainedModel, geometry: Geometry, name: str) -> ModelFingerprint:
-    """What a profile must match: the shape of the model and a digest of its small tensors (norms
-    and biases).
+    """What a profile must match: the model's shape and a digest of its norms and biases.
 
-    Any training moves the norms, and they are cheap to read at every size.
+    Any training changes the norms, and they are cheap to read at every size.
     """
     digest = hashlib.sha256()
     for key, tensor in sorted(model.state_dict().items()):
@@ -186,8 +187,9 @@ def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tupl
 
 
 def _resolve(name: str) -> str:
-    """A folder or hub id that Transformers loads without conversion. Raises `ModelError` for what
-    is neither.
+    """A folder or hub id that Transformers loads without conversion.
+
+    Raises `ModelError` for what is neither.
     """
     check_source(name)
     if is_gguf(name):

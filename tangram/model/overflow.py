@@ -1,11 +1,10 @@
-"""Whether fixed budgets still fit what is being served: some chunks' wishes beside what their heads
-have room for.
+"""Whether fixed budgets fit the requests: dynamic choices of some chunks against the budgets.
 
-A profile gives each head a fixed number of entries. What a chunk's own scores would have given it,
-with as many entries shared out over all heads (`compress/select.py:dynamic_choice`), is its wish.
-Calibration compares the two on pilot texts (`calibrate/overflow.py`), this on what is being served.
-It costs the device one more sort of the scores of a chunk that is looked at. What is kept does not
-change.
+A profile gives each head a fixed number of entries. A chunk's own scores would give each head
+another number, with as many entries shared out over all heads
+(`compress/select.py:dynamic_choice`): the head's demand. Calibration compares demand and budget on
+calibration texts (`lab/calibration/lost_entries.py`), this module on served requests. For a
+sampled chunk the device sorts the scores once more. What is kept does not change.
 """
 
 from __future__ import annotations
@@ -23,22 +22,20 @@ from tangram.compress.profile import Scope
 from tangram.compress.select import dynamic_choice
 from tangram.kernels.transfer import HostCopies
 from tangram.metrics import GroupOverflow
-from tangram.model.sealing import Wishes
+from tangram.model.sealing import ScoreReceiver
 from tangram.types import Int64
 
 
 @dataclass(eq=False)
 class _Tally:
-    """Of one retention, by group: entries wished, entries of these without room, and heads that
-    lack some.
-    """
+    """Counts of one retention by group: entries demanded, those over budget, heads over budget."""
 
     figures: Int64  # [3, groups of full-attention layers]
     chunks: int = 0
 
 
 class _ChunkScores:
-    """The scores of one chunk as they come."""
+    """The scores of one chunk as its layers arrive."""
 
     def __init__(self, overflow: Overflow, retention: Retention, start: int) -> None:
         self._overflow, self._retention, self._start = overflow, retention, start
@@ -51,10 +48,10 @@ class _ChunkScores:
 
 
 class Overflow:
-    """Looks at every `every`-th chunk that is sealed with scores. `scope` says which heads compete.
+    """Samples every `every`-th chunk that is sealed with scores. `scope` says which heads compete.
 
-    Example: a budget of 1 entry for each of two heads; a chunk whose two best entries are the same
-    head's counts 2 wished, 1 lost, 1 of 2 heads exceeded.
+    Example: two heads have a budget of 1 entry each, and a chunk's two best entries belong to the
+    same head. This counts 2 entries demanded, 1 lost, and 1 of 2 heads exceeded.
     """
 
     def __init__(self, retentions: Sequence[Retention], scope: Scope, every: int) -> None:
@@ -63,7 +60,7 @@ class Overflow:
         self.clear()
 
     def clear(self) -> None:
-        """Forget what was seen so far."""
+        """Forget all counts."""
         self._coming.clear()
         self._seen, served = 0, dict[float, Retention]()
         for retention in self._retentions:
@@ -74,17 +71,15 @@ class Overflow:
             if not retention.layout.keeps_everything
         }
 
-    def sample(self, retention: Retention, start: int) -> Wishes | None:
-        """Who wants the scores of the chunk at position `start`; None for most chunks."""
+    def sample(self, retention: Retention, start: int) -> ScoreReceiver | None:
+        """The receiver of the scores of the chunk at position `start`; None for most chunks."""
         if retention not in self._tallies:
             return None
         self._seen += 1
         return _ChunkScores(self, retention, start) if self._seen % self._every == 0 else None
 
     def enter(self, retention: Retention, scores: Tensor, start: int) -> None:
-        """Compute the wishes of a chunk from its `scores` [L, H, C], of the
-        full-attention layers.
-        """
+        """Compute the demand of a chunk from `scores` [L, H, C] of the full-attention layers."""
         choice = dynamic_choice(
             scores,
             retention.kv_retention,
@@ -96,22 +91,22 @@ class Overflow:
         self._coming.append((retention, HostCopies(choice.sum(dim=-1))))
 
     def collect(self) -> None:
-        """Enter the wishes that have arrived; the device is not waited for."""
+        """Count the demands that have arrived, without waiting for the device."""
         while self._coming and self._coming[0][1].arrived:
             retention, fetched = self._coming.popleft()
             self._count(retention, fetched.get()[0].numpy())
 
-    def _count(self, retention: Retention, wishes: Int64) -> None:
+    def _count(self, retention: Retention, demand: Int64) -> None:
         layout, tally = retention.layout, self._tallies[retention]
         full = list(layout.geometry.full_layers)
-        lost = np.maximum(wishes - layout.head_kept_tokens[full], 0)
-        for place, values in enumerate((wishes, lost, lost > 0)):
+        lost = np.maximum(demand - layout.head_kept_tokens[full], 0)
+        for place, values in enumerate((demand, lost, lost > 0)):
             np.add.at(tally.figures[place], layout.head_group[full], values)
         tally.chunks += 1
 
     @property
     def figures(self) -> tuple[GroupOverflow, ...]:
-        """Since the start, group by group."""
+        """The counts since the start, group by group."""
         return tuple(
             GroupOverflow(retention.kv_retention, group, tally.chunks, *map(int, column))
             for retention, tally in self._tallies.items()

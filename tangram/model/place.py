@@ -1,4 +1,4 @@
-"""On which device a model runs."""
+"""Which device a model runs on."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _log = logging.getLogger("tangram")
 
 
 def find_device(device: str) -> torch.device:
-    """The device of that name; auto is the GPU if the kernels run on it, and else the CPU.
+    """The device of that name; auto is the GPU if the kernels run on it, otherwise the CPU.
 
-    Raises `ConfigError` for a device that there is not, or that the kernels do not run on.
+    Raises `ConfigError` for a device that does not exist, or that the kernels do not run on.
     """
     if device == "auto":
         return _find()

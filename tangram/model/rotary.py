@@ -1,6 +1,4 @@
-"""The model's rotary embedding as scorers read it: half-rotation, checked against the model's own
-code.
-"""
+"""The model's rotary embedding for scorers: half-rotation, checked against the model's own code."""
 
 from __future__ import annotations
 
@@ -20,11 +18,10 @@ Rotary = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def model_rotary(model: PreTrainedModel, head_dim: int) -> Rotary:
-    """The rotary embedding of the model's full-attention layers, whose heads have `head_dim`
-    dimensions.
+    """The rotary embedding of the model's full-attention layers; heads have `head_dim` dimensions.
 
-    Dimension i must turn with i + D_rot/2. Raises `ModelError` if the model turns otherwise (GLM
-    and Cohere interleave), or does not turn at all: scores would be silently wrong.
+    Dimension i must rotate with i + D_rot/2. Raises `ModelError` if the model rotates other pairs
+    (GLM and Cohere interleave) or has no rotation: scores would be silently wrong.
     """
     name = type(model).__name__
     turn = getattr(sys.modules[type(model).__module__], "apply_rotary_pos_emb", None)
@@ -37,7 +34,7 @@ def model_rotary(model: PreTrainedModel, head_dim: int) -> Rotary:
     positions = torch.tensor([3, 1000], device=model.device)
     cos, sin = embed(positions)
     expected = turn(x, x, cos[None], sin[None])[0]
-    # GPT-OSS gives each angle once, the others twice, once for each half.
+    # GPT-OSS gives each angle once; other models give it twice, once for each half.
     for rotary in (embed, _twice(embed)):
         cos, sin = rotary(positions)
         if cos.shape[-1] <= head_dim and torch.allclose(rotate(x, cos, sin), expected, atol=1e-5):

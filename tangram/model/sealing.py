@@ -1,5 +1,6 @@
-"""Sealing: one whole chunk in, its final pages out (the purity law: from the chunk alone, whatever
-the batch).
+"""Sealing: computes a chunk's scores, selects entries and stores them in their final pages.
+
+By the purity law the result depends on the chunk alone, whatever the batch.
 """
 
 from __future__ import annotations
@@ -18,11 +19,10 @@ from tangram.kernels.interface import PoolKernels, Ranking
 from tangram.model.rotary import Rotary
 from tangram.types import Int32
 
-# (the chunk in one layer, its scores [H, C]) as they come: calibration and inspection look on here.
+# Called with (the chunk in one layer, its scores [H, C]); calibration and inspection use it.
 ScoreObserver = Callable[[ChunkView, Tensor], None]
-# The scores [H, C] of one chunk, full-attention layer after layer: who counts what a chunk would
-# have wished.
-Wishes = Callable[[Tensor], None]
+# Called with the scores [H, C] of one chunk, full-attention layer after layer; counts the demand.
+ScoreReceiver = Callable[[Tensor], None]
 
 
 class ChunkRanking(Ranking):
@@ -35,17 +35,17 @@ class ChunkRanking(Ranking):
 
 @dataclass(frozen=True, eq=False)
 class FusedSealer:
-    """Seals chunks of one retention, prefill `rows` that lie end to end, by scores that `kernels`
-    have at hand.
+    """Seals chunks of one retention by scores that `kernels` compute themselves.
 
-    `wishes` want those of some of the chunks, which they are named by.
+    The chunks are the prefill `rows`, which lie end to end. `receivers` get the scores of some
+    chunks.
     """
 
     retention: Retention
     kernels: PoolKernels
     scores: Callable[[Tensor], Tensor]
     rows: slice
-    wishes: Mapping[int, Wishes] = field(default_factory=dict)
+    receivers: Mapping[int, ScoreReceiver] = field(default_factory=dict)
 
     def take(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scaling: float, hidden: Tensor | None
@@ -55,20 +55,20 @@ class FusedSealer:
         if retention.layout.geometry.windows[layer] is None:
             keys = torch.unflatten(k, 0, (self.rows.stop - self.rows.start, -1)).transpose(1, 2)
             scores = self.scores(keys)
-            for chunk, wishes in self.wishes.items():
-                wishes(scores[chunk])
+            for chunk, receive in self.receivers.items():
+                receive(scores[chunk])
             ranking = ChunkRanking(scores, retention.sink_tokens, retention.window_tokens)
             self.kernels.seal(layer, self.rows, ranking, k, v)
 
 
 @dataclass
 class ChunkSealer:
-    """Seals the chunk of `row`, layer by layer, as its activations come by.
+    """Seals the chunk of `row`, layer by layer, as its activations arrive.
 
     `number` is the row's number among the prefill rows of the step that `kernels` have begun. With
-    a scorer that needs a reconstruction the chunk waits in `pending` until the second pass brings
-    the queries of its repetition; `chunk_kv` keeps its k and v [C, H, D] of every layer for that
-    pass. `wishes` want the scores, too.
+    a scorer that needs a reconstruction, the chunk waits in `pending` until the second pass brings
+    the queries of its repetition. `chunk_kv` keeps its k and v [C, H, D] of every layer for that
+    pass. `receiver` gets the scores, too.
     """
 
     scorer: Scorer
@@ -77,13 +77,13 @@ class ChunkSealer:
     number: int
     rotary: Rotary | None
     observer: ScoreObserver | None = None
-    wishes: Wishes | None = None
+    receiver: ScoreReceiver | None = None
     pending: dict[int, ChunkView] = field(default_factory=dict)
     chunk_kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
     def retention(self) -> Retention:
-        """How its sequence keeps KV entries."""
+        """How the row's sequence keeps KV entries."""
         return self.row.retention
 
     @property
@@ -99,9 +99,7 @@ class ChunkSealer:
     def take(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scaling: float, hidden: Tensor | None
     ) -> None:
-        """The chunk's q [C, Q, D], k and v [C, H, D] in one layer: score, select and store, or
-        wait.
-        """
+        """Score, select and store a layer of the chunk: q [C, Q, D], k, v [C, H, D]; or wait."""
         if self.waits:
             self.chunk_kv[layer] = (k, v)
         if self.retention.layout.geometry.windows[layer] is not None:
@@ -123,8 +121,9 @@ class ChunkSealer:
             self._select(chunk)
 
     def reconstruct(self, layer: int, q: Tensor, k: Tensor) -> None:
-        """The repetition's q [T, Q, D] and k [T, H, D] in one layer: score, select and store the
-        waiting chunk.
+        """The repetition's q [T, Q, D] and k [T, H, D] in one layer.
+
+        Scores, selects and stores the waiting chunk.
         """
         repeat = Reconstruction(queries=q.transpose(0, 1), keys=k.transpose(0, 1))
         self._select(replace(self.pending.pop(layer), reconstruction=repeat))
@@ -134,14 +133,12 @@ class ChunkSealer:
         scores = self.scorer.score(chunk) if fused is None else fused(chunk.keys[None])[0]
         if self.observer is not None:
             self.observer(chunk, scores)
-        if self.wishes is not None:
-            self.wishes(scores)
+        if self.receiver is not None:
+            self.receiver(scores)
         self.store(chunk, scores)
 
     def store(self, chunk: ChunkView, scores: Tensor) -> None:
-        """Bring the entries of one layer that stay, by their `scores` [H, C], into their final
-        pages.
-        """
+        """Store the entries of one layer that `scores` [H, C] select in their final pages."""
         retention = self.retention
         if retention.layout.keeps_everything:
             return  # it is stored already

@@ -1,4 +1,4 @@
-"""Which models can be served rightly: by name from the config, and by asking the model itself."""
+"""Which models can be served correctly, from the config and from a probe of the model itself."""
 
 from __future__ import annotations
 
@@ -20,15 +20,13 @@ _COUNTS = (
     "max_position_embeddings",
 )
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-# These change their frequencies with the longest sequence of the batch: one request would alter
+# These change their frequencies with the longest sequence of the batch: one request would change
 # another's keys.
 _ROPE_TYPES_REFUSED = {"dynamic", "longrope"}
 
 
 def refuse_unsupported(config: PretrainedConfig) -> None:
-    """Raise `ModelError` naming the config field if the attention is of a kind that we would
-    compute silently wrong.
-    """
+    """Raise `ModelError`, naming the config field, if attention would be computed wrongly."""
     text = config.get_text_config()
     name = getattr(config, "model_type", "?")
     for field in _COUNTS:
@@ -72,7 +70,7 @@ def _rope_types(parameters: Any) -> list[str]:
 
 
 class _Probe:
-    """Stands in for a step's attention and writes down what each layer passes."""
+    """Replaces a step's attention and records what each layer passes."""
 
     def __init__(self) -> None:
         self.layers: dict[int, tuple[torch.Size, torch.Size, torch.Size, int | None]] = {}
@@ -98,7 +96,7 @@ class _Probe:
 def probe_geometry(model: PreTrainedModel) -> Geometry:
     """The geometry as the model's own layers report it in one forward pass over two tokens.
 
-    Raises `ModelError` if a layer does not go through the registered attention, or layers differ in
+    Raises `ModelError` if a layer does not call the registered attention, or layers differ in
     shape.
     """
     config = model.config.get_text_config()

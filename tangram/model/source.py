@@ -1,6 +1,4 @@
-"""Where a model lies: the embedded one, a GGUF file, a folder, or the Hub. Looked up
-without torch.
-"""
+"""Where a model lies: the embedded one, a GGUF file, a folder, or the Hub. Needs no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +18,10 @@ def is_gguf(name: str) -> bool:
 
 
 def gguf_file(name: str) -> Path:
-    """The GGUF file of a model of which `is_gguf`; raises `ModelError` where there is none."""
+    """The GGUF file of a model for which `is_gguf` is true.
+
+    Raises `ModelError` if it is missing.
+    """
     if name == EMBEDDED:
         return _find_embedded_gguf()
     path = expand_home(name)
@@ -30,9 +31,7 @@ def gguf_file(name: str) -> Path:
 
 
 def check_source(name: str) -> None:
-    """Raise `ModelError` where nothing can be loaded under `name`; what the Hub has is seen when it
-    is asked.
-    """
+    """Raise `ModelError` if nothing can be loaded under `name`. The Hub is not asked here."""
     if not name.strip():
         raise ModelError(f"model is {name!r}: name one, such as {EMBEDDED}")
     path = expand_home(name)
@@ -52,8 +51,7 @@ def check_source(name: str) -> None:
         raise ModelError(f"model {name!r}: there is no such folder")
     elif not _is_id(name):
         raise ModelError(
-            f"model {name!r}: there is no such file or folder, and no Hugging Face id is written "
-            "like that"
+            f"model {name!r}: there is no such file or folder, and it is no valid Hugging Face id"
         )
 
 

@@ -1,5 +1,6 @@
-"""Weight files are read to the end of their headers before anything is built from them: sizes,
-offsets, names.
+"""Checks of weight files: the whole header is read before anything is built from it.
+
+Sizes, offsets and names must be consistent.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from safetensors import SafetensorError, safe_open
 from tangram.errors import ModelError
 
 _GGUF_MAGIC = b"GGUF"
-# Of a GGUF header's values, by number; arrays are of these, or of texts.
+# Bytes of a GGUF header's values, by kind; arrays hold these or texts.
 _BYTES_OF_KIND = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _TEXT, _ARRAY = 8, 9
 _SHARD = re.compile(r"[^/\\\0]+\.safetensors")
-# A parser that is led astray by garbage fails in many ways.
+# What parsers raise for garbage.
 _ASTRAY = (
     ArithmeticError,
     AttributeError,
@@ -34,9 +35,7 @@ _ASTRAY = (
 
 
 def check_gguf(path: Path) -> None:
-    """Raise `ModelError` unless every field of the header can be read and every tensor lies inside
-    the file.
-    """
+    """Raise `ModelError` unless the header can be read and every tensor lies inside the file."""
     try:
         with path.open("rb") as file:
             magic = file.read(len(_GGUF_MAGIC))
@@ -56,27 +55,24 @@ def check_gguf(path: Path) -> None:
 
 
 def gguf_tensor_names(path: Path) -> list[str]:
-    """The tensors that a GGUF file lists. For a file that `check_gguf` has let through."""
+    """The tensors that a GGUF file lists. The file must have passed `check_gguf`."""
     with path.open("rb") as file:
         return _Header(file, path.stat().st_size).tensor_names()
 
 
 class _Header:
-    """A GGUF header, walked along without building anything: what it says there is must be there.
+    """A GGUF header, read without building anything. Its lengths are checked against the file.
 
-    GGUFReader believes what an array says of its length, and calls itself for arrays in arrays.
+    GGUFReader trusts the length of an array, and calls itself for arrays in arrays.
     """
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self._file, self._left, self._order = file, size, "<"
 
     def tensor_names(self) -> list[str]:
-        """Raise `ValueError` at the first length that leads out of the file, or at a kind that no
-        header has.
-        """
+        """The names. Raises `ValueError` at a length beyond the file's end or an unknown kind."""
         self._skip(len(_GGUF_MAGIC))
-        # The version is a small number: if its lower half is empty, its bytes are the other way
-        # round.
+        # The version is a small number: if its lower half is zero, the byte order is reversed.
         if self._number("I") & 0xFFFF == 0:
             self._order = ">"
         tensors, pairs = self._number("Q"), self._number("Q")
@@ -127,7 +123,7 @@ class _Header:
 def check_index(path: Path) -> None:
     """Raise `ModelError` unless the index maps tensors to safetensors files beside it.
 
-    Anything else would be read as a pickle, which can run anything, or from another folder.
+    Other files could be pickles, which can run code, or lie in another folder.
     """
     try:
         files = json.loads(path.read_bytes())["weight_map"].values()
@@ -142,9 +138,7 @@ def check_index(path: Path) -> None:
 
 
 def check_safetensors(folder: Path) -> None:
-    """Raise `ModelError` unless the tensors of each safetensors file in `folder` fill it as its
-    header says.
-    """
+    """Raise `ModelError` unless each safetensors file in `folder` is as long as its header says."""
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, "pt") as file:

@@ -1,6 +1,4 @@
-"""The integrity check of work plans: every visible KV entry of every (row, layer, head) is read
-exactly once.
-"""
+"""The integrity check of work plans: each visible KV entry of a (row, layer, head) is read once."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ def check_plan(plan: WorkPlan, rows: DecodeRows, lengths: Int32, tables: Int32 |
 def _demand(
     good: Bool, message: str, cell: Int64 | None = None, shape: tuple[int, ...] = ()
 ) -> None:
-    """Raise unless all of `good`; `cell` [same length] names the (row, layer, head) to blame."""
+    """Raise unless all of `good`; `cell` [same length] names the wrong (row, layer, head)."""
     if good.all():
         return
     where = "" if cell is None else f" at (row, layer, head) {_names(cell[~good][0], shape)}"
@@ -42,9 +40,7 @@ def _names(cell: np.int64, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _check_structure(plan: WorkPlan, rows: DecodeRows, lengths: int) -> None:
-    """Index arrays are well formed and within bounds, so that the other checks may
-    index with them.
-    """
+    """Index arrays are well formed and within bounds, so that the other checks may use them."""
     count, layers, heads = rows.table.shape
     task_fields = (
         plan.table,
@@ -103,8 +99,9 @@ def _check_sources(
     end: Int64,
     tables: Int32 | None,
 ) -> None:
-    """Every task reads pages, column and length of the rows it serves; only immutable spans serve
-    several rows.
+    """Every task reads pages, column and length of the rows it serves.
+
+    Only immutable spans serve several rows.
     """
     cell, shape = np.ravel_multi_index(where, rows.table.shape), rows.table.shape
     _demand(rows.column[where] == plan.column[task], "wrong column", cell, shape)
@@ -146,8 +143,9 @@ def _check_sources(
 def _check_coverage(
     plan: WorkPlan, rows: DecodeRows, lengths: Int32, cell: Int64, begin: Int64, end: Int64
 ) -> None:
-    """The non-empty ranges of each cell run from its first visible entry to its length without gap
-    or overlap.
+    """Check that the ranges of each cell cover its visible entries without gap or overlap.
+
+    The non-empty ranges run from the first visible entry to the cell's length.
     """
     shape = rows.table.shape
     length = lengths[rows.length_index].astype(np.int64)
@@ -172,8 +170,9 @@ def _check_coverage(
 
 
 def _check_outputs(plan: WorkPlan, rows: DecodeRows, cell: Int64, layer: Int64) -> None:
-    """Each cell has one direct part, or a merge segment that lists the slots of all its parts, each
-    exactly once.
+    """Each cell has one direct part, or a merge segment with the slots of all its parts.
+
+    Each slot is listed exactly once.
     """
     shape, size = rows.table.shape, rows.table.size
     direct = np.bincount(cell[plan.direct], minlength=size)

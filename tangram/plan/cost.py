@@ -1,14 +1,14 @@
-"""What tasks cost on one GPU and geometry, linear in the entries they read (ours; PAT's profit
-model, measured).
+"""The cost of tasks on one GPU and geometry, linear in the entries that they read.
 
-A task that reads n entries for m query-head rows takes max(bytes, arithmetic) of the whole device,
-plus a fixed cost of the one worker that runs it; every partial result is written once and read
-once, and counts as float32 whatever it is (a measured rate absorbs that).
+A measured form of PAT's profit model. A task that reads n entries for m query-head rows takes the
+larger of its transfer and its arithmetic time of the whole device. It also takes a fixed time of
+the one worker that runs it. Every partial result is written once and read once. It counts as
+float32 whatever its dtype; a measured rate absorbs the difference.
 
 Worked example, the defaults (one H200, D 128, 16 bits): an entry is 2 · 128 · 2 = 512 bytes, 0.12
-ns of the device. For up to 64 rows that is what it costs; 128 rows are 65,536 operations, 0.16 ns,
-so there arithmetic decides. A partial result of G = 4 heads is 4 · 129 · 4 bytes, written and read:
-0.97 ns, as much as 8 entries.
+ns of the device. This is its cost for up to 64 rows. For 128 rows an entry takes 65,536 operations,
+0.16 ns, so there arithmetic decides. A partial result of G = 4 heads is 4 · 129 · 4 bytes, written
+and read: 0.97 ns, as much as 8 entries.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ from tangram.types import Float64, Int32, Int64
 
 @dataclass(frozen=True)
 class CostModel:
-    """Constants of one device and geometry; rates are those of the whole device when all of its
-    workers are busy.
+    """Constants of one device and geometry. Rates are those of the device with all workers busy.
 
     `bytes_per_us`: K and V read. `partial_bytes_per_us`: partial results written and read.
-    `flops_per_us`: the products with K and V. `task_us`: what starting and ending a task costs its
-    worker. `workers`: how many run at once. `head_dim` is D, `element_bytes` the size of a K or V
-    element. `tile_rows`: a task computes with the next multiple of so many query-head rows. Raises
-    `ConfigError` naming a field that is not positive.
+    `flops_per_us`: the products with K and V. `task_us`: the time a worker spends to start and end
+    a task. `workers`: the number that run at once. `head_dim` is D, `element_bytes` the size of a K
+    or V element. `tile_rows`: a task computes with its query-head rows rounded up to a multiple of
+    this. Raises `ConfigError` naming a field that is not positive.
     """
 
     bytes_per_us: float = 4.24e6
@@ -53,8 +52,9 @@ class CostModel:
 
     @classmethod
     def load(cls, path: Path) -> CostModel:
-        """Read what `save` wrote. Raises `ConfigError` naming fields that are missing
-        or unknown.
+        """Read the file of `save`.
+
+        Raises `ConfigError` naming fields that are missing or unknown.
         """
         values = json.loads(path.read_text())
         wrong = set(values) ^ {field.name for field in fields(cls)}
@@ -75,8 +75,9 @@ class CostModel:
         return self.task_us / self.workers
 
     def partial_us(self, group: int) -> float:
-        """One partial result of `group` (G) query heads: output and log-sum-exp in float32, written
-        and read.
+        """One partial result of `group` (G) query heads: output and log-sum-exp, written and read.
+
+        Both are float32.
         """
         return 2 * 4 * (self.head_dim + 1) * group / self.partial_bytes_per_us
 
@@ -89,9 +90,7 @@ class CostModel:
         )
 
     def plan_us(self, plan: WorkPlan, lengths: Int32, group: int) -> float:
-        """All layers of a plan at the given lengths: entries read, task starts and
-        partial results.
-        """
+        """All layers of a plan at `lengths`: entries read, task starts and partial results."""
         begin, end = plan.spans(lengths)
         readers = plan.row_end - plan.row_begin
         reading: npt.NDArray[np.float64] = (end - begin) * self.token_us(readers * group)

@@ -1,9 +1,8 @@
-"""The prefix forest of a batch: which rows share which leading units of their caches (PAT, pack:
-the block-table tree).
+"""The prefix forest of a batch: which rows share which leading units of their caches.
 
-A *unit* is what a row's cache is made of, from its start: first its sealed chunks, then its full
-raw pages. Pages are unique while they are held, so the page that a probe head has at a unit names
-the unit for all heads and layers.
+This is PAT's block-table tree (pack). A row's cache consists of *units*: first its sealed chunks,
+then its full raw pages. A page is unique while it is held. So the page that a probe head has at a
+unit names the unit for all heads and layers.
 
 Worked example, 4 rows and their units:
 
@@ -13,7 +12,7 @@ Worked example, 4 rows and their units:
     row 3   5 6 2           0      0       0      0..2     0..2    rows 0 and 2 share units 7 8
                             1      1       0      2..4     0..2    rows 1 and 3 share units 5 6
 
-What follows the last shared unit of a row (9 of row 0, nothing of row 1) is the row's own tail.
+The units after a row's last shared unit are its own tail: 9 of row 0, nothing of row 1.
 """
 
 from __future__ import annotations
@@ -30,13 +29,12 @@ from tangram.types import Int32, Int64
 
 @dataclass(frozen=True, eq=False)
 class Forest:
-    """Nodes are runs of units shared by the same two or more rows; parents come before children,
-    level by level.
+    """Nodes are runs of units shared by the same two or more rows.
 
-    `order` [R]: the row at each position; a node's rows are `order[row_begin:row_end]`. Per node
-    [N]: `parent` (a root is its own), `depth` (0 at a root), and units [unit_begin, unit_end),
-    which begin where the parent's end. `sealed_units` [R], by row: how many of its leading units
-    are sealed chunks.
+    Parents come before children, level by level. `order` [R]: the row at each position; a node's
+    rows are `order[row_begin:row_end]`. Per node [N]: `parent` (a root is its own), `depth` (0 at a
+    root), and units [unit_begin, unit_end), which begin where the parent's end. `sealed_units` [R],
+    by row: how many of its leading units are sealed chunks.
     """
 
     order: Int64
@@ -85,7 +83,7 @@ class Forest:
 
 
 def runs(begin: Int64, count: Int64) -> Int64:
-    """The integers begin[i], begin[i] + 1, … of `count[i]` each, one run after the other."""
+    """The integers begin[i], begin[i] + 1, …, `count[i]` of them, one run after the other."""
     before = np.cumsum(count) - count
     return np.asarray(np.arange(int(count.sum())) + np.repeat(begin - before, count))
 
@@ -93,13 +91,12 @@ def runs(begin: Int64, count: Int64) -> Int64:
 def units_of(
     tables: Int32, table: Int64, sealed_pages: Int64, sealed_chunks: Int64, raw_pages: Int64
 ) -> tuple[Int64, Int64]:
-    """The units of each row, from the flat block tables: `units` [R, K] and `unit_count` [R], for
-    `build_forest`.
+    """`units` [R, K] and `unit_count` [R] of each row for `build_forest`.
 
-    Everything is by row [R], for one probe head of a full-attention layer: `table` is the offset of
-    its first page entry, `sealed_pages` what its group keeps of a sealed chunk, `raw_pages` the
-    full pages of the tail (a page that is still being written cannot be shared). A sealed chunk is
-    named by its first page.
+    They come from the flat block tables. Everything is by row [R], for one probe head of a
+    full-attention layer. `table` is the offset of its first page entry, and `sealed_pages` the
+    pages that its group keeps of a sealed chunk. `raw_pages` are the full pages of the tail (a page
+    that is still being written cannot be shared). The first page of a sealed chunk names it.
     """
     count = sealed_chunks + raw_pages
     unit = np.arange(int(count.max(initial=0)))
@@ -114,11 +111,10 @@ def units_of(
 def boundary_tokens(
     units: Int64, sealed_units: Int64, kept_tokens: Int64, page_tokens: int
 ) -> Int64:
-    """[n, L, H]: the entries each head has before unit boundaries `units` [n] of rows with
-    `sealed_units` [n] chunks.
+    """[n, L, H]: the entries that each head has before the unit boundaries `units` [n].
 
-    `kept_tokens` [L, H] or [n, L, H] is what a head keeps of a sealed chunk; a unit after those is
-    one page.
+    The rows have `sealed_units` [n] sealed chunks. `kept_tokens` [L, H] or [n, L, H] is what a head
+    keeps of each; a later unit is one page.
     """
     sealed = np.minimum(units, sealed_units)[:, None, None]
     raw = np.maximum(units - sealed_units, 0)[:, None, None]
@@ -148,18 +144,16 @@ def build_forest(units: Int64, unit_count: Int64, sealed_units: Int64) -> Forest
 
 
 def _sort(units: Int64, unit_count: Int64) -> tuple[Int64, Int64]:
-    """Rows in an order that keeps equal prefixes together, and how many units neighbours share [R -
-    1].
-    """
+    """An order of rows by prefix, and the number of units that neighbours share [R - 1]."""
     rows, width = units.shape
     if not width:
         return np.arange(rows), np.zeros(max(rows - 1, 0), np.int64)
     valid = np.arange(width) < unit_count[:, None]
-    # One value for what is not there, so that rows which end within a node stay beside the others
-    # of the node.
+    # One value for absent units, so that rows which end within a node stay beside the node's
+    # others.
     padded = np.ascontiguousarray(np.where(valid, units, units.max(initial=0) + 1), np.int64)
-    # Compared as bytes: one call instead of one sort a unit, and any order in which prefixes stay
-    # together will do.
+    # Compared as bytes: one call instead of one sort a unit. Any order that keeps prefixes together
+    # will do.
     order = np.argsort(padded.view(np.dtype((np.void, width * 8))).ravel(), kind="stable")
     same = padded[order[1:]] == padded[order[:-1]]
     shared = np.where(same.all(axis=1), width, same.argmin(axis=1))
@@ -168,11 +162,9 @@ def _sort(units: Int64, unit_count: Int64) -> tuple[Int64, Int64]:
 
 
 def _nodes(shared: Int64, rows: int) -> tuple[Int64, Int64, Int64, Int64, Int64, Int64]:
-    """The last six fields of `Forest`: level by level, each node ends where two neighbours of it
-    part.
-    """
+    """The last six fields of `Forest`: level by level, a node ends where two neighbours differ."""
     begin, end = np.zeros(1, np.int64), np.full(1, rows)
-    # Of a root above the roots, which has no units
+    # Of a root above the roots, which has no units.
     parent, at = (np.zeros(1, np.int64), np.zeros(1, np.int64))
     padded = np.append(shared, 0)
     levels = []

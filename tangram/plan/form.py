@@ -1,8 +1,7 @@
-"""One form for every decode schedule: which task reads which KV entries for which query rows, and
-how parts merge.
+"""The form of every decode schedule: which task reads which KV entries for which query rows.
 
-Planners (`plain`, `aot`, `workqueue`, `packing`, `uniform`) produce a `WorkPlan`; kernels execute
-it. The KV range of a task is *logical*, so a plan survives growing lengths (PersistentKV: split
+It also says how partial results are merged. Planners produce a `WorkPlan`; kernels execute it. The
+KV range of a task is *logical*, so a plan stays valid while lengths grow (PersistentKV: split
 bounds come from each row's own length):
 
     ABS     [a, b)                        an immutable span, which rows may share (PAT, pack)
@@ -19,7 +18,7 @@ Worked example: 1 layer, 2 rows, 1 KV head, row 0 split in two, row 1 whole, til
     2           OPEN  0  0   [1]                       yes     -
     segment 0: row 0, head 0, parts [0, 1]
 
-At length 200 (4 tiles) task 0 reads [0, 128) and task 1 [128, 200); at length 50 (1 tile) task 0 is
+At length 200 (4 tiles) task 0 reads [0, 128) and task 1 [128, 200). At length 50 (1 tile) task 0 is
 EMPTY and task 1 reads [0, 50).
 """
 
@@ -41,7 +40,7 @@ TILE_MULTIPLE = 16
 
 
 class RangeKind(IntEnum):
-    """How `a` and `b` of a task are read; see the module's docstring."""
+    """The kind of a task's range `a`, `b`; see the module's docstring."""
 
     ABS = 0
     OPEN = 1
@@ -51,13 +50,13 @@ class RangeKind(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class DecodeRows:
-    """What a planner sees: R rows that decode one token each. Arrays are [R, L, H].
+    """The input of a planner: R rows that decode one token each. Arrays are [R, L, H].
 
     `table` is the offset, in the flat block tables, of the first page entry of the (row, layer, KV
     head). `column` is the head's column in its group's pages. `length_index` points into the flat
-    lengths array, whose values are rewritten at every step. `budget` is how many entries each is
-    expected to hold while the plan lives. `windows` gives each layer's sliding window in tokens,
-    None = full; entry i of a window layer's table holds position i.
+    lengths array, whose values are rewritten at every step. `budget` is the number of entries that
+    each is expected to hold while the plan is used. `windows` gives each layer's sliding window in
+    tokens, None = full; entry i of a window layer's table holds position i.
     """
 
     table: Int64
@@ -86,9 +85,7 @@ class DecodeRows:
             )
 
     def layer(self, layer: int) -> DecodeRows:
-        """The same rows seen by one layer alone, [R, 1, H]: what re-planning layer by
-        layer needs.
-        """
+        """The same rows in one layer alone, [R, 1, H], for planning layer by layer."""
         one = slice(layer, layer + 1)
         return DecodeRows(
             self.table[:, one],
@@ -117,13 +114,16 @@ class WorkPlan:
     Layer l owns tasks [layer_indptr[l], layer_indptr[l+1]) and segments [merge_indptr[l],
     merge_indptr[l+1]). Per task [N]: `table`, `column`, `length_index` (as in `DecodeRows`, of the
     first row served), `head` (KV head), `kind`, `a`, `b` (range), `row_begin`, `row_end` into the
-    row list; runs of the row list follow the order of tasks. Per entry of the row list [M]: `rows`
-    (query row), `direct` (this is the row's only part: write the output) or else `slot`, the
-    partial result's place, counted from 0 in each layer; `slot` is meaningless where `direct`. Per
-    merge segment [S]: `merge_row`, `merge_head` and the slots part_slot[part_indptr[s] :
-    part_indptr[s+1]], merged in that order, so that equal plans give equal bits; slots are numbered
-    in the order of the merges. `partial_slots` is the most slots that any layer uses; a slot holds
-    the G query heads of one row and KV head. `kv_heads` is H.
+    row list. Runs of the row list follow the order of tasks.
+
+    Per entry of the row list [M]: `rows` (query row), `direct`, `slot`. A `direct` entry is the
+    row's only part, and its task writes the output. Otherwise `slot` is the place of the partial
+    result, counted from 0 in each layer.
+
+    Per merge segment [S]: `merge_row`, `merge_head` and the slots part_slot[part_indptr[s] :
+    part_indptr[s+1]]. These are merged in that order, so that equal plans give equal bits. Slots
+    are numbered in the order of the merges. `partial_slots` is the most slots that any layer uses.
+    A slot holds the G query heads of one row and KV head. `kv_heads` is H.
     """
 
     kv_heads: int
@@ -167,19 +167,16 @@ class WorkPlan:
         return slice(int(self.merge_indptr[layer]), int(self.merge_indptr[layer + 1]))
 
     def spans(self, lengths: Int32, tasks: slice = slice(None)) -> tuple[Int64, Int64]:
-        """[N], [N]: begin and end of the ranges of `tasks` at the given lengths; begin = end where
-        a range is EMPTY.
-        """
+        """[N], [N]: begin and end of the ranges of `tasks` at `lengths`, equal where EMPTY."""
         length = lengths[self.length_index[tasks]]
         return resolve(self.kind[tasks], self.a[tasks], self.b[tasks], length, self.tile_tokens)
 
     def check(self, rows: DecodeRows, lengths: Int32, tables: Int32 | None = None) -> None:
-        """Raise `IntegrityError` unless each (row, layer, head, visible entry) is covered exactly
-        once at `lengths`.
+        """Raise `IntegrityError` unless each visible entry of each (row, layer, head) is read once.
 
-        Also checks that parts and merge segments agree. Where a task serves several rows whose page
-        entries lie at different offsets, `tables` (the flat block tables) must show that they name
-        the same pages.
+        The check is at `lengths`. Parts and merge segments must agree, too. Where a task serves
+        several rows whose page entries lie at different offsets, `tables` (the flat block tables)
+        must show that they name the same pages.
         """
         from tangram.plan.check import check_plan
 
@@ -189,10 +186,10 @@ class WorkPlan:
 def resolve(
     kind: Int64, a: Int64, b: Int64, length: npt.NDArray[np.integer], tile: int
 ) -> tuple[Int64, Int64]:
-    """[N], [N]: begin and end of ranges; the specification that every kernel repeats.
+    """[N], [N]: begin and end of ranges; the specification for every kernel.
 
-    FRAC deals ceil(length / tile) tiles out to b shares as evenly as whole tiles allow; the last is
-    cut short.
+    FRAC divides ceil(length / tile) tiles into b shares, as evenly as whole tiles allow. The last
+    tile may be partial.
     """
     length = np.asarray(length, np.int64)
     tiles, shares = -(-length // tile), np.maximum(b, 1)

@@ -1,10 +1,9 @@
-"""Prefix packing: rows that share a prefix read it once (PAT, pack), then every task is cut to size
-(PersistentKV).
+"""Prefix packing: rows that share a prefix read it once, then every task is cut to size.
 
-Each packed node of the prefix forest becomes tasks that serve all of its rows, per layer and KV
-head: ABS [boundary(first unit), boundary(last unit)). A node that does not pay is not packed: its
-range goes in front of those of its children, in whose tables it is contiguous anyway. What a row
-does not share is its own tail and ends OPEN.
+PAT (pack) and PersistentKV. Each packed node of the prefix forest becomes tasks that serve all of
+its rows, per layer and KV head: ABS [boundary(first unit), boundary(last unit)). A node that does
+not pay is not packed: its range is read in front of those of its children, in whose tables it is
+contiguous anyway. The entries that a row does not share are its own tail, which ends OPEN.
 
 Worked example: rows 0 and 1 share 2 sealed chunks of which a head keeps 512 entries each; they are
 1500 and 1200 long:
@@ -14,8 +13,7 @@ Worked example: rows 0 and 1 share 2 sealed chunks of which a head keeps 512 ent
     rule "naive"    rows 0, 1 [0, 1024)   row 0 [1024, len)   row 1 [1024, len)
                     1676 entries read, 4 partial results
 
-The measured rule packs: 1024 entries, some 120 ns, cost more than 4 partial results and a task
-more.
+The measured rule packs: 1024 entries, some 120 ns, cost more than 4 partial results and a task.
 """
 
 from __future__ import annotations
@@ -47,14 +45,13 @@ def plan_packing(
     min_tokens: int = 128,
     tasks_per_worker: int = 1,
 ) -> WorkPlan:
-    """Pack the shared prefixes that pay by `rule`, at most `max_query_rows` query heads of one KV
-    head a task.
+    """Pack the shared prefixes that pay by `rule`, one of `profit`'s rules.
 
-    `lengths` is the flat int32 array, `kept_tokens` [L, H] (or [R, L, H], where rows have different
-    profiles) what each head keeps of a sealed chunk, `group` is G. Sliding-window layers are never
-    shared. `rule` is one of `profit`'s. Tasks are cut as by `plan_workqueue`, an entry that serves
-    many rows counting by what `cost` says it takes. Raises `ConfigError` naming the argument that
-    is out of range.
+    A task serves at most `max_query_rows` query heads of one KV head. `lengths` is the flat int32
+    array. `kept_tokens` [L, H] (or [R, L, H], where rows have different profiles) is what each head
+    keeps of a sealed chunk, and `group` is G. Sliding-window layers are never shared. Tasks are cut
+    as by `plan_workqueue`. An entry that serves many rows counts by its cost in `cost`. Raises
+    `ConfigError` naming the argument that is out of range.
     """
     grain = Grain(workers, tasks_per_worker, tile_tokens, min_tokens)
     if not 1 <= group <= max_query_rows:
@@ -81,8 +78,9 @@ def plan_packing(
 
 
 def _pack(forest: Forest, edge: Bool, tail: Bool, most_rows: int) -> tuple[Int64, Sources]:
-    """The node of each shared source, and all sources: packed nodes in runs of up to `most_rows`
-    rows, then tails.
+    """The node of each shared source, and all sources.
+
+    Packed nodes in runs of up to `most_rows` rows come first, then tails.
     """
     node, position = _find_served(forest, edge, tail)
     opens = np.ones(len(node), np.bool_)
@@ -98,7 +96,7 @@ def _pack(forest: Forest, edge: Bool, tail: Bool, most_rows: int) -> tuple[Int64
 
 def _find_served(forest: Forest, edge: Bool, tail: Bool) -> tuple[Int64, Int64]:
     """Pairs (node, position), by node: the rows that read the node by a task of its own."""
-    # By position: is the edge from the node of this level to what follows it kept?
+    # By position: is the edge from the node of this level to the next one kept?
     below = tail.copy()
     pairs = []
     for level in reversed(forest.levels):

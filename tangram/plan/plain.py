@@ -1,8 +1,8 @@
-"""The planner that does not split: one task for each (row, layer, KV head). What every other
-planner is compared with.
+"""The planner that does not split: one task for each (row, layer, KV head).
 
-Worked example: 2 rows, 1 full layer, 2 KV heads give 4 tasks `OPEN [0, length)`, each writing its
-output directly; in a layer with a window of 128 tokens the same tasks read `WINDOW 128`.
+Every other planner is compared with it. Worked example: 2 rows, 1 full layer, 2 KV heads give 4
+tasks `OPEN [0, length)`, each writing its output directly. In a layer with a window of 128 tokens
+the same tasks read `WINDOW 128`.
 """
 
 from __future__ import annotations

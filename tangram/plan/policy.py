@@ -1,9 +1,9 @@
-"""Which schedule suits which step, from measurements on one GPU (PersistentKV, calibrated adaptive
-policy).
+"""Choose a schedule for each step, from measurements on one GPU.
 
-What a step asks of the device is summed up in four numbers (`StepLoad`). A policy holds the times
-that every schedule took on calibration traces; for a new step the traces vote, the more the closer
-their load, and the schedule that loses least against the best of each trace is chosen.
+PersistentKV, calibrated adaptive policy. Four numbers describe the load of a step (`StepLoad`). A
+policy holds the times of every schedule on calibration traces. For a new step each trace has a vote
+that grows with the closeness of its load. The schedule with the smallest weighted loss against the
+best of each trace is chosen.
 
 Worked example, two schedules, reach 1 octave, distances along one axis in octaves:
 
@@ -40,7 +40,7 @@ NEAR_ENOUGH = 0.005  # losses this close are noise: the schedule that is listed 
 
 @dataclass(frozen=True)
 class StepLoad:
-    """What one layer of a decode step asks of the device, on average over layers.
+    """The load of one layer of a decode step, on average over layers.
 
     `cells`: rows times KV heads. `mean_tokens`: entries of a cell. `unevenness`: the longest cell
     over the mean, 1 or more. `sharing`: entries that rows read over distinct ones, 1 or more.
@@ -78,7 +78,7 @@ class StepLoad:
 
 
 def policy_name(device: str, *, kv_heads: int, group: int, head_dim: int, dtype: str) -> str:
-    """The name of the file that a policy is kept in: what its times depend on most."""
+    """The file name of a policy: device, heads, head dim and dtype."""
     return re.sub(
         r"[^\w.-]+", "_", f"{device} {kv_heads * group}-{kv_heads}x{head_dim} {dtype}.json"
     )
@@ -88,9 +88,9 @@ def policy_name(device: str, *, kv_heads: int, group: int, head_dim: int, dtype:
 class Policy:
     """Measurements and the choice that follows from them; build it with `fit`.
 
-    `device` and `geometry` say where it holds. `step_us` has a row for each load, a column for each
-    schedule: device time, and planning where a schedule plans at every step. `reach` is how far a
-    trace's vote carries, in octaves.
+    `device` and `geometry` say where it is valid. `step_us` has a row for each load and a column
+    for each schedule: device time, and planning time where a schedule plans at every step. `reach`
+    is the scale, in octaves, on which a trace's vote falls with distance.
     """
 
     device: str
@@ -111,7 +111,7 @@ class Policy:
         loads: Sequence[StepLoad],
         step_us: Sequence[Sequence[float]],
     ) -> Policy:
-        """A policy with the reach that loses least when each trace is decided by the others alone.
+        """A policy with the reach of least loss when each trace is decided by the others alone.
 
         Raises `ConfigError` if there are fewer than two traces, or times are missing.
         """
@@ -121,8 +121,7 @@ class Policy:
             or len(step_us) != len(loads)
         ):
             raise ConfigError(
-                f"a policy needs two traces or more, with a time of each of {len(schedules)} "
-                "schedules"
+                f"a policy needs at least two traces, each with times of {len(schedules)} schedules"
             )
         times = tuple(tuple(row) for row in step_us)
         tried = [
@@ -142,7 +141,7 @@ class Policy:
         return np.asarray(times - times.min(axis=1, keepdims=True))
 
     def _votes(self, place: Float64) -> Float64:
-        """[N]: never all zero, however far away the step is."""
+        """[N]: the votes; never all zero, however far the step is from the traces."""
         distance = ((self._places - place) ** 2).sum(axis=1) / (2 * self.reach**2)
         return np.asarray(np.exp(distance.min() - distance))
 
@@ -155,9 +154,7 @@ class Policy:
         return total
 
     def choose(self, load: StepLoad, *, library: bool) -> str:
-        """The schedule to take, or `FLASHINFER`, if `library`, that is if FlashInfer
-        may be chosen.
-        """
+        """The schedule to take. `FLASHINFER` is possible only if `library` is true."""
         votes = self._votes(load.place)
         loss = votes @ self._losses / votes.sum()
         if not library and FLASHINFER in self.schedules:
@@ -165,9 +162,7 @@ class Policy:
         return self.schedules[_least(loss)]
 
     def check(self, device: str, geometry: dict[str, Any]) -> None:
-        """Raise `ConfigError` naming the mismatch unless the times hold for this device and
-        geometry.
-        """
+        """Raise `ConfigError` naming the mismatch unless the times fit device and geometry."""
         wanted = {"device": device} | geometry
         found = {"device": self.device} | self.geometry
         for name, value in wanted.items():
@@ -185,7 +180,7 @@ class Policy:
 
     @classmethod
     def load(cls, path: Path) -> Policy:
-        """Read what `save` wrote. Raises `ConfigError` naming what is missing or wrong."""
+        """Read the file of `save`. Raises `ConfigError` naming what is missing or wrong."""
         try:
             return TypeAdapter(cls).validate_json(read_text(path))
         except (OSError, UnicodeDecodeError) as error:

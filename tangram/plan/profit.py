@@ -1,19 +1,23 @@
 """Which shared prefixes are worth tasks of their own (PAT, pack: the profit model).
 
-Packing a node saves its range once a row, and costs each row one more partial result (and the first
-packed node of a row two: the tail is then one as well). A choice is made per edge, from a node to a
-child node or to a row's own tail: kept, the node's task serves the rows below that edge; dropped,
-the node's range is read again in front of the child's.
+Packing a node saves reading its range once a row, and costs each row one more partial result. The
+first packed node of a row costs two: the tail is then a partial result as well. A choice is made
+per edge, from a node to a child node or to a row's own tail. Kept: the node's task serves the rows
+below that edge. Dropped: the node's range is read again in front of the child's.
 
-Rules: `off` drops all edges, `naive` keeps all. `paper` drops the edge from node u to child i where
-4 · s_i > l_u (s_i rows below, l_u entries of u and of what was put in front of it). It counts one
-intermediate result a row, while G query heads make G of them; with float32 partials and 16-bit K
-and V the break-even is nearer to 2 · G · s_i > l_u. `measured` takes the choice that costs least by
-`CostModel` among those that keep all or none of a node's edges, so it never costs more than `off`
-or `naive`. Its work is proportional to the sum of the nodes' depths. `thrifty` is that where it
-spares the device at least a sixteenth of what the batch reads, and `off` elsewhere: a prefix that
-all rows share makes parts of all heads of all rows, and a plan of so many takes the host twice as
-long whenever the batch changes.
+Rules:
+
+- `off` drops all edges, `naive` keeps all.
+- `paper` drops the edge from node u to child i where 4 · s_i > l_u: s_i rows below, l_u entries of
+  u and of the ranges put in front of it. It counts one intermediate result a row, while G query
+  heads make G of them. With float32 partials and 16-bit K and V the break-even is nearer to 2 · G ·
+  s_i > l_u.
+- `measured` takes the cheapest choice by `CostModel` among those that keep all or none of a node's
+  edges, so it never costs more than `off` or `naive`. Its work is proportional to the sum of the
+  nodes' depths.
+- `thrifty` is `measured` where that saves at least a sixteenth of the batch's reads, and `off`
+  elsewhere. A prefix that all rows share makes parts of all heads of all rows, and such a plan
+  takes the host twice as long whenever the batch changes.
 """
 
 from __future__ import annotations
@@ -30,16 +34,16 @@ from tangram.plan.form import Bool, DecodeRows
 from tangram.types import Float64, Int64
 
 PackingRule = Literal["measured", "thrifty", "paper", "naive", "off"]
-THRIFT = 1 / 16  # the share of a batch's entries that packing must spare, by the rule `thrifty`
+THRIFT = 1 / 16  # by the rule `thrifty`, packing must save this share of a batch's entries
 
 
 @dataclass(frozen=True, eq=False)
 class Prefixes:
-    """Entries per head, averaged over the full-attention layers: costs are linear, so the average
-    decides exactly.
+    """Entries per head, averaged over the full-attention layers.
 
-    `end` [N]: where each node's range ends; `length` [R]: of the row at each position. `any` is
-    False if every layer slides a window, where nothing can be shared.
+    Costs are linear, so the average decides exactly. `end` [N]: where each node's range ends.
+    `length` [R]: the length of the row at each position. `any` is False if every layer has a
+    sliding window, so that nothing can be shared.
     """
 
     end: Float64
@@ -61,11 +65,11 @@ class Prefixes:
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """The choice: `edge` [N], is the edge above each node kept; `tail` [R], by position, the one
-    above a row's tail.
+    """The choice: `edge` [N] and `tail` [R] say which edges are kept.
 
-    `begin` [N]: the first unit of each node's range with what was put in front of it; `tail_begin`
-    [R], by row.
+    `edge` is by node, for the edge above it. `tail` is by position, for the edge above the row's
+    tail. `begin` [N]: the first unit of each node's range with the ranges put in front of it.
+    `tail_begin` [R] is by row.
     """
 
     edge: Bool
@@ -97,8 +101,9 @@ def choose(
     group: int,
     most_rows: int,
 ) -> Packing:
-    """Apply a rule; a task serves at most `most_rows` rows. Raises `ConfigError` for a rule of
-    another name.
+    """Apply a rule; a task serves at most `most_rows` rows.
+
+    Raises `ConfigError` for an unknown rule.
     """
     nodes, rows = forest.nodes, len(forest.order)
     if rule not in get_args(PackingRule):
@@ -116,7 +121,7 @@ def choose(
 
 
 def _paper(forest: Forest, prefixes: Prefixes) -> tuple[Bool, Bool]:
-    """From the roots down: l_u counts what was put in front of u."""
+    """From the roots down: l_u counts the ranges put in front of u."""
     edge, begin = np.zeros(forest.nodes, np.bool_), np.zeros(forest.nodes)
     for level in forest.levels[1:]:
         up = forest.parent[level]
@@ -129,12 +134,12 @@ def _paper(forest: Forest, prefixes: Prefixes) -> tuple[Bool, Bool]:
 def _choose_alone(
     forest: Forest, prefixes: Prefixes, cost: CostModel, group: int, most_rows: int
 ) -> Bool:
-    """[N]: which nodes get tasks of their own. From the leaves up, the least cost for each place a
-    range may begin.
+    """[N]: which nodes get tasks of their own.
 
-    A node at depth d has d + 1 such places: the start, and the end of each ancestor. Its range
-    begins at the start exactly if no ancestor is packed; then packing it makes a partial result of
-    the tails as well.
+    Computes, from the leaves up, the least cost for each place where a range may begin. A node at
+    depth d has d + 1 such places: the start, and the end of each ancestor. Its range begins at the
+    start exactly if no ancestor is packed. Packing it then makes a partial result of the tails as
+    well.
     """
     starts = _starts(forest, prefixes)
     tails, tail_tokens = _tails(forest, prefixes)
@@ -144,7 +149,7 @@ def _choose_alone(
     separate = []
     for level, start in zip(reversed(forest.levels), reversed(starts), strict=True):
         end = prefixes.end[level, None]
-        places = np.append(start, end, axis=1)  # where what follows the node may begin
+        places = np.append(start, end, axis=1)  # where the range after the node may begin
         follows = (
             tails[level, None] * (cost.start_us - places * slope) + tail_tokens[level, None] * slope
         )
@@ -163,9 +168,7 @@ def _choose_alone(
 
 
 def _measure_spared(forest: Forest, prefixes: Prefixes, alone: Bool, most_rows: int) -> float:
-    """The share of all entries that is not read when the nodes `alone` [N + 1] have tasks of their
-    own.
-    """
+    """The share of all entries that is not read if the nodes `alone` [N + 1] have own tasks."""
     begin, end = np.zeros(forest.nodes + 1), np.append(prefixes.end, 0.0)
     for level in forest.levels[1:]:
         up = forest.parent[level]
@@ -192,7 +195,7 @@ def _starts(forest: Forest, prefixes: Prefixes) -> list[Float64]:
 
 
 def _tails(forest: Forest, prefixes: Prefixes) -> tuple[Float64, Float64]:
-    """[N], [N]: of the rows whose deepest node this is, how many and their summed lengths."""
+    """[N], [N]: number and summed lengths of the rows whose deepest node this is."""
     count, tokens = np.zeros((2, forest.nodes + 1))
     np.add.at(count, forest.deepest, 1.0)
     np.add.at(tokens, forest.deepest, prefixes.length)

@@ -1,4 +1,4 @@
-"""A schedule by name: a planner, its rule, how finely it cuts, and what the kernels are told.
+"""A schedule by name: a planner, its rule, how finely it cuts, and options of the kernels.
 
     plain | aot | workqueue | packing:{off,naive,paper,measured,thrifty}
 
@@ -6,7 +6,7 @@ followed by any of `+ctas=3 +tasks=4 +min=256 +tile=128 +queries=128` (planner) 
 +serial +onetile +replan +entries=64 +stages=3 +warps=4` (execution). Entries, stages and warps
 apply to every tile. `ctas` is how many programs a multiprocessor runs at once. `replan` plans every
 layer by itself at every step. Partial results are merged by a kernel of their own with `apart`, and
-by whichever task comes last with `atomic`: `packing:paper+queries=128+ctas=2`.
+by the last task with `atomic`. Example: `packing:paper+queries=128+ctas=2`.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ ARGUMENTS = {
 }
 FLAGS = ("apart", "atomic", "serial", "onetile", "replan")
 TILE_NUMBERS = ("entries", "stages", "warps")
-CTAS = 3  # what an H100 was fastest with; `tangram bench calibrate-policy` tries others
+CTAS = 3  # fastest on an H100; `tangram bench calibrate-policy` tries others
 TILE_TOKENS = 64
 MIN_TOKENS = 128
 
 
 @dataclass(frozen=True, eq=False)
 class Decoding:
-    """A batch that decodes, as planners are told of it.
+    """A batch that decodes, as planners see it.
 
-    `lengths` is the flat int32 array, `group` is G, `kept_tokens` [R, L, H] what each head keeps of
-    a sealed chunk. `prefixes` builds the prefix forest.
+    `lengths` is the flat int32 array, `group` is G, and `kept_tokens` [R, L, H] is what each head
+    keeps of a sealed chunk. `prefixes` builds the prefix forest.
     """
 
     rows: DecodeRows
@@ -56,11 +56,11 @@ class Decoding:
 
     @cached_property
     def forest(self) -> Forest:
-        """The prefix forest, built when something first asks for it."""
+        """The prefix forest, built at first use."""
         return self.prefixes()
 
     def layers(self) -> list[Decoding]:
-        """The same batch seen by each layer alone."""
+        """The same batch in each layer alone."""
         return [
             Decoding(
                 self.rows.layer(i),
@@ -75,11 +75,10 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Planner:
-    """Makes plans; `make` is told the batch, the number of workers, the cost model, the rule and
-    numbers.
+    """Makes plans: `make` takes the batch, the workers, the cost model, the rule and numbers.
 
-    `numbers` are those it takes, `rules` its rules, if it has any. `each_step` planners plan every
-    step anew.
+    `numbers` are the names of the numbers it takes, `rules` its rules, if it has any. `each_step`
+    planners make a new plan at every step.
     """
 
     make: Callable[..., WorkPlan]
@@ -119,8 +118,8 @@ def _packing(
     )
 
 
-# Those that serve. The lab knows more, to compare with.
-PLANNERS: Mapping[str, Planner] = {
+# The planners that serve. The lab has more, for comparison.
+SERVING_PLANNERS: Mapping[str, Planner] = {
     "plain": Planner(_plain),
     "aot": Planner(
         _aot,
@@ -151,8 +150,8 @@ class Schedule:
     numbers: Mapping[str, int]
 
     @classmethod
-    def parse(cls, text: str, planners: Mapping[str, Planner] = PLANNERS) -> Schedule:
-        """Raises `ConfigError` naming the part that `planners` do not know."""
+    def parse(cls, text: str, planners: Mapping[str, Planner] = SERVING_PLANNERS) -> Schedule:
+        """Parse a schedule. Raises `ConfigError` naming the part that `planners` do not know."""
         head, *extras = text.split("+")
         name, _, rule = head.partition(":")
         if name not in planners:
@@ -186,8 +185,9 @@ class Schedule:
         return self.planner.each_step or "replan" in self.flags
 
     def plan(self, batch: Decoding, multiprocessors: int, cost: CostModel) -> WorkPlan:
-        """The host work of making a plan. Raises `ConfigError` naming the argument that is out of
-        range.
+        """Make a plan on the host.
+
+        Raises `ConfigError` naming the argument that is out of range.
         """
         workers = multiprocessors * self.numbers.get("ctas", CTAS)
         taken = {**self.planner.defaults, **self.numbers}

@@ -1,14 +1,13 @@
-"""What planners share: from a number of parts per span of KV entries to a `WorkPlan`, by counting
-alone.
+"""Shared by planners: from a number of parts per span of KV entries to a `WorkPlan`.
 
 A *source* is a span of entries that some rows read in each layer, by every KV head: a row's own
-entries, or a prefix that several rows share. A planner says into how many parts each (layer,
-source, head) is cut; parts of a source, and sources of a row, are numbered in the order of their
+entries, or a prefix that several rows share. A planner decides into how many parts each (layer,
+source, head) is cut. Parts of a source, and sources of a row, are numbered in the order of their
 entries, so that slots and merges follow from running sums.
 
-Worked example: 3 sources, one KV head, one layer: source 0 is read by rows 0 and 1 in 2 parts,
-sources 1 and 2 are the rows' own tails in 1 part each. Row 0 has 3 parts in slots 0, 1, 2 (the last
-is its tail), row 1 has slots 3, 4, 5.
+Worked example: 3 sources, one KV head, one layer. Rows 0 and 1 read source 0 in 2 parts. Sources 1
+and 2 are the rows' own tails in 1 part each. Row 0 has 3 parts in slots 0, 1, 2 (the last is its
+tail), row 1 has slots 3, 4, 5.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ ORDER_STEPS = 65535  # sizes are ranked to 16 bits: NumPy sorts those by radix
 
 @dataclass(frozen=True, eq=False)
 class Sources:
-    """S spans of entries and who reads them: rows reader[indptr[s] : indptr[s + 1]], through the
-    tables of `owner[s]`.
+    """S spans of entries and their readers.
 
-    Shapes: `owner` [S], `indptr` [S + 1], `reader` [E]. Every row reads at least one source; the
+    Span s is read by rows reader[indptr[s] : indptr[s + 1]], through the tables of `owner[s]`.
+    Shapes: `owner` [S], `indptr` [S + 1], `reader` [E]. Every row reads at least one source. The
     sources of a row are listed in the order of their entries.
     """
 
@@ -42,7 +41,7 @@ class Sources:
 
     @classmethod
     def own(cls, rows: int) -> Sources:
-        """Each row by itself."""
+        """One source for each row, its own."""
         every = np.arange(rows)
         return cls(every, np.arange(rows + 1), every)
 
@@ -63,8 +62,8 @@ class Sources:
 class Parts:
     """The tasks of all layers in the order they start. Build it with `Parts.of`.
 
-    `count` [L, S, H] parts of each cell; `cell` [N] index into `count` and `number` [N], the part
-    within the cell; `last` are the tasks that read the last part of a cell.
+    `count` [L, S, H]: the parts of each cell. `cell` [N] is an index into `count`, and `number` [N]
+    is the part within the cell. `last` are the tasks that read the last part of a cell.
     """
 
     count: Int64
@@ -75,9 +74,7 @@ class Parts:
 
     @classmethod
     def of(cls, count: Int64, size: npt.NDArray[np.float64 | np.int64]) -> Parts:
-        """Cut each cell into `count` [L, S, H] parts of `size` [L, S, H] work each; the largest
-        start first.
-        """
+        """Cut each cell into `count` [L, S, H] parts of `size` [L, S, H] work; largest first."""
         layers, cells = count.shape[0], count.shape[1] * count.shape[2]
         order = longest_first(size.reshape(layers, cells))
         order += np.arange(layers)[:, None] * cells
@@ -98,13 +95,14 @@ class Parts:
         )
 
     def per_cell(self, values: Int64) -> Int64:
-        """[N]: what each task's cell has in `values`, which broadcasts to [L, S, H]."""
+        """[N]: the value of each task's cell in `values`, which broadcasts to [L, S, H]."""
         return np.broadcast_to(values, self.count.shape).ravel().take(self.cell)
 
 
 def longest_first(size: npt.NDArray[np.float64 | np.int64]) -> Int64:
-    """[L, n]: per layer the order of `size` [L, n] from large to small, ties (to 1 in 65,535) in
-    their own order.
+    """[L, n]: per layer the order of `size` [L, n] from large to small.
+
+    Ties (to 1 in 65,535) keep their own order.
     """
     largest = size.max(axis=1, initial=0, keepdims=True)
     scale = ORDER_STEPS / np.where(largest > 0, largest, 1)
@@ -112,12 +110,11 @@ def longest_first(size: npt.NDArray[np.float64 | np.int64]) -> Int64:
 
 
 def fit_parts(size: Float64, target: Float64, wanted: int, most: Float64 | float = np.inf) -> Int64:
-    """[L, …]: how many parts of at most `target` [L, 1, 1] each cell of `size` is cut into, `most`
-    at most.
+    """[L, …]: into how many parts of at most `target` [L, 1, 1] each cell of `size` is cut.
 
-    Where a layer has no more cells than `wanted` but would get more parts, its target grows until
-    they fit: one task too many would make all wait for it. With more cells than that, parts are
-    rounded to the nearest number.
+    `most` is the largest number. Where a layer has no more cells than `wanted` but would get more
+    parts, its target grows until they fit: one task too many would make all wait for it. With more
+    cells than that, parts are rounded to the nearest number.
     """
     if size[0].size > wanted:
         return np.minimum(np.maximum(np.rint(size / target), 1), np.maximum(most, 1)).astype(
@@ -134,8 +131,9 @@ def fit_parts(size: Float64, target: Float64, wanted: int, most: Float64 | float
 
 
 def require_positive(**values: int) -> None:
-    """Raise `ConfigError` naming the first argument below 1; `tile_tokens` must be a multiple of 16
-    besides.
+    """Raise `ConfigError` naming the first argument below 1.
+
+    `tile_tokens` must also be a multiple of 16.
     """
     for name, value in values.items():
         if value < 1:
@@ -147,8 +145,7 @@ def require_positive(**values: int) -> None:
 
 
 def split_evenly(rows: DecodeRows, parts: Int64, tile_tokens: int) -> WorkPlan:
-    """Split every (row, layer, head) into `parts` [R, L, H] equal shares; window layers are never
-    split.
+    """Split every (row, layer, head) into `parts` [R, L, H] equal shares, except in window layers.
 
     Tasks of a layer start with the largest budget share, so that short tasks fill the gaps at the
     end.
@@ -179,8 +176,9 @@ def finish(
     b: Int64,
     tile_tokens: int,
 ) -> WorkPlan:
-    """The plan of tasks with ranges `kind`, `a`, `b` [N], which are replaced by WINDOW in
-    sliding-window layers.
+    """The plan of tasks with ranges `kind`, `a`, `b` [N].
+
+    In sliding-window layers WINDOW replaces these ranges.
     """
     layers, _, heads = tasks.count.shape
     a = _read_windows(rows, tasks, kind, a, b)
@@ -223,8 +221,9 @@ def finish(
 
 
 def _read_windows(rows: DecodeRows, tasks: Parts, kind: Int64, a: Int64, b: Int64) -> Int64:
-    """`a`, or a copy of it where a sliding-window layer has other values; `kind` and `b` are
-    changed in place.
+    """`a`, or a copy of it with the values of sliding-window layers.
+
+    `kind` and `b` are changed in place.
     """
     if not rows.windowed.any():
         return a
@@ -237,11 +236,10 @@ def _read_windows(rows: DecodeRows, tasks: Parts, kind: Int64, a: Int64, b: Int6
 
 @dataclass(frozen=True, eq=False)
 class _Slots:
-    """Where parts write: `parts` [L, R, H] of each output and `split`, flat, where there are
-    several.
+    """Where parts write: `parts` [L, R, H] of each output; `split`, flat, marks several parts.
 
     `first` [L, E, H] is the slot of the first part that each reader has of its source, 0 where the
-    output has one part only. `per_layer` [L] counts the slots of each layer.
+    output has only one part. `per_layer` [L] counts the slots of each layer.
     """
 
     parts: Int64
@@ -282,16 +280,14 @@ class _Slots:
 
 
 def _entries(sources: Sources, tasks: Parts, slots: _Slots) -> tuple[Int64, Int64, Bool, Int64]:
-    """row_begin and row_end as one array [N + 1], and rows [M], direct [M], slot [M] of
-    the plan.
-    """
+    """row_begin and row_end as one array [N + 1]; rows [M], direct [M] and slot [M]."""
     heads, every = tasks.count.shape[2], np.arange(len(sources.owner))[:, None]
     if sources.single:
         slot = slots.first.ravel().take(tasks.cell)
         slot += tasks.number
         indptr = np.arange(len(tasks.cell) + 1)
         return indptr, tasks.per_cell(every), ~slots.split.take(tasks.cell), slot
-    # Per layer and head the readers of a source lie side by side: entries of a task are one run of
+    # Per layer and head the readers of a source lie side by side: a task's entries are one run of
     # such an array.
     layers, readers = len(tasks.count), tasks.per_cell(sources.readers[:, None])
     base = np.arange(layers * heads).reshape(layers, 1, heads) * len(sources.reader)

@@ -1,17 +1,16 @@
-"""The work queue: compact tasks cut from each row's true lengths (PersistentKV, work queue and
-true-length splits).
+"""The work queue: tasks cut from each row's true lengths.
 
-A layer's tiles divided by `workers · tasks_per_worker` are the target size of a task. Each (row,
-layer, KV head) becomes as many equal tasks as it takes to stay at or below the target, and where
-that gives more tasks than asked for, the target grows until they fit: one task too many would make
-all wait for it. Where cells are about as many as workers, one long cell would do the same: there
-may be more tasks, but not so many that cells all alike are cut. All but a cell's last task are ABS
-ranges and the last is OPEN, so that rows may grow without a new plan. Tasks start longest first in
-their layer.
+PersistentKV, work queue and true-length splits. A layer's tiles divided by `workers ·
+tasks_per_worker` are the target size of a task. Each (row, layer, KV head) becomes as many equal
+tasks as it takes to stay at or below the target. Where that gives more tasks than requested, the
+target grows until they fit: one task too many would make all wait for it. Where there are about as
+many cells as workers, one long cell would make all wait, too. There may be more tasks then, but too
+few to cut every cell where all are alike. All but a cell's last task are ABS ranges and the last is
+OPEN, so that rows may grow without a new plan. In each layer tasks start longest first.
 
 Worked example: 1 layer, 1 KV head, 2 rows of 1000 and 300 entries, 2 workers with 2 tasks each,
-tile 128, at least 256 tokens a task: the target is (8 + 3) / 4 = 2.75 tiles. Row 0 becomes 3 tasks
-of 2, 3 and 3 tiles; row 1 would be 2, but is too short for that, so 1:
+tile 128, at least 256 tokens a task. The target is (8 + 3) / 4 = 2.75 tiles. Row 0 becomes 3 tasks
+of 2, 3 and 3 tiles. Row 1 would be 2, but is too short for that, so 1:
 
     task        row  kind  a    b
     0           0    ABS   0    256
@@ -30,16 +29,16 @@ from tangram.plan.form import DecodeRows, RangeKind, WorkPlan
 from tangram.plan.split import Parts, Sources, finish, fit_parts, require_positive
 from tangram.types import Float64, Int32, Int64
 
-# Parts for each cell where these are about as many as workers: room to cut the long ones, not all
+# Parts for each cell where these are about as many as workers: enough to cut the long ones, not
+# all.
 SPARE = 1.75
 
 
 @dataclass(frozen=True)
 class Grain:
-    """How finely a layer is cut: about `workers * tasks_per_worker` tasks, in whole tiles, of
-    `min_tokens` or more.
+    """How finely a layer is cut: about `workers * tasks_per_worker` tasks of whole tiles.
 
-    Raises `ConfigError` naming the field that is out of range.
+    A task has at least `min_tokens`. Raises `ConfigError` naming the field that is out of range.
     """
 
     workers: int
@@ -60,11 +59,11 @@ def plan_workqueue(
     min_tokens: int = 128,
     tasks_per_worker: int = 1,
 ) -> WorkPlan:
-    """Cut every (row, layer, KV head) by its true length; `lengths` is the flat int32 array, before
-    later growth.
+    """Cut every (row, layer, KV head) by its true length.
 
-    `min_tokens` bounds what a task must at least read: below it the start of a task costs more than
-    its entries. Raises `ConfigError` naming the argument that is out of range.
+    `lengths` is the flat int32 array, before later growth. A task reads at least `min_tokens`:
+    below that its start costs more than its entries. Raises `ConfigError` naming the argument that
+    is out of range.
     """
     grain = Grain(workers, tasks_per_worker, tile_tokens, min_tokens)
     end = lengths[rows.length_index].swapaxes(0, 1).astype(np.int64)
@@ -75,11 +74,11 @@ def plan_workqueue(
 def cut(
     rows: DecodeRows, sources: Sources, begin: Int64, end: Int64, weight: Float64, grain: Grain
 ) -> WorkPlan:
-    """Cut sources [begin, end), both [L, S, H], into equal work; an entry of source s weighs
-    `weight[s]` ≥ 1.
+    """Cut sources [begin, end), both [L, S, H], into equal work.
 
-    The last R sources are the rows' own tails, in row order: they end OPEN, and in sliding-window
-    layers they are read by WINDOW while all other sources are dropped.
+    An entry of source s weighs `weight[s]` ≥ 1. The last R sources are the rows' own tails, in row
+    order: they end OPEN. In sliding-window layers they are read by WINDOW, and all other sources
+    are dropped.
     """
     shared = end.shape[1] - len(rows.table)
     tokens = np.maximum(end - begin, 0)
@@ -105,8 +104,9 @@ def cut(
 def _count(
     rows: DecodeRows, tokens: Int64, weight: Float64, shared: int, grain: Grain
 ) -> tuple[Int64, Float64]:
-    """[L, S, H]: the number of parts, at least one of each tail, exactly one in window layers; and
-    the work of all.
+    """[L, S, H]: the number of parts, and the work of each cell.
+
+    A tail has at least one part; in window layers it has exactly one.
     """
     tile, least = grain.tile_tokens, -(-grain.min_tokens // grain.tile_tokens)
     work = tokens * weight[:, None]
@@ -124,10 +124,10 @@ def _count(
 def _begins(tasks: Parts, tokens: Int64, tile: int) -> Int64:
     """[N]: where each part begins, relative to its cell; parts differ by at most one tile.
 
-    Larger parts come last: there the last tile may be cut short.
+    Larger parts come last, where the last tile may be partial.
     """
     tiles, count = -(-tokens // tile), tasks.count
-    # Exact, and far faster than integer division
+    # Exact, and far faster than integer division.
     base = (tiles / np.maximum(count, 1)).astype(np.int64)
     begin = tasks.number - tasks.per_cell(count - (tiles - base * count))
     np.maximum(begin, 0, out=begin)

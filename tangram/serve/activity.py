@@ -1,7 +1,6 @@
-"""A line of the log every ten seconds in which the engine did anything: what runs, how fast, how
-full, what is reused.
+"""A log line every ten seconds in which the engine worked: load, speed, memory, reuse.
 
-From two readings of the engine's counters; nothing else is measured.
+The figures are differences of two readings of the engine's counters. Nothing else is measured.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Activity:
 
     @classmethod
     def between(cls, before: EngineStats, now: EngineStats, seconds: float) -> Activity | None:
-        """None if the engine was idle: no step since `before`, and nobody there now."""
+        """None if the engine was idle: no step since `before`, and no request now."""
         if now.steps == before.steps and not now.running and not now.waiting:
             return None
         admitted = now.prompt_tokens - before.prompt_tokens
@@ -53,7 +52,7 @@ class Activity:
         )
 
     def __str__(self) -> str:
-        """One line for people."""
+        """One line to read."""
         parts = [
             f"running {self.requests_running}, waiting {self.requests_waiting}",
             (
@@ -68,7 +67,7 @@ class Activity:
 
     @property
     def fields(self) -> dict[str, float | None]:
-        """The numbers by name, for a line of JSON."""
+        """The numbers by name, for a JSON log line."""
         return {
             name: round(value, 4) if isinstance(value, float) else value
             for name, value in asdict(self).items()
@@ -76,7 +75,7 @@ class Activity:
 
 
 async def tell_activity(stats: Callable[[], EngineStats]) -> None:
-    """Until it is cancelled: log what the engine does, and nothing while it is idle."""
+    """Log what the engine does until cancelled; log nothing while it is idle."""
     before, before_s = await asyncio.to_thread(stats), time.monotonic()
     while True:
         await asyncio.sleep(EVERY_S)

@@ -1,72 +1,156 @@
-"""The events of one request as its answer: in one piece, or as server-sent events."""
+"""One answer, read once: what the engine reports of a request, as typed events.
+
+An endpoint has a `Writer`, which spells these events. `write_stream` and `write_whole` drive it, so
+a streamed answer and a whole one come from the same events.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Mapping
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from tangram.serve.api_errors import ApiError
-from tangram.serve.bridge import EventStream, Job
-from tangram.serve.replies import Format, Json, usage_json
-from tangram.serve.schema import StreamOptions
-from tangram.types import Usage
+from tangram.serve.body import Json
+from tangram.serve.bridge import EventStream
+from tangram.serve.thoughts import Part, Reader
+from tangram.types import Event, FinishReason, TokenLogprob, Usage
+
+Finish = Literal["stop", "length", "tool_calls"]
 
 
-async def finish(events: EventStream, style: Format, job: Job, head: Json) -> Json:
-    """The whole answer; what has not ended when it is given up is aborted."""
+@dataclass(frozen=True)
+class AnswerUsage:
+    """What an answer has used, or one completion of it. `reasoning_tokens` were thoughts."""
+
+    engine: Usage
+    reasoning_tokens: int
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What one event adds to completion `choice`; `finish` says why the completion has ended.
+
+    `usage` is that of this completion so far.
+    """
+
+    choice: int
+    is_first: bool
+    parts: Sequence[Part]
+    logprobs: Sequence[TokenLogprob]
+    finish: Finish | None
+    usage: AnswerUsage
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The answer ends here with an error."""
+
+    error: ApiError
+
+
+@dataclass(frozen=True)
+class End:
+    """All completions have ended; `usage` is that of all of them."""
+
+    usage: AnswerUsage
+
+
+AnswerEvent = Delta | Failure | End
+
+
+class Answer:
+    """The events of `stream`, each completion split into parts by a reader of its own.
+
+    Iterate once: `Delta`s, then one `Failure` or `End`. `close` it in any case.
+    """
+
+    def __init__(self, stream: EventStream, new_reader: Callable[[], Reader]) -> None:
+        self.stream = stream
+        self._readers = defaultdict[int, Reader](new_reader)
+        self._reasoning_tokens = defaultdict[int, int](int)
+
+    async def __aiter__(self) -> AsyncIterator[AnswerEvent]:
+        """Every event of the answer."""
+        try:
+            async for choice, event in self.stream:
+                yield self._make_delta(choice, event)
+        except ApiError as error:
+            yield Failure(error)
+            return
+        thoughts = sum(self._reasoning_tokens.values())
+        yield End(AnswerUsage(self.stream.generation.usage, thoughts))
+
+    def close(self) -> None:
+        """Abort what has not ended. Safe to call twice."""
+        self.stream.close()
+
+    def _make_delta(self, choice: int, event: Event) -> Delta:
+        is_first, reader = choice not in self._readers, self._readers[choice]
+        was_thinking = reader.thinking
+        parts = list(reader.push(event.text))
+        if was_thinking or reader.thinking:
+            self._reasoning_tokens[choice] += len(event.token_ids)
+        if event.finish_reason is not None:
+            parts += reader.finish()
+        usage = AnswerUsage(event.usage, self._reasoning_tokens[choice])
+        finish = _name_finish(event.finish_reason, reader)
+        return Delta(choice, is_first, parts, event.logprobs, finish, usage)
+
+
+def _name_finish(reason: FinishReason | None, reader: Reader) -> Finish | None:
+    """The reason as clients know it. `EventStream` turns an abort into an error."""
+    if reason is None:
+        return None
+    if reason is FinishReason.LENGTH:
+        return "length"
+    return "tool_calls" if reader.called else "stop"
+
+
+class Writer(ABC):
+    """How one endpoint spells one answer, as server-sent events or as one JSON object."""
+
+    @abstractmethod
+    def begin(self) -> Iterator[str]:
+        """What a stream has before the first event."""
+
+    @abstractmethod
+    def write(self, event: AnswerEvent) -> Iterator[str]:
+        """What a stream has of `event`."""
+
+    @abstractmethod
+    def gather(self, delta: Delta) -> None:
+        """Keep `delta` for the whole answer."""
+
+    @abstractmethod
+    def write_whole(self, usage: AnswerUsage) -> Json:
+        """The whole answer, once all of it is gathered. May run on any thread."""
+
+
+async def write_stream(answer: Answer, writer: Writer) -> AsyncIterator[str]:
+    """The answer as server-sent events."""
+    for frame in writer.begin():
+        yield frame
+    async for event in answer:
+        for frame in writer.write(event):
+            yield frame
+
+
+async def write_whole(answer: Answer, writer: Writer) -> Json:
+    """The answer in one piece. Raises `ApiError` if it fails; aborts what is given up."""
     try:
-        return head | {"object": style.whole_object} | await _whole(events, style, job)
+        async for event in answer:
+            match event:
+                case Delta():
+                    writer.gather(event)
+                case Failure(error):
+                    raise error
+                case End(usage):
+                    # A large answer takes long to write: on this thread, every stream would wait.
+                    return await asyncio.to_thread(writer.write_whole, usage)
+        raise AssertionError("an answer ends with End or Failure")
     finally:
-        events.close()
-
-
-async def _whole(events: EventStream, style: Format, job: Job) -> Json:
-    """The choices and the usage of a whole answer."""
-    choices = [style.choice(index) for index in range(job.choices)]
-    usages: dict[int, Usage] = {}
-    async for index, event in events:
-        choices[index].add(event)
-        usages[index] = event.usage
-    # With alternatives of many tokens an answer is large, and making one would stall every stream.
-    made = [
-        await asyncio.to_thread(style.whole, index, choice) for index, choice in enumerate(choices)
-    ]
-    return {"choices": made, "usage": _usage(usages, style, job.sampling.n)}
-
-
-async def frames(
-    events: EventStream, head: Json, style: Format, n: int, options: StreamOptions | None
-) -> AsyncIterator[str]:
-    """The server-sent events of an answer: openings, deltas, the usage if asked for, [DONE]."""
-    include_usage = options is not None and options.include_usage
-    continuous = options is not None and options.continuous_usage_stats
-    usages: dict[int, Usage] = {}
-    try:
-        async for index, event in events:
-            opening = [] if index in usages else style.opening(index)
-            usages[index] = event.usage
-            delta = style.delta(index, event)
-            tail = (
-                {"usage": _usage({index: event.usage}, style, 1) if continuous else None}
-                if include_usage
-                else {}
-            )
-            for choice in (*opening, delta):
-                yield _frame(head | {"choices": [choice]} | tail)
-        if include_usage:
-            yield _frame(head | {"choices": [], "usage": _usage(usages, style, n)})
-    except ApiError as error:
-        yield _frame(error.body())
-    yield "data: [DONE]\n\n"
-
-
-def _usage(usages: Mapping[int, Usage], style: Format, n: int) -> Json:
-    """The usage of these choices."""
-    return usage_json(
-        [usages[index] for index in sorted(usages)], n, style.reasoning_tokens(usages)
-    )
-
-
-def _frame(data: Json) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+        answer.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from reprlib import repr as shortened
 from typing import Any
 
@@ -22,12 +22,10 @@ _TYPES = {
     429: "rate_limit_error",
     504: "timeout_error",
 }
-# What pydantic calls a value that is no object, and where it finds fault with a name in one.
+# Pydantic's error types for a value that is no object, and its place of a wrong key.
 _NO_OBJECT = ("model_type", "model_attributes_type", "dict_type")
 _OF_A_KEY = ("[key]",)
-_MAX_MESSAGE_CHARACTERS = (
-    1000  # messages quote what the client sent, which may be millions of characters
-)
+_MAX_MESSAGE_CHARACTERS = 1000  # messages quote the client, who may send millions of characters
 
 
 class ApiError(Exception):
@@ -55,7 +53,7 @@ class ApiError(Exception):
         }
 
     def response(self, headers: Mapping[str, str] | None = None) -> Response:
-        """ASCII JSON, because a message may quote text of the client that UTF-8 cannot spell."""
+        """The response, in ASCII: a message may quote text that UTF-8 cannot spell."""
         content = json.dumps(self.body()).encode("ascii")
         return Response(content, self.status, dict(headers or {}), media_type="application/json")
 
@@ -75,22 +73,22 @@ def _field_path(location: Sequence[str | int]) -> str:
     return path
 
 
-def _describe(error: Mapping[str, Any]) -> ApiError:
-    """One pydantic error as the client should read it."""
+def _describe(error: Mapping[str, Any], rename: Callable[[str], str]) -> ApiError:
+    """One pydantic error for the client, with the fields renamed."""
     location = tuple(error["loc"])
     message = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "wrong_field":
         return ApiError(
             400,
             message,
-            param=_field_path((*location, error["ctx"]["field"])),
+            param=rename(_field_path((*location, error["ctx"]["field"]))),
             code="invalid_value",
         )
     if error["type"] in _NO_OBJECT:
         message = "must be a JSON object (a dictionary)"
     if location[-1:] == _OF_A_KEY:
         message, location = f"the key {shortened(location[-2])}: {message}", location[:-2]
-    param = _field_path(location) or None
+    param = rename(_field_path(location)) or None
     if error["type"] == "extra_forbidden":
         message = f"unknown field '{param}': correct its name or leave it out"
         return ApiError(400, message, param=param, code="unknown_field")
@@ -98,7 +96,7 @@ def _describe(error: Mapping[str, Any]) -> ApiError:
 
 
 def _nowhere(method: str, path: str) -> ApiError:
-    """There is nothing at `path`; the words say what the client may have meant."""
+    """The error for an unknown path, with what the client may have meant."""
     missing = not_served(path)
     if missing is None:
         return ApiError(404, f"{method} {path}: Not Found; /docs has what there is")
@@ -109,18 +107,21 @@ def _nowhere(method: str, path: str) -> ApiError:
     return ApiError(404, message, code="endpoint_not_supported")
 
 
-def of_validation(error: ValidationError) -> ApiError:
-    """What a schema refused, as the client should read it."""
-    return _describe(error.errors(include_url=False)[0])
+def of_validation(error: ValidationError, rename: Callable[[str], str] = str) -> ApiError:
+    """The first fault that a schema found, for the client.
+
+    `rename` maps the schema's names of fields to the client's, where these differ.
+    """
+    return _describe(error.errors(include_url=False)[0], rename)
 
 
 def of_request_error(error: RequestError) -> ApiError:
-    """What the engine refused, as the client should read it."""
+    """A `RequestError`, for the client."""
     return ApiError(400, str(error), param=error.field, code="invalid_value")
 
 
 def install_handlers(app: FastAPI) -> None:
-    """Make `app` answer every failure in the OpenAI form."""
+    """Have `app` answer every failure in the OpenAI form."""
 
     @app.exception_handler(ApiError)
     def on_api_error(request: Request, error: ApiError) -> Response:

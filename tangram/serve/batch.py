@@ -1,8 +1,8 @@
 """Files of requests in OpenAI's batch format, answered by an engine in this process.
 
-A line of the input is `{"custom_id", "method", "url", "body"}`; a line of the output has the same
-`custom_id` and a `response` with `status_code` and `body`, or an `error`, or both. Answers come in
-the order in which they are finished.
+A line of the input is `{"custom_id", "method", "url", "body"}`. A line of the output has the same
+`custom_id` and a `response` with `status_code` and `body`, or an `error`, or both. Answers are
+written in the order in which they are finished.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tangram.errors import ConfigError, RequestError, TangramError
 from tangram.serve.api_errors import ApiError, of_request_error, of_validation
+from tangram.serve.body import Json
 from tangram.serve.parsing import parse
-from tangram.serve.replies import Json
 from tangram.serve.schema import ChatRequest, CompletionRequest
 from tangram.serve.service import Service
 
@@ -46,8 +46,9 @@ class _Line(BaseModel):
 
 @dataclass(frozen=True)
 class BatchLine:
-    """One line of the input. `custom_id` is None where it has none of its own; `request` is None
-    where it is wrong.
+    """One line of the input.
+
+    `custom_id` is None if the line has none of its own. `request` is None if the line is wrong.
     """
 
     number: int
@@ -62,18 +63,18 @@ class BatchLine:
 
     @property
     def key(self) -> str:
-        """What tells whether it was answered before: the `custom_id`, else the place."""
+        """The name of the line among earlier answers: the `custom_id`, else the line number."""
         return self.id if self.custom_id is None else f"custom {self.custom_id}"
 
 
 @dataclass
 class BatchFiles:
-    """What is to be answered, and what of it was before.
+    """The requests that have no answer in the output yet.
 
-    A last answer in the output that was cut short, by a crash say, is taken off and answered again.
-    The output is open from now on, and closed to other runs until it is closed.
-    Raises `ConfigError` if a file cannot be read, if both are the same, if another run writes the
-    output, or if that holds anything but answers: then it stays as it is.
+    A last answer that was cut short, by a crash for example, is removed and answered again. The
+    output stays open and locked until it is closed. Raises `ConfigError` if a file cannot be read,
+    if both are the same, if another run writes the output, or if the output holds anything but
+    answers. Then the output is unchanged.
     """
 
     source: Path
@@ -145,16 +146,12 @@ def _are_same(source: Path, target: Path) -> bool:
 
 
 def _open(target: Path) -> io.FileIO:
-    """The output, at whose end is written; nobody else may meanwhile. Raises `ConfigError`,
-    `OSError`.
-    """
-    if (
-        target.exists() and not target.is_file()
-    ):  # a pipe or a device has no answers to read, or never ends
+    """The output, opened for appending and locked. Raises `ConfigError`, `OSError`."""
+    if target.exists() and not target.is_file():  # reading a pipe or a device may never end
         raise ConfigError(f"output is {str(target)!r}, it must be a regular file")
     file = io.FileIO(target, "a+")
     try:
-        # The system lets go of it however the process ends
+        # The system unlocks it however the process ends
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
@@ -167,9 +164,7 @@ def _open(target: Path) -> io.FileIO:
 
 
 def _read_done_keys(file: io.FileIO, target: Path) -> set[str]:
-    """The keys of the answers in `file`; of a last line without an end, what a crash left is cut
-    off.
-    """
+    """The keys of the answers in `file`. A last line that a crash has cut is removed."""
     file.seek(0)
     *lines, rest = file.readall().split(b"\n")
     keys = {_read_key(target, number, line) for number, line in enumerate(lines, 1)}
@@ -182,7 +177,7 @@ def _read_done_keys(file: io.FileIO, target: Path) -> set[str]:
 
 
 def _append(file: io.FileIO, data: bytes) -> None:
-    """Write all of it at the end; the system may take it in parts."""
+    """Append all of it; the system may write it in parts."""
     while data:
         data = data[file.write(data) :]
 
@@ -202,7 +197,7 @@ def _read_key(target: Path, number: int, line: bytes) -> str:
 
 
 def _is_cut_short(rest: bytes) -> bool:
-    """Whether these bytes begin as `_record`'s lines do and end before they are whole."""
+    """Whether these bytes are the beginning of a line of `_record`, and not all of it."""
     if not (rest.startswith(_BEGIN) or _BEGIN.startswith(rest)):
         return False
     try:
@@ -215,12 +210,11 @@ def _is_cut_short(rest: bytes) -> bool:
 def answer_all(
     service: Service, files: BatchFiles, *, at_once: int, on_line: Callable[[], None]
 ) -> int:
-    """Answer what is left of `files`, `at_once` requests at a time; how many of these lines got an
-    error.
+    """Answer the remaining lines of `files`, `at_once` at a time; returns how many got an error.
 
     `on_line` is called after each line is written. Starts the engine and stops it. Raises
-    `TangramError` if it dies, or a grammar cannot be tried: lines without an answer are not written
-    then, and the next run goes on with them.
+    `TangramError` if the engine dies, or if a grammar cannot be tried. Lines without an answer are
+    not written then, and the next run continues with them.
     """
     with files.output as file:
         service.start()
@@ -291,7 +285,7 @@ async def _response(service: Service, line: _Line) -> tuple[int, Json]:
     except ApiError as error:
         failure = error
     except TangramError:
-        raise  # it is about the engine and not about this line
+        raise  # about the engine, not about this line
     except Exception:
         _log.exception("a request of the batch failed")
         failure = ApiError(500, "internal error: the log has the details")

@@ -1,6 +1,4 @@
-"""What all request bodies are: strict types, no unknown fields, text that is Unicode, JSON of
-bounded depth.
-"""
+"""The base of all request bodies: strict types, no unknown fields, valid Unicode, bounds."""
 
 from __future__ import annotations
 
@@ -15,15 +13,20 @@ from tangram.limits import MAX_SALT_CHARACTERS
 from tangram.serve.unknown import without_unknown
 from tangram.serve.unsupported import NoOps, drop_no_ops, wrong_field
 
+Json = dict[str, Any]  # a JSON object
+
 _MAX_FIELDS = 128
-# How tags of alternatives begin, which no field has in its path.
+# Tags of alternatives begin with this. No field does, so paths of fields can leave them out.
 ALTERNATIVE = "alternative "
 _MAX_LABEL_CHARACTERS = 1024
 MAX_PAIRS, MAX_KEY_CHARACTERS, MAX_VALUE_CHARACTERS = 16, 64, 512
 
 
 def encodable(text: Any) -> Any:
-    """JSON can spell half a surrogate pair, which no tokenizer can read and UTF-8 cannot spell."""
+    """The text itself. Raises `ValueError` for half of a surrogate pair.
+
+    JSON can spell one, but UTF-8 cannot, and no tokenizer can read it.
+    """
     try:
         if isinstance(text, str):
             text.encode()
@@ -34,8 +37,8 @@ def encodable(text: Any) -> Any:
     return text
 
 
-# Of every text of a request; whatever is only named, echoed or logged is a `Label` or has a bound
-# of its own.
+# The type of every text in a request. A text that is only echoed or logged is a `Label`, or has a
+# bound of its own.
 Text = Annotated[str, BeforeValidator(encodable)]
 Salt = Annotated[
     Text,
@@ -60,9 +63,10 @@ Metadata = Annotated[
 
 
 class Body(BaseModel):
-    """Strict types, no unknown fields unless they are let by; an explicit null means the default.
+    """A request body: types are strict, and an explicit null means the default.
 
-    A field with too many items is refused before pydantic looks at any of them.
+    Unknown fields are refused, unless the server ignores them. A field with too many items is
+    refused before pydantic looks at any of them.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -96,7 +100,7 @@ def _refuse_many(name: str, value: Any, field: FieldInfo) -> None:
 
 
 def deeper_than(value: Any, levels: int) -> bool:
-    """Whether the lists and objects of a JSON value are nested in more than `levels` levels."""
+    """Whether a JSON value is nested in more than `levels` levels."""
     level = [value]
     for _ in range(levels + 1):
         level = [

@@ -1,5 +1,6 @@
-"""From the engine's thread to asyncio: one `EventStream` per HTTP request, which never leaves pages
-behind.
+"""From the engine's thread to asyncio: one `EventStream` for each HTTP request.
+
+However a stream ends, its pages are freed.
 """
 
 from __future__ import annotations
@@ -31,20 +32,18 @@ from tangram.types import (
 )
 
 HEALTH_CHECK_S = 1.0
-# Of more completions hardly more than these are in one step: the bound on what waits for a client
-# stops growing.
+# More completions than these are seldom in one step, so the bound on pending events stops growing.
 _COUNTED_CHOICES = 8
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How long an answer may take, and how far a client may fall behind one that is streamed to it.
+    """How long an answer may take, and how far a client may fall behind its stream.
 
-    A request is ended `request_timeout_s` after it has come, waiting in the queue included; None
-    never. A stream is ended when `pending_events` for each of its completions, of at most eight,
-    wait for a client that does not read. `max_queue` is the engine's: who is on the way to the
-    queue counts, too; None takes in everybody, those who wait for new grammars, too. Raises
-    `ConfigError` where a number cannot be meant.
+    A request ends `request_timeout_s` after it arrived, time in the queue included; None is no
+    limit. A stream ends when `pending_events` for each of its completions (at most eight count)
+    wait for the client. `max_queue` is the engine's; requests in preparation count too, and None is
+    no limit. Raises `ConfigError` for a number out of range.
     """
 
     request_timeout_s: float | None = None
@@ -62,32 +61,30 @@ class Limits:
 
 
 class Codec(Protocol):
-    """Text to tokens and back, as the server needs it."""
+    """Text to tokens and back."""
 
     @property
     def longest_token_bytes(self) -> int:
-        """No token is made of more bytes of text."""
+        """The most bytes of text that one token has."""
 
     def encode(self, text: str) -> tuple[int, ...]:
         """The tokens of a raw prompt."""
 
     @property
     def tool_format(self) -> ToolFormat | None:
-        """How the model writes calls of tools; None if it knows none, or writes them in an unknown
-        way.
-        """
+        """How the model writes tool calls; None if it knows none or its form is unknown."""
 
     @property
     def thinking_format(self) -> ThinkingFormat | None:
-        """How the model marks what it thinks; None if it does not, or in an unknown way."""
+        """How the model marks its thoughts; None if it has none or its form is unknown."""
 
     @property
     def marks(self) -> Marks:
-        """The control tokens that calls and thoughts are told by."""
+        """The control tokens that mark calls and thoughts."""
 
     @property
     def control_token_ids(self) -> Sequence[int]:
-        """The tokens that are no text and do not end one."""
+        """The tokens that are neither text nor an end token."""
 
     @property
     def template_options(self) -> frozenset[str]:
@@ -100,12 +97,12 @@ class Codec(Protocol):
         options: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]:
         """The tokens of a conversation up to the answer; raises `RequestError` if the template
-        rejects it.
+        fails.
         """
 
     def verbatim(self, token_ids: Sequence[int], field: str) -> str:
-        """The text of tokens, special ones by name; raises `RequestError` (`field`) if one is not
-        in the vocabulary.
+        """The text of tokens, special ones by name; raises `RequestError` (`field`) for an unknown
+        one.
         """
 
     def token_text(self, token_id: int) -> TokenText:
@@ -116,18 +113,16 @@ class Grammars(Protocol):
     """The part of `tangram.engine.grammar.GrammarCompiler` that the server sees."""
 
     def warm(self) -> None:
-        """Do now what the first grammar would wait for."""
+        """Do in advance what the first grammar would wait for."""
 
     def look_up(self, source: str, field: str) -> Grammar | None:
-        """What `compile` has made of the same before, or its `RequestError` again, at once; None if
-        it is new.
-        """
+        """What `compile` returned or raised for the same source before; None if it is new."""
 
     def compile(self, source: str, field: str) -> Grammar:
-        """A grammar in llguidance's Lark dialect, from any thread.
+        """The compiled form of a grammar in llguidance's Lark dialect. Call it from any thread.
 
-        Raises `RequestError` (`field`) if it is none, `MachineError` if that could not be found
-        out.
+        Raises `RequestError` (`field`) if it is no grammar, `MachineError` if it could not be
+        tried.
         """
 
 
@@ -150,37 +145,40 @@ class ServedEngine(Protocol):
 
     @property
     def waiting(self) -> int:
-        """How many completions wait for a place; asking takes no time."""
+        """How many completions wait for a place in the batch; asking takes no time."""
 
     @property
     def healthy(self) -> bool:
         """False once its thread has died."""
 
     def submit(self, *requests: Request) -> None:
-        """Queue requests, all or none; raises `RequestError` if they can never be served,
-        `OverloadError` if too many wait.
+        """Queue requests, all or none.
+
+        Raises `RequestError` if they can never be served, `OverloadError` if too many wait.
         """
 
+    def check_queue(self, coming: int) -> None:
+        """Raise `OverloadError` if `submit` would for `coming` completions; waits for nothing."""
+
     def abort(self, request_id: str) -> None:
-        """Forget a request and free its pages; of an unknown or finished one, nothing."""
+        """End a request and free its pages; an unknown or finished one is ignored."""
 
     def start(self) -> None:
         """Start the thread that serves."""
 
     def stop(self) -> None:
-        """End that thread; what is in flight is aborted. Safe to call twice."""
+        """End that thread and abort what runs. Safe to call twice."""
 
     def stats(self) -> EngineStats:
-        """The engine's books, between two steps."""
+        """The engine's statistics between two steps."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one HTTP request asks of the engine: `sampling.n` completions of each prompt, whole or
-    as a `stream`.
+    """One HTTP request for the engine: `sampling.n` completions of each prompt.
 
-    `record`, if the request came by HTTP, hears what comes of it, and gives the engine's log its
-    name.
+    `record` belongs to a request that came by HTTP. It collects the results, and its id is the
+    request's name in the engine's log.
     """
 
     id: str
@@ -195,23 +193,22 @@ class Job:
 
     @property
     def choices(self) -> int:
-        """All completions."""
+        """How many completions there are."""
         return len(self.prompts) * self.sampling.n
 
 
 def make_timeout_error(limit_s: float | None) -> ApiError:
-    """The end of a request that took longer than `limit_s`."""
+    """The error of a request that took longer than `limit_s`."""
     return ApiError(504, f"the request took longer than {limit_s} s, the most that it may here")
 
 
 class EventStream:
-    """The events of one job, as (choice, event); choice = prompt number · n + index of the
-    completion.
+    """The events of one job, as (choice, event).
 
-    Submits on construction (raises `RequestError` or `OverloadError` if the engine refuses, then
-    nothing of it has begun). Whoever builds it must `close()` it: that aborts every completion that
-    has not ended, which frees its pages. `overrun` is set when it was closed because nobody takes
-    the events.
+    A choice is the number of the prompt · n + the index of the completion. The job is submitted on
+    construction, which raises `RequestError` or `OverloadError` if the engine refuses it. Always
+    `close()` it: that aborts every completion that has not ended, and frees its pages. `overrun` is
+    set if it was closed because the client does not read.
     """
 
     def __init__(
@@ -224,9 +221,9 @@ class EventStream:
             min(job.choices, _COUNTED_CHOICES) * limits.pending_events if job.stream else None
         )
         self._running: dict[int, CompletionMeter] = {}
-        self._generation = Generation(job.id, job.sampling, job.kv_retention, job.stream)
+        self.generation = Generation(job.id, job.sampling, job.kv_retention, job.stream)
         if job.record is not None:
-            job.record.generation = self._generation
+            job.record.generation = self.generation
         self.overrun = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         if limits.request_timeout_s is not None:
@@ -260,17 +257,13 @@ class EventStream:
         return f"{name}-{number}" if len(self._job.prompts) > 1 else name
 
     def _post(self, number: int, event: Event) -> None:
-        """Runs on the engine's thread. Once the server's loop is closed nobody waits for the event
-        any more.
-        """
+        """Pass an event on from the engine's thread, unless the server's loop is closed."""
         choice = number * self._job.sampling.n + event.index
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._enter, choice, event)
 
     def _enter(self, choice: int, event: Event) -> None:
-        """Runs on the server's loop. What the client does not read is kept for it only up to a
-        bound.
-        """
+        """Enter an event, on the server's loop. The number of pending events is bounded."""
         if self._most_pending is not None and self._queue.qsize() >= self._most_pending:
             self.overrun.set()
             self.close()
@@ -278,19 +271,20 @@ class EventStream:
             self._queue.put_nowait((choice, event))
 
     def _expire(self, timeout_s: float) -> None:
-        """The pages are free at the next step, also if the client is too slow to hear of it."""
+        """End the request. Its pages are free at the next step, however slow the client is."""
         self._queue.put_nowait(make_timeout_error(timeout_s))
         self._abort_unfinished()
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
-        """Events until every completion has ended. Raises `ApiError` if the engine gave up on one,
-        or the client did not take them.
+        """Events until every completion has ended.
+
+        Raises `ApiError` if the engine gave up, or if the client did not read.
         """
         while self._running or self.overrun.is_set():
             try:
                 choice, event = await self._next()
             except ApiError as error:
-                self._generation.failure = error.status
+                self.generation.failure = error.status
                 raise
             self._measure(choice, event)
             yield choice, event
@@ -300,7 +294,7 @@ class EventStream:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HEALTH_CHECK_S):
                     news = await self._queue.get()
-                    if self.overrun.is_set():  # nothing runs any more, what is left has no end
+                    if self.overrun.is_set():  # all is aborted, so the events left have no end
                         raise ApiError(408, "too many events wait for the client: read them faster")
                     if isinstance(news, ApiError):
                         raise news
@@ -322,7 +316,7 @@ class EventStream:
 
     def _measure(self, choice: int, event: Event) -> None:
         now_s = time.monotonic()
-        self._generation.note(choice, event, now_s)
+        self.generation.note(choice, event, now_s)
         self._running[choice].take(event, now_s)
         if event.finish_reason is not None:
             del self._running[choice]
@@ -333,7 +327,7 @@ class EventStream:
             self._timer.cancel()
         self._abort_unfinished()
         for choice, meter in self._running.items():
-            self._generation.reasons[choice] = FinishReason.ABORT
+            self.generation.reasons[choice] = FinishReason.ABORT
             meter.end(FinishReason.ABORT, time.monotonic())
         self._running.clear()
 

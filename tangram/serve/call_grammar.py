@@ -1,6 +1,4 @@
-"""Grammars of answers (llguidance's Lark dialect, `engine/grammar.py`): JSON, calls of tools,
-thoughts before them.
-"""
+"""Grammars of answers (llguidance's Lark dialect): JSON, tool calls, thoughts before them."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ _NO_FORM = AnswerForm()
 
 
 def answer_grammar(schema: dict[str, Any], form: AnswerForm = _NO_FORM) -> str:
-    """Answers that `schema` allows; models that think may think first."""
+    """The grammar of answers that `schema` allows; models that think may think first."""
     if form.channels:
         return _source(_channels(form, f"answer: {json_rule(schema)}", "", forced=False))
     before, rules = form.describe_thought()
@@ -37,11 +35,11 @@ def answer_grammar(schema: dict[str, Any], form: AnswerForm = _NO_FORM) -> str:
 
 @dataclass(frozen=True)
 class CallGrammar:
-    """Answers that call `tools`, in the form of the model: where `forced` they do nothing else.
+    """The grammar of answers that may call `tools`, in the form of the model.
 
-    With `parallel` there may be several calls. Who does not call answers as `schema` says; None, in
-    any text, in which control tokens may be as without a grammar. `answer` says how calls and
-    thoughts are written.
+    Where `forced`, the answer only calls. With `parallel` there may be several calls. An answer
+    without a call follows `schema`; None is any text, with any control tokens. `answer` says how
+    calls and thoughts are written.
     """
 
     tools: Sequence[Tool]
@@ -53,9 +51,7 @@ class CallGrammar:
     answer: AnswerForm = field(default_factory=AnswerForm)
 
     def source(self) -> str:
-        """The grammar. Raises `RequestError` where the form cannot express what a tool's schema
-        asks for.
-        """
+        """The grammar. Raises `RequestError` if the form cannot express a tool's schema."""
         if self.form.style is CallStyle.CHANNEL:
             answer = "" if self.schema is None else f"answer: {json_rule(self.schema)}"
             rules = _channels(self.answer, answer, "body", forced=self.forced)
@@ -88,7 +84,7 @@ class CallGrammar:
         ]
 
     def _prose(self) -> list[str]:
-        """Any text: the beginning of a call in it makes the rest one."""
+        """Rules for any text. After the beginning of a call, the rest must be a call."""
         marker = self.form.begin.strip()
         controls = [
             number for number in self.control_token_ids if number not in self.answer.marks.names
@@ -108,7 +104,9 @@ class CallGrammar:
         return [f"start: {notes}(spoken | TEXT)", *rules]
 
     def _list_unmarked(self, notes: str, rules: list[str]) -> list[str]:
-        """Calls only at the beginning, or behind a thought that the prompt has begun."""
+        """Rules for calls without marks: at the beginning, or after a thought that the prompt
+        opened.
+        """
         before, thought = self.answer.describe_thought() if self.answer.opened else ("", [])
         rules = [*rules, 'TEXT: /(.|\\n)*/ & ~/\\{"name": "(.|\\n)*/', "spoken: body", *thought]
         return [f"start: {before} {notes}(spoken | TEXT)", *rules]
@@ -140,9 +138,7 @@ class CallGrammar:
 
 
 def _channels(form: AnswerForm, answer: str, body: str, *, forced: bool) -> list[str]:
-    """Messages of GPT-OSS: any number of thoughts and notes, then the call, the `answer`, or any
-    text.
-    """
+    """Rules for messages of GPT-OSS: thoughts and notes, then a call, the `answer` or any text."""
     written = form.write_literal
     channel, message, constrain = (
         written("<|channel|>"),

@@ -1,9 +1,7 @@
-"""Calls of tools in what a model writes, found while it is written; whatever is no proper call
-stays text.
+"""Finds tool calls in an answer while it is written. Anything that is no valid call stays text.
 
-Transformers' own parser of answers (`utils/chat_parsing`) gives up where JSON is broken and needs a
-mark at both ends; an answer that a limit has cut, and Llama's calls, which have no marks, are
-everyday here.
+Transformers' parser of answers (`utils/chat_parsing`) fails on broken JSON and needs a mark at both
+ends. Here a limit may cut an answer, and Llama's calls have no marks.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from typing import Any
 from tangram.serve.tagged import read_tagged_arguments
 from tangram.types import CallStyle, ToolFormat
 
-# Mistral's templates take no other ids than of nine letters and digits.
+# Mistral's templates accept only ids of nine letters and digits.
 _SHORT_ID = 9
 _SHORT_IDS = (CallStyle.LIST, CallStyle.NAMED)
 _BETWEEN = re.compile(r"[\s;]*")
@@ -27,22 +25,23 @@ _ID_MARK = "[CALL_ID]"
 
 @dataclass(frozen=True)
 class Call:
-    """A call of the function `name`; `arguments` is a JSON object, as text."""
+    """A call of the function `name`; `arguments` is the text of a JSON object."""
 
     name: str
     arguments: str
     id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
 
     def json(self) -> dict[str, Any]:
-        """The call as an answer has it."""
+        """The call as it is in an answer."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
 
 
 class CallReader:
-    """Takes one completion apart as its text comes. `names` are the functions there are.
+    """Splits one completion into text and calls as its text arrives.
 
-    `parameters` are their schemas, for forms that do not say whether a value is text.
+    `names` are the functions that may be called. `parameters` are their schemas, for forms that do
+    not say whether a value is text.
     """
 
     thinking = False
@@ -56,7 +55,7 @@ class CallReader:
         self.called = False
 
     def push(self, text: str) -> Iterator[str | Call]:
-        """Text and calls that are now certain."""
+        """The text and calls that are certain now."""
         self._held += text
         if not self._begin:
             yield from self._whole_answer()
@@ -68,7 +67,7 @@ class CallReader:
             yield from self._free(self._measure_undecided())
 
     def finish(self) -> Iterator[str | Call]:
-        """What was still held back, when the completion has ended."""
+        """What was held back, once the completion has ended."""
         held, self._held = self._held, ""
         ends = not self._begin or (self._inside and not self._end)
         calls = self._calls(held) if ends and not self._plain else []
@@ -79,7 +78,7 @@ class CallReader:
 
     @property
     def _mark(self) -> str:
-        """What is looked for next."""
+        """The mark to look for next."""
         return self._end or self._begin if self._inside else self._begin
 
     def _whole_answer(self) -> Iterator[str]:
@@ -88,14 +87,14 @@ class CallReader:
             yield from self._free(0)
 
     def _open(self, found: int) -> Iterator[str]:
-        """Spaces before a call belong to it."""
+        """Open a call; spaces before it belong to it."""
         before, self._held = self._held[:found].rstrip(), self._held[found + len(self._begin) :]
         self._inside, self._searched = True, 0
         if before:
             yield before
 
     def _close(self, found: int) -> Iterator[str | Call]:
-        """A call that has no end of its own ends where the next begins."""
+        """Close a call; one without an end mark ends where the next begins."""
         inside, self._held = self._held[:found], self._held[found + len(self._mark) :]
         self._inside, self._searched = not self._end, 0
         if calls := self._calls(inside):
@@ -111,15 +110,13 @@ class CallReader:
             yield text
 
     def _measure_undecided(self) -> int:
-        """How long the end of what is held is that may belong to a call: spaces, and the beginning
-        of a mark.
-        """
+        """How many last characters may belong to a call: spaces, and the beginning of a mark."""
         text = self._held
         before = text[: len(text) - overlap(text, self._begin)]
         return len(text) - len(before.rstrip())
 
     def _calls(self, text: str) -> list[Call]:
-        """The calls that `text` is; none if any of it is something else."""
+        """The calls in `text`; none if any of it is something else."""
         written = list(_read_calls(text, self._form, self._parameters))
         calls = [self._call(name, arguments) for name, arguments in written]
         proper = [call for call in calls if call is not None]
@@ -140,18 +137,18 @@ class CallReader:
 
 
 def overlap(text: str, mark: str) -> int:
-    """The length of the longest end of `text` with which `mark`, but not all of it, begins."""
+    """The length of the longest end of `text` that begins `mark` and is shorter than it."""
     lengths = range(min(len(mark) - 1, len(text)), 0, -1)
     return next((length for length in lengths if mark.startswith(text[-length:])), 0)
 
 
 def arguments_json(arguments: Any) -> str | None:
-    """A call's arguments as the text of a JSON object; None if they are none."""
+    """A call's arguments as the text of a JSON object; None if they are no object."""
     if not isinstance(arguments, dict):
         return None
     try:
-        # 1e999 reads as an infinity, and an escape of half a surrogate pair has no bytes: no JSON
-        # can hold them.
+        # JSON has no infinity, which 1e999 is read as, and UTF-8 cannot spell half a surrogate
+        # pair.
         written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         written.encode()
     except (ValueError, RecursionError):
@@ -160,7 +157,7 @@ def arguments_json(arguments: Any) -> str | None:
 
 
 def parse_json(text: str) -> Any:
-    """The JSON value that `text` is; None if it is none."""
+    """The JSON value in `text`; None if it is not JSON."""
     try:
         return json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
@@ -174,7 +171,7 @@ def _refuse_constant(constant: str) -> float:
 def _read_calls(
     text: str, form: ToolFormat, schemas: Mapping[str, Any]
 ) -> Iterator[tuple[Any, Any]]:
-    """Name and arguments of each call in `text`, None for what is wrong."""
+    """Name and arguments of each call in `text`; None where one is malformed."""
     if form.style is CallStyle.NAMED:
         head, _, arguments = text.partition(form.arguments)
         yield head.partition(_ID_MARK)[0].strip(), parse_json(arguments)
@@ -192,7 +189,7 @@ def _read_calls(
 
 
 def _read_names(call: Any, form: ToolFormat) -> tuple[Any, Any]:
-    """Models that write one of the names for arguments sometimes write the other."""
+    """Name and arguments of a call; models may write another name for arguments than their own."""
     if not isinstance(call, dict):
         return None, None
     names = (form.arguments, "arguments", "parameters")
@@ -200,7 +197,7 @@ def _read_names(call: Any, form: ToolFormat) -> tuple[Any, Any]:
 
 
 def _objects(text: str) -> Iterator[Any]:
-    """JSON values one after the other, with semicolons or spaces between; None for what is none."""
+    """JSON values separated by semicolons or spaces; None where one is malformed."""
     decoder, at = json.JSONDecoder(parse_constant=_refuse_constant), _end_of_gap(text, 0)
     while at < len(text):
         try:

@@ -1,6 +1,4 @@
-"""GET /docs: the OpenAPI document as a page to read. It has no script and asks no other host for
-anything.
-"""
+"""GET /docs: the OpenAPI document as a page, without scripts and requests to other hosts."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any
 
-from tangram.serve.replies import Json
+from tangram.serve.body import Json
 
 PAGE_HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
 _STYLE = (
@@ -83,7 +81,7 @@ def _body(name: str, schema: Json) -> Iterator[str]:
 
 
 def _describe(schema: Json) -> str:
-    """Its description, or that of a form of it."""
+    """Its description, or that of one of its alternatives."""
     return next(
         (
             str(form["description"])

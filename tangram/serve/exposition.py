@@ -1,6 +1,4 @@
-"""What /metrics tells Prometheus: the engine's books, read at scrape time, and the latencies the
-server itself sees.
-"""
+"""The metrics of /metrics: the engine's counters, and the latencies that the server measures."""
 
 from __future__ import annotations
 
@@ -64,7 +62,11 @@ _COUNTERS = (
     ("restored_tokens", "Tokens of chunks copied back from host memory", "restored_tokens"),
     ("host_bytes_out", "Bytes of KV pages copied to host memory", "host_bytes_out"),
     ("host_bytes_in", "Bytes of KV pages copied back from host memory", "host_bytes_in"),
-    ("dropped_spans", "Evicted spans that host memory had no room for, or let go", "dropped_spans"),
+    (
+        "dropped_spans",
+        "Evicted spans that host memory could not keep, or dropped later",
+        "dropped_spans",
+    ),
     ("step_seconds", "Seconds of the engine's steps", "step_s"),
     (
         "step_device_seconds",
@@ -123,7 +125,7 @@ _GAUGES = (
     ("step_host_share", "Share of all steps so far that was the host's own work", "host_share"),
 )
 
-# Families with labels: name, help, labels, and the label values and numbers of one reading.
+# Families with labels: name, help, labels, then the label values and numbers of one reading.
 _LABELLED_GAUGES: tuple[_Labelled, ...] = (
     (
         "kv_cache_info",
@@ -173,13 +175,13 @@ _LABELLED_COUNTERS: tuple[_Labelled, ...] = (
     ),
     (
         "budget_lost_entries",
-        "Those of them that the heads' budgets had no room for",
+        "Those of them that exceeded the heads' budgets",
         _GROUP,
         lambda stats: [(_group(line), line.lost) for line in stats.overflow],
     ),
     (
         "budget_exceeded_heads",
-        "Heads of these chunks that lacked room",
+        "Heads of these chunks whose budget was exceeded",
         _GROUP,
         lambda stats: [(_group(line), line.exceeded) for line in stats.overflow],
     ),
@@ -191,7 +193,7 @@ def _group(line: GroupOverflow) -> tuple[str, str]:
 
 
 class _EngineCollector(Collector):
-    """Reads the engine's books once per scrape."""
+    """Reads the engine's statistics once per scrape."""
 
     def __init__(self, stats: Callable[[], EngineStats]) -> None:
         self._stats = stats
@@ -214,10 +216,10 @@ class _EngineCollector(Collector):
 
 
 class ServerMetrics:
-    """The series of one server, in a registry of its own.
+    """The metrics of one server, in a registry of its own.
 
-    Histograms of phases and lengths are of completions that ended by themselves; the times are as
-    the server sees them.
+    Histograms of phases and lengths count completions that were not aborted. Times are measured in
+    the server.
     """
 
     def __init__(self, stats: Callable[[], EngineStats]) -> None:
@@ -235,7 +237,7 @@ class ServerMetrics:
         )
         self.ignored_fields = Counter(
             "tangram_ignored_fields",
-            "Fields of requests that were let by unserved",
+            "Unsupported fields of requests that were ignored",
             ["field"],
             registry=self.registry,
         )
@@ -274,8 +276,8 @@ class ServerMetrics:
 
     def count_request(self, record: Record) -> None:
         """Count an answer by endpoint and status."""
-        # Any path can be asked for, so unknown ones share a label: series must not grow without
-        # bound.
+        # A client may send any path. Unknown paths share a label, so the number of series is
+        # bounded.
         endpoint = record.path if record.path in ENDPOINTS else "other"
         self.http_requests.labels(
             endpoint, "cut" if record.status is None else str(record.status)
@@ -287,9 +289,7 @@ class ServerMetrics:
 
 
 class CompletionMeter:
-    """Times the tokens of one completion, in seconds of the monotonic clock that
-    `start_s` is of.
-    """
+    """Measures the latencies of one completion, which began at `start_s` of the monotonic clock."""
 
     def __init__(self, metrics: ServerMetrics, start_s: float) -> None:
         self._metrics, self._start_s = metrics, start_s
@@ -297,7 +297,7 @@ class CompletionMeter:
         self._last_s: float | None = None
 
     def take(self, event: Event, now_s: float) -> None:
-        """An event of the completion has come."""
+        """Enter an event of the completion."""
         if event.token_ids:
             self._tokens(len(event.token_ids), now_s)
         if event.finish_reason is not None:
@@ -305,7 +305,7 @@ class CompletionMeter:
             self.end(event.finish_reason, now_s)
 
     def _tokens(self, count: int, now_s: float) -> None:
-        """`count` tokens arrived together: a burst shares the gap before it."""
+        """Enter `count` tokens that arrived together. They share the time since the last token."""
         if self._last_s is None:
             self._first_s = now_s
             self._metrics.first_token_s.observe(now_s - self._start_s)
@@ -330,6 +330,6 @@ class CompletionMeter:
             )
 
     def end(self, reason: FinishReason, now_s: float) -> None:
-        """The completion ended, or was given up."""
+        """Enter the end of the completion, or its abort."""
         self._metrics.completions.labels(reason.value).inc()
         self._metrics.duration_s.observe(now_s - self._start_s)

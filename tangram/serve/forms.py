@@ -1,4 +1,4 @@
-"""How the served model writes its answers: what it thinks, what it calls, what it says."""
+"""How the served model writes its answers: thoughts, tool calls, text."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from tangram.errors import RequestError
 from tangram.serve.bridge import Codec
 from tangram.serve.calls import CallReader
 from tangram.serve.structured import Tool
-from tangram.serve.thoughts import ChannelReader, Reader, ThoughtReader
+from tangram.serve.thoughts import ChannelReader, Reader, TextReader, ThoughtReader
 from tangram.types import Marks, ThinkingFormat, ToolFormat
 
-# More than the mark that opens a thought, and the line that may follow it.
+# More tokens than the mark that opens a thought, and the line break after it.
 _TAIL_TOKENS = 24
-# What may stand between a thought and what follows it.
+# What may stand between a thought and the answer.
 _GAP = r"/\n{0,2}/"
 
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """How calls and thoughts are written; `opened` where the prompt ends inside a thought.
+    """How calls and thoughts are written. `opened` says that the prompt ends inside a thought.
 
-    `marks` are the control tokens among their marks, `control_token_ids` all of the model's.
+    `marks` are the control tokens that mark them, `control_token_ids` all of the model's.
     """
 
     tools: ToolFormat | None = None
@@ -42,7 +42,7 @@ class AnswerForm:
         return cls(codec.tool_format, codec.thinking_format, marks, controls)
 
     def after(self, codec: Codec, prompt: Sequence[int]) -> AnswerForm:
-        """The form of the answer to `prompt`: its template may have begun the thought."""
+        """The form of the answer to `prompt`, whose template may have opened the thought."""
         if self.thinking is None or self.thinking.channels:
             return self
         tail = codec.verbatim(prompt[-_TAIL_TOKENS:], "messages")
@@ -50,33 +50,36 @@ class AnswerForm:
 
     @property
     def channels(self) -> bool:
-        """Whether all that the model writes is messages of channels."""
+        """Whether everything that the model writes is a message on a channel."""
         return self.thinking is not None and self.thinking.channels
 
-    def reader(self, tools: Sequence[Tool]) -> Callable[[], Reader] | None:
-        """What makes a reader for an answer that may call `tools`; None where all of it is text."""
+    def reader(self, tools: Sequence[Tool]) -> Callable[[], Reader]:
+        """Makes readers for an answer that may call `tools`."""
         schemas = {tool.function.name: tool.arguments() for tool in tools}
         if self.thinking is not None and self.thinking.channels:
             return partial(ChannelReader, frozenset(schemas))
-        calls = None
+        calls: Callable[[], CallReader] | None = None
         if self.tools is not None and schemas:
             calls = partial(CallReader, self.tools, frozenset(schemas), schemas)
         if self.thinking is None:
-            return calls
+            return calls or TextReader
         return partial(ThoughtReader, self.thinking, opened=self.opened, rest=calls)
 
     def adapt_message(self, message: dict[str, Any], field: str) -> dict[str, Any]:
-        """`message` as the template takes it. That of GPT-OSS has room for one text, and one call.
+        """`message` as the template takes it.
 
-        Raises `RequestError` (`field`) for more calls, which it would leave out.
+        The template of GPT-OSS shows one text and one call. Raises `RequestError` (`field`) for
+        more calls.
         """
         calls = message.get("tool_calls", ())
         if not (self.channels and calls):
             return message
         if len(calls) > 1:
             raise RequestError(
-                f"{field} has {len(calls)} calls, this model's template shows one a message: send "
-                "a message for each, with its result behind it",
+                lambda name: (
+                    f"{name} has {len(calls)} calls, this model's template shows one a message: "
+                    "send a message for each, with its result after it"
+                ),
                 f"{field}.tool_calls",
             )
         texts = [message.get("reasoning_content"), message["content"]]
@@ -85,11 +88,11 @@ class AnswerForm:
         return message | {"reasoning_content": "\n".join(map(str, texts)), "content": ""}
 
     def list_shown_marks(self, tools: Sequence[Tool]) -> Marks:
-        """The control tokens to show in the text of an answer that may call `tools`."""
+        """The control tokens to keep in the text of an answer that may call `tools`."""
         return self.marks if tools or self.thinking is not None else Marks()
 
     def write_literal(self, text: str) -> str:
-        """`text` as a part of a grammar, its control tokens as such; empty for none."""
+        """`text` as a part of a grammar, with its control tokens as tokens; empty for none."""
         ids = {name: number for number, name in self.marks.names.items()}
         split = re.split(f"({'|'.join(map(re.escape, ids))})", text) if ids else [text]
         return " ".join(
@@ -97,9 +100,9 @@ class AnswerForm:
         )
 
     def describe_thought(self) -> tuple[str, list[str]]:
-        """What comes before an answer that must be of a form, and the rules for it.
+        """The rule for a thought before a constrained answer, and the rules that it needs.
 
-        Only where thoughts stand between marks: messages of channels have a grammar of their own.
+        Only for thoughts between marks: messages on channels have a grammar of their own.
         """
         if self.thinking is None or self.channels:
             return "", []

@@ -1,6 +1,4 @@
-"""What a request must pass before any route sees it: an API key, bounds on its size, and an answer
-whatever breaks.
-"""
+"""Checks before any route: an API key, bounds on size, and a response to any failure."""
 
 from __future__ import annotations
 
@@ -27,11 +25,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Protection:
-    """Who may ask and how much. Without `api_keys` everybody may; a body has at most `max_body_mb`
-    · 10^6 bytes. Pages of `allowed_origins` may ask from a browser; `*` is every page.
+    """Who may send requests, and how large these may be.
 
-    Raises `ConfigError` if a key is empty or has spaces, if an origin is none, or if the bound on
-    bodies is not positive.
+    Without `api_keys` every client may. A body has at most `max_body_mb` · 10^6 bytes. Browsers may
+    send requests from pages of `allowed_origins`; `*` is every page.
+
+    Raises `ConfigError` if a key is empty or has spaces, if an origin is malformed, or if the bound
+    is not positive.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -69,7 +69,7 @@ class Protection:
 
 
 def check_served_name(name: str) -> None:
-    """Raise `ConfigError` unless a model can be called that in requests, answers and the log."""
+    """Raise `ConfigError` unless `name` can stand in requests, answers and the log."""
     if not name.strip() or not is_text(name) or name.splitlines() != [name]:
         raise ConfigError(
             f"served_model_name is {name!r}, it must be a text that is not empty and has no line "
@@ -78,11 +78,10 @@ def check_served_name(name: str) -> None:
 
 
 class RequireKeys:
-    """Refuses requests without one of the keys before their body is read, on every path but /health
-    and /ready.
+    """Refuses requests without one of the keys, on every path but /health and /ready.
 
-    It looks at the path as it came, before any decoding and routing: whatever is not spelled
-    exactly like an open path needs a key.
+    It decides before the body is read, from the path as it came. Any other spelling of an open path
+    needs a key.
     """
 
     def __init__(self, app: ASGIApp, api_keys: Iterable[str]) -> None:
@@ -106,8 +105,7 @@ class RequireKeys:
         given = [value for name, value in headers if name == b"authorization"]
         scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
         digest = sha256(key.strip()).digest()
-        # All are compared, digests for equal lengths: the time must not tell which key a guess was
-        # close to.
+        # Compare with all keys, and compare digests: the time taken says nothing about a key.
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         return any(matches) and scheme.lower() == b"bearer"
 
@@ -141,7 +139,7 @@ class BoundRequests:
             message = await receive()
             read_bytes += len(message.get("body", b""))
             if read_bytes > self._max_body_bytes:
-                # The kind that FastAPI passes on from reading
+                # FastAPI lets this exception through while it reads.
                 raise HTTPException(413, self._too_large("more"))
             return message
 
@@ -169,8 +167,9 @@ class BoundRequests:
 
 
 class NameRequests:
-    """Tells every client its request's id, in the header `x-request-id`. A bug becomes a bare 500
-    with it, the log has why. `RecordRequests` must be around it.
+    """Adds the header `x-request-id` to every response, and answers 500 if a request raises.
+
+    The log has the exception. `RecordRequests` must be around it.
     """
 
     def __init__(self, app: ASGIApp) -> None:

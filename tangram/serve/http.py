@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -23,6 +23,7 @@ from starlette.middleware.cors import CORSMiddleware
 from tangram.errors import EngineError
 from tangram.serve.activity import tell_activity
 from tangram.serve.api_errors import install_handlers
+from tangram.serve.body import Json
 from tangram.serve.bridge import Limits, ServedEngine
 from tangram.serve.docs import PAGE_HEADERS, page
 from tangram.serve.guard import (
@@ -39,8 +40,6 @@ from tangram.serve.openapi import document
 from tangram.serve.process import ConnectionLimits, Server
 from tangram.serve.receiving import BodyRoute, PlainForm
 from tangram.serve.record import RecordRequests, RecordSink
-from tangram.serve.replies import Json
-from tangram.serve.responses import respond
 from tangram.serve.responses_schema import ResponsesRequest
 from tangram.serve.schema import ChatRequest, CompletionRequest
 from tangram.serve.service import Service
@@ -52,8 +51,7 @@ from tangram.serve.wire import MAX_CONNECTIONS, HttpProtocol, http_protocol
 from tangram.version import __version__
 
 _CUT_AFTER_GRACE_S = 10
-# What pages of allowed origins may send and see. Keys travel in a header, so that no cookies are
-# asked for.
+# What pages of allowed origins may send and read. Keys are in a header, so no cookies are needed.
 _CORS: dict[str, Any] = {
     "allow_methods": ("GET", "POST"),
     "allow_headers": ("*",),
@@ -64,9 +62,7 @@ _CORS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Telemetry:
-    """What the server tells beside its own metrics: these under `vllm_names` too, and `traces` of
-    its requests.
-    """
+    """More metrics and traces: metrics under `vllm_names` too, and `traces` of requests."""
 
     vllm_names: bool = False
     traces: Traces | None = None
@@ -81,11 +77,11 @@ def build_app(
     telemetry: Telemetry | None = None,
     let_unknown_by: bool = False,
 ) -> FastAPI:
-    """The application that serves `engine` as `served_model_name`; its `state.service` is the
+    """The application that serves `engine` as `served_model_name`; `state.service` is its
     `Service`.
 
-    With API keys in `protection`, all but /health and /ready ask for one. With `let_unknown_by`,
-    fields that are not served are ignored and counted; else they are refused.
+    With API keys in `protection`, every path but /health and /ready requires one. With
+    `let_unknown_by`, unsupported fields are ignored and counted; otherwise they are refused.
     """
     protection, telemetry = protection or Protection(), telemetry or Telemetry()
     check_served_name(served_model_name)
@@ -95,6 +91,27 @@ def build_app(
         service.metrics.registry.register(VllmNames(service.metrics, served_model_name))
     if telemetry.traces is not None:
         sinks.append(telemetry.traces)
+    app = FastAPI(
+        title="Tangram",
+        lifespan=_make_lifespan(service, engine, telemetry.traces),
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,  # the address of a redirect would come from the Host header
+    )
+    app.router.route_class = BodyRoute
+    app.state.service = service
+    install_handlers(app)
+    _add_layers(app, service, protection, sinks)
+    _add_completion_routes(app, service)
+    _add_other_routes(app, service)
+    _add_docs(app, served_model_name, locked=bool(protection.api_keys))
+    return app
+
+
+def _make_lifespan(
+    service: Service, engine: ServedEngine, traces: Traces | None
+) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    """Starts and stops the engine with the application."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -109,16 +126,16 @@ def build_app(
             for task in watching:
                 task.cancel()
             await asyncio.to_thread(service.stop)
-            if telemetry.traces is not None:
-                await asyncio.to_thread(telemetry.traces.close)
+            if traces is not None:
+                await asyncio.to_thread(traces.close)
 
-    # A redirect for a trailing slash would be made of the Host header.
-    app = FastAPI(
-        title="Tangram", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False
-    )
-    app.router.route_class = BodyRoute
-    app.state.service = service
-    install_handlers(app)
+    return lifespan
+
+
+def _add_layers(
+    app: FastAPI, service: Service, protection: Protection, sinks: Sequence[RecordSink]
+) -> None:
+    """The middleware. What is added later is farther out."""
     app.add_middleware(PlainForm)
     if service.ignored is not None:
         app.add_middleware(LetUnknownFieldsBy, ignored=service.ignored)
@@ -129,17 +146,15 @@ def build_app(
     if protection.allowed_origins:
         app.add_middleware(CORSMiddleware, allow_origins=protection.allowed_origins, **_CORS)
     app.add_middleware(RecordRequests, sinks=sinks)
-    _add_completion_routes(app, service)
-    _add_other_routes(app, service)
-    locked = bool(protection.api_keys)
-    described = partial(document, app, version=__version__, model=served_model_name, locked=locked)
+
+
+def _add_docs(app: FastAPI, model: str, *, locked: bool) -> None:
+    described = partial(document, app, version=__version__, model=model, locked=locked)
     app.openapi = cache(described)  # type: ignore[method-assign]
 
     @app.get("/docs", include_in_schema=False)
     def docs() -> HTMLResponse:
         return HTMLResponse(page(app.openapi()), headers=PAGE_HEADERS)
-
-    return app
 
 
 def _add_completion_routes(app: FastAPI, service: Service) -> None:
@@ -156,7 +171,7 @@ def _add_completion_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/responses", response_model=None)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         service.check_model(body.model)
-        return await respond(service, body, request)
+        return await service.answer(body, request)
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest, request: Request) -> Json:
@@ -173,7 +188,9 @@ def _add_completion_routes(app: FastAPI, service: Service) -> None:
     async def detokenize(body: DetokenizeRequest, request: Request) -> Json:
         service.check_model(service.model if body.model is None else body.model)
         return {
-            "prompt": await service.preparation.of(request, service.verbatim, body.tokens, "tokens")
+            "prompt": await service.preparation.of(
+                request, service.prompts.detokenize, body.tokens, "tokens"
+            )
         }
 
 
@@ -220,9 +237,7 @@ def _model_card(service: Service) -> Json:
 
 
 def transport_options(protocol: type[HttpProtocol] = HttpProtocol) -> Json:
-    """The options of `uvicorn.Config` that bound what a client can send before the application sees
-    it.
-    """
+    """The options of `uvicorn.Config` that bound what a client can send."""
     return {
         "http": protocol,
         "ws": "none",
@@ -262,16 +277,16 @@ def serve_on(
     shutdown_grace_s: float,
     on_ready: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve until SIGTERM, SIGINT or SIGHUP; running answers get `shutdown_grace_s`, then they end
-    with an error.
+    """Serve until SIGTERM, SIGINT or SIGHUP.
 
-    Call it from the main thread, with an engine that is built but not started, and the application
-    of that engine. Calls `on_ready` when requests are answered. Returns once the engine has
-    stopped. Raises `EngineError` if it stopped by itself. A second signal ends the process at once.
+    Running answers get `shutdown_grace_s`, then they end with an error. Call it from the main
+    thread, with an engine that is built but not started, and the application of that engine. Calls
+    `on_ready` when requests are answered. Returns once the engine has stopped. Raises `EngineError`
+    if it stopped by itself. A second signal ends the process at once.
     """
     granted = ConnectionLimits.raise_limits(MAX_CONNECTIONS)
     cut_after_s = int(shutdown_grace_s) + _CUT_AFTER_GRACE_S
-    # log_config None: what is logged, and where, stays the caller's choice.
+    # log_config None: the caller has configured the log.
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -280,8 +295,7 @@ def serve_on(
         timeout_graceful_shutdown=cut_after_s,
         **transport_options(http_protocol(granted.connections)),
     )
-    # uvicorn raises the signal again once it has shut down, which would make a clean end look like
-    # a crash.
+    # uvicorn raises the signal again after its shutdown, which would look like a crash.
     previous = {
         number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGINT)
     }

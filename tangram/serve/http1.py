@@ -1,4 +1,4 @@
-"""h11, with what RFC 9112 asks of a server beyond it."""
+"""h11, with what RFC 9112 requires of a server beyond it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _LENGTHS = {b"transfer-encoding", b"content-length"}
 
 
 class UncertainEndError(h11.RemoteProtocolError):
-    """A request with two ends."""
+    """A request with two different ends."""
 
 
 class Http1(h11.Connection):
@@ -28,7 +28,7 @@ class Http1(h11.Connection):
         if isinstance(event, h11.ConnectionClosed):
             return h11.NEED_DATA  # uvicorn would ask on and on
         if isinstance(event, h11.Request) and {name for name, _ in event.headers} >= _LENGTHS:
-            # Whoever stands between may have read another end than we (RFC 9112, 6.1).
+            # A proxy may have read another end than this server (RFC 9112, 6.1).
             message = "Transfer-Encoding and Content-Length are both there: send one of them"
             raise UncertainEndError(message)
         return event
@@ -44,24 +44,22 @@ class Http1(h11.Connection):
 
     @property
     def can_ask(self) -> bool:
-        """Whether a client that waits for an answer, or its rest, can be sent what it
-        passes over.
-        """
+        """Whether a waiting client can be sent something that it ignores."""
         begun = self.our_state is h11.SEND_BODY
         waits = self.our_state is h11.SEND_RESPONSE or (begun and self._tells_events)
         return waits and self.their_http_version != b"1.0"
 
     def ask(self) -> bytes:
-        """What it passes over: an interim response (RFC 9110, 15.2) or, among events, a comment."""
+        """Something that it ignores: an interim response (RFC 9110, 15.2), or in a stream a
+        comment.
+        """
         if self.our_state is h11.SEND_BODY:
             return self.send(h11.Data(data=b":\n\n")) or b""
         asked = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
         return self.send(asked) or b""
 
     def _skip_empty_lines(self) -> None:
-        """Before a request (RFC 9112, 2.2): some clients end the body before with a line of its
-        own.
-        """
+        """Skip empty lines before a request (RFC 9112, 2.2): some clients end a body with one."""
         waiting, _ = self.trailing_data
         if empty := len(waiting) - len(waiting.lstrip(b"\r\n")):
             self._receive_buffer.maybe_extract_at_most(empty)

@@ -1,4 +1,4 @@
-"""The items of POST /v1/responses: messages, thoughts, calls of functions and what came of them."""
+"""The input items of POST /v1/responses: messages, thoughts, function calls and their results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _THOUGHT_TYPES = ("reasoning_text", "summary_text")
 
 
 def _texts(*types: str) -> BeforeValidator:
-    """Parts of these types, and those of this endpoint's own answers, as one string."""
+    """Joins parts of these types into one string; the endpoint's own answers have such parts."""
 
     def join_parts(content: Any) -> Any:
         if not isinstance(content, list):
@@ -24,7 +24,7 @@ def _texts(*types: str) -> BeforeValidator:
         parts = []
         for part in content:
             if isinstance(part, dict) and part.get("type") in types:
-                # Annotations are never there to be lost.
+                # Answers have empty annotations and logprobs, which can be dropped.
                 kept = {name: value for name, value in part.items() if value not in (None, [])}
                 part = kept | {"type": "text"}
             parts.append(part)
@@ -34,7 +34,7 @@ def _texts(*types: str) -> BeforeValidator:
 
 
 class InputMessage(Body):
-    """One message; `id` and `status` are those of an answer that is sent back."""
+    """One message; `id` and `status` are set in an answer that is sent back."""
 
     refused = {"phase": ()}  # noqa: RUF012 (a ClassVar of the base)
     type: Literal["message"] = "message"
@@ -45,7 +45,7 @@ class InputMessage(Body):
 
 
 class ReasoningItem(Body):
-    """What the model thought, as an answer had it."""
+    """A thought that an earlier answer had."""
 
     refused = {"encrypted_content": ()}  # noqa: RUF012
     type: Literal["reasoning"]
@@ -56,7 +56,7 @@ class ReasoningItem(Body):
 
 
 class FunctionCallItem(Body):
-    """A call of a function, as an answer had it."""
+    """A function call that an earlier answer had."""
 
     refused = {"async": (False,), "async_": (), "caller": (), "namespace": ()}  # noqa: RUF012
     type: Literal["function_call"]
@@ -67,13 +67,13 @@ class FunctionCallItem(Body):
     status: Status | None = None
 
     def call(self) -> dict[str, Any]:
-        """The call as a chat message has it."""
+        """The call as it is in a chat message."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.call_id, "type": "function", "function": function}
 
 
 class FunctionOutputItem(Body):
-    """What came of a call."""
+    """The result of a call."""
 
     refused = {"caller": (), "name": (), "namespace": ()}  # noqa: RUF012
     type: Literal["function_call_output"]
@@ -92,11 +92,12 @@ ITEMS = {
 
 
 def _kind(item: Any) -> str:
-    """What has a role is a message, whatever it says it is."""
-    kind = "message"
-    if isinstance(item, dict) and "role" not in item and item.get("type") in ITEMS:
-        kind = item["type"]
-    return f"{ALTERNATIVE}{getattr(item, 'type', kind)}"
+    """The tag of an item. An item with a role is a message, whatever its type says."""
+    kind = getattr(item, "type", "message")
+    if isinstance(item, dict) and "role" not in item:
+        given = item.get("type")
+        kind = given if isinstance(given, str) and given in ITEMS else kind
+    return f"{ALTERNATIVE}{kind}"
 
 
 Item = Annotated[
@@ -109,9 +110,7 @@ Item = Annotated[
 
 
 def conversation(items: Iterable[Item]) -> Iterator[dict[str, Any]]:
-    """The items as messages of a chat: a thought, a text and calls that follow each
-    other are one.
-    """
+    """The items as chat messages. A thought, a text and calls in sequence become one message."""
     turn: dict[str, Any] = {}
     for item in items:
         part = _of_assistant(item)
@@ -129,7 +128,7 @@ def conversation(items: Iterable[Item]) -> Iterator[dict[str, Any]]:
 
 
 def _of_assistant(item: Item) -> dict[str, Any] | None:
-    """What an item adds to a turn of the assistant; None for items of others."""
+    """What an item adds to a message of the assistant; None for items of others."""
     if isinstance(item, ReasoningItem):
         return {"reasoning_content": item.content or item.summary}
     if isinstance(item, FunctionCallItem):
@@ -140,9 +139,7 @@ def _of_assistant(item: Item) -> dict[str, Any] | None:
 
 
 def _goes_on(turn: dict[str, Any], part: dict[str, Any]) -> bool:
-    """Whether `part` begins a turn of its own: in one, thoughts come first, then text,
-    then calls.
-    """
+    """Whether `part` begins a new message: in one, thoughts come first, then text, then calls."""
     order = ("reasoning_content", "content", "tool_calls")
     last = max(order.index(name) for name in turn)
     first = order.index(next(iter(part)))

@@ -1,9 +1,8 @@
-"""JSON schemas that clients send, bounded before anything is made of them; what would be ignored is
-refused by name.
+"""JSON schemas from clients: bounded before use, and refused for keywords without effect.
 
-What makes the grammar compiler slow is bounded here: `multipleOf` takes time with its square,
-properties and `enum` in proportion. Its own limits refuse expressions and unions that multiply out;
-a trial in a process of its own refuses what they do not (`engine/grammar_trial.py`).
+The bounds are on what makes the grammar compiler slow: `multipleOf` takes time with its square,
+properties and `enum` in proportion. The compiler's own limits refuse large expressions and unions.
+A trial in a process of its own refuses the rest (`engine/grammar_trial.py`).
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ _PLAIN = {
     "readOnly",
     "writeOnly",
 }
-# A model that may put any number of spaces somewhere sometimes never ends.
+# With unbounded spaces, some models never end.
 _STYLE = {"x-guidance": {"whitespace_pattern": r"[ \t\n\r]{1,20}"}}
 
 
@@ -72,7 +71,7 @@ def json_rule(schema: dict[str, Any]) -> str:
 
 @dataclass
 class SchemaBounds:
-    """What the schemas of one request add up to. `check` each of them."""
+    """Sums over the schemas of one request. `check` each of them."""
 
     schema_bytes: int = 0
     properties: int = 0
@@ -81,24 +80,26 @@ class SchemaBounds:
     multiples: int = 0
 
     def check(self, schema: dict[str, Any], field: str) -> None:
-        """Raise `RequestError` naming the place (`field` and on) that is out of bounds or that
-        nobody would look at.
+        """Raise `RequestError` for a place at or under `field` that is out of bounds or without
+        effect.
         """
         size, levels = _least_size(schema)
         if levels > MAX_SCHEMA_LEVELS + 1 or (
             size <= MAX_SCHEMA_BYTES and deeper_than(schema, MAX_SCHEMA_LEVELS)
         ):
-            message = (
-                f"{field} is nested in more than {MAX_SCHEMA_LEVELS} levels of JSON: make it "
-                "flatter, or use $ref"
+            raise RequestError(
+                lambda name: (
+                    f"{name} is nested in more than {MAX_SCHEMA_LEVELS} levels of JSON: make it "
+                    "flatter, or use $ref"
+                ),
+                field,
             )
-            raise RequestError(message, field)
         _at_most(size, MAX_SCHEMA_BYTES, "bytes of schema, or more", field)
         try:
             size = len(json.dumps(schema, ensure_ascii=False).encode())
         except UnicodeEncodeError as error:
             raise RequestError(
-                f"{field} holds half a surrogate pair, which is not Unicode text", field
+                lambda name: f"{name} holds half a surrogate pair, which is not Unicode text", field
             ) from error
         self.schema_bytes += size
         _at_most(self.schema_bytes, MAX_SCHEMA_BYTES, "bytes of schema", field)
@@ -107,21 +108,22 @@ class SchemaBounds:
             found, place = places.pop()
             places += self._parts(found, place)
         if not can_end(schema):
-            message = (
-                f"{field} can never be finished: each value it allows needs another one inside, "
-                "without end"
-            )
             raise RequestError(
-                f"{message}; let a required property be null, or leave it out of 'required'", field
+                lambda name: (
+                    f"{name} can never be finished: each value it allows needs another one "
+                    "inside, without end; let a required property be null, or leave it out of "
+                    "'required'"
+                ),
+                field,
             )
 
     def _parts(self, schema: Any, place: str) -> Iterator[tuple[Any, str]]:
-        """The schemas directly inside `schema`, which is checked itself."""
+        """The schemas directly inside `schema`, whose keywords are checked."""
         if isinstance(schema, bool):
             return
         if not isinstance(schema, dict):
             raise RequestError(
-                f"{place} is no JSON schema: it must be an object or a boolean", place
+                lambda name: f"{name} is no JSON schema: it must be an object or a boolean", place
             )
         for keyword, value in schema.items():
             inside = f"{place}.{keyword}"
@@ -137,9 +139,7 @@ class SchemaBounds:
                     (item, f"{inside}.{name}") for name, item in _of(dict, value, inside).items()
                 )
             elif keyword not in _PLAIN:
-                raise RequestError(
-                    f"{inside}: the keyword {keyword!r} is not supported: leave it out", inside
-                )
+                raise _explain_keyword(keyword, inside)
 
     def _count(self, keyword: str, value: Any, place: str) -> None:
         if keyword in ("properties", "patternProperties", "prefixItems", "anyOf", "oneOf", "allOf"):
@@ -170,9 +170,16 @@ class SchemaBounds:
         )
 
 
+def _explain_keyword(keyword: str, place: str) -> RequestError:
+    return RequestError(
+        lambda name: f"{name}: the keyword {keyword!r} is not supported: leave it out", place
+    )
+
+
 def _least_size(schema: Any) -> tuple[int, int]:
-    """Not more bytes and levels than its JSON has, exact enough for bounds; beyond them little is
-    looked at.
+    """A lower bound on the bytes and levels of its JSON.
+
+    It is exact enough for the bounds, and stops once they are exceeded.
     """
     size, deepest, places = 0, 0, [(schema, 1)]
     while places and size <= MAX_SCHEMA_BYTES and deepest <= MAX_SCHEMA_LEVELS + 1:
@@ -188,21 +195,25 @@ def _least_size(schema: Any) -> tuple[int, int]:
 def _digits(value: Any, place: str) -> int:
     """The significant digits of a number, as a number: 25 of 0.25, 864 of 86400."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise RequestError(f"{place} is {shortened(value)}, it must be a positive number", place)
+        raise RequestError(
+            lambda name: f"{name} is {shortened(value)}, it must be a positive number", place
+        )
     digits = "".join(map(str, Decimal(repr(value)).as_tuple().digits)).strip("0")
     return int(digits) if len(digits) < 9 else 10**9
 
 
 def _of(kind: type, value: Any, place: str) -> Any:
     if not isinstance(value, kind):
-        raise RequestError(f"{place} must be of type {kind.__name__}", place)
+        raise RequestError(lambda name: f"{name} must be of type {kind.__name__}", place)
     return value
 
 
 def _at_most(number: int, limit: int, what: str, place: str) -> None:
     if number > limit:
-        message = (
-            f"{place}: with it the schemas of this request have {number} {what}, at most {limit} "
-            "are allowed"
+        raise RequestError(
+            lambda name: (
+                f"{name}: with it the schemas of this request have {number} {what}, at most "
+                f"{limit} are allowed: make them smaller"
+            ),
+            place,
         )
-        raise RequestError(f"{message}: make them smaller", place)

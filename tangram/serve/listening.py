@@ -1,6 +1,4 @@
-"""Where a server listens: taken before anything that takes time, and handed to uvicorn when there
-is an engine.
-"""
+"""Sockets on which a server listens: opened before the model is loaded, then given to uvicorn."""
 
 from __future__ import annotations
 
@@ -16,8 +14,9 @@ _ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 @dataclass(frozen=True)
 class Listener:
-    """Open sockets, one for each address of a host. Whoever connects waits until a server takes
-    them over.
+    """Open sockets, one for each address of a host.
+
+    A client that connects waits until a server accepts it.
     """
 
     sockets: tuple[socket.socket, ...]
@@ -52,7 +51,7 @@ class Listener:
         return cls(tuple(opened))
 
     def close(self) -> None:
-        """Listen no more."""
+        """Close the sockets."""
         for opened in self.sockets:
             opened.close()
 
@@ -70,7 +69,7 @@ class Listener:
 
 
 def _explain_refusal(host: str, port: int, error: Exception) -> ConfigError:
-    """What to do about an address that cannot be had."""
+    """The error for an address that cannot be used."""
     number = error.errno if isinstance(error, OSError) else None
     if number == errno.EADDRINUSE:
         return ConfigError(

@@ -1,5 +1,6 @@
-"""The log as JSON, one object a line, and a line for each request. No line has a prompt, an answer
-or a key.
+"""The log as JSON lines, and a line for each request.
+
+No line has a prompt, an answer or a key.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ _log = logging.getLogger("tangram.requests")
 
 
 class JsonFormatter(logging.Formatter):
-    """`time` (UTC), `level`, `logger`, `message`, and what the record brings: `request_id`,
-    `fields`, an exception.
+    """Lines with `time` (UTC), `level`, `logger`, `message`, and what the record adds.
+
+    A record may add `request_id`, `fields` and an exception.
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line; line breaks inside are escaped."""
+        """One line of JSON, with line breaks escaped."""
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line: dict[str, Any] = {
             "time": f"{moment}.{int(record.msecs):03d}Z",
@@ -41,14 +43,15 @@ class JsonFormatter(logging.Formatter):
 
 
 class LogLines(logging.StreamHandler[TextIO]):
-    """Says once, on standard error, that the log cannot be written; `logging` would with each line,
-    at length.
+    """Says once, on standard error, that the log cannot be written.
+
+    `logging` would print a traceback for each line.
     """
 
     _has_failed = False
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Called where a line was lost."""
+        """Called when a line was lost."""
         if not self._has_failed:
             self._has_failed = True
             with suppress(OSError):
@@ -58,9 +61,7 @@ class LogLines(logging.StreamHandler[TextIO]):
 
 
 def log_as_json() -> None:
-    """Everything that is logged from INFO on, and Python's warnings, as lines of JSON on standard
-    output.
-    """
+    """Write logs from INFO on, and Python's warnings, as JSON lines to standard output."""
     handler = LogLines(sys.stdout)
     handler.setFormatter(JsonFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
@@ -68,7 +69,7 @@ def log_as_json() -> None:
 
 
 def log_request(record: Record) -> None:
-    """A line for a request whose answer is out; those of probes are for DEBUG."""
+    """Log a request whose answer is sent; requests of probes are logged at DEBUG."""
     path = record.path[:_MOST_PATH_CHARACTERS]
     level = logging.DEBUG if path in PROBES else logging.INFO
     message = "%s %s: %s"
@@ -84,9 +85,7 @@ def log_request(record: Record) -> None:
 
 
 def _fields(record: Record, path: str) -> dict[str, Any]:
-    """What the answer was and what it took; seconds from the request's start but for `duration_s`,
-    the whole.
-    """
+    """The answer and its timing: seconds from the start of the request."""
     line: dict[str, Any] = {
         "method": record.method,
         "path": path,
@@ -96,17 +95,18 @@ def _fields(record: Record, path: str) -> dict[str, Any]:
     generation = record.generation
     if generation is None:
         return line
+    usage = generation.usage
     return line | {
         "response_id": generation.response_id,
         "stream": generation.stream,
         "kv_retention": generation.kv_retention,
-        "prompt_tokens": generation.prompt_tokens,
-        "cached_tokens": generation.cached_tokens,
-        "completion_tokens": generation.completion_tokens,
+        "prompt_tokens": usage.prompt_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "completion_tokens": usage.completion_tokens,
         "finish_reasons": generation.finish_reasons,
         "queue_s": _round(record.since_start(generation.admitted_s)),
         "first_token_s": _round(record.since_start(generation.first_token_s)),
-        "kv_bytes": generation.kv_bytes,
+        "kv_bytes": usage.kv_bytes,
         "failure": generation.failure,
     }
 

@@ -1,4 +1,4 @@
-"""The messages of a conversation, with the calls of tools and what came of them."""
+"""The messages of a conversation, with tool calls and their results."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from tangram.serve.unsupported import MESSAGE, wrong_field
 MAX_MESSAGES = 4096
 _MAX_CALLS = 128
 _MAX_ARGUMENT_LEVELS = 64
-# Of all calls of a conversation together, which the template gets at once.
+# In all calls of a conversation together: the template gets them at once.
 MAX_ARGUMENT_ITEMS = 2**17
 _PART = frozenset({"type", "text"})
 
 
 def text_of_parts(content: Any) -> Any:
-    """A message's content as one string: text parts are joined by newlines, other parts are
-    refused.
+    """A message's content as one string: text parts are joined by newlines.
+
+    Raises `ValueError` for other parts.
     """
     if not isinstance(content, list):
         return content
@@ -58,9 +59,7 @@ def _an_object(arguments: str) -> str:
 
 
 def few_arguments(calls: Iterable[Any]) -> None:
-    """Raise `ValueError` where the arguments of calls, as clients send them, are too
-    much together.
-    """
+    """Raise `ValueError` if the arguments of all calls together have too many items."""
     texts = (call.get("arguments") for call in calls if isinstance(call, dict))
     if has_more_items("".join(text for text in texts if isinstance(text, str)), MAX_ARGUMENT_ITEMS):
         message = (
@@ -75,21 +74,21 @@ CallId = Annotated[Text, Field(max_length=256)]
 
 
 class CalledFunction(Body):
-    """A function and the JSON object of its arguments, as text."""
+    """The name of a function, and its arguments as the text of a JSON object."""
 
     name: CalledName
     arguments: Arguments
 
 
 class CallMessage(Body):
-    """One call of a tool, as an answer had it."""
+    """A tool call that an earlier answer had."""
 
     id: CallId
     type: Literal["function"] = "function"
     function: CalledFunction
 
     def for_template(self) -> dict[str, Any]:
-        """The call as chat templates read it, which is with arguments that are no text."""
+        """The call as chat templates read it: arguments are an object, not text."""
         arguments = json.loads(self.function.arguments or "{}")
         return {
             "id": self.id,
@@ -99,8 +98,9 @@ class CallMessage(Body):
 
 
 class ChatMessage(Body):
-    """One message of a conversation. `name` goes to the chat template, which may or may not show it
-    to the model.
+    """One message of a conversation.
+
+    `name` goes to the chat template, which may leave it out.
     """
 
     refused = MESSAGE
@@ -137,11 +137,11 @@ class ChatMessage(Body):
 
     @property
     def about_tools(self) -> bool:
-        """Whether only a model with tools could read it."""
+        """Whether only a model with tools can read it."""
         return self.role == "tool" or bool(self.tool_calls)
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates read it: `developer` is the newer name of `system`."""
+        """The message as chat templates read it. The role `developer` becomes `system`."""
         message: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
             "content": self.content,

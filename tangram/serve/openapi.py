@@ -1,8 +1,8 @@
-"""The OpenAPI document of the server, as strangers and their tools may rely on it.
+"""The OpenAPI document of the server.
 
-FastAPI describes the types of the fields. This adds what is decided elsewhere: the ranges of
-`tangram/limits.py`, the forms that validators accept before types are looked at, the fields that
-may only ask for nothing, the errors, the key.
+FastAPI describes the types of the fields. This adds what other modules decide: the ranges of
+`tangram/limits.py`, the forms that validators accept, the fields that must ask for nothing, the
+errors, the key.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from tangram.limits import (
     TEMPLATE_NAMES,
     Bounds,
 )
-from tangram.serve.body import MAX_KEY_CHARACTERS, MAX_PAIRS, MAX_VALUE_CHARACTERS, Body
+from tangram.serve.body import MAX_KEY_CHARACTERS, MAX_PAIRS, MAX_VALUE_CHARACTERS, Body, Json
 from tangram.serve.guard import OPEN_PATHS
 from tangram.serve.items import ITEMS
 from tangram.serve.messages import MAX_MESSAGES
-from tangram.serve.replies import Json
 from tangram.serve.schema import MAX_PROMPTS
 from tangram.serve.template import MOST_OPTIONS
 
@@ -97,7 +96,7 @@ def _list(items: Json, least: int, most: int) -> Json:
 
 
 def _parts(*types: str) -> Json:
-    """A text, or parts of it."""
+    """A text, or a list of parts."""
     part = {
         "type": "object",
         "required": ["type", "text"],
@@ -112,7 +111,7 @@ def _reference(name: str) -> Json:
 
 
 def _tool_choice(named: Json) -> Json:
-    """A word, or the function that `named` says."""
+    """A word, or the function that `named` gives."""
     function = {
         "type": "object",
         "required": ["type", *named],
@@ -129,7 +128,7 @@ def _numbers(bounds: Bounds) -> Json:
     }
 
 
-# The vocabulary's end is the model's; no vocabulary is larger than this.
+# The vocabulary depends on the model; none is larger than this.
 _TOKEN: Json = {"type": "integer", "minimum": 0, "maximum": BOUNDS["top_k"].high}
 _TOKENS = _list(_TOKEN, 1, 1_000_000)
 _STOP: Json = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS}
@@ -191,7 +190,7 @@ _RANGES = {
 
 
 def document(app: FastAPI, *, version: str, model: str, locked: bool) -> Json:
-    """The OpenAPI document of `app`, which serves `model`; `locked` where it asks for API keys."""
+    """The OpenAPI document of `app`, which serves `model`; `locked` if it requires API keys."""
     found = get_openapi(title=app.title, version=version, routes=app.routes)
     schemas = found["components"]["schemas"]
     for name in ("HTTPValidationError", "ValidationError"):
@@ -220,9 +219,7 @@ def _bodies(base: type[Body]) -> Iterator[type[Body]]:
 
 
 def _describe_body(body: type[Body], schema: Json, model: str) -> None:
-    """Into the schema of `body`: ranges, forms, null as the default, and the fields that may ask
-    for nothing only.
-    """
+    """Add to the schema of `body`: ranges, forms, null defaults, and the unsupported fields."""
     properties, required = schema["properties"], schema.get("required", [])
     for name, found in properties.items():
         properties[name] = _field(body.__name__, name, found, model)
@@ -267,7 +264,7 @@ def _or_null(schema: Json) -> Json:
 
 
 def _responses(path: str, operation: Json, locked: bool) -> Json:
-    """What `operation` may answer."""
+    """The responses of `operation`."""
     errors = ["431"]
     if "requestBody" in operation:
         errors += _ASKING_ERRORS

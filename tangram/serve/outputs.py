@@ -1,27 +1,28 @@
-"""An answer as the output items of POST /v1/responses, and the events in which they come."""
+"""The output items of POST /v1/responses, and the stream events that describe them."""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Iterator
 
+from tangram.serve.body import Json
 from tangram.serve.calls import Call
-from tangram.serve.replies import Json
 from tangram.serve.thoughts import Part, Thought
 
-Told = tuple[str, Json]
+# The type of a stream event, and its fields.
+OutputEvent = tuple[str, Json]
 _TEXT, _THOUGHT = "output_text", "reasoning_text"
 
 
 class Output:
-    """The items so far: thoughts, texts and calls, each made when its first part comes."""
+    """The items so far: thoughts, texts and calls. The first part of an item creates it."""
 
     def __init__(self) -> None:
         self.items: list[Json] = []
         self._open = ""  # the type of the part that the last item is being given
 
-    def add(self, parts: Iterable[Part]) -> Iterator[Told]:
-        """The events that `parts` make."""
+    def add(self, parts: Iterable[Part]) -> Iterator[OutputEvent]:
+        """Append `parts`; returns the events for them."""
         for part in parts:
             if isinstance(part, Call):
                 yield from self._close("completed")
@@ -31,13 +32,13 @@ class Output:
             else:
                 yield from self._grow(_TEXT, part)
 
-    def finish(self, status: str) -> Iterator[Told]:
-        """The events of the end; an answer of nothing has an empty message."""
+    def finish(self, status: str) -> Iterator[OutputEvent]:
+        """Close the last item; returns the events. An empty answer has an empty message."""
         if not self.items:
             yield from self._begin(_TEXT)
         yield from self._close(status)
 
-    def _grow(self, kind: str, text: str) -> Iterator[Told]:
+    def _grow(self, kind: str, text: str) -> Iterator[OutputEvent]:
         if not text:
             return
         if self._open != kind:
@@ -47,7 +48,7 @@ class Output:
         logprobs: Json = {"logprobs": []} if kind == _TEXT else {}
         yield f"response.{kind}.delta", {**self._place, "delta": text, **logprobs}
 
-    def _begin(self, kind: str) -> Iterator[Told]:
+    def _begin(self, kind: str) -> Iterator[OutputEvent]:
         self._open = kind
         self.items.append(_message() if kind == _TEXT else _reasoning())
         yield "response.output_item.added", self._item()
@@ -55,7 +56,7 @@ class Output:
         self.items[-1]["content"].append({"type": kind, "text": "", **notes})
         yield "response.content_part.added", {**self._place, "part": dict(self._part)}
 
-    def _close(self, status: str) -> Iterator[Told]:
+    def _close(self, status: str) -> Iterator[OutputEvent]:
         kind, self._open = self._open, ""
         if not kind:
             return
@@ -65,7 +66,7 @@ class Output:
         self.items[-1]["status"] = status
         yield "response.output_item.done", self._item()
 
-    def _call(self, call: Call) -> Iterator[Told]:
+    def _call(self, call: Call) -> Iterator[OutputEvent]:
         item: Json = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "call_id": call.id}
         item |= {"name": call.name, "arguments": "", "status": "in_progress"}
         self.items.append(item)
@@ -88,7 +89,7 @@ class Output:
         return {"item_id": item, "output_index": len(self.items) - 1, "content_index": 0}
 
     def _item(self) -> Json:
-        """The last item, as it is now."""
+        """The event fields of the last item, as it is now."""
         item = dict(self.items[-1])
         if "content" in item:
             item["content"] = [dict(part) for part in item["content"]]

@@ -1,6 +1,4 @@
-"""The JSON of a request as Python's objects: bounded before it is parsed, and no field may come
-twice.
-"""
+"""The JSON of a request as Python objects: bounded before parsing, without duplicate fields."""
 
 from __future__ import annotations
 
@@ -13,18 +11,16 @@ from typing import Any
 
 from tangram.serve.api_errors import ApiError
 
-# Objects, lists and texts, names of fields among them: each takes 50 bytes or more once it is
-# parsed.
+# Objects, lists and texts, names of fields included: each takes 50 bytes or more once parsed.
 MAX_ITEMS = 2**19
 _MARK = re.compile(r'\\.|["\[{]', re.DOTALL)
 
 
 def parse(content: bytes, what: str = "the body") -> Any:
-    """The JSON value of these bytes, in UTF-8, UTF-16 or UTF-32, as their beginning tells. `what`
-    is their name in errors.
+    """The JSON value of these bytes, in UTF-8, UTF-16 or UTF-32. `what` names them in errors.
 
-    Other threads go on meanwhile: every object and number is a step of the interpreter. Raises
-    `ApiError` with what is wrong; nothing is built of what has more than `MAX_ITEMS`.
+    Other threads can run meanwhile: every object and number is a step of the interpreter. Raises
+    `ApiError` with the fault. Nothing is built if there are more than `MAX_ITEMS`.
     """
     try:
         text = content.decode(json.detect_encoding(content)).removeprefix("\ufeff")

@@ -1,5 +1,6 @@
-"""What a request needs before the engine has it, tokens and a grammar: made on threads of their
-own, within bounds.
+"""Work for a request before it enters the queue: parsing, tokenizing, compiling grammars.
+
+Each kind has one thread, and the number of requests in it is bounded.
 """
 
 from __future__ import annotations
@@ -25,34 +26,33 @@ from tangram.types import Grammar
 P = ParamSpec("P")
 T = TypeVar("T")
 _MOST_COMPILING_S = 10
-# Each may take seconds, one after the other: whoever comes with a good one waits for so many at
-# most.
+# Each may take seconds, and they run one after the other, so their number bounds the wait.
 _MOST_NEW_GRAMMARS = 32
-# Who is prepared is so quickly: the queue behind it says how long it takes itself.
+# Preparation takes little time. The engine's queue says how long it takes itself.
 _RETRY_AFTER_S = 1
 
 
 @dataclass
 class _Trial:
-    """A new grammar on its way, and how many requests wait for it."""
+    """A grammar that is being compiled, and how many requests wait for it."""
 
     task: asyncio.Task[Grammar]
     awaited: int = 0
 
 
 class Preparation:
-    """Requests on their way to the queue: they count as waiting, and their clock runs.
+    """Prepares requests. Meanwhile they count as waiting, and their time limit runs.
 
-    Those that wait for a new grammar are counted apart: however slow grammars are, others find
-    room.
+    Requests that wait for a new grammar are counted apart, so slow grammars keep no other request
+    out.
     """
 
     def __init__(self, engine: ServedEngine, limits: Limits) -> None:
         self._engine, self._limits, self._here = engine, limits, 0
-        # Tokenizing a long prompt takes long enough to stall every stream; one thread, because
-        # tokenizers keep state.
+        # On the event loop a long prompt would delay every stream. One thread: tokenizers have
+        # state.
         self._tokenizer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
-        # One, because memory is bounded by how many large bodies are parsed at a time.
+        # One thread, so only one large body at a time takes memory.
         self._parser = ThreadPoolExecutor(max_workers=1, thread_name_prefix="parser")
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
         self._compiling = asyncio.Lock()
@@ -65,11 +65,10 @@ class Preparation:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
-        """The result of `work`, which is given up when the client hangs up or `request_timeout_s`
-        are over.
+        """The result of `work`; it is cancelled at a disconnect or after `request_timeout_s`.
 
-        Raises `OverloadError` at once if with those that are here already as many wait as may, and
-        `ApiError` 499 or 504 for what was given up.
+        Raises `OverloadError` at once if too many requests wait, those in preparation included.
+        Raises `ApiError` 499 or 504 for cancelled work.
         """
         most, limit_s = self._limits.max_queue, self._limits.request_timeout_s
         here = self._here - self._awaiting
@@ -89,21 +88,25 @@ class Preparation:
             self._here -= 1
 
     async def tokenize(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The result of `work` with the tokenizer; not begun if it is given up before its turn."""
+        """The result of `work` on the tokenizer's thread; cancelled work that has not begun never
+        does.
+        """
         return await asyncio.wrap_future(self._tokenizer.submit(work, *args, **kwargs))
 
     async def parse(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The result of `work` on a large body; not begun if it is given up before its turn."""
-        here = contextvars.copy_context()  # it has the fields that are let by
+        """The result of `work` on the parser's thread; cancelled work that has not begun never
+        does.
+        """
+        here = contextvars.copy_context()  # it has the ignored fields
         asked = partial(here.run, work, *args, **kwargs)
         return await asyncio.wrap_future(self._parser.submit(asked))
 
     async def grammar(self, source: str, field: str) -> Grammar:
-        """The compiled grammar, at once if it is known; who asks for the same waits for the same.
+        """The compiled grammar, at once if it is known. Requests for the same grammar share the
+        work.
 
-        Raises as `Grammars.compile` does, `RequestError` if it takes too long, and `OverloadError`
-        at once if too many new ones, or as many requests for them as may be in the queue, wait
-        already.
+        Raises as `Grammars.compile` does, and `RequestError` if it takes too long. Raises
+        `OverloadError` at once if too many new grammars are waiting, or too many requests for them.
         """
         known = self._engine.grammars.look_up(source, field)
         if known is not None:
@@ -118,7 +121,7 @@ class Preparation:
             return await asyncio.shield(trial.task)
         finally:
             trial.awaited -= 1
-            if not trial.awaited:  # all have gone, or have it
+            if not trial.awaited:  # no request waits for it
                 trial.task.cancel()
                 del self._trials[key]
 
@@ -146,11 +149,10 @@ class Preparation:
         loop = asyncio.get_running_loop()
 
         def free(_: object) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed, nobody waits
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(self._compiling.release)
 
-        # Who waits for others is not slow himself: the place is free when the thread is, whoever
-        # has gone.
+        # The time limit excludes the wait for other grammars. The lock is free when the thread is.
         await self._compiling.acquire()
         future = self._compiler.submit(self._engine.grammars.compile, source, field)
         future.add_done_callback(free)
@@ -164,13 +166,13 @@ class Preparation:
             raise RequestError(message, field) from error
 
     def stop(self) -> None:
-        """Begin nothing any more."""
+        """Start no more work."""
         for pool in (self._parser, self._tokenizer, self._compiler):
             pool.shutdown(wait=False, cancel_futures=True)
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled if the client hangs up first."""
+    """The result of `work`; it is cancelled if the client disconnects first."""
     task, gone = asyncio.create_task(work), asyncio.create_task(_disconnect(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""How the server's process ends: drained, at once, because its engine has died, or without it."""
+"""How the server's process ends: after its requests, at a second signal, or with its engine."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from tangram.serve.service import Service
 from tangram.serve.wire import HttpProtocol
 
 _log = logging.getLogger(__name__)
-# Long enough for running answers to end with an error, and for whoever watches /health to see why.
+# Enough time for running answers to end with an error, and for monitors to read /health.
 LAST_WORDS_S = 2.0
-# Besides connections and what is open already: libraries, logs, the trials of grammars.
+# Open files besides connections and what is open already: libraries, logs, trials of grammars.
 _OTHER_FILES = 128
 _BACKLOG = 2048  # so many connections asyncio may accept before one of them is looked at
 
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """How many connections there may be, and how many may wait to be accepted. Each takes an open
-    file.
+    """How many connections there may be, and how many may wait to be accepted.
+
+    Each takes an open file.
     """
 
     connections: int
@@ -50,25 +51,27 @@ class ConnectionLimits:
         allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         if soft != resource.RLIM_INFINITY and soft < allowed:
             resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-        room = allowed - taken
-        backlog = min(_BACKLOG, room // 4)
+        available = allowed - taken
+        backlog = min(_BACKLOG, available // 4)
         if backlog < 1:
             raise ConfigError(
                 f"the process may open {hard} files, {taken} are needed besides connections: raise "
                 "`ulimit -n`"
             )
-        if room < wanted - taken:
+        if available < wanted - taken:
             _log.warning(
-                "the limit of open files (%d) leaves room for %d connections", hard, room - backlog
+                "the limit of open files (%d) allows %d connections", hard, available - backlog
             )
-        return cls(room - backlog, backlog)
+        return cls(available - backlog, backlog)
 
 
 class Server(uvicorn.Server):
-    """At the first signal to end it drains `service`, goes on listening, and ends when nothing runs
-    any more or after `grace_s`; what runs then ends with an error. At the second it ends at once.
-    When the engine dies it ends too. Where a step of the engine does not end, the process ends
-    without it, with code 1. Once it answers it calls `on_ready`.
+    """A server that ends when its requests have ended.
+
+    At the first signal it drains `service`, but goes on listening. It ends when no request runs, or
+    after `grace_s`; then running requests get an error. A second signal ends the process at once.
+    When the engine dies, the server ends too. If a step of the engine does not end, the process
+    exits with code 1. It calls `on_ready` once it answers requests.
     """
 
     def __init__(
@@ -85,40 +88,39 @@ class Server(uvicorn.Server):
         self._on_ready = on_ready
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
-        """Start the engine and take connections, then tell that."""
+        """Start the engine, accept connections, then call `on_ready`."""
         await super().startup(sockets)
         self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal, or another one."""
+        """Drain at the first signal, exit at the next."""
         if self._ends_s is not None:
             os._exit(128 + sig)  # nothing may hold it up: no lock, no step of the engine, no client
         self._service.drain()
         self._ends_s = time.monotonic() + self._grace_s
 
     def hang_up(self, sig: int, frame: FrameType | None) -> None:
-        """The terminal has gone: as the first of the others. It is told of more than once, by
-        kernel and shell.
+        """As at the first signal: the terminal is closed.
+
+        Kernel and shell may both say so.
         """
         if self._ends_s is None:
             self.handle_exit(sig, frame)
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second: whether it is time to end."""
+        """Whether it is time to end; called ten times a second."""
         if not self._engine.healthy and self._ends_s is None:
             _log.error("the engine has stopped: the server ends")
             self._service.drain()
             self._ends_s = time.monotonic() + LAST_WORDS_S
         if self._ends_s is not None:
-            # A dead engine's answers end by themselves; the time is for those who ask about it.
+            # A dead engine's answers end by themselves. The time is for requests of /health.
             drained = self._engine.healthy and not self.server_state.tasks
             self.should_exit |= drained or time.monotonic() >= self._ends_s
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
-        """Answers that still run when the time is over end with an error, not with a cut
-        connection.
-        """
+        """Give an error to answers that still run, so that no connection is just cut."""
         for connection in list(self.server_state.connections):
             if isinstance(connection, HttpProtocol):
                 connection.refuse_rest()

@@ -1,6 +1,4 @@
-"""Requests on their way to the routes: bodies read, parsed and validated, the large ones beside the
-event loop.
-"""
+"""Reads, parses and validates request bodies, the large ones on a thread of their own."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ import re
 from collections.abc import Callable, Coroutine
 from email.message import Message
 from reprlib import repr as shortened
-from typing import Any
+from typing import Any, get_args
 from urllib.parse import unquote
 
 from fastapi import Request, Response
@@ -19,21 +17,23 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tangram.serve.api_errors import ApiError, of_validation
 from tangram.serve.body import Body
+from tangram.serve.endpoints import AnswerRequest
 from tangram.serve.parsing import parse
-from tangram.serve.preparation import Preparation
+from tangram.serve.service import Service
 
-# What is smaller takes milliseconds, whatever it is.
+# A smaller body takes milliseconds, whatever is in it.
 _SMALL_BYTES = 65_536
 
 
-# The absolute form of a target (RFC 9112, 3.2.2) up to its path. Proxies send it; the host in it
-# goes for nothing here, as `Host` does.
+# The absolute form of a target (RFC 9112, 3.2.2) up to its path. Proxies send it. The host in it
+# has no effect, like the header `Host`.
 _ORIGIN = re.compile(rb"https?://[^/]+", re.IGNORECASE)
 
 
 class PlainForm:
-    """Hands on requests in the form that routes know. HEAD is GET without the content (RFC 9110,
-    9.3.2), which uvicorn leaves out.
+    """Passes requests on in the form that routes know.
+
+    HEAD becomes GET (RFC 9110, 9.3.2); uvicorn leaves out the content.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -50,33 +50,34 @@ class PlainForm:
 
 
 class BodyRoute(APIRoute):
-    """A route whose body, if it has one, is checked before FastAPI looks at it; the application's
-    `state.service` has the threads for that.
+    """A route whose body is validated before FastAPI sees it.
+
+    The application's `state.service` has the threads for that.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """What answers a request."""
+        """The function that answers a request."""
         answer, field = super().get_route_handler(), self.body_field
         kind = None if field is None else field.field_info.annotation
         if not (isinstance(kind, type) and issubclass(kind, Body)):
             return answer
 
         async def read_and_answer(request: Request) -> Response:
-            body = await _read(request, kind, request.app.state.service.preparation)
+            body = await _read(request, kind, request.app.state.service)
             return await answer(_ReadRequest(request, body))
 
         return read_and_answer
 
 
 class _ReadRequest(Request):
-    """A request whose body was read; FastAPI passes on what is of the right type already."""
+    """A request whose body was validated. FastAPI passes on what already has the right type."""
 
     def __init__(self, request: Request, read: Body) -> None:
         super().__init__(request.scope, request.receive)
         self._read = read
 
     async def body(self) -> bytes:
-        """FastAPI wants to know whether there is one, and ours is not kept."""
+        """A placeholder: FastAPI asks whether there is a body, and ours is not kept."""
         return b"{}"
 
     async def json(self) -> Body:
@@ -84,8 +85,11 @@ class _ReadRequest(Request):
         return self._read
 
 
-async def _read(request: Request, kind: type[Body], preparation: Preparation) -> Body:
-    """The body of `request`. Raises `ApiError` with what is wrong with it."""
+async def _read(request: Request, kind: type[Body], service: Service) -> Body:
+    """The body of `request`. Raises `ApiError` with what is wrong with it.
+
+    A large body is not parsed while the engine's queue is full, if it asks for completions.
+    """
     try:
         content = b"".join([part async for part in request.stream()])
     except ClientDisconnect:
@@ -93,7 +97,10 @@ async def _read(request: Request, kind: type[Body], preparation: Preparation) ->
     _check_headers(request)
     if len(content) <= _SMALL_BYTES:
         return _validate(kind, content)
-    return await preparation.of(request, preparation.parse, _validate, kind, content)
+    if kind in get_args(AnswerRequest):
+        service.check_queue()
+    parse_large = service.preparation.parse
+    return await service.preparation.of(request, parse_large, _validate, kind, content)
 
 
 def _validate(kind: type[Body], content: bytes) -> Body:
@@ -103,12 +110,12 @@ def _validate(kind: type[Body], content: bytes) -> Body:
         return kind.model_validate(parse(content))
     except ValidationError as error:
         found = of_validation(error)
-    # Not from the `except`: what was parsed goes here, and not when the answer is out.
+    # Raised outside the `except`, so the parsed body is freed now and not after the response.
     raise found
 
 
 def _check_headers(request: Request) -> None:
-    """Raise `ApiError` for a body that does not say that it is JSON, or that is compressed."""
+    """Raise `ApiError` for a body that is not declared as JSON, or is compressed."""
     given = request.headers.get("content-type", "")
     head = Message()
     head["content-type"] = given

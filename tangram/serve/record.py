@@ -1,6 +1,4 @@
-"""One HTTP request from the first byte to the last of its answer: what metrics, log and traces tell
-of it.
-"""
+"""What happened to one HTTP request, for metrics, log and traces."""
 
 from __future__ import annotations
 
@@ -22,10 +20,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Generation:
-    """What a request asked of the engine, and what came of it so far, by choice.
+    """A request to the engine, and what each choice has received so far.
 
-    `admitted_s` and `first_token_s`, of the monotonic clock, are those of the choice that came
-    first. `failure` is the status of an error that ended it after its answer had begun.
+    `admitted_s` and `first_token_s` are of the first choice that got there, on the monotonic clock.
+    `failure` is the status of an error that ended the answer after it had begun.
     """
 
     response_id: str
@@ -49,33 +47,23 @@ class Generation:
             self.reasons[choice] = event.finish_reason
 
     @property
-    def _prompts(self) -> list[Usage]:
-        """A prompt counts once, however many completions it has."""
-        by_prompt = {
-            choice // self.sampling.n: usage
-            for choice, usage in sorted(self.usages.items(), reverse=True)
-        }
-        return list(by_prompt.values())
+    def usage(self) -> Usage:
+        """What all choices have used so far.
 
-    @property
-    def prompt_tokens(self) -> int:
-        """Of all prompts that the engine has begun."""
-        return sum(usage.prompt_tokens for usage in self._prompts)
-
-    @property
-    def cached_tokens(self) -> int:
-        """Those of them that the prefix cache had."""
-        return sum(usage.cached_tokens for usage in self._prompts)
-
-    @property
-    def completion_tokens(self) -> int:
-        """Of all choices."""
-        return sum(usage.completion_tokens for usage in self.usages.values())
-
-    @property
-    def kv_bytes(self) -> int:
-        """Held by all choices, each at its last token."""
-        return sum(usage.kv_bytes for usage in self.usages.values())
+        A prompt counts once, however many completions it has. Completion tokens and KV bytes count
+        for each choice.
+        """
+        choices = self.usages.values()
+        # Of the choices of one prompt, the first is entered last and stays.
+        last_to_first = sorted(self.usages.items(), reverse=True)
+        firsts = {choice // self.sampling.n: usage for choice, usage in last_to_first}
+        return Usage(
+            prompt_tokens=sum(usage.prompt_tokens for usage in firsts.values()),
+            completion_tokens=sum(usage.completion_tokens for usage in choices),
+            cached_tokens=sum(usage.cached_tokens for usage in firsts.values()),
+            kv_bytes=sum(usage.kv_bytes for usage in choices),
+            kv_bytes_uncompressed=sum(usage.kv_bytes_uncompressed for usage in choices),
+        )
 
     @property
     def finish_reasons(self) -> list[str]:
@@ -85,9 +73,11 @@ class Generation:
 
 @dataclass
 class Record:
-    """One request. `trace_headers` are those that name the trace it belongs to; `generation` is
-    None for requests that never reached the engine; `status` None is a connection that was cut
-    before an answer. Times are of the monotonic clock, `started_at_ns` of the world's.
+    """One request.
+
+    `trace_headers` name the trace it belongs to. `generation` is None if it never reached the
+    engine. `status` None is a connection that was cut before a response. Times are of the monotonic
+    clock; `started_at_ns` is Unix time.
     """
 
     request_id: str
@@ -106,11 +96,11 @@ class Record:
         return (time.monotonic() if self.ended_s is None else self.ended_s) - self.started_s
 
     def since_start(self, moment_s: float | None) -> float | None:
-        """Seconds from its start to a moment that may never have come."""
+        """Seconds from its start to a moment, if that has come."""
         return None if moment_s is None else moment_s - self.started_s
 
 
-# Whoever wants to know of a request that is over.
+# Receives the record of a request that has ended.
 RecordSink = Callable[[Record], None]
 
 
@@ -126,8 +116,9 @@ def record_in(scope: Scope) -> Record:
 
 
 class RecordRequests:
-    """The outermost layer: keeps a record of every request and hands it to `sinks` when its answer
-    is out.
+    """The outermost middleware: records every request.
+
+    It gives the record to `sinks` when the response is sent.
     """
 
     def __init__(self, app: ASGIApp, sinks: Sequence[RecordSink]) -> None:
@@ -157,7 +148,7 @@ class RecordRequests:
                 sink(record)
             except Exception:  # an answer that is out is no worse for that
                 _log.exception(
-                    "request %s is not told of",
+                    "request %s was not recorded",
                     record.request_id,
                     extra={"request_id": record.request_id},
                 )

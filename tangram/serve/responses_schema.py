@@ -1,15 +1,16 @@
-"""The body of POST /v1/responses, and the same as a body of the chat endpoint."""
+"""The body of POST /v1/responses, and its conversion to a body of the chat endpoint."""
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PositiveInt
 
-from tangram.serve.body import Body, Label, Salt, Text, encodable
+from tangram.errors import RequestError
+from tangram.serve.body import Body, Json, Label, Salt, Text, encodable
 from tangram.serve.items import Item, conversation
 from tangram.serve.messages import MAX_MESSAGES, few_arguments
-from tangram.serve.replies import Json
 from tangram.serve.schema import ChatRequest
 from tangram.serve.structured import MAX_TOOLS, NAME, Function, JsonSchema, NamedTool
 from tangram.serve.template import Effort, Verbosity
@@ -47,7 +48,7 @@ def _choice(value: Any) -> Any:
 
 
 class TextFormat(JsonSchema):
-    """What an answer must be: any text, any JSON object, or JSON that a schema allows."""
+    """The form of an answer: any text, any JSON object, or JSON that a schema allows."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: Text = Field(default="answer", pattern=NAME)
@@ -60,19 +61,29 @@ class TextFormat(JsonSchema):
 
 
 class TextOptions(Body):
-    """How the text of an answer is to be."""
+    """Options of the text of an answer."""
 
     format: TextFormat | None = None
     verbosity: Verbosity | None = None
 
 
 class Reasoning(Body):
-    """How hard the model thinks, where its chat template reads that. Thoughts come as they are, no
-    summaries.
-    """
+    """How much the model thinks, if its chat template reads that. There are no summaries."""
 
     refused = {"generate_summary": ("auto",), "summary": ("auto",)}  # noqa: RUF012
     effort: Effort | None = None
+
+
+# Fields that the chat endpoint calls by another name: the beginning of a name, and its name here.
+_OTHER_NAMES = {
+    r"(messages|prompt)\b.*": "input",
+    r"max_(completion_)?tokens": "max_output_tokens",
+    r"tools\[(\d+)\]\.function": r"tools[\1]",
+    r"response_format\.json_schema": "text.format",
+    r"response_format": "text.format",
+    r"reasoning_effort": "reasoning",
+    r"verbosity": "text",
+}
 
 
 class ResponsesRequest(Body):
@@ -110,7 +121,7 @@ class ResponsesRequest(Body):
     prompt_cache_key: Label | None = None
 
     def chat(self) -> ChatRequest:
-        """The same as a chat. Raises `ValidationError`."""
+        """The request as a chat. Raises `ValidationError`."""
         first = (
             [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         )
@@ -129,6 +140,25 @@ class ResponsesRequest(Body):
             "verbosity": self.text.verbosity,
         }
         return ChatRequest.model_validate(fields)
+
+    @property
+    def completions(self) -> int:
+        """How many completions the request asks for."""
+        return 1
+
+    def rename_field(self, field: str) -> str:
+        """The name here of a field of the chat endpoint."""
+        for name, here in _OTHER_NAMES.items():
+            if re.match(name, field):
+                return re.sub(f"^{name}", here, field)
+        return field
+
+    def rename(self, error: RequestError) -> RequestError:
+        """`error` with the names of this endpoint."""
+        found = error.rename(self.rename_field(error.field))
+        if found.field != "input" or not self.instructions:
+            return found
+        return RequestError(f"{found}; the instructions count, too", found.field)
 
     def sampling(self) -> SamplingParams:
         """Raises `RequestError` naming the first value that is out of range."""

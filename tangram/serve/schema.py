@@ -1,6 +1,4 @@
-"""The request bodies of the OpenAI API, with vLLM's sampling extras and ours. Unknown fields are
-refused.
-"""
+"""The request bodies of the OpenAI API, with vLLM's sampling fields and Tangram's."""
 
 from __future__ import annotations
 
@@ -17,6 +15,7 @@ from pydantic import (
     model_validator,
 )
 
+from tangram.errors import RequestError
 from tangram.limits import MAX_BIASES, MAX_LOGPROBS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from tangram.serve.body import Body, Label, Metadata, Salt, Text, encodable
 from tangram.serve.call_grammar import CallGrammar, answer_grammar
@@ -34,10 +33,9 @@ _MAX_TOKEN_DIGITS = 10
 
 
 class StreamOptions(Body):
-    """`include_usage` adds a last chunk with the usage of the whole request.
+    """Options of a stream: `include_usage` adds a last chunk with the usage of the request.
 
-    With `continuous_usage_stats`, too, every chunk before it has what its choice has used so far,
-    as in vLLM.
+    With `continuous_usage_stats` too, every chunk has what its choice has used so far, as in vLLM.
     """
 
     refused = STREAM_OPTIONS
@@ -66,7 +64,7 @@ class _SamplingFields(Body):
     logit_bias: dict[str, float] = Field(
         default={}, max_length=MAX_BIASES, description="token id, as a string, to bias"
     )
-    # The first error is enough: many of them would take much memory.
+    # The first error is enough; many would take much memory.
     stop: Annotated[list[Text], BeforeValidator(_as_list)] = Field(
         default=[], max_length=MAX_STOP_STRINGS, fail_fast=True
     )
@@ -107,13 +105,13 @@ class _SamplingFields(Body):
 
     @property
     def shaped(self) -> bool:
-        """Whether the answer cannot be just any text."""
+        """Whether the answer is constrained."""
         return self.response_format is not None and self.response_format.type != "text"
 
     def grammar(self, form: AnswerForm) -> tuple[str, str] | None:
-        """The grammar of an answer in `form`, and the field that asks for it; None for any text.
+        """The grammar of an answer in `form`, and the field that requires it; None for any text.
 
-        Raises `RequestError` naming the schema that is out of bounds.
+        Raises `RequestError` naming a schema that is out of bounds.
         """
         schema = (
             None
@@ -132,6 +130,15 @@ class _SamplingFields(Body):
                 )
                 raise wrong_field(field, f"{message}answer may end: leave it out")
         return self
+
+    @property
+    def completions(self) -> int:
+        """How many completions the request asks for."""
+        return self.n
+
+    def rename(self, error: RequestError) -> RequestError:
+        """`error` with the names that the client sent."""
+        return error
 
     def _sampling(self, *, logprobs: int | None, max_tokens: int | None) -> SamplingParams:
         return SamplingParams(
@@ -155,8 +162,9 @@ class _SamplingFields(Body):
 
 
 class ChatRequest(_SamplingFields):
-    """The body of POST /v1/chat/completions. Without a token limit an answer may fill
-    the context.
+    """The body of POST /v1/chat/completions.
+
+    Without a token limit an answer may fill the context.
     """
 
     refused = CHAT
@@ -180,6 +188,15 @@ class ChatRequest(_SamplingFields):
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
 
+    def rename(self, error: RequestError) -> RequestError:
+        """As for every request; the engine knows of no messages."""
+        if error.field == "prompt":
+            return error.rename("messages", spoken="messages: the prompt")
+        newer = self.max_tokens is None and self.max_completion_tokens is not None
+        if error.field == "max_tokens" and newer:
+            return error.rename("max_completion_tokens")
+        return error
+
     @property
     def offered(self) -> Sequence[Tool]:
         """The tools that the model may call."""
@@ -189,11 +206,11 @@ class ChatRequest(_SamplingFields):
 
     @property
     def shaped(self) -> bool:
-        """Whether the answer cannot be just any text."""
+        """Whether the answer is constrained."""
         return bool(self.offered) or super().shaped
 
     def grammar(self, form: AnswerForm) -> tuple[str, str] | None:
-        """As for every request; the calls of tools are part of it."""
+        """As for every request, with tool calls as part of it."""
         bounds = SchemaBounds()
         schema = None if self.response_format is None else self.response_format.schema_for(bounds)
         check_tools(self.tools, bounds)
@@ -243,9 +260,7 @@ class ChatRequest(_SamplingFields):
 
 
 def _as_prompts(value: Any) -> list[str | list[int]]:
-    """The four forms of a prompt (text, texts, token ids, lists of token ids) as a list
-    of prompts.
-    """
+    """The four forms of a prompt as a list: text, texts, token ids, lists of token ids."""
     several = isinstance(value, list) and not (value and type(value[0]) is int)
     prompts = value if several else [value]
     if len(prompts) > MAX_PROMPTS:
@@ -267,8 +282,9 @@ def _is_token_ids(value: Any) -> bool:
 
 
 class CompletionRequest(_SamplingFields):
-    """The body of POST /v1/completions. `logprobs` is the number of alternatives reported beside
-    each token.
+    """The body of POST /v1/completions.
+
+    `logprobs` is the number of alternatives for each token.
     """
 
     refused = COMPLETION
@@ -277,6 +293,11 @@ class CompletionRequest(_SamplingFields):
     logprobs: int | None = None
     max_tokens: int | None = 16
     echo: bool = Field(default=False, description="begin the text with the prompt")
+
+    @property
+    def completions(self) -> int:
+        """`n` for each prompt."""
+        return len(self.prompt) * self.n
 
     @model_validator(mode="after")
     def _not_too_many(self) -> Self:

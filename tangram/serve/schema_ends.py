@@ -1,6 +1,4 @@
-"""Whether a JSON schema allows anything finite: a schema that always asks for more of itself never
-ends.
-"""
+"""Whether a JSON schema allows a finite value: a schema may require itself without end."""
 
 from __future__ import annotations
 
@@ -13,10 +11,10 @@ Kind = TypeVar("Kind", dict[str, Any], list[Any])
 
 
 def can_end(schema: Any) -> bool:
-    """Whether some finite JSON value may satisfy `schema`, as far as `$ref` inside it and required
-    parts tell.
+    """Whether some finite JSON value may satisfy `schema`.
 
-    False is certain. The least fixed point over all `$ref`: one can end once what it refers to can.
+    Only `$ref` inside the schema and required parts are looked at, so False is certain and True is
+    not. It is the least fixed point over all `$ref`: a reference can end once its target can.
     """
     waiting, ended = _references(schema), set[str]()
     dependents = defaultdict[str, set[str]](set)
@@ -33,7 +31,7 @@ def can_end(schema: Any) -> bool:
 
 
 def _ends(schema: Any, ended: Collection[str]) -> bool:
-    """Whether `schema` allows something finite where of all references those in `ended` do."""
+    """Whether `schema` allows a finite value if the references in `ended` do."""
     if not isinstance(schema, dict) or "enum" in schema or "const" in schema:
         return True
     reference = schema.get("$ref")
@@ -78,9 +76,7 @@ def _always(schema: dict[str, Any], ended: Collection[str]) -> bool:
 
 
 def _of(kind: type[Kind], schema: dict[str, Any], keyword: str) -> Kind:
-    """The value of a keyword; empty where it is of another kind: a reference may lead
-    to any JSON.
-    """
+    """The value of a keyword; empty if of another kind: a reference may lead to any JSON."""
     value = schema.get(keyword)
     return value if isinstance(value, kind) else kind()
 
@@ -91,7 +87,7 @@ def _number(schema: dict[str, Any], keyword: str) -> int:
 
 
 def _references(schema: Any) -> set[str]:
-    """Every `$ref` in `schema`, wherever it stands."""
+    """Every `$ref` in `schema`, at any depth."""
     found, places = set[str](), [schema]
     while places:
         place = places.pop()
@@ -105,9 +101,7 @@ def _references(schema: Any) -> set[str]:
 
 
 def _target(root: Any, reference: str) -> Any:
-    """What a JSON pointer such as "#/$defs/a" leads to; True, which allows all, where that is
-    nothing.
-    """
+    """The target of a JSON pointer such as "#/$defs/a"; True, which allows all, for none."""
     place = root
     for part in reference.removeprefix("#").split("/")[1:]:
         name = unquote(part).replace("~1", "/").replace("~0", "~")

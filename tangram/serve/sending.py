@@ -1,4 +1,4 @@
-"""Server-sent events to one client, who may be slow, or gone."""
+"""Server-sent events to one client, which may be slow or disconnected."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ _log = logging.getLogger(__name__)
 
 
 class EventSource(StreamingResponse):
-    """Sends `frames`, which come of `events`. These are closed however the response ends, also if
-    it never began.
+    """Sends `frames`, which are written from `events`, and closes `events` at the end.
 
-    Where the client falls too far behind, the response ends in the middle: there is no room to tell
-    it why.
+    It closes them too if the response never began. A client that falls too far behind gets no
+    error: its buffers are full. The response then ends in the middle.
     """
 
     media_type = "text/event-stream"

@@ -1,4 +1,4 @@
-"""One HTTP request's walk: body → prompt tokens → engine → reply, whole or streamed."""
+"""The server's side of one engine: its state, and the walk of a request to its answer."""
 
 from __future__ import annotations
 
@@ -6,59 +6,38 @@ import asyncio
 import logging
 import threading
 import time
-import uuid
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from tangram.errors import RequestError
-from tangram.limits import check_size
-from tangram.serve.answers import finish, frames
+from tangram.serve.answer_size import check_answer_size
+from tangram.serve.answers import Answer, write_stream, write_whole
 from tangram.serve.api_errors import ApiError
-from tangram.serve.body import texts_in
-from tangram.serve.bridge import EventStream, Job, Limits, ServedEngine
+from tangram.serve.body import Json
+from tangram.serve.bridge import EventStream, Limits, ServedEngine
+from tangram.serve.endpoints import AnswerRequest, Endpoints, PreparedRequest
 from tangram.serve.exposition import ServerMetrics
-from tangram.serve.forms import AnswerForm
 from tangram.serve.preparation import Preparation, unless_disconnected
-from tangram.serve.reading import ReadChatFormat
-from tangram.serve.record import Record, record_of
-from tangram.serve.replies import ChatFormat, CompletionFormat, Format, Json, refuse_huge
-from tangram.serve.schema import ChatRequest, CompletionRequest
+from tangram.serve.prompts import Prompts
+from tangram.serve.record import record_of
 from tangram.serve.sending import EventSource
-from tangram.serve.template import FIELD, Template
+from tangram.serve.template import Template
 from tangram.serve.unknown import IgnoredFields
-from tangram.types import Grammar, Marks
 
-# A step takes seconds at most; the first may compile. Beyond this its device hangs.
+# A step takes seconds at most; the first may compile. After this time its device hangs.
 MOST_STEP_S = 600
-# So long is the step under way waited for when the server ends.
+# When the server ends, it waits this long for the step under way.
 LAST_STEP_S = 30
 _log = logging.getLogger(__name__)
-# What the engine needs of a request: how its answer is written, the prompts, what an answer must be
-# like, and the control tokens that it is told by.
-_Parts = tuple[Format, list[tuple[int, ...]], Grammar | None, Marks]
-_NO_TOOLS = (
-    "the chat template of this model shows it no tools, or has calls written in a form that this "
-    "server cannot read: leave them out, or choose another model"
-)
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A conversation as the engine takes it, and the form of its answer."""
-
-    prompt: tuple[int, ...]
-    grammar: Grammar | None
-    form: AnswerForm
-    marks: Marks
 
 
 class Service:
-    """Answers both completion endpoints for one engine and one model name. With `let_by`, fields
-    that are not served are `ignored`, and counted, instead of refused.
+    """Answers requests with one engine, as one model name.
+
+    With `let_by`, fields that are not served are ignored and counted (`ignored`), not refused.
     """
 
     def __init__(
@@ -78,19 +57,17 @@ class Service:
         self._hangs = False
         self._stopping: threading.Thread | None = None
         self.preparation = Preparation(engine, self._limits)
+        self.prompts = Prompts(engine, self.preparation, self.template)
+        self._endpoints = Endpoints(self.prompts, served_model_name)
 
     @property
     def healthy(self) -> bool:
-        """Whether the engine can still answer: its thread lives, and its step has not taken ten
-        minutes.
-        """
+        """Whether the engine can answer: its thread lives, and its step ends within ten minutes."""
         return self._engine.healthy and not self._hangs
 
     @property
     def ready(self) -> bool:
-        """Whether new requests should come here: the engine runs, and the server is not about to
-        end.
-        """
+        """Whether it takes new requests: the engine runs, and the server is not about to end."""
         return self._started and self.healthy and not self.draining
 
     @property
@@ -105,11 +82,11 @@ class Service:
         self._started = True
 
     def drain(self) -> None:
-        """Take no new requests; those that are here go on."""
+        """Refuse new requests; running ones go on."""
         self.draining = True
 
     async def watch(self) -> None:
-        """Until it is cancelled: see whether steps end while something runs."""
+        """Watch until cancelled whether steps end while requests run."""
         steps, since_s = None, 0.0
         while True:
             stats, now_s = self._engine.stats(), time.monotonic()
@@ -125,12 +102,10 @@ class Service:
             await asyncio.sleep(MOST_STEP_S / 60)
 
     def stop(self) -> None:
-        """End the engine's thread; what still runs is aborted. A step that does not end is left,
-        see `stuck`.
-        """
+        """End the engine's thread and abort what runs. `stuck` says if a step does not end."""
         self.preparation.stop()
         if self._stopping is None:
-            # A thread that would not keep the process, as those of a pool do.
+            # A daemon thread, unlike those of a pool, does not keep the process alive.
             self._stopping = threading.Thread(
                 target=self._engine.stop, name="engine-stop", daemon=True
             )
@@ -148,114 +123,39 @@ class Service:
             message = f"the model {model!r} does not exist: this server serves {self.model!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    async def answer(self, body: ChatRequest | CompletionRequest, request: Request) -> Response:
-        """POST /v1/chat/completions and /v1/completions."""
-        parts = await self.preparation.of(request, self._parts, body)
-        events, style, job, head = self._begin(body, parts, record_of(request))
+    async def answer(self, body: AnswerRequest, request: Request) -> Response:
+        """The answer to `body`, whole or streamed. Raises `RequestError` and `ApiError`."""
+        with _use_client_names(body):
+            # Most refusals under load are decided here, before the prompt is tokenized.
+            self._engine.check_queue(body.completions)
+            prepared = await self.preparation.of(
+                request, self._endpoints.prepare, body, record_of(request)
+            )
+            answer = self._begin(prepared)
         if body.stream:
-            head |= {"object": style.chunk_object}
-            return EventSource(
-                frames(events, head, style, job.sampling.n, body.stream_options), events
-            )
+            return EventSource(write_stream(answer, prepared.writer), answer.stream)
         try:
-            found = await unless_disconnected(request, finish(events, style, job, head))
-            return await asyncio.to_thread(JSONResponse, found)
+            whole = await unless_disconnected(request, write_whole(answer, prepared.writer))
+            return await asyncio.to_thread(JSONResponse, whole)
         finally:
-            events.close()  # also if the work was given up before it began
+            answer.close()  # also if the work was cancelled before it began
 
-    async def whole(self, body: ChatRequest | CompletionRequest) -> Json:
-        """The answer in one piece, for a caller that does not hang up."""
-        return await finish(*self._begin(body, await self._parts(body)))
+    def check_queue(self) -> None:
+        """Raise `OverloadError` if not even one completion may enter the queue now."""
+        self._engine.check_queue(1)
 
-    async def _parts(self, body: ChatRequest | CompletionRequest) -> _Parts:
-        if isinstance(body, ChatRequest):
-            asked = await self.ask(body, "messages")
-            return self._chat_format(body, asked.form), [asked.prompt], asked.grammar, asked.marks
-        found = body.grammar(AnswerForm())
-        grammar = None if found is None else await self.preparation.grammar(*found)
-        prompts = [
-            await self.text_prompt(p) if isinstance(p, str) else tuple(p) for p in body.prompt
-        ]
-        if not all(prompts):
-            raise ApiError(
-                400,
-                "prompt holds no tokens: send at least one",
-                param="prompt",
-                code="invalid_value",
-            )
-        return await self._completion_format(body), prompts, grammar, Marks()
+    async def whole(self, body: AnswerRequest) -> Json:
+        """The answer in one piece, for a caller that does not disconnect."""
+        with _use_client_names(body):
+            prepared = await self._endpoints.prepare(body, None)
+            answer = self._begin(prepared)
+        return await write_whole(answer, prepared.writer)
 
-    async def ask(self, body: ChatRequest, field: str) -> Asked:
-        """The prompt of a conversation, and how it is answered. Raises `RequestError`, `field` for
-        the messages.
-        """
-        form = AnswerForm.of(self._engine.codec)
-        if body.tools and form.tools is None:
-            raise RequestError(f"tools: {_NO_TOOLS}", "tools")
-        body.grammar(form)  # what is wrong with a schema is said before anything is made of it
-        tools = [tool.for_template() for tool in body.tools if body.tool_choice != "none"]
-        if form.channels:  # the template of GPT-OSS takes no tool without one
-            for tool in tools:
-                tool["function"].setdefault("description", "")
-        messages = [
-            form.adapt_message(message.for_template(), f"{field}[{at}]")
-            for at, message in enumerate(body.messages)
-        ]
-        options = self.template.set_variables(
-            body.chat_template_kwargs, body.reasoning_effort, body.verbosity
-        )
-        prompt = await self.chat_prompt(messages, field, tools, options)
-        form = form.after(self._engine.codec, prompt)
-        found = body.grammar(form)
-        grammar = None if found is None else await self.preparation.grammar(*found)
-        return Asked(prompt, grammar, form, form.list_shown_marks(body.offered))
+    def _begin(self, prepared: PreparedRequest) -> Answer:
+        """Submit the job; close what comes back.
 
-    def _begin(
-        self, body: ChatRequest | CompletionRequest, parts: _Parts, record: Record | None = None
-    ) -> tuple[EventStream, Format, Job, Json]:
-        style, prompts, grammar, marks = parts
-        identity = f"{style.id_prefix}-{uuid.uuid4().hex}"
-        try:
-            job = Job(
-                identity,
-                prompts,
-                body.sampling(),
-                body.kv_retention,
-                body.cache_salt,
-                body.stream,
-                grammar,
-                record,
-                marks,
-            )
-            head: Json = {"id": identity, "created": int(time.time()), "model": self.model}
-            if isinstance(body, ChatRequest) and body.service_tier is not None:
-                head["service_tier"] = "default"
-            return self.open(job), style, job, head
-        except RequestError as error:
-            if not isinstance(body, ChatRequest):
-                raise
-            raise _as_chat(error, body) from error
-
-    def _chat_format(self, body: ChatRequest, form: AnswerForm) -> ChatFormat:
-        codec, reader = self._engine.codec, form.reader(body.offered)
-        if reader is None:
-            return ChatFormat(codec, logprobs=body.logprobs)
-        return ReadChatFormat(
-            codec, logprobs=body.logprobs, reader=reader, thinks=form.thinking is not None
-        )
-
-    async def _completion_format(self, body: CompletionRequest) -> Format:
-        echoed = body.prompt if body.echo else []
-        echoes = [p if isinstance(p, str) else await self.verbatim(p, "prompt") for p in echoed]
-        return CompletionFormat(
-            self._engine.codec, logprobs=body.logprobs is not None, echoes=echoes, n=body.n
-        )
-
-    def open(self, job: Job) -> EventStream:
-        """Submit `job`; close what comes back.
-
-        Raises `ApiError` if the engine has stopped or the server is about to, `RequestError` if it
-        can never be served, `OverloadError` if too many wait.
+        Raises `ApiError` if the engine has stopped or the server is about to. Raises `RequestError`
+        if the job can never be served, `OverloadError` if too many wait.
         """
         if not self._engine.healthy:
             raise ApiError(503, "the engine has stopped: the server's log has the reason")
@@ -263,66 +163,15 @@ class Service:
             raise ApiError(
                 503, "the server is shutting down: send the request to another, or again in a while"
             )
-        refuse_huge(job, self.max_model_len)
-        return EventStream(self._engine, job, self.metrics, self._limits)
-
-    async def verbatim(self, token_ids: Sequence[int], field: str) -> str:
-        """The text of tokens, special ones by name; raises `RequestError` (`field`) if one is
-        unknown, or if there are more than ever fit.
-        """
-        if len(token_ids) > self.max_model_len:
-            raise RequestError(
-                f"{field} has {len(token_ids)} tokens, at most {self.max_model_len} "
-                "(max_model_len) fit: send fewer",
-                field,
-            )
-        return await self.preparation.tokenize(self._engine.codec.verbatim, token_ids, field)
-
-    async def chat_prompt(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        field: str,
-        tools: Sequence[Mapping[str, Any]] = (),
-        options: Mapping[str, Any] | None = None,
-    ) -> tuple[int, ...]:
-        """The tokens of a conversation up to the answer; raises `RequestError` (`field`) if it
-        could never fit.
-        """
-        for at, message in enumerate(messages):
-            if (
-                message["role"] == "tool" or "tool_calls" in message
-            ) and self._engine.codec.tool_format is None:
-                raise RequestError(
-                    f"{field}[{at}] is about tools: {_NO_TOOLS}", f"{field}[{at}].role"
-                )
-        self._refuse_endless(texts_in(messages), field)
-        self._refuse_endless(texts_in(tools), "tools")
-        self._refuse_endless(texts_in(options), FIELD)
-        return await self.preparation.tokenize(
-            self._engine.codec.chat_prompt, messages, tools, options
-        )
-
-    async def text_prompt(self, text: str) -> tuple[int, ...]:
-        """The tokens of a raw prompt; raises `RequestError` (field `prompt`) if it
-        could never fit.
-        """
-        self._refuse_endless([text], "prompt")
-        return await self.preparation.tokenize(self._engine.codec.encode, text)
-
-    def _refuse_endless(self, texts: Iterable[str], field: str) -> None:
-        check_size(texts, field, self.max_model_len, self._engine.codec.longest_token_bytes)
+        check_answer_size(prepared.job, self.max_model_len)
+        stream = EventStream(self._engine, prepared.job, self.metrics, self._limits)
+        return Answer(stream, prepared.new_reader)
 
 
-def _as_chat(error: RequestError, body: ChatRequest) -> RequestError:
-    """What the engine, which knows of no messages, refused, with the names that the client sent."""
-    if error.field == "prompt":
-        return RequestError(f"messages: the {error}", "messages")
-    if (
-        error.field == "max_tokens"
-        and body.max_tokens is None
-        and body.max_completion_tokens is not None
-    ):
-        return RequestError(
-            str(error).replace("max_tokens", "max_completion_tokens"), "max_completion_tokens"
-        )
-    return error
+@contextmanager
+def _use_client_names(body: AnswerRequest) -> Iterator[None]:
+    """A `RequestError` inside comes out with the names that fields have at this endpoint."""
+    try:
+        yield
+    except RequestError as error:
+        raise body.rename(error) from error

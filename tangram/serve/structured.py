@@ -1,9 +1,10 @@
-"""What an answer must be, as requests say it: `response_format`, `tools`, `tool_choice`."""
+"""The fields that constrain an answer: `response_format`, `tools`, `tool_choice`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from reprlib import repr as shortened
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -19,8 +20,9 @@ NAME = r"^[a-zA-Z0-9_-]{1,64}$"
 
 
 class JsonSchema(Body):
-    """`name` and `description` are labels, without effect; a schema is followed to the letter,
-    strict or not.
+    """A JSON schema. `name` and `description` are labels without effect.
+
+    The answer always follows the schema exactly, whatever `strict` says.
     """
 
     name: Text = Field(pattern=NAME)
@@ -30,7 +32,7 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """What an answer must be: any text, any JSON object, or JSON that a schema allows."""
+    """The form of an answer: any text, any JSON object, or JSON that a schema allows."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -44,7 +46,7 @@ class ResponseFormat(Body):
         return self
 
     def schema_for(self, bounds: SchemaBounds) -> dict[str, Any] | None:
-        """None for any text. Raises `RequestError` where the schema is out of `bounds`."""
+        """The schema of the answer; None for any text. Raises `RequestError` if out of `bounds`."""
         if self.json_schema is None:
             return {"type": "object"} if self.type == "json_object" else None
         bounds.check(self.json_schema.schema_, "response_format.json_schema.schema")
@@ -52,8 +54,9 @@ class ResponseFormat(Body):
 
 
 class Function(Body):
-    """A function that the model may call; without `parameters` it has none. Arguments follow them,
-    strict or not.
+    """A function that the model may call; without `parameters` it takes none.
+
+    Arguments always follow the schema, whatever `strict` says.
     """
 
     name: Text = Field(pattern=NAME)
@@ -63,7 +66,7 @@ class Function(Body):
 
 
 class Tool(Body):
-    """One tool: only functions are."""
+    """One tool; only functions are supported."""
 
     type: Literal["function"]
     function: Function
@@ -105,21 +108,27 @@ ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedTool, BeforeVa
 
 
 def check_tools(tools: Sequence[Tool], bounds: SchemaBounds) -> None:
-    """Raise `RequestError` for a name that comes twice or parameters that are out of `bounds` or no
+    """Raise `RequestError` for a duplicate name, or for parameters that are out of `bounds` or no
     object.
     """
     names: set[str] = set()
     for at, tool in enumerate(tools):
         field = f"tools[{at}].function"
         if tool.function.name in names:
-            raise RequestError(
-                f"{field}.name is {tool.function.name!r} again: give each its own", f"{field}.name"
-            )
+            raise _explain_duplicate(tool.function.name, f"{field}.name")
         names.add(tool.function.name)
         arguments = tool.arguments()
         if arguments["type"] != "object":
-            message = (
-                f"{field}.parameters has a type other than 'object': arguments are a JSON object"
-            )
-            raise RequestError(message, f"{field}.parameters.type")
+            raise _explain_type(arguments["type"], f"{field}.parameters.type")
         bounds.check(arguments, f"{field}.parameters")
+
+
+def _explain_duplicate(function: str, field: str) -> RequestError:
+    return RequestError(lambda name: f"{name} is {function!r} again: give each its own", field)
+
+
+def _explain_type(kind: Any, field: str) -> RequestError:
+    return RequestError(
+        lambda name: f"{name} is {shortened(kind)}, it must be 'object': arguments are an object",
+        field,
+    )

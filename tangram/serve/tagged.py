@@ -24,7 +24,7 @@ _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
 _PYTHON = {"True": True, "False": False, "None": None}
 _NAMES = re.compile(r"[^<>\n]+")
-# What does not change which texts a schema allows.
+# Keywords that do not change which texts a schema allows.
 _NOTES = {"type", "title", "description", "default", "examples", "deprecated", "enum", "const"}
 _KINDS = {str: "string", bool: "boolean", int: "integer", type(None): "null"}
 _KINDS |= {float: "number", list: "array", dict: "object"}
@@ -36,7 +36,7 @@ _MOST_REFERENCES = 8
 def read_tagged_arguments(
     text: str, schemas: Mapping[str, Any]
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """The function that `text` calls and its arguments; None for what is wrong."""
+    """The function that `text` calls, and its arguments; None where it is malformed."""
     found = _FUNCTION.fullmatch(text)
     if found is None:
         return None, None
@@ -58,7 +58,7 @@ def read_tagged_arguments(
 
 
 def _value(text: str, schema: Any) -> Any:
-    """What `text` stands for: a value of a type that the schema allows, else the text."""
+    """The value that `text` stands for: of a type that the schema allows, else the text."""
     allowed = _types(schema)
     if allowed == {"string"}:
         return text
@@ -89,7 +89,7 @@ def _list(schema: Mapping[str, Any]) -> list[Any]:
 
 
 def resolve(schema: Any, root: Mapping[str, Any]) -> Any:
-    """`schema`, or what it refers to among the definitions of `root`."""
+    """`schema`, or the definition in `root` that it refers to."""
     for _ in range(_MOST_REFERENCES):
         place = schema.get("$ref") if isinstance(schema, dict) else None
         found = _REFERENCE.fullmatch(place) if isinstance(place, str) else None
@@ -102,20 +102,18 @@ def resolve(schema: Any, root: Mapping[str, Any]) -> Any:
 def make_tagged_rules(
     rule: str, name: str, schema: Mapping[str, Any], field: str, *, to_the_letter: bool
 ) -> Iterator[str]:
-    """The grammar rules of a call of `name`, of which the last, `rule`, is the whole.
+    """The grammar rules of a call of `name`; the last, `rule`, is the whole call.
 
-    Raises `RequestError` (`field` and on) where texts cannot be held `to_the_letter` to what the
-    schema says of them; without it such texts are free.
+    With `to_the_letter` texts must follow the schema: raises `RequestError` (a field inside
+    `field`) if the form cannot do that. Otherwise such texts are free.
     """
     parts = []
     required = schema.get("required", ())
     for number, (key, value) in enumerate(schema.get("properties", {}).items()):
         place = f"{field}.properties.{key}"
         if not _NAMES.fullmatch(key):
-            message = (
-                "this model writes parameters whose names have no '<', '>' and lines: rename it"
-            )
-            raise RequestError(f"{place}: {message}", place)
+            message = "this model writes no parameter with '<', '>' or a line break in its name"
+            raise _blame(f"{message}: rename it", place)
         inside = f"{rule}_{number}"
         tag = json.dumps(f"<parameter={key}>\n")
         yield f"{inside}: {tag} ({_choices(value, schema, place, to_the_letter)})"
@@ -129,7 +127,7 @@ _END = json.dumps("\n</parameter>\n")
 
 
 def _choices(schema: Any, root: Mapping[str, Any], place: str, to_the_letter: bool) -> str:
-    """The alternatives of a value, each with the tag that ends it."""
+    """The alternatives of a value, each with its end tag."""
     choices = []
     for part in _parts(schema, root):
         said = sorted(part.keys() - _NOTES)
@@ -139,15 +137,19 @@ def _choices(schema: Any, root: Mapping[str, Any], place: str, to_the_letter: bo
         elif "enum" in part or "const" in part:
             choices += [f"{json.dumps(_spell(value))} {_END}" for value in _list(part)]
         elif said and to_the_letter:
-            message = f"this model writes texts bare, which cannot be held to {said[0]!r}"
-            raise RequestError(f"{place}: {message}: leave it out", f"{place}.{said[0]}")
+            message = f"this model writes texts without quotes, which {said[0]!r} cannot bound"
+            raise _blame(f"{message}: leave it out", f"{place}.{said[0]}")
         else:
             choices.append("bare")
     return " | ".join(dict.fromkeys(choices))
 
 
+def _blame(message: str, place: str) -> RequestError:
+    return RequestError(lambda name: f"{name}: {message}", place)
+
+
 def _parts(schema: Any, root: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Schemas that allow what `schema` does, of one type each where it names them."""
+    """Schemas that together allow what `schema` does, each of one type where types are given."""
     schema = resolve(schema, root)
     if not isinstance(schema, dict):
         return [{}]

@@ -1,6 +1,4 @@
-"""What a request tells the chat template: `chat_template_kwargs`, and the fields that some
-templates read.
-"""
+"""What a request passes to the chat template: `chat_template_kwargs`, and two other fields."""
 
 from __future__ import annotations
 
@@ -59,7 +57,7 @@ def _check_leaves(name: str, value: Any) -> None:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """The texts, numbers and nulls of a JSON value, and the names in it."""
+    """The texts, numbers and nulls of a JSON value, and its names."""
     if isinstance(value, dict):
         yield from value
         value = list(value.values())
@@ -82,7 +80,7 @@ Verbosity = Literal["low", "medium", "high"]
 
 
 class Template:
-    """The chat template that `codec` has, as far as requests may tell it something."""
+    """The chat template of `codec`, and the variables that requests may set."""
 
     def __init__(self, codec: Codec, ignored: IgnoredFields | None) -> None:
         self._codec, self._ignored = codec, ignored
@@ -106,8 +104,7 @@ class Template:
                 continue
             variable, meant = _interpret(name, value, readable)
             if variable in wanted and wanted[variable] != meant:
-                message = f"{name} is {value!r} and {FIELD}.{variable} says otherwise"
-                raise RequestError(f"{message}: send one of them", name)
+                raise _explain_conflict(name, value, variable)
             if variable in readable or value != neutral:
                 wanted[variable], fields[variable] = meant, name
         for name in sorted(wanted.keys() - readable):
@@ -121,13 +118,20 @@ class Template:
         if not readable:
             field = field.partition(".")[0]
         known = ", ".join(sorted(readable)) or "no variable of a request"
-        message = f"{field} is not supported: this model's chat template reads {known}"
-        raise RequestError(f"{message}, leave it out", field)
+        reads = f"this model's chat template reads {known}"
+        raise RequestError(lambda name: f"{name} is not supported: {reads}, leave it out", field)
+
+
+def _explain_conflict(field: str, value: str, variable: str) -> RequestError:
+    return RequestError(
+        lambda name: f"{name} is {value!r} and {FIELD}.{variable} says otherwise: send one of them",
+        field,
+    )
 
 
 def _interpret(field: str, value: str, readable: frozenset[str]) -> tuple[str, Any]:
-    """The variable and its value: no effort is no thinking, where a template can only switch it
-    off.
+    """The variable and its value. Effort "none" switches thinking off where the template reads
+    that.
     """
     if (
         (field, value) == ("reasoning_effort", "none")

@@ -1,6 +1,4 @@
-"""Thoughts in what a model writes: between marks before its answer, or on a channel of
-their own.
-"""
+"""Finds thoughts in an answer: between marks before the answer, or on a channel."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from tangram.types import ThinkingFormat
 
 @dataclass(frozen=True)
 class Thought:
-    """What a model thinks before it answers."""
+    """A thought of the model before its answer."""
 
     text: str
 
@@ -24,28 +22,42 @@ Part = str | Thought | Call
 
 
 class Reader(Protocol):
-    """Takes one completion apart as its text comes."""
+    """Splits one completion into parts as its text arrives."""
 
     @property
     def thinking(self) -> bool:
-        """Whether what comes next belongs to a thought, as far as is known."""
+        """Whether the next text belongs to a thought, as far as is known."""
 
     @property
     def called(self) -> bool:
         """Whether there was a call."""
 
     def push(self, text: str) -> Iterator[Part]:
-        """Parts that are now certain."""
+        """The parts that are certain now."""
 
     def finish(self) -> Iterator[Part]:
-        """What was still held back, when the completion has ended."""
+        """What was held back, once the completion has ended."""
+
+
+class TextReader:
+    """An answer of which all is text."""
+
+    thinking, called = False, False
+
+    def push(self, text: str) -> Iterator[Part]:
+        """The text itself."""
+        yield text
+
+    def finish(self) -> Iterator[Part]:
+        """Nothing is held back."""
+        return iter(())
 
 
 class ThoughtReader:
     """A thought between marks, then the rest, which a reader made by `rest` reads.
 
-    Only the beginning of an answer can be a thought. Spaces around one belong to its marks. Where
-    it is `opened` already the mark may come again.
+    Only the beginning of an answer can be a thought. Spaces around a thought belong to its marks.
+    With `opened` the prompt has opened the thought; the mark may come again.
     """
 
     def __init__(
@@ -61,7 +73,7 @@ class ThoughtReader:
         return self._rest is not None and self._rest.called
 
     def push(self, text: str) -> Iterator[Part]:
-        """Parts that are now certain."""
+        """The parts that are certain now."""
         self._held += text
         if not self._begun and not self._begin():
             return
@@ -71,7 +83,7 @@ class ThoughtReader:
             yield from self._answer()
 
     def finish(self) -> Iterator[Part]:
-        """What was still held back, when the completion has ended."""
+        """What was held back, once the completion has ended."""
         held, self._held = self._held, ""
         if self.thinking and held.strip():
             yield Thought(held.strip() if self._gap else held.rstrip())
@@ -81,7 +93,7 @@ class ThoughtReader:
             yield from self._rest.finish()
 
     def _begin(self) -> bool:
-        """Whether it is known how the answer begins."""
+        """Whether the beginning of the answer is known."""
         start = self._held.lstrip()
         if self._form.begin.startswith(start) and start != self._form.begin:
             return False
@@ -122,7 +134,7 @@ class ThoughtReader:
 
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
-# The head of a message as far as it may have come without any mark.
+# The beginning of a head, before any mark
 _PLAIN_HEAD = re.compile(r"\s*[a-z]{0,9}\s*(to?(=\S*)?)?\s*")
 _MOST_HEAD = 256
 _MESSAGE = "<|message|>"
@@ -134,8 +146,9 @@ _THOUGHTS = "analysis"
 class ChannelReader:
     """Messages of GPT-OSS (Harmony): `<|channel|>`, its name, `<|message|>`, the text, `<|end|>`.
 
-    The channel `analysis` is thought; a message to one of the functions `names` is a call; all
-    else is text. Thoughts, and texts, of several messages have a line each.
+    The channel `analysis` is thought. A message to one of the functions `names` is a call.
+    Everything else is text. Thoughts of several messages are joined by line breaks, and so are
+    texts.
     """
 
     def __init__(self, names: Collection[str]) -> None:
@@ -145,7 +158,7 @@ class ChannelReader:
         self.thinking, self.called = False, False
 
     def push(self, text: str) -> Iterator[Part]:
-        """Parts that are now certain."""
+        """The parts that are certain now."""
         self._held += text
         while not self._head or self._open():
             found = [(at, mark) for mark in _ENDS if (at := self._held.find(mark)) >= 0]
@@ -157,7 +170,7 @@ class ChannelReader:
             yield from self._close(body)
 
     def finish(self) -> Iterator[Part]:
-        """What was still held back; the head of a message that never came is none."""
+        """What was held back. The head of a message without text is dropped."""
         held, self._held = self._held, ""
         if not self._head:
             yield from self._close(held)
@@ -176,7 +189,7 @@ class ChannelReader:
         marked = any(mark in head or overlap(head, mark) for mark in _MARKS)
         if len(head) <= _MOST_HEAD and (marked or _PLAIN_HEAD.fullmatch(head)):
             return False
-        # A model that does not keep to its form writes text.
+        # A model that does not follow its form writes text.
         self._recipient, self.thinking, self._head = "", False, False
         return True
 

@@ -14,8 +14,9 @@ from tangram.serve.unsupported import TOKENIZE, wrong_field
 
 
 class TokenizeRequest(Body):
-    """`prompt`, a raw text, or `messages`, a conversation up to its answer. `model` None is the
-    served one.
+    """Either `prompt`, a raw text, or `messages`, a conversation up to its answer.
+
+    `model` None is the served model.
     """
 
     refused = TOKENIZE
@@ -43,12 +44,12 @@ class TokenizeRequest(Body):
         return self
 
     async def tokens(self, service: Service) -> tuple[int, ...]:
-        """What the server would compute for it; raises `RequestError` if that could never fit."""
+        """The tokens that the server would compute; raises `RequestError` if they never fit."""
         if self.messages is not None:
             options = service.template.set_variables(self.chat_template_kwargs)
             messages = [message.for_template() for message in self.messages]
-            return await service.chat_prompt(messages, "messages", options=options)
-        return await service.text_prompt(self.prompt or "")
+            return await service.prompts.tokenize_chat(messages, "messages", options=options)
+        return await service.prompts.tokenize_text(self.prompt or "")
 
 
 class DetokenizeRequest(Body):

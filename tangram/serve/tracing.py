@@ -1,10 +1,9 @@
-"""OpenTelemetry: one span for each request that asks for text, by the semantic conventions for
-generative AI.
+"""OpenTelemetry: one span for each request that generates text.
 
-Names are those of the conventions (opentelemetry.io/docs/specs/semconv/gen-ai, in development
-there); what they have no name for begins with `tangram.`. A span is made when the answer is out,
-with the times that were noted: nothing is paid while it is being written. The SDK is optional: `pip
-install 'tangram-serve[otel]'`.
+Names follow the semantic conventions for generative AI (opentelemetry.io/docs/specs/semconv/gen-ai,
+still in development). Names that these lack begin with `tangram.`. A span is made when the answer
+is sent, from the times in its record, so it costs nothing before. The SDK is optional: `pip install
+'tangram-serve[otel]'`.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ Value = str | int | float | bool | list[str]
 def traces_to(
     endpoint: str | None, model: str, variables: Mapping[str, str] | None = None
 ) -> Traces | None:
-    """Traces to the OTLP collector at `endpoint` (HTTP, without /v1/traces), or to the one that
-    `variables` name.
+    """Traces to the OTLP collector at `endpoint` (HTTP, without /v1/traces), or to the one in
+    `variables`.
 
-    Those are the environment's, as the OpenTelemetry specification has them
-    (OTEL_EXPORTER_OTLP_ENDPOINT, …); headers, sampling and the service's name follow them too. None
-    if neither names one. Raises `ConfigError` where the endpoint is no URL, or the SDK is missing.
+    These are environment variables of the OpenTelemetry specification (OTEL_EXPORTER_OTLP_ENDPOINT,
+    …). They also set headers, sampling and the service's name. None if neither names a collector.
+    Raises `ConfigError` if the endpoint is no URL, or if the SDK is missing.
     """
     variables = os.environ if variables is None else variables
     named = next((name for name in _ENDPOINT_VARIABLES if variables.get(name)), None)
@@ -65,7 +64,7 @@ def traces_to(
         ) from error
     own = Resource({"service.name": "tangram", "service.version": __version__})
     provider = TracerProvider(resource=own.merge(OTELResourceDetector().detect()))
-    # The exporter adds /v1/traces to what the environment says, but takes an argument as it is.
+    # The exporter adds /v1/traces to a variable, but not to an argument.
     exporter = (
         OTLPSpanExporter()
         if endpoint is None
@@ -83,7 +82,7 @@ class Traces:
     model: str
 
     def __call__(self, record: Record) -> None:
-        """The span of a request whose answer is out; none for other endpoints."""
+        """Make the span of an answered request; other endpoints have none."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -104,14 +103,12 @@ class Traces:
         span.end(record.started_at_ns + int(record.duration_s * 1e9))
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining spans."""
         self.provider.shutdown()
 
 
 def _failure(record: Record) -> str | None:
-    """The HTTP status of what went wrong here, at once or half way through; a wrong request is no
-    failure.
-    """
+    """The HTTP status of a failure of the server, at once or in the middle of an answer."""
     if record.status is None:
         return "cut"
     if record.status >= 500:
@@ -153,14 +150,15 @@ def _describe_request(generation: Generation) -> dict[str, Value | None]:
 
 def _came(record: Record, generation: Generation, model: str) -> dict[str, Value | None]:
     """Times in seconds from the request's start."""
+    usage = generation.usage
     return {
         "gen_ai.response.id": generation.response_id,
         "gen_ai.response.model": model,
         "gen_ai.response.finish_reasons": generation.finish_reasons,
         "gen_ai.response.time_to_first_chunk": record.since_start(generation.first_token_s),
-        "gen_ai.usage.input_tokens": generation.prompt_tokens,
-        "gen_ai.usage.output_tokens": generation.completion_tokens,
-        "gen_ai.usage.cache_read.input_tokens": generation.cached_tokens,
+        "gen_ai.usage.input_tokens": usage.prompt_tokens,
+        "gen_ai.usage.output_tokens": usage.completion_tokens,
+        "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
         "tangram.queue_seconds": record.since_start(generation.admitted_s),
-        "tangram.kv_bytes": generation.kv_bytes,
+        "tangram.kv_bytes": usage.kv_bytes,
     }

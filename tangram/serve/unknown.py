@@ -1,7 +1,6 @@
-"""Fields that this server does not serve, where it was told to let them by: counted, and logged
-once a name.
+"""Unsupported fields where the server was told to ignore them: counted, and logged once a name.
 
-Without that a body refuses them (`tangram/serve/body.py`).
+Otherwise a body refuses them (`tangram/serve/body.py`).
 """
 
 from __future__ import annotations
@@ -17,15 +16,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tangram.serve.unsupported import KNOWN_ELSEWHERE, NoOps, asks_for_nothing
 
-# Names come from clients: neither the log nor the memory of what it has said may grow with them.
+# Clients choose the names, so the number and the length of those kept are bounded.
 _MOST_LOGGED = 100
 _MOST_NAME_CHARACTERS = 64
 _log = logging.getLogger(__name__)
 
 
 class IgnoredFields:
-    """What was let by so far. `counter` has one label, the field's name; those nobody knows share
-    `other`.
+    """The fields that were ignored so far.
+
+    `counter` has one label, the field's name. Unknown names share the label `other`.
     """
 
     def __init__(self, counter: Counter) -> None:
@@ -33,7 +33,7 @@ class IgnoredFields:
         self._logged: set[str] = set()
 
     def note(self, name: str) -> None:
-        """A request has asked for something by this field, and does not get it."""
+        """Enter a field that a request has set and that was ignored."""
         self._counter.labels(name if name in KNOWN_ELSEWHERE else "other").inc()
         shown = name[:_MOST_NAME_CHARACTERS]
         if shown not in self._logged and len(self._logged) < _MOST_LOGGED:
@@ -43,15 +43,13 @@ class IgnoredFields:
             )
 
 
-# Pydantic has no other way to hand something to validators that FastAPI calls.
+# FastAPI calls the validators, so an argument cannot reach them in another way.
 _here: ContextVar[IgnoredFields | None] = ContextVar("ignored_fields", default=None)
 
 
 @contextmanager
 def letting_by(ignored: IgnoredFields) -> Iterator[None]:
-    """Bodies that are validated inside lose the fields that are not served, and `ignored` hears of
-    them.
-    """
+    """Inside, bodies lose their unsupported fields, and `ignored` counts these."""
     token = _here.set(ignored)
     try:
         yield
@@ -60,7 +58,7 @@ def letting_by(ignored: IgnoredFields) -> Iterator[None]:
 
 
 def without_unknown(body: dict[str, Any], known: Container[str], refused: NoOps) -> dict[str, Any]:
-    """`body` without the fields that would be refused, where these are let by; else as it is."""
+    """`body` without unsupported fields inside `letting_by`; otherwise unchanged."""
     ignored = _here.get()
     if ignored is None:
         return body
@@ -75,7 +73,7 @@ def without_unknown(body: dict[str, Any], known: Container[str], refused: NoOps)
 
 
 class LetUnknownFieldsBy:
-    """The layer that lets them by, for every request."""
+    """The middleware that ignores them for every request."""
 
     def __init__(self, app: ASGIApp, ignored: IgnoredFields) -> None:
         self._app, self._ignored = app, ignored

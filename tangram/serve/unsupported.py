@@ -1,8 +1,8 @@
-"""Fields that other servers know and this one does not: refused by name, unless their value asks
-for nothing.
+"""Fields of other servers that this one does not support: refused unless they ask for nothing.
 
-Clients send some of them with their default value (`"audio": null`, `"store": false`); such a value
-changes nothing and passes. Anything else would be a wish silently dropped, so it is an error.
+Clients send some of them with their default value (`"audio": null`, `"store": false`). Such a value
+changes nothing, so it passes. Any other value is an error: to drop it silently would give a wrong
+answer.
 """
 
 from __future__ import annotations
@@ -96,15 +96,14 @@ MESSAGE: NoOps = {
 
 STREAM_OPTIONS: NoOps = {"include_obfuscation": (False,)}
 
-# Names that may stand in a metric: there is an end of them.
+# Names that may be labels of a metric: their number is bounded.
 KNOWN_ELSEWHERE = frozenset(
     {"cache_control", "chat_template_kwargs", "reasoning_effort", "verbosity"}.union(
         CHAT, COMPLETION, RESPONSES, TOKENIZE, MESSAGE, STREAM_OPTIONS
     )
 )
 
-# What other servers of this API have under /v1, by the first part of the path; some clients ask for
-# them.
+# What other servers of this API have under /v1, by the first part of the path.
 _PATHS: Mapping[str, str] = {
     "assistants": "assistants",
     "audio": "speech and transcription",
@@ -129,9 +128,7 @@ _PATHS: Mapping[str, str] = {
 
 
 def not_served(path: str) -> str | None:
-    """What is asked for at `path` of OpenAI's API that this server has not; None if it is no such
-    path.
-    """
+    """What OpenAI's API has at `path` and this server has not; None if it is no such path."""
     version, _, rest = path.removeprefix("/").partition("/")
     return _PATHS.get(rest.split("/")[0]) if version == "v1" else None
 
@@ -144,10 +141,10 @@ def asks_for_nothing(value: object, no_ops: tuple[object, ...]) -> bool:
 
 
 def drop_no_ops(body: Any, unsupported: NoOps) -> Any:
-    """`body` without nulls of known fields and without unsupported fields that ask for nothing.
+    """`body` without unsupported fields that ask for nothing.
 
-    Raises a validation error naming the first unsupported field that does ask for something.
-    Unknown fields stay, so that the schema refuses them.
+    Raises a validation error naming the first unsupported field that asks for something. Unknown
+    fields stay, so the schema refuses them.
     """
     if not isinstance(body, dict):
         return body

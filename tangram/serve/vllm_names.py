@@ -1,8 +1,7 @@
-"""The names that vLLM's metrics have, for dashboards and autoscalers that know those: the same
-numbers once more.
+"""Tangram's metrics under vLLM's names, for dashboards and autoscalers that use these.
 
-Names, types and labels are those of vLLM V1 (docs.vllm.ai, usage/metrics). What it names and this
-engine does not have is not there: adapters, drafts, transfers between servers. Buckets are
+Names, types and labels are those of vLLM V1 (docs.vllm.ai, usage/metrics). Metrics of features that
+this engine lacks are missing: adapters, draft models, transfers between servers. Buckets are
 Tangram's.
 """
 
@@ -51,7 +50,7 @@ _COUNTERS: tuple[tuple[str, str, _Reading], ...] = (
 _HISTOGRAMS: tuple[tuple[str, Callable[[ServerMetrics], Histogram]], ...] = (
     ("time_to_first_token_seconds", lambda metrics: metrics.first_token_s),
     ("inter_token_latency_seconds", lambda metrics: metrics.inter_token_s),
-    # What V1 called it first
+    # The first name in V1
     ("time_per_output_token_seconds", lambda metrics: metrics.inter_token_s),
     ("request_time_per_output_token_seconds", lambda metrics: metrics.mean_token_s),
     ("e2e_request_latency_seconds", lambda metrics: metrics.duration_s),

@@ -1,6 +1,4 @@
-"""uvicorn's HTTP/1.1 with refusals that say what was wrong, in the OpenAI form, and an end for
-clients that stall.
-"""
+"""uvicorn's HTTP/1.1, with errors in the OpenAI form and time limits for clients that stall."""
 
 from __future__ import annotations
 
@@ -18,29 +16,28 @@ from tangram.serve.api_errors import ApiError
 from tangram.serve.guard import MAX_HEADER_BYTES
 from tangram.serve.http1 import Http1, UncertainEndError
 
-# So long may a client leave unread what was sent to it, once its buffers and ours are full.
+# A client may leave data unread for this time, once its buffers and ours are full.
 STALLED_CLIENT_S = 30
-# So long may the head of a request take, from the connection or its first byte on, and then its
-# body.
+# The most time for the head of a request, from the connection or its first byte, and for its body.
 HEAD_S, BODY_S = 20, 60
-# A client that sends no more is asked whether it waits for its answer. What came of that is looked
-# for so soon, then each time after twice as long; then it is asked again.
+# After a client has closed its sending side, we send something that it ignores. We look for an
+# error after `LOOK_FIRST_S`, then after twice as long each time, and send again.
 LOOK_FIRST_S, ASK_AGAIN_S = 0.001, 0.5
-# More than can wait in any sensible queue: beyond it, whoever has asked for nothing leaves first.
+# More than a queue can hold. Beyond it, idle connections are closed first.
 MAX_CONNECTIONS = 8192
 
 
 def http_protocol(connections: int) -> type[HttpProtocol]:
-    """The protocol of a server that holds at most so many connections."""
+    """The protocol of a server with at most so many connections."""
     return type("BoundedHttpProtocol", (HttpProtocol,), {"max_connections": connections})
 
 
 class HttpProtocol(H11Protocol):
-    """Answers bytes that are no HTTP request with 400, a head that does not end with 431, one that
-    takes too long with
-    408. A client that sends more while it is being answered is still seen to hang up; one that has
-         closed only its own
-    side gets its answer.
+    """HTTP/1.1 for one connection.
+
+    Bytes that are no HTTP request get a 400, an endless head a 431, a slow one a 408. While a
+    request is answered, a client that sends more is still seen to disconnect. A client that has
+    closed only its sending side gets its answer.
     """
 
     max_connections: ClassVar[int] = MAX_CONNECTIONS
@@ -54,24 +51,28 @@ class HttpProtocol(H11Protocol):
         self.conn = Http1(config.h11_max_incomplete_event_size or MAX_HEADER_BYTES)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """The kernel closes a connection whose other end has taken nothing for `STALLED_CLIENT_S`
+        """Have the kernel close a connection whose client reads nothing for `STALLED_CLIENT_S`
         (tcp(7)).
         """
         connection = transport.get_extra_info("socket")
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALLED_CLIENT_S * 1000)
+        # asyncio leaves it off for sockets that were opened without naming TCP. A body would then
+        # wait up to 40 ms for the client to acknowledge the head before it (RFC 1122, 4.2.3.2).
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         super().connection_made(transport)
         self._set_deadline()
         if len(self.connections) > self.max_connections:
             self._make_room()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Whatever the client was to send is no longer waited for."""
+        """Stop waiting for the client."""
         self._stop_deadline()
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends no more. Whether to go on: it may wait for the answer to what it has
-        sent.
+        """Whether to keep the connection after the client has closed its sending side.
+
+        The client may wait for the answer to what it has sent.
         """
         if (
             not self._half_closed
@@ -80,15 +81,13 @@ class HttpProtocol(H11Protocol):
         ):
             self._half_closed = True
             self.conn.receive_data(b"")
-            with contextlib.suppress(
-                h11.RemoteProtocolError
-            ):  # what stands behind its last request
+            with contextlib.suppress(h11.RemoteProtocolError):  # bytes after its last request
                 self.conn.next_event()
             self._ask_whether_there()
         return self._half_closed
 
     def _ask_whether_there(self) -> None:
-        """A client that waits passes over this, and the system of one that has gone refuses it."""
+        """Send what a waiting client ignores, and the system of a client that has gone refuses."""
         if self.conn.can_ask and not self.transport.is_closing():
             self.transport.write(self.conn.ask())
             self._look_whether_there(LOOK_FIRST_S)
@@ -105,9 +104,7 @@ class HttpProtocol(H11Protocol):
             self.loop.call_later(again_s, self._ask_whether_there)
 
     def handle_events(self) -> None:
-        """Reading goes on while a request is answered, because only who reads sees the client
-        leave.
-        """
+        """Go on reading while a request is answered: only that shows a disconnect."""
         super().handle_events()
         if self._half_closed and self.conn.our_state not in (h11.SEND_RESPONSE, h11.SEND_BODY):
             self._hang_up()  # all is answered, and no more will come
@@ -120,7 +117,7 @@ class HttpProtocol(H11Protocol):
         self._set_deadline()
 
     def send_400_response(self, msg: str) -> None:
-        """Called where h11 has refused the bytes: its exception has the status that fits."""
+        """Called where h11 has refused the bytes. Its exception has the status."""
         error = sys.exception()
         status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
         if status == 431:
@@ -130,9 +127,7 @@ class HttpProtocol(H11Protocol):
         self._refuse(status, msg)
 
     def _refuse(self, status: int, message: str) -> None:
-        """The last word on this connection; if an answer has begun, or is out, there is no room for
-        it.
-        """
+        """Answer with an error and close; only close if an answer has begun or is sent."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = bytes(ApiError(status, message).response().body)
             head = [
@@ -148,16 +143,14 @@ class HttpProtocol(H11Protocol):
         self._hang_up()
 
     def _hang_up(self) -> None:
-        """Close, and let the application know now: what it still says would be sent to nobody."""
+        """Close, and tell the application at once that the client is gone."""
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self.transport.close()
 
     def _make_room(self) -> None:
-        """Close the connection that waits for a request and has the least time left for that; this
-        one, if all work.
-        """
+        """Close the idle connection that would time out first; this one, if none is idle."""
         others = {
             other: other.idle_until_s()
             for other in self.connections
@@ -176,7 +169,7 @@ class HttpProtocol(H11Protocol):
             )
 
     def refuse_rest(self) -> None:
-        """Where a request's body is still on its way: it comes too late, the server ends."""
+        """Refuse a request whose body is still being sent: the server ends."""
         if self.conn.their_state is h11.SEND_BODY:
             self._refuse(
                 503,
@@ -184,9 +177,7 @@ class HttpProtocol(H11Protocol):
             )
 
     def idle_until_s(self) -> float | None:
-        """When the connection ends by itself, on the loop's clock, if no request comes; None in the
-        middle of one.
-        """
+        """When an idle connection times out, on the loop's clock; None while it has a request."""
         timer = self.timeout_keep_alive_task or self._deadline
         return (
             timer.when()
@@ -195,10 +186,10 @@ class HttpProtocol(H11Protocol):
         )
 
     def _set_deadline(self) -> None:
-        """For what the client is to send now. It is not put off by a byte of it."""
+        """Set the time limit for what the client sends next. More bytes do not extend it."""
         state = self.conn.their_state
         limits_s = {h11.IDLE: HEAD_S, h11.SEND_BODY: BODY_S}
-        # After an answer uvicorn has a clock of its own, up to the first byte of what follows.
+        # After an answer uvicorn has a timer of its own, up to the first byte of the next request.
         waits = (
             state in limits_s
             and self.timeout_keep_alive_task is None

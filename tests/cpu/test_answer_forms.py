@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -254,13 +255,17 @@ def forms(gptoss: TextCodec) -> dict[str, tuple[TextCodec, AnswerForm]]:
     return found
 
 
+@functools.cache
+def compiler_of(codec: TextCodec) -> GrammarCompiler:
+    """It reads a whole vocabulary, so one serves all tests of a tokenizer."""
+    ends = [codec.tokenizer.eos_token_id]
+    return GrammarCompiler(codec.tokenizer, vocab_size=len(codec.tokenizer), end_token_ids=ends)
+
+
 def may_end(codec: TextCodec, source: str, text: str) -> bool | None:
     """Whether an answer of `text` may end there; None if it cannot come so far."""
     end = codec.tokenizer.eos_token_id
-    compiler = GrammarCompiler(
-        codec.tokenizer, vocab_size=len(codec.tokenizer), end_token_ids=[end]
-    )
-    matcher = compiler.compile(source, "tools").begin()
+    matcher = compiler_of(codec).compile(source, "tools").begin()
     for token in codec.tokenizer.encode(text, add_special_tokens=False):
         if not np.unpackbits(matcher.mask_tokens(), bitorder="little")[token]:
             return None

@@ -242,7 +242,7 @@ def test_a_report_covers_every_rho_and_survives_json() -> None:
         "## ρ 0.5",
         "## ρ 0.4",
         "Held-out overflow",
-        "So many samples",
+        "Fewer samples",
         "between kinds",
         "Entries lost, made of",
     ):

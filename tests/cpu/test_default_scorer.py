@@ -77,7 +77,7 @@ def test_a_profile_says_its_scorer(loaded: LoadedModel) -> None:
 def test_a_scorer_that_is_named_is_taken(loaded: LoadedModel) -> None:
     assert served(loaded, scorer="keydiff").config.scorer == "keydiff"
     with pytest.raises(
-        ProfileError, match="scorer is 'keydiff' in the profile, 'fastkvzip' was asked"
+        ProfileError, match="scorer is 'keydiff' in the profile, 'fastkvzip' was requested"
     ):
         served(loaded, scorer="fastkvzip", profile=(KEYDIFF,))
 

@@ -311,7 +311,7 @@ def test_a_stop_string_ends_a_completion_whose_next_token_is_under_way(
     assert held.outputs[0].finish_reason == "stop"
     assert held.outputs[0].text.split() == words[:last]
     assert held.outputs[0].token_ids == free.token_ids[: last + 1]
-    small_llm.engine.check_books()
+    small_llm.engine.check_accounting()
     assert small_llm.engine.stats().pages_held == 0
 
 
@@ -343,7 +343,7 @@ def test_after_a_step_that_failed_the_engine_answers_as_before(
         and events[-1].error == "a step of the engine failed"
     )
     assert not engine.busy and engine.stats().pages_free == engine.stats().pages_total
-    engine.check_books()
+    engine.check_accounting()
     assert [answer.token_ids for answer in answer_all(engine, asks)] == expected
 
 
@@ -369,4 +369,4 @@ def test_launching_ahead_changes_nothing(small_llm: LLM, monkeypatch: pytest.Mon
     assert [event.finish_reason for event in events].count(FinishReason.ABORT) == 1
     assert events[-1].finish_reason is FinishReason.ABORT
     assert events[-1].usage.completion_tokens == sum(len(event.token_ids) for event in events) == 3
-    engine.check_books()
+    engine.check_accounting()

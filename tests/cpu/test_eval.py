@@ -351,6 +351,13 @@ def test_who_cannot_draw_hears_it_first(
     assert result.exit_code == 2 and "pip install matplotlib" in " ".join(result.output.split())
 
 
+def _fidelity_options() -> list[str]:
+    most = FLAGS.index("--max-questions")  # fidelity asks none
+    suite = "--suites fidelity --samples 3 --context-tokens 768 --chunk-tokens 256"
+    grid = "--methods full,uniform,dynamic,one-shot --retentions 0.75,0.25"
+    return [*FLAGS[:most], *FLAGS[most + 2 :], *suite.split(), *grid.split()]
+
+
 def test_fidelity_falls_with_retention_and_is_kept_and_shown(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -359,29 +366,7 @@ def test_fidelity_falls_with_retention_and_is_kept_and_shown(
     """
     monkeypatch.setenv("TANGRAM_CACHE", str(tmp_path / "cache"))
     kept, tables = tmp_path / "r.json", tmp_path / "r.md"
-    asked_for = [
-        "--suites",
-        "fidelity",
-        "--samples",
-        "3",
-        "--context-tokens",
-        "768",
-        "--chunk-tokens",
-        "256",
-    ]
-    grid = ["--methods", "full,uniform,dynamic,one-shot", "--retentions", "0.75,0.25"]
-    own = [*FLAGS[: FLAGS.index("--max-questions")], *FLAGS[FLAGS.index("--max-questions") + 2 :]]
-    options = [
-        "eval",
-        str(model),
-        *own,
-        *asked_for,
-        *grid,
-        "-o",
-        str(kept),
-        "--report",
-        str(tables),
-    ]
+    options = ["eval", str(model), *_fidelity_options(), "-o", str(kept), "--report", str(tables)]
     reads: list[str] = []
     reading = ModelBench._read_expected
 

@@ -72,10 +72,10 @@ def test_it_says_how_long_beforehand_and_what_it_costs_at_the_end(
     assert result.exit_code == 0, result.output
     said = " ".join(result.output.split())
     begin, end = (
-        said.index("as served at ρ 0.5."),
+        said.index("with the served setting at ρ 0.5."),
         said.rindex("ρ 0.5 (static, keydiff) leaves the likeliest next"),
     )
-    assert begin < said.index("minutes from here.") < said.index("full, ρ 1: ruler") < end
+    assert begin < said.index("minutes to go.") < said.index("full, ρ 1: ruler") < end
     assert said.count("(static, keydiff)") == 2
     cells = Results.load(kept).cells
     assert [cell.method.name for cell in cells] == ["full", "full", "static", "static"]
@@ -94,6 +94,4 @@ def test_what_it_settles_is_refused_beside_it(
 ) -> None:
     monkeypatch.setattr("tangram.lab.accuracy.evaluation.load_model", None)
     result = CLI.invoke(app, ["eval", "--quick", *given])
-    assert result.exit_code == 2 and "with --quick that is settled" in " ".join(
-        result.output.split()
-    )
+    assert result.exit_code == 2 and "but --quick fixes it" in " ".join(result.output.split())

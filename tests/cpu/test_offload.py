@@ -110,7 +110,7 @@ def test_a_cleared_cache_is_forgotten_in_host_memory_too(world: World) -> None:
         told(engine, history)
     assert engine.stats().host_pages_used > 0
     engine.clear_cache()
-    engine.check_books()
+    engine.check_accounting()
     assert engine.stats().host_pages_used == 0
     assert told(engine, HISTORIES[0])[-1].usage.cached_tokens == 0
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 ON_ARM = """
 import platform, sys
@@ -20,12 +22,19 @@ sys.exit(code)
 """
 
 
-def test_the_portable_form_passes_the_tests_of_the_kernel(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "environment",
+    [{"NUMBA_DISABLE_JIT": "1"}, pytest.param({}, marks=pytest.mark.nightly)],
+    ids=["as Python", "compiled"],
+)
+def test_the_portable_form_passes_the_tests_of_the_kernel(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
     """A cache of its own: compiled code does not know which of the two it was made of."""
     done = subprocess.run(
         [sys.executable, "-c", ON_ARM],
         cwd=ROOT,
-        env=os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)},
+        env=os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)} | environment,
         capture_output=True,
         text=True,
     )

@@ -345,6 +345,7 @@ def test_a_bias_or_an_end_that_is_no_token_of_the_model_is_refused(token: int) -
         assert caught.value.field == field
 
 
+@pytest.mark.serial
 def test_greedy_costs_little_beyond_the_argmax() -> None:
     logits = random_logits(8, rows=8, vocab=49152)
     rows = [row_of(SamplingParams(temperature=0.0), vocab=49152) for _ in range(8)]

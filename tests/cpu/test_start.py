@@ -34,7 +34,7 @@ def config(folder: Path, **options: float | str) -> EngineConfig:
 
 def test_more_pages_than_the_machine_has_memory_are_refused(folder: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"kv_cache_gib is 1000000\.0, .* GiB in all: lower kv_cache_gib"
+        ConfigError, match=r"kv_cache_gib is 1000000\.0, .* GiB: lower kv_cache_gib"
     ):
         build_engine(config(folder, kv_cache_gib=1e6))
 
@@ -45,7 +45,7 @@ def test_a_container_counts_as_the_machine(
     limit = tmp_path / "memory.max"
     monkeypatch.setattr(memory, "_CGROUP_LIMIT", limit)
     limit.write_text(f"{2**29}\n")
-    with pytest.raises(ConfigError, match=r"have 0\.5 GiB in all"):
+    with pytest.raises(ConfigError, match=r"process 0\.5 GiB: lower"):
         build_engine(config(folder, kv_cache_gib=0.6))
     limit.write_text("max\n")
     build_engine(config(folder, kv_cache_gib=0.01))

@@ -230,7 +230,7 @@ def test_a_batch_must_fill(tiny: LoadedModel) -> None:
         ),
         (
             ["--train-gate", "gate.safetensors", "--samples", "2", "--data", "a.txt"],
-            "samples is 2 and data 'a.txt'",
+            "calibration_samples is 2 and data is 'a.txt'",
         ),
         ([], "output is not set"),
     ],

@@ -132,6 +132,7 @@ def test_a_system_that_tells_nothing_of_threads_is_left_alone(tmp_path: Path) ->
     assert not policy.brief
 
 
+@pytest.mark.serial
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
 @pytest.mark.skipif(
     not list((Path(torch.__file__).parent / "lib").glob("libgomp*")), reason="no libgomp"

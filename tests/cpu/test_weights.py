@@ -212,10 +212,10 @@ def test_unknown_weights_are_said_and_not_left_out(tmp_path: Path) -> None:
         json.dumps({"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4})
     )
     code, said = run(str(path))
-    assert code == 0 and "Of the weights nothing is known" in said and "no vocab_size" in said
+    assert code == 0 and "The size of the weights is not known" in said and "no vocab_size" in said
     code, said = run(str(path), "--memory-gib", "8")
     assert (
         code == 2
-        and "memory_gib is 8.0, but the weights count, too" in said
+        and "memory_gib is 8.0, but the size of the weights is not known" in said
         and "no vocab_size" in said
     )

@@ -1,8 +1,8 @@
 """What engines launch on each card, compiled for it on a CPU.
 
-`python -m tests.gpu.compiled short FILE`, or `… long FILE 86 90`. A tiny engine rehearses with its
-real launchers. Triton's hook takes down what it would compile, and nothing is run; then Triton and
-its ptxas compile it. In a process of its own, where the interpreter is off.
+`python -m tests.gpu.compiled short FILE 86 90`, or `… long FILE 86 90`. A tiny engine rehearses
+with its real launchers. Triton's hook takes down what it would compile, and nothing is run; then
+Triton and its ptxas compile it. In a process of its own, where the interpreter is off.
 """
 
 from __future__ import annotations
@@ -213,17 +213,20 @@ def compiled(capability: int, variant: Variant, launch: Launch) -> Compiled:
     )
 
 
-def short(folder: Path) -> Iterator[tuple[int, Variant, Launch]]:
-    """Each kernel for some cards, attention for each: another of its launches every time."""
-    names: list[str] = []
-    for number, (capability, variant) in enumerate(SHORT.items()):
+def short(folder: Path, cards: Iterable[int]) -> Iterator[tuple[int, Variant, Launch]]:
+    """Attention for each of `cards`, another of its launches every time; other kernels for the
+    first that launches them.
+    """
+    seen: set[str] = set()
+    for number, capability in enumerate(cards):
+        variant = SHORT[capability]
         launches: dict[str, list[Launch]] = {}
         for launch in recorded(capability, variant, folder):
             launches.setdefault(launch.name, []).append(launch)
-        names += [name for name in sorted(launches) if name not in names]
         for name, own in launches.items():
-            if name.endswith(ATTENTION) or (names.index(name) + number) % 3 == 0:
+            if name.endswith(ATTENTION) or name not in seen:
                 yield capability, variant, own[number % len(own)]
+        seen |= launches.keys()
 
 
 def long(folder: Path, cards: Iterable[int]) -> Iterator[tuple[int, Variant, Launch]]:
@@ -239,12 +242,12 @@ def long(folder: Path, cards: Iterable[int]) -> Iterator[tuple[int, Variant, Lau
 
 
 def main(form: str, target: str, *cards: str) -> None:
-    """Write a line of JSON for each kernel to `target`; the long form takes cards."""
+    """Write a line of JSON for each kernel and card to `target`."""
     gathered.LEAST_TOKENS = CHUNK
     knobs.nvidia.dump_ptxas_log = True
     with tempfile.TemporaryDirectory() as folder, Path(target).open("w") as file:
-        wanted = short(Path(folder)) if form == "short" else long(Path(folder), map(int, cards))
-        for capability, variant, launch in wanted:
+        choose = {"short": short, "long": long}[form]
+        for capability, variant, launch in choose(Path(folder), map(int, cards)):
             line = asdict(compiled(capability, variant, launch))
             file.write(json.dumps(line) + "\n")
             file.flush()

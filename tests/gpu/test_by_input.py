@@ -12,12 +12,22 @@ from tangram.compress.profile import Scope
 from tangram.model.load import LoadedModel
 from tests.gpu.test_engine import CASES, CHUNK, PROMPTS, both, in_step, models, options_of
 from tests.gpu.test_engine import pytestmark as pytestmark
+from tests.interpreter import interpreter_few
 
 __all__ = ["models"]
 
 
-@pytest.mark.parametrize("scope", ["model", "layer"])
-@pytest.mark.parametrize("case", ["llama", "llama, another scorer", "llama, second pass"])
+@pytest.mark.parametrize(
+    ("case", "scope"),
+    interpreter_few(
+        [
+            (case, scope)
+            for case in ("llama", "llama, another scorer", "llama, second pass")
+            for scope in ("model", "layer")
+        ],
+        ("llama, second pass", "layer"),
+    ),
+)
 def test_every_step_leaves_the_pool_and_the_answers_that_torch_leaves(
     case: str, scope: Scope, models: dict[int, LoadedModel], tmp_path: Path
 ) -> None:

@@ -79,11 +79,15 @@ def check(kernel: dict[str, Any]) -> None:
         assert kernel["spilled_bytes"] <= SPILLED_BYTES, kernel
 
 
-def test_a_sample_of_all_kernels_compiles_for_every_card(tmp_path: Path) -> None:
-    kernels = compiled("short", tmp_path)
+@pytest.mark.parametrize(
+    "cards", [(86, 100), pytest.param(tuple(CARDS), marks=pytest.mark.nightly)], ids=["two", "all"]
+)
+def test_a_sample_of_all_kernels_compiles_for_cards(cards: tuple[int, ...], tmp_path: Path) -> None:
+    """For one whose kernels follow pages and one where they gather; nightly for every card."""
+    kernels = compiled("short", tmp_path, *map(str, cards))
     assert kernels_in(ROOT / "tangram/kernels") == KERNELS
     assert {kernel["kernel"] for kernel in kernels} == KERNELS
-    for card in CARDS:
+    for card in cards:
         own = {kernel["kernel"] for kernel in kernels if kernel["card"] == card}
         assert own >= {"decode_tasks", "merge_segments", "prefill_tiles"}
     for kernel in kernels:
@@ -134,7 +138,7 @@ def test_tiles_fit_the_card_and_no_smaller_than_they_must(card: int) -> None:
 
 
 def test_what_fits_no_tile_is_refused_by_name() -> None:
-    refusal = r"heads of 256 .* in 32 bits .* 99 KiB .* take --dtype bfloat16"
+    refusal = r"heads of 256 .* in 32 bits .* 99 KiB .* use --dtype bfloat16"
     with pytest.raises(ConfigError, match=refusal):
         fit_tile(Tile(128, 32), Operands(256, 4, hops=2), CARDS[86])
 

@@ -17,6 +17,7 @@ from tangram.plan.aot import plan_aot
 from tangram.plan.form import DecodeRows, WorkPlan
 from tangram.plan.plain import plan_plain
 from tangram.plan.workqueue import plan_workqueue
+from tests.interpreter import interpreter_few
 from tests.paged import SCALING, Batch, dense_decode, make_batch
 from tests.plans import TaskList, assemble
 
@@ -89,13 +90,23 @@ def test_decode_equals_dense_attention(
         assert_close(out, dense_decode(batch, layer, softcap=softcap, sinks=sinks))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("head_dim", "group", "page"),
-    [(64, 3, 16), (80, 1, 8), (96, 8, 32), (128, 4, 64), (256, 2, 16)],
+    ("head_dim", "group", "page", "dtype"),
+    interpreter_few(
+        [
+            (*shape, dtype)
+            for shape in ((64, 3, 16), (80, 1, 8), (96, 8, 32), (128, 4, 64), (256, 2, 16))
+            for dtype in (torch.float32, torch.float16, torch.bfloat16)
+        ],
+        (64, 3, 16, torch.bfloat16),
+        (80, 1, 8, torch.float32),
+        (96, 8, 32, torch.float16),
+        (128, 4, 64, torch.bfloat16),
+        (256, 2, 16, torch.float16),
+    ),
 )
 def test_head_dims_groups_pages_and_dtypes(
-    dtype: torch.dtype, head_dim: int, group: int, page: int, device: torch.device
+    head_dim: int, group: int, page: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     batch = make_batch(2, 2, group, head_dim, page=page, longest=150, dtype=dtype)
     for merge in MERGES:
@@ -190,8 +201,19 @@ def _packed(rows: DecodeRows, prefix: int) -> WorkPlan:
     return assemble(TaskList(*columns, np.concatenate(members)), layers, heads, 64)
 
 
-@pytest.mark.parametrize("merge", MERGES)
-@pytest.mark.parametrize(("rows", "group"), [(3, 4), (8, 4), (16, 4), (30, 4), (5, 3)])
+@pytest.mark.parametrize(
+    ("rows", "group", "merge"),
+    interpreter_few(
+        [
+            (*shape, merge)
+            for shape in ((3, 4), (8, 4), (16, 4), (30, 4), (5, 3))
+            for merge in MERGES
+        ],
+        *((*shape, "tails") for shape in ((3, 4), (8, 4), (16, 4), (5, 3))),
+        (8, 4, "kernel"),
+        (30, 4, "atomic"),
+    ),
+)
 def test_one_task_serves_rows_that_share_a_prefix(
     rows: int, group: int, merge: str, device: torch.device
 ) -> None:
@@ -233,7 +255,7 @@ def test_buffers_with_slack_take_plans_that_differ_a_little(device: torch.device
     assert not decoder.takes(large)
     with pytest.raises(ConfigError, match="in tasks, the buffers hold"):
         decoder.load(large)
-    larger = GpuDecode([large], group=4, head_dim=64, pool=pool, slack=True, room=decoder.capacity)
+    larger = GpuDecode([large], group=4, head_dim=64, pool=pool, slack=True, least=decoder.capacity)
     assert larger.takes(small) and larger.takes(like_it) and larger.takes(large)
 
 

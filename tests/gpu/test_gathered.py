@@ -96,7 +96,9 @@ def attended(asked: Requests, device: torch.device, asking: slice | None = None)
 
     for part in cells.gathered:
         copies = [
-            torch.full((gathered.room(part, 0, DIM),), torch.nan, dtype=q.dtype, device=device)
+            torch.full(
+                (gathered.count_elements(part, 0, DIM),), torch.nan, dtype=q.dtype, device=device
+            )
             for _ in range(2)
         ]
         gathered.attend(

@@ -15,6 +15,7 @@ from tangram.kernels import stopwatch
 from tangram.kernels.stopwatch import Stopwatch
 from tangram.model.load import LoadedModel
 from tests.gpu.test_engine import CASES, PROMPTS, both, models, options_of, submitted
+from tests.interpreter import interpreter_few
 from tests.support import drain
 
 __all__ = ["models"]
@@ -26,8 +27,17 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("case", ["llama", "llama, second pass", "gpt-oss, windows and sinks"])
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(
+    ("every", "case"),
+    interpreter_few(
+        [
+            (every, case)
+            for every in (1, 2)
+            for case in ("llama", "llama, second pass", "gpt-oss, windows and sinks")
+        ],
+        (1, "llama, second pass"),
+    ),
+)
 def test_sampled_chunks_wish_what_they_wish_on_torch(
     case: str, every: int, models: dict[int, LoadedModel], tmp_path: Path
 ) -> None:

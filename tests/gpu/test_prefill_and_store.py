@@ -274,19 +274,13 @@ def fp8_copy(x: Tensor, scale: Tensor) -> Tensor:
     return (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
 
 
-def test_an_fp8_pool_is_written_and_read_through_its_scales(device: torch.device) -> None:
-    from tangram.kernels import gpu, prefill, store
-    from tangram.plan.aot import plan_aot
-
-    batch = make_batch(2, HEADS, 4, DIM, longest=90, dtype=torch.float16, seed=2)
-    # Powers of two, and entries that E4M3 holds exactly: Triton's interpreter loses the carry when
-    # it rounds.
-    scales = 2.0 ** -torch.arange(4.0, 4.0 + 2 * HEADS * 2).view(2, HEADS, 2)
+def fill_fp8_pool(batch: Batch, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Round the entries of layer 0 to E4M3 in `batch`; the FP8 pool, and the same in float32."""
+    rows = batch.rows
     for row, head in np.ndindex(2, HEADS):
         scale = scales[0, head][:, None, None]
         batch.kv[row][0][head] = fp8_copy(batch.kv[row][0][head], scale).float() * scale
         batch.k[row, head], batch.v[row, head] = batch.kv[row][0][head][:, -1]
-    rows = batch.rows
     wide = torch.zeros(batch.pool.shape)
     pool = torch.zeros(batch.pool.shape, dtype=torch.float8_e4m3fn)
     for row, head in np.ndindex(2, HEADS):
@@ -300,6 +294,18 @@ def test_an_fp8_pool_is_written_and_read_through_its_scales(device: torch.device
             stored = fp8_copy(batch.kv[row][0][head][:, entry], scales[0, head][:, None])
             pool[place] = stored
             wide[place] = stored.float() * scales[0, head][:, None]
+    return pool, wide
+
+
+def test_an_fp8_pool_is_written_and_read_through_its_scales(device: torch.device) -> None:
+    from tangram.kernels import gpu, prefill, store
+    from tangram.plan.aot import plan_aot
+
+    batch = make_batch(2, HEADS, 4, DIM, longest=90, dtype=torch.float16, seed=2)
+    # Powers of two, and entries that E4M3 holds exactly: Triton's interpreter loses the carry when
+    # it rounds.
+    scales = 2.0 ** -torch.arange(4.0, 4.0 + 2 * HEADS * 2).view(2, HEADS, 2)
+    rows, (pool, wide) = batch.rows, fill_fp8_pool(batch, scales)
     plan = plan_aot(rows, 8, tile_tokens=16)
     on_device = pool.clone().to(device)
     address = torch.from_numpy(
@@ -307,8 +313,7 @@ def test_an_fp8_pool_is_written_and_read_through_its_scales(device: torch.device
     )
     q, tables, lengths = (x.to(device) for x in (batch.q, batch.tables, batch.lengths))
     store.append(
-        batch.k.to(device),
-        batch.v.to(device),
+        *(x.to(device) for x in (batch.k, batch.v)),
         on_device,
         tables,
         lengths,
@@ -325,11 +330,7 @@ def test_an_fp8_pool_is_written_and_read_through_its_scales(device: torch.device
         batch.q, wide, batch.tables, batch.lengths, plan, 0, scaling=SCALING
     )
     assert_close(out, expected)
-    new = (
-        torch.randn(10, HEADS * 4, DIM).half(),
-        torch.randn(10, HEADS, DIM).half(),
-        torch.randn(10, HEADS, DIM).half(),
-    )
+    new = tuple(torch.randn(10, heads, DIM).half() for heads in (HEADS * 4, HEADS, HEADS))
     past = batch.lengths.numpy()[rows.length_index[:1, 0]]
     at = torch.from_numpy(np.stack([rows.table[:1, 0], rows.column[:1, 0], past], axis=-1)).to(
         device, torch.int32
@@ -351,9 +352,7 @@ def test_an_fp8_pool_is_written_and_read_through_its_scales(device: torch.device
         *(x.float() for x in new),
         wide,
         batch.tables,
-        rows.table[0, 0],
-        rows.column[0, 0],
-        past[0],
+        *(rows.table[0, 0], rows.column[0, 0], past[0]),
         scaling=SCALING,
         past_tokens=int(past.max()),
     )

@@ -24,11 +24,16 @@ from tests.gpu.test_engine import (
     submitted,
 )
 from tests.gpu.test_engine import pytestmark as pytestmark
+from tests.interpreter import interpreter_few
 from tests.support import profile_file, small_engine, tiny_model
 
 
 @pytest.mark.parametrize(
-    "case", ["llama", "llama, second pass", "gpt-oss, windows and sinks", "gemma 2, softcap"]
+    "case",
+    interpreter_few(
+        ["llama", "llama, second pass", "gpt-oss, windows and sinks", "gemma 2, softcap"],
+        "gpt-oss, windows and sinks",
+    ),
 )
 def test_a_rehearsal_leaves_no_trace(case: str, device: torch.device, tmp_path: Path) -> None:
     loaded = tiny_model(CASES[case][0], load_tokenizer("smollm2"), device)

@@ -16,6 +16,7 @@ from tangram.kernels.triton_kernels import TritonKernels
 from tangram.model.load import LoadedModel
 from tests.gpu.test_engine import CASES, CHUNK, PROMPTS, both, in_step, models, options_of
 from tests.gpu.test_engine import pytestmark as pytestmark
+from tests.interpreter import interpreter_few
 
 __all__ = ["models"]
 
@@ -36,9 +37,21 @@ def apart(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return had_room
 
 
-@pytest.mark.parametrize("gathers", [False, True])
 @pytest.mark.parametrize(
-    "case", ["llama", "llama, uncompressed", "gpt-oss, windows and sinks", "gemma 2, softcap"]
+    ("case", "gathers"),
+    interpreter_few(
+        [
+            (case, gathers)
+            for case in (
+                "llama",
+                "llama, uncompressed",
+                "gpt-oss, windows and sinks",
+                "gemma 2, softcap",
+            )
+            for gathers in (False, True)
+        ],
+        ("gpt-oss, windows and sinks", False),
+    ),
 )
 def test_rows_that_are_taken_apart_leave_what_torch_leaves(
     case: str,

@@ -86,13 +86,23 @@ def shared_batch(
         windows,
         PAGE,
     )
-    probe = next((layer for layer, window in enumerate(windows) if window is None), 0)
-    raw = np.array([len(path) for path in paths]) - sealed
-    units, count = units_of(
-        tables, table[:, probe, 0], np.full(len(paths), kept_pages[probe, 0]), np.array(sealed), raw
-    )
-    forest = build_forest(units, count, np.array(sealed))
+    forest = forest_of(rows, tables, kept_pages, paths, sealed)
     return SharedBatch(rows, np.array(lengths, np.int32), tables, kept_pages * PAGE, forest)
+
+
+def forest_of(
+    rows: DecodeRows,
+    tables: Int32,
+    kept_pages: Int64,
+    paths: list[tuple[int, ...]],
+    sealed: list[int],
+) -> Forest:
+    """The prefix forest as the first full layer shows it, or layer 0 where all have windows."""
+    probe = next((layer for layer, window in enumerate(rows.windows) if window is None), 0)
+    kept = np.full(len(paths), kept_pages[probe, 0])
+    raw = np.array([len(path) for path in paths]) - sealed
+    units, count = units_of(tables, rows.table[:, probe, 0], kept, np.array(sealed), raw)
+    return build_forest(units, count, np.array(sealed))
 
 
 @st.composite

@@ -162,8 +162,8 @@ class Service:
         self, before: list[TokenSequence], preemptions: dict[TokenSequence, int]
     ) -> None:
         running, waiting = self.scheduler.running, self.scheduler.waiting
-        assert sorted(entry.arrival for entry in running + waiting) == sorted(
-            entry.arrival for entry in preemptions
+        assert sorted(entry.arrival_index for entry in running + waiting) == sorted(
+            entry.arrival_index for entry in preemptions
         )
         preempted = [entry for entry in before if entry.preemptions > preemptions[entry]]
         kept = [entry for entry in before if entry not in preempted]

@@ -13,7 +13,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tangram.cache.books import check_books
+from tangram.cache.accounting import check_accounting
 from tangram.cache.keys import ChunkKeys
 from tangram.cache.layout import Layout, adjacent_groups
 from tangram.cache.manager import CacheManager
@@ -241,7 +241,7 @@ def _first_seen(layout: Layout, layer: int, position: int) -> int:
 
 def recount(manager: CacheManager) -> None:
     """Count pages one by one, between two steps, and compare with every total the manager keeps."""
-    check_books(manager)
+    check_accounting(manager)
     sequences, nodes = manager.sequences.values(), manager.prefix.nodes.values()
     lasting = Counter(page for seq in sequences for pages in seq.spans for page in pages.tolist())
     transient = [pages for seq in sequences for pages in seq.window_spans + seq.raw_pages]

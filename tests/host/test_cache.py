@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tangram.cache.books import check_books
+from tangram.cache.accounting import check_accounting
 from tangram.cache.layout import Layout
 from tangram.cache.pages import Ledger
 from tangram.cache.sequence_cache import SequenceCache
@@ -118,7 +118,7 @@ def test_a_page_is_free_exactly_when_nobody_refers_to_it(program: list[tuple[str
 def test_the_ledger_names_a_miscounted_page_and_a_page_that_is_free_twice() -> None:
     ledger = Ledger(4)
     pages = ledger.take(2)
-    with pytest.raises(IntegrityError, match="page 0 has 1 references, 0 holders are known"):
+    with pytest.raises(IntegrityError, match="page 0 has 1 references, 0 were expected"):
         ledger.check(np.zeros(4, np.int32))
     ledger.release(pages)
     ledger.references[1] = 1
@@ -132,15 +132,15 @@ def test_check_finds_a_lost_page_a_wrong_footprint_and_a_promise_without_pages()
     compute(cache, seq, tokens_of(20))
     seq.promised_pages += 2000
     with pytest.raises(IntegrityError, match="pages were promised that do not exist"):
-        check_books(cache)
+        check_accounting(cache)
     seq.promised_pages -= 2000
     lost = seq.raw_pages.pop()
     with pytest.raises(IntegrityError, match="the formula says"):
-        check_books(cache)
+        check_accounting(cache)
     seq.raw_pages.append(lost)
     cache.ledger.references[lost[0]] += 1
     with pytest.raises(IntegrityError, match="miscounted"):
-        check_books(cache)
+        check_accounting(cache)
 
 
 # -- reservation -----------------------------------------------------------------------------------

@@ -70,11 +70,7 @@ def tangram(folder: Path, *arguments: str, **variables: str) -> Outcome:
         ("~/absent", "model '~/absent': there is no such folder"),
         ("absent.gguf", "model 'absent.gguf': there is no such GGUF file"),
         ("empty", "model 'empty': the folder has no config.json"),
-        (
-            "a b",
-            "model 'a b': there is no such file or folder, and no Hugging Face id is written like "
-            "that",
-        ),
+        ("a b", "model 'a b': there is no such file or folder, and it is no valid Hugging Face id"),
         ("file", "model 'file': it is neither a folder nor a GGUF file"),
         ("[/x]", "model '[/x]': there is no such file or folder"),
         ("-", "model '-': there is no such file or folder"),

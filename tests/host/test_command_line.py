@@ -146,7 +146,7 @@ def test_foreign_options_are_none_of_ours_and_point_at_ours() -> None:
         (["serve", "-c", "4096"], "No such option: -c. It is --max-model-len in Tangram."),
         (
             ["serve", "smollm2", "-ngl", "99"],
-            "No such option: -ngl. There is none: the whole model lies on --device.",
+            "No such option: -ngl. There is none: the whole model is on --device.",
         ),
         (["chat", "-np", "4"], "No such option: -np. It is --max-num-seqs in Tangram."),
         (["serve", "--tensor-parallel-size", "2"], "There is none yet: a server uses one device"),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tangram.cli.answering import TerminalAnswer, escape_controls, memory_told
+from tangram.cli.answering import TerminalAnswer, describe_memory, escape_controls
 from tangram.cli.chat_history import COMMANDS, ChatHistory
 from tangram.cli.terminal import entry, history_file
 from tangram.errors import RequestError, TangramError
@@ -101,7 +101,7 @@ def test_a_file_goes_before_the_next_question_and_stays(talk: ChatHistory, tmp_p
         (b"", "is empty"),
         (b"\xff\xfe\x00", "is no text in UTF-8"),
         (b"a\0b", "is no text"),
-        (b"word " * 60, "has 60 tokens, fewer than 50"),
+        (b"word " * 60, "has 60 tokens, a conversation must have fewer than 50"),
         (b"word " * 100, "has 500 bytes, the context of 50 tokens cannot hold them"),
     ],
 )
@@ -172,7 +172,7 @@ MIB = 2**20
     ],
 )
 def test_memory_is_never_more_than_all_of_it(usage: Usage, retention: float, told: str) -> None:
-    assert memory_told(usage, retention, 512) == told
+    assert describe_memory(usage, retention, 512) == told
 
 
 def test_an_answer_that_the_engine_gives_up_is_an_error() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tangram.cache.books import check_books
+from tangram.cache.accounting import check_accounting
 from tangram.cache.layout import Layout
 from tangram.errors import IntegrityError
 from tangram.lab.baselines.caches import DynamicCache
@@ -51,9 +51,9 @@ def test_a_pool_that_holds_the_promise_holds_every_chunk_whole(
             cache.reclaim(seq.slot, kept(entry))
         assert free(cache) == room - entry.span_pages
         cache.commit(seq, tokens)
-        check_books(cache)
+        check_accounting(cache)
     cache.grow(seq, length % entry.chunk_tokens)
-    check_books(cache)
+    check_accounting(cache)
     assert seq.held_pages == entry.count_held_pages(*divmod(length, entry.chunk_tokens))
 
 
@@ -73,4 +73,4 @@ def test_what_is_not_given_back_is_missed() -> None:
     assert seq is not None
     cache.seal(seq)
     with pytest.raises(IntegrityError, match="pages are miscounted"):
-        check_books(cache)
+        check_accounting(cache)

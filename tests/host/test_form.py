@@ -5,9 +5,8 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[2]
 FILES = [
@@ -34,8 +33,13 @@ PARTICIPLES = {
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def functions(path: Path) -> Iterator[Function]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(path)):
         if isinstance(node, Function):
             yield node
 
@@ -52,27 +56,31 @@ def is_participle(name: str) -> bool:
     )
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_functions_fit_on_a_screen(path: Path) -> None:
+def test_functions_fit_on_a_screen() -> None:
     long = {
-        one.name: lines
+        f"{path.relative_to(ROOT)}: {one.name}": lines
+        for path in FILES
         for one in functions(path)
         if (lines := one.end_lineno - one.lineno + 1) > MOST_LINES
         and not has_decorator(one, *COMPILED)
     }
-    assert not long
+    assert long == {}
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(ROOT)))
-def test_functions_are_named_by_verbs(path: Path) -> None:
-    calls = (one for one in functions(path) if not has_decorator(one, "property"))
-    assert [one.name for one in calls if is_participle(one.name)] == []
+def test_functions_are_named_by_verbs() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}: {one.name}"
+        for path in SHIPPED
+        for one in functions(path)
+        if is_participle(one.name) and not has_decorator(one, "property")
+    ]
+    assert wrong == []
 
 
 def test_one_name_is_one_class() -> None:
     places = defaultdict(list)
     for path in SHIPPED:
-        for node in ast.parse(path.read_text()).body:
+        for node in tree(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(str(path.relative_to(ROOT)))
     assert {name: found for name, found in places.items() if len(found) > 1} == {}

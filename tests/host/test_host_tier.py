@@ -19,6 +19,7 @@ from tangram.cache.sequence_cache import SequenceCache
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError, IntegrityError
 from tangram.types import Int32, Int64
+from tests.examples import examples
 from tests.host.support import NumberedCache, geometry, layout, layout_sets, recount, retentions
 
 LIMIT = 40
@@ -161,7 +162,10 @@ class Copies(RuleBasedStateMachine):
 
 TestCopies = Copies.TestCase
 TestCopies.settings = settings(
-    max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(120),
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )
 
 

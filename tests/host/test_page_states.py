@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tangram.cache.books import PageStates
+from tangram.cache.accounting import PageStates
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
 from tests.host.service import MAX_TOKENS, Service

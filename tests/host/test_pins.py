@@ -118,8 +118,14 @@ def resolved(
     }
 
 
-@pytest.mark.parametrize("platform", [*LINUX, MACOS])
-@pytest.mark.parametrize("python", PYTHONS)
+@pytest.mark.parametrize(
+    ("python", "platform"),
+    [
+        pytest.param(python, platform, marks=() if (at + of) % 3 == 0 else pytest.mark.nightly)
+        for at, python in enumerate(PYTHONS)
+        for of, platform in enumerate((*LINUX, MACOS))
+    ],
+)
 def test_the_public_index_has_all_that_is_pinned_and_nothing_else_is_needed(
     cache: Path, python: str, platform: str
 ) -> None:
@@ -128,8 +134,14 @@ def test_the_public_index_has_all_that_is_pinned_and_nothing_else_is_needed(
     assert ("nvidia-cudnn-cu13" in found) == ("triton" in found) == (platform != MACOS)
 
 
-@pytest.mark.parametrize("platform", LINUX)
-@pytest.mark.parametrize("python", PYTHONS)
+@pytest.mark.parametrize(
+    ("python", "platform"),
+    [
+        pytest.param(python, platform, marks=() if (at + of) % 3 == 0 else pytest.mark.nightly)
+        for at, python in enumerate(PYTHONS)
+        for of, platform in enumerate(LINUX)
+    ],
+)
 def test_a_cpu_build_that_lies_on_disk_is_taken_without_cuda(
     cache: Path, python: str, platform: str, tmp_path: Path
 ) -> None:

@@ -1,25 +1,30 @@
-"""README and docs are in short sentences, and the measure can tell."""
+"""README, docs and docstrings are in short sentences, and the measure can tell."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from statistics import fmean
 
 import pytest
 
-from tools.prose import LONG, PAGES, lengths, sentences, share_of_long
+from tools.prose import LONG, MODULES, PAGES, docstrings, lengths, sentences, share_of_long
 
 
-def test_a_sentence_has_few_words_on_average() -> None:
-    assert fmean(lengths()) <= 17, "run python -m tools.prose"
-
-
-def test_few_sentences_are_long() -> None:
-    assert share_of_long(lengths()) <= 0.03, "run python -m tools.prose"
+@pytest.mark.parametrize("paths", [PAGES, MODULES], ids=["pages", "docstrings"])
+def test_sentences_are_short(paths: tuple[Path, ...]) -> None:
+    words = lengths(paths)
+    assert fmean(words) <= 17, "run python -m tools.prose"
+    assert share_of_long(words) <= 0.03, "run python -m tools.prose"
 
 
 def test_every_page_is_measured() -> None:
     assert {"README.md", "http.md", "accuracy.md"} <= {page.name for page in PAGES}
     assert all(lengths((page,)) for page in PAGES)
+
+
+def test_every_package_is_measured() -> None:
+    measured = {module.parent.name for module in MODULES if lengths((module,))}
+    assert {"tangram", "engine", "kernels", "serve", "lab"} <= measured
 
 
 @pytest.mark.parametrize(
@@ -40,3 +45,27 @@ def test_what_is_prose(text: str, expected: list[str]) -> None:
 
 def test_a_long_sentence_counts() -> None:
     assert share_of_long([LONG, LONG + 1]) == 0.5
+
+
+def test_what_is_prose_of_a_docstring() -> None:
+    source = '''"""One two three.
+
+    >>> some_code(that, runs)
+    """
+class Four:
+    """Four five six.
+
+    Args:
+        name: what it is called and more.
+    """
+    def seven(self):
+        """Seven eight nine:
+
+            an indented block of words
+
+        and ten.
+        """
+        # no comment is a docstring
+'''
+    found = [one for text in docstrings(source) for one in sentences(text)]
+    assert found == ["One two three.", "Four five six.", "Seven eight nine:"]

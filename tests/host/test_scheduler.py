@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tangram.cache.step import Row
 from tangram.engine.token_sequence import TokenSequence
+from tests.examples import examples
 from tests.host.service import MAX_TOKENS, Service
 from tests.host.support import geometry, layout, layout_sets, recount
 
@@ -91,8 +92,8 @@ class Traffic(RuleBasedStateMachine):
         running = self.service.scheduler.running
         one = running[which % len(running)]
         if (
-            one.arrival + 1 not in {entry.arrival for entry in self.service.alive}
-            and one.arrival % 2 == 0
+            one.arrival_index + 1 not in {entry.arrival_index for entry in self.service.alive}
+            and one.arrival_index % 2 == 0
         ):
             self.service.submit(
                 one.tokens[: one.prompt_tokens].tolist(),
@@ -100,7 +101,7 @@ class Traffic(RuleBasedStateMachine):
                 layout=self.number(one),
                 salt=one.keys.salt,
                 taste=taste,
-                arrival=one.arrival + 1,
+                arrival=one.arrival_index + 1,
             )
 
     @rule(count=st.integers(1, 12))
@@ -139,7 +140,10 @@ class Traffic(RuleBasedStateMachine):
 
 TestTraffic = Traffic.TestCase
 TestTraffic.settings = settings(
-    max_examples=200, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(200),
+    stateful_step_count=25,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )
 
 
@@ -233,14 +237,14 @@ def test_static_batching_fills_its_seats_at_once_and_waits_until_all_have_left()
     batches = []
     while service.alive:
         service.step()
-        batches.append([entry.arrival for entry in service.scheduler.running])
+        batches.append([entry.arrival_index for entry in service.scheduler.running])
     joined = [
         batch
         for last, batch in zip([[], *batches], batches, strict=False)
         if not set(batch) <= set(last)
     ]
     assert joined == [[4, 6], [8, 10]]
-    assert [entry.arrival for entry in service.ended] == [2, 6, 4, 8, 10]
+    assert [entry.arrival_index for entry in service.ended] == [2, 6, 4, 8, 10]
 
 
 def test_generated_tokens_are_sealed_when_they_fill_their_chunk() -> None:

@@ -66,7 +66,7 @@ def test_a_prompt_that_nobody_can_type_is_one_line() -> None:
 def test_output_without_room_is_one_line(arguments: list[str]) -> None:
     ended = shell('exec "$@" >/dev/full', *SIZE[:3], *arguments)
     assert ended.returncode == 1
-    assert ended.stderr == "error: what was to be written has no room: No space left on device\n"
+    assert ended.stderr == "error: the output could not be written: No space left on device\n"
 
 
 def test_a_pipe_without_end_is_not_read_to_its_end() -> None:
@@ -76,7 +76,7 @@ def test_a_pipe_without_end_is_not_read_to_its_end() -> None:
 
 
 def test_a_line_without_end_is_not_read_to_its_end() -> None:
-    read = "from tangram.cli.terminal import typed; typed('')"
+    read = "from tangram.cli.terminal import read_typed_line; read_typed_line('')"
     ended = shell(f'exec "$1" -c "{read}" </dev/zero', sys.executable)
     assert "OSError" in ended.stderr and "a line has more than" in ended.stderr
 

@@ -9,7 +9,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/structure.md").read_text()
-PACKAGES = ("cache", "plan", "kernels", "model", "engine", "calibrate", "gate_training")
+PACKAGES = (
+    *("cache", "plan", "compress", "kernels", "model", "engine", "serve"),
+    *("calibrate", "gate_training", "cli"),
+)
 
 
 def section(package: str) -> str:
@@ -28,5 +31,5 @@ def test_every_module_is_named(package: str) -> None:
 
 
 def test_every_file_that_is_named_exists() -> None:
-    files = {path.name for path in (ROOT / "tangram").rglob("*.py")}
+    files = {path.name for part in ("tangram", "bench") for path in (ROOT / part).rglob("*.py")}
     assert set(re.findall(r"`(?:\w+/)*(\w+\.py)`", PAGE)) <= files

@@ -102,10 +102,7 @@ def replace_full(piece: Fidelity) -> Fidelity:
 @pytest.mark.parametrize(
     ("stability", "said"),
     [
-        (
-            RankStability(0.9, 0.7),
-            "0.90 of 1, the least alike two by 0.70: the budgets serve texts",
-        ),
+        (RankStability(0.9, 0.7), "0.90, at least 0.70: the budgets also suit other texts"),
         (RankStability(0.6, 0.1), "a compromise. Calibrate on texts like yours (--data)."),
         (RankStability(0.3, -0.2), "suit few of them"),
         (None, "not known"),

@@ -139,6 +139,9 @@ class FakeEngine:
             for request in requests:
                 self._take(request)
 
+    def check_queue(self, coming: int) -> None:
+        """Its queue has no bound."""
+
     def _check(self, request: Request) -> None:
         if request.kv_retention is not None and not 0 < request.kv_retention <= 1:
             raise RequestError(

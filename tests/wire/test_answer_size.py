@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tangram.model.load import load_tokenizer
-from tangram.serve import replies
+from tangram.serve import answer_size
 
 from .conftest import CHAT, COMPLETIONS, MODEL, USER, stream_data
 from .tiny import TinyServer, run_tiny_server, tiny_folder
@@ -72,7 +72,7 @@ def test_more_than_fit_into_memory_are_refused_before_any_work(
         "logprobs",
         "invalid_request_error",
     ), error
-    assert f"at most {replies.MAX_WHOLE_LOGPROBS}" in error["message"]
+    assert f"at most {answer_size.MAX_WHOLE_LOGPROBS}" in error["message"]
     assert "stream" in error["message"]
     assert asked is None or f" {asked} log-probabilities" in error["message"]
     assert (server.engine.stats().steps, server.engine.stats().waiting) == (steps, 0)
@@ -110,7 +110,7 @@ def test_a_stream_has_no_such_bound(client: httpx.Client, path: str) -> None:
 def test_an_answer_at_the_bound_has_as_many_as_it_says(
     client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replies, "MAX_WHOLE_LOGPROBS", 2 * 3 * 10 * 5)
+    monkeypatch.setattr(answer_size, "MAX_WHOLE_LOGPROBS", 2 * 3 * 10 * 5)
     fields = {"prompt": [[5], [7]], "n": 3, "logprobs": 4, "logit_bias": {}, "ignore_eos": True}
     answer = client.post(COMPLETIONS, json=body(COMPLETIONS, **fields, max_tokens=10)).json()
     assert sum(len(choice["logprobs"]["tokens"]) for choice in answer["choices"]) == 2 * 3 * 10

@@ -9,8 +9,9 @@ import openai
 import pytest
 
 from tangram.engine.text import TokenText
-from tangram.serve.replies import CompletionFormat
-from tangram.types import Event, TokenLogprob, Usage
+from tangram.serve.chunks import Content
+from tangram.serve.completion_writer import CompletionWriter
+from tangram.types import TokenLogprob
 
 from .conftest import CHAT, MODEL, USER, FakeServer, chat_body, scrape, stream_data
 
@@ -227,10 +228,10 @@ def test_alternatives_of_equal_text_all_have_their_place() -> None:
         def token_text(self, token_id: int) -> TokenText:
             return TokenText("\ufffd" if token_id < 5 else chr(token_id), bytes([token_id]))
 
-    answer = CompletionFormat(Codec(), logprobs=True)  # type: ignore[arg-type]
+    writer = CompletionWriter(Codec(), {}, logprobs=True)  # type: ignore[arg-type]
     top = ((1, -0.1), (65, -0.5), (2, -1.0), (3, -2.0))
-    event = Event("r", 0, (4,), "\ufffd", (TokenLogprob(4, -9.0, top),), Usage(1, 0, 1, 0, 0))
-    found = answer.delta(0, event)["logprobs"]["top_logprobs"]
+    content = Content("\ufffd", logprobs=[TokenLogprob(4, -9.0, top)])
+    found = writer.write_delta(0, content)["logprobs"]["top_logprobs"]
     expected = {
         "\ufffd": -0.1,
         "A": -0.5,

@@ -13,6 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
+
 from .conftest import CHAT, COMPLETIONS, MODEL, USER, FakeServer, wait_until
 
 JSON = {"Content-Type": "application/json"}
@@ -82,7 +84,9 @@ NAMES = st.sampled_from(
 
 
 @settings(
-    max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(250),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(path=st.sampled_from(sorted(PATHS)), changes=st.dictionaries(NAMES, VALUES, max_size=3))
 def test_no_body_is_a_server_error(
@@ -112,10 +116,10 @@ def test_a_body_full_of_mistakes_costs_little(
     shared_server: FakeServer, fields: dict[str, Any]
 ) -> None:
     content = json.dumps({"model": MODEL, "messages": [USER], **fields}).encode()
-    before_kib, start_s = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    before_kib, start_s = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     with shared_server.http() as client:
         response = client.post(CHAT, content=content, headers=JSON)
     assert response.status_code == 400
     assert len(response.content) < 5000
-    assert time.monotonic() - start_s < 5
+    assert time.process_time() - start_s < 5
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 300 * 1024

@@ -308,7 +308,7 @@ def test_a_real_model_answers_a_file(tmp_path: Path) -> None:
         app, ["generate", "smollm2", "--batch", str(source), "-o", str(target)]
     )
     assert result.exit_code == 1, "a line that failed"
-    assert "3 answered, 1 with errors, 0 were there already" in " ".join(result.output.split())
+    assert "3 answered, 1 with errors, 0 skipped" in " ".join(result.output.split())
     records = [json.loads(record) for record in target.read_text().splitlines()]
     answers = {
         r["response"]["body"]["choices"][0]["message"]["content"]

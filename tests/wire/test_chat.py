@@ -168,7 +168,7 @@ def test_a_conversation_in_a_pipe() -> None:
     assert b"reused 0 of " in ended.stderr and b"cut at 4 tokens" in ended.stderr
 
 
-@pytest.mark.parametrize("given", [b"", b"Hello"])
+@pytest.mark.parametrize("given", [pytest.param(b"", marks=pytest.mark.nightly), b"Hello"])
 def test_the_end_of_a_pipe_ends_a_conversation_well(given: bytes) -> None:
     ended = piped("chat", "--max-tokens", "4", given=given)
     assert ended.returncode == 0, ended.stderr
@@ -185,7 +185,13 @@ def test_a_line_that_is_no_text_spoils_no_other() -> None:
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 
-@pytest.mark.parametrize("variables", [{"LC_ALL": "C"}, ASCII], ids=["C", "ASCII"])
+@pytest.mark.parametrize(
+    "variables",
+    [
+        pytest.param({"LC_ALL": "C"}, marks=pytest.mark.nightly, id="C"),
+        pytest.param(ASCII, id="ASCII"),
+    ],
+)
 def test_any_locale_takes_and_gives_texts(variables: dict[str, str]) -> None:
     """What an ASCII terminal cannot show is escaped. The same text is asked for, by the argument
     and the pipe.
@@ -205,7 +211,7 @@ def test_an_argument_that_is_no_text_is_one_line() -> None:
     assert ended.stderr == b"error: prompt is no text, it has bytes that are not UTF-8: give one\n"
 
 
-@pytest.mark.parametrize("options", [[], ["-p", "-"]])
+@pytest.mark.parametrize("options", [[], pytest.param(["-p", "-"], marks=pytest.mark.nightly)])
 def test_generate_reads_a_pipe_and_its_output_is_the_text_alone(options: list[str]) -> None:
     given = b"The days of the week are Monday, Tuesday, Wednesday,\n"
     ended = piped("generate", "--max-tokens", "40", *options, given=given)

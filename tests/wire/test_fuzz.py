@@ -1,4 +1,4 @@
-"""Requests made up from the OpenAPI document, for half a minute; `make fuzz` is the long form."""
+"""Requests made up from the OpenAPI document, for some seconds; `make fuzz` is the long form."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from bench.stress.fuzz import KEY, check_afterwards, check_log, fuzz, statuses
-from bench.stress.made_up import MOST_TOKENS, fitting, small
+from bench.stress.request_hooks import MOST_TOKENS, fitting, small
 from bench.stress.server import start_server
 from tangram.serve.exposition import ENDPOINTS
 from tangram.serve.guard import OPEN_PATHS
@@ -19,7 +19,7 @@ from tangram.serve.schema import ChatRequest
 
 from .conftest import CHAT, COMPLETIONS, FakeServer, chat_body, scrape, wait_until
 
-OPEN_S, LOCKED_S = 12, 12
+OPEN_S, LOCKED_S = 6, 6
 LABELS: tuple[dict[str, Any], ...] = (
     {"metadata": {"chat": "7"}, "service_tier": "flex", "store": False, "user": "me"},
     {

@@ -39,12 +39,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("where", "arguments"),
     [
-        ("tangram.model.load load_model", "calibrate FOLDER -o profile.json"),
+        pytest.param(
+            "tangram.model.load load_model",
+            "calibrate FOLDER -o profile.json",
+            marks=pytest.mark.nightly,
+        ),
         ("tangram.engine.build load_model", "generate FOLDER -p hello"),
         ("tangram.engine.profiles calibrate_model", "serve FOLDER --load-format dummy --port 0"),
-        (
+        pytest.param(
             "tangram.kernels.cpu warm_up",
             "chat FOLDER --load-format dummy --kv-retention 1.0 --kv-cache-gib 0.02",
+            marks=pytest.mark.nightly,
         ),
     ],
 )
@@ -96,7 +101,9 @@ def test_compiling_is_announced_and_can_be_interrupted(folder: Path, tmp_path: P
     assert said.splitlines()[-1] == "interrupted" and "Traceback" not in said
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)]
+)
 def test_a_server_ends_without_a_list_of_leaks(number: signal.Signals, folder: Path) -> None:
     with process("-m", "tangram", *options(folder, "--kv-retention", "1.0")) as (_, server):
         server.send_signal(number)

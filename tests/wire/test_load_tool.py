@@ -1,4 +1,4 @@
-"""A load generator of other people's making, for a minute: it lives in an environment of its own
+"""A load generator of other people's making, for a while: it lives in an environment of its own
 (docs/load.md).
 """
 
@@ -15,14 +15,15 @@ from bench.stress.guidellm_load import GUIDELLM, ROOT
 
 
 @pytest.mark.skipif(not GUIDELLM.exists(), reason="make load brings GuideLLM")
-def test_a_load_generator_is_answered_every_request(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seconds", [20, pytest.param(60, marks=pytest.mark.nightly)])
+def test_a_load_generator_is_answered_every_request(seconds: int, tmp_path: Path) -> None:
     kept = tmp_path / "load.json"
     command = [
         sys.executable,
         "-m",
         "bench.stress.guidellm_load",
         "--seconds",
-        "60",
+        str(seconds),
         "-o",
         str(kept),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,11 +14,14 @@ from typing import Any
 import httpx
 import pytest
 
-from tangram.serve import preparation
+from tangram.errors import OverloadError
+from tangram.serve import preparation, receiving
 from tangram.serve.api_errors import ApiError
 from tangram.serve.bridge import EventStream, Job, Limits
+from tangram.serve.chat_writer import ChatWriter
+from tangram.serve.completion_writer import CompletionWriter
 from tangram.serve.exposition import ServerMetrics
-from tangram.serve.replies import ChatFormat, CompletionFormat
+from tangram.serve.responses_writer import ResponsesWriter
 from tangram.types import SamplingParams
 
 from .conftest import CHAT, COMPLETIONS, MODEL, FakeServer, chat_body, run_fake_server, wait_until
@@ -94,6 +98,50 @@ def test_who_waits_in_the_engines_queue_counts_too(monkeypatch: pytest.MonkeyPat
         assert client.post(CHAT, json=chat_body()).status_code == 429
         gate.open.set()
         assert held.result().status_code == 200
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES])
+@pytest.mark.parametrize("large", [False, True])
+def test_nothing_is_prepared_for_who_finds_the_queue_full(
+    fake_server: FakeServer, path: str, large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large body is not even parsed; the connection serves the next request."""
+
+    def refuse(coming: int) -> None:
+        raise OverloadError("the queue is full", 7)
+
+    parsed, tokenized = list[int](), list[int]()
+    monkeypatch.setattr(receiving, "parse", note(parsed, receiving.parse))
+    codec = fake_server.engine.codec
+    for name in ("encode", "chat_prompt"):
+        monkeypatch.setattr(codec, name, note(tokenized, getattr(codec, name)))
+    content = json.dumps(BODIES[path]).encode() + b" " * (70_000 if large else 0)
+    headers = {"Content-Type": "application/json"}
+    with fake_server.http() as client:
+        with monkeypatch.context() as full:
+            full.setattr(fake_server.engine, "check_queue", refuse)
+            refused = client.post(path, content=content, headers=headers)
+            assert (refused.status_code, refused.headers["Retry-After"]) == (429, "7")
+            assert (len(parsed), len(tokenized)) == (0 if large else 1, 0)
+            assert client.post("/tokenize", json={"prompt": "a"}).status_code == 200
+        (before,) = connections(client)
+        assert client.post(path, content=content, headers=headers).status_code == 200
+        assert connections(client) == [before]
+
+
+def note(calls: list[int], work: Callable[..., Any]) -> Callable[..., Any]:
+    """`work`, of which each call adds to `calls`."""
+
+    def noting(*arguments: Any) -> Any:
+        calls.append(1)
+        return work(*arguments)
+
+    return noting
+
+
+def connections(client: httpx.Client) -> list[Any]:
+    """Those that `client` keeps open."""
+    return list(client._transport._pool.connections)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -237,6 +285,7 @@ def test_a_new_grammar_is_made_for_those_who_still_wait_for_it(
     assert len(compiler.begun) == 2 and "nobody's" not in "".join(compiler.begun)
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("late", [False, True])
 def test_the_clock_of_a_request_runs_before_it_is_queued(
@@ -289,22 +338,21 @@ def test_text_of_tokens_is_made_beside_the_others_and_within_the_context(
             assert gate.begun == 2
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES])
 def test_a_large_answer_is_made_beside_the_others(
     fake_server: FakeServer, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     threads = list[str]()
-    for style in (ChatFormat, CompletionFormat):
-        whole = style.whole
+    for writer in (ChatWriter, CompletionWriter, ResponsesWriter):
+        write = writer.write_whole
 
-        def noted(self: Any, index: int, choice: Any, whole: Any = whole) -> Any:
+        def noted(self: Any, usage: Any, write: Any = write) -> Any:
             threads.append(threading.current_thread().name)
-            return whole(self, index, choice)
+            return write(self, usage)
 
-        monkeypatch.setattr(style, "whole", noted)
-    body = chat_body() if path == CHAT else {"model": MODEL, "prompt": "hello", "max_tokens": 3}
+        monkeypatch.setattr(writer, "write_whole", noted)
     with fake_server.http() as client:
-        assert client.post(path, json=body).status_code == 200
+        assert client.post(path, json=BODIES[path]).status_code == 200
     assert threads and all(name.startswith("asyncio") for name in threads), (
         "on the thread of all streams"
     )

@@ -11,8 +11,9 @@ import openai
 import pytest
 
 from tangram import __version__
+from tangram.errors import RequestError
 
-from .conftest import COMPLETIONS, MODEL, FakeServer, chat_body, run_fake_server
+from .conftest import CHAT, COMPLETIONS, MODEL, USER, FakeServer, chat_body, run_fake_server
 
 
 def respond(server: FakeServer, **fields: Any) -> Any:
@@ -118,6 +119,8 @@ def test_an_engine_that_gives_up_ends_the_stream_with_an_error_event(
             {"input": [{"type": "function_call_output", "role": "user", "content": "a"}]},
             "input[0].type",
         ),
+        ({"input": [{"type": {}, "output": "a"}]}, "input[0].type"),
+        ({"input": [{"type": ["message"], "content": "a"}]}, "input[0].type"),
         ({"input": "x" * 3000}, "input"),
         ({"input": "\ud800"}, "input[0].content"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
@@ -136,6 +139,43 @@ def test_what_it_does_not_do_is_refused_by_name(
             "/v1/responses", content=json.dumps(body), headers={"Content-Type": "application/json"}
         )
     assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
+
+
+def test_an_error_has_the_field_of_the_endpoint_and_its_other_words_as_they_were(
+    fake_server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reject(*arguments: object) -> None:
+        text = "the template rejects them: messages must alternate after the prompt"
+        raise RequestError(lambda field: f"{field}: {text}", "messages")
+
+    monkeypatch.setattr(fake_server.engine.codec, "chat_prompt", reject)
+    asked = {"/v1/responses": ({"input": "a"}, "input"), CHAT: ({"messages": [USER]}, "messages")}
+    with fake_server.http() as client:
+        for path, (body, field) in asked.items():
+            error = client.post(path, json={"model": MODEL, **body}).json()["error"]
+            assert (error["param"], error["message"]) == (
+                field,
+                f"{field}: the template rejects them: messages must alternate after the prompt",
+            )
+
+
+def test_a_schema_is_blamed_by_the_name_of_the_endpoint(fake_server: FakeServer) -> None:
+    wish = {"type": "json_schema", "name": "answer", "schema": {"type": "object"}}
+    chat_wish = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"oops": 1}}}
+    respond(fake_server, text={"format": wish})
+    assert fake_server.engine.grammars.sources[-1][1] == "text.format"
+    for path, body, field in (
+        (
+            "/v1/responses",
+            {"input": "a", "text": {"format": wish | {"schema": {"oops": 1}}}},
+            "text.format",
+        ),
+        (CHAT, {"messages": [USER], "response_format": chat_wish}, "response_format.json_schema"),
+    ):
+        with fake_server.http() as client:
+            error = client.post(path, json={"model": MODEL, **body}).json()["error"]
+        assert error["param"] == f"{field}.schema.oops"
+        assert error["message"].startswith(f"{field}.schema.oops: the keyword 'oops'")
 
 
 def test_values_that_ask_for_nothing_pass(shared_server: FakeServer) -> None:

@@ -35,13 +35,14 @@ MESSAGES: list[Message] = [{"role": "user", "content": "Count to ten."}]
 
 
 def samples(
-    mb_per_hour: float, count: int = 100, books: GaugeReading = SOUND
+    mb_per_hour: float, count: int = 100, gauges: GaugeReading = SOUND
 ) -> list[ServerSample]:
     noise = Random(0)
     heap = [500 + mb_per_hour * at / 360 + noise.uniform(-3, 3) for at in range(count)]
     # The allocator's gaps grow by 100 MB an hour, whatever is in use.
     return [
-        ServerSample(at * 10.0, 1000 + mb + 100 * at / 360, mb, books) for at, mb in enumerate(heap)
+        ServerSample(at * 10.0, 1000 + mb + 100 * at / 360, mb, gauges)
+        for at, mb in enumerate(heap)
     ]
 
 
@@ -60,8 +61,8 @@ def test_each_broken_law_is_named() -> None:
     leaking = replace(SOUND, free=69)
     for words, found in {
         "status 500": find_broken_laws([*ANSWERED, lost], [], FLAT, ENDS, 0),
-        "other texts": find_broken_laws(ANSWERED, [], FLAT, ENDS, 1),
-        "are not 100": find_broken_laws(ANSWERED, samples(0.0, books=leaking)[:1], FLAT, ENDS, 0),
+        "differed when requested again": find_broken_laws(ANSWERED, [], FLAT, ENDS, 1),
+        "are not 100": find_broken_laws(ANSWERED, samples(0.0, gauges=leaking)[:1], FLAT, ENDS, 0),
         "heap grew": find_broken_laws(ANSWERED, [], heap_growth(samples(200.0)), ENDS, 0),
         "counts 2": find_broken_laws(ANSWERED, [], FLAT, {"length": 2}, 0),
         "given up": find_broken_laws(ANSWERED, [], FLAT, {"length": 3, "abort": 1}, 0),
@@ -85,7 +86,7 @@ def test_an_overload_that_is_noticed_or_loses_somebody_is_named() -> None:
             answers(0.1), [*answers(0.1), turned_away, replace(turned_away, retry_after_s=None)]
         ),
         "no overload": slowed(answers(0.1), answers(0.1)),
-        "not answered": slowed(answers(0.1), [turned_away]),
+        "no answer": slowed(answers(0.1), [turned_away]),
     }.items():
         assert words in found[0], found
 

@@ -4,19 +4,27 @@ long.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import socket
+import threading
 import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+import uvicorn
 
 from tangram.serve import wire
+from tangram.serve.http import build_app, transport_options
+from tangram.serve.listening import Listener
+from tangram.serve.wire import HttpProtocol
 
-from .conftest import CHAT, USER, FakeServer, chat_body, wait_until
+from .conftest import CHAT, MODEL, USER, FakeServer, chat_body, wait_until
+from .fake_engine import FakeEngine
 from .tiny import COMPLETIONS, TinyServer, body, numbers, run_tiny_server, tiny_folder
 
 ENDLESS = chat_body(max_tokens=None, messages=[USER | {"content": "endless"}])
@@ -219,3 +227,28 @@ def test_an_answer_that_nobody_takes_is_given_up(
     assert head.startswith(b"HTTP/1.1 200")
     size = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
     assert len(body) < size
+
+
+def test_a_body_does_not_wait_for_the_client_to_acknowledge_its_head(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nagle's algorithm, of the listener that `tangram serve` opens, would keep it up to 40 ms."""
+    off, made = list[int](), HttpProtocol.connection_made
+
+    def noting(protocol: HttpProtocol, transport: asyncio.Transport) -> None:
+        made(protocol, transport)
+        connection = transport.get_extra_info("socket")
+        off.append(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+
+    monkeypatch.setattr(HttpProtocol, "connection_made", noting)
+    listener = Listener.at("127.0.0.1", 0)
+    app = build_app(FakeEngine(), served_model_name=MODEL)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", **transport_options()))
+    thread = threading.Thread(target=server.run, args=(list(listener.sockets),))
+    thread.start()
+    try:
+        assert httpx.get(f"{listener.url}/version", timeout=20).status_code == 200
+        assert off and all(off)
+    finally:
+        server.should_exit = True
+        thread.join()

@@ -357,6 +357,9 @@ TRIALS: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(
+    "form", ["hermes", pytest.param("llama", marks=pytest.mark.nightly)], indirect=True
+)
+@pytest.mark.parametrize(
     ("fields", "param", "words"), TRIALS, ids=lambda value: value if isinstance(value, str) else "-"
 )
 def test_a_wrong_tool_is_refused_and_the_server_goes_on(

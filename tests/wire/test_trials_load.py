@@ -298,7 +298,7 @@ def test_an_engine_that_dies_leaves_nobody_waiting(
         assert client.get("/health").status_code == 503
         assert client.post(COMPLETIONS, json=content).status_code == 503
         assert "CUDA" not in answers["running"].text + last, "the client need not know"
-        server.engine.check_books()
+        server.engine.check_accounting()
         assert pages_held(server) == 0
 
 

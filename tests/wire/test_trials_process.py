@@ -187,7 +187,7 @@ def test_idle_connections_beyond_the_limit_of_files_cost_nobody_anything() -> No
         server.terminate()
         assert server.wait(timeout=20) == 0
         log = log_of(server)
-        assert "leaves room for" in log and "Traceback" not in log
+        assert "(400) allows" in log and "Traceback" not in log
 
 
 def test_a_limit_of_files_that_is_too_low_is_said() -> None:

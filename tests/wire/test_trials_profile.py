@@ -15,7 +15,9 @@ from typing import Any
 import httpx
 import pytest
 from transformers import LlamaConfig
+from typer.testing import CliRunner
 
+from tangram.cli import app
 from tangram.compress.profile import Profile
 from tangram.model.load import load_model
 from tests.support import profile_file
@@ -58,39 +60,43 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(profile_file(load_model(str(other), load_format="dummy"), other))
 
 
-def refusal(folder: Path, profile: Path, *more: str) -> str:
-    """What a server says that is started with `profile`, after it has ended, with 2, without ever
-    listening.
-    """
+def asked(folder: Path, profile: Path, *more: str) -> tuple[list[str], int]:
+    """A server of `profile` on a port of its own."""
     port = free_port()
-    command = [
-        sys.executable,
-        "-m",
-        "tangram",
-        "serve",
-        str(folder),
-        "--load-format",
-        "dummy",
-        "--port",
-        str(port),
-        "--chunk-tokens",
-        "32",
-        "--page-tokens",
-        "8",
-        "--heads-per-page",
-        "2",
-        "--kv-cache-gib",
-        "0.01",
-        "--max-num-batched-tokens",
-        "128",
-        "--kv-retention",
-        "0.5",
-        "--profile",
-        str(profile),
-        *more,
-    ]
+    options = {
+        "--load-format": "dummy",
+        "--port": str(port),
+        "--chunk-tokens": "32",
+        "--page-tokens": "8",
+        "--heads-per-page": "2",
+        "--kv-cache-gib": "0.01",
+        "--max-num-batched-tokens": "128",
+        "--kv-retention": "0.5",
+        "--profile": str(profile),
+    }
+    given = [part for option in options.items() for part in option]
+    return ["serve", str(folder), *given, *more], port
+
+
+def nobody_listens(port: int) -> bool:
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"http://127.0.0.1:{port}/health")
+    return True
+
+
+def refusal(folder: Path, profile: Path, *more: str) -> str:
+    """What the command says, after it has ended with 2 and nobody listens."""
+    command, port = asked(folder, profile, *more)
+    ended = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
+    assert ended.exit_code == 2 and isinstance(ended.exception, SystemExit), ended.exception
+    assert nobody_listens(port)
+    return " ".join(ended.stderr.split())
+
+
+def test_a_process_ends_with_a_profile_that_is_not_for_it(folder: Path, foreign: Path) -> None:
+    command, port = asked(folder, foreign)
     ended = subprocess.run(
-        command,
+        [sys.executable, "-m", "tangram", *command],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -99,10 +105,9 @@ def refusal(folder: Path, profile: Path, *more: str) -> str:
         env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"},
     )
     assert ended.returncode == 2, "starting it again does not help"
-    with pytest.raises(httpx.ConnectError):
-        httpx.get(f"http://127.0.0.1:{port}/health")
+    assert nobody_listens(port)
     assert "Traceback" not in ended.stderr
-    return " ".join(ended.stderr.split())
+    assert "layers is 3 in the profile, 2 in the model" in " ".join(ended.stderr.split())
 
 
 def test_a_profile_of_another_model_is_named_by_what_differs(folder: Path, foreign: Path) -> None:
@@ -117,7 +122,7 @@ def test_a_profile_of_another_model_is_named_by_what_differs(folder: Path, forei
 def test_a_profile_for_other_options_is_named_by_what_differs(folder: Path, profile: Path) -> None:
     said = refusal(folder, profile, "--chunk-tokens", "64", "--scope", "layer")
     assert (
-        "chunk_tokens is 32 in the profile, 64 was asked" in said
+        "chunk_tokens is 32 in the profile, 64 was requested" in said
         and "scope is 'model' in the profile" in said
     )
 

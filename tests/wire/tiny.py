@@ -107,7 +107,7 @@ class TinyServer:
         wait_until(
             lambda: self.engine.stats().pages_held == 0, "pages are still held", timeout_s=20
         )
-        self.engine.check_books()
+        self.engine.check_accounting()
         assert healthy(self.url)
         assert self.complete(numbers(9, 7), max_tokens=3)
         wait_until(lambda: self.engine.stats().pages_held == 0, "pages are still held")

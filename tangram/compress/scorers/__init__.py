@@ -1,5 +1,6 @@
-"""The scorers by name. A new one is one file with one method and one line here; see
-docs/scorers.md.
+"""The scorers by name.
+
+A new scorer is one file with one method, and one line here; see docs/scorers.md.
 """
 
 from __future__ import annotations
@@ -42,28 +43,24 @@ SCORERS: dict[str, type[Scorer]] = {
 
 
 class ScorerChoice(NamedTuple):
-    """What decides which entries stay: a scorer, by its name, and which heads compete by its
-    scores.
-    """
+    """What decides which entries stay: a scorer's name, and which heads compete by its scores."""
 
     scorer: str
     scope: Scope
 
 
 def read_profiles(config: EngineConfig) -> dict[str, Profile]:
-    """The profiles that `config` names, by path. Raises `ProfileError` for one that
-    cannot be read.
-    """
+    """The profiles that `config` names, by path. Raises `ProfileError` for an unreadable one."""
     return {path: Profile.load(path) for path in config.profile}
 
 
 def choose(
     config: EngineConfig, model: ModelFingerprint | None, profiles: Mapping[str, Profile]
 ) -> ScorerChoice:
-    """What `config` asks for; or else what `profiles`, its own, record; or else the defaults.
+    """The scorer and scope of `config`, or else those of its `profiles`, or else the defaults.
 
-    Those are for its gate, `model` and scorer. Raises `ProfileError` if profiles that are to say it
-    do not agree.
+    The defaults depend on its gate, on `model` and on the scorer. Raises `ProfileError` if the
+    profiles decide and do not agree.
     """
     scorer, scope = config.scorer, config.scope
     if scorer is None:
@@ -84,7 +81,7 @@ def _agree(what: str, recorded: Mapping[str, Recorded]) -> Recorded | None:
     if len(set(recorded.values())) > 1:
         listed = ", ".join(f"{path} for {name}" for path, name in recorded.items())
         raise ProfileError(
-            f"the profiles given are for several {what} ({listed}): give those of one"
+            f"the profiles given are for several {what} ({listed}): give profiles of one"
         )
     return next(iter(recorded.values()), None)
 
@@ -92,12 +89,11 @@ def _agree(what: str, recorded: Mapping[str, Recorded]) -> Recorded | None:
 def make_scorer(
     name: str, *, gate: Path | None = None, model: ModelFingerprint | None = None
 ) -> Scorer:
-    """The scorer called `name` with its default parameters; `gate` is the gate file of fastkvzip
-    and of no other.
+    """The scorer called `name` with its default parameters.
 
-    Without one fastkvzip takes the gate that ships for exactly the weights of `model`.
-    `ConfigError` if the name is unknown, a gate is missing or damaged, or a gate is given to a
-    scorer without one.
+    `gate` is the gate file of fastkvzip and of no other scorer. Without one fastkvzip takes the
+    gate that ships for exactly the weights of `model`. Raises `ConfigError` if the name is unknown,
+    if a gate is missing or damaged, or if the scorer takes no gate.
     """
     if name not in SCORERS:
         raise ConfigError(f"scorer is {name!r}, it must be one of {', '.join(sorted(SCORERS))}")

@@ -1,6 +1,4 @@
-"""Attention logits by KV head, and the attention of a chunk's last queries, which TOVA and SnapKV
-read.
-"""
+"""Attention logits by KV head, and the attention of a chunk's last queries (for TOVA, SnapKV)."""
 
 from __future__ import annotations
 
@@ -16,8 +14,9 @@ def group_queries(queries: Tensor, kv_heads: int) -> Tensor:
 
 
 def compute_grouped_logits(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
-    """[Q, n, D] and [H, m, D] → [H, G, n, m] float32: the scaled products, keys not copied per
-    query head.
+    """[Q, n, D] and [H, m, D] → [H, G, n, m] float32: the scaled products.
+
+    Keys are not copied per query head.
     """
     kv_heads, tokens, _ = keys.shape
     stacked = group_queries(queries.float(), kv_heads).flatten(1, 2)
@@ -26,7 +25,8 @@ def compute_grouped_logits(queries: Tensor, keys: Tensor, scaling: float) -> Ten
 
 
 def causal_softmax(logits: Tensor) -> Tensor:
-    """Softmax of [..., n, m] along m, where query i of n sees all keys but the last n - 1 - i.
+    """Softmax of [..., n, m] along m; query i of n sees all keys but the last n - 1 - i.
+
     Overwrites `logits`.
     """
     tokens = logits.shape[-2]
@@ -36,7 +36,7 @@ def causal_softmax(logits: Tensor) -> Tensor:
 
 
 def trailing_attention(chunk: ChunkView, window_tokens: int) -> Tensor:
-    """[H, G, w, C - w] float32: what the last w queries give to the tokens before them.
+    """[H, G, w, C - w] float32: the last w queries' attention to the tokens before them.
 
     The softmax runs over the whole chunk and is causal inside the window.
     """
@@ -45,8 +45,9 @@ def trailing_attention(chunk: ChunkView, window_tokens: int) -> Tensor:
 
 
 def append_forced(scores: Tensor, tokens: int) -> Tensor:
-    """[H, n] → [H, n + tokens]: appended tokens score one above the best, so they outrank all
-    others.
+    """[H, n] → [H, n + tokens]: appended tokens score one above the best.
+
+    So they outrank all others.
     """
     forced = (scores.max() + 1).expand(scores.shape[0], tokens)
     return torch.cat([scores, forced], dim=1)

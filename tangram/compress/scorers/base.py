@@ -1,9 +1,8 @@
-"""What every scorer sees and returns. One method per file, named after its paper; a new scorer
-overrides one method.
+"""The input and output of every scorer. A new scorer overrides one method.
 
-Shape letters: `H` KV heads · `Q` query heads · `G = Q/H` · `C` tokens of the chunk · `D` head dim ·
-`T` tokens of the repeat pass. Query heads are ordered so that heads `h·G … h·G + G - 1` read KV
-head `h`, as everywhere in Transformers.
+Each file holds one method, named after its paper. Shape letters: `H` KV heads · `Q` query heads ·
+`G = Q/H` · `C` tokens of the chunk · `D` head dim · `T` tokens of the repeat pass. Query heads `h·G
+… h·G + G - 1` read KV head `h`, as everywhere in Transformers.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """KVzip's second pass over one chunk, in one layer: the repeat prompt followed by the repeated
-    chunk.
+    """KVzip's second pass over one chunk in one layer: the repeat prompt, then the repeated chunk.
 
     `queries` [Q, T, D] and `keys` [H, T, D] are post-RoPE and belong to the same T tokens.
     """
@@ -35,18 +33,18 @@ class Reconstruction:
 
 @dataclass(frozen=True)
 class ChunkView:
-    """One full chunk in one layer, as a scorer sees it. All tensors lie on one device, in the
-    model's dtype.
+    """One full chunk in one layer, as a scorer sees it.
 
-    `queries` [Q, C, D] and `keys` [H, C, D] are post-RoPE; `values` is [H, C, D]. `start` is the
-    position of the chunk's first token in the sequence, a multiple of C; `layer` counts all layers.
-    `scaling` is the factor the model multiplies q·k with. `rotary`, present when the scorer needs
-    "rotary", maps positions, int64 [n], to (cos, sin), each [n, D_rot], in the half-rotation
-    convention: dimension i turns with i + D_rot/2. D_rot may be smaller than D (partial RoPE) and
-    cos, sin may carry a factor (YaRN). `hidden` [C, hidden] is the input of the attention module,
-    present when the scorer needs "hidden". `reconstruction` is present when the scorer needs
-    "reconstruction". `sink_keys` [H, s, D] are the post-RoPE keys of the sequence's first s tokens,
-    which every head keeps, present when `start` > 0 for KVzip.
+    All tensors lie on one device, in the model's dtype. `queries` [Q, C, D] and `keys` [H, C, D]
+    are post-RoPE; `values` is [H, C, D]. `start` is the position of the chunk's first token in the
+    sequence, a multiple of C; `layer` counts all layers. The model multiplies q·k with `scaling`.
+
+    `rotary`, present when the scorer needs "rotary", maps positions, int64 [n], to (cos, sin), each
+    [n, D_rot], in the half-rotation convention: dimension i rotates with i + D_rot/2. D_rot may be
+    smaller than D (partial RoPE), and cos, sin may carry a factor (YaRN). `hidden` [C, hidden] is
+    the input of the attention module, present when the scorer needs "hidden". `reconstruction` is
+    present when the scorer needs "reconstruction". `sink_keys` [H, s, D] are the post-RoPE keys of
+    the sequence's first s tokens, which every head keeps; present when `start` > 0 for KVzip.
     """
 
     queries: Tensor
@@ -72,11 +70,11 @@ class ChunkView:
 
 
 class Scorer(ABC):
-    """How much each KV entry of a chunk is worth.
+    """A method that scores each KV entry of a chunk.
 
     `name` is what users write. `needs` names what the engine must gather beyond queries, keys and
     values: "hidden", "reconstruction", "rotary". Scores depend on the chunk alone, so that a cached
-    chunk is the same chunk everywhere.
+    chunk is valid in every sequence.
     """
 
     name: ClassVar[str]
@@ -97,15 +95,11 @@ class Scorer(ABC):
 
     @property
     def trained_for(self) -> ModelFingerprint | None:
-        """The model that this method was trained for; None if it was not trained, or does not say
-        for which.
-        """
+        """The model that this method was trained for; None if untrained or unknown."""
         return None
 
     def check_model(self, fingerprint: ModelFingerprint) -> None:
-        """Raise `ConfigError` if this method was trained for another model than the one of
-        `fingerprint`.
-        """
+        """Raise `ConfigError` if this method was trained for another model than `fingerprint`."""
         wrong = self.trained_for.mismatches(fingerprint, "the gate") if self.trained_for else []
         if wrong:
             raise ConfigError(
@@ -121,7 +115,7 @@ class Scorer(ABC):
     def parameters(self) -> dict[str, float | int]:
         """Everything but the name that changes scores: it goes into the profile's fingerprint.
 
-        The fields of a dataclass by default, so a scorer that keeps its options elsewhere must
+        The fields of a dataclass by default. A scorer that keeps its options elsewhere must
         override this.
         """
         return (

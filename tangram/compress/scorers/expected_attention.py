@@ -1,6 +1,4 @@
-"""Expected Attention: what future queries are expected to attend to (Devoto et al., arXiv
-2510.00636).
-"""
+"""Expected Attention: attention of future queries (Devoto et al., arXiv 2510.00636)."""
 
 from __future__ import annotations
 
@@ -18,14 +16,14 @@ from tangram.errors import ConfigError
 
 @dataclass(frozen=True)
 class ExpectedAttention(Scorer):
-    """Future queries are taken as normal, with the mean μ and covariance Σ of the chunk's queries
-    before RoPE.
+    """Scores keys by normally distributed future queries.
 
-    With R the mean rotation of the next `future_tokens` positions, s the attention scale and k a
-    key, the score is (softmax(s·k·Rμ + s²/2·k·RΣRᵀ·k) averaged over the query group +
-    `epsilon`)·‖v‖. The first `sinks` tokens of the sequence are outliers: they are left out of μ, Σ
-    and the softmax, and outrank all others. With `epsilon` 0 a token that no query is expected to
-    see loses its value norm too, and answers collapse.
+    Their mean μ and covariance Σ are those of the chunk's queries before RoPE. Let R be the mean
+    rotation of the next `future_tokens` positions, s the attention scale and k a key. The score is
+    (softmax(s·k·Rμ + s²/2·k·RΣRᵀ·k) averaged over the query group + `epsilon`)·‖v‖. The first
+    `sinks` tokens of the sequence are outliers: they are left out of μ, Σ and the softmax, and
+    outrank all others. With `epsilon` 0 a token that no query is expected to see loses its value
+    norm too, and answers collapse.
     """
 
     name: ClassVar[str] = "expected_attention"
@@ -48,7 +46,7 @@ class ExpectedAttention(Scorer):
         return self.sinks + 1
 
     def score(self, chunk: ChunkView) -> Tensor:
-        """[H, C] float32. `ConfigError` if the first chunk is no longer than the sinks."""
+        """[H, C] float32. Raises `ConfigError` if the first chunk is no longer than the sinks."""
         sinks = self.sinks if chunk.start == 0 else 0
         self.check_tokens(chunk.tokens)
         keys = chunk.keys[:, sinks:].float()
@@ -60,9 +58,7 @@ class ExpectedAttention(Scorer):
         return torch.cat([forced, scores], dim=1)
 
     def _query_statistics(self, chunk: ChunkView, sinks: int) -> tuple[Tensor, Tensor]:
-        """Mean [H, G, D] and covariance [H, G, D, D] of the queries, turned to the future
-        positions.
-        """
+        """Mean [H, G, D] and covariance [H, G, D, D] of the queries at the future positions."""
         device = chunk.queries.device
         rotary = require(chunk.rotary, "the rotary embedding", self)
         end = chunk.start + chunk.tokens
@@ -82,9 +78,7 @@ class ExpectedAttention(Scorer):
 
     @staticmethod
     def _expect_attention(keys: Tensor, mean: Tensor, covariance: Tensor, scaling: float) -> Tensor:
-        """[H, n]: the softmax of the expected logits over `keys` [H, n, D], averaged over the query
-        group.
-        """
+        """[H, n]: softmax of the expected logits over `keys` [H, n, D], mean of the query group."""
         heads, tokens, dim = keys.shape
         linear = mean @ keys.transpose(-1, -2)
         # One product with the group's covariances side by side: keys are not copied per query head.

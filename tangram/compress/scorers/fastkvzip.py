@@ -15,9 +15,10 @@ from tangram.errors import ConfigError
 
 
 class FastKVzip(Scorer):
-    """The gate of the chunk's layer over the input of its attention module. `gate` is a gate file.
+    """The gate of the chunk's layer over the input of its attention module.
 
-    `ConfigError` if the file is not of the format (see `tangram.compress.scorers.gate`).
+    `gate` is a gate file. Raises `ConfigError` if it has another format (see
+    `tangram.compress.scorers.gate`).
     """
 
     name: ClassVar[str] = "fastkvzip"
@@ -35,13 +36,11 @@ class FastKVzip(Scorer):
 
     @property
     def trained_for(self) -> ModelFingerprint | None:
-        """What the gate file says; None for converted ones, which say nothing."""
+        """The model that the gate file names; None for converted files, which name none."""
         return self.gate.training.model if self.gate.training else None
 
     def score(self, chunk: ChunkView) -> Tensor:
-        """[H, C] float32 in (0, 1). `ConfigError` if the gate was trained for a model of another
-        shape.
-        """
+        """[H, C] float32 in (0, 1). Raises `ConfigError` if the gate does not fit the model."""
         hidden = require(chunk.hidden, "hidden", self)
         self._check_shape(chunk, hidden.shape[1])
         self.gate = self.gate.to(hidden.device)

@@ -1,14 +1,12 @@
-"""Fast KVzip's gate: the tensors of the released gates in safetensors, checked, and the forward
-pass of one layer.
+"""Fast KVzip's gate: its checked safetensors file, and the forward pass of one layer.
 
-A gate file holds one state dict a layer, its tensors named `<layer>.<name>`. With d the gate's own
-head dim and S its sinks:
+The tensors are those of the released gates. A gate file holds one state dict a layer, with tensors
+named `<layer>.<name>`. With d the gate's own head dim and S its sinks:
 
     q_proj.weight [H·G·d, hidden]   q_proj.bias [H·G·d]   q_norm.weight [d]   k_base [H, 1, S, d]
     k_proj.weight [H·d, hidden]                           k_norm.weight [d]   b      [H, 1, G]
 
-A gate that was trained here is a safetensors file whose metadata says from what: `training` is the
-JSON of a `GateTraining`.
+The metadata of a gate that was trained here says how: `training` is the JSON of a `GateTraining`.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ NAMES = (
 )
 NORM_EPSILON = 1e-6
 METADATA = "training"
-# No safetensors, no file; no number of a layer, and a layer that is not there.
+# Not safetensors, no file, a layer name that is no number, or a missing layer.
 UNREADABLE = (SafetensorError, OSError, ValueError, KeyError)
 _TRAINING = TypeAdapter(GateTraining)
 _log = logging.getLogger(__name__)
@@ -50,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class GateShape:
-    """What a gate was made for: `layers`, hidden size, H, G, its own head dim d and its sinks S."""
+    """The dimensions of a gate: `layers`, hidden size, H, G, its own head dim d and its sinks S."""
 
     layers: int
     hidden: int
@@ -77,7 +75,7 @@ class GateShape:
 class Gate:
     """A gate in memory: `layers[l]` maps each name of the format to a float32 tensor.
 
-    `training` is None for a file that does not say where it is from, as converted ones.
+    `training` is None for a file without that metadata, such as a converted one.
     """
 
     shape: GateShape
@@ -99,11 +97,10 @@ class Gate:
 
 
 def gate_scores(weights: Mapping[str, Tensor], shape: GateShape, hidden: Tensor) -> Tensor:
-    """[H, C] float32 in (0, 1): the gate of one layer, `weights` by their names, over `hidden` [C,
-    hidden].
+    """[H, C] float32 in (0, 1): the gate of one layer over `hidden` [C, hidden].
 
-    A key competes with S learned keys for the query of its own token; the share it wins, averaged
-    over the group, is its score (Fast KVzip).
+    `weights` are the layer's tensors by name. A key competes with S learned keys for the query of
+    its own token. Its score is its share, averaged over the group (Fast KVzip).
     """
     scale = shape.head_dim**-0.5
     queries = functional.linear(hidden.float(), weights["q_proj.weight"], weights["q_proj.bias"])
@@ -122,7 +119,7 @@ def gate_scores(weights: Mapping[str, Tensor], shape: GateShape, hidden: Tensor)
 def save_gate(path: Path, gate: Gate) -> None:
     """Write `gate` as safetensors in float16, whole or not at all; equal gates give equal bytes.
 
-    `ConfigError` as `check_path`.
+    Raises `ConfigError` as `check_path` does.
     """
     check_path(path)
     tensors = {
@@ -138,9 +135,7 @@ def save_gate(path: Path, gate: Gate) -> None:
 
 
 def check_path(path: Path) -> None:
-    """Raise `ConfigError` if no gate can be written to `path`: find out before a training, not
-    after it.
-    """
+    """Raise `ConfigError` if no gate can be written to `path`. Call it before a training."""
     if path.suffix != ".safetensors":
         raise ConfigError(
             f"gate is {str(path)!r}, a gate is written as safetensors: give it the suffix "
@@ -159,9 +154,7 @@ def check_path(path: Path) -> None:
 
 
 def load_gate(path: Path) -> Gate:
-    """Read a gate file. `ConfigError` names the file and the first thing in it that is not of the
-    format.
-    """
+    """Read a gate file. `ConfigError` names the file and its first fault."""
     with _reading(path):
         layers, metadata = _read(path)
     if not layers:
@@ -179,11 +172,10 @@ def find_shipped_gates() -> Path:
 
 
 def find_gate(folder: Path, model: ModelFingerprint) -> Path | None:
-    """The first `*.safetensors` of `folder`, by name, that was trained for exactly these weights;
-    None if none was.
+    """The first `*.safetensors` of `folder`, by name, trained for exactly these weights, or None.
 
-    Reads metadata, no tensors. A file that is no gate is passed over with a logged warning that
-    says why.
+    Reads metadata, no tensors. A file that is no gate is skipped with a logged warning that says
+    why.
     """
     for path in sorted(folder.glob("*.safetensors")):
         try:
@@ -193,7 +185,7 @@ def find_gate(folder: Path, model: ModelFingerprint) -> Path | None:
         except ConfigError as error:
             _log.warning("passed over: %s", error)
             continue
-        # Unlike in `mismatches`, what is not known matches nothing.
+        # Unlike in `mismatches`, an unknown value matches nothing.
         if training and model.weights_sha256 and replace(training.model, name=model.name) == model:
             return path
     return None
@@ -201,10 +193,10 @@ def find_gate(folder: Path, model: ModelFingerprint) -> Path | None:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """What goes wrong with the file, as `ConfigError`."""
+    """Raise faults of the file as `ConfigError`."""
     try:
         if path.exists() and not path.is_file():
-            raise OSError("it is not a regular file")  # a pipe would let us wait for ever
+            raise OSError("it is not a regular file")  # a pipe would block for ever
         yield
     except FileNotFoundError:
         raise ConfigError(f"gate is {str(path)!r}, there is no such file") from None
@@ -238,7 +230,7 @@ def _read_training(path: Path, metadata: Mapping[str, str]) -> GateTraining | No
 
 
 def _read_shape(path: Path, layers: list[Mapping[str, Tensor]]) -> GateShape:
-    """The shape layer 0 claims; `_check_layer` holds every layer, this one too, to it."""
+    """The shape of layer 0; `_check_layer` compares every layer with it, this one too."""
     _check_names(path, 0, layers[0])
     base, bias, keys = layers[0]["k_base"], layers[0]["b"], layers[0]["k_proj.weight"]
     for name, tensor, dims in (("k_base", base, 4), ("b", bias, 3), ("k_proj.weight", keys, 2)):

@@ -13,9 +13,7 @@ from tangram.compress.scorers.base import ChunkView, Scorer
 
 @dataclass(frozen=True)
 class KeyDiff(Scorer):
-    """Minus the cosine between a key and the chunk's mean direction: it reads the keys and nothing
-    else.
-    """
+    """Minus the cosine between a key and the chunk's mean direction. It reads only the keys."""
 
     name: ClassVar[str] = "keydiff"
 

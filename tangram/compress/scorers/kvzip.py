@@ -1,4 +1,4 @@
-"""KVzip: what reconstructing the text needs (Kim et al., arXiv 2505.23416)."""
+"""KVzip: scores by the attention that reconstructs the text (Kim et al., arXiv 2505.23416)."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ QUERY_TILE_TOKENS = 64
 
 @dataclass(frozen=True)
 class KVzip(Scorer):
-    """The most attention that any token of the repeat pass gives a key, over the query group too.
+    """The largest attention weight that any token of the repeat pass gives a key.
 
-    The softmax of a repeat token runs over the first `sinks` tokens of the sequence (when the chunk
-    is not the first), of which there are as many as every head keeps, the chunk, and the repeat
-    pass up to that token.
+    The maximum runs over the query group too. The softmax of a repeat token runs over the chunk and
+    the repeat pass up to that token. If the chunk is not the first, it also runs over the first
+    `sinks` tokens of the sequence, as many as every head keeps.
     """
 
     name: ClassVar[str] = "kvzip"
@@ -40,7 +40,7 @@ class KVzip(Scorer):
             raise ConfigError(f"sinks is {self.sinks}, it must be at least 0")
 
     def score(self, chunk: ChunkView) -> Tensor:
-        """[H, C] float32 in [0, 1]. Memory is bounded: the repeat queries are taken in tiles."""
+        """[H, C] float32 in [0, 1]. The repeat queries are processed in tiles to bound memory."""
         repeat = require(chunk.reconstruction, "reconstruction", self)
         sink_keys = self._sink_keys(chunk)
         keys = torch.cat([sink_keys, chunk.keys, repeat.keys], dim=1).float()
@@ -59,9 +59,7 @@ class KVzip(Scorer):
 
 
 def _tile_attention(repeat: Reconstruction, keys: Tensor, begin: int, scaling: float) -> Tensor:
-    """[H, G, tile, n]: attention of one tile of repeat queries over the keys its last query may
-    see.
-    """
+    """[H, G, tile, n]: attention of one tile of repeat queries over the keys of its last query."""
     queries = repeat.queries[:, begin : begin + QUERY_TILE_TOKENS]
     context = keys.shape[1] - repeat.keys.shape[1]
     return causal_softmax(
@@ -78,7 +76,7 @@ def repeat_tokens(
     """The T tokens of the repeat pass over `chunk`: prompt, `suffix`, the chunk again.
 
     `previous` is the chunk before, None for the first one: its last 8 tokens say where to start.
-    `encode` turns text into tokens without special ones; `suffix` closes the user's turn in the
+    `encode` turns text into tokens without special ones. `suffix` closes the user's turn in the
     model's chat template (a newline if the model has none).
     """
     lead = (

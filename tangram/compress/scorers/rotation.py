@@ -1,6 +1,4 @@
-"""Rotary position embedding in the half-rotation convention: forwards and backwards, partial and
-scaled.
-"""
+"""Rotary position embedding in the half-rotation convention and its inverse; partial and scaled."""
 
 from __future__ import annotations
 
@@ -9,8 +7,9 @@ from torch import Tensor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the first D_rot dimensions of `x` [..., n, D] by `cos`, `sin` ([n, D_rot] or [1,
-    D_rot]), float32.
+    """Rotate the first D_rot dimensions of `x` [..., n, D] by `cos`, `sin`; float32.
+
+    These are [n, D_rot] or [1, D_rot].
     """
     rotary_dim = cos.shape[-1]
     turned, passed = x[..., :rotary_dim], x[..., rotary_dim:]
@@ -22,8 +21,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The inverse of `rotate`.
 
-    YaRN multiplies cos and sin by a factor f, so the inverse of a turn is the turn back over f² =
-    cos² + sin².
+    YaRN multiplies cos and sin by a factor f, so the inverse is the reverse rotation over f² = cos²
+    + sin².
     """
     norm = cos * cos + sin * sin
     return rotate(x, cos / norm, -sin / norm)

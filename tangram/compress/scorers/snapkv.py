@@ -15,12 +15,12 @@ from tangram.errors import ConfigError
 
 @dataclass(frozen=True)
 class SnapKV(Scorer):
-    """Mean attention of the last `window_tokens` queries, pooled along the tokens, averaged over
-    the query group.
+    """Mean attention of the last `window_tokens` queries, pooled along the tokens.
 
-    Pooling (`kernel_tokens` wide, odd; the maximum, or the mean if `max_pooling` is False) keeps
-    the neighbours of an attended token. It happens per query head, before the group is averaged.
-    The window itself outranks all others. The defaults are those of the paper's long-context runs.
+    The result is averaged over the query group. Pooling (`kernel_tokens` wide, odd; the maximum, or
+    the mean if `max_pooling` is False) keeps the neighbours of an attended token. It happens per
+    query head, before the group is averaged. The window itself outranks all others. The defaults
+    are those of the paper's long-context runs.
     """
 
     name: ClassVar[str] = "snapkv"
@@ -42,7 +42,7 @@ class SnapKV(Scorer):
         return self.window_tokens + 1
 
     def score(self, chunk: ChunkView) -> Tensor:
-        """[H, C] float32. `ConfigError` if the chunk is no longer than the window."""
+        """[H, C] float32. Raises `ConfigError` if the chunk is no longer than the window."""
         self.check_tokens(chunk.tokens)
         pool = functional.max_pool1d if self.max_pooling else functional.avg_pool1d
         attention = trailing_attention(chunk, self.window_tokens).mean(dim=2)

@@ -13,8 +13,9 @@ from tangram.compress.scorers.base import ChunkView, Scorer
 
 @dataclass(frozen=True)
 class StreamingLLM(Scorer):
-    """A token's score is its place in the chunk, in (0, 1]. The attention sinks are protected by
-    the selection.
+    """A token's score is its place in the chunk, in (0, 1].
+
+    The selection protects the attention sinks.
     """
 
     name: ClassVar[str] = "streaming_llm"

@@ -13,8 +13,9 @@ from tangram.compress.scorers.base import ChunkView, Scorer
 
 @dataclass(frozen=True)
 class TOVA(Scorer):
-    """The last query's attention, averaged over all query heads of the layer: one ranking for every
-    KV head.
+    """The last query's attention, averaged over all query heads of the layer.
+
+    Every KV head gets the same ranking.
     """
 
     name: ClassVar[str] = "tova"
@@ -25,7 +26,7 @@ class TOVA(Scorer):
         return 2
 
     def score(self, chunk: ChunkView) -> Tensor:
-        """[H, C] float32; the last token outranks all others. `ConfigError` if C is 1."""
+        """[H, C] float32; the last token outranks all others. Raises `ConfigError` if C is 1."""
         self.check_tokens(chunk.tokens)
         mean = trailing_attention(chunk, 1).mean(dim=(0, 1, 2))
         return append_forced(mean.expand(chunk.kv_heads, -1), 1)

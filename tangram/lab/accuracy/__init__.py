@@ -1,1 +1,1 @@
-"""Evaluation suites: contexts, the questions asked about them, and how replies are graded."""
+"""Evaluation suites: contexts, questions about them, and the grading of replies."""

@@ -1,5 +1,6 @@
-"""How long a context may get, and the search for the text that fills it in a few calls of the
-tokenizer.
+"""The length limit of a context, and the search for the longest text within it.
+
+The search calls the tokenizer a few times only.
 """
 
 from __future__ import annotations
@@ -14,24 +15,27 @@ from tangram.errors import ConfigError
 Piece = TypeVar("Piece")
 
 _PROBE_UNITS = 16
-_FULL_ENOUGH = 0.98  # where the search ends; the promise of the suites is 0.95
+_FULL_ENOUGH = 0.98  # the search ends at this share; the suites promise 0.95
 
 
 @dataclass(frozen=True)
 class Budget:
-    """`context_tokens` as `count_tokens` counts them, without the question, its reply and the chat
-    template.
+    """At most `context_tokens`, counted by `count_tokens`.
+
+    The question, its reply and the chat template are not included.
     """
 
     count_tokens: Callable[[str], int]
     context_tokens: int
 
     def fill(self, write: Callable[[int], str], *, fewest: int = 0) -> int:
-        """About the most units whose text, `write(units)`, is at most `context_tokens` long.
+        """The largest number of units whose text `write(units)` has at most `context_tokens`.
 
-        Either one more unit is too many, or 98 % are filled. `write` must make longer texts of more
-        units, of a token a unit at least. The length is nearly linear in the units, so a secant
-        finds them: two short texts and two or three long ones are tokenized, whatever the length.
+        The result is approximate: either one more unit is too many, or 98 % are filled. `write`
+        must make longer texts of more units, with at least one token a unit. The length is nearly
+        linear in the units, so a secant finds the number. It tokenizes two short texts and two or
+        three long ones.
+
         Raises `ConfigError` if `write(fewest)` is too long.
         """
         low, low_tokens = fewest, self.count_tokens(write(fewest))
@@ -59,8 +63,9 @@ class Budget:
     def _between(
         self, write: Callable[[int], str], low: int, low_tokens: int, high: int, high_tokens: int
     ) -> int:
-        """`low` units fit and `high` do not: interpolate, and halve every other time in case one
-        end does not move.
+        """Interpolate between `low` units, which fit, and `high`, which do not.
+
+        Every other step halves the interval, in case one end does not move.
         """
         halve = False
         while high - low > 1 and low_tokens < _FULL_ENOUGH * self.context_tokens:
@@ -78,9 +83,7 @@ class Budget:
 
 
 class Stock(Generic[Piece]):
-    """The first pieces of an endless supply, made once and kept, so that a longer text continues a
-    shorter one.
-    """
+    """The first pieces of an endless supply, kept so that a longer text continues a shorter."""
 
     def __init__(self, supply: Iterator[Piece]) -> None:
         self._supply = supply

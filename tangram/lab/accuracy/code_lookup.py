@@ -1,5 +1,6 @@
-"""Questions about real functions, those of Python's standard library (after SCBench's code tasks,
-arXiv 2412.10319).
+"""Questions about functions of Python's standard library, after SCBench's code tasks.
+
+They are in arXiv 2412.10319.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tangram.lab.accuracy.sample import Draft, Question
 _ASKED = 4
 _LINES = range(3, 31)
 _SOURCE_CHARACTERS = 1_000
-_ANSWER_CHARACTERS = range(8, 81)  # from here on nobody writes it by chance
+_ANSWER_CHARACTERS = range(8, 81)  # an answer of this length is not written by chance
 _REPLY_TOKENS = 64
 _HEAD = (
     "Below is source code of Python's standard library. You will be asked about its functions.\n\n"
@@ -40,8 +41,9 @@ _ASKS = {
 
 @dataclass(frozen=True)
 class SourceFunction:
-    """A function or method as its file has it, moved to the left margin; `answers` by what can be
-    asked about it.
+    """A function or method as its file has it, without indentation.
+
+    `answers` maps what can be asked about it to the answer.
     """
 
     name: str
@@ -49,17 +51,16 @@ class SourceFunction:
     answers: dict[str, str]
 
 
-# A line of the context, and the function that it ends.
+# A line of the context, and the function that ends there.
 Line = tuple[str, SourceFunction | None]
 
 
 def code_lookup(rng: random.Random, budget: Budget) -> Draft:
-    """Short functions file by file, cut off where the budget ends, and a question about each of up
-    to four of them.
+    """Short functions file by file up to the budget; questions about up to four of them.
 
-    Asked for are a signature, the first line of a docstring, or the expression returned; only of
-    functions that are there in full and whose name is defined once. Raises `ConfigError` where
-    Python comes without its sources.
+    A question asks for a signature, the first line of a docstring, or the returned expression. Its
+    function is there in full, and its name is defined once. Raises `ConfigError` where Python comes
+    without its sources.
     """
     asking = random.Random(rng.getrandbits(64))
     lines = Stock(itertools.chain(_lines(rng), _padding(asking)))
@@ -103,14 +104,12 @@ def _lines(rng: random.Random) -> Iterator[Line]:
 
 
 def _padding(rng: random.Random) -> Iterator[Line]:
-    """What comes when all functions are there: the language's documentation, as comments."""
+    """The text after all functions: the language's documentation, as comments."""
     return ((f"# {line}", None) for page in topics(rng) for line in page.splitlines())
 
 
 def _functions(path: Path) -> Iterator[SourceFunction]:
-    """The module's functions, and its classes' methods, that are short and that something can be
-    asked about.
-    """
+    """The module's short functions and methods that a question can be about."""
     text = path.read_text(encoding="utf-8", errors="replace")
     rows = text.split("\n")
     for node in _definitions(ast.parse(text)):
@@ -144,7 +143,5 @@ def _answers(node: ast.FunctionDef) -> Iterator[tuple[str, str]]:
 
 
 def _can_be_asked(answer: str, source: str) -> bool:
-    """Whether the answer is of one line and as long as it should be, and stands in the
-    source once.
-    """
+    """Whether the answer is one line of a suitable length that occurs once in the source."""
     return len(answer) in _ANSWER_CHARACTERS and "\n" not in answer and source.count(answer) == 1

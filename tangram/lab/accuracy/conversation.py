@@ -1,6 +1,4 @@
-"""Files of LoCoMo's form to conversations: sessions of dated turns, and questions with the turns
-they rest on.
-"""
+"""Reads files in LoCoMo's format: sessions of dated turns, and questions with their evidence."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ _TURN_ID = re.compile(r"D:?(\d+):(\d+)")
 
 
 class Turn(BaseModel):
-    """What one speaker says; `blip_caption` describes a photo that is shown with it."""
+    """One utterance of a speaker; `blip_caption` describes a photo that is shown with it."""
 
     speaker: str
     dia_id: str
@@ -38,8 +36,9 @@ class Turn(BaseModel):
 
 
 class AskedQuestion(BaseModel):
-    """A question of the dataset. Categories: 1 multi-hop, 2 temporal, 3 open-domain, 4 single-hop,
-    5 adversarial.
+    """A question of the dataset.
+
+    Categories: 1 multi-hop, 2 temporal, 3 open-domain, 4 single-hop, 5 adversarial.
     """
 
     question: str
@@ -49,22 +48,20 @@ class AskedQuestion(BaseModel):
     adversarial_answer: Text | None = None
 
     def turn_ids(self) -> tuple[str, ...]:
-        """The turns named, "D3:12" each; what several are run together in one string ("D8:6;
-        D9:17") is parted.
-        """
+        """The ids of turns, "D3:12" each. A string with several ids ("D8:6; D9:17") is split."""
         found = _TURN_ID.findall(" ".join(self.evidence))
         return tuple(dict.fromkeys(f"D{int(session)}:{int(turn)}" for session, turn in found))
 
 
 @dataclass(frozen=True)
 class Session:
-    """The turns of one sitting and its date, as the file words it."""
+    """The turns of one session, and its date as the file words it."""
 
     date: str
     turns: tuple[Turn, ...]
 
     def text(self) -> str:
-        """Its date and its turns, a line each."""
+        """The date and the turns, a line each."""
         return "\n".join(
             [f"DATE: {self.date}", "CONVERSATION:", *(turn.line() for turn in self.turns)]
         )
@@ -72,9 +69,7 @@ class Session:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Two people's sessions, in order, and the questions about them; `name` tells it from the
-    others.
-    """
+    """The sessions of two speakers, in order, and the questions about them; `name` is its id."""
 
     name: str
     speakers: tuple[str, str]
@@ -85,9 +80,9 @@ class Conversation:
 def read_conversations(path: Path) -> list[Conversation]:
     """All conversations of a file, or of a folder's `*.json` in order of names.
 
-    A file holds one conversation or a list of them; the sessions stand beside "qa" or under
-    "conversation". Raises `ConfigError` (field `path`) if there is no such file, or it does not
-    have LoCoMo's form.
+    A file holds one conversation or a list of them. Sessions stand beside "qa" or under
+    "conversation". Raises `ConfigError` (field `path`) if there is no such file, or if it has not
+    LoCoMo's format.
     """
     files = sorted(path.glob("*.json")) if path.is_dir() else [path]
     if not files:
@@ -118,18 +113,18 @@ def _of_file(file: Path) -> list[Conversation]:
 
 
 def _conversation(stem: str, number: int, document: dict[str, Any]) -> Conversation:
-    told = document.get("conversation", document)
-    numbers = sorted(int(match[1]) for key in told if (match := _SESSION.fullmatch(key)))
+    sessions = document.get("conversation", document)
+    numbers = sorted(int(match[1]) for key in sessions if (match := _SESSION.fullmatch(key)))
     return Conversation(
         name=str(document.get("sample_id", f"{stem}-{number}" if number else stem)),
-        speakers=(told["speaker_a"], told["speaker_b"]),
+        speakers=(sessions["speaker_a"], sessions["speaker_b"]),
         sessions=tuple(
             Session(
-                told[f"session_{one}_date_time"],
-                TypeAdapter(tuple[Turn, ...]).validate_python(told[f"session_{one}"]),
+                sessions[f"session_{one}_date_time"],
+                TypeAdapter(tuple[Turn, ...]).validate_python(sessions[f"session_{one}"]),
             )
             for one in numbers
-            if told[f"session_{one}"]
+            if sessions[f"session_{one}"]
         ),
         asked=TypeAdapter(tuple[AskedQuestion, ...]).validate_python(document["qa"]),
     )

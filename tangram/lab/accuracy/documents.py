@@ -1,8 +1,7 @@
-"""Questions over documents, of which most are distractors, after RULER's two QA tasks (arXiv
-2404.06654, Section 3).
+"""Questions over documents, most of them distractors, after RULER's two QA tasks.
 
-RULER takes SQuAD and HotpotQA; here people, towns and rivers are made up, so that no model knows
-them by heart.
+They are in arXiv 2404.06654, Section 3. RULER takes SQuAD and HotpotQA. Here people, towns and
+rivers are invented, so that no model knows the answers.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ _REMARKS = (
     "Visitors are often surprised by how quiet it is outside the season.",
 )
 
-# A document, and the question that it alone, or with the one before it, answers.
+# A document, and the question that it answers, alone or with the document before it.
 Fact = tuple[tuple[str, ...], str, str]
 
 

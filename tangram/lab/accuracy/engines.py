@@ -1,4 +1,4 @@
-"""One model behind every method: an engine for each, and the questions asked of it."""
+"""One model for all methods: an engine for each method, and the questions asked of it."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ class Long(Protocol):
 
     @property
     def longest_tokens(self) -> int:
-        """The longest sequence that comes of them."""
+        """The longest sequence of these prompts."""
         ...
 
 
 @dataclass(frozen=True)
 class ModelBench:
-    """A `Bench` of one loaded model, whose engines are `base` but for what a method changes.
+    """A `Bench` of one loaded model. Its engines have the config `base`, changed by a method.
 
-    Build it with `of`, which refuses what no engine could do before anything is measured. What the
-    full cache expects of passages is computed once and kept in host memory (4 · V bytes a token
-    looked at).
+    Build it with `of`, which raises for impossible options before anything is measured. The full
+    cache's logits of passages are computed once and kept in host memory (4 · V bytes a token
+    measured).
     """
 
     base: EngineConfig
@@ -79,13 +79,11 @@ class ModelBench:
         methods: Sequence[Method],
         calibration_samples: int | None,
     ) -> ModelBench:
-        """For `methods`, whose profiles are calibrated on `calibration_samples` texts where they
-        are not kept.
+        """A bench for `methods`.
 
-        None takes the profiles that a server would take.
-
-        Raises `ConfigError` naming a scorer that does not fit the model or a chunk, or a ρ that
-        cannot be met.
+        Their profiles are calibrated on `calibration_samples` texts unless they are kept. None
+        takes the profiles that a server would take. Raises `ConfigError` naming a scorer that does
+        not fit the model or a chunk, or a ρ that cannot be met.
         """
         if calibration_samples is not None and calibration_samples < 1:
             raise ConfigError(
@@ -116,12 +114,13 @@ class ModelBench:
 
     @property
     def codec(self) -> TextCodec:
-        """The tokenizer as engines use it."""
+        """The engines' tokenizer."""
         return TextCodec(self.loaded.tokenizer)
 
     def for_prompts(self, prompts: Sequence[Long]) -> ModelBench:
-        """The same, for sequences as long as these. Raises `ConfigError` if the model was made for
-        shorter ones.
+        """The same bench for sequences of up to this length.
+
+        Raises `ConfigError` if the model was made for shorter ones.
         """
         longest, limit = (
             max(one.longest_tokens for one in prompts),
@@ -135,9 +134,7 @@ class ModelBench:
         return replace(self, base=replace(self.base, max_model_len=longest))
 
     def calibrate(self, methods: Iterable[Method], watch: Watch) -> None:
-        """Measure what the profiles of `methods` lack: now, since engines may leave the model
-        compiled.
-        """
+        """Measure missing profiles of `methods` now, since engines may leave the model compiled."""
         for method in (method for method in methods if method.name == "static"):
             watch.turns_to(f"budgets of {method.title}")
             self.budgets.profile(method)
@@ -158,10 +155,10 @@ class ModelBench:
     @contextmanager
     def open(self, methods: Sequence[Method]) -> Iterator[Ask]:
         """See `Bench`."""
-        engines = [self._engine(*methods)]  # whoever keeps the function does not keep the engine
+        engines = [self._engine(*methods)]  # the function must not keep the engine alive
         try:
-            yield lambda method, samples, told: ask_questions(
-                engines[0], samples, told, method.kv_retention
+            yield lambda method, samples, report: ask_questions(
+                engines[0], samples, report, method.kv_retention
             )
         finally:
             engines.clear()
@@ -171,7 +168,7 @@ class ModelBench:
     def reading(self, method: Method) -> Iterator[Read]:
         """See `Bench`."""
 
-        def read(passages: Passages, told: Callable[[int], None]) -> tuple[Fidelity, ...]:
+        def read(passages: Passages, report: Callable[[int], None]) -> tuple[Fidelity, ...]:
             if passages.sha256 not in self.references:
                 self.references[passages.sha256] = list(
                     self._read_expected(Method("full"), passages)
@@ -181,16 +178,14 @@ class ModelBench:
             kept = reference if method.name == "full" else self._read_expected(method, passages)
             for tokens, full, logits in zip(passages.pieces, reference, kept, strict=True):
                 found.append(fidelity(full, logits, tokens))
-                told(1)
+                report(1)
             return tuple(found)
 
         yield read
         self._clear()
 
     def recall(self, method: Method, prompts: SuitePrompts) -> Recalls:
-        """See `Bench`. Contexts are scored once for all methods of one scorer and chunk size that
-        come in a row.
-        """
+        """Contexts are scored once for consecutive methods with the same scorer and chunk size."""
         seen = self.contexts.score(method, prompts, self.budgets.source_of)
         self._clear()
         found, rule = list[tuple[float | None, ...]](), self._rule(method)
@@ -206,7 +201,7 @@ class ModelBench:
         return everything if method.name == "full" else competing(method)
 
     def _read_expected(self, method: Method, passages: Passages) -> Iterator[Tensor]:
-        """Logits on the host, passage by passage."""
+        """Logits on the host, by passage."""
         with self._config(method) as config:
             yield from (
                 logits.cpu() for logits in compute_expected(config, self.loaded, passages.pieces)
@@ -223,13 +218,13 @@ class ModelBench:
 
     @contextmanager
     def _config(self, *methods: Method) -> Iterator[EngineConfig]:
-        """That of `methods` of one company; their profiles are files while this is open."""
+        """The config for `methods` that share an engine; their profiles are files while open."""
         with TemporaryDirectory() as folder:
             paths = list[str]()
             for method in (method for method in methods if method.name in WITH_PROFILE):
                 paths.append(str(Path(folder) / f"{method.kv_retention:g}.json"))
                 self.budgets.profile(method).save(Path(paths[-1]))
-            # The engine reckons what fits at its own ρ: the one that takes most.
+            # The engine computes its capacity at its own ρ: the largest of them.
             most = max(methods, key=lambda method: method.kv_retention)
             yield most.config(self.base, *paths)
 
@@ -237,42 +232,43 @@ class ModelBench:
 def ask_questions(
     engine: Engine,
     samples: Sequence[SamplePrompts],
-    told: Callable[[int], None],
+    report: Callable[[int], None],
     kv_retention: float,
 ) -> list[tuple[Reply, ...]]:
-    """Greedy replies to all questions at ρ, by sample and question; `told` hears how many more
-    there are.
+    """Greedy replies to all questions at ρ, by sample and question.
 
-    The scheduler lets the questions of a sample wait until one of them has computed the context. No
-    more samples run at once than fit, so that it is still there. Raises `RequestError` if a prompt
-    can never fit, and `TangramError` if the engine gives one up.
+    `report` is called with the number of new replies. The first question of a sample computes the
+    context; the others wait for it. No more samples run at once than fit, so the cache still has
+    the context then. Raises `RequestError` if a prompt can never fit, and `TangramError` if the
+    engine gives one up.
     """
     longest = max(sample.longest_tokens for sample in samples)
     at_once = max(1, min(engine.config.max_num_seqs, engine.stats().capacity_tokens // longest))
-    sittings = [
-        _Sitting(engine, number, sample, kv_retention) for number, sample in enumerate(samples)
+    all_samples = [
+        _RunningSample(engine, number, sample, kv_retention)
+        for number, sample in enumerate(samples)
     ]
-    waiting, running = deque(sittings), list[_Sitting]()
+    waiting, running = deque(all_samples), list[_RunningSample]()
     while waiting or running:
         while waiting and len(running) < at_once:
             running.append(waiting.popleft())
             running[-1].ask()
         engine.step()
-        told(sum(sitting.newly_answered() for sitting in running))
-        running = [sitting for sitting in running if not sitting.done]
-    return [sitting.replies() for sitting in sittings]
+        report(sum(one.newly_answered() for one in running))
+        running = [one for one in running if not one.done]
+    return [one.replies() for one in all_samples]
 
 
 @dataclass(eq=False)
-class _Sitting:
-    """The questions about one context on their way."""
+class _RunningSample:
+    """The running questions about one context."""
 
     engine: Engine
     number: int
     sample: SamplePrompts
     kv_retention: float
     events: list[list[Event]] = field(default_factory=list)
-    told: int = 0
+    reported: int = 0
 
     def ask(self) -> None:
         """Submit all of them."""
@@ -281,9 +277,9 @@ class _Sitting:
         ):
             self.events.append([])
             sampling = SamplingParams(temperature=0.0, max_tokens=question.max_tokens)
-            heard, name = self.events[index].append, f"{self.number}/{index}"
+            take, name = self.events[index].append, f"{self.number}/{index}"
             self.engine.submit(
-                Request(name, prompt, sampling, heard, kv_retention=self.kv_retention)
+                Request(name, prompt, sampling, take, kv_retention=self.kv_retention)
             )
 
     @property
@@ -295,9 +291,9 @@ class _Sitting:
         return sum(bool(own) and own[-1].finish_reason is not None for own in self.events)
 
     def newly_answered(self) -> int:
-        """How many ended since this was last asked."""
-        before, self.told = self.told, self._answered
-        return self.told - before
+        """How many questions ended since the last call."""
+        before, self.reported = self.reported, self._answered
+        return self.reported - before
 
     def replies(self) -> tuple[Reply, ...]:
         config = self.engine.config

@@ -1,4 +1,4 @@
-"""The whole of `tangram eval`: a model, a grid of methods and the questions, to cells in a file."""
+"""The whole of `tangram eval`: measures a grid of methods on one model, and keeps the cells."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tangram.lab.accuracy.results import AnyCell, Results, Setting
 from tangram.lab.accuracy.run import PlannedCell, Watch, plan_cells, run
 from tangram.model.load import load_model
 
-# Hears what will be measured, of which model.
+# Is called before the measurement with the model and the planned cells.
 Before = Callable[[ModelBench, Sequence[PlannedCell]], None]
 
 
@@ -36,21 +36,20 @@ def compare(
     align_tokens: int | None = None,
     before: Before | None = None,
 ) -> list[AnyCell]:
-    """The cells of every method of `grid` and every suite `asked`, one model serving all; `output`
-    keeps them.
+    """The cells of every method of `grid` on every suite of `asked`, all with one model.
 
-    Engines are `base` but for what a method changes; a grid that names no scorer has the one that
-    `base` is served with. With `align` contexts end at a multiple of `align_tokens`, or where the
-    largest chunk does. `calibration_samples` None takes the profiles that a server would take.
-    Cells that `output` has already, of equal settings, are not measured again; an interrupted run
-    loses at most one. `before` hears what will be measured.
+    Engines have the config `base`, changed by a method. A grid without a scorer takes the one that
+    `base` is served with. With `align` contexts end at a multiple of `align_tokens`, or of the
+    largest chunk. `calibration_samples` None takes the profiles that a server would take. `output`
+    keeps the cells. Cells in it with equal settings are not measured again; an interrupted run
+    loses at most one. `before` is called with what will be measured.
 
     Raises `ConfigError` before anything is measured if an option is out of range or contradicts
     another one.
     """
     results = Results.resume(output, command)
-    # Chunks and contexts are the same by any scorer, so what is wrong with them is said before the
-    # model is loaded.
+    # Chunks and contexts do not depend on the scorer. Errors in them are raised before the model
+    # loads.
     methods = _methods(grid.name_scorer(KeyDiff.name), asked)
     unit = choose_alignment(methods, align=align, unit=align_tokens)
     if any(isinstance(one, RealText) for one in asked):
@@ -91,9 +90,7 @@ def _methods(grid: Grid, asked: Sequence[Questions | RealText]) -> list[Method]:
 def _check_lengths(
     most_tokens: int, asked: Sequence[Questions | RealText], methods: Sequence[Method]
 ) -> None:
-    """Raise `ConfigError` for a length that the model was not made for: a text of it would be
-    written first.
-    """
+    """Raise `ConfigError` for a length beyond the model's limit, before a text of it is written."""
     chunks = (method.chunk_tokens for method in methods)
     longest = {
         "context_tokens": max(one.context_tokens for one in asked),

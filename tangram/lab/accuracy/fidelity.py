@@ -1,5 +1,6 @@
-"""How far what a model expects of real text changes with the cache: no questions, no grading, every
-token counts.
+"""How far a cache changes the model's next-token distributions on real text.
+
+There are no questions and no grading: every token counts.
 """
 
 from __future__ import annotations
@@ -18,9 +19,7 @@ from tangram.model.load import LoadedModel
 
 
 def fidelity(full: Tensor, found: Tensor, tokens: Sequence[int]) -> Fidelity:
-    """Of logits [n, V] behind each of the last n of `tokens`, with everything in the cache and as
-    found.
-    """
+    """Compare logits [n, V] at each of the last n of `tokens`: with full KV, and as measured."""
     full, found = full.float().log_softmax(-1), found.float().log_softmax(-1)
     following = torch.as_tensor(tokens[len(tokens) - len(full) + 1 :], device=full.device)[:, None]
     return Fidelity(
@@ -34,10 +33,9 @@ def fidelity(full: Tensor, found: Tensor, tokens: Sequence[int]) -> Fidelity:
 def compute_expected(
     config: EngineConfig, loaded: LoadedModel, pieces: Iterable[Sequence[int]]
 ) -> Iterator[Tensor]:
-    """By passage, the logits float32 [`TAIL_TOKENS`, V] behind each token of its tail, its context
-    sealed.
+    """By passage, the logits float32 [`TAIL_TOKENS`, V] at each token of its tail.
 
-    The context must be whole chunks, and the tail less than one.
+    The context is sealed. It must be whole chunks, and the tail less than one.
     """
     forced = ForcedText(config, loaded)
     for tokens in pieces:

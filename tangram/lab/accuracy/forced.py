@@ -1,6 +1,4 @@
-"""What a model expects of a text that it is given, not asked for, when all before lies compressed
-in the cache.
-"""
+"""The logits of a model on a given text, when all tokens before are compressed in the cache."""
 
 from __future__ import annotations
 
@@ -19,9 +17,7 @@ from tangram.model.load import LoadedModel
 
 
 class ForcedText:
-    """Texts, one by one, through the parts of an engine of `config`; nothing that one leaves behind
-    is used again.
-    """
+    """Runs texts one by one through the parts of an engine of `config`. Texts share no state."""
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel) -> None:
         self._config = replace(config, enable_prefix_caching=False)
@@ -30,8 +26,7 @@ class ForcedText:
         self._limit = admission.max_model_len
 
     def logits(self, tokens: Sequence[int]) -> Tensor:
-        """float32 [n, V]: what is expected behind each of the last n tokens, those that fill no
-        chunk.
+        """float32 [n, V]: the logits at each of the last n tokens, which fill no chunk.
 
         The chunks before them are sealed. Raises `ConfigError` if there are none, or if the text is
         too long.

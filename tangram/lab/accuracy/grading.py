@@ -1,5 +1,6 @@
-"""Replies to scores, by the rules of RULER (arXiv 2404.06654, Section 4) and LoCoMo (arXiv
-2402.17753, 4.1).
+"""Scores of replies, by the rules of RULER and LoCoMo.
+
+They are in arXiv 2404.06654, Section 4, and arXiv 2402.17753, 4.1.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ _LABEL = re.compile(r"^(the )?(answer|label|category)( is)?\s*:?\s+", re.IGNOREC
 
 
 def score(question: Question, reply: str) -> float:
-    """How right `reply` is, in [0, 1], by the question's rule; never sensitive to case.
+    """The score of `reply` in [0, 1], by the question's rule. No rule is case-sensitive.
 
-    - "all": the share of the answers that occur (RULER's `string_match_all`);
-    - "any": 1 if one of the answers occurs (RULER's `string_match_part`);
-    - "code": 1 if one of the answers occurs, blanks and kinds of quotes set aside;
-    - "exact": 1 if the first line that says something is an answer, markup, final stop and
-      "Answer:" set aside;
-    - "f1": token F1 after normalisation, best over the answers (LoCoMo, without its stemming);
-    - "f1_parts": an answer is a list, parted by commas; the mean over its parts of the best F1 of
-      the reply's parts (LoCoMo's multi-hop questions);
-    - "choice": 1 if the reply is the first answer, the letter of an option such as "(b)", or one of
-      the others occurs.
+    - "all": the share of the answers that occur (RULER's `string_match_all`).
+    - "any": 1 if one of the answers occurs (RULER's `string_match_part`).
+    - "code": 1 if one of the answers occurs. Blanks and kinds of quotes do not count.
+    - "exact": 1 if the first line with text is an answer. Markup, a final stop and "Answer:" do not
+      count.
+    - "f1": token F1 after normalisation, best over the answers (LoCoMo, without its stemming).
+    - "f1_parts": an answer is a comma-separated list. The score is the mean over its parts of the
+      best F1 of the reply's parts (LoCoMo's multi-hop questions).
+    - "choice": 1 if the reply is the first answer, the letter of an option such as "(b)", or if one
+      of the others occurs.
 
-    What occurs does so as whole words and numbers, which RULER does not ask: 12 is not in 123, nor
-    1.5 in 11.5.
+    An answer occurs if it stands in the reply as whole words and numbers: 12 is not in 123, nor 1.5
+    in 11.5. RULER does not require this.
     """
     return RULES[question.grade](question.answers, reply)
 
@@ -42,9 +43,7 @@ def occurs(answer: str, reply: str) -> bool:
 
 
 def _whole(answer: str, pattern: str, reply: str) -> bool:
-    """Whether `pattern` matches where no word or number that `answer` begins or ends
-    with goes on.
-    """
+    """Whether `pattern` matches without cutting a word or number at either end of `answer`."""
     before = (
         r"(?<!\w)(?<!\d\.)"
         if re.match(r"\d", answer)
@@ -63,12 +62,13 @@ def _whole(answer: str, pattern: str, reply: str) -> bool:
 
 
 def token_f1(answer: str, reply: str) -> float:
-    """F1 of the words two texts share, as in SQuAD (arXiv 1606.05250, Section 6); two texts without
-    words: 0.
+    """F1 of the words that two texts share, as in SQuAD; two texts without words: 0.
+
+    It is in arXiv 1606.05250, Section 6.
     """
-    gold, said = Counter(_words(answer)), Counter(_words(reply))
-    shared = (gold & said).total()
-    return 2 * shared / (gold.total() + said.total()) if shared else 0.0
+    gold, given = Counter(_words(answer)), Counter(_words(reply))
+    shared = (gold & given).total()
+    return 2 * shared / (gold.total() + given.total()) if shared else 0.0
 
 
 def _words(text: str) -> list[str]:
@@ -89,16 +89,14 @@ def _code(answers: tuple[str, ...], reply: str) -> float:
 
 
 def _allow_spaces(code: str) -> str:
-    """A pattern for `code` with any blanks between its words and signs, and either kind
-    of quotes.
-    """
+    """A pattern for `code` with any blanks between words and signs, and either kind of quotes."""
     pieces = re.findall(r"\w+|[^\w\s]", code)
     return r"\s*".join("[\"']" if piece in "\"'" else re.escape(piece) for piece in pieces)
 
 
 def _exact(answers: tuple[str, ...], reply: str) -> float:
-    said = next((line for line in map(_bare, reply.splitlines()) if line), "")
-    return float(said in {_bare(answer) for answer in answers})
+    given = next((line for line in map(_bare, reply.splitlines()) if line), "")
+    return float(given in {_bare(answer) for answer in answers})
 
 
 def _bare(line: str) -> str:
@@ -111,11 +109,11 @@ def _f1(answers: tuple[str, ...], reply: str) -> float:
 
 
 def _f1_parts(answers: tuple[str, ...], reply: str) -> float:
-    said = reply.split(",")
+    given = reply.split(",")
 
     def of_list(answer: str) -> float:
         parts = [part for part in answer.split(",") if _words(part)] or [answer]
-        return sum(max(token_f1(part, one) for one in said) for part in parts) / len(parts)
+        return sum(max(token_f1(part, one) for one in given) for part in parts) / len(parts)
 
     return max(of_list(answer) for answer in answers)
 

@@ -1,5 +1,6 @@
-"""What needles are hidden in: RULER's noise line, made-up prose, or any other pieces (arXiv
-2404.06654, Appendix B).
+"""The texts that hide needles: RULER's noise line, generated prose, or any other pieces.
+
+They are in arXiv 2404.06654, Appendix B.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ def noise() -> Iterator[str]:
 
 
 def prose(rng: random.Random) -> Iterator[str]:
-    """Made-up English, a sentence a piece; the patterns are those of the pilot texts, the numbers
-    at most 400.
+    """Generated English, one sentence a piece, with the patterns of the calibration texts.
+
+    Numbers are at most 400.
     """
     while True:
         yield sentence(rng)
@@ -30,9 +32,7 @@ def prose(rng: random.Random) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Haystack:
-    """Pieces, joined by `between`, and what is hidden among them: `needles[i]` at depth `depths[i]`
-    of 0 to 1.
-    """
+    """Pieces, joined by `between`, with `needles[i]` hidden at depth `depths[i]` of 0 to 1."""
 
     pieces: Stock[str]
     needles: Sequence[str]
@@ -52,9 +52,7 @@ class Haystack:
         return self.between.join(mixed + pieces[done:])
 
     def fill(self, budget: Budget, head: str, tail: str, *, fewest: int = 0) -> str:
-        """`head`, as many pieces as the budget allows, and `tail`. Raises `ConfigError` if none
-        fit.
-        """
+        """`head`, as many pieces as the budget allows, `tail`. Raises `ConfigError` if none fit."""
 
         def write(count: int) -> str:
             return head + self.text(count) + tail
@@ -70,6 +68,6 @@ def hide(
     *,
     in_order: bool = False,
 ) -> Haystack:
-    """Needles at random depths; `in_order`: the first one first, as assignments must be."""
+    """Needles at random depths. With `in_order` the first one comes first, as assignments must."""
     depths = [rng.random() for _ in needles]
     return Haystack(Stock(pieces), needles, sorted(depths) if in_order else depths, between)

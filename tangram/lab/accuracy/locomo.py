@@ -1,9 +1,8 @@
-"""LoCoMo: questions about long conversations, read from files that the user has (Maharana et al.,
-arXiv 2402.17753).
+"""LoCoMo: questions about long conversations, read from files of the user.
 
-A conversation is cut into windows of whole sessions, as many as fit, one after the other. Each is a
-context, and the questions whose evidence lies in it are asked, worded as in LoCoMo's own
-evaluation. The dataset is no part of Tangram.
+The dataset (Maharana et al., arXiv 2402.17753) is no part of Tangram. A conversation is cut into
+windows of whole sessions, as many as fit, one after the other. Each window is a context. Its
+questions are those whose evidence it contains, worded as in LoCoMo's own evaluation.
 """
 
 from __future__ import annotations
@@ -40,9 +39,7 @@ _CHOICE = "Based on the above context, answer the following question.\n\nQuestio
 
 @dataclass(frozen=True)
 class Window:
-    """Sessions that fit together: their text, and each of their turns by its id as it
-    stands there.
-    """
+    """Sessions that fit into one context: their text, and each turn's text by its id."""
 
     text: str
     lines: dict[str, str]
@@ -51,10 +48,10 @@ class Window:
 def read_samples(path: Path, budget: Budget, seed: int) -> list[Sample]:
     """A sample for each window of each conversation; `task` is the conversation's name.
 
-    Every question of a conversation is asked in one sample or counted in one sample's
-    `dropped_questions`: those whose evidence lies in no one window, or is missing from the file, or
-    that have no answer there. `seed` draws the order of a sample's questions, in which categories
-    take turns, and which option of a choice is "(a)". Raises `ConfigError` (field `path`, or
+    Every question is asked in one sample or counted in one sample's `dropped_questions`. A question
+    is dropped if no one window has all its evidence, if the file lacks its evidence, or if it has
+    no answer. `seed` draws the order of a sample's questions, in which categories take turns. It
+    also draws which option of a choice is "(a)". Raises `ConfigError` (field `path`, or
     `context_tokens` if no session fits).
     """
     samples = [
@@ -71,8 +68,9 @@ def read_samples(path: Path, budget: Budget, seed: int) -> list[Sample]:
 
 
 def windows(conversation: Conversation, budget: Budget) -> list[Window]:
-    """The conversation in runs of whole sessions, each as many as fit; a session that never fits is
-    left out.
+    """The conversation in runs of whole sessions, each as many as fit.
+
+    A session that is too long by itself is left out.
     """
     sessions = conversation.sessions
     sizes_tokens = [budget.count_tokens(session.text()) for session in sessions]
@@ -112,8 +110,8 @@ def _of_conversation(conversation: Conversation, budget: Budget, seed: int) -> l
     dropped = [0 for _ in cut]
     for one in conversation.asked:
         ids = one.turn_ids()
-        # Where its last turn is, which for most that are dropped is where they would have been
-        # asked.
+        # The window of the last turn of its evidence: most dropped questions would have been asked
+        # there.
         home = max(
             (
                 place
@@ -145,7 +143,7 @@ def _of_conversation(conversation: Conversation, budget: Budget, seed: int) -> l
 
 
 def _without_empty(samples: list[Sample]) -> list[Sample]:
-    """Samples that ask something; what the others had to drop is told by the first."""
+    """The samples with questions. The first one also counts the dropped questions of the others."""
     kept = [sample for sample in samples if sample.questions]
     orphans = sum(sample.dropped_questions for sample in samples if not sample.questions)
     return (
@@ -165,7 +163,7 @@ def _question(rng: random.Random, asked: AskedQuestion, evidence: tuple[str, ...
         return replace(_adversarial(rng, asked), evidence=evidence, category=category)
     answer = (asked.answer or "").strip()
     if asked.category == 3:
-        answer = answer.split(";")[0].strip()  # what follows is the annotator's reason
+        answer = answer.split(";")[0].strip()  # the annotator's reason follows
     hint = (
         " Use DATE of CONVERSATION to answer with an approximate date."
         if asked.category == 2
@@ -176,9 +174,7 @@ def _question(rng: random.Random, asked: AskedQuestion, evidence: tuple[str, ...
 
 
 def _adversarial(rng: random.Random, asked: AskedQuestion) -> Question:
-    """Two options, of which "not mentioned" is right; without options if the file has
-    no wrong one.
-    """
+    """Two options, of which "not mentioned" is right; no options if the file has no wrong one."""
     wrong = asked.adversarial_answer
     if wrong is None or wrong.lower().startswith("not mentioned"):
         return Question(_CHOICE.format(asked.question), _NOT_MENTIONED, "any", _REPLY_TOKENS)

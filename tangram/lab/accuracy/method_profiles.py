@@ -1,4 +1,4 @@
-"""The profiles that methods need: equal budgets, or those calibrated once for a model and kept."""
+"""The profiles of methods: equal budgets, or budgets that are calibrated once and kept."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from tangram.calibrate.measure import ScoreSource, calibrate
-from tangram.calibrate.texts import QUICK_SAMPLES, pilot_texts
+from tangram.calibrate.texts import QUICK_SAMPLES, make_texts
 from tangram.compress.library import find_profile, find_shipped_profiles
 from tangram.compress.profile import ALPHA, Profile, Scope
 from tangram.compress.provenance import Calibration, ModelFingerprint, Parameter, ScorerSpec
@@ -24,9 +24,7 @@ _log = logging.getLogger("tangram")
 
 @dataclass(frozen=True)
 class Statistics:
-    """Which μ and σ a method needs: those of a scorer over chunks of C tokens, of which some are
-    always kept.
-    """
+    """The key of the μ and σ that a method needs: a scorer, C, and the entries that always stay."""
 
     scorer: str
     chunk_tokens: int
@@ -36,7 +34,7 @@ class Statistics:
 
     @classmethod
     def of(cls, method: Method) -> Statistics:
-        """Of a uniform or static method."""
+        """The key for a uniform or static method."""
         if method.scorer is None or method.chunk_tokens is None or method.sink_tokens is None:
             raise ValueError(f"method {method.title} has no profile")
         window = method.chunk_tokens // 64 if method.window_tokens is None else method.window_tokens
@@ -49,11 +47,11 @@ class Statistics:
 class Budgets:
     """The profiles of one model, in pages of P tokens and Hp heads.
 
-    `scorers` are their specifications by name. `retentions` is every ρ that may be asked for: one
-    pass over the `samples` pilot texts serves them all. `samples` None are the profiles that a
-    server takes: one that ships or that it has kept, or else the short calibration of a first
-    start. `source_of` gives scores by scorer and C, `encode` token ids of a text. Calibrations are
-    kept in `folder`; any α and any shape of pages follow from one.
+    `scorers` are their specifications by name. `retentions` are all ρ that may be requested, so
+    that one pass over the `samples` calibration texts measures them all. `samples` None means the
+    profiles that a server takes: a shipped or kept one, or else the short calibration of a first
+    start. `source_of` gives scores by scorer and C, `encode` the token ids of a text. Calibrations
+    are kept in `folder`; any α and any shape of pages follow from one.
     """
 
     fingerprint: ModelFingerprint
@@ -68,7 +66,7 @@ class Budgets:
     heads_per_page: int
 
     def profile(self, method: Method) -> Profile:
-        """That of a uniform or static method. Raises `ConfigError` if ρ cannot be met."""
+        """The profile of a uniform or static method. Raises `ConfigError` if ρ cannot be met."""
         if method.name == "uniform":
             return self.equal(method)
         if self.samples is None:
@@ -79,8 +77,9 @@ class Budgets:
         return self._derive(method, measured.mean, measured.std, measured.calibration)
 
     def basis(self, method: Method) -> Mapping[str, object]:
-        """What the budgets of a static method come from, as JSON. Where a server's are taken, they
-        must be there.
+        """The source of a static method's budgets, as JSON.
+
+        Profiles of a server must exist before this is called.
         """
         if self.samples is not None:
             return {"calibration_samples": self.samples}
@@ -91,7 +90,7 @@ class Budgets:
         }
 
     def _find_served(self, method: Method) -> Profile:
-        """What a server would take, which is also kept for it if it must be measured first."""
+        """The profile that a server would take. It is measured and kept if there is none yet."""
         wanted = Statistics.of(method)
         found = find_profile(
             [find_shipped_profiles(), self.folder / "profiles"],
@@ -114,7 +113,7 @@ class Budgets:
         return next(profile for profile in profiles if profile.kv_retention == method.kv_retention)
 
     def equal(self, method: Method) -> Profile:
-        """Every head keeps as much as any other, up to a page."""
+        """Every head keeps the same number of entries, up to a page."""
         shape = (len(self.geometry.full_layers), self.geometry.kv_heads)
         mean, std = np.full(shape, method.kv_retention), np.zeros(shape)
         return self._derive(
@@ -147,7 +146,7 @@ class Budgets:
         return self.folder / "calibrations"
 
     def _find_kept(self, wanted: Statistics, retention: float) -> Profile | None:
-        """A calibration on as many samples that ships or was kept."""
+        """A shipped or kept calibration on the same number of samples."""
         # Profile.file_name
         name = f"*.{wanted.scorer}.{wanted.scope}.c{wanted.chunk_tokens}.r{retention}.json"
         return next(
@@ -189,9 +188,7 @@ class Budgets:
         )
 
     def _calibrate(self, method: Method, samples: int) -> Profile:
-        """Measure at every ρ that is not there yet, keep the profiles, and return that of the
-        method.
-        """
+        """Measure at every missing ρ, keep the profiles, and return that of the method."""
         wanted, kept = Statistics.of(method), self._calibrations
         missing = [
             value
@@ -209,7 +206,7 @@ class Budgets:
     def _measure(
         self, wanted: Statistics, retentions: Sequence[float], samples: int
     ) -> list[Profile]:
-        texts = pilot_texts(samples, min_characters=max(8_000, 6 * wanted.chunk_tokens))
+        texts = make_texts(samples, min_characters=max(8_000, 6 * wanted.chunk_tokens))
         return calibrate(
             self.source_of(wanted.scorer, wanted.chunk_tokens),
             [self.encode(text) for text in texts],

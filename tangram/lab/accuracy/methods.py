@@ -1,6 +1,4 @@
-"""The ways of keeping KV entries that `tangram eval` compares, and the engine configuration of
-each.
-"""
+"""The compression methods that `tangram eval` compares, and the engine configuration of each."""
 
 from __future__ import annotations
 
@@ -24,14 +22,13 @@ GATED = "fastkvzip"  # the scorer that takes a gate file
 
 @dataclass(frozen=True)
 class Method:
-    """One way of keeping entries; a field is None where it makes no difference.
+    """One compression method; a field that does not apply is None.
 
     - full: everything stays.
     - uniform: every head keeps the same share of a chunk.
-    - static: heads keep what a calibrated profile says, B = μ + α·σ (Tangram, arXiv 2606.06302).
-    - dynamic: the scores of each chunk decide how much each head keeps, as in the methods that
-      profiles are calibrated from (Ada-KV, arXiv 2407.11550, in scope "layer"; KVzip, arXiv
-      2505.23416, in scope "model").
+    - static: the profile sets each head's budget, B = μ + α·σ (Tangram, arXiv 2606.06302).
+    - dynamic: the scores of each chunk decide how much each head keeps. Scope "layer" is Ada-KV
+      (arXiv 2407.11550), scope "model" is KVzip (arXiv 2505.23416).
     - one-shot: dynamic, with the whole context as one chunk, as these were published.
 
     `window_tokens` None is the profile's default, C / 64.
@@ -48,7 +45,7 @@ class Method:
 
     @property
     def title(self) -> str:
-        """In words, with everything that tells it from others."""
+        """The method in words, with all its settings."""
         parts = [
             self.name,
             *([self.scorer] if self.scorer else []),
@@ -58,9 +55,7 @@ class Method:
         return ", ".join(parts)
 
     def variant(self) -> list[str]:
-        """Everything but name, scorer and ρ, unless it is the default or makes no difference: "C
-        512", "α 2", …
-        """
+        """Settings that are not defaults, without name, scorer and ρ: "C 512", "α 2", …"""
         named = {
             "C": self.chunk_tokens,
             "α": self.alpha,
@@ -76,15 +71,11 @@ class Method:
 
     @property
     def company(self) -> Method:
-        """Equal for methods that one engine serves side by side: those with profiles, but for their
-        ρ.
-        """
+        """Equal for methods that one engine can serve: their profiles differ in ρ only."""
         return replace(self, kv_retention=1.0) if self.name in WITH_PROFILE else self
 
     def config(self, base: EngineConfig, *profiles: str) -> EngineConfig:
-        """`base`, made to keep entries this way; `profiles` are the files of the methods that it
-        serves, if any.
-        """
+        """`base`, changed for this method; `profiles` are the profile files of its engine."""
         changes: dict[str, Any] = {"kv_retention": self.kv_retention, "profile": profiles}
         named = {"scorer": self.scorer, "scope": self.scope, "chunk_tokens": self.chunk_tokens}
         changes |= {name: value for name, value in named.items() if value is not None}
@@ -103,11 +94,11 @@ class Method:
 
 @dataclass(frozen=True)
 class Grid:
-    """Which methods are compared: every combination, as far as it makes a difference.
+    """The methods to compare: every combination of these settings that a method uses.
 
-    `scorers` None is the one that serves the model (`name_scorer`), `scopes` None what each scorer
-    is served with, `window_tokens` None is C / 64. Raises `ConfigError` naming the field that is
-    empty or out of range, or that some of the methods cannot follow.
+    `scorers` None is the one that serves the model (`name_scorer`). `scopes` None is the scope that
+    each scorer is served with. `window_tokens` None is C / 64. Raises `ConfigError` naming the
+    field that is empty or out of range, or that some of the methods cannot follow.
     """
 
     names: Sequence[MethodName]
@@ -165,14 +156,13 @@ class Grid:
                 )
 
     def name_scorer(self, scorer: str) -> Grid:
-        """The same, by `scorer` where none is named."""
+        """The same grid, with `scorer` if it names none."""
         return self if self.scorers is not None else replace(self, scorers=(scorer,))
 
     def methods(self, context_tokens: int) -> list[Method]:
-        """All of them, each once, in the order of the names; `context_tokens` is the chunk of
-        one-shot.
+        """All methods, each once, in the order of the names.
 
-        Raises `ValueError` where no scorer is named.
+        `context_tokens` is the chunk of one-shot. Raises `ValueError` where no scorer is named.
         """
         found = (method for name in self.names for method in self._of(name, context_tokens))
         return list(dict.fromkeys(found))
@@ -195,11 +185,10 @@ class Grid:
 def choose_alignment(
     methods: Sequence[Method], *, align: bool, unit: int | None = None
 ) -> int | None:
-    """At a multiple of what contexts end: `unit`, or the largest chunk of `methods`; None without
-    `align`.
+    """The number of tokens that context lengths are multiples of; None without `align`.
 
-    Raises `ConfigError` if a chunk would not end there, or if one-shot or a unit is asked for
-    without.
+    It is `unit`, or the largest chunk of `methods`. Raises `ConfigError` if a chunk would not end
+    there. Without `align`, one-shot and `unit` raise it, too.
     """
     if not align:
         if unit is not None:

@@ -1,8 +1,7 @@
-"""Several questions on one context, after SCBench (Li et al., arXiv 2412.10319, Section 3), on
-texts of our own.
+"""Several questions on one context, after SCBench, on generated texts.
 
-The cache of the context is built before any question is known and serves all of them, as in a
-conversation.
+It is Li et al., arXiv 2412.10319, Section 3. The cache of the context is built before any question
+is known and serves all of them, as in a conversation.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _STRING_CHARACTERS, _AFFIX_CHARACTERS = 36, 6
 _STATIONS = 6
 _SHOTS_ASKED = 5
 
-# What sentences may be about; which label a kind has is made up for every sample.
+# The subjects of sentences, by kind. Each sample invents the labels of the kinds.
 _KINDS: tuple[tuple[str, ...], ...] = (
     (
         "sparrow",
@@ -122,7 +121,7 @@ def _of_pair(pair: str) -> Question:
 def prefix_suffix(rng: random.Random, budget: Budget) -> Draft:
     """Random strings; each question gives the ends of one (SCBench's Retr.Prefix-Suffix).
 
-    For each there are two more strings, one that begins alike and one that ends alike.
+    Each string has two distractors: one with the same beginning and one with the same end.
     """
     supply = words.characters(rng, _STRING_CHARACTERS)
     asked = words.take(supply, _ASKED)
@@ -157,11 +156,9 @@ def _of_string(string: str, cut: int) -> Question:
 
 
 def many_shot(rng: random.Random, budget: Budget) -> Draft:
-    """Sentences labelled by what they are about, with made-up labels; each question asks for a new
-    one's label.
+    """Sentences with invented labels for their subjects; a question asks for a new one's label.
 
-    SCBench's ICL.ManyShot. The new sentence is about a thing that a labelled one has, which is its
-    evidence.
+    The new sentence has the subject of a labelled one, which is its evidence.
     """
     label_of = dict(zip(_KINDS, words.take(words.labels(rng), len(_KINDS)), strict=True))
     asking = random.Random(rng.getrandbits(64))
@@ -181,17 +178,15 @@ def many_shot(rng: random.Random, budget: Budget) -> Draft:
 
 
 def _shots(rng: random.Random, label_of: dict[tuple[str, ...], str]) -> Iterator[tuple[str, str]]:
-    """A thing and the labelled sentence about it; kinds take turns in a random order, none left out
-    for long.
-    """
+    """A subject and the labelled sentence about it. Kinds take turns in a random order."""
     names = words.people(rng)
     while True:
         for kind in rng.sample(_KINDS, len(_KINDS)):
             thing = rng.choice(kind)
-            told = rng.choice(_SHOTS).format(
+            sentence = rng.choice(_SHOTS).format(
                 who=next(names), trait=rng.choice(_TRAITS), thing=thing, count=rng.randint(2, 99)
             )
-            yield thing, f"Sentence: {told}\nLabel: {label_of[kind]}"
+            yield thing, f"Sentence: {sentence}\nLabel: {label_of[kind]}"
 
 
 def _of_shot(shot: str, evidence: str) -> Question:
@@ -206,10 +201,9 @@ def _of_shot(shot: str, evidence: str) -> Question:
 
 
 def report(rng: random.Random, budget: Budget) -> Draft:
-    """A report in which six stations name a figure; asked for are all of them, then some one by
-    one.
+    """A report in which six stations name a figure; questions ask for all, then for single ones.
 
-    In place of SCBench's En.Sum: a summary whose completeness can be counted.
+    It replaces SCBench's En.Sum: a summary whose completeness can be counted.
     """
     stations, figures = (
         words.take(words.towns(rng), _STATIONS),
@@ -250,6 +244,6 @@ TASKS: dict[str, Task] = {
     "many_shot": many_shot,
     "report": report,
     "code_lookup": code_lookup,
-    # The one of them that a model too small for the others can answer.
+    # The task that even small models can answer.
     "needles": Needles("noise", keys=4),
 }

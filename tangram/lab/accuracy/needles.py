@@ -28,8 +28,9 @@ SUPPLIES: dict[Content, Callable[[random.Random], Iterator[str]]] = {
 class Needles:
     """One variant; a task (`sample.Task`) when called.
 
-    `keys` keys have `values_per_key` values each. `together`: one question asks for all keys, else
-    one question a key. In a haystack of needles only the keys asked for are fewer than all.
+    `keys` keys have `values_per_key` values each. With `together` one question asks for all keys,
+    else one question for each key. Only in a haystack of needles are there more keys than
+    questions.
     """
 
     haystack: Literal["noise", "prose", "needles"]

@@ -1,4 +1,4 @@
-"""How long a grid will take, from what one passage takes."""
+"""An estimate of a grid's duration, from the time of one passage."""
 
 from __future__ import annotations
 
@@ -11,15 +11,12 @@ from tangram.lab.accuracy.methods import Method
 from tangram.lab.accuracy.passages import TAIL_TOKENS, Passages
 from tangram.lab.accuracy.run import PlannedCell
 
-# A token that is generated takes as long as so many of a prompt; replies end halfway to their
-# limit.
+# the time of a generated token, in prompt tokens; replies end halfway to their limit
 _DECODE_TOKENS, _REPLY_SHARE = 8, 0.5
 
 
 def minutes(bench: ModelBench, plans: Sequence[PlannedCell]) -> float:
-    """About how long `plans` take here: their tokens, at the pace of one chunk that is computed
-    now.
-    """
+    """The estimated time of `plans`: their tokens, at the speed of one chunk computed now."""
     config = Method("full").config(bench.base)
     tokens = [
         (7 * place) % bench.loaded.geometry.vocab_size
@@ -34,7 +31,7 @@ def minutes(bench: ModelBench, plans: Sequence[PlannedCell]) -> float:
 
 
 def _prompt_tokens(plan: PlannedCell) -> float:
-    """As many tokens of a prompt would take as long."""
+    """The number of prompt tokens that would take the same time."""
     if isinstance(plan.prompts, Passages):
         return plan.prompts.count * plan.prompts.longest_tokens
     again = plan.method.name in ("dynamic", "one-shot")  # each question computes its context

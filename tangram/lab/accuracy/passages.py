@@ -1,4 +1,4 @@
-"""Long real text in pieces of equal length: what fidelity is measured on."""
+"""Long real text in pieces of equal length, on which fidelity is measured."""
 
 from __future__ import annotations
 
@@ -43,12 +43,11 @@ class Passages:
 
 @dataclass(frozen=True)
 class RealText:
-    """What is read: `samples` passages of `context_tokens`, each with `TAIL_TOKENS` more, that are
-    looked at.
+    """`samples` passages of `context_tokens`, each with `TAIL_TOKENS` more that are measured.
 
-    They are cut from the UTF-8 text of `path`, without it from sources of Python's standard library
-    that calibration does not read. `samples` None are `SAMPLES`, or what the file gives, if that is
-    less.
+    They are cut from the UTF-8 text of `path`. Without it they come from sources of Python's
+    standard library that calibration does not read. `samples` None is `SAMPLES`, or what the file
+    gives if that is less.
     """
 
     samples: int | None
@@ -58,8 +57,9 @@ class RealText:
     suite: str = SUITE
 
     def prompts(self, codec: ChatCodec, alignment: Alignment | None) -> Passages:
-        """Cut the passages. Raises `ConfigError` naming what cannot be met; contexts are always
-        whole chunks.
+        """Cut the passages; contexts are always whole chunks.
+
+        Raises `ConfigError` naming what cannot be met.
         """
         if alignment is None:
             raise ConfigError(
@@ -87,7 +87,7 @@ def passages(
 ) -> list[list[int]]:
     """`count` pieces of `context_tokens` + `TAIL_TOKENS` tokens of `texts`, one after the other.
 
-    `count` None are `SAMPLES`, or all if there are fewer. Raises `ConfigError` if the texts hold
+    `count` None is `SAMPLES`, or all if there are fewer. Raises `ConfigError` if the texts hold
     fewer than asked for.
     """
     if count is not None and count < 1:
@@ -110,8 +110,9 @@ def passages(
 
 
 def _sources(seed: int) -> Iterator[str]:
-    """Modules in packages of the standard library, shuffled, then the topics of `help()`; pilot
-    texts read others.
+    """Modules in packages of the standard library, shuffled, then the topics of `help()`.
+
+    Calibration texts read others.
     """
     rng, root = random.Random(f"{SUITE}/{seed}"), Path(sysconfig.get_path("stdlib"))
     paths = sorted(path for path in root.glob("*/*.py") if path.parent.name not in _LEFT_OUT)

@@ -1,4 +1,4 @@
-"""The picture of a run: scores against ρ, a line a method, a panel a scorer and suite."""
+"""The plot of a run: scores against ρ, a line for each method, a panel for each suite."""
 
 from __future__ import annotations
 
@@ -15,23 +15,20 @@ _PANEL_INCHES = (4.5, 3.5)
 
 
 def check_plot(path: Path) -> None:
-    """Raise `ConfigError` if nothing could be drawn at `path`."""
+    """Raise `ConfigError` if no plot can be written to `path`."""
     if find_spec("matplotlib") is None:
         raise ConfigError(f"plot is {path}, drawing needs matplotlib: pip install matplotlib")
     from matplotlib.figure import Figure
 
     known = Figure().canvas.get_supported_filetypes()
     if path.suffix.lower().removeprefix(".") not in known:
-        raise ConfigError(
-            f"plot is {path}, no picture ends like that: give a name that ends in .png"
-        )
+        raise ConfigError(f"plot is {path}, it must end in .png")
 
 
 def draw(cells: Sequence[AnyCell], path: Path) -> None:
-    """Draw the cells, with standard errors, as a PNG: scores, and of fidelity divergence; `full` is
-    a line across.
+    """Plot the cells with standard errors as a PNG: scores, and the divergence of fidelity.
 
-    Raises `ConfigError` if no cell has a scorer.
+    `full` is a horizontal line. Raises `ConfigError` if no cell has a scorer.
     """
     from matplotlib.figure import Figure
 
@@ -69,7 +66,7 @@ def draw(cells: Sequence[AnyCell], path: Path) -> None:
 
 
 def _height(cell: AnyCell) -> Score:
-    """What is drawn: percent, or nats."""
+    """The unit: percent, or nats."""
     if isinstance(cell, FidelityCell):
         return cell.divergence
     error = None if cell.score.stderr is None else 100 * cell.score.stderr

@@ -1,6 +1,4 @@
-"""Samples to token ids: the prompts of one context begin alike, and its end can be made to fall on
-a chunk's.
-"""
+"""Samples to token ids. Prompts of one context share a prefix, which can be aligned to chunks."""
 
 from __future__ import annotations
 
@@ -17,8 +15,8 @@ from tangram.lab.accuracy.sample import Sample
 from tangram.lab.accuracy.suites import MIN_CONTEXT_TOKENS, SUITES
 
 _PROBES = ("A", "7")  # texts that share no token
-_BREAKS = ("A", ".")  # behind a letter, a digit or a sign one of them begins a token of its own
-_MARGIN_TOKENS = 4  # the context's first token may come out as two after the template
+_BREAKS = ("A", ".")  # after any letter, digit or sign, one of them begins a token of its own
+_MARGIN_TOKENS = 4  # the context's first token may become two after the template
 
 
 class ChatCodec(Protocol):
@@ -29,15 +27,13 @@ class ChatCodec(Protocol):
         ...
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """The tokens of a text, with those that the model expects around it."""
+        """The tokens of a text, with the special tokens that the model expects."""
         ...
 
 
 @dataclass(frozen=True)
 class Alignment:
-    """Fill up what the questions of a sample share, by `filler_token`, to a multiple of
-    `tokens`.
-    """
+    """Pad the shared prefix of a sample with `filler_token` to a multiple of `tokens`."""
 
     tokens: int
     filler_token: int
@@ -45,8 +41,9 @@ class Alignment:
 
 @dataclass(frozen=True)
 class SamplePrompts:
-    """`prompts[i]` asks question i of `sample`; all begin with the same `shared_tokens`: template,
-    filler, context.
+    """`prompts[i]` asks question i of `sample`.
+
+    All begin with the same `shared_tokens`: template, filler, context.
     """
 
     sample: Sample
@@ -63,7 +60,7 @@ class SamplePrompts:
 
 @dataclass(frozen=True)
 class SuitePrompts:
-    """All that one suite asks, and a digest (SHA-256, hex) of it."""
+    """All prompts of one suite, and a digest (SHA-256, hex) of them."""
 
     suite: str
     samples: tuple[SamplePrompts, ...]
@@ -76,17 +73,17 @@ class SuitePrompts:
 
     @property
     def count(self) -> int:
-        """How many questions are asked."""
+        """The number of questions."""
         return sum(len(sample.prompts) for sample in self.samples)
 
 
 @dataclass(frozen=True)
 class Questions:
-    """What is asked: `samples` samples of `suite` over contexts of `context_tokens`, template
-    included.
+    """`samples` samples of `suite` over contexts of `context_tokens`, template included.
 
-    `samples` None are what the suite takes for it. `tasks` None are all of the suite,
-    `max_questions` None all of a context, `path` is for suites read from files.
+    `samples` None is the suite's own number. `tasks` None are all tasks of the suite.
+    `max_questions` None allows all questions of a context. `path` is for suites that are read from
+    files.
     """
 
     suite: str
@@ -100,8 +97,8 @@ class Questions:
     def prompts(self, codec: ChatCodec, alignment: Alignment | None) -> SuitePrompts:
         """Write the samples and their prompts. Raises `ConfigError` naming what cannot be met."""
         head = _common(*(_tokens(codec, probe) for probe in _PROBES))
-        room = self.context_tokens - head - _MARGIN_TOKENS
-        if room < MIN_CONTEXT_TOKENS:
+        budget_tokens = self.context_tokens - head - _MARGIN_TOKENS
+        if budget_tokens < MIN_CONTEXT_TOKENS:
             raise ConfigError(
                 f"context_tokens is {self.context_tokens}, of which the chat template takes "
                 f"{head}: it must be at least {MIN_CONTEXT_TOKENS + head + _MARGIN_TOKENS}"
@@ -109,7 +106,7 @@ class Questions:
         special = len(codec.encode(""))
         samples = SUITES[self.suite](
             lambda text: len(codec.encode(text)) - special,
-            room,
+            budget_tokens,
             self.samples,
             self.seed,
             tasks=self.tasks,
@@ -127,9 +124,9 @@ class Questions:
 def prompts_of(sample: Sample, codec: ChatCodec, alignment: Alignment | None) -> SamplePrompts:
     """The prompts of a sample, each one user message of the context and a question.
 
-    With `alignment` filler stands between the template's beginning and the context, so that nothing
-    of the context is left over when a chunk is full. Without it the tokens are those of the chat
-    template as they are, and up to C − 1 tokens of the context stay raw.
+    With `alignment` filler stands between the template's beginning and the context, so that the
+    context ends where a chunk does. Without it the prompt has no filler, and up to C − 1 tokens of
+    the context stay raw.
     """
     asked = [_tokens(codec, sample.context + question.text) for question in sample.questions]
     shared = _common(*asked, *(_tokens(codec, sample.context + probe) for probe in _PROBES))
@@ -142,12 +139,11 @@ def prompts_of(sample: Sample, codec: ChatCodec, alignment: Alignment | None) ->
 
 
 def evidence_tokens(asked: SamplePrompts, codec: ChatCodec) -> tuple[tuple[range, ...], ...]:
-    """Where the evidence of each question lies in the prompts: by question, the tokens of each of
-    its pieces.
+    """The place of each question's evidence in the prompts: by question, the tokens of each piece.
 
-    The first place of a piece in the context counts. A token that begins before a piece and reaches
-    into it belongs to it, one that reaches out of it does not. Raises `ValueError` if a piece does
-    not stand in the context.
+    The first place of a piece in the context counts. A token that begins before a piece and ends in
+    it belongs to it; a token that ends after it does not. Raises `ValueError` if a piece does not
+    stand in the context.
     """
     context, questions = asked.sample.context, asked.sample.questions
     text = context + questions[0].text
@@ -155,9 +151,9 @@ def evidence_tokens(asked: SamplePrompts, codec: ChatCodec) -> tuple[tuple[range
 
     @cache
     def before(place: int) -> int:
-        """How many tokens end at this character or before it."""
-        # No probe is what follows there. It may grow into the last token, so the longer beginning
-        # counts.
+        """The number of tokens that end at this character or before it."""
+        # A probe differs from the next character. It may join the last token, so the longer
+        # beginning counts.
         probes = (probe for probe in _BREAKS if probe != text[place : place + 1])
         ended = max(_common(tokens, _tokens(codec, text[:place] + probe)) for probe in probes)
         return min(asked.filler_tokens + ended, asked.shared_tokens)
@@ -170,17 +166,17 @@ def evidence_tokens(asked: SamplePrompts, codec: ChatCodec) -> tuple[tuple[range
 
 
 def filler_token(codec: ChatCodec) -> int:
-    """The token of a line's end."""
+    """The token of a line break."""
     special = codec.encode("")
     return [token for token in codec.encode("\n") if token not in special][-1]
 
 
 def parse_suites(text: str, undivided: Sequence[str] = ()) -> dict[str, tuple[str, ...] | None]:
-    """Comma-separated suites, or `suite/task` for one task of it, to tasks by suite; None are all
-    tasks.
+    """Tasks by suite; None is all of its tasks.
 
-    `undivided` are suites that have no tasks. Raises `ConfigError` for a suite that is not known,
-    or a task of one that has none; other tasks are checked by the suite.
+    `text` has comma-separated names of suites, or `suite/task` for one task. `undivided` are suites
+    that have no tasks. Raises `ConfigError` for an unknown suite, or for a task of an undivided
+    one. The suite itself checks the names of its tasks.
     """
     tasks: dict[str, tuple[str, ...] | None] = {}
     for entry in (entry.strip() for entry in text.split(",")):
@@ -200,6 +196,6 @@ def _tokens(codec: ChatCodec, text: str) -> tuple[int, ...]:
 
 
 def _common(*prompts: Sequence[int]) -> int:
-    """How many tokens all of `prompts` begin with alike."""
+    """The length of the longest prefix that all `prompts` share."""
     alike = (len(set(tokens)) == 1 for tokens in zip(*prompts, strict=False))
     return sum(1 for _ in itertools.takewhile(bool, alike))

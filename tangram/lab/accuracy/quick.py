@@ -7,7 +7,7 @@ from __future__ import annotations
 from tangram.lab.accuracy.passages import RealText
 from tangram.lab.accuracy.prompts import Questions
 
-# Of RULER's tasks two that a model of 135 M parameters answers at all; contexts of three chunks.
+# Two of RULER's tasks that a model of 135 M parameters can answer; contexts of three chunks.
 NEEDLES = Questions(
     "ruler", ("niah_single_3", "niah_multikey_1"), samples=8, context_tokens=1536, max_questions=2
 )

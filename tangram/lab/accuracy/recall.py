@@ -1,9 +1,10 @@
-"""Recall of evidence: the share of KV entries that a method keeps of what an answer follows from.
+"""Recall of evidence: the share of an answer's evidence that a method keeps, in KV entries.
 
-It is reckoned from scores alone; nothing is answered. Every chunk sees its past uncompressed, as in
-calibration, so from the second chunk on it is not quite what an engine keeps. A token has an entry
-for each full-attention layer and KV head; layers with a window keep what they see anyway. Shape
-letters: `L` full-attention layers · `H` KV heads · `C` tokens of a chunk.
+It is computed from scores alone, without any answer. Each chunk sees its past uncompressed, as in
+calibration, so from the second chunk on it differs a little from what an engine keeps. A token has
+an entry for each full-attention layer and KV head. Layers with a window drop nothing in it.
+
+Shape letters: `L` full-attention layers · `H` KV heads · `C` tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tangram.lab.accuracy.methods import Method
 from tangram.lab.accuracy.prompts import ChatCodec, SuitePrompts, evidence_tokens
 from tangram.types import Float64, Geometry
 
-# Of scores float32 [L, H, C] of the chunk that starts at a position: bool [L, H, C], what stays.
+# The entries that stay, bool [L, H, C], by scores float32 [L, H, C] and the chunk's start.
 Rule = Callable[[Tensor, int], Tensor]
 
 
@@ -33,9 +34,7 @@ def everything(scores: Tensor, start: int) -> Tensor:
 
 
 def make_budget_rule(profile: Profile, geometry: Geometry) -> Rule:
-    """Every head keeps its count of each chunk, pages rounded as an engine with
-    `profile` has them.
-    """
+    """Every head keeps its number of entries of each chunk, as in an engine with `profile`."""
     layout = Layout.build(
         geometry,
         chunk_tokens=profile.chunk_tokens,
@@ -55,7 +54,7 @@ def make_budget_rule(profile: Profile, geometry: Geometry) -> Rule:
 
 
 def competing(method: Method) -> Rule:
-    """Heads share out ρ of each chunk in the scope of `method`, dynamic or one-shot.
+    """Heads compete for ρ of each chunk in the scope of `method`, dynamic or one-shot.
 
     Raises `ValueError` for a method that has no scorer.
     """
@@ -72,8 +71,8 @@ def competing(method: Method) -> Rule:
 def compute_kept_shares(chunks: Iterable[Scores], rule: Rule, tokens: int) -> Float64:
     """[tokens]: the share of the L · H entries of each token that `rule` keeps.
 
-    `chunks` are the scores [L, H, C] of a text's full chunks, first chunk first. What fills no
-    chunk stays raw: 1.
+    `chunks` are the scores [L, H, C] of a text's full chunks, first chunk first. Tokens after the
+    last full chunk stay raw: 1.
     """
     shares, start = np.ones(tokens), 0
     for scores in chunks:
@@ -84,19 +83,17 @@ def compute_kept_shares(chunks: Iterable[Scores], rule: Rule, tokens: int) -> Fl
 
 
 def recall(shares: Float64, pieces: Sequence[range]) -> float | None:
-    """The mean of `shares` over the tokens of all `pieces`, each token once; None without any
-    piece.
-    """
+    """The mean of `shares` over the tokens of `pieces`, each token once; None without pieces."""
     tokens = sorted({token for piece in pieces for token in piece})
     return float(shares[tokens].mean()) if tokens else None
 
 
 @dataclass
 class Contexts:
-    """The contexts of suites as a scorer saw them, and where their evidence lies.
+    """The scores of the contexts of suites, and the places of their evidence.
 
-    Of scores only the latest are kept, in host memory: 4 · L · H bytes a token, 1.5 MB a context of
-    4,096 tokens of the embedded model. They are those of one scorer, chunk size and digest of the
+    Only the latest scores are kept, in host memory: 4 · L · H bytes a token, 1.5 MB for a context
+    of 4,096 tokens of the embedded model. They belong to one scorer, chunk size and digest of the
     prompts.
     """
 
@@ -107,9 +104,7 @@ class Contexts:
     def score(
         self, method: Method, prompts: SuitePrompts, source_of: Callable[[str, int], ScoreSource]
     ) -> Sequence[Sequence[Scores]]:
-        """By sample, the scores [L, H, C] of its context's full chunks; none for a method that
-        looks at none.
-        """
+        """By sample, the scores [L, H, C] of its context's full chunks; empty without a scorer."""
         if method.scorer is None or method.chunk_tokens is None:
             return [()] * len(prompts.samples)
         wanted = (method.scorer, method.chunk_tokens, prompts.sha256)
@@ -125,7 +120,7 @@ class Contexts:
     def evidence(
         self, prompts: SuitePrompts, codec: ChatCodec
     ) -> list[tuple[tuple[range, ...], ...]]:
-        """By sample and question, the tokens of each piece; looked for once."""
+        """By sample and question, the tokens of each piece; computed once."""
         if prompts.sha256 not in self.places:
             self.places[prompts.sha256] = [
                 evidence_tokens(sample, codec) for sample in prompts.samples

@@ -1,4 +1,4 @@
-"""The file of `tangram eval`: one cell for each method and suite, with everything it rests on."""
+"""The file of `tangram eval`: a cell for each method and suite, with all its settings."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ _STRICT = ConfigDict(extra="forbid", frozen=True)
 
 
 class Score(BaseModel):
-    """The mean over samples, of scores in [0, 1], and its standard error; None of a
-    single sample.
-    """
+    """The mean over samples of scores in [0, 1], and its standard error; None of one sample."""
 
     model_config = _STRICT
 
@@ -30,7 +28,7 @@ class Score(BaseModel):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Score:
-        """Of at least one value."""
+        """The mean of at least one value."""
         error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
         return cls(mean=statistics.fmean(values), stderr=error, samples=len(values))
 
@@ -38,8 +36,8 @@ class Score(BaseModel):
 class GradedAnswer(BaseModel):
     """One reply: its score, its beginning, and lengths in tokens.
 
-    `evidence_recall`: the share of KV entries that the method keeps of the question's evidence
-    (`evidence.py`); None where it was not reckoned.
+    `evidence_recall` is the share of KV entries that the method keeps of the question's evidence
+    (`recall.py`); None if it was not computed.
     """
 
     model_config = _STRICT
@@ -68,7 +66,7 @@ class AnsweredSample(BaseModel):
 
     @property
     def evidence_recall(self) -> float | None:
-        """The mean over those of its questions that have one."""
+        """The mean over the questions that have evidence."""
         return mean_recall([answer.evidence_recall for answer in self.answers])
 
 
@@ -79,9 +77,9 @@ def mean_recall(recalls: Sequence[float | None]) -> float | None:
 
 
 class Setting(BaseModel):
-    """What was asked of which model: cells of equal settings can be compared.
+    """The model and the questions of a cell. Cells of equal settings can be compared.
 
-    `prompts_sha256` covers every token of every prompt; `aligned` says whether contexts end where
+    `prompts_sha256` covers every token of every prompt. `aligned` says whether contexts end where
     chunks do.
     """
 
@@ -102,10 +100,10 @@ class Setting(BaseModel):
 
 
 class MeasuredCell(BaseModel):
-    """What every cell has: one method, one setting, and how it was measured.
+    """The common part of all cells: one method, one setting, and how it was measured.
 
-    `basis` is what else the method rests on: the scorer's parameters, samples of calibration.
-    `seconds` is what the asking or reading took.
+    `basis` lists the method's other inputs: the scorer's parameters, samples of calibration.
+    `seconds` is the duration of the measurement.
     """
 
     model_config = _STRICT
@@ -117,16 +115,16 @@ class MeasuredCell(BaseModel):
     environment: dict[str, Any]
 
     def same(self, method: Method, setting: Setting, basis: Mapping[str, Any]) -> bool:
-        """Whether it is what these would give."""
+        """Whether a measurement with these would give this cell."""
         return (self.method, self.setting, self.basis) == (method, setting, dict(basis))
 
 
 class Cell(MeasuredCell):
-    """The replies that one method gives to one suite, graded.
+    """The graded replies of one method to one suite.
 
-    `footprint` is KV bytes held over those of everything, when the answers ended, raw tails
-    included; None where the engine keeps room for everything (by-input methods). `filler_tokens` is
-    the mean over prompts.
+    `footprint` is the KV bytes held when the answers ended, raw tails included, divided by those of
+    full KV. It is None where the engine reserves pages for full KV (by-input methods).
+    `filler_tokens` is the mean over prompts.
     """
 
     kind: Literal["answers"] = "answers"
@@ -138,19 +136,19 @@ class Cell(MeasuredCell):
 
     @property
     def evidence_recall(self) -> Score | None:
-        """Over the samples that have one; None if none has."""
+        """The mean over the samples that have one; None if none has."""
         recalls = [sample.evidence_recall for sample in self.samples]
         found = [recall for recall in recalls if recall is not None]
         return Score.of(found) if found else None
 
 
 class Fidelity(BaseModel):
-    """Of one passage's last tokens, means over them.
+    """Means over one passage's last tokens.
 
-    `divergence`: the Kullback–Leibler divergence, in nats, of what is expected from what the full
-    cache expects. `agreement`: how often the likeliest token is the same. `surprise` and
-    `full_surprise`: the negative log-likelihood of the text itself, in nats a token; `exp` of its
-    mean over passages is the perplexity.
+    `divergence` is the Kullback–Leibler divergence, in nats, of the distribution from that of the
+    full cache. `agreement` is the share of tokens with the same likeliest token. `surprise` and
+    `full_surprise` are the negative log-likelihood of the text itself, in nats a token. `exp` of
+    its mean over passages is the perplexity.
     """
 
     model_config = _STRICT
@@ -162,9 +160,7 @@ class Fidelity(BaseModel):
 
 
 class FidelityCell(MeasuredCell):
-    """What one method does to what the model expects of passages of real text, one
-    after the other.
-    """
+    """The fidelity of one method on passages of real text, one after the other."""
 
     kind: Literal["fidelity"] = "fidelity"
     passages: tuple[Fidelity, ...]
@@ -181,8 +177,9 @@ class FidelityCell(MeasuredCell):
 
     @property
     def perplexity(self) -> Score:
-        """`exp` of the mean surprise; its error is to first order that of the surprise times the
-        perplexity.
+        """`exp` of the mean surprise.
+
+        Its error is, to first order, the error of the surprise times the perplexity.
         """
         surprise = Score.of([passage.surprise for passage in self.passages])
         mean = math.exp(surprise.mean)
@@ -195,9 +192,7 @@ AnyCell = Cell | FidelityCell
 
 
 class Results(BaseModel):
-    """All cells of a file, in the order they were measured; `command` is the last one that added to
-    it.
-    """
+    """All cells of a file, in the order of measurement; `command` is the last that added one."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -207,8 +202,9 @@ class Results(BaseModel):
 
     @classmethod
     def resume(cls, path: Path, command: str) -> Results:
-        """The file's cells, none if there is no file. Raises `ConfigError` if it is another kind of
-        file.
+        """The file's cells, none if there is no file.
+
+        Raises `ConfigError` if it is another kind of file.
         """
         if not path.exists():
             if not path.parent.is_dir():

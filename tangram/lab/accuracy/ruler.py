@@ -1,8 +1,7 @@
-"""RULER's thirteen tasks on texts of our own (Hsieh et al., arXiv 2404.06654, Table 2 and Appendix
-B).
+"""RULER's thirteen tasks on texts of our own (Hsieh et al., arXiv 2404.06654, Table 2, Appendix B).
 
-Where one context serves several questions of a kind, several are asked, RULER's own first. Left out
-are the worked examples that RULER puts before variable tracking and common words.
+One context may serve several questions of a kind; RULER's own comes first. The worked examples that
+RULER puts before variable tracking and common words are left out.
 """
 
 from __future__ import annotations

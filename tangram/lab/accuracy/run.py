@@ -1,4 +1,4 @@
-"""Runs a grid: every method answers every suite, and each cell is kept as soon as it is there."""
+"""Runs a grid: every method answers every suite. Each cell is kept as soon as it is measured."""
 
 from __future__ import annotations
 
@@ -32,9 +32,7 @@ _REPLY_CHARACTERS = 240  # of each reply in the file
 
 @dataclass(frozen=True)
 class Reply:
-    """One reply and what its KV pages held when it ended; `held_bytes` is None where that says
-    nothing.
-    """
+    """One reply, and the KV bytes held when it ended; None where they say nothing."""
 
     text: str
     tokens: int
@@ -42,23 +40,22 @@ class Reply:
     uncompressed_bytes: int
 
 
-# Asks all questions of the samples, entries kept as the method says, and hears after each how many
-# more are answered; replies by sample and question.
+# Asks all questions of the samples with a method; replies by sample and question. It reports the
+# number of new answers as they come.
 Ask = Callable[[Method, Sequence[SamplePrompts], Callable[[int], None]], list[tuple[Reply, ...]]]
 
-# Reads passages as they are and hears after each; what it finds, by passage.
+# Reads passages with a method and reports each; the fidelity by passage.
 Read = Callable[[Passages, Callable[[int], None]], tuple[Fidelity, ...]]
 
-# The recall of evidence of each question, by sample; None of questions whose answer follows from
-# all of the context.
+# The recall of evidence of each question, by sample; None where an answer needs all of the context.
 Recalls = tuple[tuple[float | None, ...], ...]
 
 
 class MethodBench(Protocol):
-    """A model under whichever method is asked for."""
+    """A model that runs any method."""
 
     def basis(self, method: Method) -> Mapping[str, Any]:
-        """What the answers rest on besides method and setting, as JSON."""
+        """The other inputs of the answers besides method and setting, as JSON."""
         ...
 
     def environment(self) -> Mapping[str, Any]:
@@ -66,17 +63,15 @@ class MethodBench(Protocol):
         ...
 
     def open(self, methods: Sequence[Method]) -> AbstractContextManager[Ask]:
-        """Load an engine that keeps entries as `methods` of one company say; it is gone when the
-        context ends.
-        """
+        """Load an engine for `methods` that can share one. It is freed when the context ends."""
         ...
 
     def reading(self, method: Method) -> AbstractContextManager[Read]:
-        """The same, for texts that are given and compared with what a full cache expects."""
+        """The same for given texts, which are compared with the full cache."""
         ...
 
     def recall(self, method: Method, prompts: SuitePrompts) -> Recalls:
-        """How much `method` keeps of the evidence of each question. No engine may be open."""
+        """The share that `method` keeps of each question's evidence. No engine may be open."""
         ...
 
 
@@ -84,23 +79,21 @@ class Watch(Protocol):
     """Whoever looks on."""
 
     def expect(self, questions: int) -> None:
-        """So many questions will be asked."""
+        """Set the total number of questions."""
         ...
 
     def turns_to(self, what: str) -> None:
-        """This is being done now."""
+        """Show the current work."""
         ...
 
     def advance(self, questions: int) -> None:
-        """So many more questions are answered."""
+        """Count this many more questions as answered."""
         ...
 
 
 @dataclass(frozen=True)
 class PlannedCell:
-    """A cell to be: `method` answers or reads `prompts`; what is written down with it says what it
-    is compared by.
-    """
+    """A cell to measure: a method, the prompts that it answers or reads, and the settings."""
 
     method: Method
     prompts: SuitePrompts | Passages
@@ -109,11 +102,11 @@ class PlannedCell:
 
     @property
     def questions(self) -> int:
-        """How many are asked, or passages read."""
+        """The number of questions or passages."""
         return self.prompts.count
 
     def find_in(self, results: Results) -> AnyCell | None:
-        """The cell, if it is there already."""
+        """The cell in `results`, if it has been measured already."""
         return next(
             (cell for cell in results.cells if cell.same(self.method, self.setting, self.basis)),
             None,
@@ -134,12 +127,10 @@ def plan_cells(
 def run(
     bench: MethodBench, grid: Sequence[PlannedCell], results: Results, path: Path, watch: Watch
 ) -> list[AnyCell]:
-    """The cells of `grid`, in its order: those that `results` has are taken from there, the others
-    are measured.
+    """The cells of `grid`, in its order. Cells that `results` has are not measured again.
 
-    `path` is written anew after each cell, so whoever interrupts it loses that one cell, and the
-    next run goes on. Recall of evidence comes before all of them, since a pass over the contexts
-    serves many methods.
+    `path` is rewritten after each cell, so an interrupted run loses one cell at most. Recall of
+    evidence comes first, since one pass over the contexts serves many methods.
     """
     missing = [plan for plan in grid if plan.find_in(results) is None]
     recalls = _recalls(bench, missing, watch)
@@ -154,9 +145,7 @@ def run(
 def _recalls(
     bench: MethodBench, plans: Sequence[PlannedCell], watch: Watch
 ) -> Mapping[tuple[Method, str], Recalls]:
-    """By method and digest of the prompts, of LoCoMo's questions; methods that look at equal scores
-    come in a row.
-    """
+    """Recall by method and digest of LoCoMo's prompts. Equal scores are computed once."""
     asked = [(one.method, one.prompts) for one in plans if isinstance(one.prompts, SuitePrompts)]
     rows = [(method, prompts) for method, prompts in asked if prompts.suite == LOCOMO]
     found = dict[tuple[Method, str], Recalls]()
@@ -174,8 +163,9 @@ def _cells(
     recalls: Mapping[tuple[Method, str], Recalls],
     watch: Watch,
 ) -> Iterator[AnyCell]:
-    """Those of one company: questions first, then texts, each with what it needs open and nothing
-    else.
+    """The cells of methods that share an engine: first questions, then texts.
+
+    Only what each part needs is open.
     """
     asked = [(plan, plan.prompts) for plan in plans if isinstance(plan.prompts, SuitePrompts)]
     given = [(plan, plan.prompts) for plan in plans if isinstance(plan.prompts, Passages)]

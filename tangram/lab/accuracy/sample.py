@@ -1,6 +1,4 @@
-"""What a suite asks: one context, and questions that are each answered on the same cache of that
-context.
-"""
+"""Samples of a suite: one context, and questions that are each answered on the same cache of it."""
 
 from __future__ import annotations
 
@@ -11,18 +9,18 @@ from typing import Literal
 
 from tangram.lab.accuracy.budget import Budget
 
-# What makes a reply right; `grading.py` says of each what it does.
+# The grading rules; `grading.py` defines each.
 Grade = Literal["all", "any", "code", "exact", "f1", "f1_parts", "choice"]
 
 
 @dataclass(frozen=True)
 class Question:
-    """One question and what is right.
+    """One question and its right answers.
 
     `answers`: the parts of the answer (grade "all") or its spellings, never empty. `max_tokens`:
-    the length of a reply at most. `evidence`: the pieces of the context, as they stand there, that
-    the answer follows from; empty where it follows from all of it (counting words, say).
-    `category`: what reports may part a task's questions by, if anything.
+    the maximum length of a reply. `evidence`: the pieces of the context from which the answer
+    follows, literally; empty if it follows from all of it, as in counting words. `category`: how
+    reports divide a task's questions, if at all.
     """
 
     text: str
@@ -35,12 +33,11 @@ class Question:
 
 @dataclass(frozen=True)
 class Sample:
-    """One context and its questions; the prompt of each is `context + question.text`, in one user
-    message.
+    """One context and its questions.
 
-    `number` counts the samples of a task from 0. `dropped_questions`: how many the source has that
-    are asked nowhere, because what they rest on was cut apart or is missing, and that count here
-    (`locomo.py`).
+    The prompt of each is `context + question.text`, in one user message. `number` counts the
+    samples of a task from 0. `dropped_questions` counts questions of the source that no sample
+    asks, because their evidence was cut apart or is missing (`locomo.py`).
     """
 
     suite: str
@@ -53,13 +50,13 @@ class Sample:
 
 @dataclass(frozen=True)
 class Draft:
-    """What a task writes: a `Sample` that does not know yet what it is called."""
+    """The output of a task: a `Sample` without its name and number."""
 
     context: str
     questions: tuple[Question, ...]
 
 
-# Writes one context of at most the budget's length, and its questions; the same generator state
+# Writes one context of at most the budget's length, and its questions. The same generator state
 # gives the same draft.
 Task = Callable[[random.Random, Budget], Draft]
 
@@ -67,8 +64,7 @@ Task = Callable[[random.Random, Budget], Draft]
 def write_sample(
     suite: str, task: str, write: Task, budget: Budget, seed: int, number: int
 ) -> Sample:
-    """Sample `number` of a task: a function of the names, the budget's context length, the seed and
-    the number.
+    """Sample `number` of a task: a function of names, context length, seed and number.
 
     Raises `ConfigError` if the task's shortest text is longer than the budget.
     """

@@ -1,4 +1,4 @@
-"""Cells to tables in Markdown: scores by method and ρ, and paired differences between methods."""
+"""Tables of cells in Markdown: scores by method and ρ, and paired differences between methods."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _NONE = "–"
 
 
 def report(cells: Sequence[AnyCell]) -> str:
-    """A section for each suite and setting: scores, differences, tasks or categories, recall of
-    evidence where it was reckoned, footprints; then the machine. Of fidelity: divergence,
-    agreement, perplexity and differences in divergence.
+    """A section for each suite and setting, then the machine.
 
+    A section has scores, differences, tasks or categories, footprints, and recall of evidence if it
+    was computed. Fidelity has divergence, agreement, perplexity and differences in divergence.
     Scores are means over samples in percent ± the standard error. A difference is taken sample by
-    sample, of cells that were asked the same. Nothing but a line where there are no cells.
+    sample, between cells of the same questions. Without cells the report is one line.
     """
     if not cells:
         return "No cell has been measured.\n"
@@ -42,9 +42,10 @@ def report(cells: Sequence[AnyCell]) -> str:
 
 
 def rows(cells: Iterable[One]) -> dict[tuple[str, str], dict[float, One]]:
-    """The cells of one setting by (method and variant, scorer), and there by ρ, the largest first.
+    """The cells of one setting by (method and variant, scorer), then by ρ, the largest first.
 
-    A variant is named as far as it differs among the cells of one method. `full` has no scorer: "".
+    A variant names the settings that differ among the cells of one method. `full` has no scorer:
+    "".
     """
     listed = list(cells)
     found: dict[tuple[str, str], dict[float, One]] = {}
@@ -58,15 +59,14 @@ def rows(cells: Iterable[One]) -> dict[tuple[str, str], dict[float, One]]:
 
 
 def label(method: Method, among: Sequence[Method]) -> str:
-    """The method's name, and what tells it from others `among` them that have the same name."""
+    """The method's name, and the settings that differ `among` the cells of that name."""
     variants = [set(other.variant()) for other in among if other.name == method.name]
     common = set.intersection(*variants)
     return ", ".join([method.name, *(part for part in method.variant() if part not in common)])
 
 
 def difference(cell: AnyCell, other: AnyCell) -> Score:
-    """Of two cells of one setting: `cell` less `other`, over the samples: in score, or in
-    divergence.
+    """`cell` less `other` over the samples of one setting: in score, or in divergence.
 
     Raises `TypeError` for cells of two kinds.
     """
@@ -84,14 +84,14 @@ def _section(cells: Sequence[AnyCell], setting: Setting) -> str:
         "contexts end where chunks do" if setting.aligned else "the end of a context stays raw"
     )
     title = f"### {setting.suite}, {setting.context_tokens:,} tokens: {setting.model}"
-    told = (
+    note = (
         f"{setting.samples} samples, seed {setting.seed}, {setting.dtype}, KV cache "
         f"{setting.kv_cache_dtype}; {aligned}."
     )
     given = [cell for cell in cells if isinstance(cell, FidelityCell)]
     answered = [cell for cell in cells if isinstance(cell, Cell)]
     tables = [*_answers(answered), *_fidelity(given)]
-    return "\n\n".join([title, told, *(table for table in tables if table)]) + "\n"
+    return "\n\n".join([title, note, *(table for table in tables if table)]) + "\n"
 
 
 def _answers(cells: Sequence[Cell]) -> list[str]:
@@ -109,7 +109,7 @@ def _fidelity(cells: Sequence[FidelityCell]) -> list[str]:
         _by_retention(
             cells, "KL from full, nats ± standard error", lambda cell: plain(cell.divergence, 4)
         ),
-        # Less full, a divergence is itself.
+        # The difference of a divergence from full is the divergence itself.
         _differences(
             [cell for cell in cells if cell.method.name != "full"],
             lambda less: plain(less, 4, signed=True),
@@ -120,7 +120,7 @@ def _fidelity(cells: Sequence[FidelityCell]) -> list[str]:
 
 
 def _recalls(cells: Sequence[Cell]) -> str:
-    """Nothing where none was reckoned."""
+    """Empty where none was computed."""
     known = {cell.method: recall for cell in cells if (recall := cell.evidence_recall) is not None}
     shown = [cell for cell in cells if cell.method in known]
     corner = "recall of evidence, % ± standard error"
@@ -136,7 +136,7 @@ def _footprints(cells: Sequence[Cell]) -> str:
 
 
 def _by_retention(cells: Sequence[One], corner: str, shown: Callable[[One], str]) -> str:
-    """A line a method and scorer, a column a ρ."""
+    """A row for each method and scorer, a column for each ρ."""
     columns = sorted({cell.method.kv_retention for cell in cells}, reverse=True)
     lines = [
         [
@@ -150,7 +150,7 @@ def _by_retention(cells: Sequence[One], corner: str, shown: Callable[[One], str]
 
 
 def _differences(cells: Sequence[OneKind], worded: Callable[[Score], str]) -> str:
-    """A line for each pair of methods, of one scorer and, unless it is full, one ρ."""
+    """A row for each pair of methods of one scorer and, unless it is full, one ρ."""
     columns: list[float] = sorted(
         {cell.method.kv_retention for cell in cells if cell.method.name != "full"}, reverse=True
     )
@@ -188,8 +188,9 @@ def _name(own: Mapping[float, AnyCell]) -> MethodName:
 
 
 def _parts(cells: Sequence[Cell]) -> str:
-    """A line a cell, a column a category of questions or, where there are none, a task; nothing for
-    a single one.
+    """A row for each cell, a column for each category of questions, or else for each task.
+
+    Empty for a single column.
     """
     found = {cell.method: _by_category(cell) or _by_task(cell) for cell in cells}
     parts = list(dict.fromkeys(part for means in found.values() for part in means))
@@ -235,12 +236,10 @@ def plain(score: Score, digits: int, *, signed: bool = False) -> str:
 
 
 def where(cells: Sequence[AnyCell]) -> str:
-    """On what, and with which versions, the cells were measured; more than once where
-    it differs.
-    """
+    """The machines and versions of the measurements; several if they differ."""
     seconds = sum(cell.seconds for cell in cells)
     machines = "; ".join(dict.fromkeys(machine(cell.environment) for cell in cells))
-    return f"{machines}. {len(cells)} cells, {seconds / 60:,.0f} minutes of asking.\n"
+    return f"{machines}. {len(cells)} cells, {seconds / 60:,.0f} minutes of measurement.\n"
 
 
 def machine(environment: Mapping[str, Any]) -> str:

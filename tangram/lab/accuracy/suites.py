@@ -1,4 +1,4 @@
-"""The suites by name: what `tangram eval` asks."""
+"""The suites of `tangram eval`, by name."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ SAMPLES = 52  # four of each of RULER's tasks
 
 
 class Suite(Protocol):
-    """Makes samples; equal arguments give equal samples, and fewer samples are the first of more.
+    """Makes samples. Equal arguments give equal samples, and fewer samples are the first of more.
 
-    `context_tokens` bounds every context as `count_tokens` counts it; those made up come within 5 %
-    of it or within one piece of their text, those read from files within one session. `samples`
-    None are `SAMPLES` of those made up, and of those read from files all that there are. `tasks`:
-    which of the suite's, all without it. `max_questions`: how many are asked about a context at
-    most, all without it. `path`: for suites that are read from files, and only for those. Raises
-    `ConfigError`, which names the argument, its value, and the limit.
+    `context_tokens` bounds every context, counted by `count_tokens`. Generated contexts come within
+    5 % of it or within one piece of their text, those read from files within one session. `samples`
+    None is `SAMPLES` for generated ones, and all there are for those read from files. `tasks`: the
+    suite's tasks, all without it. `max_questions`: the maximum number of questions on a context,
+    all without it. `path`: for suites that are read from files, and only for those.
+
+    Raises `ConfigError`, which names the argument, its value, and the limit.
     """
 
     def __call__(
@@ -44,7 +45,7 @@ class Suite(Protocol):
 
 
 def _generate(suite: str, known: Mapping[str, Task]) -> Suite:
-    """Tasks take turns, so that each has as many samples as any other, or one more."""
+    """Tasks take turns, so that their numbers of samples differ by one at most."""
 
     def make(
         count_tokens: Callable[[str], int],

@@ -18,13 +18,14 @@ _CHAIN = 5  # a value, given to a variable, and four hops
 _COMMON_WORDS = 10
 _COMMON_REPEATS, _REPEATS_RATIO = 30, 10  # RULER's 30 and 3
 _FEWEST_ENTRIES = 60
-_FEWEST_CODED = 100  # from here on the third word is ahead of the fourth
-_ZETA = math.pi**2 / 6  # of RULER's exponent, 2
+_FEWEST_CODED = 100  # from here on the third word comes more often than the fourth
+_ZETA = math.pi**2 / 6  # for RULER's exponent, 2
 
 
 def variable_tracking(rng: random.Random, budget: Budget) -> Draft:
-    """One chain of assignments in noise: which variables have the value; and, beyond RULER, what
-    the last one has.
+    """One chain of assignments in noise: a question asks which variables have the value.
+
+    Another, beyond RULER, asks for the value of the last variable.
     """
     names = words.take(words.variables(rng), _CHAIN)
     value = words.take(words.numbers(rng, 5), 1)[0]
@@ -56,8 +57,8 @@ def variable_tracking(rng: random.Random, budget: Budget) -> Draft:
 def common_words(rng: random.Random, budget: Budget) -> Draft:
     """A numbered list in which ten words come 30 times and others 3 times.
 
-    In a short list, common words are half of it, and ten times as frequent as the others, rounded
-    down, at least once.
+    In a short list common words are half of it. The others come a tenth as
+    often, rounded down, but at least once.
     """
     supply = words.english(rng)
     common, rare = words.take(supply, _COMMON_WORDS), Stock(supply)
@@ -87,10 +88,10 @@ def common_words(rng: random.Random, budget: Budget) -> Draft:
 
 
 def frequent_words(rng: random.Random, budget: Budget) -> Draft:
-    """Coded words whose frequencies follow Zipf's law with exponent 2; the first is dots, the next
-    three are asked for.
+    """Coded words whose frequencies follow Zipf's law with exponent 2.
 
-    Of n drawn words the one of rank k comes floor(n / (k² ζ(2))) times.
+    The most frequent is dots; the question asks for the next three. Of n drawn words the one of
+    rank k comes floor(n / (k² ζ(2))) times.
     """
     vocabulary, order = Stock(words.draw_coded_words(rng)), rng.getrandbits(64)
     head = (

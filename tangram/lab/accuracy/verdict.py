@@ -1,4 +1,4 @@
-"""What compression costs, in words: the last thing that `tangram eval` says."""
+"""The cost of compression in words, at the end of `tangram eval`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from tangram.lab.accuracy.score_report import difference, label
 
 
 def verdict(cells: Sequence[AnyCell]) -> list[str]:
-    """A sentence for each suite and static method, beside the full cache; none where one of them
-    was not asked.
+    """A sentence for each suite and static method that was measured beside the full cache.
 
-    A cost is a paired difference: over the samples, the score with everything kept less the other,
-    ± standard error.
+    A cost is a paired difference over the samples: the score with full KV less the other, ±
+    standard error.
     """
     found = []
     methods = [cell.method for cell in cells]
@@ -60,9 +59,9 @@ def _points(score: Score) -> str:
 
 
 def _weight(cost: Score, contexts: int) -> str:
-    """What the error allows to say."""
+    """The conclusion that the error allows."""
     if cost.stderr is None:
         return "One context says little: ask more."
     if abs(cost.mean) <= 2 * cost.stderr:
-        return f"That is within chance for {contexts} contexts: more samples would tell finer."
+        return f"That is within chance for {contexts} contexts: more samples reduce the error."
     return f"That is more than chance for {contexts} contexts."

@@ -1,4 +1,4 @@
-"""Names for what suites make up: endless supplies in which nothing comes twice."""
+"""Endless supplies of names and words for generated texts, without repetition."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ _RIVER_ENDINGS = (
     "xa",
 )
 _CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
-_DOCUMENTATION_PAGES = 100  # more than there are: they come round again
+_DOCUMENTATION_PAGES = 100  # more than there are: then they repeat
 _DOCUMENTATION_WORD = re.compile(r"(?<![\w'-])[a-z]{4,10}(?![\w'-])")
 
 
@@ -104,7 +104,7 @@ def keys(rng: random.Random) -> Iterator[str]:
 
 
 def people(rng: random.Random) -> Iterator[str]:
-    """First and last names that the pilot texts do not have."""
+    """First and last names that the calibration texts do not have."""
     return _pair(rng, _FIRST_NAMES, _LAST_NAMES, " ")
 
 
@@ -119,7 +119,7 @@ def rivers(rng: random.Random) -> Iterator[str]:
 
 
 def english(rng: random.Random) -> Iterator[str]:
-    """Single words of Python's documentation, some 2,000, then two of them written as one."""
+    """Single words of Python's documentation, some 2,000, then pairs of them written as one."""
     pages = itertools.islice(topics(random.Random(0)), _DOCUMENTATION_PAGES)
     known = sorted(set(_DOCUMENTATION_WORD.findall("\n".join(pages))))
     yield from rng.sample(known, len(known))
@@ -133,7 +133,7 @@ def draw_coded_words(rng: random.Random) -> Iterator[str]:
 
 
 def labels(rng: random.Random) -> Iterator[str]:
-    """Made-up words that can be said, "dapomi"."""
+    """Invented words that can be pronounced, such as "dapomi"."""
     return _distinct(
         lambda: "".join(rng.choice(_CONSONANTS) + rng.choice(_VOWELS) for _ in range(3))
     )
@@ -175,7 +175,7 @@ def _distinct(make: Callable[[], str]) -> Iterator[str]:
 def _pair(
     rng: random.Random, firsts: Sequence[str], seconds: Sequence[str], between: str
 ) -> Iterator[str]:
-    """All pairs in a random order; when they are used up, again in threes."""
+    """All pairs in a random order; when they are used up, triples."""
     order = rng.sample(range(len(firsts) * len(seconds)), len(firsts) * len(seconds))
     pairs = (
         firsts[index // len(seconds)] + between + seconds[index % len(seconds)] for index in order

@@ -1,3 +1,1 @@
-"""Engines that lack one of the engine's parts, or have another system's in its place, to compare
-with.
-"""
+"""Baselines: engines without one of the engine's parts, or with another system's part instead."""

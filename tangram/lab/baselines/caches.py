@@ -1,5 +1,6 @@
-"""The caches of systems without budgets, to measure what reservation saves and what budgets cost in
-accuracy.
+"""Caches of systems without budgets.
+
+They measure what reservation saves, and what budgets cost in accuracy.
 """
 
 from __future__ import annotations
@@ -17,25 +18,24 @@ from tangram.types import Int32, Int64
 
 
 class LateCache(CacheManager, ABC):
-    """A `CacheManager` whose chunks are stored whole and selected from after the step that seals
-    them.
+    """A `CacheManager` that stores chunks whole; entries are selected after sealing.
 
     A step seals at most one chunk of a sequence.
     """
 
     @abstractmethod
     def reclaim(self, slot: int, kept_tokens: Int64) -> None:
-        """Enter that of the chunk sealed last `kept_tokens` [n] stay, heads of full-attention
-        layers in order.
+        """Record the entries of the last sealed chunk that stay, `kept_tokens` [n].
+
+        Heads of full-attention layers come in order.
         """
 
 
 class ByInputCache(LateCache):
-    """Heads keep of each chunk as many entries as is decided then; every group has one head, and
-    pages for everything.
+    """A cache in which each chunk's own scores decide how many entries a head keeps.
 
-    Nothing is given back, and no prefix is shared: a chunk's entries follow on those before it
-    within a page.
+    Every group has one head, and pages for all entries. No page is given back and no prefix is
+    shared: a chunk's entries follow the entries before it within a page.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -68,27 +68,27 @@ class ByInputCache(LateCache):
 
 
 class DynamicCache(LateCache):
-    """Its `seal` takes pages for all tokens of a chunk, until `reclaim` is told what was kept.
+    """A cache whose `seal` takes pages for all tokens of a chunk; `reclaim` returns the surplus.
 
-    Between steps it holds what a `CacheManager` holds.
+    Between steps it holds the same pages as a `CacheManager`.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._surplus: dict[
             int, tuple[Int64, Int32]
-        ] = {}  # by slot: table entries of its open chunk and their pages
+        ] = {}  # by slot: table entries of its open chunk, and their pages
 
     @property
     def spare_pages(self) -> int:
-        """See `CacheManager`: a surplus is part of what its sequence was promised."""
+        """See `CacheManager`: a surplus is part of the pages promised to its sequence."""
         return super().spare_pages + sum(len(pages) for _, pages in self._surplus.values())
 
     def reclaim(self, slot: int, kept_tokens: Int64) -> None:
-        """See `LateCache`: pages that stay empty are given back.
+        """See `LateCache`: empty pages are given back.
 
-        Raises `IntegrityError` unless a head keeps as many as the layout says: lengths are written
-        already.
+        Raises `IntegrityError` unless each head keeps the layout's number of entries, since lengths
+        are already written.
         """
         layout = self.sequences[slot].layout
         promised = layout.head_kept_tokens[list(layout.geometry.full_layers)]
@@ -99,7 +99,7 @@ class DynamicCache(LateCache):
         self.ledger.release(pages)
 
     def close(self, seq: SequenceCache) -> None:
-        """See `CacheManager`; also when a step was broken off before it could reclaim."""
+        """See `CacheManager`. A step that failed before it could reclaim is handled, too."""
         if seq.slot in self._surplus:
             self.ledger.release(self._surplus.pop(seq.slot)[1])
         super().close(seq)
@@ -108,7 +108,7 @@ class DynamicCache(LateCache):
         return max(super()._promise(layout, tokens, limit), layout.peak_pages(tokens))
 
     def _take_span(self, seq: SequenceCache) -> Int32:
-        """The first of the pages taken for each group; the others are entered behind them."""
+        """The first pages taken for each group; the others are entered after them."""
         layout, chunk = seq.layout, seq.sealed_chunks
         taken = self._take(layout.max_raw_pages).reshape(-1, layout.chunk_pages)
         entries = np.stack(

@@ -1,4 +1,4 @@
-"""Builds the engines that are compared with."""
+"""Builds the baseline engines."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LATE_CACHES: dict[str, type[LateCache]] = {"dynamic": DynamicCache, "by-input": 
 def builder_of(
     config: EngineConfig, loaded: LoadedModel, kernels: KernelChoice | None = None
 ) -> EngineBuilder:
-    """What builds an engine of `config`, the serving one or one to compare with."""
+    """The builder for `config`: the serving one, or that of a baseline."""
     if isinstance(config, ComparisonConfig):
         return ComparisonBuilder(config, loaded, kernels)
     return EngineBuilder(config, loaded, kernels)
@@ -40,7 +40,7 @@ def builder_of(
 def engine_of(
     config: EngineConfig, loaded: LoadedModel, kernels: KernelChoice | None = None
 ) -> Engine:
-    """`tangram.engine.build.engine_of` that also knows a `ComparisonConfig`."""
+    """`tangram.engine.build.engine_of` that also accepts a `ComparisonConfig`."""
     return builder_of(config, loaded, kernels).engine()
 
 
@@ -50,7 +50,7 @@ class ComparisonBuilder(EngineBuilder):
     config: ComparisonConfig
 
     def retentions(self) -> tuple[Scorer | None, list[Retention]]:
-        """See `EngineBuilder`; by input there is one, which drops nothing before it is scored."""
+        """See `EngineBuilder`. By input there is one retention, which drops nothing unscored."""
         if self.config.reclamation != "by-input":
             return super().retentions()
         scorer = self.compression.make_scorer(self.loaded.fingerprint)
@@ -78,26 +78,17 @@ class ComparisonBuilder(EngineBuilder):
 
     @property
     def page_heads(self) -> int:
-        """A monolithic page holds a whole layer's heads; heads that go their own ways have pages of
-        their own.
-        """
+        """A monolithic page holds all heads of a layer; independent heads have their own pages."""
         if self.config.reclamation == "by-input":
             return 1
         if self.config.head_groups == "monolithic":
             return self.loaded.geometry.kv_heads
         return super().page_heads
 
-    def cache(self, retentions: Sequence[Retention], pages: int, host_pages: int) -> CacheManager:
+    @property
+    def cache_type(self) -> type[CacheManager]:
         """See `EngineBuilder`."""
-        if self.config.reclamation == "reserved":
-            return super().cache(retentions, pages, host_pages)
-        return LATE_CACHES[self.config.reclamation](
-            retentions,
-            total_pages=pages,
-            max_sequences=self.config.max_num_seqs,
-            prefix_caching=self.config.enable_prefix_caching,
-            host_pages=host_pages,
-        )
+        return LATE_CACHES.get(self.config.reclamation, super().cache_type)
 
     def runner(
         self,

@@ -1,4 +1,4 @@
-"""The options of engines that are built to be compared with."""
+"""The options of baseline engines."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ RECLAMATIONS = ("reserved", "dynamic", "by-input")
 
 @dataclass(frozen=True)
 class ComparisonConfig(EngineConfig):
-    """An `EngineConfig`, and what tells an engine from the one that serves.
+    """An `EngineConfig` with the options in which a baseline differs from the serving engine.
 
-    `head_groups` says which heads share a page table: those of like budgets, neighbours, or all of
-    a layer (in pages of a layer's heads). What each head is promised stays the same.
-    `decode_schedule` (`baselines/uniform.py`) plans every decode step. `reclamation` dynamic
-    allocates a chunk whole and gives back what it did not keep, after the forward pass. By-input
-    lets each chunk's own scores decide how much each head keeps, as the methods do that budgets
-    stand in for: every head has pages for everything, and no prefix is shared.
+    `head_groups` says which heads share a page table: heads of similar budgets, neighbours, or all
+    heads of a layer, in pages of a layer's heads. The budget of each head stays the same.
+    `decode_schedule` (`baselines/uniform.py`) plans every decode step.
+
+    `reclamation` dynamic allocates a chunk whole, and gives back the dropped part after the forward
+    pass. By-input lets each chunk's own scores decide how much each head keeps, as in the methods
+    that budgets replace. Then every head has pages for all entries, and no prefix is shared.
     """
 
     head_groups: Literal["clustered", "adjacent", "monolithic"] = "clustered"

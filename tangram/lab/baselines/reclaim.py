@@ -1,8 +1,7 @@
-"""What dynamic methods do after a forward pass: select, wait for the counts, compact, give pages
-back.
+"""The work of dynamic methods after a forward pass: select, wait for counts, compact, free.
 
-By the layout's counts it leaves the state that reserved budgets reach without it. By the input's
-own counts it leaves what the methods keep that budgets were measured on.
+With the layout's counts the result is the state that reserved budgets reach without this work. With
+counts of the input it is that of the methods on which budgets were measured.
 """
 
 from __future__ import annotations
@@ -27,14 +26,12 @@ from tangram.kernels.transfer import stage, upload
 from tangram.lab.baselines.caches import LateCache
 from tangram.model.attention import StepAttention
 from tangram.model.load import LoadedModel
-from tangram.model.sealing import ChunkSealer, FusedSealer, Wishes
+from tangram.model.sealing import ChunkSealer, FusedSealer, ScoreReceiver
 
 
 @dataclass
 class DeferringSealer(ChunkSealer):
-    """Keeps the scores [H, C] of every layer: the chunk is stored whole, and selected from after
-    the step.
-    """
+    """Keeps the scores [H, C] of every layer: the chunk is compressed after the step."""
 
     deferred: dict[int, Tensor] = field(default_factory=dict)
 
@@ -47,7 +44,7 @@ class WholeChunks(Batcher):
     """A `Batcher` whose passes store chunks whole."""
 
     def apart(self, rows: Sequence[Row]) -> bool:
-        """See `Batcher`: what is stored whole is selected from in the step's own pass."""
+        """See `Batcher`: chunks that are stored whole are compressed in the step itself."""
         return not rows
 
     def _count_stored_tokens(self, row: Row) -> int:
@@ -57,10 +54,10 @@ class WholeChunks(Batcher):
         self, retention: Retention, rows: Sequence[Row], numbers: Sequence[int]
     ) -> Iterator[ChunkSealer | FusedSealer]:
         for at in numbers:
-            yield self._chunk_sealer(self._scorer, rows[at], at, self._wishes(rows[at]))
+            yield self._chunk_sealer(self._scorer, rows[at], at, self._receiver(rows[at]))
 
     def _chunk_sealer(
-        self, scorer: Scorer, row: Row, number: int, wishes: Wishes | None
+        self, scorer: Scorer, row: Row, number: int, wishes: ScoreReceiver | None
     ) -> ChunkSealer:
         return DeferringSealer(
             scorer, self.kernels, row, number, self.rotary, self.observer, wishes
@@ -68,8 +65,9 @@ class WholeChunks(Batcher):
 
 
 class ReclaimingRunner(Runner):
-    """A `Runner` over a `LateCache`. With `competing`, the scope they compete in, heads keep of
-    each chunk what its scores give them.
+    """A `Runner` over a `LateCache`.
+
+    With `competing` heads compete for entries in that scope, by the scores of each chunk.
     """
 
     batcher_type = WholeChunks
@@ -93,15 +91,15 @@ class ReclaimingRunner(Runner):
         self._reclaimer.reclaim(sealers, attention.prefill)
 
     def _rehearse_prefill(self, tokens: int) -> None:
-        """Nothing: a rehearsed chunk would have to be reclaimed."""
+        """Does nothing: a rehearsed chunk would have to be reclaimed."""
 
 
 @dataclass(frozen=True)
 class Reclaimer:
-    """Brings the chunks that a step has stored whole in `pool` into their final pages.
+    """Moves the chunks that a step has stored whole in `pool` into their final pages.
 
-    Heads keep what their layout says, or with `competing` share out ρ of a chunk's entries among
-    them, in that scope.
+    Heads keep the layout's number of entries. With `competing` they compete for ρ of a chunk's
+    entries in that scope.
     """
 
     cache: LateCache
@@ -110,21 +108,22 @@ class Reclaimer:
     competing: Scope | None = None
 
     def reclaim(self, sealers: Sequence[DeferringSealer], rows: PrefillRows) -> None:
-        """Every chunk of `sealers`, rows of `rows`, whose scores are known; `cache` then holds no
-        surplus.
+        """Reclaim every chunk of `sealers`, rows of `rows`, whose scores are known.
+
+        Then `cache` holds no surplus.
         """
         ended = [sealer for sealer in sealers if sealer.deferred]
         if not ended:
             return
         kept = [self._select(sealer) for sealer in ended]
-        # Here the host waits for the device, once for all chunks.
+        # The host waits for the device here, once for all chunks.
         counts = torch.stack([chunk.sum(1) for chunk in kept]).cpu().numpy()
         for sealer, chunk, own in zip(ended, kept, counts, strict=True):
             self._compact(sealer, rows, chunk, int(own.sum()))
             self.cache.reclaim(sealer.row.slot, own)
 
     def _select(self, sealer: DeferringSealer) -> Tensor:
-        """[n, C] bool: what each of the n heads of the compressed layers keeps."""
+        """[n, C] bool: the entries that each of the n heads of the compressed layers keeps."""
         retention, layers = sealer.retention, sorted(sealer.deferred)
         scores = torch.cat([sealer.deferred[layer] for layer in layers])
         if self.competing is not None:
@@ -159,7 +158,7 @@ def compact(
     kept: Tensor,
     count: int,
 ) -> None:
-    """Of each head's C entries from index `first` [H] on, move those `kept` to the front, in order.
+    """Move the `kept` of each head's C entries from index `first` [H] on to the front, in order.
 
     `kept` is bool [H, C], with `count` entries set.
     """

@@ -1,15 +1,13 @@
-"""Schedules to compare with: uniform splits (FlashDecoding) and length buckets (PersistentKV,
-ablations).
+"""Baseline schedules: uniform splits (FlashDecoding) and length buckets (PersistentKV, ablations).
 
-The number of splits follows the public FlashAttention heuristic: one if rows and heads alone keep
-four fifths of the workers busy, else the least number whose last wave of tasks is within 85 % of
-the fullest that any number reaches.
+The number of splits follows the public FlashAttention heuristic. It is one if rows and heads alone
+keep four fifths of the workers busy. Otherwise the last wave of tasks decides: the number is the
+smallest whose last wave is within 85 % of the fullest that any number reaches.
 
-Worked example: 2 rows of 8 heads of at most 4096 entries (32 tiles of 128) on 132 workers: s splits
-are 16 · s tasks. The fullest last wave is 0.97 (s = 8: 128 of 132 workers); 6 splits reach 0.73, 7
-reach 0.85, and 0.85 · 0.97 = 0.82: so
-7. Numbers that make no split shorter, like 9 after 8 (ceil(32 / 9) = ceil(32 / 8)), are passed
-   over.
+Worked example: 2 rows of 8 heads of at most 4096 entries (32 tiles of 128) on 132 workers. s splits
+are 16 · s tasks. The fullest last wave is 0.97 (s = 8: 128 of 132 workers). 6 splits reach 0.73, 7
+reach 0.85. Since 0.85 · 0.97 = 0.82, the number is 7. Numbers that make no split shorter, like 9
+after 8 (ceil(32 / 9) = ceil(32 / 8)), are skipped.
 """
 
 from __future__ import annotations
@@ -33,9 +31,7 @@ MAX_SPLITS = 128
 
 
 def splits_for(cells: Int64, tiles: Int64, workers: int) -> Int64:
-    """The heuristic's number of splits for batches of `cells` (rows · heads), `tiles` long each;
-    any one shape.
-    """
+    """The heuristic's number of splits for `cells` (rows · heads) of `tiles` each; any shape."""
     most = min(MAX_SPLITS, workers)
     split = np.arange(1, most + 1)
     waves = cells[..., None] * split / workers
@@ -51,11 +47,10 @@ def splits_for(cells: Int64, tiles: Int64, workers: int) -> Int64:
 def plan_uniform_splits(
     rows: DecodeRows, lengths: Int32, workers: int, *, tile_tokens: int = 128
 ) -> WorkPlan:
-    """One number of splits for all rows, layers and heads, from the longest and the number of
-    workers (FlashDecoding).
+    """One number of splits for all rows, layers and heads (FlashDecoding).
 
-    Shares are FRAC: each head's own length is divided. Raises `ConfigError` naming the argument out
-    of range.
+    It follows from the longest length and the number of workers. Shares are FRAC: each head's own
+    length is divided. Raises `ConfigError` naming the argument out of range.
     """
     require_positive(workers=workers, tile_tokens=tile_tokens)
     count, _, heads = rows.table.shape
@@ -73,11 +68,11 @@ def plan_buckets(
     kind: Literal["exact", "padded"] = "exact",
     tile_tokens: int = 128,
 ) -> WorkPlan:
-    """Split each bucket of a layer as if it ran alone (PersistentKV: what the work queue replaces).
+    """Split each bucket of a layer as if it ran alone (the baseline of PersistentKV's work queue).
 
     `exact`: heads of equal length share a number of splits, of their true length. `padded`: buckets
-    are the lengths rounded up to a power of two, and so are the bounds, so that splits beyond the
-    true length are EMPTY. Raises `ConfigError` naming the argument that is out of range.
+    and bounds are the lengths rounded up to a power of two; splits beyond the true length are
+    EMPTY. Raises `ConfigError` naming the argument that is out of range.
     """
     require_positive(workers=workers, tile_tokens=tile_tokens)
     if kind not in ("exact", "padded"):
@@ -95,7 +90,7 @@ def _power_of_two(length: Int64) -> Int64:
 
 
 def _members(bucket: Int64) -> Int64:
-    """[R, L, H]: how many heads of the same layer are in the same bucket."""
+    """[R, L, H]: the number of heads of the same layer in the same bucket."""
     layer = np.broadcast_to(np.arange(bucket.shape[1])[:, None], bucket.shape)
     pairs = layer * (bucket.max(initial=0) + 1) + bucket
     _, member, count = np.unique(pairs, return_inverse=True, return_counts=True)
@@ -105,8 +100,9 @@ def _members(bucket: Int64) -> Int64:
 def _pad(
     rows: DecodeRows, length: Int64, bucket: Int64, splits: Int64, tile_tokens: int
 ) -> WorkPlan:
-    """Bounds from `bucket` [R, L, H]; the part that holds the last entry is OPEN, those after it
-    are EMPTY.
+    """Bounds from `bucket` [R, L, H].
+
+    The part that holds the last entry is OPEN, those after it are EMPTY.
     """
     length, bucket, count = (x.swapaxes(0, 1).copy() for x in (length, bucket, splits))
     count[rows.windowed] = 1
@@ -131,9 +127,9 @@ def _buckets(
 
 
 _TILE = {"tile": TILE_TOKENS}
-# Those that serve, and those to compare with.
-PLANNERS: Mapping[str, Planner] = {
-    **schedule.PLANNERS,
+# The serving schedules and the baselines.
+ALL_PLANNERS: Mapping[str, Planner] = {
+    **schedule.SERVING_PLANNERS,
     "uniform": Planner(_uniform, ("ctas", "tile"), defaults=_TILE, each_step=True),
     "buckets": Planner(
         _buckets, ("ctas", "tile"), ("exact", "padded"), defaults=_TILE, each_step=True
@@ -143,4 +139,4 @@ PLANNERS: Mapping[str, Planner] = {
 
 def parse_schedule(text: str) -> Schedule:
     """`Schedule.parse` that also knows `uniform` and `buckets:{exact,padded}`."""
-    return Schedule.parse(text, PLANNERS)
+    return Schedule.parse(text, ALL_PLANNERS)

@@ -1,1 +1,1 @@
-"""How far calibrations agree, what fixed counts lose, and how many samples are enough."""
+"""The quality of calibrations: agreement, losses of fixed budgets, and enough samples."""

@@ -1,4 +1,4 @@
-"""What a calibration is worth, in figures (JSON) and in tables (Markdown)."""
+"""The quality of a calibration, in figures (JSON) and in tables (Markdown)."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _BUDGETS = {
 
 
 def report(evidence: Sequence[Observations]) -> Report:
-    """The figures of one calibration, ready for JSON; `evidence` has one entry for each ρ, over the
-    same samples.
+    """The figures of one calibration for JSON.
 
-    Keys: how much was measured (`samples`, `kinds`, `chunks`, `heads`, `page_tokens`,
-    `heads_per_page`, `alpha`), and for each of `retentions` what `agreement` and
-    `kind_correlations`, `samples_needed`, `held_out_overflow` and `transfer`, at the profile's α
-    and at the paper's, say. Raises `ConfigError` for fewer than two samples.
+    `evidence` has one entry per ρ, over the same samples. Keys say how much was measured:
+    `samples`, `kinds`, `chunks`, `heads`, `page_tokens`, `heads_per_page`, `alpha`. Each of
+    `retentions` has the results of `agreement`, `kind_correlations`, `samples_needed`,
+    `held_out_overflow` and `transfer`, at the profile's α and at the paper's. Raises `ConfigError`
+    for fewer than two samples.
     """
     first = evidence[0]
     return {
@@ -49,7 +49,7 @@ def report(evidence: Sequence[Observations]) -> Report:
 
 def _figures(entry: Observations) -> dict[str, Any]:
     return {
-        "overflow": measure_held_out_overflow(entry),  # first: it refuses what is too little
+        "overflow": measure_held_out_overflow(entry),  # first, since it raises for too few samples
         "realised_retention": entry.profile.realised_retention,
         "agreement": {
             name: asdict(pairs) for name, pairs in agreement(entry.fractions, entry.kinds).items()
@@ -84,13 +84,10 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _tables(figures: Mapping[str, Any]) -> Iterator[tuple[str, list[Row]]]:
-    yield (
-        "Held-out overflow: what fixed budgets have no room for",
-        overflow_rows(figures["overflow"]),
-    )
+    yield ("Held-out overflow: entries beyond fixed budgets", overflow_rows(figures["overflow"]))
     if figures["samples_needed"]:
         yield (
-            "So many samples against all: median (5th–95th percentile)",
+            "Fewer samples against all: median (5th–95th percentile)",
             samples_rows(figures["samples_needed"]),
         )
     if figures["agreement"]:
@@ -115,11 +112,11 @@ def budget_name(way: str) -> str:
 
 
 def overflow_rows(found: Mapping[str, Mapping[str, float]]) -> list[Row]:
-    """A row a way to make budgets."""
+    """A row for each kind of budget."""
     head = [
         "budgets",
         "reserved",
-        "wishes that exceed their budget",
+        "wishes above their budget",
         "entries lost",
         "5th–95th percentile of samples",
     ]
@@ -136,7 +133,7 @@ def overflow_rows(found: Mapping[str, Mapping[str, float]]) -> list[Row]:
 
 
 def samples_rows(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[Row]:
-    """A row a number of samples."""
+    """A row for each number of samples."""
     columns: dict[str, tuple[str, Callable[[float], str]]] = {
         "mean": ("mean difference of μ", "{:.4f}".format),
         "budget": ("of B", "{:.4f}".format),
@@ -151,7 +148,7 @@ def samples_rows(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list
 
 
 def agreement_rows(found: Mapping[str, Mapping[str, float]]) -> list[Row]:
-    """A row a sort of pairs."""
+    """A row for each kind of pair."""
     return [["pairs of samples", "mean", "least"]] + [
         [f"of {name}", f"{pairs['mean']:.3f}", f"{pairs['min']:.3f}"]
         for name, pairs in found.items()
@@ -161,7 +158,7 @@ def agreement_rows(found: Mapping[str, Mapping[str, float]]) -> list[Row]:
 def matrix_rows(
     found: Mapping[str, Mapping[str, float]], write: Callable[[float], str]
 ) -> list[Row]:
-    """A row an outer key, a column an inner one."""
+    """A row for each outer key, a column for each inner one."""
     columns = list(dict.fromkeys(name for row in found.values() for name in row))
     return [["", *columns]] + [
         [name, *(write(row[column]) if column in row else "–" for column in columns)]

@@ -1,4 +1,4 @@
-"""How many samples a calibration needs, by a bootstrap over those that it has."""
+"""The number of samples that a calibration needs, by a bootstrap over its samples."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ Spread = dict[str, float]  # "median", "p5", "p95"
 def samples_needed(
     evidence: Observations, sizes: Sequence[int] = SIZES, draws: int = 100, seed: int = 0
 ) -> dict[int, dict[str, Spread]]:
-    """How far a profile of so many samples is from that of all: figures by size, each with its
-    spread over draws.
+    """The difference between profiles of fewer samples and that of all, by size, with its spread.
 
-    A draw takes kinds in proportion and samples of a kind with replacement; sizes beyond the
-    samples there are, are left out. Figures: `mean` and `budget`, the mean absolute difference of μ
-    and of B = min(1, μ + α·σ) over heads; `rank`, Spearman's correlation of μ (left out where heads
-    cannot be ranked); `pages`, the share of all pages that another head has; `lost`, what overflow
-    costs the samples that were not drawn (left out when all were).
+    A draw takes kinds in proportion and samples of a kind with replacement. Sizes above the number
+    of samples are left out. The figures are:
+
+    - `mean` and `budget`: the mean absolute difference of μ and of B = min(1, μ + α·σ) over heads.
+    - `rank`: Spearman's correlation of μ; left out where heads cannot be ranked.
+    - `pages`: the share of all pages that another head has.
+    - `lost`: the overflow of the samples that were not drawn; left out when all were.
     """
     rng = np.random.default_rng(seed)
     members = [np.asarray(evidence.of_kind(kind)) for kind in dict.fromkeys(evidence.kinds)]
@@ -39,7 +40,7 @@ def samples_needed(
 def _draw(
     members: Sequence[np.typing.NDArray[np.int64]], size: int, rng: np.random.Generator
 ) -> list[int]:
-    """`size` samples, of each kind its share rounded up or down at random."""
+    """`size` random samples, of each kind its share rounded up or down."""
     order = [members[index] for index in rng.permutation(len(members))]
     ends = np.cumsum([len(kind) for kind in order])
     places = (np.arange(size) + rng.random()) / size * ends[-1]
@@ -49,11 +50,11 @@ def _draw(
 def _compare(evidence: Observations, drawn: Sequence[int]) -> dict[str, float]:
     """One draw's figures."""
     whole, part = evidence.profile, evidence.profile_of(drawn)
-    room, kept = reserved_fractions(whole), reserved_fractions(part)
+    full, kept = reserved_fractions(whole), reserved_fractions(part)
     figures = {
         "mean": _distance(np.asarray(part.mean), np.asarray(whole.mean)),
         "budget": _distance(part.budgets, whole.budgets),
-        "pages": float(np.abs(kept - room).sum() / 2 / room.sum()),
+        "pages": float(np.abs(kept - full).sum() / 2 / full.sum()),
     }
     ranks = rank_correlations(np.stack([np.asarray(part.mean), np.asarray(whole.mean)]))
     if ranks is not None:

@@ -1,1 +1,1 @@
-"""Measures this GPU and writes down which schedule suits which step."""
+"""Measures the decode schedules on this GPU, and writes a policy that chooses between them."""

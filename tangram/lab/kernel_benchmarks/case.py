@@ -1,7 +1,7 @@
-"""One case to measure, on the host: who reads which pages, in integers. No torch here.
+"""One benchmark case on the host: the pages that each row reads, in integers.
 
-Physical pages are scattered as in a pool that has served for a while: page ids are drawn without
-order from a pool in which half the pages are holes (PersistentKV, evaluation set-up).
+Physical pages are scattered as in a pool that has served for a while (PersistentKV, evaluation
+set-up). Page ids are drawn without order from a pool in which half the pages are holes.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from tangram.plan.form import DecodeRows
 from tangram.plan.schedule import Decoding
 from tangram.types import Float64, Int32, Int64
 
-HOLES_PER_PAGE = 1  # as many pages of the pool are holes as are in use
+HOLES_PER_PAGE = 1  # holes in the pool, for each page in use
 BYTES_16_BIT = 2
 
 
 @dataclass(frozen=True)
 class BatchGeometry:
-    """Attention of one model and the shape of a page: H KV heads of G query heads each."""
+    """The attention of one model and the shape of a page: H KV heads of G query heads each."""
 
     kv_heads: int
     group: int
@@ -36,10 +36,9 @@ class BatchGeometry:
     def of_heads(
         cls, heads: str, page_tokens: int, heads_per_page: int | None = None, head_dim: int = 128
     ) -> BatchGeometry:
-        """From the written form "32/8" (query heads / KV heads); a page holds all KV heads unless
-        told otherwise.
+        """The geometry from "32/8" (query heads / KV heads). By default a page holds all KV heads.
 
-        Raises `ConfigError` if the numbers do not go together.
+        Raises `ConfigError` if the numbers do not fit together.
         """
         try:
             query_heads, kv_heads = (int(number) for number in heads.split("/"))
@@ -85,9 +84,7 @@ class Case:
 
     @property
     def decoding(self) -> Decoding:
-        """The case as planners are told of it. Every prefix here is made of raw pages, none of
-        sealed chunks.
-        """
+        """The case as input of planners. Its prefixes are raw pages, without sealed chunks."""
         kept = np.zeros(self.shape, np.int64)
         return Decoding(self.rows, self.lengths, self.geometry.group, kept, self._forest)
 
@@ -100,7 +97,7 @@ class Case:
 
     @property
     def cell_lengths(self) -> Int64:
-        """[R, L, H]: entries that each row's query reads of each head."""
+        """[R, L, H]: the number of entries that each row's query reads of each head."""
         return self.lengths[self.rows.length_index].astype(np.int64)
 
     @property
@@ -115,7 +112,7 @@ class Case:
 
     @property
     def unique_bytes(self) -> int:
-        """KV bytes if every distinct entry were read once: the floor of any schedule."""
+        """KV bytes if every distinct entry were read once: a lower bound for any schedule."""
         return unique_entries(self) * self.entry_bytes
 
     @property
@@ -146,16 +143,15 @@ def unique_entries(case: Case) -> int:
 
 
 def scatter_pages(pages: int, seed: int) -> tuple[Int32, int]:
-    """`pages` distinct page ids in random order, and the size of the pool they were drawn from."""
+    """`pages` distinct page ids in random order, and the size of their pool."""
     total = pages * (1 + HOLES_PER_PAGE)
     return np.random.default_rng(seed).permutation(total)[:pages].astype(np.int32), total
 
 
 def tree_case(tree: Tree, geometry: BatchGeometry, seed: int, name: str | None = None) -> Case:
-    """One layer; row r is leaf r of the tree, its table the pages of the nodes on its path (PAT,
-    evaluation).
+    """One layer; row r is leaf r of the tree, its table the pages of the nodes on its path.
 
-    Raises `ConfigError` if a node does not fill whole pages.
+    This is PAT's evaluation. Raises `ConfigError` if a node does not fill whole pages.
     """
     size = geometry.page_tokens
     if any(tokens % size for tokens in tree.tokens):
@@ -179,9 +175,7 @@ def tree_case(tree: Tree, geometry: BatchGeometry, seed: int, name: str | None =
 
 
 def own_case(name: str, lengths: Sequence[int] | Int64, geometry: BatchGeometry, seed: int) -> Case:
-    """One layer; rows that share nothing, of the given lengths, [R] or, where heads differ, [R, H /
-    Hp].
-    """
+    """One layer of rows that share no pages; lengths are [R] or, by run of heads, [R, H / Hp]."""
     runs = geometry.kv_heads // geometry.heads_per_page
     size = np.asarray(lengths, np.int32)
     size = np.repeat(size[:, None], runs, axis=1) if size.ndim == 1 else size

@@ -1,7 +1,7 @@
-"""Cases that a policy learns from, and others that it is judged by; the two never meet.
+"""Cases to make a policy from, and held-out cases to judge it by.
 
-Both hold rows of uneven lengths (`traces.py`), heads of uneven budgets, and shared prefixes.
-Calibration draws its lengths, budgets and trees by seeds of its own; the held-out trees are those
+Both have rows of uneven lengths (`traces.py`), heads of uneven budgets, and shared prefixes.
+Calibration draws its lengths, budgets and trees by seeds of its own. The held-out trees are those
 of PAT's kernel evaluation.
 """
 
@@ -17,7 +17,7 @@ from tangram.lab.kernel_benchmarks.case import BatchGeometry, Case, own_case, tr
 from tangram.lab.kernel_benchmarks.traces import CALIBRATION_SEEDS, HELD_OUT_SEEDS, TRACES, K, Trace
 from tangram.lab.kernel_benchmarks.tree import CONFIGS, PAGE_TOKENS, Tree
 
-# Batches between those of the held-out traces, so that the votes have something to interpolate.
+# Batches between those of the held-out traces, so that votes must interpolate.
 MORE_TRACES = (
     Trace("bucketed", 2, 16 * K),
     Trace("homogeneous", 2),
@@ -39,7 +39,7 @@ CALIBRATION_TREES = 12
 
 @dataclass(frozen=True)
 class NamedCase:
-    """A case to be made: `family` is what results are averaged over."""
+    """A case to be made; results are averaged by `family`."""
 
     name: str
     family: str
@@ -47,7 +47,7 @@ class NamedCase:
 
 
 def calibration(geometry: BatchGeometry) -> list[NamedCase]:
-    """What a policy learns from."""
+    """The cases that a policy is made from."""
     first = CALIBRATION_SEEDS[0]
     own = [_own(trace, geometry, seed) for trace in TRACES for seed in CALIBRATION_SEEDS[:2]]
     own += [_own(trace, geometry, first) for trace in MORE_TRACES]
@@ -62,7 +62,7 @@ def calibration(geometry: BatchGeometry) -> list[NamedCase]:
 
 
 def make_held_out_cases(geometry: BatchGeometry) -> list[NamedCase]:
-    """What a policy is judged by."""
+    """The cases that a policy is judged by."""
     own = [_own(trace, geometry, seed) for trace in TRACES for seed in HELD_OUT_SEEDS]
     ragged = [
         _make_ragged(trace, geometry, seed) for trace in RAGGED for seed in HELD_OUT_SEEDS[:2]
@@ -82,7 +82,7 @@ def random_tree(seed: int) -> Tree:
 
 
 def budgets(heads: int, seed: int) -> np.ndarray:
-    """[H]: kept fractions of a layer's heads, a few of them wide awake, `RETENTION` on average."""
+    """[H]: kept fractions of a layer's heads, `RETENTION` on average; a few keep much more."""
     share = np.random.default_rng((seed, heads)).lognormal(0.0, 0.8, heads)
     return np.asarray(np.minimum(share / share.mean() * RETENTION, 1.0))
 
@@ -93,7 +93,7 @@ def _own(trace: Trace, geometry: BatchGeometry, seed: int) -> NamedCase:
 
 
 def _make_ragged(trace: Trace, geometry: BatchGeometry, seed: int) -> NamedCase:
-    """Every head in pages of its own, as `Hp` 1 keeps it."""
+    """Every head in pages of its own, as with `Hp` 1."""
     name = f"ragged {trace.name} seed {seed}"
     lengths = np.outer(trace.lengths(seed), budgets(geometry.kv_heads, seed)).astype(np.int64) + 1
     return NamedCase(

@@ -1,4 +1,4 @@
-"""Our kernels under any schedule, as contenders."""
+"""Tangram's kernels with any schedule, as contenders."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class Ours:
-    """Plans by a schedule and runs our kernels over the workload's pool. Every first plan passes
-    `check`.
+    """Plans by a schedule and runs Tangram's kernels over the workload's pool.
 
-    A schedule that re-plans layer by layer has a plan, and buffers, for each layer.
+    Every first plan passes `check`. A schedule that plans each layer anew has a plan, and buffers,
+    for each layer.
     """
 
     replans = True
@@ -42,7 +42,7 @@ class Ours:
         ]
 
     def _batches(self) -> list[Decoding]:
-        """New ones at every plan: what a batch has found out of itself is part of planning it."""
+        """New rows at every plan, since planning includes what a batch derives from itself."""
         batch = self._workload.case.decoding
         return batch.layers() if "replan" in self._schedule.flags else [batch]
 

@@ -1,7 +1,7 @@
 """The constants of the cost model, measured on this GPU.
 
-Each comes from two batches that differ in one thing alone, so that what both cost (the launch, the
-merge) drops out.
+Each comes from two batches that differ in one quantity only. Their common costs (the launch, the
+merge) cancel.
 """
 
 from __future__ import annotations
@@ -22,14 +22,12 @@ from tangram.lab.kernel_benchmarks.workloads import Workload, compute_expected
 from tangram.plan.cost import CostModel
 from tangram.plan.schedule import CTAS
 
-LEAST_US = 1e-3  # a difference that is lost in the noise
+LEAST_US = 1e-3  # used where the difference is below the noise
 Run = Callable[[Case, str], tuple[float, WorkCounters]]
 
 
 def measure_cost(geometry: BatchGeometry, dtype: torch.dtype, device: torch.device) -> CostModel:
-    """The model of this device for one geometry and dtype; takes some seconds, most of them in
-    compiling.
-    """
+    """The model of this device for one geometry and dtype; mostly compiles, for some seconds."""
     processors = Card.of(device).processors
     start = CostModel(
         workers=processors * CTAS, head_dim=geometry.head_dim, element_bytes=dtype.itemsize
@@ -60,9 +58,7 @@ def _bytes_per_us(run: Run, geometry: BatchGeometry) -> float:
 
 
 def _task_us(run: Run, geometry: BatchGeometry, bytes_per_us: float) -> float:
-    """1,024 rows of one page each, and twice as many: the device's time for one more task, beyond
-    its bytes.
-    """
+    """1,024 rows of one page each, and twice as many: the time of a task without its bytes."""
     (few_us, few), (many_us, many) = (
         run(own_case("starts", [geometry.page_tokens] * rows, geometry, 0), "plain")
         for rows in (1024, 2048)

@@ -1,4 +1,4 @@
-"""What a plan makes the device do, in integers."""
+"""The work of a plan on the device, in integers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tangram.plan.form import WorkPlan
 
 @dataclass(frozen=True)
 class WorkCounters:
-    """Tasks that read anything, partial results, and the KV bytes that tasks read."""
+    """Tasks that read an entry, partial results, and the KV bytes that tasks read."""
 
     tasks: int
     partials: int

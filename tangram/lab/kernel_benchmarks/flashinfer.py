@@ -1,10 +1,9 @@
-"""The other route: FlashInfer's paged decode over our pool, in place, where that library is
-installed.
+"""FlashInfer's paged decode over Tangram's pool, in place, where that library is installed.
 
-Where all heads of a page belong to one layer and share table and length, each run of Hp heads is a
-sequence with Hp KV heads in its HND layout (for Hp = H that is one ordinary sequence a request).
-Where pages mix heads of any length, each (row, head) is a sequence with one KV head over *virtual
-blocks*, page · Hp + column.
+A page may hold heads of one layer that share table and length. Then each run of Hp heads is a
+sequence with Hp KV heads in FlashInfer's HND layout. For Hp = H that is one ordinary sequence a
+request. In pages of heads of any length, each (row, head) is a sequence with one KV head over
+*virtual blocks*, page · Hp + column.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ def is_installed() -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """One layer as FlashInfer sees it: S sequences of `kv_heads` KV heads.
+    """One layer in FlashInfer's form: S sequences of `kv_heads` KV heads.
 
-    `indptr` [S + 1], `last_page_len` [S] and `lengths` [S] are on the host, as its planners want
-    them; `indices`, and the keys and values `k` and `v` [blocks, kv_heads, P, D], on the device.
+    On the host, as its planners need them: `indptr` [S + 1], `last_page_len` [S] and `lengths` [S].
+    On the device: `indices`, and the keys and values `k` and `v` [blocks, kv_heads, P, D].
     """
 
     kv_heads: int
@@ -96,9 +95,7 @@ class Sequences:
 def _whole_pages(
     table: npt.NDArray[Any], column: npt.NDArray[Any], length: npt.NDArray[Any], per_page: int
 ) -> bool:
-    """Whether each run of Hp heads, of [R, H], shares table and length and fills its pages in
-    column order.
-    """
+    """Whether each run of Hp heads, of [R, H], shares table and length, in column order."""
     rows, heads = table.shape
     if heads % per_page:
         return False
@@ -108,17 +105,16 @@ def _whole_pages(
 
 
 def on_host(values: npt.ArrayLike) -> Tensor:
-    """An int32 tensor on the host, as FlashInfer's planners take it."""
+    """An int32 tensor on the host, as FlashInfer's planners require."""
     return torch.from_numpy(np.ascontiguousarray(values, np.int32))
 
 
 class FlashInferDecode:
-    """BatchDecodeWithPagedKVCacheWrapper with tensor cores, one wrapper a layer; it must plan at
-    every step.
+    """BatchDecodeWithPagedKVCacheWrapper with tensor cores, one wrapper a layer.
 
-    `layers` are those of the first step, `workspace` uint8 of `WORKSPACE_BYTES`. With `graph` its
-    runs can be captured: later steps then need as many sequences and at most as many pages.
-    Otherwise the grid fits this batch alone.
+    It must plan at every step. `layers` are those of the first step, `workspace` uint8 of
+    `WORKSPACE_BYTES`. With `graph` its runs can be captured: later steps then need as many
+    sequences and at most as many pages. Without it the grid fits this batch alone.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ from tangram.lab.kernel_benchmarks.workloads import Workload
 
 
 def layers_of(workload: Workload) -> list[Sequences]:
-    """Every layer of the workload as FlashInfer reads it."""
+    """Every layer of the workload in FlashInfer's form."""
     case = workload.case
     return [
         Sequences.of(case.rows, layer, case.tables, case.lengths, workload.pool)
@@ -19,7 +19,7 @@ def layers_of(workload: Workload) -> list[Sequences]:
 
 
 class Library:
-    """Index arrays are made before the clock runs: `plan` is FlashInfer's own planning alone."""
+    """Index arrays are made before the measurement: `plan` is FlashInfer's own planning alone."""
 
     each_step = True
 

@@ -1,6 +1,4 @@
-"""Times every schedule on every case, and makes, or judges, a policy (PersistentKV, calibrated
-adaptive policy).
-"""
+"""Times every schedule on every case, and makes or judges a policy (PersistentKV)."""
 
 from __future__ import annotations
 
@@ -26,8 +24,7 @@ from tangram.lab.kernel_benchmarks.workloads import Workload, compute_expected
 from tangram.plan.cost import CostModel
 from tangram.plan.policy import FLASHINFER, Policy, StepLoad
 
-# One for each way that a step can be bound: by balance, by one row's latency, by reading a prefix
-# again and again.
+# One for each limit of a step: balance, one row's latency, repeated reads of a prefix.
 SCHEDULES = (
     "aot",
     "workqueue",
@@ -51,7 +48,7 @@ class TimedCase:
 
 
 class ScheduleBench:
-    """Schedules of one geometry on one device. FlashInfer is one of them where it is installed."""
+    """Schedules of one geometry on one device, with FlashInfer where it is installed."""
 
     def __init__(
         self, geometry: BatchGeometry, dtype: torch.dtype, device: torch.device, cost: CostModel
@@ -64,7 +61,7 @@ class ScheduleBench:
         self._workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
 
     def time(self, case: NamedCase, schedules: Sequence[str]) -> TimedCase:
-        """Measure each schedule; every answer is checked against float32 before the clock runs."""
+        """Measure each schedule, after its answer was compared with float32."""
         workload = Workload.build(case.make(), self._dtype, self._device)
         answer, load = compute_expected(workload), StepLoad.of(workload.case.decoding)
         builds: dict[str, Callable[[], Contender]] = {
@@ -83,7 +80,7 @@ class ScheduleBench:
 
 
 def geometry_of(geometry: BatchGeometry, dtype: torch.dtype) -> dict[str, Any]:
-    """What a policy's measurements hold for."""
+    """The geometry that a policy's measurements are for."""
     return asdict(geometry) | {"dtype": str(dtype).removeprefix("torch.")}
 
 
@@ -109,14 +106,15 @@ def calibrate_policy(
 
 
 def step_us(measurement: Measurement) -> float:
-    """What a step costs: the device, and planning where every step plans."""
+    """The cost of a step: the device, and planning where every step plans."""
     return measurement.median_us + (measurement.plan_us if measurement.each_step else 0.0)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One held-out case: what was chosen, and times in microseconds, of a step and on the device
-    alone.
+    """One held-out case: the choice, and the time of each schedule in microseconds.
+
+    Times are of a whole step, and of the device alone.
     """
 
     name: str
@@ -132,7 +130,7 @@ class Verdict:
 def judge(
     policy: Policy, dtype: torch.dtype, geometry: BatchGeometry, device: torch.device, cases: Cases
 ) -> list[Verdict]:
-    """Measure every schedule on every case, and ask the policy."""
+    """Measure every schedule on every case, and record the policy's choices."""
     bench = ScheduleBench(geometry, dtype, device, policy.cost)
     ours = [name for name in policy.schedules if name != FLASHINFER]
     return [_verdict(policy, bench.time(case, ours)) for case in cases]
@@ -159,7 +157,7 @@ def _verdict(policy: Policy, timed: TimedCase) -> Verdict:
 
 
 def best_single(verdicts: Sequence[Verdict]) -> str:
-    """The one schedule that is fastest over all cases together, by geometric mean."""
+    """The schedule that is fastest over all cases, by geometric mean."""
     names = verdicts[0].step_us
     return min(
         names, key=lambda name: statistics.geometric_mean([v.step_us[name] for v in verdicts])
@@ -167,5 +165,5 @@ def best_single(verdicts: Sequence[Verdict]) -> str:
 
 
 def regret(verdict: Verdict, single: str) -> float:
-    """How much slower the choice is than that schedule: 0.03 is 3 %, below 0 it is faster."""
+    """How much slower the choice is than that schedule: 0.03 is 3 %; a negative value is faster."""
     return verdict.step_us[verdict.chosen] / verdict.step_us[single] - 1.0

@@ -1,6 +1,4 @@
-"""Time on the device with a cold L2: captured graphs, medians, and the answer checked before the
-clock runs.
-"""
+"""Device time with a cold L2: captured graphs, medians, and a check of the answer first."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from tangram.kernels.card import Card
 
 WARM_UPS = 3
 REPLAYS = 30
-SETTLE = 5  # replays before those that count
+SETTLE = 5  # replays before the measured ones
 # Flushes before these: some 20 ms, in which clocks rise and the host gets ahead of the device
 HEAD_START = 64
 WALL_REPEATS = 8
@@ -27,10 +25,10 @@ COPY_ELEMENTS = 1 << 29  # float32: 2 GiB
 
 
 class Contender(Protocol):
-    """One way to compute a step's attention. `each_step`: its plan must be made again at every
-    step.
+    """A way to compute a step's attention.
 
-    `replans`: what was captured runs by the last plan, whenever it was made.
+    `each_step`: its plan must be made again at every step. `replans`: captured work uses the latest
+    plan.
     """
 
     name: str
@@ -47,7 +45,7 @@ class Contender(Protocol):
 
 
 class NotApplicable(Exception):
-    """The case lies outside what a contender can do; the message says why."""
+    """A contender cannot run the case; the message says why."""
 
 
 class WrongAnswer(Exception):
@@ -56,9 +54,7 @@ class WrongAnswer(Exception):
 
 @dataclass(frozen=True)
 class Measurement:
-    """Times in microseconds. `wall_us` covers plan, launch and device; `wall_kept_us` the same
-    without planning.
-    """
+    """`wall_us` covers plan, launch and device; `wall_kept_us` the same without planning."""
 
     name: str
     median_us: float
@@ -81,8 +77,7 @@ class Measurement:
 class ColdCache:
     """Empties L2 between replays: writes, then reads, buffers of more than twice its size.
 
-    The read leaves clean lines behind, so that the timed work does not pay for writing the flush
-    back.
+    The read leaves clean lines behind, so that the timed work does not write the flush back.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -105,11 +100,10 @@ def measure(
     replays: int = REPLAYS,
     wall: bool = True,
 ) -> Measurement:
-    """Plan, capture, check against `expected`, then time. Raises `WrongAnswer`, or whatever the
-    contender raises.
+    """Plan, capture, compare with `expected`, then time.
 
-    No `wall` time of a contender that does not replan: what it captured is lost with its first
-    plan.
+    Raises `WrongAnswer`, or any error of the contender. A contender that does not replan has no
+    `wall` time, since its capture is lost with its first plan.
     """
     wall = wall and contender.replans
     contender.plan()
@@ -144,7 +138,7 @@ def measure(
 
 
 def _capture(contender: Contender) -> tuple[Callable[[], None], list[Tensor], bool]:
-    """What replays the contender, its output tensors, and whether that is a graph."""
+    """The function that replays the contender, its outputs, and whether that is a graph."""
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
@@ -167,8 +161,9 @@ def _capture(contender: Contender) -> tuple[Callable[[], None], list[Tensor], bo
 def _check(
     name: str, launch: Callable[[], None], outputs: Sequence[Tensor], expected: Sequence[Tensor]
 ) -> tuple[float, bool]:
-    """The largest relative error of a layer, and whether two runs agree to the bit; outputs are
-    poisoned first.
+    """The largest relative error of a layer, and whether two runs agree to the bit.
+
+    Outputs are poisoned first.
     """
     runs = []
     for _ in range(2):
@@ -212,9 +207,7 @@ def _device_times(launch: Callable[[], None], cold: ColdCache, replays: int) -> 
 def _median_us(
     call: Callable[[], None], repeats: int, before: Callable[[], None] | None = None
 ) -> float:
-    """Host time of a call, what it enqueues on the device awaited; `before` runs ahead of each, and
-    does not count.
-    """
+    """Host time of a call, with the device's work; `before` runs ahead of each, untimed."""
     times = []
     for _ in range(repeats):
         if before is not None:
@@ -229,9 +222,7 @@ def _median_us(
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the device does at best, measured here: bytes and floating-point operations a
-    microsecond.
-    """
+    """The device's best rates, measured here: bytes and floating-point operations a microsecond."""
 
     copy_bytes_per_us: float
     operations_per_us: float

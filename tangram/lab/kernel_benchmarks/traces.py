@@ -3,10 +3,10 @@
     bucketed     one row, up to a quarter shorter than its bucket of 8K, 16K, 32K or 64K
     homogeneous  every row 32K
     bimodal      one row of 48K-64K for every three of 2K-4K
-    uniform      rows of 1K-64K, all lengths alike likely
+    uniform      rows of 1K-64K, all lengths equally likely
     zipf         1K times a Zipf variate (exponent 1.5), at most 64K: few long rows among many
 
-Calibration traces (seeds from 100 on) and the held-out ones (seeds 0-4) never meet.
+Calibration traces have seeds from 100 on, held-out ones seeds 0 to 4. No case is in both.
 """
 
 from __future__ import annotations

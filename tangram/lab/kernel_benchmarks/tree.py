@@ -51,11 +51,10 @@ QUICK_CONFIGS = (
 
 @dataclass(frozen=True)
 class Tree:
-    """`nodes[i]` nodes at level i, each of `tokens[i]` tokens. Leaves are requests; several roots
-    are allowed.
+    """`nodes[i]` nodes at level i, each of `tokens[i]` tokens.
 
-    Children are dealt out evenly: node j of level i + 1 hangs under node j·n_i // n_{i+1} of level
-    i.
+    Leaves are requests; several roots are allowed. Children are distributed evenly: the parent of
+    node j of level i + 1 is node j·n_i // n_{i+1} of level i.
     """
 
     nodes: tuple[int, ...]
@@ -109,9 +108,7 @@ class Tree:
         return sum(nodes * tokens for nodes, tokens in zip(self.nodes, self.tokens, strict=True))
 
     def shrunk(self, *, leaves: int, tokens: int) -> Tree:
-        """A small tree of the same number of levels, for a try-out: at most `leaves` and `tokens` a
-        node, capped.
-        """
+        """A small tree of as many levels, for tests, with at most `leaves` and `tokens` a node."""
         return Tree(
             tuple(min(n, leaves) for n in self.nodes), tuple(min(t, tokens) for t in self.tokens)
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tangram.lab.kernel_benchmarks.case import Case
 
-REFERENCE_BYTES = 2 << 30  # of gathered fp32 keys and values at a time
+REFERENCE_BYTES = 2 << 30  # gathered fp32 keys and values at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,9 +77,7 @@ def compute_expected(workload: Workload) -> list[Tensor]:
 
 
 def _chunks(lengths: np.ndarray, bytes_each: int) -> Iterator[np.ndarray]:
-    """Cells (row · H + head) in runs of similar length, so that padding is small and memory
-    bounded.
-    """
+    """Cells (row · H + head) in runs of similar length, which bounds padding and memory."""
     order = np.argsort(-lengths, kind="stable")
     begin = 0
     while begin < len(order):

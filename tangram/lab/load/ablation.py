@@ -1,10 +1,8 @@
-"""What each part of the system is worth: engines that differ in one thing from the one before,
-under the same load.
+"""The contribution of each part: engines that differ in one part, under the same load.
 
-The rungs are those of the Tangram paper, in its order: each keeps what the one before has. All
-heads keep the budgets that the clustered profile promises them; on the coarser rungs whoever shares
-a page table with a head that needs more is topped up to it, which is the fragmentation that finer
-groups remove.
+The rungs are those of the Tangram paper, in its order; each adds one part to the one before. All
+heads keep their budgets of the clustered profile. On the coarser rungs a head gets the pages of the
+largest head in its page table. Finer groups remove this fragmentation.
 """
 
 from __future__ import annotations
@@ -33,8 +31,9 @@ from tangram.model.load import load_model
 
 @dataclass(frozen=True)
 class Rung:
-    """One engine of the comparison: its name in options and files, its title, and what it changes
-    in a config.
+    """One engine of the comparison.
+
+    `name` stands in options and files; `changes` are the fields of the config that differ.
     """
 
     name: str
@@ -64,15 +63,16 @@ RUNGS = (
     ),
     Rung("clustering", "+ clustering", _CLUSTERED),
     Rung("aot", "+ AOT", {"head_groups": "clustered", "decode_schedule": "aot"}),
-    # Decode steps are planned by the policy
+    # The policy plans decode steps
     Rung("served", "as served", {"head_groups": "clustered"}),
     Rung("dynamic", "dynamic reclamation", _CLUSTERED | {"reclamation": "dynamic"}),
 )
 
 
 def choose_rungs(names: str) -> list[Rung]:
-    """Those of the comma-separated `names`, in the order of `RUNGS`. Raises `ConfigError` naming
-    one not known.
+    """The rungs of the comma-separated `names`, in the order of `RUNGS`.
+
+    Raises `ConfigError` naming an unknown one.
     """
     wanted, known = [name.strip() for name in names.split(",")], {rung.name for rung in RUNGS}
     if unknown := [name for name in wanted if name not in known]:
@@ -85,11 +85,10 @@ def choose_rungs(names: str) -> list[Rung]:
 def for_each(
     config: EngineConfig, rungs: Sequence[Rung], measure: Callable[[Rung, Engine], None]
 ) -> None:
-    """`measure` the engine of each rung in turn, warm, all with one model and as many bytes for KV
-    pages.
+    """`measure` the engine of each rung in turn, with one model and equal bytes of KV pages.
 
-    An engine is gone before the next is built: `measure` must not keep it. Raises `ConfigError` for
-    a config without compression, or with a decode policy of its own.
+    Engines are warmed up. Each is freed before the next is built, so `measure` must not keep it.
+    Raises `ConfigError` for a config without compression, or with a decode policy of its own.
     """
     if config.kv_retention == 1.0:
         raise ConfigError(
@@ -103,7 +102,7 @@ def for_each(
     loaded = load_model(
         config.model, dtype=config.dtype, device=config.device, load_format=config.load_format
     )
-    # Named here, since a rung may leave out the profiles that say it.
+    # Set here, since a rung may leave out the profiles that define them.
     config = Compression.of(config, loaded.fingerprint).config
     config = replace(config, kv_cache_gib=kv_bytes(config, loaded) / GIB)
     for rung in rungs:
@@ -114,13 +113,14 @@ def for_each(
 
 
 def _warm(engine: Engine) -> Engine:
-    """Has computed several chunks, and decoded in every batch width: kernels are compiled, graphs
-    captured.
+    """The engine after several chunks and a decode in every batch width.
+
+    Kernels are compiled then, and graphs captured.
     """
     config, vocabulary = engine.config, engine.geometry.vocab_size
     longest = min(engine.max_model_len - 8, 2 * config.chunk_tokens + 8)
     answer_all(engine, alike(2, longest, 4, shared_tokens=0, vocab_size=vocabulary))
-    # One after the other ends.
+    # Answers end one after the other.
     short = alike(
         min(config.max_num_seqs, engine.max_model_len - 10),
         8,
@@ -134,9 +134,7 @@ def _warm(engine: Engine) -> Engine:
 
 
 def footprint(layout: Layout) -> float:
-    """The share of a chunk's KV entries that its sealed pages really occupy, over the layers that
-    are compressed.
-    """
+    """The share of a chunk's KV entries that its sealed pages hold, over compressed layers."""
     geometry = layout.geometry
     return compute_realised_retention(
         layout.sealed_pages[: layout.full_groups].tolist(),
@@ -151,10 +149,9 @@ def footprint(layout: Layout) -> float:
 class Breakdown:
     """Milliseconds of each part: of prefill for 1,000 prompt tokens, of decode for one step.
 
-    `host_ms` is what the host spends on the same, waiting included. `upkeep` is the share of
-    scoring, sealing, scheduling, reservation and tables, `reclamation` that of giving pages back,
-    `outside` that of everything but the forward pass: on a GPU also what it waits for the host.
-    `sealed_chunks` were sealed meanwhile.
+    `host_ms` is the host's time for the same, waiting included. `upkeep` is the share of scoring,
+    sealing, scheduling, reservation and tables. `reclamation` is the share of giving pages back.
+    `outside` is the share of all but the forward pass; on a GPU it includes waiting for the host.
     """
 
     ms: dict[str, float]
@@ -181,11 +178,11 @@ class Breakdown:
 
 
 def breakdowns(engine: Engine, asks: Sequence[Ask]) -> dict[str, Breakdown]:
-    """Where prefill and decode of `asks`, all at once, spend their time.
+    """The time of each part in prefill and decode of `asks`, all at once.
 
-    Prefill is a run for one token each; decode what follows in another, once every request has its
-    first token. Raises `ConfigError` if they cannot all decode side by side: then engines would be
-    compared at other batch sizes.
+    Prefill is a run for one token each. Decode is the rest of another run, once every request has
+    its first token. Raises `ConfigError` if they cannot all decode side by side, since engines
+    would be compared at other batch sizes.
     """
     needed, fit = (
         sum(len(ask.tokens) + ask.output_tokens for ask in asks),
@@ -199,7 +196,7 @@ def breakdowns(engine: Engine, asks: Sequence[Ask]) -> dict[str, Breakdown]:
             "kv_cache_gib or max_num_seqs larger"
         )
     if engine.device.type == "cuda":
-        # Graphs are captured anew for larger plans: here answers grow as long as they will, and end
+        # Larger plans need new graphs. This run captures them, with answers of full length that end
         # one by one.
         few = [max(2, ask.output_tokens - number) for number, ask in enumerate(asks)]
         answer_all(
@@ -235,7 +232,7 @@ def _measure(engine: Engine, asks: Sequence[Ask], clock: PartClock, *, decode: b
 def at_rate(
     engine: Engine, asks: Sequence[Ask], rate: float, limits: LatencyLimits
 ) -> dict[str, Any]:
-    """What comes of `asks` at `rate` a second, with an empty cache to begin with."""
+    """Figures of `asks` at `rate` requests a second, starting with an empty cache."""
     engine.clear_cache()
     before = engine.stats().preemptions
     summary = Summary.of(answer_all(engine, arriving(asks, rate)), limits)
@@ -243,7 +240,7 @@ def at_rate(
 
 
 def describe(rung: Rung, engine: Engine) -> dict[str, Any]:
-    """What tells the rung from others, and what fits."""
+    """The settings of the rung, and its capacity."""
     layout, stats = engine.layout, engine.stats()
     return {
         "title": rung.title,

@@ -1,6 +1,4 @@
-"""What an engine is asked when it is measured: made-up tokens of given lengths, alone, in turns or
-as a trace says.
-"""
+"""The requests of a measurement: random tokens of given lengths, in turns or from a trace."""
 
 from __future__ import annotations
 
@@ -16,15 +14,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tangram.errors import ConfigError
 from tangram.foreign_files import parse_json, read_text
 
-TRACE_BLOCK = 512  # tokens that one hash of a Mooncake trace stands for
-MOST_TOKENS = 2**27  # of all prompts together: they are made up before any is asked
+TRACE_BLOCK = 512  # tokens for which one hash of a Mooncake trace stands
+MOST_TOKENS = 2**27  # of all prompts together, which are generated before the first request
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One request: a prompt, how many tokens to answer with, and when to ask, in seconds from the
-    start.
-    """
+    """One request: a prompt, the tokens to answer with, and its time in seconds from the start."""
 
     tokens: tuple[int, ...]
     output_tokens: int
@@ -32,7 +28,7 @@ class Ask:
 
 
 class TraceLine(BaseModel):
-    """A request of a Mooncake trace; what else a line says is not looked at."""
+    """A request of a Mooncake trace; other fields of a line are ignored."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -45,8 +41,9 @@ class TraceLine(BaseModel):
 def check_lengths(
     option: str, count: int, prompt_tokens: int, output_tokens: int, most_tokens: int
 ) -> None:
-    """Raise `ConfigError` if the longest of `count` requests, or all of them, cannot be: before any
-    is made up.
+    """Raise `ConfigError` if the longest of `count` requests, or all of them, are too long.
+
+    This is checked before any is generated.
     """
     longest = prompt_tokens + output_tokens
     if longest > most_tokens:
@@ -57,20 +54,21 @@ def check_lengths(
     if count * prompt_tokens > MOST_TOKENS:
         raise ConfigError(
             f"{option} is too large: {count} prompts of {prompt_tokens} tokens are "
-            f"{count * prompt_tokens}, at most {MOST_TOKENS} are made up: ask for fewer"
+            f"{count * prompt_tokens}, at most {MOST_TOKENS} are allowed: ask for fewer"
         )
 
 
 def draw_tokens(count: int, vocab_size: int, *seed: int) -> tuple[int, ...]:
-    """`count` random tokens; the same for the same seed."""
+    """`count` random tokens; the same seed gives the same tokens."""
     return tuple(np.random.default_rng(seed).integers(0, vocab_size, count).tolist())
 
 
 def alike(
     count: int, input_tokens: int, output_tokens: int, *, shared_tokens: int, vocab_size: int
 ) -> list[Ask]:
-    """`count` requests at once, the first `shared_tokens` of each the same, `input_tokens` of its
-    own behind them.
+    """`count` requests at once.
+
+    Each has `shared_tokens` of a common prefix, then `input_tokens` of its own.
     """
     shared = draw_tokens(shared_tokens, vocab_size, 0)
     return [
@@ -80,8 +78,9 @@ def alike(
 
 
 def arriving(asks: Sequence[Ask], rate: float) -> list[Ask]:
-    """`asks` as independent clients send them, `rate` a second on average (Poisson); the same gaps
-    at every rate.
+    """`asks` as independent clients send them, `rate` a second on average (Poisson).
+
+    The gaps are the same at every rate.
     """
     gaps = np.random.default_rng(5).exponential(1.0, len(asks))
     return [
@@ -91,10 +90,10 @@ def arriving(asks: Sequence[Ask], rate: float) -> list[Ask]:
 
 
 def read_trace(path: Path, *, seconds: float, speed: float, vocab_size: int) -> list[Ask]:
-    """The first `seconds` of a Mooncake trace (JSON lines), `speed` times as fast; equal hashes are
-    equal tokens.
+    """The first `seconds` of a Mooncake trace (JSON lines), `speed` times as fast.
 
-    Raises `ConfigError` naming the line and field that is missing or wrong, or if nothing is left.
+    Equal hashes are equal tokens. Raises `ConfigError` naming the line and field that is missing or
+    wrong, or if no request is left.
     """
     asks = []
     for number, entry in _lines(path):
@@ -147,7 +146,7 @@ def next_turn(
     output_tokens: int,
     vocab_size: int,
 ) -> list[Ask]:
-    """Every session asks again: its history so far and `user_tokens` new ones."""
+    """The next turn of every session: its history so far and `user_tokens` new tokens."""
     return [
         Ask(history + draw_tokens(user_tokens, vocab_size, 3, turn, session), output_tokens)
         for session, history in enumerate(histories)

@@ -1,10 +1,11 @@
-"""Requests through an engine in this process, by the clock."""
+"""Runs requests through an engine in this process, and measures their times."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class TimedAnswer:
-    """What came of one `Ask`; times in seconds from the start of all."""
+    """The answer to one `Ask`; times in seconds from the start of the run."""
 
     asked_s: float
     prompt_tokens: int
@@ -29,12 +30,12 @@ class TimedAnswer:
 
     @property
     def first_token_s(self) -> float:
-        """From asking to the first token (TTFT)."""
+        """From the request to the first token (TTFT)."""
         return self.times_s[0] - self.asked_s
 
     @property
     def per_token_s(self) -> float | None:
-        """Mean time of a token after the first (TPOT); None where there was one."""
+        """Mean time of a token after the first (TPOT); None for a single token."""
         return (
             (self.times_s[-1] - self.times_s[0]) / (len(self.times_s) - 1)
             if len(self.times_s) > 1
@@ -44,7 +45,7 @@ class TimedAnswer:
 
 @dataclass(frozen=True)
 class LatencyLimits:
-    """What a request must meet to count as goodput; None is no limit."""
+    """The limits of a request that counts as goodput; None is no limit."""
 
     ttft_s: float | None = None
     tpot_ms: float | None = None
@@ -65,8 +66,10 @@ class LatencyLimits:
 
 @dataclass(frozen=True)
 class Patience:
-    """A run is given up once more than `share` of its requests have waited longer than `ttft_s` for
-    a first token.
+    """The limit at which a run is given up.
+
+    It is reached when more than `share` of the requests wait longer than `ttft_s` for a first
+    token.
     """
 
     ttft_s: float
@@ -80,19 +83,17 @@ class Patience:
             )
 
     def ends(self, answers: Sequence[TimedAnswer], now_s: float) -> bool:
-        """Whether too many are late at `now_s`; who has not asked yet is not."""
+        """Whether too many requests are late at `now_s`; requests of a later time are not."""
         late = sum(self._wait_s(one, now_s) > self.ttft_s for one in answers)
         return late > self.share * len(answers)
 
     def give_up(self, answers: Sequence[TimedAnswer], now_s: float) -> GivenUpError:
-        """What is raised when it ends at `now_s`: how long those who had asked by then waited, the
-        waiting included.
-        """
+        """The error of a run that ends at `now_s`, with the waits of all requests sent by then."""
         waits_s = [self._wait_s(one, now_s) for one in answers if one.asked_s <= now_s]
         found = _percentiles(waits_s)
         return GivenUpError(
             f"given up after {now_s:.0f} s: more than {self.share:.0%} waited over {self.ttft_s} "
-            f"s; {len(waits_s)} had asked, half of them waited {found['p50']:.1f} s or more, a "
+            f"s; {len(waits_s)} were sent, half of them waited {found['p50']:.1f} s or more, a "
             f"tenth {found['p90']:.1f} s"
         )
 
@@ -112,61 +113,98 @@ def answer_all(
     started: Callable[[], None] = lambda: None,
     patience: Patience | None = None,
 ) -> list[TimedAnswer]:
-    """All of `asks`, each at its time, greedily and to the last token.
+    """Answer all of `asks`, each at its time, greedily and to the last token.
 
-    `progress` hears how many are done, `started` when every one has its first token.
+    `progress` takes the number of answers done. `started` is called when each has its first token.
 
-    Raises `RequestError` if one can never fit, `GivenUpError` where `patience` ends, when nothing
-    runs any more, and `TangramError` if the engine gives one up.
+    Raises `RequestError` if a request can never fit, and `TangramError` if the engine gives one up.
+    Raises `GivenUpError` when `patience` ends; no request runs any more then.
     """
-    done, unstarted, lost, look_s = 0, len(asks), False, 0.0
-    answers = [TimedAnswer(ask.at_s, len(ask.tokens)) for ask in asks]
+    run = _Run(engine, asks, progress, started, patience)
+    run.go()
+    return run.answers
 
-    def take(answer: TimedAnswer, event: Event) -> None:
-        nonlocal done, unstarted
-        if event.finish_reason is FinishReason.ABORT and lost:
+
+class _Run:
+    """One `answer_all`. All times are in seconds since it began."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        asks: Sequence[Ask],
+        progress: Callable[[int], None],
+        started: Callable[[], None],
+        patience: Patience | None,
+    ) -> None:
+        self.answers = [TimedAnswer(ask.at_s, len(ask.tokens)) for ask in asks]
+        self._engine, self._asks, self._patience = engine, asks, patience
+        self._progress, self._started = progress, started
+        self._done, self._unstarted, self._lost, self._look_s = 0, len(asks), False, 0.0
+        # By time, the first at the end
+        self._waiting = sorted(range(len(asks)), key=lambda n: asks[n].at_s, reverse=True)
+        self._requests = [
+            Request(
+                str(number),
+                ask.tokens,
+                SamplingParams(temperature=0.0, max_tokens=ask.output_tokens, ignore_eos=True),
+                partial(self._take, answer),
+            )
+            for number, (ask, answer) in enumerate(zip(asks, self.answers, strict=True))
+        ]
+        for request in self._requests:
+            engine.check(request)
+        self._begin = time.perf_counter()
+
+    def go(self) -> None:
+        """Submit each request at its time, and step the engine until all have ended."""
+        while self._waiting or self._engine.busy:
+            self._submit_due()
+            self._look()
+            if not self._engine.step() and self._waiting:
+                time.sleep(max(0.0, self._next_s() - self._now_s()))
+        if self._patience is not None and (
+            self._lost or self._patience.ends(self.answers, self._now_s())
+        ):
+            raise self._patience.give_up(self.answers, self._now_s())
+
+    def _now_s(self) -> float:
+        return time.perf_counter() - self._begin
+
+    def _next_s(self) -> float:
+        return self._asks[self._waiting[-1]].at_s
+
+    def _submit_due(self) -> None:
+        now_s = self._now_s()
+        while self._waiting and self._next_s() <= now_s:
+            self._engine.submit(self._requests[self._waiting.pop()])
+
+    def _look(self) -> None:
+        """At intervals, check patience; once it is lost, abort all requests."""
+        now_s = self._now_s()
+        if self._patience is None or self._lost or now_s < self._look_s:
+            return
+        self._look_s = now_s + self._patience.every_s
+        self._lost = self._patience.ends(self.answers, now_s)
+        if self._lost:
+            self._waiting.clear()
+            for request in self._requests:
+                self._engine.abort(request.request_id)
+
+    def _take(self, answer: TimedAnswer, event: Event) -> None:
+        if event.finish_reason is FinishReason.ABORT and self._lost:
             return
         if event.finish_reason is FinishReason.ABORT:
             raise TangramError(f"a request was ended by the engine: {event.error}")
         first = not answer.times_s and bool(event.token_ids)
-        answer.times_s += [time.perf_counter() - begin] * len(event.token_ids)
+        answer.times_s += [self._now_s()] * len(event.token_ids)
         answer.token_ids += event.token_ids
         answer.cached_tokens = event.usage.cached_tokens
         if event.finish_reason is not None:
-            done += 1
-            progress(done)
-        unstarted -= first
-        if first and not unstarted:
-            started()
-
-    requests = [
-        Request(
-            str(number),
-            ask.tokens,
-            SamplingParams(temperature=0.0, max_tokens=ask.output_tokens, ignore_eos=True),
-            lambda event, answer=answer: take(answer, event),  # type: ignore[misc]
-        )
-        for number, (ask, answer) in enumerate(zip(asks, answers, strict=True))
-    ]
-    for request in requests:
-        engine.check(request)
-    begin = time.perf_counter()
-    waiting = sorted(range(len(asks)), key=lambda number: asks[number].at_s, reverse=True)
-    while waiting or engine.busy:
-        now = time.perf_counter() - begin
-        while waiting and asks[waiting[-1]].at_s <= now:
-            engine.submit(requests[waiting.pop()])
-        if patience is not None and not lost and now >= look_s:
-            look_s, lost = now + patience.every_s, patience.ends(answers, now)
-            if lost:
-                waiting.clear()
-                for request in requests:
-                    engine.abort(request.request_id)
-        if not engine.step() and waiting:
-            time.sleep(max(0.0, asks[waiting[-1]].at_s - (time.perf_counter() - begin)))
-    if patience is not None and (lost or patience.ends(answers, time.perf_counter() - begin)):
-        raise patience.give_up(answers, time.perf_counter() - begin)
-    return answers
+            self._done += 1
+            self._progress(self._done)
+        self._unstarted -= first
+        if first and not self._unstarted:
+            self._started()
 
 
 NO_LIMITS = LatencyLimits()
@@ -174,8 +212,9 @@ NO_LIMITS = LatencyLimits()
 
 @dataclass(frozen=True)
 class Summary:
-    """Answers in a few figures; percentiles are those of requests, `goodput_per_s` counts those
-    within `limits`.
+    """A summary of answers.
+
+    Percentiles are over requests; `goodput_per_s` counts those within `limits`.
     """
 
     requests: int
@@ -192,7 +231,7 @@ class Summary:
 
     @classmethod
     def of(cls, answers: Sequence[TimedAnswer], limits: LatencyLimits = NO_LIMITS) -> Summary:
-        """Of at least one answer; goodput counts those that meet `limits`."""
+        """The summary of at least one answer; goodput counts those that meet `limits`."""
         seconds = max(answer.times_s[-1] for answer in answers) - min(
             answer.asked_s for answer in answers
         )

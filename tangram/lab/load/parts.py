@@ -1,9 +1,9 @@
-"""Where an engine's time goes: its parts by name, each without the parts inside it.
+"""The time of each part of an engine, by name, without the parts inside it.
 
-Boundaries are methods of the engine, known by name and wrapped while somebody measures, so that
-nothing is paid otherwise. At each boundary the host's clock is read and, on a GPU, an event is put
-on the stream: a part lasts from one event to the next. What the device does is thus counted where
-it was asked for, and so is what it waits for; host work that goes on beside it costs nothing.
+Boundaries are methods of the engine, known by name and wrapped only during a measurement. At each
+boundary the host's clock is read and, on a GPU, an event is put on the stream. A part lasts from
+one event to the next. Device work thus counts for the part that launched it, as does waiting for
+it. Host work that overlaps with it costs nothing.
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ HOW = {
 
 @dataclass(frozen=True)
 class Split:
-    """Seconds of each part: `seconds` by the device's clock, `host_s` by the host's; the same on a
-    CPU.
+    """Seconds of each part: `seconds` by the device's clock, `host_s` by the host's.
+
+    They are equal on a CPU.
     """
 
     seconds: dict[str, float]
@@ -78,9 +79,7 @@ class Split:
 
 
 class PartClock:
-    """Splits the time of whatever engines do inside `watching`; `reset` forgets what has been so
-    far.
-    """
+    """Times all engines by part inside `watching`; `reset` discards what was measured."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._within = device, list[str]()
@@ -89,7 +88,7 @@ class PartClock:
 
     @contextmanager
     def watching(self) -> Iterator[PartClock]:
-        """While inside, the parts are timed."""
+        """Time the parts while inside."""
         with ExitStack() as undo:
             for part, methods in PARTS.items():
                 for owner, name in methods:
@@ -101,13 +100,13 @@ class PartClock:
             yield self
 
     def reset(self) -> None:
-        """Begin anew, in whichever part it is now."""
+        """Start again, in the current part."""
         self._marks.clear()
         self._replays.clear()
         self._mark()
 
     def split(self) -> Split:
-        """What there was since the last `reset`."""
+        """The time of each part since the last `reset`."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         seconds, host = (dict.fromkeys(PARTS, 0.0) for _ in range(2))
@@ -121,7 +120,7 @@ class PartClock:
                     if event_to is None
                     else event_from.elapsed_time(event_to) / 1e3
                 )
-        for blocks, times in self._replays.items():  # as long as in the last replay
+        for blocks, times in self._replays.items():  # the same duration as in the last replay
             inside = times * blocks.seconds
             seconds["scoring and sealing"] += inside
             seconds["model"] -= inside

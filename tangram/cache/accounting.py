@@ -1,4 +1,4 @@
-"""Going over the books of a cache: what each page is held by, and what was promised."""
+"""Check the page accounting of a cache: who holds each page, and which pages are promised."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tangram.errors import IntegrityError
 
 @dataclass(frozen=True)
 class PageStates:
-    """Where the pages of the pool are: `held` by sequences, `cached` by the prefix cache alone
-    (evictable), `free`.
+    """How many pages of the pool are `held`, `cached` and `free`; the three add up to the pool.
 
-    These add up to the pool. `promised` are pages that sequences were promised and have not taken
-    yet: nobody's in particular, out of those that are cached or free.
+    Sequences hold the `held` pages. The prefix cache alone holds the `cached` pages, which can be
+    evicted. `promised` counts pages that were promised to sequences and are not taken yet. They are
+    no particular pages, and come out of those that are cached or free.
     """
 
     held: int
@@ -33,9 +33,10 @@ class PageStates:
         )
 
 
-def check_books(cache: CacheManager) -> None:
-    """Raise `IntegrityError` unless pages are accounted for, formulas hold and promises are
-    covered.
+def check_accounting(cache: CacheManager) -> None:
+    """Check that pages are accounted for, formulas hold and promises are covered.
+
+    Raises `IntegrityError` if not.
     """
     expected = np.zeros(cache.ledger.total, np.int32)
     for seq in cache.sequences.values():
@@ -53,7 +54,7 @@ def check_books(cache: CacheManager) -> None:
     idle = sum(len(node.pages) for node in cache.prefix.nodes.values() if node.users == 0)
     if idle != cache.prefix.idle_pages:
         raise IntegrityError(
-            f"{idle} cached pages are idle, the books say {cache.prefix.idle_pages}"
+            f"{idle} cached pages are idle, the cache counts {cache.prefix.idle_pages}"
         )
     if cache.spare_pages < 0:
         raise IntegrityError(f"{-cache.spare_pages} pages were promised that do not exist")

@@ -1,10 +1,10 @@
-"""Loaded by Schemathesis: what is done to a request that it has made up before it is sent.
+"""A hook of Schemathesis: changes a generated request before it is sent.
 
-A valid request for much becomes one for little, so that time goes into other requests. Valid fields
-that do not fit each other or this server, which a document can only say in words, are made to fit:
-what follows the document is then answered. Tools are left out, since the template of the embedded
-model has none: the answer could only be 400. What is out of range stays as it was made up: whether
-it is refused is the question.
+A valid request for a long answer becomes one for a short answer, so that the time goes into more
+requests. The document can say only in words that some valid fields do not fit each other or this
+server. Such fields are made to fit, so that the request is answered. Tools are left out, since the
+template of the embedded model has none and the answer could only be 400. Values out of range stay,
+since the test is whether they are refused.
 """
 
 from __future__ import annotations
@@ -22,21 +22,19 @@ MOST_TEXT = 400  # characters, so that a prompt fits into the context of the ser
 RATIOS = (0.5, 1.0)
 VOCABULARY = 49_152
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-# Those that limit an answer, by endpoint: the first is filled in where none is given.
+# The fields that limit an answer, by endpoint. The first is set if none is given.
 LIMITS = {
     CHAT: ("max_completion_tokens", "max_tokens"),
     COMPLETIONS: ("max_tokens",),
     RESPONSES: ("max_output_tokens",),
 }
-# What only a chat template could read that is not the embedded model's.
+# Values that only a chat template could read, which the embedded model's does not.
 TOLD = ("chat_template_kwargs", "reasoning_effort", "verbosity")
 Fields = dict[str, Any]
 
 
 def small(path: str, body: Fields) -> Fields:
-    """`body` with at most `MOST_TOKENS` for each of few answers, where what was asked for is
-    allowed.
-    """
+    """`body` with at most `MOST_TOKENS` for each of few answers, if its values are allowed."""
     limits, changed = LIMITS[path], dict(body)
     for name in limits:
         if _is_count(body.get(name)):
@@ -52,7 +50,7 @@ def small(path: str, body: Fields) -> Fields:
 
 
 def whole(value: Any) -> Any:
-    """`value` with 3.0 as 3: a document calls both integers, the server the second only."""
+    """`value` with 3.0 as 3: the document allows both as integers, the server the second only."""
     if isinstance(value, dict):
         return {name: whole(entry) for name, entry in value.items()}
     if isinstance(value, list):
@@ -107,9 +105,7 @@ def fitting(path: str, body: Fields) -> Fields:
 
 
 def _shape(form: Fields) -> Fields:
-    """A form with a schema only where it belongs, and one that a small model can follow in a few
-    tokens.
-    """
+    """A format with a schema only where it belongs, and one that a small model can follow."""
     if form["type"] != "json_schema":
         return {"type": form["type"]}
     return {
@@ -119,24 +115,24 @@ def _shape(form: Fields) -> Fields:
 
 
 def _text_format(form: Fields) -> Fields:
-    """As `_shape`, in the words of /v1/responses."""
+    """The same as `_shape`, for /v1/responses."""
     shape = _shape(form)
     return {"type": shape["type"], **shape.get("json_schema", {})}
 
 
 def _item(item: Fields) -> Fields:
-    """One that a model without tools can read."""
+    """A message that a model without tools can read."""
     return item if "role" in item else {"role": "user", "content": "a"}
 
 
 def _message(message: Fields) -> Fields:
-    """One that a model without tools can read."""
+    """An item that a model without tools can read."""
     role = "user" if message["role"] == "tool" else message["role"]
     return {"role": role, "content": message.get("content") or "", "name": message.get("name")}
 
 
 def _prompt(prompt: Any) -> Any:
-    """One that has tokens, all of them the model's."""
+    """A prompt with tokens, all of them the model's."""
     if isinstance(prompt, str):
         return prompt[:MOST_TEXT] or "a"
     return _tokens(prompt[:MOST_TEXT]) if _are_tokens(prompt) else [_prompt(one) for one in prompt]

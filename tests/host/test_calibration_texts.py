@@ -9,12 +9,12 @@ from collections import Counter
 
 import pytest
 
-from tangram.calibrate.texts import KINDS, pilot_kinds, pilot_texts
+from tangram.calibrate.texts import KINDS, list_kinds, make_texts
 from tangram.errors import ConfigError
 
 
 def test_fifty_texts_of_the_promised_length_all_different() -> None:
-    texts = pilot_texts()
+    texts = make_texts()
     assert len(texts) == len(set(texts)) == 50
     assert all(8_000 <= len(text) <= 16_000 for text in texts)
 
@@ -24,7 +24,7 @@ def test_lengths_follow_the_minimum(min_characters: int) -> None:
     lengths = [
         len(text)
         for seed in range(4)
-        for text in pilot_texts(16, seed, min_characters=min_characters)
+        for text in make_texts(16, seed, min_characters=min_characters)
     ]
     assert min_characters <= min(lengths)
     assert max(lengths) <= 1.5 * min_characters + 200
@@ -33,8 +33,8 @@ def test_lengths_follow_the_minimum(min_characters: int) -> None:
 def test_another_process_writes_the_same_texts_and_another_seed_others() -> None:
     """Text seeds must not depend on Python's per-process string hashing."""
     program = (
-        "import sys; from tangram.calibrate.texts import pilot_texts; "
-        "sys.stdout.write(chr(0).join(pilot_texts(9, 7)))"
+        "import sys; from tangram.calibrate.texts import make_texts; "
+        "sys.stdout.write(chr(0).join(make_texts(9, 7)))"
     )
     other = subprocess.run(
         [sys.executable, "-X", "utf8", "-c", program],
@@ -42,15 +42,15 @@ def test_another_process_writes_the_same_texts_and_another_seed_others() -> None
         check=True,
         encoding="utf-8",
     )
-    mine = pilot_texts(9, 7)
+    mine = make_texts(9, 7)
     assert other.stdout.split("\0") == [text.replace("\r\n", "\n") for text in mine]
-    assert not set(mine) & set(pilot_texts(9, 8))
-    assert pilot_texts(3, 7) == mine[:3], "fewer texts are the first of more"
+    assert not set(mine) & set(make_texts(9, 8))
+    assert make_texts(3, 7) == mine[:3], "fewer texts are the first of more"
 
 
 def test_kinds_are_evenly_mixed() -> None:
     assert len(KINDS) >= 6
-    texts = pilot_texts(4 * len(KINDS))
+    texts = make_texts(4 * len(KINDS))
     looks = Counter(
         "json"
         if text.startswith("Below is a JSON")
@@ -63,7 +63,7 @@ def test_kinds_are_evenly_mixed() -> None:
     assert sum("def " in text or "import " in text for text in texts) >= 4
     json_kinds = [
         kind
-        for kind, text in zip(pilot_kinds(len(texts)), texts, strict=True)
+        for kind, text in zip(list_kinds(len(texts)), texts, strict=True)
         if text.startswith("Below")
     ]
     assert json_kinds == ["key_values"] * 4
@@ -71,7 +71,7 @@ def test_kinds_are_evenly_mixed() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_retrieval_tasks_hold_the_answer_to_their_question(seed: int) -> None:
-    texts = dict(zip(KINDS, pilot_texts(len(KINDS), seed), strict=True))
+    texts = dict(zip(KINDS, make_texts(len(KINDS), seed), strict=True))
     question = re.search(r"Question: What is (the secret pass phrase of .+)\?", texts["needle"])
     assert question
     assert re.search(rf"T{question[1][1:]} is [a-z-]+-\d+\.", texts["needle"])
@@ -83,7 +83,7 @@ def test_retrieval_tasks_hold_the_answer_to_their_question(seed: int) -> None:
 
 
 def test_texts_are_varied_not_one_line_over_and_over() -> None:
-    for text in pilot_texts(len(KINDS)):
+    for text in make_texts(len(KINDS)):
         lines = [line for line in re.split(r"\n|(?<=[.?!]) ", text) if len(line) > 40]
         assert len(set(lines)) > 0.8 * len(lines)
 
@@ -93,4 +93,4 @@ def test_texts_are_varied_not_one_line_over_and_over() -> None:
 )
 def test_nonsense_is_refused_by_name(arguments: dict[str, int], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        pilot_texts(**arguments)
+        make_texts(**arguments)

@@ -1,0 +1,71 @@
+"""The options of `tangram serve` that concern its server, not its engine."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from tangram.cli.checks import within
+from tangram.cli.options import Panel, engine_option, option
+from tangram.limits import Bounds
+
+KEY_VARIABLE = "TANGRAM_API_KEY"
+
+
+class UnknownFields(StrEnum):
+    """The answer to a request with fields that are not supported."""
+
+    refuse = "refuse"
+    warn = "warn"
+
+
+Host = Annotated[str, option(Panel.server, "address to listen on")]
+Port = Annotated[int, option(Panel.server, "port to listen on", callback=within(Bounds(0, 65535)))]
+ServedModelName = Annotated[
+    str | None,
+    option(Panel.server, "name of the model in the API", default="MODEL; last part of a path"),
+]
+ApiKeys = Annotated[
+    list[str] | None,
+    option(
+        Panel.server,
+        "API key that clients must send; repeat for more; the variable separates keys by spaces",
+        envvar=KEY_VARIABLE,
+    ),
+]
+AllowedOrigins = Annotated[
+    list[str] | None,
+    option(
+        Panel.server,
+        "allow browser requests from this origin (https://HOST); repeat for more; * allows all",
+    ),
+]
+OnUnknownFields = Annotated[
+    UnknownFields,
+    option(Panel.server, "refuse requests with unsupported fields, or warn: log and count them"),
+]
+MaxBodyMb = Annotated[
+    float,
+    option(
+        Panel.server,
+        "maximum size of a request's body in megabytes",
+        callback=within(Bounds(0.0, 1024.0, open_low=True)),
+    ),
+]
+MaxQueue = Annotated[int, engine_option("max_queue", unset="1024", panel=Panel.server)]
+RequestTimeout = Annotated[
+    float,
+    option(
+        Panel.server,
+        "maximum seconds from a request to the end of its answer",
+        callback=within(Bounds(0.0, 1e9, open_low=True)),
+    ),
+]
+ShutdownGrace = Annotated[
+    float,
+    option(
+        Panel.server,
+        "seconds that running answers may take after SIGTERM",
+        callback=within(Bounds(0.0, 1e6)),
+    ),
+]

@@ -1,0 +1,79 @@
+"""Answers of POST /v1/chat/completions: chat.completion and chat.completion.chunk."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from tangram.serve.body import Json
+from tangram.serve.bridge import Codec
+from tangram.serve.chunks import LOWEST_LOGPROB, ChunkWriter, Content
+from tangram.serve.schema import StreamOptions
+from tangram.types import TokenLogprob
+
+
+class ChatWriter(ChunkWriter):
+    """Spells chats. `thinks` says whether the model marks its thoughts, so they can be counted."""
+
+    id_prefix = "chatcmpl"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(
+        self,
+        codec: Codec,
+        head: Json,
+        *,
+        logprobs: bool,
+        thinks: bool = False,
+        options: StreamOptions | None = None,
+    ) -> None:
+        super().__init__(codec, head, logprobs=logprobs, options=options)
+        self.shows_reasoning_tokens = thinks
+        self._calls_written = defaultdict[int, int](int)
+
+    def write_opening(self, index: int) -> Json:
+        """The role, before any text."""
+        delta = {"role": "assistant", "content": ""}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def write_delta(self, index: int, content: Content) -> Json:
+        """Thoughts in `reasoning_content`, text in `content`, each call whole in `tool_calls`."""
+        delta: Json = {}
+        if content.thought:
+            delta["reasoning_content"] = content.thought
+        if content.text:
+            delta["content"] = content.text
+        if content.calls:
+            first = self._calls_written[index]
+            self._calls_written[index] += len(content.calls)
+            delta["tool_calls"] = [
+                {"index": number} | call.json() for number, call in enumerate(content.calls, first)
+            ]
+        return {"index": index, "delta": delta, **self._write_ending(index, content)}
+
+    def write_choice(self, index: int, content: Content) -> Json:
+        """The same in `message`; `content` is null beside calls where there is no text."""
+        text = content.text or None if content.calls else content.text
+        message: Json = {"role": "assistant", "content": text, "refusal": None}
+        if content.thought:
+            message["reasoning_content"] = content.thought
+        if content.calls:
+            message["tool_calls"] = [call.json() for call in content.calls]
+        return {"index": index, "message": message, **self._write_ending(index, content)}
+
+    def _write_logprobs(self, index: int, logprobs: Sequence[TokenLogprob]) -> Json:
+        content = [
+            self._write_entry(token.token_id, token.logprob)
+            | {"top_logprobs": [self._write_entry(*pair) for pair in token.top]}
+            for token in logprobs
+        ]
+        return {"content": content, "refusal": None}
+
+    def _write_entry(self, token_id: int, logprob: float) -> Json:
+        token = self._codec.token_text(token_id)
+        return {
+            "token": token.text,
+            "logprob": max(logprob, LOWEST_LOGPROB),
+            "bytes": list(token.raw),
+        }

@@ -1,0 +1,151 @@
+"""What chat completions and completions share: an answer of choices, streamed in chunks."""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from tangram.serve.answers import AnswerEvent, AnswerUsage, Delta, End, Failure, Finish, Writer
+from tangram.serve.body import Json
+from tangram.serve.bridge import Codec
+from tangram.serve.calls import Call
+from tangram.serve.schema import StreamOptions
+from tangram.serve.thoughts import Part, Thought
+from tangram.types import TokenLogprob
+
+# JSON has no -inf. The OpenAI API and vLLM write this number.
+LOWEST_LOGPROB = -9999.0
+_DONE = "data: [DONE]\n\n"
+
+
+@dataclass
+class Content:
+    """Parts of one completion by kind: its text, its thoughts, its calls."""
+
+    text: str = ""
+    thought: str = ""
+    calls: list[Call] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish: Finish | None = None
+
+    @classmethod
+    def of(cls, delta: Delta) -> Content:
+        """What `delta` adds."""
+        content = cls()
+        content.add(delta)
+        return content
+
+    def add(self, delta: Delta) -> None:
+        """Append `delta`."""
+        for part in delta.parts:
+            self._add_part(part)
+        self.logprobs += delta.logprobs
+        self.finish = delta.finish
+
+    def _add_part(self, part: Part) -> None:
+        if isinstance(part, Call):
+            self.calls.append(part)
+        elif isinstance(part, Thought):
+            self.thought += part.text
+        else:
+            self.text += part
+
+
+class ChunkWriter(Writer):
+    """Spells answers whose `head` (id, time, model) is in every chunk.
+
+    With `logprobs` the client wants log-probabilities; `options` are those of its stream.
+    """
+
+    id_prefix: ClassVar[str]
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+    shows_reasoning_tokens = False
+
+    def __init__(
+        self, codec: Codec, head: Json, *, logprobs: bool, options: StreamOptions | None = None
+    ) -> None:
+        self._codec, self._head, self._wants_logprobs = codec, head, logprobs
+        self._options = StreamOptions() if options is None else options
+        self._choices = defaultdict[int, Content](Content)
+
+    def begin(self) -> Iterator[str]:
+        """Nothing."""
+        return iter(())
+
+    def write(self, event: AnswerEvent) -> Iterator[str]:
+        """A chunk for each delta, the usage if the client asked for it, [DONE]."""
+        match event:
+            case Delta():
+                opening = self.write_opening(event.choice) if event.is_first else None
+                for choice in (opening, self.write_delta(event.choice, Content.of(event))):
+                    if choice is not None:
+                        yield self._write_chunk([choice], self._write_running_usage(event.usage))
+            case Failure(error):
+                yield _write_frame(error.body())
+                yield _DONE
+            case End(usage):
+                if self._options.include_usage:
+                    yield self._write_chunk([], {"usage": self._write_usage(usage)})
+                yield _DONE
+
+    def gather(self, delta: Delta) -> None:
+        """Add it to its choice."""
+        self._choices[delta.choice].add(delta)
+
+    def write_whole(self, usage: AnswerUsage) -> Json:
+        """The choices in order, and the usage."""
+        choices = [
+            self.write_choice(index, self._choices[index]) for index in sorted(self._choices)
+        ]
+        head = self._head | {"object": self.whole_object}
+        return head | {"choices": choices, "usage": self._write_usage(usage)}
+
+    @abstractmethod
+    def write_opening(self, index: int) -> Json | None:
+        """The chunk choice before the first token of completion `index`; None for none."""
+
+    @abstractmethod
+    def write_delta(self, index: int, content: Content) -> Json:
+        """The chunk choice of what one event adds."""
+
+    @abstractmethod
+    def write_choice(self, index: int, content: Content) -> Json:
+        """The choice of a whole answer."""
+
+    @abstractmethod
+    def _write_logprobs(self, index: int, logprobs: Sequence[TokenLogprob]) -> Json: ...
+
+    def _write_ending(self, index: int, content: Content) -> Json:
+        """The fields that end a choice."""
+        logprobs = self._write_logprobs(index, content.logprobs) if self._wants_logprobs else None
+        return {"logprobs": logprobs, "finish_reason": content.finish}
+
+    def _write_chunk(self, choices: list[Json], tail: Json) -> str:
+        head = self._head | {"object": self.chunk_object}
+        return _write_frame(head | {"choices": choices} | tail)
+
+    def _write_running_usage(self, usage: AnswerUsage) -> Json:
+        if not self._options.include_usage:
+            return {}
+        return {"usage": self._write_usage(usage) if self._options.continuous_usage_stats else None}
+
+    def _write_usage(self, usage: AnswerUsage) -> Json:
+        counted, thoughts = usage.engine, {"reasoning_tokens": usage.reasoning_tokens}
+        return {
+            "prompt_tokens": counted.prompt_tokens,
+            "completion_tokens": counted.completion_tokens,
+            "total_tokens": counted.prompt_tokens + counted.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": counted.cached_tokens},
+            **({"completion_tokens_details": thoughts} if self.shows_reasoning_tokens else {}),
+            "kv_bytes": counted.kv_bytes,
+            "kv_bytes_uncompressed": counted.kv_bytes_uncompressed,
+        }
+
+
+def _write_frame(data: Json) -> str:
+    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"

@@ -1,0 +1,134 @@
+"""What each endpoint makes of a request: a job for the engine, a reader and a writer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+
+from tangram.serve.answers import Writer
+from tangram.serve.api_errors import ApiError, of_validation
+from tangram.serve.body import Json
+from tangram.serve.bridge import Job
+from tangram.serve.chat_writer import ChatWriter
+from tangram.serve.completion_writer import CompletionWriter
+from tangram.serve.prompts import Prompts
+from tangram.serve.record import Record
+from tangram.serve.responses_schema import ResponsesRequest
+from tangram.serve.responses_writer import ResponsesWriter
+from tangram.serve.schema import ChatRequest, CompletionRequest
+from tangram.serve.thoughts import Reader, TextReader
+from tangram.types import Grammar, Marks
+
+AnswerRequest = ChatRequest | CompletionRequest | ResponsesRequest
+
+
+@dataclass(frozen=True)
+class PreparedRequest:
+    """A job for the engine. A reader takes each completion apart, `writer` spells the answer."""
+
+    job: Job
+    new_reader: Callable[[], Reader]
+    writer: Writer
+
+
+@dataclass(frozen=True)
+class Endpoints:
+    """Prepares the requests of the three endpoints that answer, for one `model`."""
+
+    prompts: Prompts
+    model: str
+
+    async def prepare(self, body: AnswerRequest, record: Record | None) -> PreparedRequest:
+        """`body` ready for the engine. Raises `RequestError` and `ApiError`."""
+        if isinstance(body, ChatRequest):
+            return await self._prepare_chat(body, record)
+        if isinstance(body, CompletionRequest):
+            return await self._prepare_completion(body, record)
+        return await self._prepare_response(body, record)
+
+    async def _prepare_chat(self, body: ChatRequest, record: Record | None) -> PreparedRequest:
+        chat = await self.prompts.prepare_chat(body)
+        head = self._make_head(ChatWriter.id_prefix)
+        job = _make_job(head["id"], [chat.prompt], body, record, chat.grammar, chat.marks)
+        if body.service_tier is not None:
+            head["service_tier"] = "default"
+        writer = ChatWriter(
+            self.prompts.codec,
+            head,
+            logprobs=body.logprobs,
+            thinks=chat.form.thinking is not None,
+            options=body.stream_options,
+        )
+        return PreparedRequest(job, chat.form.reader(body.offered), writer)
+
+    async def _prepare_completion(
+        self, body: CompletionRequest, record: Record | None
+    ) -> PreparedRequest:
+        grammar = await self.prompts.compile_grammar(body)
+        prompts = [
+            await self.prompts.tokenize_text(prompt) if isinstance(prompt, str) else tuple(prompt)
+            for prompt in body.prompt
+        ]
+        if not all(prompts):
+            message = "prompt holds no tokens: send at least one"
+            raise ApiError(400, message, param="prompt", code="invalid_value")
+        echoes = [
+            prompt if isinstance(prompt, str) else await self.prompts.detokenize(prompt, "prompt")
+            for prompt in (body.prompt if body.echo else [])
+        ]
+        head = self._make_head(CompletionWriter.id_prefix)
+        writer = CompletionWriter(
+            self.prompts.codec,
+            head,
+            logprobs=body.logprobs is not None,
+            echoes=echoes,
+            n=body.n,
+            options=body.stream_options,
+        )
+        return PreparedRequest(
+            _make_job(head["id"], prompts, body, record, grammar), TextReader, writer
+        )
+
+    async def _prepare_response(
+        self, body: ResponsesRequest, record: Record | None
+    ) -> PreparedRequest:
+        """A response is a chat in other words."""
+        try:
+            as_chat = await asyncio.to_thread(body.chat)  # thousands of messages take a while
+        except ValidationError as error:
+            raise of_validation(error, body.rename_field) from error
+        chat = await self.prompts.prepare_chat(as_chat, body.rename_field)
+        response_id = f"resp_{uuid.uuid4().hex}"
+        job = _make_job(response_id, [chat.prompt], body, record, chat.grammar, chat.marks)
+        writer = ResponsesWriter(body, response_id, self.model)
+        return PreparedRequest(job, chat.form.reader(as_chat.offered), writer)
+
+    def _make_head(self, prefix: str) -> Json:
+        identity = f"{prefix}-{uuid.uuid4().hex}"
+        return {"id": identity, "created": int(time.time()), "model": self.model}
+
+
+def _make_job(
+    identity: str,
+    prompts: list[tuple[int, ...]],
+    body: AnswerRequest,
+    record: Record | None,
+    grammar: Grammar | None,
+    marks: Marks | None = None,
+) -> Job:
+    return Job(
+        identity,
+        prompts,
+        body.sampling(),
+        body.kv_retention,
+        body.cache_salt,
+        body.stream,
+        grammar,
+        record,
+        marks or Marks(),
+    )

@@ -1,0 +1,144 @@
+"""Answers of POST /v1/responses: the response object, and the events of its stream."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+
+from tangram.serve.answers import AnswerEvent, AnswerUsage, Delta, End, Failure, Finish, Writer
+from tangram.serve.body import Json, texts_in
+from tangram.serve.outputs import Output, OutputEvent
+from tangram.serve.responses_schema import ResponsesRequest
+
+# The first events of a stream leave out what is longer. The last event has it.
+_LONG_CHARACTERS = 16_384
+_LEFT_OUT: Json = {"instructions": None, "tools": []}
+
+
+class ResponsesWriter(Writer):
+    """Spells the answer `response_id` of `model` to `body`."""
+
+    def __init__(self, body: ResponsesRequest, response_id: str, model: str) -> None:
+        self._body, self._id, self._model = body, response_id, model
+        self._created_s = int(time.time())
+        self._output = Output()
+        self._finish: Finish | None = None
+        self._events_written = 0
+
+    def begin(self) -> Iterator[str]:
+        """The response before it has any output, twice."""
+        for kind in ("response.created", "response.in_progress"):
+            yield self._write_frame(kind, {"response": self._make_opening()})
+
+    def write(self, event: AnswerEvent) -> Iterator[str]:
+        """The events of the output, numbered from 0; at the end the whole response."""
+        match event:
+            case Delta():
+                for kind, fields in self._take(event):
+                    yield self._write_frame(kind, fields)
+            case Failure(error):
+                said = error.body()["error"]
+                yield self._write_frame("error", {name: said[name] for name in _ERROR_FIELDS})
+            case End(usage):
+                yield self._write_frame(
+                    f"response.{self._status}", {"response": self._make_response(usage)}
+                )
+
+    def gather(self, delta: Delta) -> None:
+        """Add it to the output."""
+        for _ in self._take(delta):
+            pass
+
+    def write_whole(self, usage: AnswerUsage) -> Json:
+        """The response object."""
+        return self._make_response(usage)
+
+    def _take(self, delta: Delta) -> Iterator[OutputEvent]:
+        self._finish = delta.finish
+        yield from self._output.add(delta.parts)
+        if self._finish is not None:
+            yield from self._output.finish(self._status)
+
+    @property
+    def _status(self) -> str:
+        """An answer that its limit has ended is `incomplete`."""
+        if self._finish is None:
+            return "in_progress"
+        return "incomplete" if self._finish == "length" else "completed"
+
+    def _make_response(self, usage: AnswerUsage | None) -> Json:
+        """The response object; `usage` is None before there is any output."""
+        body, cut = self._body, self._finish == "length"
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created_s,
+            "model": self._model,
+            "status": self._status,
+            "error": None,
+            "background": False,
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "output": self._output.items,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "text": _write_text_options(body),
+            "tools": [tool.model_dump() for tool in body.tools],
+            "tool_choice": _write_tool_choice(body),
+            "parallel_tool_calls": bool(body.tools) and body.parallel_tool_calls,
+            "truncation": "disabled",
+            "previous_response_id": None,
+            "reasoning": {"effort": body.reasoning.effort, "summary": None},
+            "metadata": {},
+            "store": False,
+            "user": body.user,
+            "usage": None if usage is None else _write_usage(usage),
+        }
+
+    def _make_opening(self) -> Json:
+        """The response object without output, and without what is long of the request."""
+        response = self._make_response(None)
+        for name, nothing in _LEFT_OUT.items():
+            if sum(map(len, texts_in(response[name]))) > _LONG_CHARACTERS:
+                response[name] = nothing
+        return response
+
+    def _write_frame(self, kind: str, fields: Json) -> str:
+        data = {"type": kind, "sequence_number": self._events_written, **fields}
+        self._events_written += 1
+        return f"event: {kind}\ndata: {json.dumps(data, ensure_ascii=False)}\n\n"
+
+
+_ERROR_FIELDS = ("code", "message", "param")
+
+
+def _write_text_options(body: ResponsesRequest) -> Json:
+    given, found = body.text.format, None
+    if given is not None:
+        found = given.model_dump(by_alias=True, exclude_none=True)
+        if given.type != "json_schema":
+            found = {"type": given.type}
+    verbosity = {} if body.text.verbosity is None else {"verbosity": body.text.verbosity}
+    return {"format": found or {"type": "text"}, **verbosity}
+
+
+def _write_tool_choice(body: ResponsesRequest) -> Json | str:
+    if not body.tools:
+        return "none"
+    choice = body.tool_choice
+    return choice if isinstance(choice, str) else {"type": "function", "name": choice.name}
+
+
+def _write_usage(usage: AnswerUsage) -> Json:
+    counted = usage.engine
+    return {
+        "input_tokens": counted.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": counted.cached_tokens},
+        "output_tokens": counted.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": counted.prompt_tokens + counted.completion_tokens,
+        "kv_bytes": counted.kv_bytes,
+        "kv_bytes_uncompressed": counted.kv_bytes_uncompressed,
+    }
