@@ -139,6 +139,24 @@ class CacheManager:
         seq.raw_tokens += tokens
         self.lengths[seq.slot, : len(layout.groups)] += tokens
 
+    def shrink(self, seq: SequenceCache, tokens: int) -> None:
+        """Release the last `tokens` raw tokens, which were drafted and refused.
+
+        Raises `IntegrityError` if the tail has fewer, or if the prefix cache has a page of theirs.
+        """
+        layout, left = seq.layout, seq.raw_tokens - tokens
+        if left < len(seq.raw_nodes) * layout.page_tokens:
+            raise IntegrityError(
+                f"{tokens} of {seq.raw_tokens} raw tokens cannot be taken back: "
+                f"{len(seq.raw_nodes)} pages of them are in the prefix cache"
+            )
+        kept = -(-left // layout.page_tokens)
+        for pages in seq.raw_pages[kept:]:
+            self.ledger.release(pages)
+        del seq.raw_pages[kept:]
+        seq.raw_tokens = left
+        self.lengths[seq.slot, : len(layout.groups)] -= tokens
+
     def seal(self, seq: SequenceCache) -> None:
         """Release the raw tail and take the final pages of the current chunk.
 
