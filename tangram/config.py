@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args, get_type_hints
 from tangram.errors import ConfigError
 from tangram.foreign_files import expand_home
 from tangram.limits import Bounds
+from tangram.speculative_config import read_speculative_config
 
 MOST_TOKENS = 2**24  # of any option: no model takes as many
 _TOKENS, _COUNT, _GIB = Bounds(1, MOST_TOKENS), Bounds(1, 2**31 - 1), 2.0**20
@@ -162,6 +163,11 @@ class EngineConfig:
         512, "tokens of a chunk, which is prefilled and compressed as a unit", bounds=_TOKENS
     )
 
+    speculative_config: str | None = _batching(
+        None,
+        """draft tokens and verify several at a time: JSON like '{"method": "ngram"}'""",
+        unset="one token of a sequence in a step",
+    )
     max_num_seqs: int = _batching(32, "maximum sequences in one step", bounds=_TOKENS)
     max_num_batched_tokens: int = _batching(
         2048, "maximum tokens in one step", bounds=Bounds(1, 2 * MOST_TOKENS)
@@ -210,6 +216,10 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
+        if self.speculative_config is not None:
+            object.__setattr__(
+                self, "speculative_config", read_speculative_config(self.speculative_config)
+            )
         profile = (self.profile,) if isinstance(self.profile, str) else tuple(self.profile)
         object.__setattr__(self, "profile", profile)
         for name, option in OPTIONS.items():

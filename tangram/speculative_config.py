@@ -97,11 +97,15 @@ METHODS: Mapping[str, type[SpeculativeConfig]] = MappingProxyType(
 _KINDS = {int: "an integer", float: "a number", str: "a text"}
 
 
-def read_speculative_config(given: str | Mapping[str, Any]) -> SpeculativeConfig:
+def read_speculative_config(
+    given: str | Mapping[str, Any] | SpeculativeConfig,
+) -> SpeculativeConfig:
     """The configuration of a JSON object, or of the same as a mapping.
 
     Raises `ConfigError` naming what is not known, missing, of another type or out of range.
     """
+    if isinstance(given, SpeculativeConfig):
+        return given
     values = dict(_parse(given) if isinstance(given, str) else given)
     method = values.pop("method", None)
     if method not in METHODS:

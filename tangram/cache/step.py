@@ -28,7 +28,8 @@ class Row:
 
     `preceding` are the few tokens before them, for scorers whose prompt quotes them. `slot` is the
     row of the block tables. With `pending` the last of `tokens` is sampled by the step before, so
-    only the device knows it yet.
+    only the device knows it yet. `behind` counts the rows of the same sequence that decode the
+    tokens after it: drafts, whose KV entries are stored in the same pass and not read by this row.
     """
 
     request_id: str
@@ -40,16 +41,18 @@ class Row:
     preceding: Int64
     sample: bool
     pending: bool = False
+    behind: int = 0
 
 
 @dataclass(frozen=True)
 class Step:
     """One forward pass: DECODE rows first, then SEAL and TAIL rows.
 
-    `epoch` changes when the DECODE membership changes. A sequence may have several SEAL rows and a
-    TAIL row, in the order of its tokens. Each attends to the entries that the rows before it
-    stored. `moves` are made before the pass, in their order. Unless they are `awaited`, no row
-    touches a page that they fill, so the pass may run beside them. Later steps find them done.
+    `epoch` changes when the DECODE membership changes. A sequence may have several DECODE rows, its
+    newest token and drafts, or several SEAL rows and a TAIL row, in the order of its tokens. Each
+    attends to the entries that the rows before it stored. `moves` are made before the pass, in
+    their order. Unless they are `awaited`, no row touches a page that they fill, so the pass may
+    run beside them. Later steps find them done.
     """
 
     rows: tuple[Row, ...]

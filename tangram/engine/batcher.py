@@ -86,7 +86,8 @@ class Batcher:
     """Builds the attention of each step for the kernels of one pool.
 
     `scorer` scores the chunks of the retentions that are `scored`. The decode plan is made when the
-    decode membership changes (`Step.epoch`), and stays valid while lengths grow.
+    decode membership changes (`Step.epoch`), and stays valid while lengths grow. A step decodes up
+    to `most_drafted` drafts of a sequence behind its newest token.
     """
 
     retentions: Sequence[Retention]
@@ -97,6 +98,7 @@ class Batcher:
     rotary: Rotary | None
     meters: Meters
     observer: ScoreObserver | None = None
+    most_drafted: int = 0
     _epoch: int | None = field(default=None, init=False)
     _width: int = field(default=0, init=False)
 
@@ -144,7 +146,7 @@ class Batcher:
 
     def _plan(self, decode: Sequence[Row]) -> None:
         self._width = self.kernels.width(len(decode))
-        batch = self._decoding(decode, self.cache.tables, self.cache.lengths)
+        batch = self._decoding(decode, self.cache.tables, self._lengths())
         self.meters.plans[self.kernels.load(batch, self._width)] += 1
 
     def _padded_shape(self, row: Row) -> PaddedShape:
@@ -204,8 +206,8 @@ class Batcher:
             Row("", slot, default, RowKind.DECODE, int(position), nothing, nothing, sample=True)
             for slot, position in enumerate(positions)
         ]
-        lengths = np.zeros_like(self.cache.lengths)
-        lengths[:rows, : len(layout.groups)] = layout.lengths(
+        lengths = np.zeros_like(self._lengths())
+        lengths[0, :rows, : len(layout.groups)] = layout.lengths(
             *np.divmod(positions, layout.chunk_tokens)
         )
         apart = np.arange(self.cache.tables.size, dtype=np.int32).reshape(self.cache.tables.shape)
@@ -236,8 +238,13 @@ class Batcher:
         tables = self.tables.flat()
         if shape is not None and self.kernels.begin_row(tables, prefill, shape):
             return True
-        self.kernels.begin(tables, self.cache.lengths, decode_rows, prefill)
+        self.kernels.begin(tables, self._lengths(), decode_rows, prefill)
         return False
+
+    def _lengths(self) -> Int32:
+        """[most_drafted + 1, sequences, groups]: what a row with so many rows behind it reads."""
+        behind = np.arange(self.most_drafted + 1, dtype=np.int32)[:, None, None]
+        return np.maximum(self.cache.lengths - behind, 0)
 
     def _address(self, row: Row) -> Int64:
         """[L, H, 2]: table offset and column of the row's heads."""
@@ -246,7 +253,7 @@ class Batcher:
         return np.stack([table, layout.head_column], axis=-1)
 
     def _decoding(self, rows: Sequence[Row], tables: Int32, lengths: Int32) -> Decoding:
-        """`rows` over block `tables` and `lengths`, which have one line for each slot."""
+        """`rows` over block `tables`, one line for each slot, and `lengths` (`_lengths`)."""
         layouts = [row.retention.layout for row in rows]
         kept = np.stack([layout.head_kept_tokens for layout in layouts]).astype(np.int64)
         group = layouts[0].geometry.group_size
@@ -255,9 +262,10 @@ class Batcher:
         return Decoding(decode, lengths.reshape(-1), group, kept, prefixes)
 
     def _decode_rows(self, rows: Sequence[Row]) -> DecodeRows:
-        slots, start = (
-            np.array([getattr(row, name) for row in rows]) for name in ("slot", "start")
+        slots, start, behind = (
+            np.array([getattr(row, name) for row in rows]) for name in ("slot", "start", "behind")
         )
+        lines = behind * len(self.cache.lengths) + slots  # of `_lengths`
         first = self.retentions[0].layout
         shape = (len(rows), *first.head_group.shape)
         table, column, index = (np.empty(shape, np.int64) for _ in range(3))
@@ -268,7 +276,8 @@ class Batcher:
             slot = slots[own, None, None]
             table[own] = slot * self.cache.tables.shape[1] + layout.group_offset[layout.head_group]
             column[own] = layout.head_column
-            index[own] = slot * self.cache.lengths.shape[1] + layout.head_group
+            line = lines[own, None, None]
+            index[own] = line * self.cache.lengths.shape[1] + layout.head_group
             budget[own] = _estimate_entries(layout, start[own])[:, layout.head_group]
         return DecodeRows(table, column, index, budget, self.windows, first.page_tokens)
 

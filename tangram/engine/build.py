@@ -28,6 +28,7 @@ from tangram.engine.memory import (
 from tangram.engine.profiles import Compression
 from tangram.engine.runner import Runner
 from tangram.engine.scheduler import Scheduler
+from tangram.engine.speculation import Speculation
 from tangram.engine.startup import announce
 from tangram.errors import ConfigError
 from tangram.kernels.dispatch import pool_kernels
@@ -88,7 +89,9 @@ class EngineBuilder:
 
     def engine(self) -> Engine:
         """The engine."""
-        return Engine(self.config, self.loaded, *self.parts())
+        given = self.config.speculative_config
+        speculation = None if given is None else Speculation(given)
+        return Engine(self.config, self.loaded, *self.parts(), speculation)
 
     def parts(self) -> Parts:
         """Admission, scheduler and runner."""
@@ -230,10 +233,18 @@ class EngineBuilder:
         if fast:
             join_projections(loaded.model)
             compile_layers(loaded.model)
+        speculative = config.speculative_config
+        most_drafted = 0 if speculative is None else speculative.num_speculative_tokens
         every, scope = config.overflow_every, self.compression.choice.scope
         overflow = None if every is None else Overflow(retentions, scope, every)
         runner = self.runner(
-            retentions, scorer, cache=cache, graphs=fast, overflow=overflow, **options
+            retentions,
+            scorer,
+            cache=cache,
+            graphs=fast,
+            overflow=overflow,
+            most_drafted=most_drafted,
+            **options,
         )
         if loaded.device.type == "cuda":
             runner.rehearse(config.max_num_seqs, config.max_num_batched_tokens)

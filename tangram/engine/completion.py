@@ -170,6 +170,9 @@ class Answers:
             )
             for index in range(sampling.n)
         ]
+        for one in (first, *others):
+            # A grammar's mask would have to follow the drafts.
+            one.sequence.speculative = request.grammar is None
         self._arrivals += sampling.n
         self._all |= {(request_id, completion.index): completion for completion in (first, *others)}
         self._siblings[request_id] = others

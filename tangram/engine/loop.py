@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -20,6 +20,7 @@ import torch
 from tangram.cache.accounting import check_accounting
 from tangram.cache.layout import Layout
 from tangram.cache.retention import Retention
+from tangram.cache.step import Row, Step
 from tangram.config import EngineConfig
 from tangram.engine.admission import Admission
 from tangram.engine.completion import Answers, Completion, Flight, refuse
@@ -27,8 +28,9 @@ from tangram.engine.grammar import GrammarCompiler
 from tangram.engine.intake import Intake
 from tangram.engine.mailbox import Job, Mailbox
 from tangram.engine.runner import Runner
-from tangram.engine.sampling import BROKEN_LOGITS, check_tokens
+from tangram.engine.sampling import BROKEN_LOGITS, SampledTokens, SampleRow, check_tokens
 from tangram.engine.scheduler import Scheduler
+from tangram.engine.speculation import Speculation, count_accepted
 from tangram.engine.text import TextCodec
 from tangram.metrics import EngineStats
 from tangram.model.load import LoadedModel
@@ -55,11 +57,15 @@ class Engine:
         admission: Admission,
         scheduler: Scheduler,
         runner: Runner,
+        speculation: Speculation | None = None,
     ) -> None:
         self.config = config
+        self._speculation = speculation
+        if speculation is not None:
+            scheduler.drafts = speculation.draft
         self.codec = TextCodec(loaded.tokenizer, eos_token_ids=loaded.eos_token_ids)
         self.healthy = True
-        self.ahead = loaded.device.type != "cpu"
+        self.ahead = loaded.device.type != "cpu" and speculation is None
         self._loaded, self._admission, self._scheduler, self._runner = (
             loaded,
             admission,
@@ -176,6 +182,8 @@ class Engine:
 
     def _step(self) -> bool:
         changed = self._do_jobs() or self._checked
+        if self._speculation is not None:
+            self._speculation.begin_step(len(self._scheduler.running))
         step = self._scheduler.schedule()
         self._publish_queue()
         if step is None:
@@ -188,15 +196,18 @@ class Engine:
             self._publish_stats()
         self._checked = False
         sampled = self._answers.of(step)
-        samplers, constrained = (
-            [entry.sampler for entry in sampled],
-            any(entry.constrained for entry in sampled),
-        )
+        samplers = _samplers(step, sampled)
+        constrained = any(entry.constrained for entry in sampled)
         # The tokens that a grammar allows depend on the token before, which is read while the
         # device computes this step.
         choice = self._runner.run(step, samplers, self._land if constrained else lambda: None)
         self._land()
         self._runner.meters.collect()
+        if self._speculation is not None and choice is not None:
+            self._verify(step, sampled, choice)
+            if step.decode_rows == len(step.rows):
+                self._speculation.end_step()
+            return True
         self._scheduler.commit(step)
         for completion in sampled:
             completion.sequence.expect()
@@ -224,6 +235,47 @@ class Engine:
                 self._take(completion, token)
         self._publish_queue()
         return True
+
+    def _verify(self, step: Step, sampled: Sequence[Completion], choice: SampledTokens) -> None:
+        """Accept the drafts that equal the model's tokens, commit, and send events."""
+        with self._runner.meters.waiting():
+            tokens = choice.tokens_on_host()
+        rows = [row for row in step.rows if row.sample]
+        found: list[tuple[Completion, list[TokenLogprob | None]]] = []
+        at = 0
+        while at < len(rows):
+            end = at + 1 + rows[at].behind
+            found.append((sampled[at], self._settle(sampled[at], rows[at:end], tokens[at:end])))
+            at = end
+        self._scheduler.commit(step)
+        for completion, accepted in found:
+            self._take_all(completion, accepted)
+        self._publish_queue()
+
+    def _settle(
+        self, completion: Completion, rows: Sequence[Row], tokens: Sequence[TokenLogprob | None]
+    ) -> list[TokenLogprob | None]:
+        """The tokens that a sequence goes on with: accepted drafts and one more."""
+        drafts = [int(row.tokens[0]) for row in rows[1:]]
+        chosen = [None if token is None else token.token_id for token in tokens]
+        accepted = count_accepted(drafts, chosen)
+        self._scheduler.settle(completion.sequence, drafts, accepted)
+        if self._speculation is not None:
+            self._speculation.settle(completion.sequence, len(drafts), accepted)
+        return list(tokens[: accepted + 1])
+
+    def _take_all(self, completion: Completion, tokens: Sequence[TokenLogprob | None]) -> None:
+        """Enter `tokens` one after the other, until one of them ends the completion."""
+        for number, token in enumerate(tokens):
+            if completion.ended:
+                return
+            completion.sequence.expect()
+            if token is None:
+                self._fail(completion)
+                return
+            if number:  # the first is counted by the runner
+                completion.sampler.append(torch.tensor([token.token_id], device=self.device))
+            self._take(completion, token)
 
     def _do_jobs(self) -> bool:
         """Do the jobs of other threads. Returns False if there are none."""
@@ -362,6 +414,8 @@ class Engine:
 
     def _end(self, completion: Completion) -> None:
         completion.ended = True
+        if self._speculation is not None:
+            self._speculation.remember(completion.sequence)
         self._scheduler.remove(completion.sequence)
 
     def _usage(self, completion: Completion) -> Usage:
@@ -373,3 +427,15 @@ class Engine:
             check_accounting(self._scheduler.cache)
             self._checked = True
             self._publish_stats()
+
+
+def _samplers(step: Step, sampled: Sequence[Completion]) -> list[SampleRow]:
+    """What chooses the token of each row that samples: behind drafts, as if these were accepted."""
+    samplers: list[SampleRow] = []
+    drafts: list[int] = []
+    rows = [row for row in step.rows if row.sample]
+    for number, (row, completion) in enumerate(zip(rows, sampled, strict=True)):
+        follows = number > 0 and rows[number - 1].behind > 0
+        drafts = [*drafts, int(row.tokens[0])] if follows else []
+        samplers.append(completion.sampler.ahead(drafts) if drafts else completion.sampler)
+    return samplers

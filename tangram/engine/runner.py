@@ -55,6 +55,7 @@ class Runner:
         graphs: bool = False,
         cache_dtype: torch.dtype | None = None,
         overflow: Overflow | None = None,
+        most_drafted: int = 0,
     ) -> None:
         self._loaded = loaded
         self.meters = Meters(Stopwatch(loaded.device), overflow)
@@ -69,6 +70,7 @@ class Runner:
         self._batcher = self.batcher_type(
             retentions, scorer, serving, cache, block_tables, rotary, self.meters, observer
         )
+        self._batcher.most_drafted = most_drafted
         self._graphs = PassGraphs(self._forward, loaded.device) if graphs else None
         nothing = torch.empty(0, dtype=torch.int64, device=loaded.device)
         self._chosen = dict[int, int](), nothing

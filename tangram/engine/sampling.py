@@ -19,6 +19,7 @@ where two tokens are that close.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -91,6 +92,14 @@ class SampleRow:
     def _must_go_on(self) -> bool:
         return self._ends is not None and self.step < self.params.min_tokens
 
+    def ahead(self, tokens: Sequence[int]) -> SampleRow:
+        """How the token behind `tokens` is chosen, if these come next. This row stays as it is."""
+        later = copy.copy(self)
+        later.step += len(tokens)
+        if self._history is not None and tokens:
+            later._history = self._history.ahead(tokens)
+        return later
+
     def append(self, token: Tensor) -> None:
         """Add a token, int64 [1] on the logits' device, to the completion."""
         self.step += 1
@@ -119,6 +128,14 @@ class _History:
         )
         self.output_counts = torch.zeros(vocab_size, device=device)
         self.one = torch.ones(1, device=device)
+
+    def ahead(self, tokens: Sequence[int]) -> _History:
+        """The history with `tokens` at its end."""
+        later = copy.copy(self)
+        later.output_counts = self.output_counts.clone()
+        where = on_device(self.output_counts.device, list(tokens))
+        later.output_counts.index_add_(0, where, self.one.expand(len(tokens)))
+        return later
 
     def penalise(self, logits: Tensor, params: SamplingParams) -> None:
         """Apply the penalties in place.

@@ -21,8 +21,10 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from tangram.cache.manager import CacheManager
 from tangram.cache.purge import purge, suspects
@@ -31,7 +33,7 @@ from tangram.cache.sequence_cache import SequenceCache
 from tangram.cache.step import Row, RowKind, Step
 from tangram.config import EngineConfig
 from tangram.engine.token_sequence import TokenSequence
-from tangram.types import Int32
+from tangram.types import Int32, Int64
 
 PRECEDING_TOKENS = 16
 
@@ -48,19 +50,25 @@ class SchedulerCounters:
     cached_tokens: int = 0
     computed_prompt_tokens: int = 0
     generated_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass
 class Scheduler:
-    """Two queues in order of rank, `waiting` and `running`, over one cache manager."""
+    """Two queues in order of rank, `waiting` and `running`, over one cache manager.
+
+    `drafts` says what may come behind the newest token of a sequence, up to a number of tokens.
+    """
 
     config: EngineConfig
     cache: CacheManager
     waiting: list[TokenSequence] = field(default_factory=list)
     running: list[TokenSequence] = field(default_factory=list)
     counters: SchedulerCounters = field(default_factory=SchedulerCounters)
+    drafts: Callable[[TokenSequence, int], Int64] | None = None
     _sealing: set[bytes] = field(default_factory=set)
-    _members: tuple[tuple[int, Retention], ...] = ()
+    _members: tuple[tuple[int, Retention, int], ...] = ()
     _epoch: int = 0
 
     def excess(self, entering: int) -> int:
@@ -119,7 +127,7 @@ class Scheduler:
             [sequence for sequence in self.running if not sequence.complete],
         )
         unfinished = [sequence for sequence in active if not _decodes(sequence)]
-        decode = [self._decode_row(sequence) for sequence in active if _decodes(sequence)]
+        decode = self._decode_rows([one for one in active if _decodes(one)], budget)
         budget -= len(decode)
         in_turn = self._in_turn(unfinished, self._admissions(fresh_batch))
         prefill = self._prefill(
@@ -138,6 +146,16 @@ class Scheduler:
         self.counters.computed_tokens += sum(len(row.tokens) for row in rows)
         return Step(rows, self._epoch_of(decode), *self.cache.take_moves(row.slot for row in rows))
 
+    def settle(self, sequence: TokenSequence, drafts: Sequence[int], accepted: int) -> None:
+        """Of `drafts`, which a step has computed, the model takes the first `accepted`.
+
+        Call it before `commit`.
+        """
+        self.counters.drafted_tokens += len(drafts)
+        self.counters.accepted_tokens += accepted
+        sequence.foresee(drafts[:accepted])
+        self.cache.shrink(_require_cache(sequence), len(drafts) - accepted)
+
     def commit(self, step: Step) -> None:
         """Record what `step` computes.
 
@@ -151,7 +169,7 @@ class Scheduler:
             self.counters.sealed_chunks += row.kind is RowKind.SEAL
             sequence = by_slot.get(row.slot)
             if sequence is not None and sequence.cache is not None:
-                self.cache.commit(sequence.cache, sequence.known_tokens)
+                self.cache.commit(sequence.cache, sequence.computable_tokens)
 
     # -- internals ---------------------------------------------------------------------------------
 
@@ -237,11 +255,37 @@ class Scheduler:
             self.counters.cached_tokens += sequence.cached_tokens
         return True
 
-    def _decode_row(self, sequence: TokenSequence) -> Row:
+    def _decode_rows(self, sequences: Sequence[TokenSequence], budget: int) -> list[Row]:
+        """The newest token of each sequence, and its drafts as far as `budget` allows."""
+        rows: list[Row] = []
+        spare = budget - len(sequences)
+        for sequence in sequences:
+            row = self._row_of_newest(sequence)
+            drafts = self._draft(sequence, spare)
+            spare -= len(drafts)
+            behind = len(drafts)
+            rows.append(replace(row, behind=behind))
+            rows += [
+                replace(row, start=row.start + at, tokens=drafts[at - 1 : at], behind=behind - at)
+                for at in range(1, behind + 1)
+            ]
+        return rows
+
+    def _row_of_newest(self, sequence: TokenSequence) -> Row:
         cache = _require_cache(sequence)
         start = cache.computed_tokens
         self.cache.grow(cache, 1)
         return self._row(sequence, RowKind.DECODE, start, start + 1, sample=True)
+
+    def _draft(self, sequence: TokenSequence, most: int) -> Int64:
+        """Drafts behind the newest token, with pages for them; none crosses the end of a chunk."""
+        cache = _require_cache(sequence)
+        left = min(cache.layout.chunk_tokens - cache.raw_tokens, sequence.limit - sequence.known)
+        if self.drafts is None or sequence.pending or min(left, most) <= 0:
+            return np.zeros(0, np.int64)
+        drafts = self.drafts(sequence, min(left, most))
+        self.cache.grow(cache, len(drafts))
+        return drafts
 
     def _prefill(self, candidates: Iterable[TokenSequence], budget: int) -> list[Row]:
         """All rows that the first sequence may have, then those of the second, while they fit."""
@@ -313,7 +357,7 @@ class Scheduler:
         )
 
     def _epoch_of(self, decode: list[Row]) -> int:
-        members = tuple((row.slot, row.retention) for row in decode)
+        members = tuple((row.slot, row.retention, row.behind) for row in decode)
         if members != self._members:
             self._members = members
             self._epoch += 1
