@@ -9,9 +9,12 @@ from hypothesis import settings
 
 from tests.examples import NIGHTLY
 
-# A run in the background of a shell ignores Ctrl-C, and so would the commands that tests start.
+# A run in the background of a shell ignores Ctrl-C, one under nohup the end of its terminal, and so
+# would the commands that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # How long an example takes says how busy the machine is.
 settings.register_profile("tangram", deadline=None)

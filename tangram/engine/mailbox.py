@@ -64,9 +64,9 @@ class Mailbox:
             return self._jobs.popleft() if self._jobs else None
 
     def arrive(self, completions: int) -> None:
-        """Report that `completions` of the accepted ones are in the queue;
+        """`completions` that were entering are in the queue.
 
-        `publish` uses it next.
+        The next `publish` no longer counts them as entering.
         """
         self._arrived += completions
 
