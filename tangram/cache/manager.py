@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from tangram.cache.draft_tables import DraftTables
 from tangram.cache.host import HostTier
 from tangram.cache.keys import ChunkKeys, raw_key, window_key
 from tangram.cache.layout import Layout
@@ -29,7 +30,8 @@ class CacheManager:
 
     `tables` is int32 [max_sequences, width]: row `slot` holds the page ids of every group at
     `Layout.group_offset`. `follower`, if set, is called with the places that are written in a row.
-    `lengths` is int32 [max_sequences, groups]: entries by group.
+    `lengths` is int32 [max_sequences, groups]: entries by group. `drafts` are the tables of what
+    drafts read, if a retention has drafts.
     """
 
     def __init__(
@@ -51,6 +53,8 @@ class CacheManager:
         self.tables: Int32 = np.zeros((max_sequences, width), np.int32)
         self.follower: Callable[[int, Int64], None] | None = None
         self.lengths: Int32 = np.zeros((max_sequences, groups), np.int32)
+        drafted = any(retention.draft is not None for retention in retentions)
+        self.drafts = DraftTables(retentions, max_sequences) if drafted else None
         self._slots = list(range(max_sequences - 1, -1, -1))
         self.sequences: dict[int, SequenceCache] = {}
 
@@ -231,6 +235,8 @@ class CacheManager:
         seq.arriving |= bool(self.host.arriving[pages].any())
         if self.follower is not None:
             self.follower(seq.slot, entries)
+        if self.drafts is not None:
+            self.drafts.enter(seq, entries, pages)
 
     def _enter_all(self, seq: SequenceCache, entries: Int64, pages: Sequence[Int32]) -> None:
         if pages:

@@ -27,9 +27,10 @@ class Row:
     """One request's share of a step. `start` is the position of `tokens[0]`; `tokens` is int64 [n].
 
     `preceding` are the few tokens before them, for scorers whose prompt quotes them. `slot` is the
-    row of the block tables. With `pending` the last of `tokens` is sampled by the step before, so
-    only the device knows it yet. `behind` counts the rows of the same sequence that decode the
-    tokens after it: drafts, whose KV entries are stored in the same pass and not read by this row.
+    row of the block tables. With `pending` the last of `tokens` is sampled by the step before, or
+    drafted in this one, so only the device knows it yet. `draft` is the number of a drafted token
+    among the drafts of its sequence, from 1 on; 0 means that it is none. `behind` counts the drafts
+    after it. Their KV entries are stored in the same pass, and not read by this row.
     """
 
     request_id: str
@@ -41,6 +42,7 @@ class Row:
     preceding: Int64
     sample: bool
     pending: bool = False
+    draft: int = 0
     behind: int = 0
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tangram.cache.layout import Layout
-from tangram.cache.manager import CacheManager
 from tangram.cache.retention import Retention
 from tangram.cache.step import Row, RowKind, Step
 from tangram.compress.scorers import Scorer
@@ -37,13 +37,25 @@ MOST_APART, MOST_TOKENS_APART = 4, 2048
 LEAST_ROOM = 64
 
 
+class BlockTables(Protocol):
+    """Block tables, as `CacheManager` and `DraftTables` have them."""
+
+    tables: Int32
+    lengths: Int32
+    follower: Callable[[int, Int64], None] | None
+
+    def past_lengths(self, slot: int, layout: Layout, position: int) -> Int32:
+        """[groups]: the entries that each member head has of the tokens before `position`."""
+        ...
+
+
 class DeviceTables:
     """Block tables on the pool's device: a copy of those of `cache` that follows every write.
 
     In host memory they are the same tables.
     """
 
-    def __init__(self, cache: CacheManager, device: torch.device) -> None:
+    def __init__(self, cache: BlockTables, device: torch.device) -> None:
         self._host, self._device = cache.tables, torch.from_numpy(cache.tables).to(device)
         self._written: dict[int, list[Int64]] = {}
         if not self._device.is_cpu:
@@ -93,7 +105,7 @@ class Batcher:
     retentions: Sequence[Retention]
     scorer: Scorer | None
     kernels: PoolKernels
-    cache: CacheManager
+    cache: BlockTables
     tables: DeviceTables
     rotary: Rotary | None
     meters: Meters
@@ -202,12 +214,16 @@ class Batcher:
         """Rows at `positions` that share nothing; sets the width of their decode passes."""
         default, nothing, rows = self.retentions[0], np.zeros(0, np.int64), len(positions)
         layout = default.layout
+        # More rows than sequences are rows of drafts.
+        behind, slots = np.divmod(np.arange(rows), len(self.cache.lengths))
         rehearsed = [
-            Row("", slot, default, RowKind.DECODE, int(position), nothing, nothing, sample=True)
-            for slot, position in enumerate(positions)
+            Row("", slot, default, RowKind.DECODE, position, nothing, nothing, True, behind=others)
+            for slot, position, others in zip(
+                slots.tolist(), positions.tolist(), behind.tolist(), strict=True
+            )
         ]
         lengths = np.zeros_like(self._lengths())
-        lengths[0, :rows, : len(layout.groups)] = layout.lengths(
+        lengths[behind, slots, : len(layout.groups)] = layout.lengths(
             *np.divmod(positions, layout.chunk_tokens)
         )
         apart = np.arange(self.cache.tables.size, dtype=np.int32).reshape(self.cache.tables.shape)
@@ -244,7 +260,7 @@ class Batcher:
     def _lengths(self) -> Int32:
         """[most_drafted + 1, sequences, groups]: what a row with so many rows behind it reads."""
         behind = np.arange(self.most_drafted + 1, dtype=np.int32)[:, None, None]
-        return np.maximum(self.cache.lengths - behind, 0)
+        return np.asarray(np.maximum(self.cache.lengths - behind, 0), np.int32)
 
     def _address(self, row: Row) -> Int64:
         """[L, H, 2]: table offset and column of the row's heads."""
@@ -285,7 +301,8 @@ class Batcher:
         """The prefill rows `rows`, end to end in the flattened batch from token `first` on."""
         geometry = self.retentions[0].layout.geometry
         address = np.empty((geometry.layers, len(rows), geometry.kv_heads, 3), np.int32)
-        spans, kept = np.empty((len(rows), 5), np.int32), np.empty(address.shape[:3], np.int32)
+        spans = np.empty((len(rows), 5), np.int32)
+        kept, first_kept = (np.empty(address.shape[:3], np.int32) for _ in range(2))
         for number, row in enumerate(rows):
             layout = row.retention.layout
             past = self.cache.past_lengths(row.slot, layout, row.start)
@@ -299,8 +316,10 @@ class Batcher:
                 row.start,
             )
             kept[:, number] = self._count_stored_tokens(row)
+            sealed = row.kind is RowKind.SEAL and row.retention.draft is not None
+            first_kept[:, number] = row.retention.head_first_tokens if sealed else kept[:, number]
             first += len(row.tokens)
-        return PrefillRows(address, spans, kept, slice(0, len(rows)))
+        return PrefillRows(address, spans, kept, first_kept, slice(0, len(rows)))
 
     def _count_stored_tokens(self, row: Row) -> Int32 | int:
         """Entries that the pass stores of a prefill row: [L, H], or one number for every head."""
@@ -322,7 +341,7 @@ class Batcher:
         """The sealers of the chunks `numbers` of `rows`, consecutive and of one retention."""
         scorer = self._scorer
         fused = self.kernels.fused_scores.get(scorer.name)
-        apart = self.observer is not None or retention.layout.keeps_everything
+        apart = self.observer is not None or not retention.orders
         receivers = {at: self._receiver(rows[at]) for at in numbers}
         if fused is None or apart:
             for at in numbers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,12 @@ from tangram.engine.memory import (
     offload_bytes,
     table_bytes,
 )
+from tangram.engine.passes import Passes
 from tangram.engine.profiles import Compression
 from tangram.engine.runner import Runner
 from tangram.engine.scheduler import Scheduler
-from tangram.engine.speculation import Speculation
+from tangram.engine.self_drafts import SelfDrafter
+from tangram.engine.speculation import Speculation, speculate_by_lookup
 from tangram.engine.startup import announce
 from tangram.errors import ConfigError
 from tangram.kernels.dispatch import pool_kernels
@@ -40,6 +43,7 @@ from tangram.model.load import LoadedModel, load_model
 from tangram.model.overflow import Overflow
 from tangram.plan.policy import Policy, policy_name
 from tangram.progress import show_progress
+from tangram.speculative_config import CompressedKv, Ngram, Suffix
 
 Parts = tuple[Admission, Scheduler, Runner]
 
@@ -89,15 +93,15 @@ class EngineBuilder:
 
     def engine(self) -> Engine:
         """The engine."""
-        given = self.config.speculative_config
-        speculation = None if given is None else Speculation(given)
-        return Engine(self.config, self.loaded, *self.parts(), speculation)
+        admission, scheduler, runner = self.parts()
+        speculation = self.speculation(admission.retentions, scheduler.cache, runner)
+        return Engine(self.config, self.loaded, admission, scheduler, runner, speculation)
 
     def parts(self) -> Parts:
         """Admission, scheduler and runner."""
         config, loaded = self.config, self.loaded
         # Before a calibration, which takes a minute.
-        kernels = self._given_kernels or self.kernels()
+        kernels = self._kernels()
         scorer, retentions = self.retentions()
         default, layouts = retentions[0], [retention.layout for retention in retentions]
         dtype = cache_dtype(config, loaded)
@@ -115,26 +119,71 @@ class EngineBuilder:
         announce(config, loaded, admission, cache.host.total)
         return admission, Scheduler(config, cache), runner
 
+    def speculation(
+        self, retentions: Sequence[Retention], cache: CacheManager, runner: Runner
+    ) -> Speculation | None:
+        """What drafts, if the config says how."""
+        match self.config.speculation:
+            case Ngram() | Suffix() as lookup:
+                return speculate_by_lookup(lookup)
+            case CompressedKv() as own:
+                drafter = self._self_drafter(retentions, cache, runner)
+                return None if drafter is None else Speculation(own, drafter=drafter)
+            case _:
+                return None
+
+    def _self_drafter(
+        self, retentions: Sequence[Retention], cache: CacheManager, runner: Runner
+    ) -> SelfDrafter | None:
+        """The drafter of compressed_kv; None where the model has nothing to compress."""
+        drafts = [entry.draft for entry in retentions if entry.draft is not None]
+        if not drafts or cache.drafts is None:
+            return None
+        passes = runner.draft_passes(drafts[0], cache.drafts, self._kernels())
+        self._prepare_decode(passes, self.config.max_num_seqs, "Capturing draft steps")
+        runner.meters.clear()
+        return SelfDrafter(passes, cache.drafts)
+
     def retentions(self) -> tuple[Scorer | None, list[Retention]]:
         """The scorer, if one is needed, and the retentions: default ρ, 1.0, then other profiles.
 
         All have pages of one shape.
         """
-        config = self.config
+        config, drafts = self.config, self.config.speculation
         full = Retention(1.0, self.lay_out_uncompressed(), self._full_fingerprint())
         if not self.loaded.geometry.full_layers:
             _log.warning(
                 "%s has sliding-window layers only: there is nothing to compress", config.model
             )
             return None, [full]
-        if config.kv_retention == 1.0 and not config.profile:
+        if (
+            config.kv_retention == 1.0
+            and not config.profile
+            and not isinstance(drafts, CompressedKv)
+        ):
             return None, [full]
         scorer = self.compression.make_scorer(self.loaded.fingerprint)
+        if isinstance(drafts, CompressedKv):
+            full = self.lossless(self.compression.find_draft_profile(self.loaded, scorer), scorer)
         profiles = self.compression.find_served_profiles(self.loaded, scorer)
         found = [self.retention(profile, scorer) for profile in profiles]
         defaults = [entry for entry in found if entry.kv_retention == config.kv_retention]
         default = defaults[0] if defaults else full
         return scorer, [default, *(entry for entry in (full, *found) if entry is not default)]
+
+    def lossless(self, profile: Profile, scorer: Scorer) -> Retention:
+        """ρ = 1.0 in pages that have first what drafts by `profile` read."""
+        draft = self.retention(profile, scorer)
+        layout = draft.layout
+        pages = [layout.chunk_pages] * layout.full_groups
+        whole = self.make_retention(
+            profile,
+            scorer,
+            layout.groups[: layout.full_groups],
+            pages,
+            f"{self._full_fingerprint()}:{draft.fingerprint}",
+        )
+        return replace(whole, kv_retention=1.0, draft=draft)
 
     def _full_fingerprint(self) -> str:
         """ρ = 1.0 depends on the model alone: its weights replace the profile's fingerprint."""
@@ -215,6 +264,9 @@ class EngineBuilder:
         """The runner, which computes steps; `options` are those of `Runner`."""
         return Runner(self.loaded, retentions, scorer, cache=cache, **options)
 
+    def _kernels(self) -> KernelChoice:
+        return self._given_kernels or self.kernels()
+
     def kernels(self) -> KernelChoice:
         """The kernels of the device, with the decode policy."""
         return partial(pool_kernels, policy=self._decode_policy())
@@ -233,8 +285,8 @@ class EngineBuilder:
         if fast:
             join_projections(loaded.model)
             compile_layers(loaded.model)
-        speculative = config.speculative_config
-        most_drafted = 0 if speculative is None else speculative.num_speculative_tokens
+        drafts = config.speculation
+        most_drafted = 0 if drafts is None else drafts.num_speculative_tokens
         every, scope = config.overflow_every, self.compression.choice.scope
         overflow = None if every is None else Overflow(retentions, scope, every)
         runner = self.runner(
@@ -246,12 +298,19 @@ class EngineBuilder:
             most_drafted=most_drafted,
             **options,
         )
+        decode_rows = min(config.max_num_seqs * (most_drafted + 1), config.max_num_batched_tokens)
         if loaded.device.type == "cuda":
-            runner.rehearse(config.max_num_seqs, config.max_num_batched_tokens)
-        track = partial(show_progress, description="Capturing decode steps")
-        runner.capture(config.max_num_seqs, track)
+            runner.rehearse(config.max_num_batched_tokens)
+        runner.passes.capture_prefill()
+        self._prepare_decode(runner.passes, decode_rows, "Capturing decode steps")
         runner.meters.clear()
         return runner
+
+    def _prepare_decode(self, passes: Passes, rows: int, description: str) -> None:
+        """Compile the kernels of decode passes of up to `rows` rows, and capture their graphs."""
+        if self.loaded.device.type == "cuda":
+            passes.rehearse_decode(rows)
+        passes.capture(rows, partial(show_progress, description=description))
 
     def _decode_policy(self) -> Policy | None:
         """The configured policy, or the one that was kept for this GPU and geometry."""

@@ -13,14 +13,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from tangram.cache.accounting import check_accounting
 from tangram.cache.layout import Layout
 from tangram.cache.retention import Retention
-from tangram.cache.step import Row, Step
+from tangram.cache.step import Step
 from tangram.config import EngineConfig
 from tangram.engine.admission import Admission
 from tangram.engine.completion import Answers, Completion, Flight, refuse
@@ -28,10 +31,12 @@ from tangram.engine.grammar import GrammarCompiler
 from tangram.engine.intake import Intake
 from tangram.engine.mailbox import Job, Mailbox
 from tangram.engine.runner import Runner
-from tangram.engine.sampling import BROKEN_LOGITS, SampledTokens, SampleRow, check_tokens
+from tangram.engine.sampling import BROKEN_LOGITS, SampleRow, check_tokens
 from tangram.engine.scheduler import Scheduler
-from tangram.engine.speculation import Speculation, count_accepted
+from tangram.engine.speculation import Drafting, Speculation, count_accepted
 from tangram.engine.text import TextCodec
+from tangram.errors import IntegrityError
+from tangram.kernels.transfer import place
 from tangram.metrics import EngineStats
 from tangram.model.load import LoadedModel
 from tangram.types import FinishReason, Geometry, Request, TokenLogprob, Usage
@@ -61,11 +66,10 @@ class Engine:
     ) -> None:
         self.config = config
         self._speculation = speculation
-        if speculation is not None:
-            scheduler.drafts = speculation.draft
+        scheduler.drafts = speculation
         self.codec = TextCodec(loaded.tokenizer, eos_token_ids=loaded.eos_token_ids)
         self.healthy = True
-        self.ahead = loaded.device.type != "cpu" and speculation is None
+        self.ahead = loaded.device.type != "cpu"
         self._loaded, self._admission, self._scheduler, self._runner = (
             loaded,
             admission,
@@ -182,8 +186,7 @@ class Engine:
 
     def _step(self) -> bool:
         changed = self._do_jobs() or self._checked
-        if self._speculation is not None:
-            self._speculation.begin_step(len(self._scheduler.running))
+        self._plan_drafts()
         step = self._scheduler.schedule()
         self._publish_queue()
         if step is None:
@@ -196,25 +199,45 @@ class Engine:
             self._publish_stats()
         self._checked = False
         sampled = self._answers.of(step)
-        samplers = _samplers(step, sampled)
+        if any(row.draft for row in step.rows):
+            self._verify(step, sampled)
+        else:
+            self._run_plainly(step, sampled)
+        self._runner.meters.collect()
+        return True
+
+    def _run_plainly(self, step: Step, sampled: list[Completion]) -> None:
+        """Run a step without drafts. The tokens of the step before are read while it runs."""
+        samplers = [entry.sampler for entry in sampled]
         constrained = any(entry.constrained for entry in sampled)
         # The tokens that a grammar allows depend on the token before, which is read while the
         # device computes this step.
         choice = self._runner.run(step, samplers, self._land if constrained else lambda: None)
-        self._land()
-        self._runner.meters.collect()
-        if self._speculation is not None and choice is not None:
-            self._verify(step, sampled, choice)
-            if step.decode_rows == len(step.rows):
-                self._speculation.end_step()
-            return True
+        awaited = self._land() or not self.ahead
         self._scheduler.commit(step)
         for completion in sampled:
             completion.sequence.expect()
         self._flight = None if choice is None else Flight(sampled, choice)
         if not self.ahead:
             self._land()
-        return True
+        if awaited:
+            self._end_step(step)
+
+    def _plan_drafts(self) -> None:
+        """Choose the drafts of the next step. It can have some if all tokens are known."""
+        speculation = self._speculation
+        if speculation is None:
+            return
+        decoding = self._scheduler.decoding
+        if not decoding or not speculation.plan(decoding):
+            speculation.skip(decoding)
+        else:
+            self._land()
+        speculation.begin_step()
+
+    def _end_step(self, step: Step) -> None:
+        if self._speculation is not None and step.decode_rows == len(step.rows):
+            self._speculation.end_step()
 
     def _land(self) -> bool:
         """Read the tokens of the step in flight and send events.
@@ -236,27 +259,49 @@ class Engine:
         self._publish_queue()
         return True
 
-    def _verify(self, step: Step, sampled: Sequence[Completion], choice: SampledTokens) -> None:
-        """Accept the drafts that equal the model's tokens, commit, and send events."""
+    def _verify(self, step: Step, sampled: list[Completion]) -> None:
+        """Run a step with drafts, accept those that equal the model's tokens, and send events."""
+        step, drafted = self._draft(step, sampled)
+        samplers = _samplers(step, sampled, drafted)
+        choice = self._runner.run(step, samplers, drafted=drafted)
+        if choice is None:
+            raise IntegrityError("a step with drafts has chosen no token")
         with self._runner.meters.waiting():
             tokens = choice.tokens_on_host()
+            drafts = iter(drafted.tolist())
         rows = [row for row in step.rows if row.sample]
-        found: list[tuple[Completion, list[TokenLogprob | None]]] = []
-        at = 0
-        while at < len(rows):
-            end = at + 1 + rows[at].behind
-            found.append((sampled[at], self._settle(sampled[at], rows[at:end], tokens[at:end])))
-            at = end
+        taken = []
+        for at, (row, completion) in enumerate(zip(rows, sampled, strict=True)):
+            if not row.draft:
+                own = [next(drafts) for _ in range(row.behind)]
+                found = tokens[at : at + 1 + row.behind]
+                taken.append((completion, self._settle(completion, own, found)))
         self._scheduler.commit(step)
-        for completion, accepted in found:
+        for completion, accepted in taken:
             self._take_all(completion, accepted)
         self._publish_queue()
+        self._end_step(step)
+
+    def _draft(self, step: Step, sampled: Sequence[Completion]) -> tuple[Step, Tensor]:
+        """`step` as it is left to run, and its drafts, int64 [drafts] on the device."""
+        drafter = None if self._speculation is None else self._speculation.drafter
+        if drafter is None:
+            known = [row.tokens for row in step.rows if row.draft]
+            return step, place(np.concatenate(known), self.device)
+        self._runner.move(step)
+        drafting = [
+            Drafting(completion.sequence, row, completion.sampler)
+            for row, completion in zip(
+                (row for row in step.rows if row.sample), sampled, strict=True
+            )
+            if row.behind and not row.draft
+        ]
+        return replace(step, moves=()), drafter.draft(drafting)
 
     def _settle(
-        self, completion: Completion, rows: Sequence[Row], tokens: Sequence[TokenLogprob | None]
+        self, completion: Completion, drafts: Sequence[int], tokens: Sequence[TokenLogprob | None]
     ) -> list[TokenLogprob | None]:
         """The tokens that a sequence goes on with: accepted drafts and one more."""
-        drafts = [int(row.tokens[0]) for row in rows[1:]]
         chosen = [None if token is None else token.token_id for token in tokens]
         accepted = count_accepted(drafts, chosen)
         self._scheduler.settle(completion.sequence, drafts, accepted)
@@ -266,15 +311,14 @@ class Engine:
 
     def _take_all(self, completion: Completion, tokens: Sequence[TokenLogprob | None]) -> None:
         """Enter `tokens` one after the other, until one of them ends the completion."""
-        for number, token in enumerate(tokens):
+        for token in tokens:
             if completion.ended:
                 return
             completion.sequence.expect()
             if token is None:
                 self._fail(completion)
                 return
-            if number:  # the first is counted by the runner
-                completion.sampler.append(torch.tensor([token.token_id], device=self.device))
+            completion.sampler.extend([token.token_id])
             self._take(completion, token)
 
     def _do_jobs(self) -> bool:
@@ -429,13 +473,15 @@ class Engine:
             self._publish_stats()
 
 
-def _samplers(step: Step, sampled: Sequence[Completion]) -> list[SampleRow]:
+def _samplers(step: Step, sampled: Sequence[Completion], drafted: Tensor) -> list[SampleRow]:
     """What chooses the token of each row that samples: behind drafts, as if these were accepted."""
     samplers: list[SampleRow] = []
-    drafts: list[int] = []
+    begin = end = 0  # the drafts of the row's sequence, up to the row
     rows = [row for row in step.rows if row.sample]
-    for number, (row, completion) in enumerate(zip(rows, sampled, strict=True)):
-        follows = number > 0 and rows[number - 1].behind > 0
-        drafts = [*drafts, int(row.tokens[0])] if follows else []
-        samplers.append(completion.sampler.ahead(drafts) if drafts else completion.sampler)
+    for row, completion in zip(rows, sampled, strict=True):
+        if row.draft:
+            end += 1
+        else:
+            begin = end
+        samplers.append(completion.sampler.ahead(row.draft, drafted[begin:end]))
     return samplers

@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 
@@ -36,6 +37,8 @@ from tangram.engine.token_sequence import TokenSequence
 from tangram.types import Int32, Int64
 
 PRECEDING_TOKENS = 16
+# Rows of drafts share the entries before them as far as a plan knows: it is renewed as these grow.
+DRAFT_PLAN_TOKENS = 64
 
 
 @dataclass
@@ -50,15 +53,26 @@ class SchedulerCounters:
     cached_tokens: int = 0
     computed_prompt_tokens: int = 0
     generated_tokens: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
+
+
+class Drafts(Protocol):
+    """What may come behind the newest tokens of sequences."""
+
+    @property
+    def on_device(self) -> bool:
+        """Whether drafts are not known when a step is scheduled."""
+        ...
+
+    def offer(self, sequence: TokenSequence, most: int) -> Int64:
+        """int64 [up to `most`]: drafts for `sequence`, or zeros where the device will draft."""
+        ...
 
 
 @dataclass
 class Scheduler:
     """Two queues in order of rank, `waiting` and `running`, over one cache manager.
 
-    `drafts` says what may come behind the newest token of a sequence, up to a number of tokens.
+    `drafts` are asked what may come behind the newest token of a sequence.
     """
 
     config: EngineConfig
@@ -66,9 +80,9 @@ class Scheduler:
     waiting: list[TokenSequence] = field(default_factory=list)
     running: list[TokenSequence] = field(default_factory=list)
     counters: SchedulerCounters = field(default_factory=SchedulerCounters)
-    drafts: Callable[[TokenSequence, int], Int64] | None = None
+    drafts: Drafts | None = None
     _sealing: set[bytes] = field(default_factory=set)
-    _members: tuple[tuple[int, Retention, int], ...] = ()
+    _members: tuple[tuple[int, Retention, int, int], ...] = ()
     _epoch: int = 0
 
     def excess(self, entering: int) -> int:
@@ -151,10 +165,13 @@ class Scheduler:
 
         Call it before `commit`.
         """
-        self.counters.drafted_tokens += len(drafts)
-        self.counters.accepted_tokens += accepted
         sequence.foresee(drafts[:accepted])
         self.cache.shrink(_require_cache(sequence), len(drafts) - accepted)
+
+    @property
+    def decoding(self) -> list[TokenSequence]:
+        """The running sequences whose next row decodes."""
+        return [one for one in self.running if not one.complete and _decodes(one)]
 
     def commit(self, step: Step) -> None:
         """Record what `step` computes.
@@ -259,17 +276,34 @@ class Scheduler:
         """The newest token of each sequence, and its drafts as far as `budget` allows."""
         rows: list[Row] = []
         spare = budget - len(sequences)
+        if self.waiting or len(sequences) < len(self.running):
+            spare -= self.config.chunk_tokens  # drafts leave room for prefill
         for sequence in sequences:
             row = self._row_of_newest(sequence)
             drafts = self._draft(sequence, spare)
             spare -= len(drafts)
-            behind = len(drafts)
-            rows.append(replace(row, behind=behind))
-            rows += [
-                replace(row, start=row.start + at, tokens=drafts[at - 1 : at], behind=behind - at)
-                for at in range(1, behind + 1)
-            ]
+            rows += self._rows_of_drafts(row, drafts)
         return rows
+
+    def _rows_of_drafts(self, row: Row, drafts: Int64) -> list[Row]:
+        """`row`, which decodes the newest token of a sequence, and those of its drafts."""
+        if not len(drafts):
+            return [row]
+        count, on_device = len(drafts), self.drafts is not None and self.drafts.on_device
+        return [
+            replace(row, behind=count),
+            *(
+                replace(
+                    row,
+                    start=row.start + at,
+                    tokens=drafts[at - 1 : at],
+                    pending=on_device,
+                    draft=at,
+                    behind=count - at,
+                )
+                for at in range(1, count + 1)
+            ),
+        ]
 
     def _row_of_newest(self, sequence: TokenSequence) -> Row:
         cache = _require_cache(sequence)
@@ -283,7 +317,7 @@ class Scheduler:
         left = min(cache.layout.chunk_tokens - cache.raw_tokens, sequence.limit - sequence.known)
         if self.drafts is None or sequence.pending or min(left, most) <= 0:
             return np.zeros(0, np.int64)
-        drafts = self.drafts(sequence, min(left, most))
+        drafts = self.drafts.offer(sequence, min(left, most))
         self.cache.grow(cache, len(drafts))
         return drafts
 
@@ -357,7 +391,10 @@ class Scheduler:
         )
 
     def _epoch_of(self, decode: list[Row]) -> int:
-        members = tuple((row.slot, row.retention, row.behind) for row in decode)
+        members = tuple(
+            (row.slot, row.retention, row.behind, row.start // DRAFT_PLAN_TOKENS * bool(row.draft))
+            for row in decode
+        )
         if members != self._members:
             self._members = members
             self._epoch += 1

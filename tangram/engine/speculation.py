@@ -4,8 +4,8 @@ A step decodes the newest token of a sequence and its drafts, each in a row of i
 the model's token is chosen exactly as without drafts: by the same logits, penalties and random
 numbers, which are keyed by (seed, sample index, position) (`draw.py`). The longest beginning of the
 draft that equals these tokens is accepted, and the model's token behind it comes for free. So an
-answer is the same with and without speculation, up to the rounding of logits; Leviathan et al.
-(arXiv 2211.17192) accept as often where a draft is certain, and draw other tokens.
+answer is the same with and without speculation, up to the rounding of logits. Leviathan et al.
+(arXiv 2211.17192) accept somewhat more of a draft that was drawn, and then draw other tokens.
 """
 
 from __future__ import annotations
@@ -13,103 +13,260 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
+from torch import Tensor
 
+from tangram.cache.step import Row
+from tangram.engine.sampling import SampleRow
 from tangram.engine.token_sequence import TokenSequence
-from tangram.errors import ConfigError
 from tangram.speculate.lookup import NgramDrafter, RecentAnswers, SuffixDrafter
 from tangram.speculate.pace import Acceptance, Pace
 from tangram.speculative_config import Ngram, SpeculativeConfig, Suffix
 from tangram.types import Int64
 
-_TOKENS_OF_AN_ANSWER = (
-    512  # by which `suffix_decoding_max_cached_requests` becomes a bound in tokens
-)
+LOOK_EVERY = 16  # tokens of a sequence that is not drafted for: how often a lookup is tried out
+# By which `suffix_decoding_max_cached_requests` becomes a bound in tokens.
+_TOKENS_OF_AN_ANSWER = 512
+_NOTHING = np.zeros(0, np.int64)
 
-Drafter = NgramDrafter | SuffixDrafter
+
+@dataclass(frozen=True, eq=False)
+class Drafting:
+    """A sequence that is drafted for: `row` decodes its newest token, `row.behind` drafts follow.
+
+    `sampler` chooses the token behind the newest one.
+    """
+
+    sequence: TokenSequence
+    row: Row
+    sampler: SampleRow
+
+
+class Drafter(Protocol):
+    """A model that drafts on the device."""
+
+    def offer(self, sequence: TokenSequence, most: int) -> int:
+        """How many tokens, up to `most`, it can draft for `sequence` now."""
+        ...
+
+    def draft(self, drafting: Sequence[Drafting]) -> Tensor:
+        """int64 [Σ row.behind]: the drafts of one sequence after the other, on the device."""
+        ...
+
+    def settle(self, sequence: TokenSequence) -> None:
+        """The tokens of `sequence` are those that it has now; other drafts were refused."""
+        ...
+
+    def forget(self, sequence: TokenSequence) -> None:
+        """`sequence` has ended."""
+        ...
+
+
+@dataclass(eq=False)
+class Lookup:
+    """Drafts for one sequence what is found in earlier tokens.
+
+    Where nothing is drafted, a lookup is made now and then and compared with what comes, so that
+    its acceptance stays known at no cost.
+    """
+
+    source: NgramDrafter | SuffixDrafter
+    seen: int = 0
+    guess: Int64 = field(default_factory=lambda: _NOTHING)
+    guessed_at: int = 0
+
+    def extend(self, sequence: TokenSequence) -> None:
+        """Take in the settled tokens of `sequence`."""
+        tokens = sequence.settled_tokens
+        self.source.extend(tokens[self.seen :])
+        self.seen = len(tokens)
+
+    def try_out(self, sequence: TokenSequence, acceptance: Acceptance, most: int) -> None:
+        """Compare the last guess, once all of its tokens are known, and make another."""
+        tokens = sequence.settled_tokens
+        if len(tokens) - self.guessed_at < max(LOOK_EVERY, len(self.guess)):
+            return
+        if self.guessed_at:
+            came = tokens[self.guessed_at : self.guessed_at + len(self.guess)]
+            acceptance.count(len(self.guess), count_accepted(self.guess.tolist(), came.tolist()))
+            acceptance.count_found(bool(len(self.guess)))
+        self.extend(sequence)
+        self.guess, self.guessed_at = self.source.draft(most), len(tokens)
+
+
+@dataclass(eq=False)
+class _Course:
+    """What is known of one sequence: what was accepted, how many tokens to draft now."""
+
+    lookup: Lookup | None
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    chosen: int = 0
+    accepted: int = 0
+    refused: int = 0
 
 
 def count_accepted(drafts: Sequence[int], tokens: Sequence[int | None]) -> int:
     """How many of `drafts` equal the model's `tokens` before the first that does not."""
-    differing = (at for at, draft in enumerate(drafts) if draft != tokens[at])
-    return next(differing, len(drafts))
-
-
-def make_drafters(config: SpeculativeConfig) -> tuple[Callable[[], Drafter], RecentAnswers]:
-    """What makes a drafter for a sequence, and the answers that they share."""
-    match config:
-        case Ngram():
-            recent = RecentAnswers(0)
-            return lambda: NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max), recent
-        case Suffix():
-            recent = RecentAnswers(
-                config.suffix_decoding_max_cached_requests * _TOKENS_OF_AN_ANSWER
-            )
-            return lambda: SuffixDrafter(
-                recent,
-                config.suffix_decoding_max_tree_depth,
-                config.suffix_decoding_max_spec_factor,
-                config.suffix_decoding_min_token_prob,
-            ), recent
-        case _:
-            raise ConfigError(f"speculative_config.method {type(config).__name__} is not served")
-
-
-@dataclass
-class _Course:
-    """What is known of one sequence: its drafter, the tokens it has seen, and what was accepted."""
-
-    drafter: Drafter
-    seen: int = 0
-    acceptance: Acceptance = field(default_factory=Acceptance)
+    pairs = zip(drafts, tokens, strict=False)
+    return next((at for at, (draft, token) in enumerate(pairs) if draft != token), len(drafts))
 
 
 class Speculation:
-    """Drafts for the sequences of one engine, as many tokens as pay."""
+    """Decides for the sequences of one engine when to draft and how much, and keeps count.
 
-    def __init__(self, config: SpeculativeConfig) -> None:
-        self.most = config.num_speculative_tokens
-        self._make, self._recent = make_drafters(config)
+    Either `drafter` drafts on the device, or lookups that `look` makes do on the host.
+    """
+
+    def __init__(
+        self,
+        config: SpeculativeConfig,
+        *,
+        drafter: Drafter | None = None,
+        look: Callable[[], NgramDrafter | SuffixDrafter] | None = None,
+        recent: RecentAnswers | None = None,
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.most, self.drafter = config.num_speculative_tokens, drafter
+        self.counters = SpeculationCounters(self.most)
+        self._look, self._recent, self._now = look, recent, now
         self._pace = Pace(self.most)
         self._courses: WeakKeyDictionary[TokenSequence, _Course] = WeakKeyDictionary()
-        self._load, self._drafted, self._rows, self._begin_s = 0, 0, 0, 0.0
-        self._now = time.perf_counter
+        self._load: tuple[int, int] = 0, 0
+        self._drafted, self._rows, self._begin_s = 0, 0, 0.0
 
-    def begin_step(self, rows: int) -> None:
-        """A step with about `rows` decoding sequences is scheduled next."""
-        self._load, self._drafted, self._rows = rows.bit_length(), 0, 0
-        self._begin_s = self._now()
+    @property
+    def on_device(self) -> bool:
+        """Whether drafts are not known when a step is scheduled."""
+        return self.drafter is not None
 
-    def draft(self, sequence: TokenSequence, most: int) -> Int64:
-        """int64 [up to `most`]: what may come behind the known tokens of `sequence`."""
-        if not sequence.speculative:
-            return np.zeros(0, np.int64)
-        course = self._courses.get(sequence)
-        if course is None:
-            course = self._courses[sequence] = _Course(self._make())
-        course.drafter.extend(sequence.known_tokens[course.seen :])
-        course.seen = sequence.known
-        count = min(most, self._pace.choose(self._load, course.acceptance.share))
-        drafts = course.drafter.draft(count) if count else np.zeros(0, np.int64)
-        self._drafted += len(drafts)
+    # -- a step ------------------------------------------------------------------------------------
+
+    def plan(self, sequences: Sequence[TokenSequence]) -> bool:
+        """Choose how many tokens to draft for each of the decoding `sequences`.
+
+        Returns whether any is drafted for.
+        """
+        self._load = (
+            len(sequences).bit_length(),
+            sum(sequence.known for sequence in sequences).bit_length(),
+        )
+        courses = [self._course(sequence) for sequence in sequences if sequence.speculative]
+        counts = self._pace.choose(self._load, [course.acceptance for course in courses])
+        for course, count in zip(courses, counts, strict=True):
+            course.chosen = count
+        return any(counts)
+
+    def skip(self, sequences: Sequence[TokenSequence]) -> None:
+        """The next step drafts nothing for the decoding `sequences`."""
+        for sequence in sequences:
+            course = self._course(sequence)
+            course.chosen = 0
+            if course.lookup is not None and sequence.speculative:
+                course.lookup.try_out(sequence, course.acceptance, self.most)
+
+    def begin_step(self) -> None:
+        """A step is scheduled next."""
+        self._drafted, self._rows, self._begin_s = 0, 0, self._now()
+
+    def offer(self, sequence: TokenSequence, most: int) -> Int64:
+        """int64 [up to `most`]: drafts for `sequence`, or zeros where the device will draft."""
+        course = self._course(sequence)
+        count = min(most, course.chosen)
         self._rows += 1
+        if count <= 0 or not sequence.speculative:
+            return _NOTHING
+        drafts = self._find(course, sequence, count)
+        self._drafted += len(drafts)
+        return drafts
+
+    def _find(self, course: _Course, sequence: TokenSequence, count: int) -> Int64:
+        if self.drafter is not None:
+            return np.zeros(self.drafter.offer(sequence, count), np.int64)
+        if course.lookup is None:
+            return _NOTHING
+        course.lookup.extend(sequence)
+        drafts = course.lookup.source.draft(count)
+        course.acceptance.count_found(bool(len(drafts)))
         return drafts
 
     def settle(self, sequence: TokenSequence, drafted: int, accepted: int) -> None:
         """The model has accepted so many of the tokens drafted for `sequence`."""
+        course = self._course(sequence)
         if drafted:
-            self._courses[sequence].acceptance.count(drafted, accepted)
+            course.acceptance.count(drafted, accepted)
+            course.accepted += accepted
+            course.refused += drafted - accepted
+            self.counters.count(drafted, accepted)
 
     def end_step(self) -> None:
         """The step is through, and nothing but decoding took its time."""
         if self._rows:
-            mean = round(self._drafted / self._rows)
-            nearest = min(self._pace.counts, key=lambda count: abs(count - mean))
-            self._pace.record(self._load, nearest, self._now() - self._begin_s)
+            self._pace.record(
+                self._load, round(self._drafted / self._rows), self._now() - self._begin_s
+            )
+
+    # -- a sequence --------------------------------------------------------------------------------
+
+    def usage(self, sequence: TokenSequence) -> tuple[int, int]:
+        """Drafted tokens of `sequence` that were accepted, and that were refused."""
+        course = self._course(sequence)
+        return course.accepted, course.refused
 
     def remember(self, sequence: TokenSequence) -> None:
         """The answer of `sequence` has ended; later ones may be like it."""
-        self._recent.add(sequence.settled_tokens[sequence.prompt_tokens :])
-        self._courses.pop(sequence, None)
+        if self._recent is not None:
+            self._recent.add(sequence.settled_tokens[sequence.prompt_tokens :])
+        if self.drafter is not None:
+            self.drafter.forget(sequence)
+
+    def _course(self, sequence: TokenSequence) -> _Course:
+        course = self._courses.get(sequence)
+        if course is None:
+            lookup = None if self._look is None else Lookup(self._look())
+            course = self._courses[sequence] = _Course(lookup)
+        return course
+
+
+def speculate_by_lookup(config: Ngram | Suffix) -> Speculation:
+    """What drafts by `config`."""
+    if isinstance(config, Ngram):
+        ngram = partial(NgramDrafter, config.prompt_lookup_min, config.prompt_lookup_max)
+        return Speculation(config, look=ngram)
+    recent = RecentAnswers(config.suffix_decoding_max_cached_requests * _TOKENS_OF_AN_ANSWER)
+    suffix = partial(
+        SuffixDrafter,
+        recent,
+        config.suffix_decoding_max_tree_depth,
+        config.suffix_decoding_max_spec_factor,
+        config.suffix_decoding_min_token_prob,
+    )
+    return Speculation(config, look=suffix, recent=recent)
+
+
+@dataclass
+class SpeculationCounters:
+    """Counts since the start: of drafts, drafted tokens and accepted tokens.
+
+    `accepted_at[i]` counts the accepted tokens at place i of their drafts.
+    """
+
+    most: int
+    drafts: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    accepted_at: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.accepted_at = [0] * self.most
+
+    def count(self, drafted: int, accepted: int) -> None:
+        """One draft of `drafted` tokens, of which the first `accepted` were accepted."""
+        self.drafts += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        for place in range(accepted):
+            self.accepted_at[place] += 1

@@ -192,14 +192,16 @@ def seal_chunk(
     BLOCK_D: tl.constexpr,
     LIMIT: tl.constexpr,
     SCALED: tl.constexpr,
+    REST: tl.constexpr,
 ):
     """Select, gather and pack chunks of one layer.
 
     Kept entries go, in their order, to the head's next pages. The best stay as in `select.keep`:
-    higher first, equal ones by lower index, NaN last. Shapes: `scores` float32 [N, H, C]; k, v [N ·
-    C, H, D]; `address` [N, H, 3], which is table offset, column, first index; `spans` [N, 5] as in
-    `prefill.py`. `kept` [N, H] is how many stay. The grid is (N · H, ceil(C / BLOCK)): each program
-    finds its head's threshold by itself, then moves its own tokens.
+    higher first, equal ones by lower index, NaN last. With REST the others follow. Shapes:
+    `scores` float32 [N, H, C]; k, v [N · C, H, D]; `address` [N, H, 3], which is table offset,
+    column, first index; `spans` [N, 5] as in `prefill.py`. `kept` [N, H] is how many stay. The grid
+    is (N · H, ceil(C / BLOCK)): each program finds its head's threshold by itself, then moves its
+    own tokens.
     """
     place = tl.program_id(0)
     chunk = place // H
@@ -227,15 +229,20 @@ def seal_chunk(
     rank = equal_before + tl.cumsum(equal, 0) - equal
     stays = (own < C) & ((own_key > low) | ((own_key == low) & (rank < ties)))
     moved = stays.to(tl.int32)
-    index = tl.load(address + place * 3 + 2) + better_before + tl.minimum(equal_before, ties)
-    index += tl.cumsum(moved, 0) - moved
-    page = tl.load(tables + tl.load(address + place * 3) + index // P, mask=stays, other=0).to(
+    stay_before = better_before + tl.minimum(equal_before, ties) + tl.cumsum(moved, 0) - moved
+    stored = stays
+    rank_stored = stay_before
+    if REST:
+        stored = own < C
+        rank_stored = tl.where(stays, stay_before, wanted + own - stay_before)
+    index = tl.load(address + place * 3 + 2) + rank_stored
+    page = tl.load(tables + tl.load(address + place * 3) + index // P, mask=stored, other=0).to(
         tl.int64
     )
     d = tl.arange(0, BLOCK_D)
     entry = (page * HP + tl.load(address + place * 3 + 1)) * (2 * P * D) + (index % P) * D
     target = pool + entry[:, None] + d[None, :]
-    here = stays[:, None] & (d < D)[None, :]
+    here = stored[:, None] & (d < D)[None, :]
     k_scale = 1.0
     v_scale = 1.0
     if SCALED:
@@ -346,10 +353,12 @@ def seal(
     layer: int,
     sinks: int,
     window: int,
+    keeps_rest: bool = False,
     scales: Tensor | None = None,
 ) -> None:
     """Write the `kept` [N, H] best of the C entries of each of N chunks to each head's next pages.
 
+    With `keeps_rest` the others follow in the pages behind them.
     `scores` is float32 [N, H, C], unprotected: the first `sinks` tokens of a sequence and the last
     `window` of a chunk stay whatever their scores. k, v are [N · C, H, D]. `address` int32 [N, H,
     3] is table offset, column and first index. In `spans` int32 [N, 5], [4] is the position of the
@@ -382,5 +391,6 @@ def seal(
         BLOCK_D=triton.next_power_of_2(dim),
         LIMIT=FP8_MAX,
         SCALED=scales is not None,
+        REST=keeps_rest,
         num_warps=4,
     )

@@ -144,10 +144,9 @@ class TorchKernels:
         count = rows.stop - rows.start
         for chunk, parts in enumerate(zip(k.chunk(count), v.chunk(count), strict=True)):
             row = rows.start + chunk
-            best = ranking.best(chunk, int(self._rows.spans[row, 4]), self._rows.kept[layer, row])
-            keys, values = (
-                [x[:, head][positions] for head, positions in enumerate(best)] for x in parts
-            )
+            first, kept = self._rows.first[layer, row], self._rows.kept[layer, row]
+            places = ranking.places(chunk, int(self._rows.spans[row, 4]), first, kept)
+            keys, values = ([x[:, head][own] for head, own in enumerate(places)] for x in parts)
             self._store(layer, row, keys, values)
 
     def first_keys(self, layer: int, row: int, count: int) -> Tensor:

@@ -177,13 +177,12 @@ class TritonKernels:
             prefill.address,
             prefill.spans,
             prefill.kept,
+            prefill.first,
             self._cells.order,
             self._cells.offsets,
             self._cells.sources,
         ]
-        self._address, self._spans, self._kept, self._order, self._offsets, self._sources = upload(
-            arrays, self._pool.device
-        )
+        self._adopt(upload(arrays, self._pool.device))
         # Graphs contain the address.
         if not hasattr(self, "_lengths"):
             self._lengths = torch.empty(
@@ -217,10 +216,13 @@ class TritonKernels:
             known.cells,
             [],
         )
-        self._address, self._spans, self._kept, self._order, self._offsets, self._sources = (
-            known.views
-        )
+        self._adopt(known.views)
         return True
+
+    def _adopt(self, inputs: list[Tensor]) -> None:
+        """`inputs` of the begun pass, on the device."""
+        self._address, self._spans, self._kept, self._first, *rest = inputs
+        self._order, self._offsets, self._sources = rest
 
     def decode(
         self,
@@ -365,8 +367,9 @@ class TritonKernels:
             self._tables,
             self._address[layer, rows],
             self._spans[rows],
-            self._kept[layer, rows],
+            self._first[layer, rows],
             layer=layer,
+            keeps_rest=bool((self._rows.kept > self._rows.first)[layer, rows].any()),
             sinks=ranking.sinks,
             window=ranking.window,
             scales=self._scales,

@@ -8,11 +8,12 @@ verification. Times are medians of what was measured at a like load, of recent i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
 _KEPT_TIMES = 16
+_KEPT_LOOKS = 8
 _KEPT_DRAFTS = 256  # tokens over which the acceptance of a sequence is remembered
 _PRIOR_DRAFTS, _PRIOR_ACCEPTED = 4.0, 3.0
 _LEAST_S = 1e-6
@@ -29,6 +30,7 @@ class Acceptance:
 
     _tried: float = _PRIOR_DRAFTS
     _accepted: float = _PRIOR_ACCEPTED
+    _found: float = 1.0
 
     @property
     def share(self) -> float:
@@ -42,10 +44,21 @@ class Acceptance:
         self._tried = self._tried * fade + tried
         self._accepted = self._accepted * fade + accepted
 
+    def count_found(self, found: bool) -> None:
+        """A drafter was asked; it had something to draft or not."""
+        self._found += ((1.0 if found else 0.0) - self._found) / _KEPT_LOOKS
 
-def expected_tokens(acceptance: float, drafted: int) -> float:
-    """What an iteration with `drafted` drafts yields on average, its own token included."""
-    return sum(acceptance**count for count in range(drafted + 1))
+    def expected_tokens(self, drafted: int) -> float:
+        """What an iteration yields on average that asks for `drafted` drafts."""
+        return 1.0 + self._found * (expected_tokens(self.share, drafted) - 1.0)
+
+
+def expected_tokens(share: float, drafted: int) -> float:
+    """What an iteration with `drafted` drafts yields on average, its own token included.
+
+    `share`, below 1, is that of the drafts that are accepted.
+    """
+    return (1.0 - share ** (drafted + 1)) / (1.0 - share)
 
 
 @dataclass
@@ -102,28 +115,43 @@ class Pace:
         """The numbers of drafts that it chooses from, ascending."""
         return self._counts
 
-    def choose(self, load: Hashable, acceptance: float) -> int:
-        """The number of drafts that yields most tokens a second at this `acceptance`, 0 to 1."""
+    def choose(self, load: Hashable, acceptances: Sequence[Acceptance]) -> list[int]:
+        """How many tokens to draft in the next iteration, for each sequence by its acceptance.
+
+        It is the number that yields most tokens a second, or in a trial one number for all.
+        """
         known = self._loads.get(load)
         first = self._counts[len(self._counts) // 2]
         if known is None:
-            return first
+            return [first] * len(acceptances)
         untried = [count for count in (0, first) if len(known.seconds.get(count, ())) < TRIES]
         if untried:
-            return untried[-1]
+            return [untried[-1]] * len(acceptances)
+        seconds = {count: known.estimate(count) for count in self._counts}
+        trial = None if known.iterations % PROBE_EVERY else self._trial(known, seconds, acceptances)
+        if trial is not None:
+            return [trial] * len(acceptances)
+        return [
+            max(seconds, key=lambda count: own.expected_tokens(count) / seconds[count])
+            for own in acceptances
+        ]
+
+    def _trial(
+        self, known: _Load, seconds: Mapping[int, float], acceptances: Sequence[Acceptance]
+    ) -> int | None:
+        """A neighbour of the number that is best for all, if its loss can be afforded."""
         rates = {
-            count: expected_tokens(acceptance, count) / known.estimate(count)
-            for count in self._counts
+            count: sum(own.expected_tokens(count) for own in acceptances) / seconds[count]
+            for count in seconds
         }
         best = max(rates, key=lambda count: rates[count])
-        if known.iterations % PROBE_EVERY:
-            return best
         other = self._neighbour(best, known)
-        lost_s = known.estimate(other) * (1.0 - rates[other] / rates[best])
-        return other if known.may_lose(lost_s) else best
+        lost_s = seconds[other] * (1.0 - rates[other] / rates[best])
+        return other if known.may_lose(lost_s) else None
 
     def record(self, load: Hashable, drafted: int, seconds: float) -> None:
-        """An iteration of `load` that drafted so many tokens took `seconds`."""
+        """An iteration of `load` that drafted about so many tokens a sequence took `seconds`."""
+        drafted = min(self._counts, key=lambda count: abs(count - drafted))
         self._loads.setdefault(load, _Load()).add(drafted, seconds)
 
     def _neighbour(self, best: int, known: _Load) -> int:
