@@ -16,7 +16,7 @@ from typing import Any
 
 from tangram.engine.text import TokenText
 from tangram.errors import RequestError
-from tangram.metrics import EngineStats, GroupOverflow
+from tangram.metrics import EngineStats, GroupOverflow, SpeculationStats
 from tangram.types import (
     Event,
     FinishReason,
@@ -214,6 +214,7 @@ class FakeEngine:
                 sealing_s=0.5,
                 plans={"aot": 9},
                 overflow=(GroupOverflow(0.5, 0, 2, 100, 10, 3),),
+                speculation=SpeculationStats(8, 30, 21, (12, 9)),
             )
 
     def _loop(self) -> None:
