@@ -101,10 +101,7 @@ class Admission:
         return granted
 
     def usage(
-        self,
-        sequence: TokenSequence,
-        completion_tokens: int,
-        drafted: DraftedTokens | None = None,
+        self, sequence: TokenSequence, completion_tokens: int, drafted: DraftedTokens | None = None
     ) -> Usage:
         """The KV use of one sequence now. For a preempted one, as it was when last computed."""
         cache, layout = sequence.cache, sequence.retention.layout

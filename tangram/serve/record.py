@@ -75,9 +75,7 @@ class Generation:
 def _add(drafted: Sequence[DraftedTokens]) -> DraftedTokens | None:
     if not drafted:
         return None
-    return DraftedTokens(
-        sum(one.accepted for one in drafted), sum(one.rejected for one in drafted)
-    )
+    return DraftedTokens(sum(one.accepted for one in drafted), sum(one.rejected for one in drafted))
 
 
 @dataclass
