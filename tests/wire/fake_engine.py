@@ -18,6 +18,7 @@ from tangram.engine.text import TokenText
 from tangram.errors import RequestError
 from tangram.metrics import EngineStats, GroupOverflow, SpeculationStats
 from tangram.types import (
+    DraftedTokens,
     Event,
     FinishReason,
     Marks,
@@ -114,6 +115,7 @@ class FakeEngine:
     stopped: bool = False
     waiting: int = 0
     steps: int = 13
+    drafted: DraftedTokens | None = None  # for each completion
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
@@ -248,7 +250,9 @@ class FakeEngine:
         request, ids = job.request, self.codec.encode(text)
         prompt_tokens = len(request.prompt_token_ids)
         tokens = prompt_tokens + job.sent
-        usage = Usage(prompt_tokens, job.sent, job.cached_tokens, 4 * tokens, 8 * tokens)
+        usage = Usage(
+            prompt_tokens, job.sent, job.cached_tokens, 4 * tokens, 8 * tokens, self.drafted
+        )
         top = tuple((ord(letter), -float(rank)) for rank, letter in enumerate("xyz"))[
             : request.sampling.logprobs
         ]
