@@ -14,6 +14,7 @@ from transformers import LlamaConfig, MistralConfig, PretrainedConfig
 
 from tangram.cache.layout import Layout
 from tangram.cache.sequence_cache import SequenceCache
+from tangram.cli.answering import answer_prompt
 from tangram.config import EngineConfig
 from tangram.engine.build import engine_of
 from tangram.engine.loop import Engine
@@ -92,6 +93,15 @@ def test_usage_adds_up_to_what_the_engine_has_counted(repeating: Engine) -> None
     for event in events:
         assert event.usage.drafted is not None
         assert event.usage.drafted.accepted < event.usage.completion_tokens
+
+
+def test_the_terminal_says_how_many_drafted_tokens_were_accepted(repeating: Engine) -> None:
+    params = replace(GREEDY, max_tokens=20)
+    prompt = repeating.codec.encode(PROMPT)
+    answer = answer_prompt(repeating, prompt, params, lambda text: None)
+    assert answer.usage is not None and answer.usage.drafted is not None
+    accepted, rejected = answer.usage.drafted.accepted, answer.usage.drafted.rejected
+    assert f"({accepted} of {accepted + rejected} drafted tokens accepted)" in answer.speed
 
 
 def test_drafts_behind_the_end_of_an_answer_are_rejected(repeating: Engine) -> None:
