@@ -32,6 +32,11 @@ class SpeculativeConfig:
 
     num_speculative_tokens: int = _number(8, Bounds(1, MOST_DRAFTED))
 
+    @property
+    def method(self) -> str:
+        """Its name."""
+        return next(name for name, kind in METHODS.items() if isinstance(self, kind))
+
     def __post_init__(self) -> None:
         for entry in fields(self):
             bounds, value = entry.metadata.get("bounds"), getattr(self, entry.name)

@@ -32,8 +32,8 @@ from tangram.engine.runner import Runner
 from tangram.engine.scheduler import Scheduler
 from tangram.engine.self_drafts import SelfDrafter
 from tangram.engine.speculation import Speculation, speculate_by_lookup
-from tangram.engine.startup import announce
-from tangram.errors import ConfigError
+from tangram.engine.startup import announce, announce_speculation
+from tangram.errors import ConfigError, IntegrityError
 from tangram.kernels.dispatch import pool_kernels
 from tangram.kernels.interface import KernelChoice
 from tangram.kernels.threads import use_threads
@@ -43,7 +43,7 @@ from tangram.model.load import LoadedModel, load_model
 from tangram.model.overflow import Overflow
 from tangram.plan.policy import Policy, policy_name
 from tangram.progress import show_progress
-from tangram.speculative_config import CompressedKv, Ngram, Suffix
+from tangram.speculative_config import NAME, CompressedKv, Ngram, Suffix
 
 Parts = tuple[Admission, Scheduler, Runner]
 
@@ -95,6 +95,7 @@ class EngineBuilder:
         """The engine."""
         admission, scheduler, runner = self.parts()
         speculation = self.speculation(admission.retentions, scheduler.cache, runner)
+        announce_speculation(self.config)
         return Engine(self.config, self.loaded, admission, scheduler, runner, speculation)
 
     def parts(self) -> Parts:
@@ -127,18 +128,17 @@ class EngineBuilder:
             case Ngram() | Suffix() as lookup:
                 return speculate_by_lookup(lookup)
             case CompressedKv() as own:
-                drafter = self._self_drafter(retentions, cache, runner)
-                return None if drafter is None else Speculation(own, drafter=drafter)
+                return Speculation(own, drafter=self._self_drafter(retentions, cache, runner))
             case _:
                 return None
 
     def _self_drafter(
         self, retentions: Sequence[Retention], cache: CacheManager, runner: Runner
-    ) -> SelfDrafter | None:
-        """The drafter of compressed_kv; None where the model has nothing to compress."""
+    ) -> SelfDrafter:
+        """The drafter of compressed_kv."""
         drafts = [entry.draft for entry in retentions if entry.draft is not None]
         if not drafts or cache.drafts is None:
-            return None
+            raise IntegrityError("compressed_kv has no retention with a draft")
         passes = runner.draft_passes(drafts[0], cache.drafts, self._kernels())
         self._prepare_decode(passes, self.config.max_num_seqs, "Capturing draft steps")
         runner.meters.clear()
@@ -152,6 +152,12 @@ class EngineBuilder:
         config, drafts = self.config, self.config.speculation
         full = Retention(1.0, self.lay_out_uncompressed(), self._full_fingerprint())
         if not self.loaded.geometry.full_layers:
+            if isinstance(drafts, CompressedKv):
+                raise ConfigError(
+                    f"{NAME}.method is {drafts.method}, but {config.model} has "
+                    "sliding-window layers only, of which drafts can leave out nothing: choose "
+                    "ngram or suffix"
+                )
             _log.warning(
                 "%s has sliding-window layers only: there is nothing to compress", config.model
             )

@@ -85,7 +85,7 @@ class Engine:
         )
         self._flight: Flight | None = None
         self._mail = Mailbox(Intake(config.max_queue, config.max_num_seqs), config.max_num_seqs)
-        self._stats = admission.stats(scheduler, runner.meters)
+        self._stats = self._read_stats()
         self._stats_s = -STATS_EVERY_S
         self._thread: threading.Thread | None = None
         self._checked = False
@@ -332,8 +332,13 @@ class Engine:
         self._mail.publish(self._scheduler.excess(self._answers.held_back))
 
     def _publish_stats(self) -> None:
-        self._stats = self._admission.stats(self._scheduler, self._runner.meters)
+        self._stats = self._read_stats()
         self._stats_s = time.monotonic()
+
+    def _read_stats(self) -> EngineStats:
+        speculation = self._speculation
+        drafted = None if speculation is None else speculation.counters.read()
+        return self._admission.stats(self._scheduler, self._runner.meters, drafted)
 
     def _fail(self, completion: Completion) -> None:
         """End a request whose logits show unsound state, and forget that state."""
@@ -463,7 +468,9 @@ class Engine:
         self._scheduler.remove(completion.sequence)
 
     def _usage(self, completion: Completion) -> Usage:
-        return self._admission.usage(completion.sequence, completion.sequence.read_tokens)
+        sequence, speculation = completion.sequence, self._speculation
+        drafted = None if speculation is None else speculation.usage(sequence)
+        return self._admission.usage(sequence, sequence.read_tokens, drafted)
 
     def _check_once(self) -> None:
         """Check the page accounting when idle, so that a mistake shows before the next load."""

@@ -23,10 +23,11 @@ from torch import Tensor
 from tangram.cache.step import Row
 from tangram.engine.sampling import SampleRow
 from tangram.engine.token_sequence import TokenSequence
+from tangram.metrics import SpeculationStats
 from tangram.speculate.lookup import NgramDrafter, RecentAnswers, SuffixDrafter
 from tangram.speculate.pace import Acceptance, Pace
 from tangram.speculative_config import Ngram, SpeculativeConfig, Suffix
-from tangram.types import Int64
+from tangram.types import DraftedTokens, Int64
 
 LOOK_EVERY = 16  # tokens of a sequence that is not drafted for: how often a lookup is tried out
 # By which `suffix_decoding_max_cached_requests` becomes a bound in tokens.
@@ -211,10 +212,10 @@ class Speculation:
 
     # -- a sequence --------------------------------------------------------------------------------
 
-    def usage(self, sequence: TokenSequence) -> tuple[int, int]:
-        """Drafted tokens of `sequence` that were accepted, and that were refused."""
-        course = self._course(sequence)
-        return course.accepted, course.refused
+    def usage(self, sequence: TokenSequence) -> DraftedTokens:
+        """The tokens drafted for `sequence`. Those behind its end are rejected, too."""
+        course, unused = self._course(sequence), sequence.foreseen
+        return DraftedTokens(course.accepted - unused, course.refused + unused)
 
     def remember(self, sequence: TokenSequence) -> None:
         """The answer of `sequence` has ended; later ones may be like it."""
@@ -270,3 +271,9 @@ class SpeculationCounters:
         self.accepted += accepted
         for place in range(accepted):
             self.accepted_at[place] += 1
+
+    def read(self) -> SpeculationStats:
+        """The counts now."""
+        return SpeculationStats(
+            self.drafts, self.drafted, self.accepted, accepted_at=tuple(self.accepted_at)
+        )
