@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedTokenizerBase
 
+from tangram.cache.step import Step
 from tangram.config import EngineConfig
 from tangram.engine.build import engine_of
 from tangram.engine.loop import Engine
@@ -140,6 +141,24 @@ def holds_nothing(built: Engine) -> bool:
     return not drafter.cache.sequences and not drafter._mirrors
 
 
+@pytest.fixture
+def prefilled(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], list[int]]:
+    """Counts the tokens of each step in which the draft model of an engine prefills."""
+
+    def watch(built: Engine) -> list[int]:
+        runner, found = drafter_of(built)._runner, list[int]()
+        real = runner.run
+
+        def count(step: Step, *rest: Any) -> Any:
+            found.append(sum(len(row.tokens) for row in step.rows))
+            return real(step, *rest)
+
+        monkeypatch.setattr(runner, "run", count)
+        return found
+
+    return watch
+
+
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("drafts", ["same", "other"])
 def test_answers_are_those_without_drafts(
@@ -218,23 +237,62 @@ def test_aborted_requests_leave_nothing(served: LoadedModel, same: str) -> None:
 
 
 def test_a_turn_reads_only_what_is_new_to_the_draft_model(
-    served: LoadedModel, same: str, monkeypatch: pytest.MonkeyPatch
+    served: LoadedModel, same: str, prefilled: Callable[[Engine], list[int]]
 ) -> None:
     drafting = engine(served, same)
-    runner = drafter_of(drafting)._runner
-    computed, real = [0], runner.run
+    steps = prefilled(drafting)
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    answer = answers(drafting, [PROMPTS[2]], params)["0", 0]
+    assert sum(steps) >= len(PROMPTS[2])
+    steps.clear()
+    answers(drafting, [[*PROMPTS[2], *answer, 40, 41, 42]], params)
+    # The rest of a page, what came since, and the chunk that this turn fills.
+    assert steps[0] <= 8 + 3
+    assert sum(steps) <= 8 + 3 + 32
 
-    def count(step: Any, *rest: Any) -> Any:
-        computed[0] += sum(len(row.tokens) for row in step.rows)
-        return real(step, *rest)
 
-    monkeypatch.setattr(runner, "run", count)
-    prompt = PROMPTS[2]
-    answer = run(drafting, [prompt])[0]
-    first, computed[0] = computed[0], 0
-    run(drafting, [[*prompt, *answer, 40, 41, 42]])
-    assert first >= len(prompt)
-    assert 0 < computed[0] <= 8 + len(answer) + 3  # a page and what came since
+def test_a_draft_that_is_accepted_needs_no_prefill(
+    served: LoadedModel, same: str, prefilled: Callable[[Engine], list[int]]
+) -> None:
+    drafting = engine(served, same)
+    steps = prefilled(drafting)
+    run(drafting, PROMPTS[:1])
+    assert steps == [len(PROMPTS[0])]
+
+
+def test_equal_prompts_are_read_once(
+    served: LoadedModel, same: str, prefilled: Callable[[Engine], list[int]]
+) -> None:
+    drafting = engine(served, same)
+    steps = prefilled(drafting)
+    prompt = PROMPTS[2][:66]
+    run(drafting, [prompt] * 3, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
+    assert sum(steps) < 66 + 3 * 32
+
+
+def test_the_mirror_used_least_recently_makes_room(served: LoadedModel, same: str) -> None:
+    class Newest(Pace):
+        def choose(self, load: Hashable, acceptances: Sequence[Acceptance]) -> list[int]:
+            return [0] * (len(acceptances) - 1) + [MOST] * bool(acceptances)
+
+    page = 2 * 2 * 8 * 8 * 4
+    drafting = engine(served, same, drafts={"kv_cache_gib": 80 * page / 2**30})
+    speculation_of(drafting)._pace = Newest(MOST)
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    cache, counters = drafter_of(drafting).cache, speculation_of(drafting).counters
+    drafted = []
+    for name in "ab":
+        prompt = tuple((7 * i + ord(name)) % 90 + 3 for i in range(70))
+        drafting.submit(Request(name, prompt, params, lambda event: None))
+        before = counters.drafted
+        for _ in range(4):
+            drafting.step()
+            drafting.check_accounting()
+        drafted.append(counters.drafted - before)
+        assert len(cache.sequences) == 1
+    assert all(drafted)
+    drain(drafting)
+    assert holds_nothing(drafting)
 
 
 def test_a_sequence_longer_than_the_draft_model_reads_goes_on(
