@@ -285,7 +285,7 @@ def test_the_mirror_used_least_recently_makes_room(served: LoadedModel, same: st
     page = 2 * 2 * 8 * 8 * 4
     drafting = engine(served, same, drafts={"kv_cache_gib": 80 * page / 2**30})
     speculation_of(drafting)._pace = Newest(MOST)
-    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     mirrors = drafter_of(drafting)._mirrors
     for name in "ab":
         prompt = tuple((7 * i + ord(name)) % 90 + 3 for i in range(70))
