@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import LlamaConfig, MistralConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from tangram.cache.step import Step
 from tangram.config import EngineConfig
@@ -183,6 +183,20 @@ def test_prompts_longer_than_a_step_and_answers_over_chunks(served: LoadedModel,
     prompts = [[(11 * i + n) % 90 + 3 for i in range(260 + 31 * n)] for n in range(3)]
     drafting = engine(served, same)
     assert run(drafting, prompts, params) == run(engine(served, None), prompts, params)
+    assert acceptance_of(drafting) > 0.95
+    assert holds_nothing(drafting)
+
+
+def test_models_with_windows_draft(
+    adopt_tiny: Adopt, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    windows = adopt_tiny(MistralConfig(**BASE, sliding_window=40))
+    windows.model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    params = SamplingParams(temperature=0.0, max_tokens=70, ignore_eos=True)
+    drafting = engine(windows, str(tmp_path))
+    expected = answers(engine(windows, None), PROMPTS, params)
+    assert answers(drafting, PROMPTS, params) == expected
     assert acceptance_of(drafting) > 0.95
     assert holds_nothing(drafting)
 
