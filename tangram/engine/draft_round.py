@@ -32,12 +32,12 @@ class DraftRound:
     ) -> None:
         self._passes, self._drafting, self._epoch = passes, drafting, epoch
         self._vocabulary = vocabulary
-        newest = np.concatenate([one.row.tokens for one in drafting])
+        newest = np.concatenate([one.row.tokens[:1] for one in drafting])
         self._tokens = passes.upload(newest)  # [n] each: the newest ones, then drafts
-        self.counts: Int64 = np.array([one.row.behind for one in drafting], np.int64)
+        self.counts: Int64 = np.array([one.row.drafts for one in drafting], np.int64)
 
     def compute(self, rows: Sequence[Row], numbers: Int64) -> Tensor:
-        """Logits of `rows`, one of each sequence, if they sample.
+        """Logits of `rows`, one of each sequence.
 
         Row i computes draft `numbers` [i] of its sequence; number 0 is the newest token.
         """

@@ -89,7 +89,7 @@ class ModelDrafter:
             for cache, count in zip(caches, drafts.counts.tolist(), strict=True):
                 if number <= count:
                     self.cache.grow(cache, 1)
-            logits = drafts.compute(_rows_at(first, numbers, sample=number < most), numbers)
+            logits = drafts.compute(_rows_at(first, numbers), numbers)
             if number < most:
                 drafts.choose(logits)
         return drafts.drafts()
@@ -227,10 +227,10 @@ class _Prefill:
         self.spare -= len(row.tokens)
 
 
-def _rows_at(first: Sequence[Row], numbers: Int64, *, sample: bool) -> list[Row]:
+def _rows_at(first: Sequence[Row], numbers: Int64) -> list[Row]:
     """The rows of draft `numbers` [n] behind the newest tokens, which the rows `first` decode."""
     return [
-        replace(row, start=row.start + number, pending=number > 0, sample=sample)
+        replace(row, start=row.start + number, pending=number > 0)
         for row, number in zip(first, numbers.tolist(), strict=True)
     ]
 

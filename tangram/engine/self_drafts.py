@@ -78,7 +78,7 @@ def _row(one: Drafting, number: int) -> Row:
         one.row,
         retention=_require_draft(one.row.retention),
         start=one.row.start + number,
-        behind=0,
+        tokens=one.row.tokens[:1],
         pending=number > 0,
     )
 
