@@ -32,6 +32,7 @@ from tangram.speculative_config import (
         ({"method": "ngram", "prompt_lookup_max": 3}, Ngram(8, 2, 3)),
         ({"method": "suffix", "suffix_decoding_max_spec_factor": 2}, Suffix()),
         ({"method": "draft_model", "model": "small"}, DraftModel(8, "small")),
+        ({"method": "draft_model", "model": "a", "kv_cache_gib": 2}, DraftModel(8, "a", 2)),
     ],
 )
 def test_what_is_given_is_what_holds(given: Any, expected: object) -> None:
@@ -70,6 +71,14 @@ def test_what_is_given_is_what_holds(given: Any, expected: object) -> None:
             "prompt_lookup_min is 4, it must be at most prompt_lookup_max (3)",
         ),
         ({"method": "draft_model"}, "speculative_config.model is missing"),
+        (
+            {"method": "draft_model", "model": "a", "kv_cache_gib": 0},
+            "speculative_config.kv_cache_gib is 0, it must be greater than 0",
+        ),
+        (
+            {"method": "draft_model", "model": "a", "kv_cache_gib": "1"},
+            "speculative_config.kv_cache_gib is '1', it must be a number",
+        ),
         ({"method": "compressed_kv", "kv_retention": float("nan")}, "kv_retention is nan"),
     ],
 )
