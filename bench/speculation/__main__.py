@@ -9,9 +9,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from bench.speculation import serving
+from bench.speculation import cpu, serving
 
-COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"serving": serving.main}
+COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"serving": serving.main, "cpu": cpu.main}
 
 
 def main(arguments: Sequence[str]) -> None:

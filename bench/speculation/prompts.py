@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from bench.speculation.runs import Prompt
 from tangram.calibrate.texts import list_kinds, make_texts
 from tangram.engine.text import TextCodec
@@ -39,8 +37,3 @@ def ask_to_repeat(codec: TextCodec, count: int, tokens: int, number: int) -> lis
     """`count` prompts that ask to repeat a text; other ones for each `number`."""
     texts = make_texts(count, SEED + number, min_characters=max(1000, _CHARACTERS * tokens))
     return [put_question(codec, text, REPEAT, tokens) for text in texts]
-
-
-def total_tokens(prompts: Sequence[Prompt]) -> int:
-    """The tokens of all."""
-    return sum(map(len, prompts))

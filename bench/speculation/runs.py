@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,12 +19,20 @@ from tangram.types import Event, FinishReason, Request, SamplingParams
 Prompt = tuple[int, ...]
 
 
-def answer_greedily(
-    engine: Engine, prompts: Sequence[Prompt], output_tokens: int, *, to_the_end: bool
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def answer_prompts(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    output_tokens: int,
+    *,
+    to_the_end: bool,
+    sampling: SamplingParams = GREEDY,
 ) -> list[TimedAnswer]:
     """Answers to `prompts`, all asked at once; with `to_the_end` an end token ends none."""
     answers = [TimedAnswer(0.0, len(prompt)) for prompt in prompts]
-    sampling = SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=to_the_end)
+    sampling = replace(sampling, max_tokens=output_tokens, ignore_eos=to_the_end)
     begin_s = time.perf_counter()
     requests = [
         Request(str(number), prompt, sampling, partial(_take, answer, begin_s))
@@ -44,11 +53,18 @@ def _take(answer: TimedAnswer, begin_s: float, event: Event) -> None:
 
 
 def measure_run(
-    measured: MeasuredEngine, prompts: Sequence[Prompt], output_tokens: int, *, to_the_end: bool
+    measured: MeasuredEngine,
+    prompts: Sequence[Prompt],
+    output_tokens: int,
+    *,
+    to_the_end: bool,
+    sampling: SamplingParams = GREEDY,
 ) -> tuple[dict[str, Any], list[TimedAnswer]]:
-    """One run's figures, and its answers."""
+    """One run's figures, and its answers; see `answer_prompts`."""
     before = _counts(measured.tally)
-    answers = answer_greedily(measured.engine, prompts, output_tokens, to_the_end=to_the_end)
+    answers = answer_prompts(
+        measured.engine, prompts, output_tokens, to_the_end=to_the_end, sampling=sampling
+    )
     counts = {name: count - before[name] for name, count in _counts(measured.tally).items()}
     return summarise(answers, counts), answers
 
