@@ -9,9 +9,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from bench.speculation import cpu, serving
+from bench.speculation import acceptance, cpu, serving
 
-COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"serving": serving.main, "cpu": cpu.main}
+COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
+    "serving": serving.main,
+    "cpu": cpu.main,
+    "acceptance": acceptance.main,
+}
 
 
 def main(arguments: Sequence[str]) -> None:

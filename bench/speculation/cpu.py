@@ -20,12 +20,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from bench.speculation import figures
 from bench.speculation.engines import (
     MeasuredEngine,
     build_measured,
     load_measured,
     with_speculation,
 )
+from bench.speculation.figures import PLAIN
 from bench.speculation.runs import GREEDY, find_differences, measure_run
 from bench.speculation.tasks import TASKS, WritingTask
 from tangram.config import EngineConfig
@@ -35,7 +37,6 @@ from tangram.progress import show_progress
 from tangram.types import SamplingParams
 
 RESULTS = Path(__file__).parents[1] / "results"
-PLAIN = "plain"
 METHODS: Mapping[str, Mapping[str, Any] | None] = {
     PLAIN: None,
     "suffix": {"method": "suffix"},
@@ -104,12 +105,12 @@ def _measure(
     asked = TASKS[task](codec, number + 1, 16 if options.small else options.tokens)
     found, plain = {}, list[TimedAnswer]()
     for name, measured in engines.items():
-        figures, answers = measure_run(
+        taken, answers = measure_run(
             measured, [asked.prompt], asked.output_tokens, to_the_end=False, sampling=sampling
         )
         plain = plain or answers
-        figures["differences"] = find_differences(plain, answers)
-        found[name] = figures | _copied(asked, answers[0])
+        taken["differences"] = find_differences(plain, answers)
+        found[name] = taken | _copied(asked, answers[0])
     return found
 
 
@@ -127,24 +128,16 @@ def _print_table(rows: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]) 
     for column in ("task", "method", "tokens/s", "spread", "of plain", "accepted", "differ"):
         table.add_column(column, justify="left" if column in ("task", "method") else "right")
     for row, methods in rows.items():
-        plain = _speeds(methods[PLAIN])
         for name, runs in methods.items():
-            own = _speeds(runs)
-            ratio = statistics.median(a / b for a, b in zip(own, plain, strict=True))
-            drafts = [run["speculation"] for run in runs if "speculation" in run]
-            compared = sum(one["compared"] for one in drafts)
-            accepted = sum(one["accepted"] for one in drafts)
+            own, pairs = figures.speeds(runs), figures.paired_times_as_fast(runs, methods[PLAIN])
+            share = figures.pool_runs(runs).get("acceptance")
             table.add_row(
                 row,
                 name,
-                f"{statistics.median(own):.1f}",
-                f"{min(own):.1f} - {max(own):.1f}",
-                f"{ratio:.2f}",
-                f"{accepted / compared:.3f}" if compared else "",
-                str(sum(len(run["differences"]) for run in runs)),
+                f"{statistics.median(own):.1f}" if own else "",
+                f"{min(own):.1f} - {max(own):.1f}" if own else "",
+                f"{statistics.median(pairs):.2f}" if pairs else "",
+                "" if share is None else f"{share:.3f}",
+                str(figures.count_differences(runs)),
             )
     Console(width=120).print(table)
-
-
-def _speeds(runs: Sequence[Mapping[str, Any]]) -> list[float]:
-    return [run["decode_tokens_per_s"] for run in runs]

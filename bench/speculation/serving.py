@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.serving.competitors import MODEL as SHAPE
+from bench.speculation import figures
 from bench.speculation.engines import (
     MeasuredEngine,
     build_measured,
@@ -36,6 +37,7 @@ from bench.speculation.engines import (
     pool_gib,
     with_speculation,
 )
+from bench.speculation.figures import PLAIN
 from bench.speculation.prompts import ask_about_texts, ask_to_repeat
 from bench.speculation.runs import Prompt, find_differences, measure_run, summarise
 from tangram.config import EngineConfig
@@ -46,7 +48,6 @@ from tangram.lab.load.clock import TimedAnswer
 from tangram.model.load import LoadedModel
 
 RESULTS = Path(__file__).parents[1] / "results"
-PLAIN = "plain"
 METHODS: Mapping[str, Mapping[str, Any] | None] = {
     PLAIN: None,
     "compressed_kv": {"method": "compressed_kv", "num_speculative_tokens": 8, "kv_retention": 0.25},
@@ -338,45 +339,47 @@ def _measure_vllm(
     from bench.serving.competitors import Vllm, vocab_size
 
     engine = Vllm(case.longest)
-    figures: dict[str, Any] = {"vllm": {"options": engine.options, "runs": []}}
+    found: dict[str, Any] = {"vllm": {"options": engine.options, "runs": []}}
     keep = _Keeper(options.output / f"speculation-{name}-vllm.json", case, command, None)
     prompts = draw_prompts(case, vocab_size())
     engine.answer_all([Ask(prompt, WARM_TOKENS) for prompt in prompts])
     for _ in range(options.repeats):
         answers = engine.answer_all([Ask(prompt, case.output_tokens) for prompt in prompts])
-        figures["vllm"]["runs"].append(summarise(answers, {}))
-        keep(figures)
-        print(f"vllm           {_line(figures['vllm']['runs'][-1])}", flush=True)
-    return figures
+        found["vllm"]["runs"].append(summarise(answers, {}))
+        keep(found)
+        print(f"vllm           {_line(found['vllm']['runs'][-1])}", flush=True)
+    return found
 
 
 def _print_table(found: Mapping[str, Mapping[str, Any]]) -> None:
     table = Table(title="decode, median of the runs")
-    for column in ("case", "engine", "tokens/s", "spread", "of plain", "accepted", "per iteration"):
+    for column in (
+        "case",
+        "engine",
+        "tokens/s",
+        "spread",
+        "of plain",
+        "accepted",
+        "drafted",
+        "got",
+    ):
         table.add_column(column, justify="left" if column in ("case", "engine") else "right")
-    table.add_column("answers that differ", justify="right")
+    table.add_column("differ", justify="right")
     for case, engines in found.items():
-        speeds = {name: _speeds(engine) for name, engine in engines.items()}
-        base = statistics.median(speeds[PLAIN]) if speeds.get(PLAIN) else None
+        plain = engines.get(PLAIN, {"runs": []})["runs"]
         for name, engine in engines.items():
-            own, drafts = speeds[name], [run.get("speculation") for run in engine["runs"]]
-            middle = statistics.median(own)
-            shares = [
-                _number(statistics.median(values)) if values else ""
-                for key in ("acceptance", "tokens_per_iteration")
-                if (values := [one[key] for one in drafts if one and one[key] is not None]) or True
-            ]
+            runs, own = engine["runs"], figures.speeds(engine["runs"])
+            times, shares = figures.times_as_fast(runs, plain), figures.pool_runs(runs)
             table.add_row(
                 case,
                 name,
-                f"{middle:,.0f}",
-                f"{min(own):,.0f} - {max(own):,.0f}",
-                "" if base is None else f"{middle / base:.2f}",
-                *shares,
-                str(sum(len(run.get("differences", ())) for run in engine["runs"])),
+                f"{statistics.median(own):,.0f}" if own else "",
+                f"{min(own):,.0f} - {max(own):,.0f}" if own else "",
+                "" if times is None else f"{times:.2f}",
+                *(
+                    _number(shares[key]) if shares else ""
+                    for key in ("acceptance", "drafted_per_iteration", "tokens_per_iteration")
+                ),
+                str(figures.count_differences(runs)),
             )
     Console(width=120).print(table)
-
-
-def _speeds(engine: Mapping[str, Any]) -> list[float]:
-    return [run["decode_tokens_per_s"] for run in engine["runs"]]
