@@ -29,6 +29,7 @@ from bench.speculation.engines import (
     with_speculation,
 )
 from bench.speculation.figures import acceptance_rows
+from bench.speculation.options import make_parser, output_folder
 from bench.speculation.prompts import ASKS, SEED, put_question
 from bench.speculation.runs import Prompt, measure_run
 from tangram.calibrate.texts import KINDS as CALIBRATION_KINDS
@@ -39,7 +40,6 @@ from tangram.model.load import LoadedModel
 from tangram.progress import show_progress
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "bench" / "results"
 SCORERS = ("fastkvzip", "keydiff", "streaming_llm")
 RETENTIONS = (0.5, 0.25, 0.1)
 DRAFTED = (4, 8)
@@ -191,7 +191,7 @@ def main(arguments: Sequence[str]) -> None:
         "environment": environment(),
         "answer_tokens": options.tokens,
     }
-    file = AcceptanceFile(options.output / "speculation_acceptance.json", session)
+    file = AcceptanceFile(output_folder(options) / "speculation_acceptance.json", session)
     missing = [cell for cell in list_cells(options) if not file.has(cell)]
     bench = AcceptanceBench(load_measured("smollm2", random=False, device="cpu"), options.tokens)
     begin_s = time.perf_counter()
@@ -210,18 +210,12 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.speculation acceptance",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("acceptance", __doc__)
     parser.add_argument("--scorers", type=_texts, default=list(SCORERS))
     parser.add_argument("--retentions", type=_numbers, default=list(RETENTIONS))
     parser.add_argument("--contexts", type=_counts, default=list(CONTEXTS))
     parser.add_argument("--kinds", type=_texts, default=list(TEXTS))
     parser.add_argument("--tokens", type=int, default=160, help="most tokens of an answer")
-    parser.add_argument("--small", action="store_true", help="tiny sizes: only tries the command")
-    parser.add_argument("-o", "--output", type=Path, default=RESULTS)
     return parser
 
 

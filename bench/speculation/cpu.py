@@ -14,7 +14,6 @@ import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -28,6 +27,7 @@ from bench.speculation.engines import (
     with_speculation,
 )
 from bench.speculation.figures import PLAIN
+from bench.speculation.options import make_parser, output_folder
 from bench.speculation.runs import GREEDY, find_differences, measure_run
 from bench.speculation.tasks import TASKS, WritingTask
 from tangram.config import EngineConfig
@@ -36,7 +36,6 @@ from tangram.lab.load.clock import TimedAnswer
 from tangram.progress import show_progress
 from tangram.types import SamplingParams
 
-RESULTS = Path(__file__).parents[1] / "results"
 METHODS: Mapping[str, Mapping[str, Any] | None] = {
     PLAIN: None,
     "suffix": {"method": "suffix"},
@@ -70,7 +69,7 @@ def main(arguments: Sequence[str]) -> None:
         "methods": METHODS,
         "rows": {row: {name: [] for name in METHODS} for row in ROWS},
     }
-    path = options.output / "speculation_cpu.json"
+    path = output_folder(options) / "speculation_cpu.json"
     prompts = 1 if options.small else options.prompts
     # The first prompt of a row warms up its load.
     order = [(row, number) for row in ROWS for number in range(-1, prompts)]
@@ -84,15 +83,9 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.speculation cpu",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("cpu", __doc__)
     parser.add_argument("--prompts", type=int, default=5, help="of each task")
     parser.add_argument("--tokens", type=int, default=192, help="most tokens of an answer")
-    parser.add_argument("--small", action="store_true", help="tiny sizes: only tries the command")
-    parser.add_argument("-o", "--output", type=Path, default=RESULTS)
     return parser
 
 
@@ -110,11 +103,11 @@ def _measure(
         )
         plain = plain or answers
         taken["differences"] = find_differences(plain, answers)
-        found[name] = taken | _copied(asked, answers[0])
+        found[name] = taken | _measure_copy(asked, answers[0])
     return found
 
 
-def _copied(asked: WritingTask, answer: TimedAnswer) -> dict[str, float]:
+def _measure_copy(asked: WritingTask, answer: TimedAnswer) -> dict[str, float]:
     """How much of the answer is a copy, if the task is to copy: 1 is all."""
     if not asked.source:
         return {}

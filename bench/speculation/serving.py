@@ -19,10 +19,10 @@ import shlex
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -30,6 +30,7 @@ from rich.table import Table
 
 from bench.serving.competitors import MODEL as SHAPE
 from bench.speculation import figures
+from bench.speculation.cases import CASES, METHODS, SpeculationCase, shrink
 from bench.speculation.engines import (
     MeasuredEngine,
     build_measured,
@@ -38,6 +39,7 @@ from bench.speculation.engines import (
     with_speculation,
 )
 from bench.speculation.figures import PLAIN
+from bench.speculation.options import make_parser, output_folder
 from bench.speculation.prompts import ask_about_texts, ask_to_repeat
 from bench.speculation.runs import Prompt, find_differences, measure_run, summarise
 from tangram.config import EngineConfig
@@ -47,12 +49,6 @@ from tangram.lab.load.asks import Ask, draw_tokens
 from tangram.lab.load.clock import TimedAnswer
 from tangram.model.load import LoadedModel
 
-RESULTS = Path(__file__).parents[1] / "results"
-METHODS: Mapping[str, Mapping[str, Any] | None] = {
-    PLAIN: None,
-    "compressed_kv": {"method": "compressed_kv", "num_speculative_tokens": 8, "kv_retention": 0.25},
-    "suffix": {"method": "suffix"},
-}
 WARM_TOKENS = 16
 _SMALL_SHAPE = {
     "hidden_size": 64,
@@ -62,58 +58,6 @@ _SMALL_SHAPE = {
     "head_dim": 16,
     "vocab_size": 300,
 }
-
-
-@dataclass(frozen=True)
-class SpeculationCase:
-    """A load, and the methods that are compared under it.
-
-    `apart`: pools do not fit side by side. `cached`: every prompt is in the prefix cache before a
-    measured run, so that a run is all decode. `acceptance` is forced.
-    """
-
-    title: str
-    count: int
-    context_tokens: int
-    output_tokens: int = 512
-    methods: tuple[str, ...] = (PLAIN, "compressed_kv")
-    prompts: Literal["texts", "repeat", "random"] = "texts"
-    apart: bool = False
-    cached: bool = False
-    acceptance: float | None = None
-
-    @property
-    def longest(self) -> int:
-        """The most tokens of a sequence."""
-        return self.context_tokens + self.output_tokens + 64
-
-    def of_shape(self) -> bool:
-        """Whether the model has random weights."""
-        return self.prompts == "random"
-
-
-_SHAPE: dict[str, Any] = {"prompts": "random", "cached": True, "acceptance": 0.95}
-_EVERY = (PLAIN, "compressed_kv", "suffix")
-CASES: Mapping[str, SpeculationCase] = {
-    "real-64x7k": SpeculationCase("SmolLM2-135M, 64 × 7K", 64, 7000),
-    "shape-40x16k": SpeculationCase("Qwen3-4B shape, 40 × 16K", 40, 16384, **_SHAPE, apart=True),
-    "shape-1x128k": SpeculationCase("Qwen3-4B shape, 1 × 128K", 1, 131072, **_SHAPE),
-    "shape-1x1k": SpeculationCase("Qwen3-4B shape, 1 × 1K", 1, 1024, **_SHAPE),
-    "shape-8x1k": SpeculationCase("Qwen3-4B shape, 8 × 1K", 8, 1024, **_SHAPE),
-    "real-1x1k": SpeculationCase("SmolLM2-135M, 1 × 1K", 1, 1024, methods=_EVERY),
-    "real-8x1k": SpeculationCase("SmolLM2-135M, 8 × 1K", 8, 1024, methods=_EVERY),
-    "repeat-1x1k": SpeculationCase(
-        "SmolLM2-135M, repeat a text, 1 × 1K", 1, 1024, methods=(PLAIN, "suffix"), prompts="repeat"
-    ),
-    "repeat-8x1k": SpeculationCase(
-        "SmolLM2-135M, repeat a text, 8 × 1K", 8, 1024, methods=(PLAIN, "suffix"), prompts="repeat"
-    ),
-}
-
-
-def shrink(case: SpeculationCase) -> SpeculationCase:
-    """The case in a form that takes seconds."""
-    return replace(case, count=min(case.count, 2), context_tokens=600, output_tokens=24)
 
 
 class CaseRun:
@@ -131,6 +75,7 @@ class CaseRun:
         self._codec = TextCodec(loaded.tokenizer, eos_token_ids=loaded.eos_token_ids)
         self._config = make_config(case, loaded, chunk_tokens)
         self._answers: dict[int, list[TimedAnswer]] = {}
+        self._asked: dict[int, list[Prompt]] = {}
         self.figures: dict[str, Any] = {
             name: {"speculative_config": METHODS[name], "runs": []} for name in case.methods
         }
@@ -155,9 +100,7 @@ class CaseRun:
         for number in numbers:
             self._run(name, measured, number)
         del measured
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        _free()
 
     def _build(self, name: str) -> MeasuredEngine:
         config = with_speculation(self._config, METHODS[name])
@@ -183,10 +126,14 @@ class CaseRun:
         print(f"{name:14} run {len(self.figures[name]['runs']):3}     {_line(found)}", flush=True)
 
     def _prompts(self, number: int) -> list[Prompt]:
+        if number not in self._asked:
+            self._asked[number] = self._make_prompts(number)
+        return self._asked[number]
+
+    def _make_prompts(self, number: int) -> list[Prompt]:
         case = self._case
-        if case.prompts == "random":
-            vocab_size = self._loaded.geometry.vocab_size
-            return draw_prompts(case, vocab_size)
+        if case.of_shape():
+            return draw_prompts(case, self._loaded.geometry.vocab_size)
         ask = ask_about_texts if case.prompts == "texts" else ask_to_repeat
         return ask(self._codec, case.count, case.context_tokens, number)
 
@@ -250,43 +197,52 @@ def main(arguments: Sequence[str]) -> None:
     if options.vllm and (wrong := [name for name in names if not CASES[name].of_shape()]):
         parser.error(f"cases has {wrong[0]}, --vllm measures cases of a shape alone")
     command = shlex.join(["python", "-m", "bench.speculation", "serving", *arguments])
-    found = {}
-    for name in names:
-        case = shrink(CASES[name]) if options.small else CASES[name]
-        print(f"# {name}: {case.title}", flush=True)
-        found[name] = (_measure_vllm if options.vllm else _measure)(name, case, command, options)
+    cases = {name: shrink(CASES[name]) if options.small else CASES[name] for name in names}
+    found = (_measure_vllm if options.vllm else _measure_tangram)(cases, command, options)
     _print_table(found)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.speculation serving",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("serving", __doc__)
     parser.add_argument("--cases", default=",".join(CASES), help="separated by commas; all")
     parser.add_argument("--repeats", type=int, default=3, help="measured runs of an engine")
     parser.add_argument(
         "--rounds", type=int, default=1, help="how often engines without room for others are built"
     )
-    parser.add_argument("--small", action="store_true", help="tiny sizes: only tries the command")
     parser.add_argument(
         "--vllm", action="store_true", help="measure vLLM without speculation instead"
     )
-    parser.add_argument("-o", "--output", type=Path, default=RESULTS)
     return parser
 
 
-def _measure(
-    name: str, case: SpeculationCase, command: str, options: argparse.Namespace
-) -> Mapping[str, Any]:
-    with _model(case, small=options.small) as source:
-        loaded = load_measured(source, random=case.of_shape())
-    keep = _Keeper(options.output / f"speculation-{name}.json", case, command, loaded)
-    chunk_tokens = 128 if options.small and case.of_shape() else 512
-    run = CaseRun(case, loaded, keep, chunk_tokens=chunk_tokens)
-    run.measure(options.repeats, options.rounds)
-    return run.figures
+def _measure_tangram(
+    cases: Mapping[str, SpeculationCase], command: str, options: argparse.Namespace
+) -> dict[str, Mapping[str, Any]]:
+    """The figures of each case; a model is loaded once for cases that follow each other."""
+    found: dict[str, Mapping[str, Any]] = {}
+    loaded, random = None, False
+    for name, case in cases.items():
+        print(f"# {name}: {case.title}", flush=True)
+        if loaded is None or random != case.of_shape():
+            loaded = None
+            _free()
+            random = case.of_shape()
+            with _model(case, small=options.small) as source:
+                loaded = load_measured(source, random=random)
+        keep = _Keeper(output_folder(options) / f"speculation-{name}.json", case, command, loaded)
+        chunk_tokens = 128 if options.small and random else 512
+        run = CaseRun(case, loaded, keep, chunk_tokens=chunk_tokens)
+        run.measure(options.repeats, options.rounds)
+        found[name] = run.figures
+        del run
+        _free()
+    return found
+
+
+def _free() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 @contextmanager
@@ -334,20 +290,26 @@ _NOTES = [
 
 
 def _measure_vllm(
-    name: str, case: SpeculationCase, command: str, options: argparse.Namespace
-) -> Mapping[str, Any]:
+    cases: Mapping[str, SpeculationCase], command: str, options: argparse.Namespace
+) -> dict[str, Mapping[str, Any]]:
     from bench.serving.competitors import Vllm, vocab_size
 
-    engine = Vllm(case.longest)
-    found: dict[str, Any] = {"vllm": {"options": engine.options, "runs": []}}
-    keep = _Keeper(options.output / f"speculation-{name}-vllm.json", case, command, None)
-    prompts = draw_prompts(case, vocab_size())
-    engine.answer_all([Ask(prompt, WARM_TOKENS) for prompt in prompts])
-    for _ in range(options.repeats):
-        answers = engine.answer_all([Ask(prompt, case.output_tokens) for prompt in prompts])
-        found["vllm"]["runs"].append(summarise(answers, {}))
-        keep(found)
-        print(f"vllm           {_line(found['vllm']['runs'][-1])}", flush=True)
+    found: dict[str, Mapping[str, Any]] = {}
+    engine = Vllm(max(case.longest for case in cases.values()))
+    for name, case in cases.items():
+        runs: list[dict[str, Any]] = []
+        found[name] = {"vllm": {"options": engine.options, "runs": runs}}
+        keep = _Keeper(
+            output_folder(options) / f"speculation-{name}-vllm.json", case, command, None
+        )
+        prompts = draw_prompts(case, vocab_size())
+        engine.clear_cache()
+        engine.answer_all([Ask(prompt, WARM_TOKENS) for prompt in prompts])
+        for _ in range(options.repeats):
+            answers = engine.answer_all([Ask(prompt, case.output_tokens) for prompt in prompts])
+            runs.append(summarise(answers, {}))
+            keep(found[name])
+            print(f"vllm           {_line(runs[-1])}", flush=True)
     return found
 
 
