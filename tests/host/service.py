@@ -351,9 +351,7 @@ class Service:
     def _check_drafts_leave_room(self, step: Step) -> None:
         """Where a prompt is to be computed, drafts leave the tokens of a chunk."""
         drafted = sum(row.draft > 0 for row in step.rows)
-        prompts = self.scheduler.waiting or any(
-            row.kind is not RowKind.DECODE for row in step.rows
-        )
+        prompts = self.scheduler.waiting or any(row.kind is not RowKind.DECODE for row in step.rows)
         if drafted and prompts:
             left = self.config.max_num_batched_tokens - step.decode_rows
             assert left >= self.config.chunk_tokens, "drafts leave no room for a prompt"

@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tangram.cache.draft_tables import DraftTables
+from tangram.cache.keys import ChunkKeys
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
 from tangram.types import Int64
@@ -83,27 +85,26 @@ def test_tables_follow_whatever_happens_to_sequences(
         check_tables(service.manager, copy)
 
 
-def test_equal_prompts_in_one_step_end_on_one_copy_of_what_drafts_read() -> None:
-    """Without a key that is sealed already both compute; the later one adopts the pages."""
+@pytest.mark.parametrize("tail", [1, 3, 7])
+def test_equal_prompts_in_one_step_end_on_one_copy_of_what_drafts_read(tail: int) -> None:
+    """Both compute three chunks and a tail in one step; the later one adopts the pages."""
     kept = [kept_first(layout(2), "only")]
     cache = CacheManager(kept, total_pages=200, max_sequences=2, prefix_caching=True)
     assert cache.drafts is not None
     copy = Copy(cache.drafts)
-    service = Service([layout(2)], slack_pages=200, max_num_seqs=2, slack_tokens=100, kept=kept)
-    tokens = np.asarray(prompt_of(1, 30, [1]))
-    keys = service.submit(tokens.tolist(), 5).keys
+    tokens, keys = np.asarray(prompt_of(1, 30, [1])), ChunkKeys(kept[0], "")
     seqs = [cache.admit(keys, tokens, 40) for _ in range(2)]
     for seq in seqs:
         assert seq is not None
         for _ in range(3):
             cache.seal(seq)
-        cache.grow(seq, 7)
+        cache.grow(seq, tail)
     for seq in seqs:
         assert seq is not None
         cache.commit(seq, tokens)
         assert check_tables(cache, copy) == 2 * 2 * 3 * 2, "two groups, three chunks, of 4 pages 2"
     first, second = (cache.drafts.tables[seq.slot] for seq in seqs if seq is not None)
-    full_pages = 3 * 2 + 3  # of a group: kept of three chunks, and the raw ones that are full
+    full_pages = 3 * 2 + tail // 2  # of a group: kept of three chunks, and raw ones that are full
     assert first[:full_pages].tolist() == second[:full_pages].tolist()
 
 
