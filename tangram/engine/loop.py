@@ -229,7 +229,7 @@ class Engine:
         if speculation is None:
             return
         decoding = self._scheduler.decoding
-        if not decoding or not speculation.plan(decoding):
+        if not speculation.plan(decoding):
             speculation.skip(decoding)
         else:
             self._land()

@@ -154,6 +154,7 @@ class Speculation:
             len(sequences).bit_length(),
             sum(sequence.known for sequence in sequences).bit_length(),
         )
+        self._rows = len(sequences)
         courses = [self._course(sequence) for sequence in sequences if sequence.speculative]
         counts = self._pace.choose(self._load, [course.acceptance for course in courses])
         for course, count in zip(courses, counts, strict=True):
@@ -170,13 +171,12 @@ class Speculation:
 
     def begin_step(self) -> None:
         """A step is scheduled next."""
-        self._drafted, self._rows, self._begin_s = 0, 0, self._now()
+        self._drafted, self._begin_s = 0, self._now()
 
     def offer(self, sequence: TokenSequence, most: int) -> Int64:
         """int64 [up to `most`]: drafts for `sequence`, or zeros where the device will draft."""
         course = self._course(sequence)
         count = min(most, course.chosen)
-        self._rows += 1
         if count <= 0 or not sequence.speculative:
             return _NOTHING
         drafts = self._find(course, sequence, count)

@@ -20,14 +20,16 @@ from tangram.plan.schedule import Decoding, Schedule
 from tangram.types import Int32
 
 BY_BUDGETS = "aot+ctas=1+tasks=4+min=1+tile=128"
+# Rows that share pages, as drafts of one sequence do, read these together.
+SHARING = "packing:thrifty+ctas=1+tasks=4+tile=128"
 NOTHING_FUSED: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({})
 
 
 class TorchKernels:
     """`PoolKernels` for any device and dtype.
 
-    Every batch is decoded by `schedule`; None splits by budgets. Raises `ConfigError` if the
-    schedule has options that only the GPU's kernels support.
+    Every batch is decoded by `schedule`. None splits by budgets, and where rows share pages, packs
+    them. Raises `ConfigError` if the schedule has options that only the GPU's kernels support.
     """
 
     fused_scores = NOTHING_FUSED
@@ -39,11 +41,11 @@ class TorchKernels:
 
     def __init__(self, pool: Tensor, schedule: Schedule | None = None) -> None:
         self._pool, self._decode_rows, self._waiting = pool, 0, WaitPolicy()
-        self._schedule = Schedule.parse(BY_BUDGETS) if schedule is None else schedule
-        given = {*self._schedule.flags, *self._schedule.numbers}
-        if foreign := sorted(given - {*self._schedule.planner.numbers}):
+        self._schedule = schedule
+        given = set() if schedule is None else {*schedule.flags, *schedule.numbers}
+        if schedule is not None and (foreign := sorted(given - {*schedule.planner.numbers})):
             raise ConfigError(
-                f"decode_schedule is {self._schedule.text!r}: +{foreign[0]} is an option of "
+                f"decode_schedule is {schedule.text!r}: +{foreign[0]} is an option of "
                 f"the GPU's kernels, leave it out on {pool.device.type}"
             )
         if cpu.runs_compiled(pool):
@@ -55,9 +57,12 @@ class TorchKernels:
 
     def load(self, batch: Decoding, width: int) -> str:
         """See `PoolKernels`: for torch's threads."""
-        plan = self._schedule.plan(batch, torch.get_num_threads(), CostModel())
+        schedule = self._schedule
+        if schedule is None:
+            schedule = Schedule.parse(SHARING if batch.forest.nodes else BY_BUDGETS)
+        plan = schedule.plan(batch, torch.get_num_threads(), CostModel())
         self._plan = cpu.CpuPlan.build(plan, batch.rows)
-        return self._schedule.kind
+        return schedule.kind
 
     def rehearsals(self, batch: Decoding, width: int) -> Iterator[None]:
         """See `PoolKernels`: nothing is compiled."""
