@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
+
 from tangram.engine.loop import Engine
 from tangram.types import Event, Request, SamplingParams
 from tests.support import drain
@@ -18,6 +20,18 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
+def few(cases: Sequence[Any], *chosen: Any) -> list[Any]:
+    """All of `cases` as parameters of a test; all but those `chosen` are `nightly`."""
+    assert {*chosen} <= {*cases}
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            marks=() if case in chosen else pytest.mark.nightly,
+        )
+        for case in cases
+    ]
+
+
 class Pattern:
     """A pace that does not go by the clock: it drafts as many tokens as `counts` say, in turn."""
 
@@ -26,7 +40,9 @@ class Pattern:
 
     def choose(self, load: object, acceptances: Sequence[object]) -> list[int]:
         self._at += 1
-        return [self._counts[(self._at + row) % len(self._counts)] for row in range(len(acceptances))]
+        return [
+            self._counts[(self._at + row) % len(self._counts)] for row in range(len(acceptances))
+        ]
 
     def record(self, *measured: object) -> None:
         """Nothing is measured."""
@@ -52,7 +68,10 @@ class Answer:
 
 
 def ask(
-    engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], **options: Any
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    **options: Any,
 ) -> list[Answer]:
     """The completions of all prompts, submitted at once; the books are checked at every step."""
     events: dict[tuple[int, int], list[Event]] = {}

@@ -57,7 +57,11 @@ SETTINGS: dict[str, SamplingParams] = {
         temperature=0.7, seed=4, logit_bias={5: 4.0, 6: 3.0, 7: -100.0}, max_tokens=50
     ),
     "min_tokens": SamplingParams(
-        temperature=0.9, seed=5, min_tokens=13, logit_bias={2: 30.0, 20: 15.0, 21: 15.0}, max_tokens=50
+        temperature=0.9,
+        seed=5,
+        min_tokens=13,
+        logit_bias={2: 30.0, 20: 15.0, 21: 15.0},
+        max_tokens=50,
     ),
     "logprobs": SamplingParams(temperature=0.6, seed=6, logprobs=4, max_tokens=40),
     "several": SamplingParams(temperature=0.7, seed=11, n=3, max_tokens=30),
