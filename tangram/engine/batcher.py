@@ -195,30 +195,39 @@ class Batcher:
             if size and self.apart((row,)):
                 yield row
 
-    def rehearse(self, rows: int) -> StepAttention:
-        """The attention of `rows` empty decoding rows, planned as long rows that share nothing."""
-        most = self.retentions[0].layout.max_tokens
-        self.kernels.load(
-            self._make_rows(np.linspace(most - 1, most // 8, rows, dtype=np.int64)), self._width
-        )
+    def rehearse(self, rows: int, together: Sequence[int] = (1,)) -> StepAttention:
+        """The attention of `rows` empty decoding rows, planned as long rows.
+
+        So many of them `together` are drafts of one sequence: there is a plan for each number, and
+        what is launched fits all of them. Rows of different sequences share nothing.
+        """
+        most, slots = self.retentions[0].layout.max_tokens, len(self.cache.lengths)
+        for count in together:
+            sequences = -(-rows // count)
+            if sequences <= slots:
+                starts = np.linspace(most - count, most // 8, sequences, dtype=np.int64)
+                self.kernels.load(self._make_rows(starts, count, rows), self._width)
         return self._rehearse()
 
     def rehearsals(self, rows: int) -> Iterator[StepAttention]:
         """The attention of `rows` empty decoding rows, under plans that launch every kernel."""
         for _ in self.kernels.rehearsals(
-            self._make_rows(np.zeros(rows, np.int64)), self.kernels.width(rows)
+            self._make_rows(np.zeros(rows, np.int64), 1, rows), self.kernels.width(rows)
         ):
             yield self._rehearse()
 
-    def _make_rows(self, positions: Int64) -> Decoding:
-        """Rows at `positions` that share nothing; sets the width of their decode passes."""
-        default, nothing, rows = self.retentions[0], np.zeros(0, np.int64), len(positions)
+    def _make_rows(self, starts: Int64, together: int, rows: int) -> Decoding:
+        """`rows` rows of sequences at `starts` that share nothing, `together` of each sequence.
+
+        Sets the width of their decode passes.
+        """
+        default, nothing = self.retentions[0], np.zeros(0, np.int64)
         layout = default.layout
-        # More rows than sequences are rows of drafts.
-        behind, slots = np.divmod(np.arange(rows), len(self.cache.lengths))
+        slots, drafts = np.divmod(np.arange(rows), together)
+        positions, behind = starts[slots] + drafts, together - 1 - drafts
         rehearsed = [
-            Row("", slot, default, RowKind.DECODE, position, nothing, nothing, True, behind=others)
-            for slot, position, others in zip(
+            Row("", slot, default, RowKind.DECODE, start, nothing, nothing, True, behind=others)
+            for slot, start, others in zip(
                 slots.tolist(), positions.tolist(), behind.tolist(), strict=True
             )
         ]
@@ -275,7 +284,8 @@ class Batcher:
         group = layouts[0].geometry.group_size
         decode = self._decode_rows(rows)
         prefixes = partial(_prefixes, rows, layouts, decode.table, tables.reshape(-1))
-        return Decoding(decode, lengths.reshape(-1), group, kept, prefixes)
+        drafted = any(row.behind for row in rows)
+        return Decoding(decode, lengths.reshape(-1), group, kept, prefixes, drafted)
 
     def _decode_rows(self, rows: Sequence[Row]) -> DecodeRows:
         slots, start, behind = (

@@ -43,6 +43,7 @@ from tangram.model.load import LoadedModel, load_model
 from tangram.model.overflow import Overflow
 from tangram.plan.policy import Policy, policy_name
 from tangram.progress import show_progress
+from tangram.speculate.pace import counts_up_to
 from tangram.speculative_config import CompressedKv, Ngram, Suffix
 
 Parts = tuple[Admission, Scheduler, Runner]
@@ -298,11 +299,15 @@ class EngineBuilder:
             most_drafted=most_drafted,
             **options,
         )
-        decode_rows = min(config.max_num_seqs * (most_drafted + 1), config.max_num_batched_tokens)
         if loaded.device.type == "cuda":
             runner.rehearse(config.max_num_batched_tokens)
         runner.passes.capture_prefill()
-        self._prepare_decode(runner.passes, decode_rows, "Capturing decode steps")
+        self._prepare_decode(runner.passes, config.max_num_seqs, "Capturing decode steps")
+        if most_drafted:
+            rows = min(config.max_num_seqs * (most_drafted + 1), config.max_num_batched_tokens)
+            together = [count + 1 for count in counts_up_to(most_drafted) if count]
+            track = partial(show_progress, description="Capturing steps with drafts")
+            runner.passes.capture(rows, track, together)
         runner.meters.clear()
         return runner
 

@@ -106,17 +106,23 @@ class Passes:
             self.logits((row,), 0, carry_nothing, replayed=True)
 
     @torch.inference_mode()
-    def capture(self, rows: int, track: Callable[[Sequence[int]], Iterable[int]]) -> None:
+    def capture(
+        self,
+        rows: int,
+        track: Callable[[Sequence[int]], Iterable[int]],
+        together: Sequence[int] = (1,),
+    ) -> None:
         """Capture the graphs of decode passes of up to `rows` rows, before serving.
 
-        `track` wraps the widths.
+        So many rows are those of one sequence: see `Batcher.rehearse`. `track` wraps the widths.
         """
         if self.graphs is None:
             return
-        widths = {self.batcher.kernels.width(count) for count in range(1, rows + 1)}
+        counts = range(min(together), rows + 1)
+        widths = {self.batcher.kernels.width(count) for count in counts}
         # The largest first: the others fit into its memory.
         for width in track(sorted(widths, reverse=True)):
-            attention = self.batcher.rehearse(min(width, rows))
+            attention = self.batcher.rehearse(min(width, rows), together)
             if self.batcher.kernels.captured is None:
                 return
             nothing = np.zeros(attention.width, np.int64)

@@ -82,7 +82,8 @@ class Scheduler:
     counters: SchedulerCounters = field(default_factory=SchedulerCounters)
     drafts: Drafts | None = None
     _sealing: set[bytes] = field(default_factory=set)
-    _members: tuple[tuple[int, Retention, int, int], ...] = ()
+    _members: tuple[tuple[int, Retention, int], ...] = ()
+    _grown: int = 0
     _epoch: int = 0
 
     def excess(self, entering: int) -> int:
@@ -391,11 +392,11 @@ class Scheduler:
         )
 
     def _epoch_of(self, decode: list[Row]) -> int:
-        members = tuple(
-            (row.slot, row.retention, row.behind, row.start // DRAFT_PLAN_TOKENS * bool(row.draft))
-            for row in decode
-        )
-        if members != self._members:
+        members = tuple((row.slot, row.retention, row.behind) for row in decode)
+        drafts = [row.start for row in decode if row.draft]
+        grown = sum(drafts) // (DRAFT_PLAN_TOKENS * len(drafts)) if drafts else 0
+        if (members, grown) != (self._members, self._grown):
+            self._grown = grown
             self._members = members
             self._epoch += 1
         return self._epoch

@@ -67,7 +67,7 @@ class TritonKernels:
         self._group, self._policy, self._decode_rows, self._fixed = group, policy, 0, schedule
         device = pool.device
         self._cost = CostModel() if policy is None else policy.cost
-        self._decoders: dict[tuple[int, DecodeOptions], GpuDecode] = {}
+        self._decoders: dict[tuple[int, DecodeOptions, bool], GpuDecode] = {}
         self._addresses: dict[int, Tensor] = {}
         self._padded: dict[Hashable, RowBuffers] = {}
         self._scales: Tensor | None = None
@@ -88,17 +88,21 @@ class TritonKernels:
         return self._begun if self._pool.is_cuda else None
 
     def load(self, batch: Decoding, width: int) -> str:
-        """See `PoolKernels`. The plan replaces the last one of this width, if it fits."""
+        """See `PoolKernels`. The plan replaces the last one of this width, if it fits.
+
+        Batches with drafts have their own, since they launch more kernels.
+        """
         self._scale(*batch.rows.table.shape[1:])
         schedule = self._schedule(batch)
         plan, options = (
             schedule.plan(batch, self._card.processors, self._cost),
             DecodeOptions.of(schedule),
         )
-        known = self._decoders.get((width, options))
+        place = width, options, batch.drafted
+        known = self._decoders.get(place)
         if known is None or not known.takes(plan, batch.lengths):
             least = None if known is None else known.capacity
-            known = self._decoders[width, options] = self._executing(plan, batch, options, least)
+            known = self._decoders[place] = self._executing(plan, batch, options, least)
         self._decoder, self._decode_address = (
             known,
             self._pack_addresses(batch.rows, len(batch.lengths), width),

@@ -45,7 +45,8 @@ class Decoding:
     """A batch that decodes, as planners see it.
 
     `lengths` is the flat int32 array, `group` is G, and `kept_tokens` [R, L, H] is what each head
-    keeps of a sealed chunk. `prefixes` builds the prefix forest.
+    keeps of a sealed chunk. `prefixes` builds the prefix forest. With `drafted` some rows belong to
+    one sequence.
     """
 
     rows: DecodeRows
@@ -53,6 +54,7 @@ class Decoding:
     group: int
     kept_tokens: Int64
     prefixes: Callable[[], Forest]
+    drafted: bool = False
 
     @cached_property
     def forest(self) -> Forest:

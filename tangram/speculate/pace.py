@@ -2,21 +2,22 @@
 
 An iteration that drafts γ tokens with acceptance a yields 1 + a + … + a^γ tokens on average
 (Leviathan et al., arXiv 2211.17192, section 3) and takes the time of its drafts and of one
-verification. Times are medians of what was measured at a like load, of recent iterations.
+verification. Times are those of recent iterations at a like load, without exceptions.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import fmean
 
 _KEPT_TIMES = 16
 _KEPT_LOOKS = 8
 _KEPT_DRAFTS = 256  # tokens over which the acceptance of a sequence is remembered
 _PRIOR_DRAFTS, _PRIOR_ACCEPTED = 4.0, 3.0
 _LEAST_S = 1e-6
+_EXCEPTIONAL = 2.0  # times the least: such a time says nothing of later ones
 TRIES = 2  # of each number that a load begins with
 PROBE_EVERY = 32
 PROBE_SHARE = 0.01  # of the time
@@ -61,6 +62,12 @@ def expected_tokens(share: float, drafted: int) -> float:
     return (1.0 - share ** (drafted + 1)) / (1.0 - share)
 
 
+def _usual(times: Collection[float]) -> float:
+    """The mean of `times` but for exceptions, such as the first pass of its kind."""
+    least = min(times)
+    return fmean(one for one in times if one <= _EXCEPTIONAL * least)
+
+
 @dataclass
 class _Load:
     """What is known of iterations of one load: seconds by number of drafts, how many there were,
@@ -84,8 +91,8 @@ class _Load:
         return fits
 
     def estimate(self, drafted: int) -> float:
-        """The median of `drafted`, or between and beyond what was measured a straight line."""
-        known = sorted((count, median(times)) for count, times in self.seconds.items())
+        """The usual time of `drafted`, between and beyond what was measured a straight line."""
+        known = sorted((count, _usual(times)) for count, times in self.seconds.items())
         if drafted in self.seconds or len(known) == 1:
             return dict(known).get(drafted, known[0][1])
         below = [pair for pair in known if pair[0] < drafted]
@@ -97,6 +104,11 @@ class _Load:
         return max(first[1] + slope * (drafted - first[0]), _LEAST_S)
 
 
+def counts_up_to(most: int) -> tuple[int, ...]:
+    """The numbers of drafts to choose from: 0, the powers of two below `most`, and `most`."""
+    return 0, *(1 << bits for bits in range(most.bit_length()) if 1 << bits < most), most
+
+
 class Pace:
     """Chooses how many tokens to draft, 0 to `most`, for each load of the engine.
 
@@ -106,8 +118,7 @@ class Pace:
     """
 
     def __init__(self, most: int) -> None:
-        powers = [1 << bits for bits in range(most.bit_length()) if 1 << bits < most]
-        self._counts = (0, *powers, most)
+        self._counts = counts_up_to(most)
         self._loads: dict[Hashable, _Load] = {}
 
     @property
