@@ -12,9 +12,9 @@ from tangram.types import Int64, PageMove
 class RowKind(Enum):
     """What one row of a step does.
 
-    DECODE computes one token against the row's cache. TAIL computes the end of a prompt that does
-    not fill its chunk, and keeps it raw. SEAL computes one whole chunk in one piece and packs it
-    into its final pages.
+    DECODE computes the newest token of a sequence, and drafts behind it, against the row's cache.
+    TAIL computes the end of a prompt that does not fill its chunk, and keeps it raw. SEAL computes
+    one whole chunk in one piece and packs it into its final pages.
     """
 
     DECODE = "decode"
@@ -27,10 +27,8 @@ class Row:
     """One request's share of a step. `start` is the position of `tokens[0]`; `tokens` is int64 [n].
 
     `preceding` are the few tokens before them, for scorers whose prompt quotes them. `slot` is the
-    row of the block tables. With `pending` the last of `tokens` is sampled by the step before, or
-    drafted in this one, so only the device knows it yet. `draft` is the number of a drafted token
-    among the drafts of its sequence, from 1 on; 0 means that it is none. `behind` counts the drafts
-    after it. Their KV entries are stored in the same pass, and not read by this row.
+    row of the block tables. With `pending` only the device knows the last of `tokens`, which the
+    step before samples; in a row with drafts it knows all of these.
     """
 
     request_id: str
@@ -42,19 +40,21 @@ class Row:
     preceding: Int64
     sample: bool
     pending: bool = False
-    draft: int = 0
-    behind: int = 0
+
+    @property
+    def drafts(self) -> int:
+        """How many of its tokens are drafts: all but the first of a DECODE row."""
+        return len(self.tokens) - 1 if self.kind is RowKind.DECODE else 0
 
 
 @dataclass(frozen=True)
 class Step:
     """One forward pass: DECODE rows first, then SEAL and TAIL rows.
 
-    `epoch` changes when the DECODE membership changes. A sequence may have several DECODE rows, its
-    newest token and drafts, or several SEAL rows and a TAIL row, in the order of its tokens. Each
-    attends to the entries that the rows before it stored. `moves` are made before the pass, in
-    their order. Unless they are `awaited`, no row touches a page that they fill, so the pass may
-    run beside them. Later steps find them done.
+    `epoch` changes when the DECODE membership changes. A sequence may have several SEAL rows and a
+    TAIL row, in the order of its tokens. Each attends to the entries that the rows before it
+    stored. `moves` are made before the pass, in their order. Unless they are `awaited`, no row
+    touches a page that they fill, so the pass may run beside them. Later steps find them done.
     """
 
     rows: tuple[Row, ...]

@@ -98,8 +98,8 @@ class Batcher:
     """Builds the attention of each step for the kernels of one pool.
 
     `scorer` scores the chunks of the retentions that are `scored`. The decode plan is made when the
-    decode membership changes (`Step.epoch`), and stays valid while lengths grow. A step decodes up
-    to `most_drafted` drafts of a sequence behind its newest token.
+    decode membership changes (`Step.epoch`), and stays valid while lengths grow. A decode row may
+    have as many tokens as the last of `queries`; its kernels are those of the next larger number.
     """
 
     retentions: Sequence[Retention]
@@ -110,9 +110,10 @@ class Batcher:
     rotary: Rotary | None
     meters: Meters
     observer: ScoreObserver | None = None
-    most_drafted: int = 0
+    queries: Sequence[int] = (1,)
     _epoch: int | None = field(default=None, init=False)
-    _width: int = field(default=0, init=False)
+    _batches: dict[int, Decoding] = field(default_factory=dict, init=False)
+    _loaded: tuple[int, int] | None = field(default=None, init=False)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -138,13 +139,11 @@ class Batcher:
         """
         decode = [row for row in rows if row.kind is RowKind.DECODE]
         rest = rows[len(decode) :]
-        if decode and epoch != self._epoch:
-            self._plan(decode)
-            self._epoch = epoch
-        width = self._width if decode else 0
+        counts = np.array([len(row.tokens) for row in decode], np.int32)
+        width = self._load(decode, counts, epoch) if decode else 0
         prefill = self._prefill_rows(rest, width)
         shape = self._padded_shape(rest[0]) if padded and not decode else None
-        is_padded = self._begin(width, prefill, shape)
+        is_padded = self._begin(width, counts, prefill, shape)
         sealers = list(self._sealers(rest))
         return StepAttention(
             self.kernels,
@@ -156,10 +155,22 @@ class Batcher:
             shape.tokens if shape is not None and is_padded else None,
         )
 
-    def _plan(self, decode: Sequence[Row]) -> None:
-        self._width = self.kernels.width(len(decode))
-        batch = self._decoding(decode, self.cache.tables, self._lengths())
-        self.meters.plans[self.kernels.load(batch, self._width)] += 1
+    def _load(self, decode: Sequence[Row], counts: Int32, epoch: int) -> int:
+        """Load a plan for `decode`, of `counts` tokens, unless it is loaded; returns the width."""
+        most = int(counts.max())
+        queries = next(number for number in self.queries if number >= most)
+        width = self.kernels.width(int(counts.sum()), queries)
+        if epoch != self._epoch:
+            self._epoch, self._loaded = epoch, None
+            self._batches.clear()
+        if queries not in self._batches:
+            self._batches[queries] = self._decoding(
+                decode, self.cache.tables, self.cache.lengths, queries
+            )
+        if self._loaded != (width, queries):
+            self.meters.plans[self.kernels.load(self._batches[queries], width)] += 1
+            self._loaded = width, queries
+        return width
 
     def _padded_shape(self, row: Row) -> PaddedShape:
         """The shape of a padded prefill row: tokens rounded to a power of two, the longest past."""
@@ -195,56 +206,48 @@ class Batcher:
             if size and self.apart((row,)):
                 yield row
 
-    def rehearse(self, rows: int, together: Sequence[int] = (1,)) -> StepAttention:
-        """The attention of `rows` empty decoding rows, planned as long rows.
+    def rehearse(self, tokens: int, queries: int = 1) -> StepAttention:
+        """The attention of `tokens` tokens, up to `queries` of each of some empty sequences.
 
-        So many of them `together` are drafts of one sequence: there is a plan for each number, and
-        what is launched fits all of them. Rows of different sequences share nothing.
+        These are planned as long ones that share nothing.
         """
-        most, slots = self.retentions[0].layout.max_tokens, len(self.cache.lengths)
-        for count in together:
-            sequences = -(-rows // count)
-            if sequences <= slots:
-                starts = np.linspace(most - count, most // 8, sequences, dtype=np.int64)
-                self.kernels.load(self._make_rows(starts, count, rows), self._width)
-        return self._rehearse()
+        most = self.retentions[0].layout.max_tokens
+        rows = min(tokens, len(self.cache.lengths))
+        starts = np.linspace(most - queries, most // 8, rows, dtype=np.int64)
+        width = self.kernels.width(tokens, queries)
+        self.kernels.load(self._make_rows(starts, queries), width)
+        counts = np.full(rows, tokens // rows, np.int32)
+        counts[: tokens % rows] += 1
+        return self._rehearse(width, counts)
 
     def rehearsals(self, rows: int) -> Iterator[StepAttention]:
         """The attention of `rows` empty decoding rows, under plans that launch every kernel."""
-        for _ in self.kernels.rehearsals(
-            self._make_rows(np.zeros(rows, np.int64), 1, rows), self.kernels.width(rows)
-        ):
-            yield self._rehearse()
+        for queries in self.queries:
+            width = self.kernels.width(rows, queries)
+            batch = self._make_rows(np.zeros(rows, np.int64), queries)
+            for _ in self.kernels.rehearsals(batch, width):
+                yield self._rehearse(width, np.ones(rows, np.int32))
 
-    def _make_rows(self, starts: Int64, together: int, rows: int) -> Decoding:
-        """`rows` rows of sequences at `starts` that share nothing, `together` of each sequence.
-
-        Sets the width of their decode passes.
-        """
+    def _make_rows(self, starts: Int64, queries: int) -> Decoding:
+        """Rows of sequences at `starts` that share nothing."""
         default, nothing = self.retentions[0], np.zeros(0, np.int64)
-        layout = default.layout
-        slots, drafts = np.divmod(np.arange(rows), together)
-        positions, behind = starts[slots] + drafts, together - 1 - drafts
+        layout, rows = default.layout, len(starts)
         rehearsed = [
-            Row("", slot, default, RowKind.DECODE, start, nothing, nothing, True, behind=others)
-            for slot, start, others in zip(
-                slots.tolist(), positions.tolist(), behind.tolist(), strict=True
-            )
+            Row("", slot, default, RowKind.DECODE, start, nothing, nothing, sample=True)
+            for slot, start in enumerate(starts.tolist())
         ]
-        lengths = np.zeros_like(self._lengths())
-        lengths[behind, slots, : len(layout.groups)] = layout.lengths(
-            *np.divmod(positions, layout.chunk_tokens)
+        lengths = np.zeros_like(self.cache.lengths)
+        lengths[:rows, : len(layout.groups)] = layout.lengths(
+            *np.divmod(starts, layout.chunk_tokens)
         )
         apart = np.arange(self.cache.tables.size, dtype=np.int32).reshape(self.cache.tables.shape)
-        self._width, self._epoch = self.kernels.width(rows), None
-        return self._decoding(rehearsed, apart, lengths)
+        self._epoch = None
+        return self._decoding(rehearsed, apart, lengths, queries)
 
-    def _rehearse(self) -> StepAttention:
-        prefill = self._prefill_rows((), self._width)
-        self._begin(self._width, prefill)
-        return StepAttention(
-            self.kernels, self.windows, self._width, prefill, (), self.meters.sealing
-        )
+    def _rehearse(self, width: int, counts: Int32) -> StepAttention:
+        prefill = self._prefill_rows((), width)
+        self._begin(width, counts, prefill)
+        return StepAttention(self.kernels, self.windows, width, prefill, (), self.meters.sealing)
 
     def repetition(
         self, attention: StepAttention, sealer: ChunkSealer, tokens: int
@@ -253,23 +256,19 @@ class Batcher:
 
         The chunk belongs to the step of `attention`.
         """
-        self._begin(0, attention.prefill.repeat_row(sealer.number, tokens))
+        repeated = attention.prefill.repeat_row(sealer.number, tokens)
+        self._begin(0, np.zeros(0, np.int32), repeated)
         return RepeatAttention(self.kernels, self.windows, sealer, self.meters.sealing)
 
     def _begin(
-        self, decode_rows: int, prefill: PrefillRows, shape: PaddedShape | None = None
+        self, width: int, counts: Int32, prefill: PrefillRows, shape: PaddedShape | None = None
     ) -> bool:
         """Begin a pass; returns whether it is padded to `shape`."""
         tables = self.tables.flat()
         if shape is not None and self.kernels.begin_row(tables, prefill, shape):
             return True
-        self.kernels.begin(tables, self._lengths(), decode_rows, prefill)
+        self.kernels.begin(tables, self.cache.lengths, width, counts, prefill)
         return False
-
-    def _lengths(self) -> Int32:
-        """[most_drafted + 1, sequences, groups]: what a row with so many rows behind it reads."""
-        behind = np.arange(self.most_drafted + 1, dtype=np.int32)[:, None, None]
-        return np.asarray(np.maximum(self.cache.lengths - behind, 0), np.int32)
 
     def _address(self, row: Row) -> Int64:
         """[L, H, 2]: table offset and column of the row's heads."""
@@ -277,21 +276,21 @@ class Batcher:
         table = row.slot * self.cache.tables.shape[1] + layout.group_offset[layout.head_group]
         return np.stack([table, layout.head_column], axis=-1)
 
-    def _decoding(self, rows: Sequence[Row], tables: Int32, lengths: Int32) -> Decoding:
-        """`rows` over block `tables`, one line for each slot, and `lengths` (`_lengths`)."""
+    def _decoding(
+        self, rows: Sequence[Row], tables: Int32, lengths: Int32, queries: int
+    ) -> Decoding:
+        """`rows` over block `tables` and `lengths`, which have one line for each slot."""
         layouts = [row.retention.layout for row in rows]
         kept = np.stack([layout.head_kept_tokens for layout in layouts]).astype(np.int64)
-        group = layouts[0].geometry.group_size
+        group, slots = layouts[0].geometry.group_size, len(self.cache.lengths)
         decode = self._decode_rows(rows)
         prefixes = partial(_prefixes, rows, layouts, decode.table, tables.reshape(-1))
-        drafted = any(row.behind for row in rows)
-        return Decoding(decode, lengths.reshape(-1), group, kept, prefixes, drafted)
+        return Decoding(decode, lengths.reshape(-1), group, kept, prefixes, queries, slots)
 
     def _decode_rows(self, rows: Sequence[Row]) -> DecodeRows:
-        slots, start, behind = (
-            np.array([getattr(row, name) for row in rows]) for name in ("slot", "start", "behind")
+        slots, start = (
+            np.array([getattr(row, name) for row in rows]) for name in ("slot", "start")
         )
-        lines = behind * len(self.cache.lengths) + slots  # of `_lengths`
         first = self.retentions[0].layout
         shape = (len(rows), *first.head_group.shape)
         table, column, index = (np.empty(shape, np.int64) for _ in range(3))
@@ -302,8 +301,7 @@ class Batcher:
             slot = slots[own, None, None]
             table[own] = slot * self.cache.tables.shape[1] + layout.group_offset[layout.head_group]
             column[own] = layout.head_column
-            line = lines[own, None, None]
-            index[own] = line * self.cache.lengths.shape[1] + layout.head_group
+            index[own] = slot * self.cache.lengths.shape[1] + layout.head_group
             budget[own] = _estimate_entries(layout, start[own])[:, layout.head_group]
         return DecodeRows(table, column, index, budget, self.windows, first.page_tokens)
 

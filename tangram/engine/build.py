@@ -43,7 +43,6 @@ from tangram.model.load import LoadedModel, load_model
 from tangram.model.overflow import Overflow
 from tangram.plan.policy import Policy, policy_name
 from tangram.progress import show_progress
-from tangram.speculate.pace import counts_up_to
 from tangram.speculative_config import CompressedKv, Ngram, Suffix
 
 Parts = tuple[Admission, Scheduler, Runner]
@@ -296,7 +295,7 @@ class EngineBuilder:
             cache=cache,
             graphs=fast,
             overflow=overflow,
-            most_drafted=most_drafted,
+            queries=query_counts(most_drafted),
             **options,
         )
         if loaded.device.type == "cuda":
@@ -305,9 +304,9 @@ class EngineBuilder:
         self._prepare_decode(runner.passes, config.max_num_seqs, "Capturing decode steps")
         if most_drafted:
             rows = min(config.max_num_seqs * (most_drafted + 1), config.max_num_batched_tokens)
-            together = [count + 1 for count in counts_up_to(most_drafted) if count]
             track = partial(show_progress, description="Capturing steps with drafts")
-            runner.passes.capture(rows, track, together)
+            for queries in runner.passes.batcher.queries[1:]:
+                runner.passes.capture(min(rows, config.max_num_seqs * queries), track, queries)
         runner.meters.clear()
         return runner
 
@@ -341,6 +340,11 @@ class EngineBuilder:
         except OSError as error:
             _log.warning("the decode policy kept for this GPU cannot be read: %s", error)
             return None
+
+
+def query_counts(most_drafted: int) -> tuple[int, ...]:
+    """The numbers of tokens of a decode row that kernels are prepared for."""
+    return tuple(sorted({1, most_drafted // 4 + 1, most_drafted + 1}))
 
 
 def _fit_model_len(config: EngineConfig, default: Retention, pages: int, wanted: int) -> int:

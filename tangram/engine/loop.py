@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 
 import numpy as np
 import torch
@@ -199,7 +200,7 @@ class Engine:
             self._publish_stats()
         self._checked = False
         sampled = self._answers.of(step)
-        if any(row.draft for row in step.rows):
+        if any(row.drafts for row in step.rows):
             self._verify(step, sampled)
         else:
             self._run_plainly(step, sampled)
@@ -269,13 +270,13 @@ class Engine:
         with self._runner.meters.waiting():
             tokens = choice.tokens_on_host()
             drafts = iter(drafted.tolist())
-        rows = [row for row in step.rows if row.sample]
-        taken = []
-        for at, (row, completion) in enumerate(zip(rows, sampled, strict=True)):
-            if not row.draft:
-                own = [next(drafts) for _ in range(row.behind)]
-                found = tokens[at : at + 1 + row.behind]
-                taken.append((completion, self._settle(completion, own, found)))
+        taken, at = [], 0
+        rows = (row for row in step.rows if row.sample)
+        for row, completion in zip(rows, sampled, strict=True):
+            own = list(islice(drafts, row.drafts))
+            found = tokens[at : at + 1 + row.drafts]
+            taken.append((completion, self._settle(completion, own, found)))
+            at += 1 + row.drafts
         self._scheduler.commit(step)
         for completion, accepted in taken:
             self._take_all(completion, accepted)
@@ -286,15 +287,14 @@ class Engine:
         """`step` as it is left to run, and its drafts, int64 [drafts] on the device."""
         drafter = None if self._speculation is None else self._speculation.drafter
         if drafter is None:
-            known = [row.tokens for row in step.rows if row.draft]
+            known = [row.tokens[1:] for row in step.rows if row.drafts]
             return step, place(np.concatenate(known), self.device)
         self._runner.move(step)
+        rows = (row for row in step.rows if row.sample)
         drafting = [
             Drafting(completion.sequence, row, completion.sampler)
-            for row, completion in zip(
-                (row for row in step.rows if row.sample), sampled, strict=True
-            )
-            if row.behind and not row.draft
+            for row, completion in zip(rows, sampled, strict=True)
+            if row.drafts
         ]
         return replace(step, moves=()), drafter.draft(drafting)
 
@@ -474,12 +474,10 @@ class Engine:
 
 
 def _samplers(step: Step, sampled: Sequence[Completion], drafted: Tensor) -> list[SampleRow]:
-    """What chooses the token of each row that samples: behind drafts, as if these were accepted."""
+    """What chooses each token of a step: behind drafts, as if these were accepted."""
     samplers, begin = list[SampleRow](), 0
-    rows = [row for row in step.rows if row.sample]
+    rows = (row for row in step.rows if row.sample)
     for row, completion in zip(rows, sampled, strict=True):
-        if not row.draft:
-            end = begin + row.behind
-            samplers += verifiers(completion.sampler, drafted[begin:end])
-            begin = end
+        samplers += verifiers(completion.sampler, drafted[begin : begin + row.drafts])
+        begin += row.drafts
     return samplers

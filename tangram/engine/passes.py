@@ -24,12 +24,14 @@ from tangram.types import Int64
 class Flattened:
     """The flattened batch of a pass: int64 `tokens` and `positions` [T].
 
-    `ends` [R] are the places of each row's last token.
+    `ends` [R] are the places of each row's last token. The model's token behind each of `sampled`
+    [n] is chosen: behind all tokens of a DECODE row, behind the last one of another.
     """
 
     tokens: Int64
     positions: Int64
     ends: Int64
+    sampled: Int64
 
 
 class Passes:
@@ -53,14 +55,14 @@ class Passes:
         *,
         replayed: bool,
     ) -> tuple[StepAttention, Tensor]:
-        """The attention of one pass, and logits [rows that sample, V].
+        """The attention of one pass, and logits [n, V] of the tokens behind which one is sampled.
 
         If `replayed`, by a graph that fits it. `carry` of the rows and their ends returns what
         writes tokens that only the device knows.
         """
         attention = self.batcher.attention(rows, epoch, padded=replayed)
         flat = flatten(rows, attention)
-        sampled, carried = flat.ends[[row.sample for row in rows]], carry(rows, flat.ends)
+        sampled, carried = flat.sampled, carry(rows, flat.ends)
         if replayed and self.graphs is not None and (attention.width or attention.padded_tokens):
             # A graph needs the same places in every pass, and its next pass overwrites its logits.
             wanted = np.arange(attention.width) if attention.width else flat.ends
@@ -107,22 +109,19 @@ class Passes:
 
     @torch.inference_mode()
     def capture(
-        self,
-        rows: int,
-        track: Callable[[Sequence[int]], Iterable[int]],
-        together: Sequence[int] = (1,),
+        self, rows: int, track: Callable[[Sequence[int]], Iterable[int]], queries: int = 1
     ) -> None:
-        """Capture the graphs of decode passes of up to `rows` rows, before serving.
+        """Capture the graphs of decode passes of up to `rows` tokens, before serving.
 
-        So many rows are those of one sequence: see `Batcher.rehearse`. `track` wraps the widths.
+        A sequence has up to `queries` of them. `track` wraps the widths.
         """
         if self.graphs is None:
             return
-        counts = range(min(together), rows + 1)
-        widths = {self.batcher.kernels.width(count) for count in counts}
+        counts = range(queries, rows + 1)
+        widths = {self.batcher.kernels.width(count, queries) for count in counts}
         # The largest first: the others fit into its memory.
         for width in track(sorted(widths, reverse=True)):
-            attention = self.batcher.rehearse(min(width, rows), together)
+            attention = self.batcher.rehearse(min(width, rows), queries)
             if self.batcher.kernels.captured is None:
                 return
             nothing = np.zeros(attention.width, np.int64)
@@ -142,7 +141,8 @@ def flatten(rows: Sequence[Row], attention: StepAttention) -> Flattened:
     Decode rows are padded to the width of `attention`, a row with a `PaddedShape` to its tokens.
     """
     decode_rows = sum(row.kind is RowKind.DECODE for row in rows)
-    fill = np.zeros(attention.width - decode_rows, np.int64)
+    decoded = sum(len(row.tokens) for row in rows[:decode_rows])
+    fill = np.zeros(attention.width - decoded, np.int64)
     tokens = [row.tokens for row in rows]
     positions = [np.arange(row.start, row.start + len(row.tokens)) for row in rows]
     ends = np.cumsum([len(own) for own in tokens]) - 1
@@ -153,4 +153,8 @@ def flatten(rows: Sequence[Row], attention: StepAttention) -> Flattened:
     for parts in (tokens, positions):
         parts.insert(decode_rows, fill)
         parts.append(beyond)
-    return Flattened(np.concatenate(tokens), np.concatenate(positions), ends)
+    sampled = [
+        end for row, end in zip(rows[decode_rows:], ends[decode_rows:], strict=True) if row.sample
+    ]
+    wanted = np.concatenate([np.arange(decoded), np.asarray(sampled, np.int64)])
+    return Flattened(np.concatenate(tokens), np.concatenate(positions), ends, wanted)

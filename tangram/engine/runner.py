@@ -37,8 +37,8 @@ class Runner:
 
     `cache` manages the pool's pages and its host memory. `scorer` scores the chunks of `scored`
     retentions. `graphs` runs passes that only decode, and those of few prefill rows, as CUDA
-    graphs. `cache_dtype` None is the model's own. `meters` measure, including `overflow` if it is
-    set.
+    graphs. `queries` are the numbers of tokens that a decode row may have. `cache_dtype` None is
+    the model's own. `meters` measure, including `overflow` if it is set.
     """
 
     batcher_type: type[Batcher] = Batcher
@@ -56,7 +56,7 @@ class Runner:
         graphs: bool = False,
         cache_dtype: torch.dtype | None = None,
         overflow: Overflow | None = None,
-        most_drafted: int = 0,
+        queries: Sequence[int] = (1,),
     ) -> None:
         self._loaded = loaded
         self.meters = Meters(Stopwatch(loaded.device), overflow)
@@ -71,7 +71,7 @@ class Runner:
         batcher = self.batcher_type(
             retentions, scorer, serving, cache, block_tables, rotary, self.meters, observer
         )
-        batcher.most_drafted = most_drafted
+        batcher.queries = queries
         self.passes = Passes(loaded, batcher, self.meters, graphs=graphs)
         nothing = torch.empty(0, dtype=torch.int64, device=loaded.device)
         self._chosen = dict[int, int](), nothing
@@ -86,11 +86,11 @@ class Runner:
     ) -> SampledTokens | None:
         """Compute `step` and choose a token for each of its rows with `sample`.
 
-        `sample_rows` are theirs, in order; each gets its token. A GPU continues while the host does
-        something else. Tokens that are `pending` in a row come from the last step. In a step with
-        drafts the `pending` ones are `drafted`, int64 [drafts] in the order of their rows; then
-        `sample_rows` get no tokens, since some are refused. `before_choosing` is called when all
-        but the choice is launched.
+        `sample_rows` are theirs, in order, one for each token of a decode row. Each gets its token.
+        A GPU continues while the host does something else. Tokens that are `pending` in a row come
+        from the last step. In rows with drafts they are `drafted`, int64 [drafts] in the order of
+        the rows; then `sample_rows` get no tokens, since some are refused. `before_choosing` is
+        called when all but the choice is launched.
         """
         self.move(step)
         carry = partial(self._carry, drafted=drafted)
@@ -185,8 +185,8 @@ class Runner:
 
     def _carry(self, rows: Sequence[Row], ends: Int64, drafted: Tensor | None) -> Carry:
         """What writes the last step's tokens and drafts into those of a pass of `rows`."""
-        drafts = [number for number, row in enumerate(rows) if row.draft and row.pending]
-        pending = [number for number, row in enumerate(rows) if row.pending and not row.draft]
+        drafts = [number for number, row in enumerate(rows) if row.drafts and row.pending]
+        pending = [number for number, row in enumerate(rows) if row.pending and not row.drafts]
         sources: list[tuple[Tensor, Tensor]] = []
         if pending:
             place_of, chosen = self._chosen
@@ -194,7 +194,11 @@ class Runner:
             target, source = place(places, self._loaded.device)
             sources.append((target, chosen.index_select(0, source)))
         if drafts and drafted is not None:
-            sources.append((place(ends[drafts], self._loaded.device), drafted))
+            targets = [
+                np.arange(end - rows[at].drafts, end) + 1
+                for at, end in zip(drafts, ends[drafts], strict=True)
+            ]
+            sources.append((place(np.concatenate(targets), self._loaded.device), drafted))
 
         def carry(tokens: Tensor) -> None:
             for target, values in sources:

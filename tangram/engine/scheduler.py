@@ -37,8 +37,6 @@ from tangram.engine.token_sequence import TokenSequence
 from tangram.types import Int32, Int64
 
 PRECEDING_TOKENS = 16
-# Rows of drafts share the entries before them as far as a plan knows: it is renewed as these grow.
-DRAFT_PLAN_TOKENS = 64
 
 
 @dataclass
@@ -82,8 +80,7 @@ class Scheduler:
     counters: SchedulerCounters = field(default_factory=SchedulerCounters)
     drafts: Drafts | None = None
     _sealing: set[bytes] = field(default_factory=set)
-    _members: tuple[tuple[int, Retention, int], ...] = ()
-    _grown: int = 0
+    _members: tuple[tuple[int, Retention], ...] = ()
     _epoch: int = 0
 
     def excess(self, entering: int) -> int:
@@ -143,7 +140,7 @@ class Scheduler:
         )
         unfinished = [sequence for sequence in active if not _decodes(sequence)]
         decode = self._decode_rows([one for one in active if _decodes(one)], budget)
-        budget -= len(decode)
+        budget -= sum(len(row.tokens) for row in decode)
         in_turn = self._in_turn(unfinished, self._admissions(fresh_batch))
         prefill = self._prefill(
             (sequence for sequence in in_turn if not _require_cache(sequence).arriving), budget
@@ -283,28 +280,12 @@ class Scheduler:
             row = self._row_of_newest(sequence)
             drafts = self._draft(sequence, spare)
             spare -= len(drafts)
-            rows += self._rows_of_drafts(row, drafts)
+            if len(drafts):
+                on_device = self.drafts is not None and self.drafts.on_device
+                tokens = np.concatenate([row.tokens, drafts])
+                row = replace(row, tokens=tokens, pending=on_device)
+            rows.append(row)
         return rows
-
-    def _rows_of_drafts(self, row: Row, drafts: Int64) -> list[Row]:
-        """`row`, which decodes the newest token of a sequence, and those of its drafts."""
-        if not len(drafts):
-            return [row]
-        count, on_device = len(drafts), self.drafts is not None and self.drafts.on_device
-        return [
-            replace(row, behind=count),
-            *(
-                replace(
-                    row,
-                    start=row.start + at,
-                    tokens=drafts[at - 1 : at],
-                    pending=on_device,
-                    draft=at,
-                    behind=count - at,
-                )
-                for at in range(1, count + 1)
-            ),
-        ]
 
     def _row_of_newest(self, sequence: TokenSequence) -> Row:
         cache = _require_cache(sequence)
@@ -392,11 +373,8 @@ class Scheduler:
         )
 
     def _epoch_of(self, decode: list[Row]) -> int:
-        members = tuple((row.slot, row.retention, row.behind) for row in decode)
-        drafts = [row.start for row in decode if row.draft]
-        grown = sum(drafts) // (DRAFT_PLAN_TOKENS * len(drafts)) if drafts else 0
-        if (members, grown) != (self._members, self._grown):
-            self._grown = grown
+        members = tuple((row.slot, row.retention) for row in decode)
+        if members != self._members:
             self._members = members
             self._epoch += 1
         return self._epoch

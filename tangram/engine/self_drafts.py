@@ -42,7 +42,7 @@ class SelfDrafter:
     @torch.inference_mode()
     def draft(self, drafting: Sequence[Drafting]) -> Tensor:
         """See `Drafter`. A sequence with fewer drafts repeats its last pass while others go on."""
-        counts = np.array([one.row.behind for one in drafting])
+        counts = np.array([one.row.drafts for one in drafting])
         epoch, drafts = self._epoch_of(drafting), list[Tensor]()
         for number in range(int(counts.max())):
             rows = [
@@ -73,7 +73,7 @@ class SelfDrafter:
             one.row,
             retention=_require_draft(one.row.retention),
             start=one.row.start + number,
-            behind=0,
+            tokens=one.row.tokens[:1],
             pending=number > 0,
         )
 

@@ -1,7 +1,7 @@
 """What an engine drafts, and what of it the model accepts.
 
-A step decodes the newest token of a sequence and its drafts, each in a row of its own. At every row
-the model's token is chosen exactly as without drafts: by the same logits, penalties and random
+A step decodes the newest token of a sequence and its drafts together. Behind each of them the
+model's token is chosen exactly as without drafts: by the same logits, penalties and random
 numbers, which are keyed by (seed, sample index, position) (`draw.py`). The longest beginning of the
 draft that equals these tokens is accepted, and the model's token behind it comes for free. So an
 answer is the same with and without speculation, up to the rounding of logits. Leviathan et al.
@@ -36,7 +36,7 @@ _NOTHING = np.zeros(0, np.int64)
 
 @dataclass(frozen=True, eq=False)
 class Drafting:
-    """A sequence that is drafted for: `row` decodes its newest token, `row.behind` drafts follow.
+    """A sequence that is drafted for: `row` decodes its newest token and `row.drafts` drafts.
 
     `sampler` chooses the token behind the newest one.
     """
@@ -54,7 +54,7 @@ class Drafter(Protocol):
         ...
 
     def draft(self, drafting: Sequence[Drafting]) -> Tensor:
-        """int64 [Σ row.behind]: the drafts of one sequence after the other, on the device."""
+        """int64 [Σ row.drafts]: the drafts of one sequence after the other, on the device."""
         ...
 
     def settle(self, sequence: TokenSequence) -> None:

@@ -108,12 +108,17 @@ class PoolKernels(Protocol):
         """
         ...
 
-    def width(self, rows: int) -> int:
-        """The number of decode rows of a pass that decodes `rows`; the excess rows are padding."""
+    def width(self, tokens: int, queries: int) -> int:
+        """The number of tokens of a pass that decodes `tokens`; the excess ones are padding.
+
+        A row has up to `queries` of them.
+        """
         ...
 
     def load(self, batch: Decoding, width: int) -> str:
         """Plan for the rows of `batch` and decode them from now on; their lengths may grow.
+
+        With several queries a row they may also shrink again, by refused drafts.
 
         Returns the name of the planner.
         """
@@ -131,11 +136,14 @@ class PoolKernels(Protocol):
         """
         ...
 
-    def begin(self, tables: Tensor, lengths: Int32, decode_rows: int, prefill: PrefillRows) -> None:
-        """Prepare a forward pass: `decode_rows` is 0 or the width of the loaded plan.
+    def begin(
+        self, tables: Tensor, lengths: Int32, width: int, counts: Int32, prefill: PrefillRows
+    ) -> None:
+        """Prepare a forward pass: `width` is 0 or that of the loaded plan.
 
         `tables` are the flat block tables, int32 on the pool's device; `lengths`, of any shape, are
-        read flat.
+        read flat. They count all tokens of the decode rows, `counts` [R], which lie end to end in
+        the flattened batch.
         """
         ...
 
@@ -159,9 +167,9 @@ class PoolKernels(Protocol):
         softcap: float | None,
         sinks: Tensor | None,
     ) -> None:
-        """Append the first `decode_rows` of k and v [T, H, D], then attend by the plan.
+        """Append the decoded tokens of k and v [T, H, D], then attend by the plan.
 
-        q → out, both [T, Q, D].
+        Each token attends to the entries up to its own. q → out, both [T, Q, D].
         """
         ...
 

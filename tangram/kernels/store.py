@@ -24,7 +24,8 @@ def _convert(x, scale, dtype: tl.constexpr, LIMIT: tl.constexpr, SCALED: tl.cons
 
 
 @triton.jit(
-    do_not_specialize=["layer"], do_not_specialize_on_alignment=["tables", "lengths", "address"]
+    do_not_specialize=["layer"],
+    do_not_specialize_on_alignment=["tables", "lengths", "address", "first_tokens"],
 )
 def append_entries(
     k,
@@ -33,6 +34,7 @@ def append_entries(
     tables,
     lengths,
     address,
+    first_tokens,
     scales,
     layer,
     stride_k,
@@ -46,15 +48,21 @@ def append_entries(
     BLOCK_D: tl.constexpr,
     LIMIT: tl.constexpr,
     SCALED: tl.constexpr,
+    NQ: tl.constexpr,
 ):
-    """Write k, v [R, H, D] at index length - 1, if that is not negative.
+    """Write k, v [T, H, D] so that a row's last token is at index length - 1, if that is not -1.
 
-    `address` is [L, R, H, 3]; grid (R, H).
+    Rows have tokens as in `decode_tasks`. `address` is [L, R, H, 3]; grid (R, H, NQ).
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     record = address + ((layer.to(tl.int64) * tl.num_programs(0) + row) * H + head) * 3
     index = tl.load(lengths + tl.load(record + 2)) - 1
+    token = row
+    if NQ > 1:
+        token = tl.load(first_tokens + row).to(tl.int64) + tl.program_id(2)
+        behind = tl.load(first_tokens + row + 1) - 1 - token.to(tl.int32)
+        index = tl.where(behind >= 0, index - behind, -1)
     page = tl.load(tables + tl.load(record) + tl.maximum(index, 0) // P).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     here = d < tl.where(index >= 0, D, 0)
@@ -64,8 +72,8 @@ def append_entries(
     if SCALED:
         k_scale = tl.load(scales + (layer * H + head) * 2)
         v_scale = tl.load(scales + (layer * H + head) * 2 + 1)
-    key = tl.load(k + row * stride_k + head * stride_k_head + d, mask=here)
-    value = tl.load(v + row * stride_v + head * stride_v_head + d, mask=here)
+    key = tl.load(k + token * stride_k + head * stride_k_head + d, mask=here)
+    value = tl.load(v + token * stride_v + head * stride_v_head + d, mask=here)
     tl.store(place, _convert(key, k_scale, pool.dtype.element_ty, LIMIT, SCALED), mask=here)
     tl.store(
         place + P * D, _convert(value, v_scale, pool.dtype.element_ty, LIMIT, SCALED), mask=here
@@ -268,19 +276,23 @@ def append(
     address: Tensor,
     layer: int,
     scales: Tensor | None = None,
+    first_tokens: Tensor | None = None,
+    queries: int = 1,
 ) -> None:
-    """`reference.append` for one layer: k, v [R, H, D].
+    """`reference.append` for one layer: k, v [T, H, D].
 
-    `address` int32 [L, R, H, 3]: table, column, length index.
+    `address` int32 [L, R, H, 3]: table, column, length index. Row r has the tokens
+    first_tokens[r] to first_tokens[r + 1], up to `queries`; None means the token r.
     """
-    rows, heads, dim = k.shape
-    append_entries[(rows, heads)](
+    (_, heads, dim), rows = k.shape, address.shape[1]
+    append_entries[(rows, heads, queries)](
         k,
         v,
         pool,
         tables,
         lengths,
         address,
+        first_tokens if first_tokens is not None else address,
         scales if scales is not None else k,
         layer,
         *k.stride()[:2],
@@ -292,6 +304,7 @@ def append(
         BLOCK_D=triton.next_power_of_2(dim),
         LIMIT=FP8_MAX,
         SCALED=scales is not None,
+        NQ=queries,
         num_warps=1,
     )
 

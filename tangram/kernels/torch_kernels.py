@@ -20,7 +20,7 @@ from tangram.plan.schedule import Decoding, Schedule
 from tangram.types import Int32
 
 BY_BUDGETS = "aot+ctas=1+tasks=4+min=1+tile=128"
-# Rows that share pages, as drafts of one sequence do, read these together.
+# Rows that share pages read these together.
 SHARING = "packing:thrifty+ctas=1+tasks=4+tile=128"
 NOTHING_FUSED: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({})
 
@@ -38,9 +38,10 @@ class TorchKernels:
     _rows: PrefillRows
     _tables: Tensor
     _lengths: Tensor
+    _counts: Int32
 
     def __init__(self, pool: Tensor, schedule: Schedule | None = None) -> None:
-        self._pool, self._decode_rows, self._waiting = pool, 0, WaitPolicy()
+        self._pool, self._width, self._waiting = pool, 0, WaitPolicy()
         self._schedule = schedule
         given = set() if schedule is None else {*schedule.flags, *schedule.numbers}
         if schedule is not None and (foreign := sorted(given - {*schedule.planner.numbers})):
@@ -51,9 +52,9 @@ class TorchKernels:
         if cpu.runs_compiled(pool):
             cpu.warm_up()
 
-    def width(self, rows: int) -> int:
-        """See `PoolKernels`: always `rows`."""
-        return rows
+    def width(self, tokens: int, queries: int) -> int:
+        """See `PoolKernels`: always `tokens`."""
+        return tokens
 
     def load(self, batch: Decoding, width: int) -> str:
         """See `PoolKernels`: for torch's threads."""
@@ -68,10 +69,12 @@ class TorchKernels:
         """See `PoolKernels`: nothing is compiled."""
         return iter(())
 
-    def begin(self, tables: Tensor, lengths: Int32, decode_rows: int, prefill: PrefillRows) -> None:
+    def begin(
+        self, tables: Tensor, lengths: Int32, width: int, counts: Int32, prefill: PrefillRows
+    ) -> None:
         """See `PoolKernels`."""
         self._waiting.adjust()
-        self._tables, self._decode_rows, self._rows = tables, decode_rows, prefill
+        self._tables, self._width, self._counts, self._rows = tables, width, counts, prefill
         self._lengths = torch.from_numpy(lengths.reshape(-1)).to(self._pool.device)
 
     def begin_row(self, tables: Tensor, row: PrefillRows, shape: PaddedShape) -> bool:
@@ -91,17 +94,18 @@ class TorchKernels:
         sinks: Tensor | None,
     ) -> None:
         """See `PoolKernels`."""
-        rows = self._decode_rows
-        if rows:
-            out[:rows] = cpu.decode_step(
-                q[:rows],
-                k[:rows],
-                v[:rows],
+        tokens = self._width
+        if tokens:
+            out[:tokens] = cpu.decode_step(
+                q[:tokens],
+                k[:tokens],
+                v[:tokens],
                 self._pool,
                 self._tables,
                 self._lengths,
                 self._plan,
                 layer,
+                counts=self._counts,
                 scaling=scaling,
                 softcap=softcap,
                 sinks=sinks,

@@ -166,7 +166,7 @@ class Service:
             step, rows=tuple(row for row in step.rows if by_slot[row.slot] not in self.ended)
         )
         self.device.run(alive, {slot: self._foresee(one) for slot, one in by_slot.items()})
-        if any(row.draft for row in step.rows):
+        if any(row.drafts for row in step.rows):
             self._verify(alive, by_slot)
             return step
         self.scheduler.commit(step)
@@ -197,7 +197,7 @@ class Service:
 
     def _verify(self, step: Step, by_slot: dict[int, TokenSequence]) -> None:
         """The model accepts what equals its own tokens, and adds one."""
-        sampled = [by_slot[row.slot] for row in step.rows if row.sample and not row.draft]
+        sampled = [by_slot[row.slot] for row in step.rows if row.sample]
         taken = dict[TokenSequence, int]()
         for sequence in sampled:
             drafts, tokens = self._drafts_of(sequence), sequence.known_tokens.tolist()
@@ -299,13 +299,12 @@ class Service:
         ]
         assert working in served or passing, "the first stands still"
         for row in step.rows:
-            sequence, end = by_slot[row.slot], row.start + len(row.tokens)
+            sequence, known = by_slot[row.slot], len(row.tokens) - row.drafts
+            end = row.start + known
             assert row.request_id == sequence.request_id and row.retention is sequence.retention
-            if row.behind or row.draft:
-                self._check_draft(row, sequence)
-            if row.draft:
-                continue
-            assert row.tokens.tolist() == sequence.tokens[row.start : end].tolist()
+            if row.drafts:
+                self._check_drafts(row, sequence)
+            assert row.tokens[:known].tolist() == sequence.tokens[row.start : end].tolist()
             assert (
                 row.preceding.tolist()
                 == sequence.tokens[max(0, row.start - PRECEDING_TOKENS) : row.start].tolist()
@@ -313,7 +312,7 @@ class Service:
             assert row.start // size == (end - 1) // size, "a row leaves its chunk"
             if row.kind is RowKind.SEAL:
                 assert row.start % size == 0 and len(row.tokens) == size
-            assert row.kind is not RowKind.DECODE or (len(row.tokens) == 1 and row.sample)
+            assert row.kind is not RowKind.DECODE or (known == 1 and row.sample)
             # A chunk that decode filled is computed once more to be sealed; its last token has
             # given its sample.
             resealed = (
@@ -322,7 +321,7 @@ class Service:
                 and sequence.preemptions == 0
             )
             assert row.sample == (end == sequence.known and not resealed)
-            assert row.pending == (sequence.pending and end == sequence.known)
+            assert row.drafts or row.pending == (sequence.pending and end == sequence.known)
             assert row.kind is RowKind.DECODE or not row.pending
         skipped = [
             entry for entry in starts if entry.cache and not entry.complete and entry not in served
@@ -336,24 +335,24 @@ class Service:
             "one epoch, two sets of decoding rows"
         )
 
-    def _check_draft(self, row: Row, sequence: TokenSequence) -> None:
-        """A row of drafts: of its sequence, in its chunk, of a token that may be needed."""
+    def _check_drafts(self, row: Row, sequence: TokenSequence) -> None:
+        """A row with drafts: of its sequence, in its chunk, of tokens that may be needed."""
+        assert self.drafts is not None
         drafts, size = self._drafts_of(sequence), self.config.chunk_tokens
-        first = sequence.known - 1
-        assert row.kind is RowKind.DECODE and row.sample and row.start == first + row.draft
-        assert row.draft + row.behind == len(drafts)
-        assert row.start // size == first // size, "a draft leaves the chunk"
-        assert row.start < sequence.limit, "a draft is beyond the limit"
-        if row.draft and self.drafts is not None:
-            known = [0] if self.drafts.on_device else [drafts[row.draft - 1]]
-            assert row.tokens.tolist() == known and row.pending == self.drafts.on_device
+        last = row.start + row.drafts
+        assert row.kind is RowKind.DECODE and row.sample and row.start == sequence.known - 1
+        assert row.start // size == last // size, "a draft leaves the chunk"
+        assert last < sequence.limit, "a draft is beyond the limit"
+        known = [0] * len(drafts) if self.drafts.on_device else drafts
+        assert row.tokens[1:].tolist() == known and row.pending == self.drafts.on_device
 
     def _check_drafts_leave_room(self, step: Step) -> None:
         """Where a prompt is to be computed, drafts leave the tokens of a chunk."""
-        drafted = sum(row.draft > 0 for row in step.rows)
+        drafted = any(row.drafts for row in step.rows)
         prompts = self.scheduler.waiting or any(row.kind is not RowKind.DECODE for row in step.rows)
         if drafted and prompts:
-            left = self.config.max_num_batched_tokens - step.decode_rows
+            decoded = sum(len(row.tokens) for row in step.rows[: step.decode_rows])
+            left = self.config.max_num_batched_tokens - decoded
             assert left >= self.config.chunk_tokens, "drafts leave no room for a prompt"
 
     def _check_several(self, step: Step, by_slot: dict[int, TokenSequence]) -> None:
@@ -361,9 +360,7 @@ class Service:
         last = dict[int, Row]()
         for row in step.rows:
             before = last.get(row.slot)
-            if before is not None and row.draft:
-                assert before.kind is RowKind.DECODE and row.draft == before.draft + 1
-            elif before is not None:
+            if before is not None:
                 assert before.kind is RowKind.SEAL and row.start == before.start + len(
                     before.tokens
                 )

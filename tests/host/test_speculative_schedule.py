@@ -119,6 +119,10 @@ def test_right_drafts_save_steps() -> None:
     assert steps(drafts_of(sure=0.0, most=8)) == steps(None)
 
 
+def end_of(row: Row) -> int:
+    return row.start + len(row.tokens)
+
+
 class Eager:
     """Right drafts, as many as may be."""
 
@@ -141,8 +145,8 @@ def test_an_accepted_run_that_fills_its_chunk_is_sealed_next() -> None:
     while (step := service.step()) is not None:
         rows.append(list(step.rows))
     kinds = [[row.kind for row in step] for step in rows]
-    ends = [step[-1].start + 1 for step in rows if step[-1].draft]
-    full = [at for at, step in enumerate(rows) if step[-1].draft and step[-1].start % 8 == 7]
+    ends = [end_of(row) for *_, row in rows if row.drafts]
+    full = [at for at, (*_, row) in enumerate(rows) if row.drafts and end_of(row) % 8 == 0]
     assert max(ends) > 8 and full, "a run has filled a chunk"
     for at in full:
         assert kinds[at + 1][-1] is RowKind.SEAL
@@ -167,7 +171,7 @@ def test_drafts_leave_the_rest_of_a_chunk_the_rest_of_the_answer_and_room_for_a_
     service.step()
     service.scheduler.drafts = eager = Eager()
     step = service.scheduler.schedule()
-    assert step is not None and [row.start for row in step.rows] == [3, 4, 5, 6, 7]
+    assert step is not None and [(row.start, row.drafts) for row in step.rows] == [(3, 4)]
     assert eager.asked == [4], "the chunk ends at position 7"
     service = Service([layout(2)], slack_pages=1000, max_num_seqs=3, slack_tokens=2)
     for _ in range(2):
@@ -177,7 +181,7 @@ def test_drafts_leave_the_rest_of_a_chunk_the_rest_of_the_answer_and_room_for_a_
     service.scheduler.drafts = eager = Eager()
     step = service.scheduler.schedule()
     assert step is not None and eager.asked == [3], "13 tokens a step, less 2, less a chunk"
-    assert [len(row.tokens) for row in step.rows] == [1] * 5 + [8]
+    assert [len(row.tokens) for row in step.rows] == [4, 1, 8]
 
 
 def test_several_sequences_of_one_request_part_at_their_first_difference() -> None:
