@@ -268,8 +268,9 @@ class TritonKernels:
         sinks: Tensor | None,
     ) -> None:
         """See `PoolKernels`."""
-        tables, tokens, address = self._tables, self._width, self._decode_address
+        tables, tokens = self._tables, self._width
         if tokens:
+            address = self._decode_address
             first = None if self._queries == 1 else self._first_tokens[address.shape[1]]
             store.append(
                 k[:tokens],
