@@ -167,7 +167,8 @@ class EngineConfig:
 
     speculative_config: str | Mapping[str, Any] | None = _batching(
         None,
-        """draft tokens and verify several at a time: JSON like '{"method": "ngram"}'""",
+        """draft tokens and verify several at a time: JSON like '{"method": "ngram"}'; """
+        "other methods are suffix, compressed_kv and draft_model",
         unset="one token of a sequence in a step",
     )
     max_num_seqs: int = _batching(32, "maximum sequences in one step", bounds=_TOKENS)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from types import MappingProxyType
-from typing import Any, get_type_hints
+from types import MappingProxyType, NoneType
+from typing import Any, get_args, get_type_hints
 
 from tangram.errors import ConfigError
 from tangram.limits import Bounds
@@ -17,6 +17,7 @@ from tangram.limits import Bounds
 NAME = "speculative_config"
 MOST_DRAFTED = 64
 _SHARE = Bounds(0.0, 1.0)
+_MOST_GIB = 2.0**20
 
 
 def _number(default: float | None, bounds: Bounds) -> Any:
@@ -31,6 +32,11 @@ class SpeculativeConfig:
     """
 
     num_speculative_tokens: int = _number(8, Bounds(1, MOST_DRAFTED))
+
+    @property
+    def method(self) -> str:
+        """Its name."""
+        return next(name for name, kind in METHODS.items() if isinstance(self, kind))
 
     def __post_init__(self) -> None:
         for entry in fields(self):
@@ -81,9 +87,14 @@ class Suffix(SpeculativeConfig):
 
 @dataclass(frozen=True)
 class DraftModel(SpeculativeConfig):
-    """A smaller `model` with the same tokenizer drafts."""
+    """A smaller `model` with the same tokenizer drafts.
+
+    `kv_cache_gib` of the engine's memory for KV pages are its own. Without it, both models have
+    pages for as many tokens.
+    """
 
     model: str = ""
+    kv_cache_gib: float | None = _number(None, Bounds(0.0, _MOST_GIB, open_low=True))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -136,7 +147,8 @@ def _example() -> str:
     return """write it like '{"method": "ngram", "num_speculative_tokens": 4}'"""
 
 
-def _check_type(name: str, value: Any, kind: type) -> None:
+def _check_type(name: str, value: Any, kind: Any) -> None:
+    kind = next((part for part in get_args(kind) if part is not NoneType), kind)  # float | None
     fits = isinstance(value, int if kind is int else (int, float) if kind is float else kind)
     if not fits or (isinstance(value, bool) and kind is not bool):
         raise ConfigError(f"{name} is {value!r}, it must be {_KINDS[kind]}")

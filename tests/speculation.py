@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -94,7 +94,7 @@ def _answer(events: Sequence[Event]) -> Answer:
         [token for event in events for token in event.token_ids],
         "".join(event.text for event in events),
         str(last.finish_reason),
-        last.usage,
+        replace(last.usage, drafted=None),
         [
             (step.logprob, *(value for _, value in step.top))
             for event in events

@@ -66,12 +66,14 @@ class CacheManager:
         owed = sum(seq.promised_pages - seq.booked_pages for seq in self.sequences.values())
         return self.ledger.free + self.prefix.idle_pages - self.prefix.crowded_pages - owed
 
-    def extend(self, seq: SequenceCache, limit: int) -> bool:
+    def extend(self, seq: SequenceCache, limit: int, tokens: int | None = None) -> bool:
         """Promise `seq` the pages that it needs until its current chunk ends.
 
-        Returns False if there are not enough pages now.
+        With `tokens` that is the chunk which these reach. Returns False if there are not enough
+        pages now.
         """
-        wanted = seq.layout.count_promised_pages(seq.sealed_chunks * seq.layout.chunk_tokens, limit)
+        reached = seq.sealed_chunks * seq.layout.chunk_tokens if tokens is None else tokens
+        wanted = seq.layout.count_promised_pages(reached, limit)
         if (more := wanted - seq.promised_pages) > 0 and more > self.spare_pages:
             return False
         seq.promised_pages = max(wanted, seq.formula_pages)

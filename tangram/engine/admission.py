@@ -13,8 +13,8 @@ from tangram.engine.meters import Meters
 from tangram.engine.scheduler import Scheduler
 from tangram.engine.token_sequence import TokenSequence
 from tangram.errors import RequestError
-from tangram.metrics import EngineStats
-from tangram.types import Request, Usage
+from tangram.metrics import EngineStats, SpeculationStats
+from tangram.types import DraftedTokens, Request, Usage
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,9 @@ class Admission:
             )
         return granted
 
-    def usage(self, sequence: TokenSequence, completion_tokens: int) -> Usage:
+    def usage(
+        self, sequence: TokenSequence, completion_tokens: int, drafted: DraftedTokens | None = None
+    ) -> Usage:
         """The KV use of one sequence now. For a preempted one, as it was when last computed.
 
         Tokens count up to the one before the newest: accepted drafts do as they become known.
@@ -122,6 +124,7 @@ class Admission:
             kv_bytes=held * layout.page_bytes(self.element_bytes),
             kv_bytes_uncompressed=layout.count_uncompressed_entries(computed)
             * self._entry_bytes(layout),
+            drafted=drafted,
         )
 
     @property
@@ -129,8 +132,10 @@ class Admission:
         """The layout of ρ = 1.0."""
         return next(entry.layout for entry in self.retentions if entry.layout.keeps_everything)
 
-    def stats(self, scheduler: Scheduler, meters: Meters) -> EngineStats:
-        """One reading of the scheduler's state and of the meters."""
+    def stats(
+        self, scheduler: Scheduler, meters: Meters, speculation: SpeculationStats | None = None
+    ) -> EngineStats:
+        """One reading of the scheduler's state, of the meters, and of what was drafted."""
         cache, counters = scheduler.cache, scheduler.counters
         usages = [self.usage(sequence, 0) for sequence in scheduler.running]
         layout, pages = self.retentions[0].layout, PageStates.of(cache)
@@ -173,6 +178,7 @@ class Admission:
             sealing_s=meters.sealing.seconds,
             plans=dict(meters.plans),
             overflow=() if meters.overflow is None else meters.overflow.figures,
+            speculation=speculation,
         )
 
     def _entry_bytes(self, layout: Layout) -> int:

@@ -18,22 +18,33 @@ from tangram.compress.profile import Profile
 from tangram.compress.scorers import Scorer
 from tangram.config import EngineConfig, cache_folder
 from tangram.engine.admission import Admission
+from tangram.engine.draft_model import (
+    PoolShape,
+    check_vocabulary,
+    draft_bytes,
+    draft_config,
+    draft_pages,
+    readable_tokens,
+)
 from tangram.engine.loop import Engine
 from tangram.engine.memory import (
+    GRAPH_BYTES,
     cache_dtype,
     explain_exhaustion,
     kv_bytes,
     offload_bytes,
     table_bytes,
 )
+from tangram.engine.meters import Meters
+from tangram.engine.model_drafts import ModelDrafter
 from tangram.engine.passes import Passes
 from tangram.engine.profiles import Compression
 from tangram.engine.runner import Runner
 from tangram.engine.scheduler import Scheduler
 from tangram.engine.self_drafts import SelfDrafter
 from tangram.engine.speculation import Speculation, speculate_by_lookup
-from tangram.engine.startup import announce
-from tangram.errors import ConfigError
+from tangram.engine.startup import announce, announce_speculation
+from tangram.errors import ConfigError, IntegrityError
 from tangram.kernels.dispatch import pool_kernels
 from tangram.kernels.interface import KernelChoice
 from tangram.kernels.threads import use_threads
@@ -43,7 +54,7 @@ from tangram.model.load import LoadedModel, load_model
 from tangram.model.overflow import Overflow
 from tangram.plan.policy import Policy, policy_name
 from tangram.progress import show_progress
-from tangram.speculative_config import CompressedKv, Ngram, Suffix
+from tangram.speculative_config import NAME, CompressedKv, DraftModel, Ngram, Suffix
 
 Parts = tuple[Admission, Scheduler, Runner]
 
@@ -90,11 +101,13 @@ class EngineBuilder:
         self.config = self.compression.config
         self.most_tokens = config.max_model_len or limit
         self._given_kernels = kernels
+        self.drafting = self._load_drafting()
 
     def engine(self) -> Engine:
         """The engine."""
         admission, scheduler, runner = self.parts()
-        speculation = self.speculation(admission.retentions, scheduler.cache, runner)
+        speculation = self.speculation(admission, scheduler.cache, runner)
+        announce_speculation(self.config)
         return Engine(self.config, self.loaded, admission, scheduler, runner, speculation)
 
     def parts(self) -> Parts:
@@ -106,7 +119,7 @@ class EngineBuilder:
         default, layouts = retentions[0], [retention.layout for retention in retentions]
         dtype = cache_dtype(config, loaded)
         page_bytes = default.layout.page_bytes(dtype.itemsize)
-        pages = kv_bytes(config, loaded, table_bytes(config, layouts)) // page_bytes
+        pages = self._served_bytes(layouts, page_bytes) // page_bytes
         max_model_len = _fit_model_len(config, default, pages, self.most_tokens)
         span_bytes = default.layout.span_pages * page_bytes
         cache = self.cache(retentions, pages, offload_bytes(config, span_bytes) // page_bytes)
@@ -120,25 +133,104 @@ class EngineBuilder:
         return admission, Scheduler(config, cache), runner
 
     def speculation(
-        self, retentions: Sequence[Retention], cache: CacheManager, runner: Runner
+        self, admission: Admission, cache: CacheManager, runner: Runner
     ) -> Speculation | None:
         """What drafts, if the config says how."""
         match self.config.speculation:
             case Ngram() | Suffix() as lookup:
                 return speculate_by_lookup(lookup)
             case CompressedKv() as own:
-                drafter = self._self_drafter(retentions, cache, runner)
-                return None if drafter is None else Speculation(own, drafter=drafter)
+                drafter = self._self_drafter(admission.retentions, cache, runner)
+                return Speculation(own, drafter=drafter)
+            case DraftModel() as other:
+                model = self._model_drafter(other, admission, runner)
+                return None if model is None else Speculation(other, drafter=model)
             case _:
                 return None
 
+    def _load_drafting(self) -> EngineBuilder | None:
+        """The builder of what another model that drafts needs, if one does.
+
+        Raises `ConfigError` if its tokens are others.
+        """
+        config, drafts = self.config, self.config.speculation
+        if not isinstance(drafts, DraftModel):
+            return None
+        other = load_model(
+            drafts.model,
+            dtype=config.dtype,
+            device=self.loaded.device.type,
+            load_format=config.load_format,
+        )
+        check_vocabulary(self.loaded, other)
+        tokens = readable_tokens(other, self.loaded.name, self.most_tokens)
+        return EngineBuilder(draft_config(config, drafts, tokens), other, self._given_kernels)
+
+    def _served_bytes(self, layouts: Sequence[Layout], page_bytes: int) -> int:
+        """Bytes of the served model's KV pages."""
+        config, drafts, tables = (
+            self.config,
+            self.config.speculation,
+            table_bytes(self.config, layouts),
+        )
+        if self.drafting is None or not isinstance(drafts, DraftModel):
+            return kv_bytes(config, self.loaded, tables)
+        shape = self.drafting.uncompressed_pool()
+        beside = table_bytes(self.drafting.config, [shape.layout]) + GRAPH_BYTES
+        total = kv_bytes(config, self.loaded, tables + beside)
+        return total - draft_bytes(total, drafts, PoolShape(layouts[0], page_bytes), shape)
+
+    def uncompressed_pool(self) -> PoolShape:
+        """The pages of a model that keeps everything."""
+        layout = self.lay_out_uncompressed()
+        return PoolShape(layout, layout.page_bytes(cache_dtype(self.config, self.loaded).itemsize))
+
+    def _model_drafter(
+        self, drafts: DraftModel, admission: Admission, runner: Runner
+    ) -> ModelDrafter | None:
+        """The drafter of draft_model, which shares the meters of `runner`."""
+        if self.drafting is None:
+            return None
+        _, retentions = self.drafting.retentions()
+        served_tokens = admission.retentions[0].layout.tokens_in(admission.total_pages)
+        pages = draft_pages(drafts, served_tokens, self.drafting.uncompressed_pool())
+        cache = self.drafting.cache(retentions, pages, 0)
+        _log.info(
+            "%s drafts for %s: %s tokens of it fit in %d pages",
+            drafts.model,
+            self.config.model,
+            f"{retentions[0].layout.tokens_in(pages):,}",
+            pages,
+        )
+        return ModelDrafter(
+            self.drafting.draft_runner(retentions, cache, pages, runner.meters),
+            cache,
+            retentions[0],
+            most_tokens=self.config.max_num_batched_tokens,
+            vocabulary=self.loaded.geometry.vocab_size,
+        )
+
+    def draft_runner(
+        self, retentions: Sequence[Retention], cache: CacheManager, pages: int, meters: Meters
+    ) -> Runner:
+        """The runner of a model that drafts for another one, whose `meters` count its work too."""
+        return self._ready_runner(
+            retentions,
+            None,
+            cache=cache,
+            pages=pages,
+            kernels=self._kernels(),
+            cache_dtype=cache_dtype(self.config, self.loaded),
+            meters=meters,
+        )
+
     def _self_drafter(
         self, retentions: Sequence[Retention], cache: CacheManager, runner: Runner
-    ) -> SelfDrafter | None:
-        """The drafter of compressed_kv; None where the model has nothing to compress."""
+    ) -> SelfDrafter:
+        """The drafter of compressed_kv."""
         drafts = [entry.draft for entry in retentions if entry.draft is not None]
         if not drafts or cache.drafts is None:
-            return None
+            raise IntegrityError("compressed_kv has no retention with a draft")
         passes = runner.draft_passes(drafts[0], cache.drafts, self._kernels())
         self._prepare_decode(passes, self.config.max_num_seqs, "Capturing draft steps")
         runner.meters.clear()
@@ -152,6 +244,12 @@ class EngineBuilder:
         config, drafts = self.config, self.config.speculation
         full = Retention(1.0, self.lay_out_uncompressed(), self._full_fingerprint())
         if not self.loaded.geometry.full_layers:
+            if isinstance(drafts, CompressedKv):
+                raise ConfigError(
+                    f"{NAME}.method is {drafts.method}, but {config.model} has "
+                    "sliding-window layers only, of which drafts can leave out nothing: choose "
+                    "ngram or suffix"
+                )
             _log.warning(
                 "%s has sliding-window layers only: there is nothing to compress", config.model
             )

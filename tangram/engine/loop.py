@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tangram.cache.accounting import check_accounting
 from tangram.cache.layout import Layout
+from tangram.cache.manager import CacheManager
 from tangram.cache.retention import Retention
 from tangram.cache.step import Step
 from tangram.config import EngineConfig
@@ -85,7 +86,7 @@ class Engine:
         )
         self._flight: Flight | None = None
         self._mail = Mailbox(Intake(config.max_queue, config.max_num_seqs), config.max_num_seqs)
-        self._stats = admission.stats(scheduler, runner.meters)
+        self._stats = self._read_stats()
         self._stats_s = -STATS_EVERY_S
         self._thread: threading.Thread | None = None
         self._checked = False
@@ -234,6 +235,7 @@ class Engine:
             speculation.skip(decoding)
         else:
             self._land()
+            speculation.prepare(self._scheduler.decoding)
         speculation.begin_step()
 
     def _end_step(self, step: Step) -> None:
@@ -332,8 +334,13 @@ class Engine:
         self._mail.publish(self._scheduler.excess(self._answers.held_back))
 
     def _publish_stats(self) -> None:
-        self._stats = self._admission.stats(self._scheduler, self._runner.meters)
+        self._stats = self._read_stats()
         self._stats_s = time.monotonic()
+
+    def _read_stats(self) -> EngineStats:
+        speculation = self._speculation
+        drafted = None if speculation is None else speculation.counters.read()
+        return self._admission.stats(self._scheduler, self._runner.meters, drafted)
 
     def _fail(self, completion: Completion) -> None:
         """End a request whose logits show unsound state, and forget that state."""
@@ -355,15 +362,30 @@ class Engine:
                 self._drop(request_id, error)
             except Exception:
                 _log.exception("request %s could not be notified that %s", request_id, error)
-        self._scheduler.cache.prefix.clear()
+        self._clear_prefixes()
 
     def clear_cache(self) -> None:
         """Forget every unused cached prefix."""
-        self._between_steps(self._scheduler.cache.prefix.clear)
+        self._between_steps(self._clear_prefixes)
 
     def check_accounting(self) -> None:
         """Raise `IntegrityError` unless every page is accounted for and footprints are right."""
-        self._between_steps(partial(check_accounting, self._scheduler.cache))
+        self._between_steps(self._check_pages)
+
+    @property
+    def _caches(self) -> Iterator[CacheManager]:
+        """That of the model, and that of a model which drafts."""
+        yield self._scheduler.cache
+        if self._speculation is not None and self._speculation.cache is not None:
+            yield self._speculation.cache
+
+    def _clear_prefixes(self) -> None:
+        for cache in self._caches:
+            cache.prefix.clear()
+
+    def _check_pages(self) -> None:
+        for cache in self._caches:
+            check_accounting(cache)
 
     def _between_steps(self, work: Callable[[], None]) -> None:
         """Do `work`, between two steps if a thread steps; raises what `work` raises."""
@@ -463,12 +485,14 @@ class Engine:
         self._scheduler.remove(completion.sequence)
 
     def _usage(self, completion: Completion) -> Usage:
-        return self._admission.usage(completion.sequence, completion.sequence.read_tokens)
+        sequence, speculation = completion.sequence, self._speculation
+        drafted = None if speculation is None else speculation.usage(sequence)
+        return self._admission.usage(sequence, sequence.read_tokens, drafted)
 
     def _check_once(self) -> None:
         """Check the page accounting when idle, so that a mistake shows before the next load."""
         if not self._checked:
-            check_accounting(self._scheduler.cache)
+            self._check_pages()
             self._checked = True
             self._publish_stats()
 

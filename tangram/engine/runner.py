@@ -38,7 +38,7 @@ class Runner:
     `cache` manages the pool's pages and its host memory. `scorer` scores the chunks of `scored`
     retentions. `graphs` runs passes that only decode, and those of few prefill rows, as CUDA
     graphs. `queries` are the numbers of tokens that a decode row may have. `cache_dtype` None is
-    the model's own. `meters` measure, including `overflow` if it is set.
+    the model's own. `meters` measure: those given, or new ones, including `overflow` if it is set.
     """
 
     batcher_type: type[Batcher] = Batcher
@@ -57,9 +57,10 @@ class Runner:
         cache_dtype: torch.dtype | None = None,
         overflow: Overflow | None = None,
         queries: Sequence[int] = (1,),
+        meters: Meters | None = None,
     ) -> None:
         self._loaded = loaded
-        self.meters = Meters(Stopwatch(loaded.device), overflow)
+        self.meters = Meters(Stopwatch(loaded.device), overflow) if meters is None else meters
         layout = retentions[0].layout
         shape = (pages, layout.heads_per_page, 2, layout.page_tokens, layout.geometry.head_dim)
         self.pool = torch.empty(shape, dtype=cache_dtype or loaded.dtype, device=loaded.device)

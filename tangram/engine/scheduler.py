@@ -33,10 +33,9 @@ from tangram.cache.retention import Retention
 from tangram.cache.sequence_cache import SequenceCache
 from tangram.cache.step import Row, RowKind, Step
 from tangram.config import EngineConfig
+from tangram.engine.rows import prefill_span, row_of
 from tangram.engine.token_sequence import TokenSequence
 from tangram.types import Int32, Int64
-
-PRECEDING_TOKENS = 16
 
 
 @dataclass
@@ -291,7 +290,7 @@ class Scheduler:
         cache = _require_cache(sequence)
         start = cache.computed_tokens
         self.cache.grow(cache, 1)
-        return self._row(sequence, RowKind.DECODE, start, start + 1, sample=True)
+        return row_of(sequence, cache, RowKind.DECODE, start, start + 1, sample=True)
 
     def _draft(self, sequence: TokenSequence, most: int) -> Int64:
         """Drafts behind the newest token, with pages for them; none crosses the end of a chunk."""
@@ -331,17 +330,12 @@ class Scheduler:
 
     def _prefill_row(self, sequence: TokenSequence, budget: int) -> Row | None:
         cache = _require_cache(sequence)
-        chunk_tokens = cache.layout.chunk_tokens
-        begin = cache.sealed_chunks * chunk_tokens
-        if sequence.known - begin < chunk_tokens:
-            start, kind, end = cache.computed_tokens, RowKind.TAIL, sequence.known
-        else:
-            start, kind, end = begin, RowKind.SEAL, begin + chunk_tokens
+        kind, start, end = prefill_span(cache, sequence.known)
         if end - start > budget:
             return None
         # A chunk that decode completed has been sampled already; one that ends the known tokens has
         # not.
-        sample = end == sequence.known and cache.raw_tokens < chunk_tokens
+        sample = end == sequence.known and cache.raw_tokens < cache.layout.chunk_tokens
         if kind is RowKind.SEAL:
             key = self.cache.next_key(cache, sequence.settled_tokens)
             if key is not None:
@@ -350,27 +344,7 @@ class Scheduler:
         else:
             self.cache.grow(cache, end - start)
         self.counters.computed_prompt_tokens += max(0, min(end, sequence.prompt_tokens) - start)
-        return self._row(sequence, kind, start, end, sample=sample)
-
-    @staticmethod
-    def _row(sequence: TokenSequence, kind: RowKind, start: int, end: int, *, sample: bool) -> Row:
-        tokens, preceding = (
-            sequence.tokens[start:end],
-            sequence.tokens[max(0, start - PRECEDING_TOKENS) : start],
-        )
-        slot = _require_cache(sequence).slot
-        pending = sequence.pending and end == sequence.known
-        return Row(
-            sequence.request_id,
-            slot,
-            sequence.retention,
-            kind,
-            start,
-            tokens,
-            preceding,
-            sample,
-            pending,
-        )
+        return row_of(sequence, cache, kind, start, end, sample=sample)
 
     def _epoch_of(self, decode: list[Row]) -> int:
         members = tuple((row.slot, row.retention) for row in decode)

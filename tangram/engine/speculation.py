@@ -20,13 +20,15 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from torch import Tensor
 
+from tangram.cache.manager import CacheManager
 from tangram.cache.step import Row
 from tangram.engine.sampling import SampleRow
 from tangram.engine.token_sequence import TokenSequence
+from tangram.metrics import SpeculationStats
 from tangram.speculate.lookup import NgramDrafter, RecentAnswers, SuffixDrafter
 from tangram.speculate.pace import Acceptance, Pace
 from tangram.speculative_config import Ngram, SpeculativeConfig, Suffix
-from tangram.types import Int64, TokenLogprob
+from tangram.types import DraftedTokens, Int64, TokenLogprob
 
 LOOK_EVERY = 16  # tokens of a sequence that is not drafted for: how often a lookup is tried out
 # By which `suffix_decoding_max_cached_requests` becomes a bound in tokens.
@@ -49,6 +51,18 @@ class Drafting:
 class Drafter(Protocol):
     """A model that drafts on the device."""
 
+    @property
+    def cache(self) -> CacheManager | None:
+        """The cache of its own KV entries, if it has any."""
+        ...
+
+    def prepare(self, sequences: Sequence[TokenSequence]) -> Sequence[TokenSequence]:
+        """Before a step: compute what is missing to draft for `sequences`, as far as a step may.
+
+        Returns those that it cannot draft for now.
+        """
+        ...
+
     def offer(self, sequence: TokenSequence, most: int) -> int:
         """How many tokens, up to `most`, it can draft for `sequence` now."""
         ...
@@ -58,7 +72,7 @@ class Drafter(Protocol):
         ...
 
     def settle(self, sequence: TokenSequence) -> None:
-        """The tokens of `sequence` are those that it has now; other drafts were refused."""
+        """The tokens of `sequence` are its computable ones now; other drafts were refused."""
         ...
 
     def forget(self, sequence: TokenSequence) -> None:
@@ -159,6 +173,11 @@ class Speculation:
         """Whether drafts are not known when a step is scheduled."""
         return self.drafter is not None
 
+    @property
+    def cache(self) -> CacheManager | None:
+        """The cache of a model that drafts, if it has one of its own."""
+        return None if self.drafter is None else self.drafter.cache
+
     # -- a step ------------------------------------------------------------------------------------
 
     def plan(self, sequences: Sequence[TokenSequence]) -> bool:
@@ -185,6 +204,16 @@ class Speculation:
             if course.lookup is not None and sequence.speculative:
                 course.lookup.try_out(sequence, course.acceptance, self.most)
 
+    def prepare(self, sequences: Sequence[TokenSequence]) -> None:
+        """All tokens of the decoding `sequences` are known: what drafts for them gets ready."""
+        if self.drafter is None:
+            return
+        chosen = [one for one in sequences if one.speculative and self._course(one).chosen]
+        for sequence in self.drafter.prepare(chosen):
+            course = self._course(sequence)
+            course.chosen = 0
+            course.acceptance.count_found(False)
+
     def begin_step(self) -> None:
         """A step is scheduled next."""
         self._drafted, self._begin_s = 0, self._now()
@@ -201,7 +230,10 @@ class Speculation:
 
     def _find(self, course: _Course, sequence: TokenSequence, count: int) -> Int64:
         if self.drafter is not None:
-            return np.zeros(self.drafter.offer(sequence, count), np.int64)
+            offered = self.drafter.offer(sequence, count)
+            if offered:
+                course.acceptance.count_found(True)
+            return np.zeros(offered, np.int64)
         if course.lookup is None:
             return _NOTHING
         course.lookup.extend(sequence)
@@ -210,13 +242,15 @@ class Speculation:
         return drafts
 
     def settle(self, sequence: TokenSequence, drafted: int, accepted: int) -> None:
-        """The model has accepted so many of the tokens drafted for `sequence`."""
+        """The model has accepted so many of the tokens drafted for `sequence`, now foreseen."""
         course = self._course(sequence)
         if drafted:
             course.acceptance.count(drafted, accepted)
             course.accepted += accepted
             course.refused += drafted - accepted
             self.counters.count(drafted, accepted)
+            if self.drafter is not None:
+                self.drafter.settle(sequence)
 
     def end_step(self) -> None:
         """The step is through, and nothing but decoding took its time."""
@@ -227,10 +261,10 @@ class Speculation:
 
     # -- a sequence --------------------------------------------------------------------------------
 
-    def usage(self, sequence: TokenSequence) -> tuple[int, int]:
-        """Drafted tokens of `sequence` that were accepted, and that were refused."""
-        course = self._course(sequence)
-        return course.accepted, course.refused
+    def usage(self, sequence: TokenSequence) -> DraftedTokens:
+        """The tokens drafted for `sequence`. Those behind its end are rejected, too."""
+        course, unused = self._course(sequence), sequence.foreseen
+        return DraftedTokens(course.accepted - unused, course.refused + unused)
 
     def remember(self, sequence: TokenSequence) -> None:
         """The answer of `sequence` has ended; later ones may be like it."""
@@ -286,3 +320,9 @@ class SpeculationCounters:
         self.accepted += accepted
         for place in range(accepted):
             self.accepted_at[place] += 1
+
+    def read(self) -> SpeculationStats:
+        """The counts now."""
+        return SpeculationStats(
+            self.drafts, self.drafted, self.accepted, accepted_at=tuple(self.accepted_at)
+        )

@@ -167,16 +167,21 @@ def largest(scores, count):  # type: ignore[no-untyped-def]
 
 
 @compile_kept(fastmath=FAST)
-def online_softmax(scores, count, maximum, total, out, softcap):  # type: ignore[no-untyped-def]
+def cap(scores, count, softcap):  # type: ignore[no-untyped-def]
+    """Bound scores[m, :count] to softcap · tanh(s / softcap)."""
+    for m in range(scores.shape[0]):
+        for i in range(count):
+            scores[m, i] = softcap * np.tanh(scores[m, i] / softcap)
+
+
+@compile_kept(fastmath=FAST)
+def online_softmax(scores, count, maximum, total, out):  # type: ignore[no-untyped-def]
     """Turn scores[m, :count] into weights.
 
     Updates the running maximum and sum, and rescales `out` where the maximum rises.
     """
     for m in range(out.shape[0]):
         s = scores[m]
-        if softcap > 0:
-            for i in range(count):
-                s[i] = softcap * np.tanh(s[i] / softcap)
         top = max(maximum[m], largest(s, count))
         if top == -np.inf:  # nothing is visible yet
             s[:count] = np.float32(0.0)
@@ -245,9 +250,11 @@ def attend(  # type: ignore[no-untyped-def]
                 prefetch_block(blocks[tables[table + first_page] * heads_per_page + column, 1])
             low, high = max(start, first), min(stop, first + page_tokens)
             dot_keys(query, blocks[block, 0], low - first, high - first, scores, low - start)
+        if softcap > 0:
+            cap(scores, stop - start, softcap)
         if masked and (start < seen_from or stop > seen_to):
             hide(scores, start, stop, oldest, newest)
-        online_softmax(scores, stop - start, maximum, total, out, softcap)
+        online_softmax(scores, stop - start, maximum, total, out)
         for page in range(first_page, last_page + 1):
             block, first = tables[table + page] * heads_per_page + column, page * page_tokens
             if page < last_page:

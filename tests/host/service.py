@@ -13,7 +13,8 @@ from tangram.cache.manager import CacheManager
 from tangram.cache.retention import Retention
 from tangram.cache.step import Row, RowKind, Step
 from tangram.config import EngineConfig
-from tangram.engine.scheduler import PRECEDING_TOKENS, Scheduler
+from tangram.engine.rows import PRECEDING_TOKENS
+from tangram.engine.scheduler import Scheduler
 from tangram.engine.token_sequence import TokenSequence, sequence_of
 from tangram.types import Int64
 from tests.host.support import Device, retentions

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from tangram.cli import app
+from tangram.config import EngineConfig
 from tangram.errors import ConfigError
 from tangram.speculative_config import (
     METHODS,
@@ -28,6 +32,7 @@ from tangram.speculative_config import (
         ({"method": "ngram", "prompt_lookup_max": 3}, Ngram(8, 2, 3)),
         ({"method": "suffix", "suffix_decoding_max_spec_factor": 2}, Suffix()),
         ({"method": "draft_model", "model": "small"}, DraftModel(8, "small")),
+        ({"method": "draft_model", "model": "a", "kv_cache_gib": 2}, DraftModel(8, "a", 2)),
     ],
 )
 def test_what_is_given_is_what_holds(given: Any, expected: object) -> None:
@@ -66,6 +71,14 @@ def test_what_is_given_is_what_holds(given: Any, expected: object) -> None:
             "prompt_lookup_min is 4, it must be at most prompt_lookup_max (3)",
         ),
         ({"method": "draft_model"}, "speculative_config.model is missing"),
+        (
+            {"method": "draft_model", "model": "a", "kv_cache_gib": 0},
+            "speculative_config.kv_cache_gib is 0, it must be greater than 0",
+        ),
+        (
+            {"method": "draft_model", "model": "a", "kv_cache_gib": "1"},
+            "speculative_config.kv_cache_gib is '1', it must be a number",
+        ),
         ({"method": "compressed_kv", "kv_retention": float("nan")}, "kv_retention is nan"),
     ],
 )
@@ -77,3 +90,38 @@ def test_what_is_wrong_is_named(given: Any, said: str) -> None:
 
 def test_every_method_says_what_it_is() -> None:
     assert all(kind.__doc__ for kind in METHODS.values())
+
+
+def test_text_and_mapping_are_one_config() -> None:
+    given = {"method": "ngram", "num_speculative_tokens": 3}
+    configs = [EngineConfig(speculative_config=form) for form in (given, json.dumps(given))]
+    assert configs[0] == configs[1]
+    assert configs[0].speculation == Ngram(3) and EngineConfig().speculation is None
+    made = [CompressedKv(), Ngram(), Suffix(), DraftModel(model="small")]
+    assert [config.method for config in made] == list(METHODS)
+
+
+def test_drafts_of_compressed_entries_keep_everything() -> None:
+    method = {"method": "compressed_kv"}
+    assert EngineConfig(speculative_config=method).kv_retention == 1.0
+    with pytest.raises(ConfigError, match=r"kv_retention is 0\.3, .* speculative_config\.kv_ret"):
+        EngineConfig(speculative_config=method, kv_retention=0.3)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["generate", "-p", "hello"],
+        ["chat"],
+        ["serve"],
+        ["bench", "serving", "throughput"],
+        ["bench", "serving", "multi-turn"],
+    ],
+    ids=" ".join,
+)
+def test_every_command_with_an_engine_takes_it_and_names_what_is_wrong(command: list[str]) -> None:
+    wrong = '{"method": "ngram", "prompt_lookup_max": 1}'
+    result = CliRunner().invoke(app, [*command, "--speculative-config", wrong])
+    assert result.exit_code == 2
+    said = "speculative_config.prompt_lookup_max is 1, it must be at least 2 and at most 64"
+    assert said in " ".join(result.output.split())
