@@ -103,10 +103,15 @@ class Admission:
     def usage(
         self, sequence: TokenSequence, completion_tokens: int, drafted: DraftedTokens | None = None
     ) -> Usage:
-        """The KV use of one sequence now. For a preempted one, as it was when last computed."""
+        """The KV use of one sequence now. For a preempted one, as it was when last computed.
+
+        Tokens count up to the one before the newest: accepted drafts do as they become known.
+        """
         cache, layout = sequence.cache, sequence.retention.layout
         if cache is not None:
-            held, computed = cache.held_pages, cache.computed_tokens
+            ahead = max(0, cache.computed_tokens - (sequence.known - 1))
+            computed = cache.computed_tokens - ahead
+            held = layout.count_held_pages(cache.sealed_chunks, cache.raw_tokens - ahead)
         else:
             computed = (
                 0 if sequence.cached_tokens is None else sequence.known - 1 - sequence.pending

@@ -35,7 +35,7 @@ from tangram.engine.mailbox import Job, Mailbox
 from tangram.engine.runner import Runner
 from tangram.engine.sampling import BROKEN_LOGITS, SampleRow, check_tokens
 from tangram.engine.scheduler import Scheduler
-from tangram.engine.speculation import Drafting, Speculation, count_accepted
+from tangram.engine.speculation import Drafting, Speculation, accept, verifiers
 from tangram.engine.text import TextCodec
 from tangram.errors import IntegrityError
 from tangram.kernels.transfer import place
@@ -304,12 +304,12 @@ class Engine:
         self, completion: Completion, drafts: Sequence[int], tokens: Sequence[TokenLogprob | None]
     ) -> list[TokenLogprob | None]:
         """The tokens that a sequence goes on with: accepted drafts and one more."""
-        chosen = [None if token is None else token.token_id for token in tokens]
-        accepted = count_accepted(drafts, chosen)
+        taken = accept(drafts, tokens)
+        accepted = len(taken) - 1
         self._scheduler.settle(completion.sequence, drafts, accepted)
         if self._speculation is not None:
             self._speculation.settle(completion.sequence, len(drafts), accepted)
-        return list(tokens[: accepted + 1])
+        return taken
 
     def _take_all(self, completion: Completion, tokens: Sequence[TokenLogprob | None]) -> None:
         """Enter `tokens` one after the other, until one of them ends the completion."""
@@ -499,11 +499,9 @@ class Engine:
 
 def _samplers(step: Step, sampled: Sequence[Completion], drafted: Tensor) -> list[SampleRow]:
     """What chooses each token of a step: behind drafts, as if these were accepted."""
-    samplers: list[SampleRow] = []
-    begin = 0
+    samplers, begin = list[SampleRow](), 0
     rows = (row for row in step.rows if row.sample)
     for row, completion in zip(rows, sampled, strict=True):
-        drafts = drafted[begin : begin + row.drafts]
-        samplers += [completion.sampler.ahead(n, drafts[:n]) for n in range(row.drafts + 1)]
+        samplers += verifiers(completion.sampler, drafted[begin : begin + row.drafts])
         begin += row.drafts
     return samplers

@@ -28,7 +28,7 @@ from tangram.metrics import SpeculationStats
 from tangram.speculate.lookup import NgramDrafter, RecentAnswers, SuffixDrafter
 from tangram.speculate.pace import Acceptance, Pace
 from tangram.speculative_config import Ngram, SpeculativeConfig, Suffix
-from tangram.types import DraftedTokens, Int64
+from tangram.types import DraftedTokens, Int64, TokenLogprob
 
 LOOK_EVERY = 16  # tokens of a sequence that is not drafted for: how often a lookup is tried out
 # By which `suffix_decoding_max_cached_requests` becomes a bound in tokens.
@@ -121,6 +121,22 @@ class _Course:
     chosen: int = 0
     accepted: int = 0
     refused: int = 0
+
+
+def verifiers(sampler: SampleRow, drafts: Tensor) -> list[SampleRow]:
+    """What chooses the token behind 0, 1 and up to all of `drafts` [n], as if these came next."""
+    return [sampler.ahead(count, drafts[:count]) for count in range(len(drafts) + 1)]
+
+
+def accept(
+    drafts: Sequence[int], tokens: Sequence[TokenLogprob | None]
+) -> list[TokenLogprob | None]:
+    """The tokens that a sequence goes on with: those of accepted drafts and the one behind them.
+
+    `tokens` [n + 1] are what the `verifiers` of `drafts` [n] have chosen.
+    """
+    chosen = [None if token is None else token.token_id for token in tokens]
+    return list(tokens[: count_accepted(drafts, chosen) + 1])
 
 
 def count_accepted(drafts: Sequence[int], tokens: Sequence[int | None]) -> int:

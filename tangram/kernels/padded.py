@@ -24,7 +24,7 @@ class RowBuffers:
     """The buffers of the one row of a pass, sized for the longest row, as are `rows` and `cells`.
 
     Launches depend on `rows` and `cells` alone. `views` of `whole` are the row's address, spans,
-    kept counts, order, offsets and sources, as `load` wrote them. The row's past is gathered into
+    counts, order, offsets and sources, as `load` wrote them. The row's past is gathered into
     `copies`, which must exist as long as a graph.
     """
 
@@ -77,4 +77,4 @@ class RowBuffers:
 
 def _arrays(row: PrefillRows, cells: PrefillOrder) -> list[Int32]:
     orders = cells.order, cells.offsets, cells.sources
-    return [row.address, row.spans, row.kept, row.first, *orders]
+    return [row.address, row.spans, row.first, *orders]

@@ -194,7 +194,6 @@ class TritonKernels:
         arrays = [
             prefill.address,
             prefill.spans,
-            prefill.kept,
             prefill.first,
             self._cells.order,
             self._cells.offsets,
@@ -253,7 +252,7 @@ class TritonKernels:
 
     def _adopt(self, inputs: list[Tensor]) -> None:
         """`inputs` of the begun pass, on the device."""
-        self._address, self._spans, self._kept, self._first, *rest = inputs
+        self._address, self._spans, self._first, *rest = inputs
         self._order, self._offsets, self._sources = rest
 
     def decode(
@@ -321,7 +320,7 @@ class TritonKernels:
                 self._tables,
                 address[own],
                 spans[own],
-                self._kept[layer, own],
+                self._first[layer, own],
                 layer=layer,
                 longest=rows.longest,
                 scales=self._scales,
