@@ -229,12 +229,15 @@ class Engine:
             self._end_step(step)
 
     def _plan_drafts(self) -> None:
-        """Choose the drafts of the next step. It can have some if all tokens are known."""
+        """Choose the drafts of the next step. It can have some if all tokens are known.
+
+        A step that prefills has none: its time and its tokens are for the prompts.
+        """
         speculation = self._speculation
         if speculation is None:
             return
         decoding = self._scheduler.decoding
-        if not speculation.plan(decoding):
+        if self._scheduler.prefilling or not speculation.plan(decoding):
             speculation.skip(decoding)
         else:
             self._land()

@@ -166,6 +166,11 @@ class Scheduler:
         self.cache.shrink(_require_cache(sequence), len(drafts) - accepted)
 
     @property
+    def prefilling(self) -> bool:
+        """Whether a running sequence has more to compute than its newest token."""
+        return any(not one.complete and not _decodes(one) for one in self.running)
+
+    @property
     def decoding(self) -> list[TokenSequence]:
         """The running sequences whose next row decodes."""
         return [one for one in self.running if not one.complete and _decodes(one)]
