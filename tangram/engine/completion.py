@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
@@ -72,6 +72,26 @@ class Completion:
         After an `error` there is neither.
         """
         self.sequence.settle(token.token_id)
+        return self._write(token)
+
+    def goes_on(self, tokens: Sequence[TokenLogprob | None]) -> bool:
+        """Whether it is certain, without their text, that none of the next `tokens` ends it."""
+        sequence = self.sequence
+        return (
+            sequence.read_tokens > 0
+            and sequence.known + len(tokens) <= sequence.limit
+            and not self.request.sampling.stop
+            and not self.constrained
+            and all(
+                token is not None and token.token_id not in self.end_token_ids for token in tokens
+            )
+        )
+
+    def write(self, token: TokenLogprob) -> str:
+        """The text that is certain with `token`, which is settled and does not end it."""
+        return self._write(token)[0]
+
+    def _write(self, token: TokenLogprob) -> tuple[str, FinishReason | None]:
         if (matcher := self.sampler.matcher) is not None:
             matcher.take(token.token_id)
             if matcher.error is not None:
@@ -110,6 +130,15 @@ class Completion:
             error_field=error_field,
             admitted_s=self.sequence.admitted_s,
         )
+
+
+@dataclass(frozen=True, eq=False)
+class Parcel:
+    """A settled token of `completion` that is still to be sent, and the `usage` up to it."""
+
+    completion: Completion
+    token: TokenLogprob
+    usage: Usage
 
 
 @dataclass(frozen=True, eq=False)

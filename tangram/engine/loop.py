@@ -28,7 +28,7 @@ from tangram.cache.retention import Retention
 from tangram.cache.step import Step
 from tangram.config import EngineConfig
 from tangram.engine.admission import Admission
-from tangram.engine.completion import Answers, Completion, Flight, refuse
+from tangram.engine.completion import Answers, Completion, Flight, Parcel, refuse
 from tangram.engine.grammar import GrammarCompiler
 from tangram.engine.intake import Intake
 from tangram.engine.mailbox import Job, Mailbox
@@ -85,6 +85,7 @@ class Engine:
             self.codec, vocab_size=self.geometry.vocab_size, device=loaded.device, seed=config.seed
         )
         self._flight: Flight | None = None
+        self._parcels: list[Parcel] = []
         self._mail = Mailbox(Intake(config.max_queue, config.max_num_seqs), config.max_num_seqs)
         self._stats = self._read_stats()
         self._stats_s = -STATS_EVERY_S
@@ -192,6 +193,7 @@ class Engine:
         step = self._scheduler.schedule()
         self._publish_queue()
         if step is None:
+            self._send_parcels()
             if self._land():
                 return True
             self._runner.meters.collect()
@@ -215,6 +217,7 @@ class Engine:
         # The tokens that a grammar allows depend on the token before, which is read while the
         # device computes this step.
         choice = self._runner.run(step, samplers, self._land if constrained else lambda: None)
+        self._send_parcels()
         awaited = self._land() or not self.ahead
         self._scheduler.commit(step)
         for completion in sampled:
@@ -269,6 +272,7 @@ class Engine:
         choice = self._runner.run(step, samplers, drafted=drafted)
         if choice is None:
             raise IntegrityError("a step with drafts has chosen no token")
+        self._send_parcels()
         with self._runner.meters.waiting():
             tokens = choice.tokens_on_host()
             drafts = iter(drafted.tolist())
@@ -312,7 +316,11 @@ class Engine:
         return taken
 
     def _take_all(self, completion: Completion, tokens: Sequence[TokenLogprob | None]) -> None:
-        """Enter `tokens` one after the other, until one of them ends the completion."""
+        """Enter `tokens` one after the other, until one of them ends the completion.
+
+        On a GPU those that end nothing are sent while it computes the next step.
+        """
+        later = self.ahead and completion.goes_on(tokens)
         for token in tokens:
             if completion.ended:
                 return
@@ -321,11 +329,28 @@ class Engine:
                 self._fail(completion)
                 return
             completion.sampler.extend([token.token_id])
-            self._take(completion, token)
+            if later:
+                completion.sequence.settle(token.token_id)
+                self._parcels.append(Parcel(completion, token, self._usage(completion)))
+            else:
+                self._take(completion, token)
+
+    def _send_parcels(self) -> None:
+        """Send what earlier steps have settled, unless the completion has ended since."""
+        parcels, self._parcels = self._parcels, []
+        for parcel in parcels:
+            completion = parcel.completion
+            if not completion.ended:
+                self._scheduler.counters.generated_tokens += 1
+                text = completion.write(parcel.token)
+                event = completion.event(parcel.usage, parcel.token, text, None)
+                completion.request.on_event(event)
 
     def _do_jobs(self) -> bool:
         """Do the jobs of other threads. Returns False if there are none."""
         found = bool(self._mail)
+        if found:  # an abort comes after what is settled
+            self._send_parcels()
         while (job := self._mail.take()) is not None:
             job()
         return found
@@ -356,6 +381,7 @@ class Engine:
 
     def _abandon(self, error: str) -> None:
         self._flight = None
+        self._parcels.clear()
         while self._answers:
             request_id = self._answers.request_ids[0]
             try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -104,8 +105,11 @@ class World:
     def _plain(self, setting: str, kv_retention: float = 1.0) -> list[Answer]:
         return self.answers(None, SETTINGS[setting], kv_retention=kv_retention)
 
-    def answers(self, method: str | None, params: SamplingParams, **options: Any) -> list[Answer]:
+    def answers(
+        self, method: str | None, params: SamplingParams, *, ahead: bool = False, **options: Any
+    ) -> list[Answer]:
         engine = draft_always(self.engine(method, **options))
+        engine.ahead = ahead
         found = ask(engine, PROMPTS, [params] * len(PROMPTS))
         if method is not None:
             assert engine._speculation is not None
@@ -133,10 +137,22 @@ def check(found: list[Answer], expected: list[Answer]) -> None:
             assert own == pytest.approx(theirs, abs=1e-4)
 
 
-@pytest.mark.parametrize("setting", [*SETTINGS])
-@pytest.mark.parametrize("method", ENGINES)
+@pytest.mark.parametrize(
+    ("method", "setting"),
+    few(
+        [*product(METHODS, SETTINGS)],
+        *product(["compressed_kv"], SETTINGS),
+        *product(["ngram", "suffix"], ["greedy", "penalties", "several"]),
+    ),
+)
 def test_events_are_those_without_drafts(world: World, method: str, setting: str) -> None:
     check(world.answers(method, SETTINGS[setting]), world.plain(setting))
+
+
+@pytest.mark.parametrize("setting", ["greedy", "penalties", "several", "short"])
+def test_events_are_the_same_where_a_step_is_launched_ahead(world: World, setting: str) -> None:
+    """As on a GPU: accepted tokens are sent while the next step runs."""
+    check(world.answers("suffix", SETTINGS[setting], ahead=True), world.plain(setting))
 
 
 @pytest.mark.parametrize("method", few(["ngram", "suffix", "draft_model"], "ngram", "suffix"))
