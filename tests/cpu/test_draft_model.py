@@ -373,7 +373,7 @@ def test_the_embedded_model_accepts_what_it_drafts_itself(loaded: LoadedModel) -
     encode = loaded.tokenizer.encode
     prompts = [
         encode("The capital of France is Paris. The capital of Italy is"),
-        encode("def add(a, b):\n    return a + b\n\n" * 12),
+        encode("def add(a, b):\n    return a + b\n\n" * 4),
     ]
     drafting = engine_of(EngineConfig(**options, speculative_config=drafts), loaded)
     speculation_of(drafting)._pace = _Always(MOST)

@@ -20,7 +20,7 @@ from tests.speculation import METHODS, Answer, ask, draft_always, few
 
 ROOT = Path(__file__).parents[2]
 LENGTHS = tuple(np.geomspace(20, 7000, 24).astype(int).tolist())
-FEW = (20, 640)
+FEW = (20, 560)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=2)
 # A choice decided by less, in log-probability, is a tie: sums in another order may decide it.
 NEAR_TIE = 1e-4

@@ -141,8 +141,8 @@ def check(found: list[Answer], expected: list[Answer]) -> None:
     ("method", "setting"),
     few(
         [*product(METHODS, SETTINGS)],
-        *product(["compressed_kv"], SETTINGS),
-        *product(["ngram", "suffix"], ["greedy", "penalties", "several"]),
+        *product(["suffix"], SETTINGS),
+        *product(["ngram", "compressed_kv"], ["greedy", "penalties", "several"]),
     ),
 )
 def test_events_are_those_without_drafts(world: World, method: str, setting: str) -> None:
@@ -163,21 +163,19 @@ def test_a_compressed_cache_answers_the_same(world: World, method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "places"),
-    few(
-        [(method, places) for method in METHODS for places in (7, 17)],
-        *((method, 7) for method in METHODS if method != "draft_model"),
-    ),
+    ("method", "apart"),
+    few([*product(METHODS, (2, 8))], ("ngram", 8), ("suffix", 8), ("compressed_kv", 8)),
 )
 def test_an_answer_ends_where_it_would_end_in_the_middle_of_an_accepted_run(
-    world: World, method: str, places: int
+    world: World, method: str, apart: int
 ) -> None:
     """At places all over an answer: by its length, by a token that stops it, and by a text."""
     params = SETTINGS["greedy"]
     plain = draft_always(world.engine(None))
     whole = ask(plain, PROMPTS[:1], [params])[0]
     accepted, texts = 0, set[str]()
-    for at in range(15, 49, 34 // places):
+    places = range(15, 49, apart)
+    for at in places:
         ends = [
             replace(params, max_tokens=at),
             replace(params, stop_token_ids=(whole.token_ids[at],)),
@@ -190,7 +188,7 @@ def test_an_answer_ends_where_it_would_end_in_the_middle_of_an_accepted_run(
         check(ask(engine, prompts, ends), ask(world.engine(None), prompts, ends))
         assert engine._speculation is not None
         accepted += engine._speculation.counters.accepted
-    assert accepted > 3 * places and len(texts) > 1
+    assert accepted > 50 * len(places) / 17 and len(texts) > 1
 
 
 @pytest.mark.parametrize("method", ENGINES)
