@@ -16,7 +16,15 @@ from tangram.cache.step import Step
 from tangram.engine.sampling import SampledTokens, SampleRow
 from tangram.engine.text import TextCodec, TextStream
 from tangram.engine.token_sequence import TokenSequence, sequence_of
-from tangram.types import Event, FinishReason, Request, SamplingParams, TokenLogprob, Usage
+from tangram.types import (
+    DraftedTokens,
+    Event,
+    FinishReason,
+    Request,
+    SamplingParams,
+    TokenLogprob,
+    Usage,
+)
 
 _log = logging.getLogger("tangram")
 
@@ -74,7 +82,7 @@ class Completion:
         self.sequence.settle(token.token_id)
         return self._write(token)
 
-    def goes_on(self, tokens: Sequence[TokenLogprob | None]) -> bool:
+    def goes_on(self, tokens: Sequence[TokenLogprob]) -> bool:
         """Whether it is certain, without their text, that none of the next `tokens` ends it."""
         sequence = self.sequence
         return (
@@ -82,9 +90,7 @@ class Completion:
             and sequence.known + len(tokens) <= sequence.limit
             and not self.request.sampling.stop
             and not self.constrained
-            and all(
-                token is not None and token.token_id not in self.end_token_ids for token in tokens
-            )
+            and all(token.token_id not in self.end_token_ids for token in tokens)
         )
 
     def write(self, token: TokenLogprob) -> str:
@@ -134,11 +140,17 @@ class Completion:
 
 @dataclass(frozen=True, eq=False)
 class Parcel:
-    """A settled token of `completion` that is still to be sent, and the `usage` up to it."""
+    """Settled `tokens` of `completion` that are still to be sent.
+
+    Before them it had `completion_tokens` tokens and `sealed_chunks` chunks. `drafted` counts all
+    drafts up to the last of `tokens`.
+    """
 
     completion: Completion
-    token: TokenLogprob
-    usage: Usage
+    tokens: Sequence[TokenLogprob]
+    completion_tokens: int
+    sealed_chunks: int
+    drafted: DraftedTokens
 
 
 @dataclass(frozen=True, eq=False)

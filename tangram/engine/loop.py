@@ -41,7 +41,7 @@ from tangram.errors import IntegrityError
 from tangram.kernels.transfer import place
 from tangram.metrics import EngineStats
 from tangram.model.load import LoadedModel
-from tangram.types import FinishReason, Geometry, Request, TokenLogprob, Usage
+from tangram.types import DraftedTokens, FinishReason, Geometry, Request, TokenLogprob, Usage
 
 STATS_EVERY_S = 0.05
 
@@ -320,7 +320,10 @@ class Engine:
 
         On a GPU those that end nothing are sent while it computes the next step.
         """
-        later = self.ahead and completion.goes_on(tokens)
+        found = [token for token in tokens if token is not None]
+        if self.ahead and len(found) == len(tokens) and completion.goes_on(found):
+            self._take_later(completion, found)
+            return
         for token in tokens:
             if completion.ended:
                 return
@@ -329,22 +332,42 @@ class Engine:
                 self._fail(completion)
                 return
             completion.sampler.extend([token.token_id])
-            if later:
-                completion.sequence.settle(token.token_id)
-                self._parcels.append(Parcel(completion, token, self._usage(completion)))
-            else:
-                self._take(completion, token)
+            self._take(completion, token)
+
+    def _take_later(self, completion: Completion, tokens: Sequence[TokenLogprob]) -> None:
+        sequence = completion.sequence
+        if self._speculation is None or sequence.cache is None:
+            raise IntegrityError(f"{sequence.request_id} has tokens of a step that did not draft")
+        count, chunks = sequence.read_tokens, sequence.cache.sealed_chunks
+        token_ids = [token.token_id for token in tokens]
+        sequence.extend(token_ids)
+        completion.sampler.extend(token_ids)
+        drafted = self._speculation.usage(sequence)
+        self._parcels.append(Parcel(completion, tokens, count, chunks, drafted))
 
     def _send_parcels(self) -> None:
         """Send what earlier steps have settled, unless the completion has ended since."""
         parcels, self._parcels = self._parcels, []
         for parcel in parcels:
-            completion = parcel.completion
-            if not completion.ended:
-                self._scheduler.counters.generated_tokens += 1
-                text = completion.write(parcel.token)
-                event = completion.event(parcel.usage, parcel.token, text, None)
-                completion.request.on_event(event)
+            if not parcel.completion.ended:
+                self._send(parcel)
+
+    def _send(self, parcel: Parcel) -> None:
+        completion, last = parcel.completion, len(parcel.tokens) - 1
+        for number, token in enumerate(parcel.tokens):
+            unsent = max(0, last - number - 1)  # accepted drafts behind this token
+            drafted = DraftedTokens(
+                parcel.drafted.accepted - unsent, parcel.drafted.rejected + unsent
+            )
+            usage = self._admission.usage_at(
+                completion.sequence,
+                parcel.completion_tokens + number + 1,
+                parcel.sealed_chunks,
+                drafted,
+            )
+            self._scheduler.counters.generated_tokens += 1
+            text = completion.write(token)
+            completion.request.on_event(completion.event(usage, token, text, None))
 
     def _do_jobs(self) -> bool:
         """Do the jobs of other threads. Returns False if there are none."""
