@@ -75,15 +75,6 @@ class CoinDrafter:
         self._drafter, self._acceptance = drafter, acceptance
         self._generator = torch.Generator(device).manual_seed(0)
 
-    @property
-    def cache(self) -> CacheManager | None:
-        """See `Drafter`."""
-        return self._drafter.cache
-
-    def prepare(self, sequences: Sequence[TokenSequence]) -> Sequence[TokenSequence]:
-        """See `Drafter`."""
-        return self._drafter.prepare(sequences)
-
     def offer(self, sequence: TokenSequence, most: int) -> int:
         """See `Drafter`."""
         return self._drafter.offer(sequence, most)
