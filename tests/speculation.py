@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tangram.engine.loop import Engine
+from tangram.model.load import LoadedModel
 from tangram.types import Event, Request, SamplingParams
 from tests.support import drain
 
@@ -17,7 +20,26 @@ METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 4},
     "suffix": {"method": "suffix", "num_speculative_tokens": 8},
     "compressed_kv": {"method": "compressed_kv", "num_speculative_tokens": 4, "kv_retention": 0.5},
+    "draft_model": {"method": "draft_model", "num_speculative_tokens": 4, "model": "smollm2"},
 }
+# GiB of KV pages for a tiny model that drafts.
+SHARE = 0.002
+
+
+def methods_of(loaded: LoadedModel, folder: Path) -> dict[str, dict[str, Any]]:
+    """`METHODS` for a tiny model; the model that drafts is one like it, in `folder`.
+
+    It has other weights by a little, so that it is sometimes wrong.
+    """
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        name: weight + 0.01 * torch.randn(weight.shape, generator=generator)
+        for name, weight in loaded.model.state_dict().items()
+    }
+    loaded.model.save_pretrained(folder, state_dict=weights)
+    loaded.tokenizer.save_pretrained(folder)
+    drafts = {"model": str(folder), "kv_cache_gib": SHARE}
+    return METHODS | {"draft_model": METHODS["draft_model"] | drafts}
 
 
 def few(cases: Sequence[Any], *chosen: Any) -> list[Any]:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from tangram.cache.manager import CacheManager
 from tangram.cache.retention import Retention
 from tangram.config import EngineConfig
-from tangram.cache.manager import CacheManager
 from tangram.engine.build import EngineBuilder
 from tangram.engine.loop import Engine
 from tangram.engine.runner import Runner

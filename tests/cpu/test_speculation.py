@@ -16,11 +16,11 @@ from tangram.engine.loop import Engine
 from tangram.model.load import LoadedModel
 from tangram.types import SamplingParams
 from tests.fixtures.transformers.make_fixture import TEXT
-from tests.speculation import METHODS, Answer, ask, draft_always
+from tests.speculation import METHODS, Answer, ask, draft_always, few
 
 ROOT = Path(__file__).parents[2]
 LENGTHS = tuple(np.geomspace(20, 7000, 24).astype(int).tolist())
-FEW = (20, 640)
+FEW = (20, 560)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=2)
 # A choice decided by less, in log-probability, is a tie: sums in another order may decide it.
 NEAR_TIE = 1e-4
@@ -83,7 +83,7 @@ class Compared:
         counters = served._speculation.counters
         print(f"{method}: {counters}")
         assert counters.accepted > 5 * len(lengths)
-        if method == "compressed_kv":  # it drafts by the model itself
+        if method in ("compressed_kv", "draft_model"):  # it drafts by the model itself
             assert counters.accepted > 0.8 * counters.drafted
 
 
@@ -102,7 +102,7 @@ def compared(loaded: LoadedModel) -> Compared:
     return Compared(loaded)
 
 
-@pytest.mark.parametrize("method", [*METHODS])
+@pytest.mark.parametrize("method", few([*METHODS], "compressed_kv"))
 def test_some_answers_are_those_without_drafts(compared: Compared, method: str) -> None:
     """Together, with another sequence's prompt beside drafts."""
     compared.check(method, FEW, alone=False)

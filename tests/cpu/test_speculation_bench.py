@@ -26,6 +26,7 @@ from bench.speculation.tasks import TASKS
 from tangram.config import EngineConfig
 from tangram.lab.load.clock import TimedAnswer
 from tangram.model.load import LoadedModel
+from tests.speculation import few
 from tests.support import profile_file
 
 PROMPTS = [tuple(range(3, 83)), tuple(range(50, 120))]
@@ -52,7 +53,7 @@ def build(saying: LoadedModel, folder: Path, pace: FixedPace, **options: Any) ->
     return build_measured(with_speculation(config, OWN), saying, pace=pace, **options)
 
 
-@pytest.mark.parametrize("share", [0.95, 0.5])
+@pytest.mark.parametrize("share", few([0.95, 0.5], 0.95))
 def test_a_coin_decides_how_many_drafts_are_accepted(
     share: float, saying: LoadedModel, tmp_path: Path
 ) -> None:
@@ -117,7 +118,7 @@ def test_answers_that_differ_are_named_with_the_place() -> None:
     assert find_differences([same, same, same], [same, other, longer]) == [(1, 1), (2, 2)]
 
 
-@pytest.mark.parametrize("case", ["shape-8x1k", "shape-40x16k"])
+@pytest.mark.parametrize("case", few(["shape-8x1k", "shape-40x16k"], "shape-40x16k"))
 def test_a_case_of_a_shape_is_measured_and_kept(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -149,7 +150,7 @@ def test_a_file_is_edited_alike_with_lookups_and_drafts_are_accepted(loaded: Loa
         name: build_measured(with_speculation(config, cpu.METHODS[name]), loaded)
         for name in ("plain", "suffix")
     }
-    options = argparse.Namespace(small=False, tokens=48)
+    options = argparse.Namespace(small=False, tokens=32)
     found = cpu._measure(engines, "edit this file", 0, options)
     assert found["suffix"]["differences"] == [] and found["suffix"]["copied"] > 0.5
     assert found["suffix"]["speculation"]["accepted"] > 10
@@ -172,14 +173,14 @@ def small_codec(loaded: LoadedModel) -> Any:
 def test_acceptance_is_counted_and_goes_on_where_it_stopped(
     loaded: LoadedModel, tmp_path: Path
 ) -> None:
-    cell = AcceptanceCell("fastkvzip", 0.5, 4, "story", 700)
+    cell = AcceptanceCell("fastkvzip", 0.5, 4, "story", 600)
     path, session = tmp_path / "acceptance.json", {"command": "once"}
     taken = AcceptanceBench(loaded, 24).measure(cell)
     assert taken["speculation"]["compared"] >= taken["speculation"]["accepted"] > 5
     AcceptanceFile(path, session).add(cell, taken)
     again = AcceptanceFile(path, {"command": "again"})
-    assert again.has(cell) and not again.has(AcceptanceCell("fastkvzip", 0.5, 8, "story", 700))
-    again.add(AcceptanceCell("keydiff", 0.5, 4, "story", 700), taken)
+    assert again.has(cell) and not again.has(AcceptanceCell("fastkvzip", 0.5, 8, "story", 600))
+    again.add(AcceptanceCell("keydiff", 0.5, 4, "story", 600), taken)
     kept = json.loads(path.read_text())
     assert [one["command"] for one in kept["sessions"]] == ["once", "again"]
     rows = figures.acceptance_rows(kept["cells"])

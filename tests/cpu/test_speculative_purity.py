@@ -18,7 +18,7 @@ from tangram.engine.loop import Engine
 from tangram.model.load import LoadedModel
 from tangram.types import SamplingParams
 from tests.cpu.test_purity import ANSWER, TINY, C, forks, sealed_state, shared_prefixes
-from tests.speculation import METHODS, draft_always, few
+from tests.speculation import METHODS, SHARE, draft_always, few, methods_of
 from tests.support import profile_file, run, small_engine
 
 FEW = settings(
@@ -36,21 +36,35 @@ SERVED = [
 ]
 
 
+SOME_SERVED = few(SERVED, ("ngram", 1.0), ("suffix", 0.5), ("compressed_kv", 1.0))
+
+
 class World:
     """Engines of one tiny model over one profile."""
 
     def __init__(self, loaded: LoadedModel, folder: Path) -> None:
         self.loaded, self.profile = loaded, profile_file(loaded, folder)
+        self.methods = methods_of(loaded, folder / "drafts")
         self.alone = cache(self._alone)
 
-    def engine(self, method: str, retention: float, *, drafts: bool, **options: Any) -> Engine:
+    def engine(
+        self,
+        method: str,
+        retention: float,
+        *,
+        drafts: bool,
+        kv_cache_gib: float = 0.01,
+        **options: Any,
+    ) -> Engine:
         """Without `drafts` it stores what one with drafts stores: in the same places, the same."""
         plain = not drafts and method != "compressed_kv"
+        shared = SHARE if drafts and method == "draft_model" else 0.0
         engine = small_engine(
             self.loaded,
             kv_retention=retention,
             profile=(self.profile,),
-            speculative_config=None if plain else METHODS[method],
+            speculative_config=None if plain else self.methods[method],
+            kv_cache_gib=kv_cache_gib + shared,
             **options,
         )
         return engine if plain else draft_always(engine, *(() if drafts else (0,)))
@@ -126,7 +140,7 @@ def test_answers_and_sealed_pages_are_those_without_drafts(
     assert (stats.pages_held, stats.pages_cached) == (0, 0)
 
 
-@pytest.mark.parametrize(("method", "retention"), SERVED)
+@pytest.mark.parametrize(("method", "retention"), SOME_SERVED)
 @pytest.mark.parametrize("params", [ANSWER, WARM], ids=["greedy", "warm"])
 def test_the_cache_holds_what_it_holds_without_drafts(
     world: World, method: str, retention: float, params: SamplingParams
@@ -151,7 +165,7 @@ def test_the_cache_holds_what_it_holds_without_drafts(
         torch.testing.assert_close(pages, links[1][key], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("method", "retention"), SERVED)
+@pytest.mark.parametrize(("method", "retention"), SOME_SERVED)
 def test_a_prefix_hit_gives_what_a_miss_gives(world: World, method: str, retention: float) -> None:
     """The answer is the history of the next question: its chunks and its tail are found."""
     engine = world.engine(method, retention, drafts=True)
