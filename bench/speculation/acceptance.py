@@ -127,16 +127,19 @@ class AcceptanceBench:
         self._measured: MeasuredEngine | None = None
 
     def measure(self, cell: AcceptanceCell) -> dict[str, Any]:
-        """The counts of one answer. Every cell of a prompt must have the same `answer_sha256`."""
+        """The counts of one answer, and digests: a prompt has one answer in all of its cells."""
         measured = self._engine(cell)
         self._pace.drafted = cell.drafted
         figures, answers = measure_run(
             measured, [self._prompt(cell)], self._tokens, to_the_end=False
         )
-        digest = hashlib.sha256(repr(answers[0].token_ids).encode()).hexdigest()
-        prompt = {"prompt_tokens": answers[0].prompt_tokens, "answer_sha256": digest}
         kept = ("seconds", "output_tokens", "speculation")
-        return prompt | {name: figures[name] for name in kept}
+        return {
+            "prompt_tokens": answers[0].prompt_tokens,
+            "prompt_sha256": _digest(self._prompt(cell)),
+            "answer_sha256": _digest(answers[0].token_ids),
+            **{name: figures[name] for name in kept},
+        }
 
     def _engine(self, cell: AcceptanceCell) -> MeasuredEngine:
         drafts = cell.scorer, cell.kv_retention
@@ -167,6 +170,10 @@ class AcceptanceBench:
             text = write(8 * cell.context_tokens)
             self._prompts[place] = put_question(self._codec, text, ask, cell.context_tokens)
         return self._prompts[place]
+
+
+def _digest(tokens: Sequence[int]) -> str:
+    return hashlib.sha256(repr(list(tokens)).encode()).hexdigest()
 
 
 def list_cells(options: argparse.Namespace) -> list[AcceptanceCell]:

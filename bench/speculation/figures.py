@@ -113,7 +113,7 @@ def _by_kind(cells: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
 
 def count_answers(cells: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
     """How many prompts there are, and how many of them were answered in more than one way."""
-    answers: dict[tuple[str, int], set[str]] = {}
+    answers: dict[str, set[str]] = {}
     for cell in cells:
-        answers.setdefault((cell["kind"], cell["context_tokens"]), set()).add(cell["answer_sha256"])
+        answers.setdefault(cell["prompt_sha256"], set()).add(cell["answer_sha256"])
     return len(answers), sum(len(found) > 1 for found in answers.values())

@@ -61,12 +61,13 @@ def measure_run(
     sampling: SamplingParams = GREEDY,
 ) -> tuple[dict[str, Any], list[TimedAnswer]]:
     """One run's figures, and its answers; see `answer_prompts`."""
-    before = _counts(measured.tally)
+    before, preempted = _counts(measured.tally), measured.engine.stats().preemptions
     answers = answer_prompts(
         measured.engine, prompts, output_tokens, to_the_end=to_the_end, sampling=sampling
     )
     counts = {name: count - before[name] for name, count in _counts(measured.tally).items()}
-    return summarise(answers, counts), answers
+    preemptions = measured.engine.stats().preemptions - preempted
+    return summarise(answers, counts) | {"preemptions": preemptions}, answers
 
 
 def _counts(tally: Tally | None) -> dict[str, int]:

@@ -77,7 +77,8 @@ class CaseRun:
         self._answers: dict[int, list[TimedAnswer]] = {}
         self._asked: dict[int, list[Prompt]] = {}
         self.figures: dict[str, Any] = {
-            name: {"speculative_config": METHODS[name], "runs": []} for name in case.methods
+            name: {"speculative_config": METHODS[name], "warm_up": [], "runs": []}
+            for name in case.methods
         }
 
     def measure(self, repeats: int, rounds: int) -> None:
@@ -104,13 +105,15 @@ class CaseRun:
 
     def _build(self, name: str) -> MeasuredEngine:
         config = with_speculation(self._config, METHODS[name])
-        return build_measured(config, self._loaded, acceptance=self._case.acceptance)
+        measured = build_measured(config, self._loaded, acceptance=self._case.acceptance)
+        self.figures[name]["fits_tokens"] = measured.engine.stats().capacity_tokens
+        return measured
 
     def _warm(self, name: str, measured: MeasuredEngine) -> None:
         """Compile what the first use compiles. Prompts that are asked again stay cached."""
         prompts = self._prompts(0 if self._case.cached else -1)
         found, _ = measure_run(measured, prompts, WARM_TOKENS, to_the_end=True)
-        self.figures[name].setdefault("warm_up", []).append(found)
+        self.figures[name]["warm_up"].append(found)
         print(f"{name:14} warm-up     {_line(found)}", flush=True)
 
     def _run(self, name: str, measured: MeasuredEngine, number: int) -> None:
@@ -177,6 +180,8 @@ def _line(found: Mapping[str, Any]) -> str:
             f"{_number(drafts['drafted_per_iteration'])} and got "
             f"{_number(drafts['tokens_per_iteration'])} tokens per iteration"
         )
+    if found.get("preemptions"):
+        text += f"; {found['preemptions']} preemptions: the pool is too small for this load"
     return text
 
 

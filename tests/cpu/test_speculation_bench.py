@@ -121,6 +121,8 @@ def test_a_case_of_a_shape_is_measured_and_kept(
     assert list(kept["engines"]) == ["plain", "compressed_kv"]
     for engine in kept["engines"].values():
         assert [run["output_tokens"] for run in engine["runs"]] == [48, 48]
+        assert engine["fits_tokens"] > 2 * 700
+        assert all(run["preemptions"] == 0 for run in engine["runs"])
         assert all(run["cached_tokens"] > 1000 for run in engine["runs"])  # a run is all decode
     assert kept["engines"]["compressed_kv"]["warm_up"][0]["speculation"]["drafted"] > 0
     assert f"# {case}" in capsys.readouterr().out
