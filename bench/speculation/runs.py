@@ -103,13 +103,14 @@ def summarise(answers: Sequence[TimedAnswer], counts: Mapping[str, int]) -> dict
 
 
 def _shares(counts: Mapping[str, int], decoded: int) -> dict[str, Any]:
-    iterations = decoded - counts["accepted"]
+    # Accepted drafts behind an end token are no tokens of an answer.
+    iterations = max(decoded - counts["accepted"], counts["drafts"])
     return {
         **counts,
         "iterations": iterations,
         "acceptance": counts["accepted"] / counts["compared"] if counts["compared"] else None,
         "drafted_per_iteration": counts["drafted"] / iterations if iterations else None,
-        "tokens_per_iteration": decoded / iterations if iterations else None,
+        "tokens_per_iteration": 1 + counts["accepted"] / iterations if iterations else None,
     }
 
 

@@ -105,6 +105,13 @@ def test_decode_counts_from_the_last_first_token() -> None:
     assert found["speculation"]["tokens_per_iteration"] == 2.0
 
 
+def test_drafts_behind_an_end_token_make_no_iteration_less() -> None:
+    ended = answer([1, 2, 3], [1.0, 2.0, 3.0])
+    found = summarise([ended], {"drafts": 1, "drafted": 8, "compared": 8, "accepted": 8})
+    assert found["speculation"]["iterations"] == 1
+    assert found["speculation"]["tokens_per_iteration"] == 9.0
+
+
 def test_answers_that_differ_are_named_with_the_place() -> None:
     same, longer = answer([1, 2], [1.0, 2.0]), answer([1, 2, 3], [1.0, 2.0, 3.0])
     other = answer([1, 5], [1.0, 2.0])
