@@ -16,19 +16,36 @@ Run = Mapping[str, Any]
 def served_cases(results: Path) -> dict[str, dict[str, Any]]:
     """The files speculation-CASE.json, by case; vLLM's of the same case is its engine `vllm`.
 
-    Raises `FileNotFoundError` if there are none.
+    Raises `FileNotFoundError` if nothing of speculation was measured.
     """
+    _require_any(results)
     found = {
         path.stem.removeprefix("speculation-"): json.loads(path.read_text(encoding="utf-8"))
         for path in sorted(results.glob("speculation-*.json"))
     }
-    if not found:
-        raise FileNotFoundError(errno.ENOENT, "no results", str(results / "speculation-*.json"))
     cases = {name: case for name, case in found.items() if not name.endswith("-vllm")}
     for name, case in cases.items():
         if peer := found.get(f"{name}-vllm"):
             case["engines"]["vllm"] = peer["engines"]["vllm"]
     return cases
+
+
+def read_figures(results: Path, name: str) -> dict[str, Any] | None:
+    """The file NAME.json; None if it was not measured.
+
+    Raises `FileNotFoundError` if nothing of speculation was measured.
+    """
+    _require_any(results)
+    path = results / f"{name}.json"
+    if not path.exists():
+        return None
+    figures: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return figures
+
+
+def _require_any(results: Path) -> None:
+    if not any(results.glob("speculation[-_]*.json")):
+        raise FileNotFoundError(errno.ENOENT, "no results", str(results / "speculation*.json"))
 
 
 def speeds(runs: Sequence[Run]) -> list[float]:
