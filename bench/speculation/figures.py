@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -46,6 +47,16 @@ def read_figures(results: Path, name: str) -> dict[str, Any] | None:
 def _require_any(results: Path) -> None:
     if not any(results.glob("speculation[-_]*.json")):
         raise FileNotFoundError(errno.ENOENT, "no results", str(results / "speculation*.json"))
+
+
+def shown_command(run: Run) -> str:
+    """The command of a measurement, without where it wrote."""
+    parts = shlex.split(run["command"])
+    for option in ("-o", "--output"):
+        if option in parts:
+            at = parts.index(option)
+            del parts[at : at + 2]
+    return shlex.join(parts)
 
 
 def speeds(runs: Sequence[Run]) -> list[float]:

@@ -68,7 +68,7 @@ class TokenHistory:
         """Up to `most` earlier occurrences of the end of `context` [n], newest first.
 
         Each matches at least two tokens; matches are compared over at most `depth` tokens. A place
-        behind which nothing is known is none.
+        that nothing follows yet is left out.
         """
         if len(context) < 2:
             return []
