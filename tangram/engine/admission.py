@@ -117,6 +117,31 @@ class Admission:
                 0 if sequence.cached_tokens is None else sequence.known - 1 - sequence.pending
             )
             held = layout.count_held_pages(*divmod(computed, layout.chunk_tokens))
+        return self._usage(sequence, completion_tokens, computed, held, drafted)
+
+    def usage_at(
+        self,
+        sequence: TokenSequence,
+        completion_tokens: int,
+        sealed_chunks: int,
+        drafted: DraftedTokens,
+    ) -> Usage:
+        """`usage` as it was when the sequence had so many tokens and chunks."""
+        layout = sequence.retention.layout
+        computed = sequence.prompt_tokens + completion_tokens - 1
+        raw = computed - sealed_chunks * layout.chunk_tokens
+        held = layout.count_held_pages(sealed_chunks, raw)
+        return self._usage(sequence, completion_tokens, computed, held, drafted)
+
+    def _usage(
+        self,
+        sequence: TokenSequence,
+        completion_tokens: int,
+        computed: int,
+        held: int,
+        drafted: DraftedTokens | None,
+    ) -> Usage:
+        layout = sequence.retention.layout
         return Usage(
             prompt_tokens=sequence.prompt_tokens,
             completion_tokens=completion_tokens,

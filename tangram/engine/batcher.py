@@ -188,7 +188,7 @@ class Batcher:
         few = len(rows) <= MOST_APART and sum(len(row.tokens) for row in rows) <= MOST_TOKENS_APART
         if not few or self.meters.overflow is not None:
             return False
-        return all(isinstance(sealer, FusedSealer) for sealer in self._sealers(rows))
+        return all(sealer.replayable for sealer in self._sealers(rows))
 
     def typical(self) -> Iterator[Row]:
         """Artificial prefill rows of the default ρ for every `PaddedShape`: a chunk and tails.

@@ -49,7 +49,7 @@ class DraftRound:
         number = len(self._tokens) - 1
         found = torch.stack(self._tokens, dim=1)[:, 1:]
         samplers = [
-            one.sampler.ahead(number, found[at] if number else None)
+            one.sampler.ahead(number, found[at] if one.sampler.remembers else None)
             for at, one in enumerate(self._drafting)
         ]
         self._tokens.append(choose_tokens(_fit(logits, self._vocabulary), samplers))

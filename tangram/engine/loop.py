@@ -28,7 +28,7 @@ from tangram.cache.retention import Retention
 from tangram.cache.step import Step
 from tangram.config import EngineConfig
 from tangram.engine.admission import Admission
-from tangram.engine.completion import Answers, Completion, Flight, refuse
+from tangram.engine.completion import Answers, Completion, Flight, Parcel, refuse
 from tangram.engine.grammar import GrammarCompiler
 from tangram.engine.intake import Intake
 from tangram.engine.mailbox import Job, Mailbox
@@ -41,7 +41,7 @@ from tangram.errors import IntegrityError
 from tangram.kernels.transfer import place
 from tangram.metrics import EngineStats
 from tangram.model.load import LoadedModel
-from tangram.types import FinishReason, Geometry, Request, TokenLogprob, Usage
+from tangram.types import DraftedTokens, FinishReason, Geometry, Request, TokenLogprob, Usage
 
 STATS_EVERY_S = 0.05
 
@@ -85,6 +85,7 @@ class Engine:
             self.codec, vocab_size=self.geometry.vocab_size, device=loaded.device, seed=config.seed
         )
         self._flight: Flight | None = None
+        self._parcels: list[Parcel] = []
         self._mail = Mailbox(Intake(config.max_queue, config.max_num_seqs), config.max_num_seqs)
         self._stats = self._read_stats()
         self._stats_s = -STATS_EVERY_S
@@ -192,6 +193,7 @@ class Engine:
         step = self._scheduler.schedule()
         self._publish_queue()
         if step is None:
+            self._send_parcels()
             if self._land():
                 return True
             self._runner.meters.collect()
@@ -215,6 +217,7 @@ class Engine:
         # The tokens that a grammar allows depend on the token before, which is read while the
         # device computes this step.
         choice = self._runner.run(step, samplers, self._land if constrained else lambda: None)
+        self._send_parcels()
         awaited = self._land() or not self.ahead
         self._scheduler.commit(step)
         for completion in sampled:
@@ -269,6 +272,7 @@ class Engine:
         choice = self._runner.run(step, samplers, drafted=drafted)
         if choice is None:
             raise IntegrityError("a step with drafts has chosen no token")
+        self._send_parcels()
         with self._runner.meters.waiting():
             tokens = choice.tokens_on_host()
             drafts = iter(drafted.tolist())
@@ -312,7 +316,14 @@ class Engine:
         return taken
 
     def _take_all(self, completion: Completion, tokens: Sequence[TokenLogprob | None]) -> None:
-        """Enter `tokens` one after the other, until one of them ends the completion."""
+        """Enter `tokens` one after the other, until one of them ends the completion.
+
+        On a GPU those that end nothing are sent while it computes the next step.
+        """
+        found = [token for token in tokens if token is not None]
+        if self.ahead and len(found) == len(tokens) and completion.goes_on(found):
+            self._take_later(completion, found)
+            return
         for token in tokens:
             if completion.ended:
                 return
@@ -323,9 +334,46 @@ class Engine:
             completion.sampler.extend([token.token_id])
             self._take(completion, token)
 
+    def _take_later(self, completion: Completion, tokens: Sequence[TokenLogprob]) -> None:
+        sequence = completion.sequence
+        if self._speculation is None or sequence.cache is None:
+            raise IntegrityError(f"{sequence.request_id} has tokens of a step that did not draft")
+        count, chunks = sequence.read_tokens, sequence.cache.sealed_chunks
+        token_ids = [token.token_id for token in tokens]
+        sequence.extend(token_ids)
+        completion.sampler.extend(token_ids)
+        drafted = self._speculation.usage(sequence)
+        self._parcels.append(Parcel(completion, tokens, count, chunks, drafted))
+
+    def _send_parcels(self) -> None:
+        """Send what earlier steps have settled, unless the completion has ended since."""
+        parcels, self._parcels = self._parcels, []
+        for parcel in parcels:
+            if not parcel.completion.ended:
+                self._send(parcel)
+
+    def _send(self, parcel: Parcel) -> None:
+        completion, last = parcel.completion, len(parcel.tokens) - 1
+        for number, token in enumerate(parcel.tokens):
+            unsent = max(0, last - number - 1)  # accepted drafts behind this token
+            drafted = DraftedTokens(
+                parcel.drafted.accepted - unsent, parcel.drafted.rejected + unsent
+            )
+            usage = self._admission.usage_at(
+                completion.sequence,
+                parcel.completion_tokens + number + 1,
+                parcel.sealed_chunks,
+                drafted,
+            )
+            self._scheduler.counters.generated_tokens += 1
+            text = completion.write(token)
+            completion.request.on_event(completion.event(usage, token, text, None))
+
     def _do_jobs(self) -> bool:
         """Do the jobs of other threads. Returns False if there are none."""
         found = bool(self._mail)
+        if found:  # an abort comes after what is settled
+            self._send_parcels()
         while (job := self._mail.take()) is not None:
             job()
         return found
@@ -356,6 +404,7 @@ class Engine:
 
     def _abandon(self, error: str) -> None:
         self._flight = None
+        self._parcels.clear()
         while self._answers:
             request_id = self._answers.request_ids[0]
             try:

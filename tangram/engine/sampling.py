@@ -84,6 +84,11 @@ class SampleRow:
         return self.params.temperature < _GREEDY_BELOW
 
     @property
+    def remembers(self) -> bool:
+        """True when the tokens before matter, not only their number."""
+        return self._history is not None
+
+    @property
     def changes_logits(self) -> bool:
         """True when a bias or a penalty moves this row's logits, or the answer may not end yet."""
         return self._bias is not None or self._history is not None or self._must_go_on
@@ -93,14 +98,14 @@ class SampleRow:
         return self._ends is not None and self.step < self.params.min_tokens
 
     def ahead(self, count: int, tokens: Tensor | None) -> SampleRow:
-        """How a token is chosen behind `count` others, `tokens` [count], if these come next.
+        """How a token is chosen behind the first `count` of `tokens` [n], if these come next.
 
         This row stays as it is.
         """
         later = copy.copy(self)
         later.step += count
-        if self._history is not None and tokens is not None:
-            later._history = self._history.ahead(tokens)
+        if self._history is not None and tokens is not None and count:
+            later._history = self._history.ahead(tokens[:count])
         return later
 
     def append(self, token: Tensor) -> None:

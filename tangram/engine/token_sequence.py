@@ -95,6 +95,13 @@ class TokenSequence:
         self.known += 1
         self.pending = True
 
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append `tokens`, the foreseen ones first; none is pending."""
+        self._allocate()
+        self.tokens[self.known : self.known + len(tokens)] = tokens
+        self.known += len(tokens)
+        self.foreseen = 0
+
     def settle(self, token: int) -> None:
         """Store the value of the expected token."""
         self.tokens[self.known - 1] = token

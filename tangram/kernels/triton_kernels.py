@@ -73,6 +73,7 @@ class TritonKernels:
         self._addresses: dict[int, Tensor] = {}
         self._first_tokens: dict[int, Tensor] = {}
         self._queries = 1
+        self._decodes_alone = False  # whether the rows of the last pass were decode rows only
         self._padded: dict[Hashable, RowBuffers] = {}
         self._scales: Tensor | None = None
         self._gathers, self._fuses = (
@@ -187,6 +188,18 @@ class TritonKernels:
         self._begun = self._decoder if width else None
         if width and self._queries > 1:
             self._place_tokens(counts)
+        if len(prefill.spans) or not self._decodes_alone:
+            self._load_rows(prefill)
+        self._decodes_alone = not len(prefill.spans)
+        # Graphs contain the address.
+        if not hasattr(self, "_lengths"):
+            self._lengths = torch.empty(
+                lengths.size + 1, dtype=torch.int32, device=self._pool.device
+            )
+        new_lengths = stage(np.append(lengths.reshape(-1), np.int32(0)), self._pool.device)
+        self._lengths.copy_(new_lengths, non_blocking=True)
+
+    def _load_rows(self, prefill: PrefillRows) -> None:
         entry_bytes = 2 * self._pool.shape[-1] * self._pool.dtype.itemsize
         self._runs = dense.runs(prefill) if self._fuses else []
         apart = [run.rows for run in self._runs]
@@ -200,13 +213,6 @@ class TritonKernels:
             self._cells.sources,
         ]
         self._adopt(upload(arrays, self._pool.device))
-        # Graphs contain the address.
-        if not hasattr(self, "_lengths"):
-            self._lengths = torch.empty(
-                lengths.size + 1, dtype=torch.int32, device=self._pool.device
-            )
-        new_lengths = stage(np.append(lengths.reshape(-1), np.int32(0)), self._pool.device)
-        self._lengths.copy_(new_lengths, non_blocking=True)
 
     def _place_tokens(self, counts: Int32) -> None:
         """Upload where the tokens of each row begin; rows beyond the batch have none."""
@@ -236,6 +242,7 @@ class TritonKernels:
         key = shape, row.whole.tobytes(), bool(cells.gathered)
         if key not in self._padded:
             self._padded[key] = RowBuffers.of(row, cells, shape, entries, self._pool.device)
+        self._decodes_alone = False
         known = self._begun = self._padded[key]
         known.load(row, cells)
         for part in known.cells.gathered:

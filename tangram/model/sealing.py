@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -46,6 +47,7 @@ class FusedSealer:
     kernels: PoolKernels
     scores: Callable[[Tensor], Tensor]
     rows: slice
+    replayable: ClassVar[bool] = True
     receivers: Mapping[int, ScoreReceiver] = field(default_factory=dict)
 
     def take(
@@ -91,6 +93,11 @@ class ChunkSealer:
     def rows(self) -> slice:
         """Its one row."""
         return slice(self.number, self.number + 1)
+
+    @property
+    def replayable(self) -> bool:
+        """Whether a CUDA graph can hold its work."""
+        return self.scorer.replayable and self.observer is None and self.receiver is None
 
     @property
     def waits(self) -> bool:

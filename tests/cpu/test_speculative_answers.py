@@ -91,8 +91,11 @@ class World:
             **options,
         )
 
-    def answers(self, method: str | None, params: SamplingParams, **options: Any) -> list[Answer]:
+    def answers(
+        self, method: str | None, params: SamplingParams, *, ahead: bool = False, **options: Any
+    ) -> list[Answer]:
         engine = draft_always(self.engine(method, **options))
+        engine.ahead = ahead
         found = ask(engine, PROMPTS, [params] * len(PROMPTS))
         if method is not None:
             assert engine._speculation is not None
@@ -125,6 +128,13 @@ def check(found: list[Answer], expected: list[Answer]) -> None:
 def test_events_are_those_without_drafts(world: World, method: str, setting: str) -> None:
     expected = world.answers(None, SETTINGS[setting])
     check(world.answers(method, SETTINGS[setting]), expected)
+
+
+@pytest.mark.parametrize("setting", ["greedy", "penalties", "several", "short"])
+def test_events_are_the_same_where_a_step_is_launched_ahead(world: World, setting: str) -> None:
+    """As on a GPU: accepted tokens are sent while the next step runs."""
+    expected = world.answers(None, SETTINGS[setting])
+    check(world.answers("suffix", SETTINGS[setting], ahead=True), expected)
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
