@@ -116,18 +116,26 @@ def _share(part: float, whole: float) -> float | None:
 
 
 def acceptance_rows(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each scorer, ρ and γ: acceptance by kind of text, and the shares of all."""
+    """A row for each scorer, ρ and γ: acceptance by kind of text, and the shares of all.
+
+    Scorers come in the order of `cells`, of each the largest ρ first.
+    """
     rows: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for cell in cells:
         key = cell["scorer"], cell["kv_retention"], cell["drafted"]
         rows.setdefault(key, []).append(cell)
+    scorers = list(dict.fromkeys(scorer for scorer, _, _ in rows))
+    ordered = sorted(
+        rows.items(), key=lambda row: (scorers.index(row[0][0]), -row[0][1], row[0][2])
+    )
     return [
         {
             **dict(zip(("scorer", "kv_retention", "drafted"), key, strict=True)),
+            "contexts": sorted({cell["context_tokens"] for cell in found}),
             "kinds": _by_kind(found),
             **pool_runs(found),
         }
-        for key, found in rows.items()
+        for key, found in ordered
     ]
 
 
