@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tangram.cache.manager import CacheManager
 from tangram.cache.retention import Retention
 from tangram.config import EngineConfig
+from tangram.cache.manager import CacheManager
 from tangram.engine.build import EngineBuilder
 from tangram.engine.loop import Engine
 from tangram.engine.runner import Runner
@@ -83,6 +84,15 @@ class CoinDrafter:
         drafts = self._drafter.draft(drafting)
         coins = torch.rand(len(drafts), generator=self._generator, device=drafts.device)
         return torch.where(coins < self._acceptance, SAID, SAID + 1).to(drafts.dtype)
+
+    @property
+    def cache(self) -> CacheManager | None:
+        """See `Drafter`."""
+        return self._drafter.cache
+
+    def prepare(self, sequences: Sequence[TokenSequence]) -> Sequence[TokenSequence]:
+        """See `Drafter`."""
+        return self._drafter.prepare(sequences)
 
     def settle(self, sequence: TokenSequence) -> None:
         """See `Drafter`."""
