@@ -264,7 +264,10 @@ class EngineConfig:
         return None if given is None else read_speculative_config(given)
 
     def _keep_everything(self) -> None:
-        """Drafts from compressed entries are verified on all: requests keep everything."""
+        """Set ρ = 1.0, on which drafts from a part of the entries are verified.
+
+        Raises `ConfigError` if another one is configured.
+        """
         if self.kv_retention not in (1.0, type(self).kv_retention):
             raise ConfigError(
                 f"kv_retention is {self.kv_retention}, but with the speculative method "

@@ -73,9 +73,9 @@ class Suffix(SpeculativeConfig):
     """What most continuations of the same tokens have in common, in the sequence and in recent
     answers.
 
-    The `suffix_decoding_` fields are those of vLLM: the most tokens of a pattern, how many tokens
-    to draft for each token of a pattern, the least share of continuations that agree, and how many
-    answers are remembered.
+    The `suffix_decoding_` fields are those of vLLM. They are the most tokens of a pattern, and how
+    many tokens to draft for each token of it. Then come the least share of continuations that
+    agree, and how many answers are remembered.
     """
 
     num_speculative_tokens: int = _number(16, Bounds(1, MOST_DRAFTED))

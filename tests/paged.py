@@ -96,26 +96,13 @@ def make_batch(
         for layers in lengths
     ]
     for cell in np.ndindex(shape):
-        entries = kv[cell[0]][cell[1]][cell[2]]
         own = tokens[cell[0]]
         first = 0 if cell[1] == 0 else max(0, lengths[cell] - WINDOW - own + 1)
         for entry in range(first, lengths[cell] - own):  # the last ones are appended by the kernel
-            place = (
-                tables[rows.table[cell] + entry // page],
-                rows.column[cell],
-                slice(None),
-                entry % page,
-            )
-            pool[place] = entries[:, entry]
-    k, v = (
-        torch.cat(
-            [
-                torch.stack([kv[i][0][j][side, -int(tokens[i]) :] for j in range(h)], 1)
-                for i in range(r)
-            ]
-        )
-        for side in (0, 1)
-    )
+            page_id = tables[rows.table[cell] + entry // page]
+            entries = kv[cell[0]][cell[1]][cell[2]]
+            pool[page_id, rows.column[cell], :, entry % page] = entries[:, entry]
+    k, v = (_newest(kv, tokens, side) for side in (0, 1))
     ends = np.cumsum(tokens)
     for i, j in np.ndindex(r, h):
         own = slice(int(ends[i] - tokens[i]), int(ends[i]))
@@ -123,6 +110,16 @@ def make_batch(
     q, sinks = torch.randn(len(k), h * g, d).to(dtype), torch.randn(h * g)
     flat = torch.from_numpy(flat_lengths)
     return Batch(rows, pool, torch.from_numpy(tables), flat, kv, q, k, v, sinks, tokens)
+
+
+def _newest(kv: Sequence[Sequence[Sequence[Tensor]]], tokens: np.ndarray, side: int) -> Tensor:
+    """Keys (side 0) or values (1) of the tokens that rows decode: [T, H, D]."""
+    return torch.cat(
+        [
+            torch.stack([head[side, -own:] for head in layers[0]], 1)
+            for layers, own in zip(kv, tokens.tolist(), strict=True)
+        ]
+    )
 
 
 def dense_attention(

@@ -53,8 +53,8 @@ This page is written by `python -m tools.vllm_page`.
   does, too, with a line in the log and a count in the metrics ([HTTP](http.md#request-fields)).
 - **A schema is `response_format`**, as in the OpenAI API. `guided_json` and `structured_outputs`
   are refused by name.
-- **Speculation has four methods**: `ngram`, `suffix` and `draft_model` as in vLLM, and
-  `compressed_kv`. Other methods are refused at the start.
+- **[Speculation](speculation.md) has four methods**: `ngram`, `suffix` and `draft_model` as in
+  vLLM, and `compressed_kv`. Other methods are refused at the start.
 - **One server uses one device.**
 
 ## Options with the same name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,19 +17,46 @@ Run = Mapping[str, Any]
 def served_cases(results: Path) -> dict[str, dict[str, Any]]:
     """The files speculation-CASE.json, by case; vLLM's of the same case is its engine `vllm`.
 
-    Raises `FileNotFoundError` if there are none.
+    Raises `FileNotFoundError` if nothing of speculation was measured.
     """
+    _require_any(results)
     found = {
         path.stem.removeprefix("speculation-"): json.loads(path.read_text(encoding="utf-8"))
         for path in sorted(results.glob("speculation-*.json"))
     }
-    if not found:
-        raise FileNotFoundError(errno.ENOENT, "no results", str(results / "speculation-*.json"))
     cases = {name: case for name, case in found.items() if not name.endswith("-vllm")}
     for name, case in cases.items():
         if peer := found.get(f"{name}-vllm"):
             case["engines"]["vllm"] = peer["engines"]["vllm"]
     return cases
+
+
+def read_figures(results: Path, name: str) -> dict[str, Any] | None:
+    """The file NAME.json; None if it was not measured.
+
+    Raises `FileNotFoundError` if nothing of speculation was measured.
+    """
+    _require_any(results)
+    path = results / f"{name}.json"
+    if not path.exists():
+        return None
+    figures: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return figures
+
+
+def _require_any(results: Path) -> None:
+    if not any(results.glob("speculation[-_]*.json")):
+        raise FileNotFoundError(errno.ENOENT, "no results", str(results / "speculation*.json"))
+
+
+def shown_command(run: Run) -> str:
+    """The command of a measurement, without where it wrote."""
+    parts = shlex.split(run["command"])
+    for option in ("-o", "--output"):
+        if option in parts:
+            at = parts.index(option)
+            del parts[at : at + 2]
+    return shlex.join(parts)
 
 
 def speeds(runs: Sequence[Run]) -> list[float]:
@@ -88,18 +116,26 @@ def _share(part: float, whole: float) -> float | None:
 
 
 def acceptance_rows(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each scorer, ρ and γ: acceptance by kind of text, and the shares of all."""
+    """A row for each scorer, ρ and γ: acceptance by kind of text, and the shares of all.
+
+    Scorers come in the order of `cells`, of each the largest ρ first.
+    """
     rows: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for cell in cells:
         key = cell["scorer"], cell["kv_retention"], cell["drafted"]
         rows.setdefault(key, []).append(cell)
+    scorers = list(dict.fromkeys(scorer for scorer, _, _ in rows))
+    ordered = sorted(
+        rows.items(), key=lambda row: (scorers.index(row[0][0]), -row[0][1], row[0][2])
+    )
     return [
         {
             **dict(zip(("scorer", "kv_retention", "drafted"), key, strict=True)),
+            "contexts": sorted({cell["context_tokens"] for cell in found}),
             "kinds": _by_kind(found),
             **pool_runs(found),
         }
-        for key, found in rows.items()
+        for key, found in ordered
     ]
 
 

@@ -67,7 +67,7 @@ class DraftTables:
 class _Places:
     """For each place in a row of the whole tables: its `place` in a row of the draft tables.
 
-    `chunk` is the chunk that it belongs to, and `first` whether drafts read it once that is sealed.
+    `chunk` is the chunk that it belongs to. Once that is sealed, drafts read the places of `first`.
     """
 
     place: Int64

@@ -31,7 +31,7 @@ class CacheManager:
     `tables` is int32 [max_sequences, width]: row `slot` holds the page ids of every group at
     `Layout.group_offset`. `follower`, if set, is called with the places that are written in a row.
     `lengths` is int32 [max_sequences, groups]: entries by group. `drafts` are the tables of what
-    drafts read, if a retention has drafts.
+    drafts read, if a retention has a draft.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class CacheManager:
     def extend(self, seq: SequenceCache, limit: int, tokens: int | None = None) -> bool:
         """Promise `seq` the pages that it needs until its current chunk ends.
 
-        With `tokens` that is the chunk which these reach. Returns False if there are not enough
-        pages now.
+        With `tokens`, it is the chunk that so many tokens reach. Returns False if there are not
+        enough pages now.
         """
         reached = seq.sealed_chunks * seq.layout.chunk_tokens if tokens is None else tokens
         wanted = seq.layout.count_promised_pages(reached, limit)

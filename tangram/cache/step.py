@@ -28,7 +28,7 @@ class Row:
 
     `preceding` are the few tokens before them, for scorers whose prompt quotes them. `slot` is the
     row of the block tables. With `pending` only the device knows the last of `tokens`, which the
-    step before samples; in a row with drafts it knows all of these.
+    step before samples. In a row with drafts these are what only the device knows.
     """
 
     request_id: str

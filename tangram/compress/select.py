@@ -42,7 +42,7 @@ def keep(scores: Tensor, counts: Sequence[int] | Int32) -> list[Tensor]:
 def order(
     scores: Tensor, first: Sequence[int] | Int32, kept: Sequence[int] | Int32
 ) -> list[Tensor]:
-    """`keep` of `first[h]` positions, before all others if `kept[h]` is C: int64 [kept[h]].
+    """The `first[h]` best positions, then the others if `kept[h]` is C: int64 [kept[h]].
 
     Both parts ascend. Raises `IntegrityError` if `kept[h]` is neither `first[h]` nor C.
     """

@@ -149,7 +149,7 @@ class EngineBuilder:
                 return None
 
     def _load_drafting(self) -> EngineBuilder | None:
-        """The builder of what another model that drafts needs, if one does.
+        """The builder of a second model that drafts, if the config names one.
 
         Raises `ConfigError` if its tokens are others.
         """
@@ -270,7 +270,7 @@ class EngineBuilder:
         return scorer, [default, *(entry for entry in (full, *found) if entry is not default)]
 
     def lossless(self, profile: Profile, scorer: Scorer) -> Retention:
-        """ρ = 1.0 in pages that have first what drafts by `profile` read."""
+        """ρ = 1.0 in chunks that begin with what `profile` keeps, which drafts read."""
         draft = self.retention(profile, scorer)
         layout = draft.layout
         pages = [layout.chunk_pages] * layout.full_groups

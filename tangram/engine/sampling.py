@@ -144,7 +144,7 @@ class _History:
         self.one = torch.ones(1, device=device)
 
     def add(self, tokens: Tensor) -> None:
-        """`tokens` int64 [n] are at the end of the output."""
+        """Count `tokens`, int64 [n], as part of the output."""
         self.output_counts.index_add_(0, tokens, self.one.expand(len(tokens)))
 
     def ahead(self, tokens: Tensor) -> _History:

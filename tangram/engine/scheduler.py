@@ -69,7 +69,7 @@ class Drafts(Protocol):
 class Scheduler:
     """Two queues in order of rank, `waiting` and `running`, over one cache manager.
 
-    `drafts` are asked what may come behind the newest token of a sequence.
+    `drafts` says what may come behind the newest token of a sequence.
     """
 
     config: EngineConfig

@@ -85,7 +85,7 @@ class Lookup:
     """Drafts for one sequence what is found in earlier tokens.
 
     Where nothing is drafted, a lookup is made now and then and compared with what comes, so that
-    its acceptance stays known at no cost.
+    its acceptance stays known.
     """
 
     source: NgramDrafter | SuffixDrafter
@@ -253,7 +253,7 @@ class Speculation:
                 self.drafter.settle(sequence)
 
     def end_step(self) -> None:
-        """The step is through, and nothing but decoding took its time."""
+        """The step has ended, and it did nothing but decode."""
         if self._rows:
             self._pace.record(
                 self._load, round(self._drafted / self._rows), self._now() - self._begin_s
@@ -282,7 +282,7 @@ class Speculation:
 
 
 def speculate_by_lookup(config: Ngram | Suffix) -> Speculation:
-    """What drafts by `config`."""
+    """Speculation that drafts by lookup, as `config` says."""
     if isinstance(config, Ngram):
         ngram = partial(NgramDrafter, config.prompt_lookup_min, config.prompt_lookup_max)
         return Speculation(config, look=ngram)

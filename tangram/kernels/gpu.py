@@ -193,9 +193,7 @@ class GpuDecode:
             tables.numel(),
             KIND=kind,
             KINDS=len(options.kinds),
-            H=self._kv_heads,
-            G=self._group,
-            D=self._head_dim,
+            **self._sizes,
             HP=pool.shape[1],
             P=pool.shape[3],
             TILE=self._tile_tokens,
@@ -209,7 +207,6 @@ class GpuDecode:
             SHORT=kind == 0,
             FINISH=self.capacity.finishes[kind],
             CHAINED=self._chained,
-            NQ=self._queries,
             num_warps=tile.warps,
             num_stages=tile.stages,
             **self._launch_options,
@@ -248,18 +245,19 @@ class GpuDecode:
             out,
             first,
             layer,
-            H=self._kv_heads,
-            G=group,
-            D=self._head_dim,
+            **self._sizes,
             BLOCK_G=block_group,
             BLOCK_D=triton.next_power_of_2(self._head_dim),
             BLOCK_PARTS=parts,
             SINKS=sinks is not None,
             CHAINED=self._chained,
-            NQ=self._queries,
             num_warps=1 if parts <= 8 else 4,
             **self._launch_options,
         )
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return {"H": self._kv_heads, "G": self._group, "D": self._head_dim, "NQ": self._queries}
 
     @property
     def _launch_options(self) -> dict[str, bool]:

@@ -185,18 +185,23 @@ _LABELLED_COUNTERS: tuple[_Labelled, ...] = (
         _GROUP,
         lambda stats: [(_group(line), line.exceeded) for line in stats.overflow],
     ),
-    ("drafts", "Drafts verified", (), lambda stats: [((), one.drafts) for one in _drafted(stats)]),
+    (
+        "drafts",
+        "Drafts verified",
+        (),
+        lambda stats: [((), one.drafts) for one in _speculation(stats)],
+    ),
     (
         "draft_tokens",
         "Tokens drafted",
         (),
-        lambda stats: [((), one.drafted) for one in _drafted(stats)],
+        lambda stats: [((), one.drafted) for one in _speculation(stats)],
     ),
     (
         "accepted_draft_tokens",
         "Drafted tokens that were accepted",
         (),
-        lambda stats: [((), one.accepted) for one in _drafted(stats)],
+        lambda stats: [((), one.accepted) for one in _speculation(stats)],
     ),
     (
         "accepted_draft_tokens_per_position",
@@ -204,14 +209,14 @@ _LABELLED_COUNTERS: tuple[_Labelled, ...] = (
         ("position",),
         lambda stats: [
             ((str(place),), count)
-            for one in _drafted(stats)
+            for one in _speculation(stats)
             for place, count in enumerate(one.accepted_at)
         ],
     ),
 )
 
 
-def _drafted(stats: EngineStats) -> tuple[SpeculationStats, ...]:
+def _speculation(stats: EngineStats) -> tuple[SpeculationStats, ...]:
     return () if stats.speculation is None else (stats.speculation,)
 
 

@@ -68,7 +68,7 @@ class TokenHistory:
         """Up to `most` earlier occurrences of the end of `context` [n], newest first.
 
         Each matches at least two tokens; matches are compared over at most `depth` tokens. A place
-        behind which nothing is known is none.
+        that nothing follows yet is left out.
         """
         if len(context) < 2:
             return []
@@ -76,7 +76,8 @@ class TokenHistory:
         found: list[Place] = []
         while position != _NONE and len(found) < most:
             if position + 1 < self._end_of_text(int(position)):
-                found.append(Place(int(position) + 1, self._matched(context, int(position), depth)))
+                matched = self._count_matched(context, int(position), depth)
+                found.append(Place(int(position) + 1, matched))
             position = self._older[position]
         return found
 
@@ -88,7 +89,7 @@ class TokenHistory:
         text = bisect_right(self._starts, position)
         return self._starts[text] if text < len(self._starts) else self._size
 
-    def _matched(self, context: Int64, position: int, depth: int) -> int:
+    def _count_matched(self, context: Int64, position: int, depth: int) -> int:
         """How many tokens up to `position` equal the end of `context`."""
         count = min(depth, len(context), position + 1)
         here, there = self.tokens[position + 1 - count : position + 1], context[-count:]

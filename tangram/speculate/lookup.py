@@ -94,8 +94,8 @@ class SuffixDrafter:
         best, best_score = _NOTHING, 0.0
         for length in sorted({place.matched for place, _ in found}, reverse=True):
             longest = min(most, int(self.factor * length))
-            goings_on = [tokens for place, tokens in found if place.matched >= length]
-            path, score = self._follow(goings_on, longest)
+            continuations = [tokens for place, tokens in found if place.matched >= length]
+            path, score = self._follow(continuations, longest)
             if score > best_score:
                 best, best_score = path, score
         return best
@@ -103,13 +103,13 @@ class SuffixDrafter:
     def _places(self, history: TokenHistory, context: Int64) -> list[Place]:
         return history.places(context, _MOST_PLACES, self.depth)
 
-    def _follow(self, goings_on: list[Int64], longest: int) -> tuple[Int64, float]:
-        """The path that most of `goings_on` take, and how many of its tokens to expect accepted."""
+    def _follow(self, continuations: list[Int64], longest: int) -> tuple[Int64, float]:
+        """The path that most `continuations` take, and how many of its tokens to expect."""
         path: list[int] = []
-        total, score = len(goings_on), 0.0
-        while goings_on and len(path) < longest:
+        total, score = len(continuations), 0.0
+        while continuations and len(path) < longest:
             at = len(path)
-            nexts = [int(tokens[at]) for tokens in goings_on if len(tokens) > at]
+            nexts = [int(tokens[at]) for tokens in continuations if len(tokens) > at]
             if not nexts:
                 break
             token = max(nexts, key=nexts.count)  # of equal counts the newest
@@ -118,5 +118,5 @@ class SuffixDrafter:
                 break
             path.append(token)
             score += share
-            goings_on = [one for one in goings_on if len(one) > at and one[at] == token]
+            continuations = [one for one in continuations if len(one) > at and one[at] == token]
         return np.asarray(path, np.int64), score

@@ -1,8 +1,8 @@
 """How many tokens to draft: what pays, by measured times and by the acceptance seen.
 
 An iteration that drafts γ tokens with acceptance a yields 1 + a + … + a^γ tokens on average
-(Leviathan et al., arXiv 2211.17192, section 3) and takes the time of its drafts and of one
-verification. Times are those of recent iterations at a like load, without exceptions.
+(Leviathan et al., arXiv 2211.17192, section 3). It takes the time of its drafts and of one
+verification. Times are those of recent iterations at a like load, without outliers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _KEPT_LOOKS = 8
 _KEPT_DRAFTS = 256  # tokens over which the acceptance of a sequence is remembered
 _PRIOR_DRAFTS, _PRIOR_ACCEPTED = 4.0, 3.0
 _LEAST_S = 1e-6
-_EXCEPTIONAL = 2.0  # times the least: such a time says nothing of later ones
+_OUTLYING = 2.0  # times the least: such a time says nothing of later ones
 TRIES = 2  # of each number that a load begins with
 PROBE_EVERY = 32
 PROBE_SHARE = 0.01  # of the time
@@ -63,9 +63,9 @@ def expected_tokens(share: float, drafted: int) -> float:
 
 
 def _usual(times: Collection[float]) -> float:
-    """The mean of `times` but for exceptions, such as the first pass of its kind."""
+    """The mean of `times` without outliers, such as the first pass of its kind."""
     least = min(times)
-    return fmean(one for one in times if one <= _EXCEPTIONAL * least)
+    return fmean(one for one in times if one <= _OUTLYING * least)
 
 
 @dataclass
@@ -91,7 +91,7 @@ class _Load:
         return fits
 
     def estimate(self, drafted: int) -> float:
-        """The usual time of `drafted`, between and beyond what was measured a straight line."""
+        """The usual time of `drafted`; a straight line between and beyond what was measured."""
         known = sorted((count, _usual(times)) for count, times in self.seconds.items())
         if drafted in self.seconds or len(known) == 1:
             return dict(known).get(drafted, known[0][1])

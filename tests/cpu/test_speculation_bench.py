@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from bench.render.page import Page
 from bench.speculation import acceptance, cpu, figures, serving
 from bench.speculation.acceptance import AcceptanceBench, AcceptanceCell, AcceptanceFile
 from bench.speculation.engines import (
@@ -200,3 +201,17 @@ def test_cells_of_one_engine_and_prompt_follow_each_other() -> None:
         for engine, cell in zip(engines, cells, strict=True)
     ]
     assert prompts[0::2] == prompts[1::2]
+
+
+def test_tables_show_what_was_measured_and_name_what_was_not(
+    loaded: LoadedModel, tmp_path: Path
+) -> None:
+    assert Page("speculation", tmp_path).blocks() == {}
+    serving.main(["--small", "--cases", "shape-8x1k", "--repeats", "2", "-o", str(tmp_path)])
+    blocks = Page("speculation", tmp_path).blocks()
+    rows = [line.split(" | ") for line in blocks["serving"].splitlines() if line.startswith("| ")]
+    found = {row[0].removeprefix("| "): row for row in rows[2:]}
+    assert found["Qwen3-4B shape, 40 × 16K"][2] == "not measured"
+    measured = found["Qwen3-4B shape, 8 × 1K"]
+    assert float(measured[4]) > 0 and measured[5] == "0.97" and measured[-1] == "0 of 4 |"
+    assert "says token 0" in blocks["serving"]

@@ -194,7 +194,7 @@ class Grid:
                 yield Method(name, retention, scorer, chunk, scope, alpha, *kept)
 
     def _lossless(self) -> Iterator[Method]:
-        """Drafts change no answer: they read what a server's would, at one ρ."""
+        """One method a scorer and chunk: no answer depends on what drafts read."""
         for scorer, chunk in product(self._named_scorers, self.chunk_tokens):
             served = (default_scope(scorer), ALPHA, SINK_TOKENS)
             yield Method("lossless", 1.0, scorer, chunk, *served)
