@@ -52,6 +52,8 @@ class RecentAnswers:
 
     def add(self, tokens: Int64) -> None:
         """An answer of `tokens` [n] has ended."""
+        if not self._most:
+            return
         newest, older = self._halves
         if len(newest) + len(tokens) > self._most // 2:
             newest, older = TokenHistory(), newest

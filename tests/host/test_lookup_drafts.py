@@ -112,3 +112,9 @@ def test_recent_answers_are_bounded(answers: list[list[int]]) -> None:
     for answer in answers:
         recent.add(array(answer))
     assert sum(map(len, recent.histories)) <= 50
+
+
+def test_no_answer_is_remembered_where_none_may_be() -> None:
+    recent = RecentAnswers(0)
+    recent.add(np.arange(10))
+    assert all(len(history) == 0 for history in recent.histories)
